@@ -37,7 +37,7 @@ ENV PATH=/opt/trialflow/bin:${PATH} \
 
 ARG TORCH
 ARG TORCH_INDEX=https://download.pytorch.org/whl/${TORCH}
-ARG EXTRAS=obstore,gcs,azure
+ARG EXTRAS=gcs,azure
 WORKDIR /tmp/trialflow
 COPY constraints.txt ./
 # In a layer before our code: a change of the code does not download the biggest package again.

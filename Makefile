@@ -1,17 +1,19 @@
-# Everything happens in .venv, which is made when first needed. The words: run, test, test-long, check, docs, bench, clean.
+# Everything happens in .venv, which is made when first needed. The words: run, test, test-long, check, docs, bench, release, clean.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 HOME_OF_RUNS ?= trialflow-runs
+# Many containers set it. Every process would compile our sources again: some hundred start in the tests.
+unexport PYTHONDONTWRITEBYTECODE
 export TRIALFLOW_HOME ?= $(abspath $(HOME_OF_RUNS))
-PYTEST := $(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n 4 --dist loadgroup --no-loadscope-reorder
 PART ?= 1/1
 
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 
-.PHONY: run test test-long check docs bench clean
+.PHONY: run test test-long check docs bench release clean
 
 # Trains the example through the whole DAG, then shows what it has learnt.
 run: $(VENV)/.installed
@@ -24,7 +26,7 @@ test: $(VENV)/.installed-dev
 	@echo "about 8 minutes on 2 CPU cores"
 	@$(PYTEST) $(ARGS)
 
-# Its variations (engines, storages, ranks, ZeRO stages, faults), in parts with as many tests of each folder: make test-long PART=2/8.
+# Its variations (node providers, storages, ranks, ZeRO stages, faults), in parts with as many tests of each folder: make test-long PART=2/8.
 test-long: $(VENV)/.installed-dev
 	@echo "part $(PART) of the long tests; each part takes many minutes"
 	@$(PYTEST) -m long --splits $(lastword $(subst /, ,$(PART))) --group $(firstword $(subst /, ,$(PART))) \
@@ -40,9 +42,18 @@ docs: $(VENV)/.installed-docs
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet $(ARGS)
 	@echo "documentation: build/site/index.html"
 
+# The picture of the processes, with the digest of its source, which a test compares. Needs dot (Debian: graphviz).
+docs/architecture.svg: docs/architecture.dot
+	dot -Tsvg $< -o $@
+	echo "<!-- sha256 of architecture.dot: $$(sha256sum < $< | cut -d' ' -f1) -->" >> $@
+
 # make bench NAME=loop
 bench: $(VENV)/.installed-dev
 	$(BIN)/python -m benchmarks.$(NAME) $(ARGS)
+
+# Sdist and wheel in build/dist, checked; the wheel trains, resumes and exports in an environment of its own.
+release: $(VENV)/.installed-release
+	@.ci/release $(BIN)/python
 
 clean:
 	rm -rf $(VENV) build *.egg-info
@@ -63,6 +74,11 @@ $(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@echo "installing what tests and checks need: once, about 30 seconds"
 	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt -e '.[dev]' | $(PIP_LINES)
+	@touch $@
+
+$(VENV)/.installed-release: $(VENV)/.installed
+	@echo "installing what a release needs: once, about 10 seconds"
+	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt -e '.[release]' | $(PIP_LINES)
 	@touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed

@@ -38,12 +38,12 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.deepspeed.restore_files import files_for_ranks
 from trial_core.errors import StorageError
 from trial_core.messages import (
-    BuildLoaders,
+    BuildLoadersAndRestore,
     BuildTrial,
     Done,
-    LoadersBuilt,
     PersistCheckpoint,
     Persisted,
+    ReadyToTrain,
     ReleaseStaging,
     Result,
     SaveCheckpoint,
@@ -229,7 +229,7 @@ def share(server: S3Server) -> dict[str, float]:
             ),
             TrialBuilt,
         )[0]
-        slots.request(BuildLoaders(batches_trained=0, checkpoint=None), LoadersBuilt)
+        slots.request(BuildLoadersAndRestore(batches_trained=0, checkpoint=None), ReadyToTrain)
         slots.request(TrainBatches(until=1), Trained)
         checkpoint = str(uuid.uuid4())
         slots.request(SaveCheckpoint(uuid=checkpoint), Saved)

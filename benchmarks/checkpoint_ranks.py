@@ -32,8 +32,10 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 import trial_core.deepspeed as td
 from benchmarks.trial import ShardedTrial
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.config.checkpointing_section import CheckpointingConfig
+from trial_core.controller.checkpoint_files import CheckpointFiles
 from trial_core.controller.rank_checkpoint import Snapshots
-from trial_core.deepspeed.deepspeed_engine import DeepSpeedTrialEngine
+from trial_core.deepspeed.deepspeed_adapter import DeepSpeedTrialAdapter
 
 WIDTH = 1024
 Remaining = Callable[[], Any]
@@ -65,16 +67,20 @@ class SaveMethods:
 
     def __init__(self, context: td.DeepSpeedTrialContext, job: dict[str, Any]) -> None:
         self._trial = Saved(context)
-        self._engine = DeepSpeedTrialEngine(self._trial, context)
+        self._adapter = DeepSpeedTrialAdapter(self._trial, context)
         self._rank, self._job = context.distributed.get_rank(), job
         self._folder = Path(tempfile.mkdtemp(prefix=f"benchmark-{self._rank}-"))
-        self._ours = {
-            name: Snapshots(
-                self._engine, self._folder, CheckpointStore(f"{job['bucket']}/{name}", options),
-                context.distributed, {},
+        self._files = {
+            name: CheckpointFiles(
+                self._folder, CheckpointStore(f"{job['bucket']}/{name}", options),
+                context.distributed, CheckpointingConfig(),
             )
             for name, options in job["stores"].items()
         }  # fmt: skip
+        self._ours = {
+            name: Snapshots(self._adapter, files, context.distributed, CheckpointingConfig())
+            for name, files in self._files.items()
+        }
         options = job["stores"]["fast"]
         self._s3 = boto3.client(
             "s3",
@@ -88,7 +94,8 @@ class SaveMethods:
 
     def close(self) -> None:
         """End the persister processes."""
-        for snapshots in self._ours.values():
+        for name, snapshots in self._ours.items():
+            self._files[name].close()
             snapshots.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -142,13 +149,13 @@ class SaveMethods:
         return lambda: None
 
     def _snapshot(self, store: str) -> Remaining:
-        snapshots, checkpoint = self._ours[store], self._uuid()
-        snapshots.stage(checkpoint, 1, None)
-        persisted = self._threads.submit(snapshots.persist, checkpoint)
+        files, checkpoint = self._files[store], self._uuid()
+        self._ours[store].stage(checkpoint, 1, None)
+        persisted = self._threads.submit(files.persist, checkpoint)
 
         def finish() -> None:
             persisted.result()
-            snapshots.release(checkpoint)
+            files.release(checkpoint)
 
         return finish
 

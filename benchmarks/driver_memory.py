@@ -26,16 +26,16 @@ from trial_core.checkpoint.manifest import FileEntry, Topology
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.messages import (
     AnyRequest,
-    BuildLoaders,
+    BuildLoadersAndRestore,
     BuildTrial,
     Done,
     FinishRunFiles,
     HookDone,
-    LoadersBuilt,
     MetricsNamed,
     NameMetrics,
     PersistCheckpoint,
     Persisted,
+    ReadyToTrain,
     Result,
     RunFilesStored,
     RunHook,
@@ -94,8 +94,8 @@ class InstantSlots:
                 world_size=self.world_size, data_parallel_size=self.world_size, batch_samples=16
             )
             return TrialBuilt(hooks=[], topology=topology, batch_samples=16, versions={})
-        if isinstance(request, BuildLoaders):
-            return LoadersBuilt(epoch=EpochLength(100 * self.world_size, self.world_size))
+        if isinstance(request, BuildLoadersAndRestore):
+            return ReadyToTrain(epoch=EpochLength(100 * self.world_size, self.world_size))
         if isinstance(request, TrainBatches):
             if rank == 0:
                 self._measure()
@@ -138,14 +138,16 @@ class InstantSlots:
 def measure(workloads: int, every: int, folder: Path, counts_objects: bool = False) -> InstantSlots:
     """Run that many workloads through the flow's tasks; the fake with its measurements."""
     from prefect import flow  # Prefect reads its settings when it is imported
+    from prefect.logging import get_run_logger
 
-    from trial_core.run.observer import Observer
+    from trial_core.driver.launch_stages import LaunchStages
+    from trial_core.driver.observers import Observer
+    from trial_core.driver.run import Launch, Run
+    from trial_core.driver.uploads import Uploads
+    from trial_core.report import Report
     from trial_core.run.run_loop import follow_schedule
-    from trialflow.flows.train import TrainStages
-    from trialflow.flows.uploads import Uploads
-    from trialflow.tasks.build import build_trial
-    from trialflow.tasks.report import Report
-    from trialflow.tasks.trial_run import TrialRun
+    from trialflow.flows.train import STAGES
+    from trialflow.tasks.artifact import ARTIFACT_ERRORS, ReportArtifact
 
     config = experiment(
         "LoopTrial",
@@ -165,12 +167,17 @@ def measure(workloads: int, every: int, folder: Path, counts_objects: bool = Fal
 
     @flow(name="driver-memory")
     def drive() -> None:
-        with Report(config, "memory-00000000", run_dir, Observer(), store) as report:
-            run = TrialRun(config, "memory-00000000", run_dir, store, report)
-            run.slots = slots  # type: ignore[assignment]  # it has the methods that the tasks use
-            with Uploads(run) as uploads:
-                build_trial(run)
-                follow_schedule(TrainStages(run, uploads))
+        report = Report(
+            config, "memory-00000000", run_dir, Observer(), store,
+            logger=get_run_logger(), publish=ReportArtifact("memory-00000000").write,
+            publish_errors=ARTIFACT_ERRORS,
+        )  # fmt: skip
+        with report:
+            launch = Launch(Run(config, "memory-00000000", run_dir, store, report))
+            launch.slots = slots  # type: ignore[assignment]  # it has the methods that stages use
+            with Uploads(launch, STAGES) as uploads:
+                STAGES.build_trial(launch)
+                follow_schedule(LaunchStages(launch, STAGES, uploads))
             report.ended("completed")
 
     drive()

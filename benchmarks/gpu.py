@@ -27,12 +27,12 @@ from benchmarks.ranks import built, case_name, launched
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import LaunchError
 from trial_core.messages import (
-    BuildLoaders,
+    BuildLoadersAndRestore,
     Done,
     FetchCheckpoint,
     Fetched,
-    LoadersBuilt,
     PersistCheckpoint,
+    ReadyToTrain,
     ReleaseStaging,
     RunValidation,
     SaveCheckpoint,
@@ -107,7 +107,9 @@ def turn_of_ours(slots: SlotGroup, trained: int) -> dict[str, float]:
     slots.request(ReleaseStaging(uuid=checkpoint), Done)
     persisted = time.perf_counter()
     slots.request(FetchCheckpoint(uuid=checkpoint, files=files), Fetched)
-    slots.request(BuildLoaders(batches_trained=until, checkpoint=checkpoint), LoadersBuilt)
+    slots.request(
+        BuildLoadersAndRestore(batches_trained=until, checkpoint=checkpoint), ReadyToTrain
+    )
     return {
         "stall_seconds": saved - began,
         "restore_seconds": time.perf_counter() - persisted,

@@ -94,7 +94,7 @@ class Bare(_Stepwise):
         return time.perf_counter() - began
 
     def step(self, batch: Tensor) -> None:
-        if isinstance(self._model, DistributedDataParallel):
+        if isinstance(self._model, DistributedDataParallel) and [*self._model.buffers()]:
             sync: Any = self._model._sync_buffers  # its default, which the trial has turned off
             sync()
         loss = self._model(batch)

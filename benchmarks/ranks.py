@@ -12,7 +12,7 @@ import psutil
 
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
-from trial_core.messages import BuildLoaders, BuildTrial, LoadersBuilt, TrialBuilt
+from trial_core.messages import BuildLoadersAndRestore, BuildTrial, ReadyToTrain, TrialBuilt
 from trial_core.slots.accelerators import resolve_slot_count
 from trial_core.slots.slot_group import SlotGroup
 
@@ -118,5 +118,5 @@ def built(
             ),
             TrialBuilt,
         )
-        slots.request(BuildLoaders(batches_trained=0, checkpoint=None), LoadersBuilt)
+        slots.request(BuildLoadersAndRestore(batches_trained=0, checkpoint=None), ReadyToTrain)
         yield

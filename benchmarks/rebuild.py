@@ -20,10 +20,10 @@ from benchmarks.figures import conclude
 from benchmarks.ranks import case_name, experiment, launched
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.messages import (
-    BuildLoaders,
+    BuildLoadersAndRestore,
     BuildTrial,
     Done,
-    LoadersBuilt,
+    ReadyToTrain,
     ReleaseStaging,
     SaveCheckpoint,
     Saved,
@@ -90,7 +90,7 @@ def run_trial(
         storage=CheckpointStore(config.checkpoint_storage.url).spec,
     )
     slots.request(build, TrialBuilt)
-    slots.request(BuildLoaders(batches_trained=0, checkpoint=None), LoadersBuilt)
+    slots.request(BuildLoadersAndRestore(batches_trained=0, checkpoint=None), ReadyToTrain)
     slots.request(TrainBatches(until=2), Trained)
     checkpoint = str(uuid.uuid4())
     slots.request(SaveCheckpoint(uuid=checkpoint), Saved)

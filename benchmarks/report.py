@@ -20,12 +20,12 @@ import psutil
 from benchmarks.figures import Estimate, conclude
 from benchmarks.ranks import ROOT, case_name, experiment
 from benchmarks.workload import temporary_homes
-from trial_core.run.observer import Observer
+from trial_core.driver.observers import Observer
 
 if TYPE_CHECKING:
     from trial_core.config import ExperimentConfig
-    from trialflow.tasks.report import Report
-    from trialflow.tasks.trial_run import TrialRun
+    from trial_core.driver.run import Launch
+    from trial_core.report import Report
 
 TARGET_RATIO = 1.01
 BATCH_SECONDS = 0.05
@@ -97,9 +97,9 @@ class Turns:
     """
 
     def __init__(
-        self, run: TrialRun, relay: Relay, report: Report, chatty: Path, plan: Plan
+        self, launch: Launch, relay: Relay, report: Report, chatty: Path, plan: Plan
     ) -> None:
-        self._run = run
+        self._launch = launch
         self._relay = relay
         self._report = report
         self._chatty = chatty
@@ -115,16 +115,16 @@ class Turns:
         return Pair(reported, self._turn(is_reported=False))
 
     def _turn(self, is_reported: bool) -> Turn:
-        from trialflow.tasks.train_workload import train_workload
+        from trialflow.flows.train import STAGES
 
         if is_reported:
             self._chatty.touch()
-        self._run.observer = self._relay.target = self._report if is_reported else Observer()
+        self._launch.run.observer = self._relay.target = self._report if is_reported else Observer()
         process = psutil.Process()
         began, used = time.perf_counter(), sum(process.cpu_times()[:2])
         for _ in range(self._plan.workloads):
             until = self._trained + self._plan.batches
-            self._trained = train_workload(self._run, self._trained, until)
+            self._trained = STAGES.train_workload(self._launch, self._trained, until)
         turn = Turn(time.perf_counter() - began, sum(process.cpu_times()[:2]) - used)
         if is_reported:
             self._chatty.unlink()
@@ -135,14 +135,16 @@ class Turns:
 def measure(world_size: int, plan: Plan, folder: Path) -> list[Pair]:
     """Train all pairs of turns; the first pair warms up and is not counted."""
     from prefect import flow  # Prefect reads its settings when it is imported
+    from prefect.logging import get_run_logger
 
     from trial_core.checkpoint.resume_point import ResumePoint
     from trial_core.checkpoint.store import CheckpointStore
-    from trialflow.flows.rank_placement import ThisMachine
-    from trialflow.flows.train import launch_slots
-    from trialflow.tasks.build import build_loaders, build_trial
-    from trialflow.tasks.report import Report
-    from trialflow.tasks.trial_run import TrialRun
+    from trial_core.driver.launch_ranks import launch_slots
+    from trial_core.driver.placement import ThisMachine
+    from trial_core.driver.run import Launch, Run
+    from trial_core.report import Report
+    from trialflow.flows.train import STAGES
+    from trialflow.tasks.artifact import ARTIFACT_ERRORS, ReportArtifact
 
     name = case_name(world_size)
     trial, run_dir, chatty = f"report-{name}", folder / name, folder / f"{name}-chatty"
@@ -152,13 +154,18 @@ def measure(world_size: int, plan: Plan, folder: Path) -> list[Pair]:
 
     @flow(name="report-in-turns")
     def turns() -> list[Pair]:
-        with Report(config, trial, run_dir, Observer(), store) as report:
-            run = TrialRun(config, trial, run_dir, store, relay := Relay())
-            with launch_slots(run, ThisMachine()) as run.slots:
-                build_trial(run)
-                build_loaders(run, ResumePoint())
-                report.run_started(trial, plan.total_batches, 0, run.batch_samples)
-                in_turns = Turns(run, relay, report, chatty, plan)
+        report = Report(
+            config, trial, run_dir, Observer(), store,
+            logger=get_run_logger(), publish=ReportArtifact(trial).write,
+            publish_errors=ARTIFACT_ERRORS,
+        )  # fmt: skip
+        with report:
+            launch = Launch(Run(config, trial, run_dir, store, relay := Relay()))
+            with launch_slots(launch, ThisMachine()) as launch.slots:
+                STAGES.build_trial(launch)
+                STAGES.build_loaders(launch, ResumePoint())
+                report.run_started(trial, plan.total_batches, 0, launch.answers.batch_samples)
+                in_turns = Turns(launch, relay, report, chatty, plan)
                 in_turns.pair(bare_first=True)
                 # The order alternates, so that a drift of the machine's speed cancels out.
                 measured = [in_turns.pair(bare_first=bool(i % 2)) for i in range(plan.pairs)]

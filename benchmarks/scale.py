@@ -30,12 +30,13 @@ from benchmarks.scale_agents import READY
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import RankFailed
 from trial_core.messages import Done, Ping, TrainBatches
-from trial_core.nodes.engine import NodeRequest
-from trial_core.nodes.hub import ConnectedAgent, Hub, ListenAddress
-from trial_core.nodes.join_engine import JoinEngine
+from trial_core.nodes.hub import ConnectedAgent, Hub
+from trial_core.nodes.join_provider import JoinProvider
 from trial_core.nodes.join_token import new_token
 from trial_core.nodes.node_launcher import NodeCode, NodeLauncher
 from trial_core.nodes.node_pool import NodePool
+from trial_core.nodes.node_provider import NodeRequest
+from trial_core.slots.listen_address import ListenAddress
 from trial_core.slots.rank_network import LOOPBACK_ADDRESS
 from trial_core.slots.slot_group import SlotGroup
 
@@ -131,7 +132,7 @@ def measure(scale: Scale, requests: int, folder: Path) -> dict[str, float]:
         Hub(ListenAddress(LOOPBACK_ADDRESS), token) as hub,
         agent_processes(scale, hub.address, token) as processes,
         NodePool(
-            JoinEngine(), hub, NodeRequest(scale.ranks, scale.ranks), token, WAIT_SECONDS
+            JoinProvider(), hub, NodeRequest(scale.ranks, scale.ranks), token, WAIT_SECONDS
         ) as pool,
     ):
         watch = Watch()

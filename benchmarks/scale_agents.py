@@ -26,7 +26,7 @@ from trial_core.messages import (
     decode_from_driver,
     encode,
 )
-from trial_core.nodes.agent import join
+from trial_core.nodes.agent_connection import join
 from trial_core.nodes.node_messages import (
     ALIVE_SECONDS,
     AgentHello,

@@ -22,7 +22,8 @@ from typing import Any
 
 from benchmarks.figures import conclude, percentile
 from benchmarks.ranks import case_name, experiment
-from trial_core.run.observer import MetricsKind, Observer, observing
+from trial_core.driver.observers import Observer, observing
+from trial_core.messages import MetricsKind
 
 TARGET_MS = 100.0
 

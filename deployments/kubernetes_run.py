@@ -1,4 +1,4 @@
-"""A run on several Kubernetes nodes, as a JobSet: `trialflow deploy --type kubernetes --nodes N`.
+"""A run on several Kubernetes nodes, as a JobSet: `trialflow jobset`.
 
 One pod has the driver, with `trialflow train --engine join`, and each node's pod runs `trialflow
 join`. The file is written from ``kubernetes/jobset.yaml.j2``.

@@ -22,6 +22,13 @@ from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.resume_point import ResumePoint
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
+from trial_core.driver.code_source import fetched_code, refuse_missing_code
+from trial_core.driver.launch_ranks import launch_slots, stopping_ranks
+from trial_core.driver.launch_stages import fetch, require_convertible
+from trial_core.driver.observers import current_observer
+from trial_core.driver.placement import announcer, place_ranks
+from trial_core.driver.run import Launch, Run
+from trial_core.driver.stages.validate import report_validation
 from trial_core.errors import (
     CheckpointDamaged,
     CheckpointNotFound,
@@ -30,29 +37,17 @@ from trial_core.errors import (
     Stopped,
 )
 from trial_core.models.checkpoint_reference import open_checkpoint
-from trial_core.retention.claims import claim_run
-from trial_core.run.observer import current_observer
+from trial_core.retention.claims import RunClaim
 from trial_core.run.run_dirs import locked_run_dir, trial_id
 from trial_core.run.stop_requests import StopHandler
 from trial_core.text_format import unique_slug
 from trial_core.transfer.trial_code import TrialCode, code_of_folder
-from trialflow.flows.code_source import fetched_code, refuse_missing_code
 from trialflow.flows.lifecycle.crash_limit import check_crash_limit
-from trialflow.flows.lifecycle.run_log import readable_task_log
+from trialflow.flows.lifecycle.run_log import logger_finder, readable_task_log
 from trialflow.flows.lifecycle.run_names import evaluate_name
 from trialflow.flows.lifecycle.shared_gpus import gpu_slots
 from trialflow.flows.lifecycle.stop_monitor import StopMonitor
-from trialflow.flows.rank_placement import place_ranks
-from trialflow.flows.train import (
-    fetch,
-    launch_slots,
-    stopping_ranks,
-    takeover_wait_seconds,
-)
-from trialflow.tasks.build import build_loaders, build_trial
-from trialflow.tasks.callbacks import run_callbacks
-from trialflow.tasks.trial_run import TrialRun
-from trialflow.tasks.validate import report_validation, validate
+from trialflow.flows.train import STAGES, takeover_wait_seconds
 
 
 @dataclass(frozen=True)
@@ -90,7 +85,7 @@ def evaluate(
             newest undamaged checkpoint of the experiment's newest trial.
 
     Raises:
-        ConfigError: the experiment names a Core API script.
+        ConfigError: the experiment names a script.
         CheckpointNotFound: there is no such checkpoint.
         ModelNotFound: there is no such model, alias or version.
         CheckpointDamaged: the given checkpoint is damaged, or all candidates are.
@@ -140,40 +135,42 @@ def evaluate_checkpoint(
     store = CheckpointStore(storage.url, storage.options, config.name)
     store.check_clock()  # others would ignore the claim of a run with a wrong clock
     candidates = _candidates(store, config.name, checkpoint)
-    name = trial_id(f"{config.name} evaluation", unique)
+    name, logger = trial_id(f"{config.name} evaluation", unique), get_run_logger()
     with (
         locked_run_dir(name, takeover_wait_seconds(config)) as run_dir,
-        claim_run(store, name) as claim,
-        place_ranks(config, run_dir) as placement,
+        RunClaim(store, name) as claim,
+        place_ranks(config, run_dir, announcer(logger, current_observer())) as placement,
     ):
         if config.environment.code == "from_checkpoint":
-            code = fetched_code(store, candidates[0], run_dir)
+            code = fetched_code(store, candidates[0], run_dir, logger)
         elif placement.sends_code:
-            code = code_of_folder(config.code, store, get_run_logger())
+            code = code_of_folder(config, store, logger, must_send=True)
         else:
             code = TrialCode(config.code)
-        run = TrialRun(
+        run = Run(
             config, name, run_dir, store, current_observer(), stopping, claim, devices=devices,
-            code=code,
+            find_logger=logger_finder(),
         )  # fmt: skip
+        launch = Launch(run, code)
         try:
-            with launch_slots(run, placement) as run.slots, stopping_ranks(run):
-                build_trial(run)
-                manifest = _fetch_first_intact(run, candidates, checkpoint)
-                build_loaders(run, ResumePoint.warm(manifest, weights_only=True))
+            with launch_slots(launch, placement) as launch.slots, stopping_ranks(launch):
+                STAGES.build_trial(launch)
+                manifest = _fetch_first_intact(launch, candidates, checkpoint)
+                STAGES.build_loaders(launch, ResumePoint.warm(manifest, weights_only=True))
                 batches_trained = manifest.progress.batches_trained
-                if not validate(run, batches_trained):
+                if not STAGES.validate(launch, batches_trained):
                     raise Stopped("the validation had not ended")
-                run_callbacks(run, "on_validation_end", batches_trained)
-                report_validation(run, batches_trained)
+                if "on_validation_end" in launch.answers.hooks:
+                    STAGES.callbacks(launch, "on_validation_end", batches_trained, {})
+                report_validation(launch, batches_trained)
         except (RankFailed, Stalled) as failure:
-            get_run_logger().error("%s", failure.report())
+            logger.error("%s", failure.report())
             raise
     return EvaluateResult(
         checkpoint_uuid=manifest.uuid,
         trial=manifest.trial,
         batches_trained=manifest.progress.batches_trained,
-        metrics=run.metrics.get("validation", {}),
+        metrics=launch.answers.metrics.get("validation", {}),
         run_dir=str(run_dir),
     )
 
@@ -193,11 +190,13 @@ def _candidates(store: CheckpointStore, experiment: str, checkpoint: str | None)
 
 
 def _fetch_first_intact(
-    run: TrialRun, candidates: list[Manifest], checkpoint: str | None
+    launch: Launch, candidates: list[Manifest], checkpoint: str | None
 ) -> Manifest:
     """Fetch the first candidate that is not damaged."""
     for manifest in candidates:
-        damage = fetch(run, ResumePoint.warm(manifest, weights_only=True))
+        point = ResumePoint.warm(manifest, weights_only=True)
+        require_convertible(launch, point)
+        damage = fetch(launch, STAGES, point)
         if damage is None:
             return manifest
     what = "the checkpoint" if checkpoint else "every checkpoint of the trial, of which the last"

@@ -20,7 +20,9 @@ from prefect.logging import get_run_logger
 from prefect.states import Completed
 
 from trial_core import text_format
+from trial_core.checkpoint.storage_mark import marked
 from trial_core.config import ExperimentConfig
+from trial_core.driver.code_source import refuse_missing_code
 from trial_core.errors import (
     CheckpointDamaged,
     CheckpointNotFound,
@@ -37,16 +39,17 @@ from trial_core.models.journal import (
     RetrainingPlan,
 )
 from trial_core.models.records import Version
-from trial_core.retention.claims import RunClaim, claim_run
+from trial_core.report.retraining_report import RetrainingFacts
+from trial_core.retention.claims import RunClaim
 from trial_core.run.searcher_metric import searcher_metric
 from trial_core.run.stop_requests import StopHandler
-from trialflow.flows.code_source import refuse_missing_code
 from trialflow.flows.evaluate import EvaluateResult, evaluate_checkpoint
 from trialflow.flows.lifecycle.crash_limit import check_crash_limit
 from trialflow.flows.lifecycle.run_log import about, readable_task_log
 from trialflow.flows.lifecycle.run_names import retrain_name
 from trialflow.flows.lifecycle.shared_gpus import gpu_slots
 from trialflow.flows.lifecycle.stop_monitor import StopMonitor
+from trialflow.flows.lifecycle.storage_of_run import StorageLabel, storage_of_run
 from trialflow.flows.retraining.model_lock import FLOW, AlreadyRetraining, model_lock
 from trialflow.flows.retraining.outcome import (
     RetrainResult,
@@ -58,7 +61,7 @@ from trialflow.flows.retraining.outcome import (
     retrain_result,
 )
 from trialflow.flows.train import train_trial
-from trialflow.tasks.report.retraining_report import RetrainingFacts, trial_report_key
+from trialflow.tasks.artifact import ReportArtifact
 from trialflow.tasks.retrain import (
     RetrainingRun,
     compare,
@@ -83,9 +86,10 @@ def retrain(
         data: overrides the experiment's `data` for this run; not rendered.
 
     Raises:
-        ConfigError: the experiment names a Core API script, a template cannot be rendered, `data`
+        ConfigError: the experiment names a script, a template cannot be rendered, `data`
             is not plain, or a callback is missing.
         CheckpointDamaged, CheckpointNotFound: the champion's checkpoint cannot be validated.
+        StorageError: it is not the storage that an earlier attempt of this flow run has used.
         CallbackFailed: a callback failed after the decision.
         RankFailed, Stalled, TrialError: as `train`.
     """
@@ -93,7 +97,12 @@ def retrain(
     check_crash_limit(config.max_restarts)
     refuse_missing_code(config)
     retraining = RetrainingRun(config, str(runtime.flow_run.id))
+    # First of all: an empty folder would have no journal and no champion.
+    expected = storage_of_run(config.stopping.server_outage_seconds)
     existing_plan = retraining.journal.plan()
+    mark = marked(retraining.store.storage, expected, lambda: existing_plan is not None)
+    if not retraining.store.is_process_local:
+        StorageLabel().note(mark)
     scheduled_time: datetime = runtime.flow_run.scheduled_start_time
     if existing_plan is None and (lateness := describe_lateness(retraining, scheduled_time)):
         return Completed(name=SKIPPED, message=f"skipped: {lateness}")
@@ -172,14 +181,14 @@ def retrain_model(
     facts = RetrainingFacts(
         model, retraining.settings.start, retraining.rule, plan, champion,
         places={
-            "the challenger's own report": f"artifact {trial_report_key(plan.trial)}",
+            "the challenger's own report": f"artifact {ReportArtifact(plan.trial).key}",
             "runs on this machine": str(retraining.folder),
             "this report": retraining.journal.url(REPORT),
         },
     )  # fmt: skip
     with (
         # The challenger's trial has a claim under its own name while it trains.
-        claim_run(
+        RunClaim(
             retraining.store, f"{plan.trial}-retraining", champion.checkpoint if champion else None
         ) as claim,
         report_failure(facts, retraining, stopping),

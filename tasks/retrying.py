@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from prefect.cache_policies import NO_CACHE
 from prefect.context import TaskRunContext
 
+from trial_core.driver.run import Launch
 from trial_core.errors import StorageError
-from trialflow.tasks.trial_run import TrialRun
 
 STORAGE_RETRIES = 2
 STORAGE_RETRY_SECONDS = 5
@@ -23,8 +24,17 @@ def storage_failed(task: Any, task_run: Any, state: Any) -> bool:
 
 def _has_time_to_retry() -> bool:
     context = TaskRunContext.get()
-    run = context.parameters.get("run") if context else None
-    if not isinstance(run, TrialRun):
+    launch = context.parameters.get("launch") if context else None
+    if not isinstance(launch, Launch):
         return True
-    left = run.stopping.seconds_left
+    left = launch.run.stopping.seconds_left
     return left is None or left > STORAGE_RETRY_SECONDS
+
+
+TRANSFER: dict[str, Any] = {
+    "cache_policy": NO_CACHE,
+    "retries": STORAGE_RETRIES,
+    "retry_delay_seconds": STORAGE_RETRY_SECONDS,
+    "retry_condition_fn": storage_failed,
+}
+"""Options of every task that moves data to or from the storage."""

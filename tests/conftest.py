@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import tempfile
@@ -11,6 +12,8 @@ import hypothesis
 import hypothesis.configuration
 import pytest
 
+# Collecting the tests makes much and frees nothing; `pytest_collection_finish` turns it on again.
+gc.disable()
 # Before anything imports deepspeed or prefect: tests use CPU ranks and no network.
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ["PREFECT_SERVER_ANALYTICS_ENABLED"] = "false"
@@ -33,8 +36,12 @@ hypothesis.configuration.set_hypothesis_home_dir(
     Path(tempfile.gettempdir(), f"hypothesis-{os.getuid()}")
 )
 
-FLOWS = ("flows", "deployments")
+FLOWS = ("flows", "flow-ends", "deployments")
 """Groups of tests with a Prefect server; each starts its own."""
+FLOW_ENDS = ("lifecycle", "retraining", "server")
+"""Folders of `flows` that make a group: few of their tests start ranks."""
+SCRIPTS = ("trainer", "core_api", "driver")
+"""Folders of `trial_core` whose ranks are scripts: they use no warm group."""
 
 pytest_plugins = [
     "tests.support.s3",
@@ -46,7 +53,7 @@ pytest_plugins = [
     "tests.support.stores",
     "tests.support.wire",
     "tests.support.slurm",
-    "tests.support.engines",
+    "tests.support.node_clusters",
 ]
 
 
@@ -56,7 +63,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     A process that has run a Prefect flow keeps exit hooks of its threads, and the forked workers of
     a data loader fail in them. So in one process flows come last. With several processes the first
-    one begins with flows, the second one with loaders, the third one with deployments.
+    one begins with flows, the second one with loaders, the others with the longest groups.
     """
     here = Path(__file__).parent
     for item in items:
@@ -65,26 +72,40 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     others = {*map(_group_of, items)} - {*FLOWS, "loaders", ""}
     order = ["loaders", *sorted(others), "", *FLOWS]
     if "PYTEST_XDIST_WORKER" in os.environ:
-        order = [FLOWS[0], "loaders", *FLOWS[1:], *sorted(others), ""]
+        order = [FLOWS[0], "loaders", "ranks", *FLOWS[1:], *sorted(others - {"ranks"}), ""]
     items.sort(key=lambda item: order.index(_group_of(item)))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Fail if xdist does not see the groups: every process would start every server."""
+    gc.freeze()
+    gc.enable()
     if getattr(session.config.option, "loadgroup", False):
         for item in session.items:
             if _group_of(item) and "@" not in item.nodeid:
                 raise pytest.UsageError(f"xdist does not see the group of {item.nodeid}")
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Print each failure when it happens: a run that is ended from outside prints no summary."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        print(
+            f"\n{report.when} of {report.nodeid} failed: {report.longreprtext[-800:]}", flush=True
+        )
+
+
 def _group(item: pytest.Item, path: Path) -> str:
     """The group of a test; empty: none."""
     if item.get_closest_marker("server"):
-        return "flows" if path.parts[0] == "flows" else "deployments"
+        if path.parts[0] != "flows":
+            return "deployments"
+        return "flow-ends" if path.parts[1] in FLOW_ENDS else "flows"
     if item.get_closest_marker("gateway"):
         return "gateway"
     if item.get_closest_marker("slots"):
-        return "ranks"
+        is_script = path.parts[0] == "trial_core" and path.parts[1] in SCRIPTS
+        return "scripts" if is_script else "ranks"
     if item.get_closest_marker("ray"):
         return "ray"
     if path.parts[:2] == ("trial_core", "pytorch"):

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 TRIAL_TEMPLATES = ROOT / "deployments" / "trial_templates"
 RANK_HALF = (
     "trial_core.controller",
-    "trial_core.core",
+    "trial_core.core_api",
     "trial_core.export",
     "trial_core.trainer",
     "trial_core.pytorch",
@@ -26,6 +26,7 @@ RANK_HALF = (
 RANK_MODULES = {
     "trial_core.accelerator",
     "trial_core.context",
+    "trial_core.core",
     "trial_core.cpu_pickle",
     "trial_core.distributed",
     "trial_core.entrypoint",
@@ -142,7 +143,7 @@ def test_a_room_imports_only_the_rooms_below_it(room: str) -> None:
 
 
 def test_the_controller_knows_no_deepspeed() -> None:
-    """One controller for all kinds of trial: what differs lies behind `TrialEngine`."""
+    """One controller for all kinds of trial: what differs lies behind `TrialAdapter`."""
     controller = [module for module in MODULES if module.startswith("trial_core.controller")]
     texts = {module: MODULES[module].read_text() for module in controller}
     assert [m for m, text in texts.items() if re.search(r"(import|from) .*deepspeed", text)] == []
@@ -210,7 +211,8 @@ def test_the_driver_half_loads_neither_torch_nor_deepspeed() -> None:
     driver_half = sorted(module for module in MODULES if not is_rank_half(module))
     assert {
         "trialflow.flows.train",
-        "trialflow.tasks.checkpoint",
+        "trial_core.driver.drive",
+        "trialflow.tasks.stages",
         "trial_core.slots.rank_main",
     } <= set(driver_half)
     program = (

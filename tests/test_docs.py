@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from pathlib import Path
 from types import ModuleType
@@ -68,6 +69,22 @@ def test_the_test_of_a_promise_exists(path: str, test: str) -> None:
     assert re.search(rf"^def {test}\(", text, flags=re.MULTILINE)
 
 
+def test_promises_without_a_mark_are_tested_by_default(request: pytest.FixtureRequest) -> None:
+    """The page marks the tests that `make test` leaves out."""
+    selected = {
+        (
+            item.nodeid.partition("::")[0],
+            item.nodeid.partition("::")[2].partition("[")[0].partition("@")[0],
+        )
+        for item in request.session.items
+    }
+    if len({path for path, _ in selected}) < 250:
+        pytest.skip("only some tests were chosen")
+    rows = [row for row in PROMISES.splitlines() if "†" not in row]
+    named = {each for row in rows for each in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", row)}
+    assert named - selected == set()
+
+
 def test_every_promise_has_a_test() -> None:
     """The page has a row for each promise of the README, in its order; each row names a test."""
     section = (ROOT / "README.md").read_text().partition("## What it guarantees")[2]
@@ -99,3 +116,17 @@ def test_every_public_name_has_a_reference_page(package: ModuleType) -> None:
     text = "\n".join(path.read_text() for path in (ROOT / "docs" / "reference").glob("*.md"))
     names = set(re.findall(rf"(?:^::: |`){package.__name__}\.(\w+)", text, flags=re.MULTILINE))
     assert names == set(package.__all__)
+
+
+def test_every_decision_has_its_line_in_the_index() -> None:
+    """In the order of the page, with a date."""
+    page = (ROOT / "DECISIONS.md").read_text().partition("## Index\n")[2]
+    index, _, text = page.partition("\n## ")
+    listed = re.findall(r"^- \d{4}-\d\d-\d\d \[(.+)\]\(#.+\)$", index, flags=re.MULTILINE)
+    assert listed == re.findall(r"^### (.+)$", text, flags=re.MULTILINE)
+
+
+def test_the_picture_of_the_architecture_is_drawn_from_its_source() -> None:
+    """After a change of the source, `make docs/architecture.svg` has to draw it again."""
+    digest = hashlib.sha256((ROOT / "docs" / "architecture.dot").read_bytes()).hexdigest()
+    assert f"sha256 of architecture.dot: {digest}" in (ROOT / "docs/architecture.svg").read_text()

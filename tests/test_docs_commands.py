@@ -31,6 +31,7 @@ TRAIN = "trialflow train experiment.yaml --set searcher.max_length.batches=200"
 DEPLOY = "trialflow deploy"
 BEFORE: Mapping[str, tuple[str, ...]] = {
     "README.md": (),
+    "CONTRIBUTING.md": (),
     "docs/quickstart.md": (),
     "docs/guides/checkpoints.md": (INIT, TRAIN, DEPLOY),
     "docs/guides/core-api.md": (),
@@ -56,10 +57,11 @@ NOT_RUN = {
     "make": "installs into .venv of the repository; another test checks the target's name",
     ". .venv/bin/activate": "the tests' environment is active",
     "pip install": "the tests' environment has the packages",
+    "pre-commit install": "changes the repository's hooks",
     "export PREFECT_API_": "the tests' server has another address, and no password",
     "read -rs": "the same",
     "trialflow up": "serves until Ctrl-C: tests/deployments/test_up.py",
-    "trialflow deploy --type kubernetes --nodes": "tests/deployments/test_kubernetes_run.py",
+    "trialflow jobset": "tests/deployments/test_kubernetes_run.py",
     "trialflow deploy --type": "tests/deployments/test_deploy_templates.py",
     "prefect worker start": "works until Ctrl-C: tests/deployments/test_deploy.py",
     "prefect api POST /flow_runs/ID": "needs a lost run: tests/deployments/test_killed_run.py",
@@ -73,11 +75,12 @@ NOT_RUN = {
     "trialflow doctor --config experiment.yaml --engine": (
         "tests/deployments/cli/test_node_checks.py"
     ),
-    "export RAY_": "needs a Ray cluster: tests/flows/test_engines.py",
+    "export RAY_": "needs a Ray cluster: tests/flows/test_node_providers.py",
     "ray ": "the same",
     "trialflow train examples/gpt_stdlib/experiment.yaml --engine ray": "the same",
+    "trialflow train experiment.yaml --set resources.slots_per_trial=16 --engine ray": "the same",
     "cp /path/to/trialflow": "the clone is wherever the user has it",
-    "sbatch": "needs Slurm: tests/trial_core/nodes/test_slurm_engine.py",
+    "sbatch": "needs Slurm: tests/trial_core/nodes/test_slurm_provider.py",
     "salloc": "the same",
     "squeue": "the same",
     "scancel": "the same",

@@ -112,7 +112,8 @@ def test_commands_parse(snippet: Snippet) -> None:
     found = snippet.commands() if snippet.language == "sh" else commands_of_units(snippet)
     for command in found:
         words = [word for word in shlex.split(command) if word != "…"]
-        words = words[: words.index("|")] if "|" in words else words
+        end = next((at for at, word in enumerate(words) if word in ("|", ">")), len(words))
+        words = words[:end]
         if words[0] == "trialflow":
             app.parse_args(words[1:], exit_on_error=False, print_error=False)
         elif words[0] == "make":

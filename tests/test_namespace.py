@@ -24,6 +24,7 @@ import yaml
 
 from tests.support.prefect import PrefectServer, isolated
 from tests.support.slots import TOY, lines
+from trial_core.run.run_dirs import trial_id
 
 ROOT = Path(__file__).parents[1]
 LIMIT_SECONDS = 240.0
@@ -151,15 +152,18 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installe
 
 
 def test_the_wheel_holds_two_packages(wheel: Path) -> None:
-    """The wheel has `trial_core` and `trialflow`, with the data files of `deployments`."""
+    """The wheel has `trial_core` and `trialflow`, with every file of theirs: types, templates."""
     with zipfile.ZipFile(wheel) as archive:
-        names = archive.namelist()
-    tops = {name.split("/")[0] for name in names}
-    assert {top for top in tops if not top.endswith(".dist-info")} == {"trial_core", "trialflow"}
-    assert "trialflow/deployments/work_pools/kubernetes.json" in names
-    assert "trialflow/deployments/prefect.yaml" in names
-    templates = "trialflow/deployments/trial_templates"
-    assert {f"{templates}/hf/my_trial.py", f"{templates}/hf/ds_config.json"} <= set(names)
+        packed = {name for name in archive.namelist() if ".dist-info/" not in name}
+    files = {
+        str(Path(folder, name).relative_to(ROOT))
+        for package in ("trial_core", "trialflow")
+        for folder, _, names in os.walk(ROOT / package, followlinks=True)
+        for name in names
+        if not folder.endswith("__pycache__")
+    }
+    assert packed == files
+    assert {"trial_core/py.typed", "trialflow/py.typed"} <= files
 
 
 def test_names_of_the_facade_can_be_imported(installed: Installed) -> None:
@@ -173,6 +177,7 @@ def test_names_of_the_facade_can_be_imported(installed: Installed) -> None:
 
 
 @pytest.mark.slots
+@pytest.mark.long
 def test_a_trial_is_trained_in_a_folder_with_packages_of_our_names(installed: Installed) -> None:
     """`trialflow train` trains it, and its checkpoint is listed."""
     experiment = installed.experiment("alone", 4)
@@ -191,10 +196,10 @@ def test_a_trial_is_trained_in_a_folder_with_packages_of_our_names(installed: In
 def test_every_command_runs_in_a_folder_with_packages_of_our_names(installed: Installed) -> None:
     """No command imports a package of the user's folder."""
     experiment = installed.experiment("commands", 4)
-    installed.run("trialflow", "train", experiment)
-    at = ("--config", experiment)
-    (stored,) = json.loads(installed.run("trialflow", "checkpoints", "list", *at, "--json"))
-    uuid = stored["uuid"]
+    trained = json.loads(installed.run("trialflow", "train", experiment, "--json"))
+    at, uuid = ("--config", experiment), trained["checkpoint_uuid"]
+    listed = json.loads(installed.run("trialflow", "checkpoints", "list", *at, "--json"))
+    assert uuid in [each["uuid"] for each in listed]
     for command in (
         f"checkpoints show {uuid}", f"checkpoints verify {uuid}", f"checkpoints pin {uuid}",
         f"checkpoints unpin {uuid}", "checkpoints prune --leftovers-only --dry-run",
@@ -246,7 +251,7 @@ def test_a_worker_runs_cancels_and_resumes_in_a_folder_with_packages_of_our_name
             )
             _until(lambda: state(run) == "Cancelled", "Cancelled")
             seen = len(installed.batches("worked"))
-            trial = f"worked-{run.replace('-', '')[-8:]}"
+            trial = trial_id("worked", run)
             config["config"]["searcher"]["max_length"] = {"batches": seen + 3}
             again = start(trial=trial)
             _until(lambda: state(again) == "Completed", "Completed")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from trial_core import core, deepspeed, errors, pytorch
     from trial_core.checkpoint.store import CheckpointStore
     from trial_core.cluster_info import get_cluster_info
-    from trial_core.core.init import init
+    from trial_core.core_api.init import init
     from trial_core.distributed import DistributedContext
 
 __all__ = [
@@ -34,7 +34,7 @@ _HOMES = {
     "CheckpointStore": "trial_core.checkpoint.store",
     "DistributedContext": "trial_core.distributed",
     "get_cluster_info": "trial_core.cluster_info",
-    "init": "trial_core.core.init",
+    "init": "trial_core.core_api.init",
 }
 
 

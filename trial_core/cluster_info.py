@@ -82,19 +82,23 @@ class ScriptInfo(_Info):
 
     @classmethod
     def of(
-        cls, trial: str, experiment: Mapping[str, Any], latest_checkpoint: str | None = None
+        cls,
+        trial: str,
+        experiment: Mapping[str, Any],
+        seed: int = 0,
+        latest_checkpoint: str | None = None,
     ) -> ScriptInfo:
         """The information about a run.
 
         Args:
-            trial: the trial's id, ``name-1a2b3c4d``.
+            trial: the trial's id, ``name-1a2b3c4d5e6f``.
             experiment: the experiment configuration, as plain data.
+            seed: the experiment's.
         """
-        seed = (experiment.get("reproducibility") or {}).get("experiment_seed") or 0
         known = TrialInfo(
             trial_number(trial),
             experiment_number(experiment),
-            int(seed),
+            seed,
             copy.deepcopy(dict(experiment.get("hyperparameters") or {})),
         )
         data = copy.deepcopy(dict(experiment.get("data") or {}))

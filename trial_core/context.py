@@ -12,6 +12,8 @@ from pydantic import ValidationError
 from typing_extensions import Self
 
 from trial_core.cluster_info import experiment_number, trial_number
+from trial_core.config import OptimizationsConfig, ProfilingConfig, ReproducibilityConfig
+from trial_core.config.checkpointing_section import CheckpointingConfig
 from trial_core.config.determined import hyperparameters
 from trial_core.config.error_text import (
     closest_match,
@@ -20,9 +22,9 @@ from trial_core.config.error_text import (
     format_value,
 )
 from trial_core.config.search_ranges import draw
+from trial_core.controller.tensorboard import TensorBoard
 from trial_core.distributed import DistributedContext
 from trial_core.errors import ConfigError, TrialError, TrialTypeError, TrialValueError
-from trial_core.run.instruments import Instruments
 from trial_core.units import EpochLength
 
 DEBUGGED_TRIAL = "debug-00000000"
@@ -33,15 +35,16 @@ class RunInfo:
     """The state that a context reads; the controller keeps it up to date.
 
     Attributes:
-        trial: the trial's id, ``name-1a2b3c4d``.
-        experiment: the experiment configuration, as plain data.
+        trial: the trial's id, ``name-1a2b3c4d5e6f``.
+        experiment: the experiment configuration, as plain data: what trials are told. The rest of
+            the rank reads the sections below.
         batches_trained: batches trained so far.
         initial_batch: how many batches earlier runs have trained.
         current_batch: index of the batch that is being trained, or was trained last; None before
             training.
         epoch: the length of an epoch; None before the loaders are built, or if they have none.
         stop_requested: whether the trial has asked to save and end.
-        instruments: the TensorBoard writer and the profiler of this rank.
+        tensorboard: this rank's TensorBoard writer and profiler.
     """
 
     trial: str
@@ -51,12 +54,32 @@ class RunInfo:
     current_batch: int | None = None
     epoch: EpochLength | None = None
     stop_requested: bool = False
-    instruments: Instruments = field(default_factory=Instruments)
+    tensorboard: TensorBoard = field(default_factory=TensorBoard)
 
     @property
     def experiment_seed(self) -> int:
         """The seed of all random generators."""
-        return int((self.experiment.get("reproducibility") or {}).get("experiment_seed") or 0)
+        return ReproducibilityConfig.unchecked(self.experiment).experiment_seed
+
+    @property
+    def checkpointing(self) -> CheckpointingConfig:
+        """How checkpoints are saved and read."""
+        return CheckpointingConfig.unchecked(self.experiment)
+
+    @property
+    def optimizations(self) -> OptimizationsConfig:
+        """How a `PyTorchTrial` combines gradients and metrics."""
+        return OptimizationsConfig.unchecked(self.experiment)
+
+    @property
+    def profiling(self) -> ProfilingConfig:
+        """Which batches are profiled."""
+        return ProfilingConfig.unchecked(self.experiment)
+
+    @property
+    def tensorboard_logging(self) -> bool:
+        """Whether reported metrics are written for TensorBoard, if the trial does not say so."""
+        return bool(self.experiment.get("tensorboard_logging", True))
 
 
 class TrialContext:
@@ -71,7 +94,7 @@ class TrialContext:
     def __init__(self, info: RunInfo, distributed: DistributedContext) -> None:
         self._info = info
         self.distributed = distributed
-        info.instruments.rank = distributed.get_rank()
+        info.tensorboard.rank = distributed.get_rank()
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
@@ -226,11 +249,11 @@ class TrialContext:
         Raises:
             TrialError: TensorBoard is not installed.
         """
-        return self._info.instruments.writer()
+        return self._info.tensorboard.writer()
 
     def get_tensorboard_path(self) -> Path:
         """This rank's folder for TensorBoard; its files are uploaded with the run."""
-        return self._info.instruments.folder()
+        return self._info.tensorboard.folder()
 
     def set_enable_tensorboard_logging(self, enable_tensorboard_logging: bool) -> None:
         """Switch automatic TensorBoard logging: reported metrics are written, files are uploaded.
@@ -246,11 +269,11 @@ class TrialContext:
             raise TrialTypeError(
                 f"set_enable_tensorboard_logging takes a bool, got {enable_tensorboard_logging!r}"
             )
-        self._info.instruments.set_automatic(enable_tensorboard_logging)
+        self._info.tensorboard.set_automatic(enable_tensorboard_logging)
 
     def get_enable_tensorboard_logging(self) -> bool:
         """Whether TensorBoard files are uploaded with the run; True by default."""
-        return self._info.instruments.automatic
+        return self._info.tensorboard.automatic
 
     def set_profiler(self, *args: Any, **kwargs: Any) -> None:
         """Profile training with `torch.profiler.profile` and these arguments.
@@ -262,7 +285,7 @@ class TrialContext:
         Raises:
             TrialError: a profiler is already running.
         """
-        self._info.instruments.set_profiler(*args, **kwargs)
+        self._info.tensorboard.set_profiler(*args, **kwargs)
 
     # ---------------------------------------------------------------------------- internals
 

@@ -21,9 +21,12 @@ def decode(data: bytes, kind: type[T]) -> T:
     """The value of type `kind` in a JSON document.
 
     Raises:
-        msgspec.MsgspecError, UnicodeDecodeError, RecursionError: it is something else.
+        msgspec.MsgspecError, RecursionError: it is something else.
     """
-    value: T = decoder(kind).decode(data)
+    try:
+        value: T = decoder(kind).decode(data)
+    except UnicodeDecodeError as error:
+        raise msgspec.DecodeError(str(error)) from error
     return value
 
 

@@ -16,10 +16,10 @@ from typing import Any, Protocol
 from trial_core.accelerator import claim_accelerator
 from trial_core.context import RunInfo
 from trial_core.controller.rank_state import seed_everything
-from trial_core.controller.trial_engine import TrialEngine
+from trial_core.controller.trial_adapter import TrialAdapter
 from trial_core.deepspeed.config_rejection import rejection
 from trial_core.deepspeed.context import DeepSpeedTrialContext
-from trial_core.deepspeed.deepspeed_engine import DeepSpeedTrialEngine
+from trial_core.deepspeed.deepspeed_adapter import DeepSpeedTrialAdapter
 from trial_core.deepspeed.mpu import forget_model_parallelism
 from trial_core.deepspeed.op_builds import op_being_built, prepare_op_builds
 from trial_core.deepspeed.trial import DeepSpeedTrial
@@ -27,7 +27,7 @@ from trial_core.distributed import DistributedContext
 from trial_core.errors import TrialError
 from trial_core.process_group import init_distributed
 from trial_core.pytorch.context import PyTorchTrialContext
-from trial_core.pytorch.pytorch_engine import PyTorchTrialEngine
+from trial_core.pytorch.pytorch_adapter import PyTorchTrialAdapter
 from trial_core.pytorch.trial import PyTorchTrial
 from trial_core.rendezvous import host_store
 
@@ -64,39 +64,39 @@ def load_trial_class(entrypoint: str) -> type[Trial]:
     return found
 
 
-class Doing(Protocol):
-    """Told what this rank does, in case that it takes long. See `slots/announcer.py`."""
+class ActivityReporter(Protocol):
+    """Tells the driver what this rank does, if that takes long: `Announcer.activity`."""
 
     def __call__(
         self, what: str, special: Callable[[], str | None] = lambda: None
     ) -> AbstractContextManager[None]: ...
 
 
-def _not_told(
+def _silent(
     what: str, special: Callable[[], str | None] = lambda: None
 ) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def build_engine(
-    info: RunInfo, distributed: DistributedContext, doing: Doing = _not_told
-) -> TrialEngine:
+def build_adapter(
+    info: RunInfo, distributed: DistributedContext, activity: ActivityReporter = _silent
+) -> TrialAdapter:
     """Construct the trial that the experiment names. Collective: every rank calls this.
 
     Raises:
         TrialError: the entrypoint is not a trial, or DeepSpeed rejects the trial's configuration.
     """
     host_store()
-    with doing("waiting for a build of an operator that was killed, or runs on another machine"):
+    with activity("waiting for a build of an operator that was killed, or runs on another machine"):
         prepare_op_builds(distributed.get_local_rank())
     # First: a module may use a device when it is imported, and the current one is number 0.
     claim_accelerator(distributed.get_local_rank())
     entrypoint = str(info.experiment["entrypoint"])
-    with doing(f"importing {entrypoint}", op_being_built):
+    with activity(f"importing {entrypoint}", op_being_built):
         trial_class = load_trial_class(entrypoint)
     seed = info.experiment_seed
     if not initialises_torch_distributed():
-        with doing("connecting the ranks", op_being_built):
+        with activity("connecting the ranks", op_being_built):
             init_distributed(issubclass(trial_class, DeepSpeedTrial))
             distributed.connect()
     forget_model_parallelism()
@@ -104,30 +104,30 @@ def build_engine(
     seed_everything(seed)
     context: Any = trial_class.trial_context_class(info, distributed)
     try:
-        with doing(f"constructing {entrypoint}", op_being_built):
+        with activity(f"constructing {entrypoint}", op_being_built):
             trial = trial_class(context)
     except (AssertionError, ValueError) as error:
         if not _was_raised_by_deepspeed(error):
             raise
         raise TrialError(rejection(error)) from error
-    return engine_of(trial, context, seed)
+    return adapter_of(trial, context, seed)
 
 
-def engine_of(trial: Trial, context: Any, seed: int) -> TrialEngine:
-    """The engine of a constructed trial. Collective: every rank calls this.
+def adapter_of(trial: Trial, context: Any, seed: int) -> TrialAdapter:
+    """The adapter of a constructed trial. Collective: every rank calls this.
 
     Raises:
         TrialError: the trial wrapped nothing to train, or its callbacks have the wrong type.
     """
     context.distributed.connect()
-    engine: TrialEngine
+    adapter: TrialAdapter
     if isinstance(trial, DeepSpeedTrial):
-        engine = DeepSpeedTrialEngine(trial, context)
+        adapter = DeepSpeedTrialAdapter(trial, context)
     else:
-        engine = PyTorchTrialEngine(trial, context)
+        adapter = PyTorchTrialAdapter(trial, context)
     # A different seed per data shard: shards must not share their dropout masks.
-    seed_everything(seed + 1 + engine.data_parallel_rank)
-    return engine
+    seed_everything(seed + 1 + adapter.data_parallel_rank)
+    return adapter
 
 
 def initialises_torch_distributed() -> bool:

@@ -8,13 +8,13 @@
     ├── SlotsError             the slot group could not be started or used
     │   ├── LaunchError        a slot group could not be started
     │   ├── RankFailed         a rank died, or its workload raised
-    │   ├── DeadlineExceeded   ranks are alive but did not answer in time
+    │   ├── DeadlineExceeded   a rank did not come to a collective in time
     │   ├── Stalled            ranks are alive but make no progress
     │   └── Stopped            the ranks were killed because the run was asked to stop
     ├── CheckpointError        an error of stored checkpoints
     │   ├── StorageError       the storage cannot be reached, read or written
     │   ├── CheckpointNotFound no committed checkpoint has that name
-    │   ├── CheckpointDamaged  a file does not match its manifest
+    │   ├── CheckpointDamaged  a file does not match its manifest, or an object is too large
     │   ├── TopologyMismatch   other ranks than these can restore a checkpoint
     │   └── CommitConflict     another writer has committed under the same name
     │       └── Superseded     another attempt has taken over the trial
@@ -82,7 +82,7 @@ class LaunchError(SlotsError):
 
 
 class DeadlineExceeded(SlotsError):
-    """Ranks are alive but did not answer within the deadline of a request."""
+    """A rank did not come to a collective of trialflow in time."""
 
 
 class Stalled(SlotsError):
@@ -123,7 +123,7 @@ class CheckpointNotFound(CheckpointError):
 
 
 class CheckpointDamaged(CheckpointError):
-    """A stored file does not match its manifest."""
+    """A stored file does not match its manifest, or an object is too large to be one of ours."""
 
 
 class TopologyMismatch(CheckpointError):

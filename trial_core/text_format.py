@@ -134,7 +134,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def trial_number(trial: str) -> int | None:
-    """The number at the end of a trial's id: 42 of ``gpt-0000002a``. None if there is none."""
+    """The number at the end of a trial's id: 42 of ``gpt-00000000002a``. None if there is none."""
     try:
         return int(trial.rpartition("-")[2], 16)
     except ValueError:

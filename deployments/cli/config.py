@@ -1,16 +1,25 @@
-"""`trialflow config`: checks an experiment and prints it."""
+"""`trialflow config`: checks an experiment and prints it, or the code that its checkpoints get."""
 
 from __future__ import annotations
 
 import json
+from typing import TYPE_CHECKING, Annotated
 
+from cyclopts import Parameter
+
+from trial_core.text_format import size
+from trialflow.deployments.cli import console
 from trialflow.deployments.cli.experiment_options import (
     DEFAULT_EXPERIMENT,
     Experiment,
     Overrides,
     Storage,
+    open_store_of,
     read_experiment,
 )
+
+if TYPE_CHECKING:
+    from trial_core.config import ExperimentConfig
 
 
 def config(
@@ -19,6 +28,14 @@ def config(
     *,
     set_: Overrides = None,
     storage: Storage = None,
+    code: Annotated[
+        bool,
+        Parameter(
+            negative=(),
+            help="Print which files of the code folder checkpoints and other machines get, and "
+            "which not and why, in place of the experiment.",
+        ),
+    ] = False,
 ) -> int:
     """Check an experiment and print it as JSON parameters for a deployment.
 
@@ -26,5 +43,25 @@ def config(
     The output includes any credentials in the experiment.
     """
     experiment = read_experiment(config, set_ or [], storage)
-    print(json.dumps({"config": experiment.model_dump(mode="json")}, indent=2))
+    if code:
+        _print_code(experiment)
+    else:
+        print(json.dumps({"config": experiment.model_dump(mode="json")}, indent=2))
     return 0
+
+
+def _print_code(experiment: ExperimentConfig) -> None:
+    """Print what is packed of the code folder: sizes and names, then what is left out."""
+    from trial_core.transfer.trial_code import entrypoint_left_out, packed_code
+
+    packed = packed_code(experiment, open_store_of(experiment))
+    print(packed.summary(experiment.code))
+    for name, size_bytes in packed.files.items():
+        print(f"{size(size_bytes):>10}  {name}")
+    if packed.left_out:
+        print("left out:")
+    for each in packed.left_out:
+        print(f"  {each}")
+    for problem in (packed.problem, entrypoint_left_out(experiment, packed)):
+        if problem is not None:
+            console.warning(problem)

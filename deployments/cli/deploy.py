@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -23,62 +24,42 @@ if TYPE_CHECKING:
 
 
 DEFAULT_POOL = "local"
-DEFAULT_IMAGE = "trialflow:latest"
 
 
 class ServerRefused(TrialflowError):
     """The Prefect server answered a request with an error."""
 
 
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Target:
+    """Where runs are started, and what they share there.
+
+    Attributes:
+        type_: The work pool's type: process, docker or kubernetes. Default: the existing pool's
+            type; process for a new pool.
+        pool: The work pool's name. Default: the pool of the existing deployments, or local.
+        gpus: How many GPUs the server's runs share: each run waits until its GPUs are free. Not for
+            Kubernetes, which counts GPUs itself. Default: the server's present limit, or none.
+        directory: The working folder of runs, which contains trialflow-runs. Default: the folder of
+            the existing deployments, or this one; in an image, the image's.
+        overwrite: Replace an existing work pool's job template with trialflow's.
+    """
+
+    type_: Annotated[
+        Literal["process", "docker", "kubernetes"] | None, Parameter(name="--type")
+    ] = None
+    pool: str | None = None
+    gpus: Annotated[int | None, Parameter(validator=Number(gte=1))] = None
+    directory: Path | None = None
+    overwrite: bool = False
+
+
 def deploy(
     *files: Path,
-    type_: Annotated[
-        Literal["process", "docker", "kubernetes"] | None,
-        Parameter(
-            name="--type",
-            help="The work pool's type: process, docker or kubernetes. Default: the existing "
-            "pool's type; process for a new pool.",
-        ),
-    ] = None,
-    pool: Annotated[
-        str | None,
-        Parameter(
-            help="The work pool's name. Default: the pool of the existing deployments, or local."
-        ),
-    ] = None,
-    gpus: Annotated[
-        int | None,
-        Parameter(
-            help="How many GPUs the server's runs share: each run waits until its GPUs are free. "
-            "Not for Kubernetes, which counts GPUs itself. Default: the server's present limit, or "
-            "none.",
-            validator=Number(gte=1),
-        ),
-    ] = None,
-    directory: Annotated[
-        Path | None,
-        Parameter(
-            help="The working folder of runs, which contains trialflow-runs. Default: the folder "
-            "of the existing deployments, or this one; in an image, the image's."
-        ),
-    ] = None,
-    overwrite: Annotated[
-        bool, Parameter(help="Replace an existing work pool's job template with trialflow's.")
-    ] = False,
+    target: Target | None = None,
     remove: Annotated[bool, Parameter(help="Remove what this command has created.")] = False,
     dry_run: Annotated[bool, Parameter(help="Print the changes without making them.")] = False,
-    nodes: Annotated[
-        int | None,
-        Parameter(
-            help="With --type kubernetes and an experiment file: print a JobSet that trains on so "
-            "many nodes, for `kubectl create -f -`. Changes no server. Default: deploys to a "
-            "server.",
-            validator=Number(gte=1),
-        ),
-    ] = None,
-    image: Annotated[
-        str | None, Parameter(help="With --nodes: the image. Default: trialflow:latest.")
-    ] = None,
 ) -> int:
     """Set up the Prefect server at PREFECT_API_URL for trialflow, or undo it.
 
@@ -93,100 +74,81 @@ def deploy(
     schedule, and an automation if it runs when data arrives. Pass a changed file again to update
     them. With --remove and files, only what belongs to these files is removed.
 
-    With --type kubernetes and --nodes, prints a file instead: a run on several nodes of a
-    Kubernetes cluster, which `kubectl create` starts.
-
     Parameters
     ----------
     files
-        Experiment files (YAML) with a `retraining` section. Default: none. With --nodes: the
-        experiment to train, under its path in the image.
+        Experiment files (YAML) with a `retraining` section. Default: none.
     """
-    if nodes is not None or image is not None:
-        others = {
-            "--pool": pool, "--gpus": gpus, "--directory": directory, "--overwrite": overwrite,
-            "--remove": remove, "--dry-run": dry_run,
-        }  # fmt: skip
-        given = [option for option, value in others.items() if value]
-        print(jobset_of(files, type_, nodes, image, given), end="")
-        return 0
     from trialflow.flows.server.prefect_settings import prepare_prefect
 
     prepare_prefect()
-    from trialflow.deployments.flow_deployment import models_on_server
-    from trialflow.deployments.resources import lease_problem, set_up, take_down
-    from trialflow.deployments.retraining.model_resources import all_resources
-
-    retrainings = read_retrainings(files)
+    retrainings, target = read_retrainings(files), target or Target()
     with configured_client() as client:
-        if remove and files:
-            resources = list(all_resources(each.model for each in retrainings))
-            _print(take_down(reversed(resources), client, dry_run), dry_run)
-            return 0
-        pool_type, pool_name = resolve_pool(client, type_, pool)
-        resources = wanted_resources(
-            pool_type,
-            pool_name,
-            gpus,
-            directory,
-            overwrite,
-            remove,
-            keeps_pool=pool is None,
-            retrainings=retrainings,
-            models=models_on_server(client),
-        )
         if remove:
-            _print(take_down(reversed(resources), client, dry_run), dry_run)
-            return 0
-        _print(set_up(resources, client, dry_run), dry_run)
-        _print(remove_withdrawn(retrainings, client, dry_run), dry_run)
-        # Also without a GPU limit: concurrency limits of deployments have leases too.
-        if problem := lease_problem(client):
-            console.warning(problem)
-    if not dry_run:
-        worker = "trialflow worker" if pool_type == "process" else "prefect worker start"
-        print(f"\nstart a worker on the machine that trains: {worker} --pool {pool_name}")
+            _remove(client, target, retrainings, dry_run)
+        else:
+            _set_up(client, target, retrainings, dry_run)
     return 0
 
 
-def jobset_of(
-    files: Sequence[Path],
-    type_: str | None,
-    nodes: int | None,
-    image: str | None,
-    others: Sequence[str] = (),
-) -> str:
-    """The file that starts a run on several nodes of a Kubernetes cluster.
+def _remove(
+    client: SyncPrefectClient,
+    target: Target,
+    retrainings: Sequence[RetrainingRequest],
+    dry_run: bool,
+) -> None:
+    """Remove what belongs to the files; without files, everything."""
+    from trialflow.deployments.resources import take_down
+    from trialflow.deployments.retraining.model_resources import all_resources
 
-    Args:
-        others: the given options that mean something for a server alone.
+    if retrainings:
+        resources = list(all_resources(each.model for each in retrainings))
+    else:
+        *_, resources = _resources(client, target, (), is_removal=True)
+    _print(take_down(reversed(resources), client, dry_run), dry_run)
 
-    Raises:
-        ConfigError: the options do not fit together, or the experiment cannot run on the nodes.
-    """
-    from trialflow.deployments.kubernetes_run import render_jobset
 
-    if nodes is None:
-        raise ConfigError(
-            "--image is for --nodes; the image of a work pool's runs is a variable of the pool "
-            "(--job-variable image=…)"
-        )
-    if type_ != "kubernetes":
-        raise ConfigError(
-            f"--nodes {nodes} is for --type kubernetes: it prints a JobSet. Elsewhere the engine "
-            "finds the nodes: resources.engine"
-        )
-    if others:
-        raise ConfigError(f"--nodes prints a file and changes no server: omit {', '.join(others)}")
-    if len(files) != 1:
-        raise ConfigError(f"--nodes needs the experiment file to train, got {len(files)} files")
-    experiment = read_experiment(files[0], [])
-    if experiment.checkpoint_storage.url.startswith("file://"):
-        console.warning(
-            f"checkpoint_storage is {experiment.checkpoint_storage.url}: all pods must see it. "
-            "Mount it in both pod templates, or use an object storage"
-        )
-    return render_jobset(experiment, files[0], nodes, image or DEFAULT_IMAGE)
+def _set_up(
+    client: SyncPrefectClient,
+    target: Target,
+    retrainings: Sequence[RetrainingRequest],
+    dry_run: bool,
+) -> None:
+    from trialflow.deployments.resources import lease_problem, set_up
+
+    pool_type, pool, resources = _resources(client, target, retrainings)
+    _print(set_up(resources, client, dry_run), dry_run)
+    _print(remove_withdrawn(retrainings, client, dry_run), dry_run)
+    # Also without a GPU limit: concurrency limits of deployments have leases too.
+    if problem := lease_problem(client):
+        console.warning(problem)
+    if not dry_run:
+        worker = "trialflow worker" if pool_type == "process" else "prefect worker start"
+        print(f"\nstart a worker on the machine that trains: {worker} --pool {pool}")
+
+
+def _resources(
+    client: SyncPrefectClient,
+    target: Target,
+    retrainings: Sequence[RetrainingRequest],
+    is_removal: bool = False,
+) -> tuple[PoolType, str, list[Resource]]:
+    """Type and name of the work pool, and all that the server should have."""
+    from trialflow.deployments.flow_deployment import models_on_server
+
+    pool_type, pool = resolve_pool(client, target.type_, target.pool)
+    resources = wanted_resources(
+        pool_type,
+        pool,
+        target.gpus,
+        target.directory,
+        target.overwrite,
+        is_removal,
+        keeps_pool=target.pool is None,
+        retrainings=retrainings,
+        models=models_on_server(client),
+    )
+    return pool_type, pool, resources
 
 
 def resolve_pool(

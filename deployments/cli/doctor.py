@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -29,9 +29,6 @@ from trialflow.deployments.cli.experiment_options import (
     read_experiment,
     with_engine,
 )
-
-if TYPE_CHECKING:
-    from trial_core.checkpoint.store import CheckpointStore
 
 NEEDED = ("trialflow", "torch", "deepspeed", "prefect", "fsspec")
 OLDEST_PYTHON = (3, 10)
@@ -168,28 +165,13 @@ def accelerators() -> Iterator[Check]:
 def stored(
     config: Path | None, storage: str | None, overrides: Sequence[str] = ()
 ) -> Iterator[Check]:
-    """Check that the storage is writable, and how it prevents conflicting writes."""
+    """Check that runs can use the storage."""
     try:
         store = open_store(config, storage, overrides)
         store.check_writable()
-        yield Check("storage", "ok", f"{store.url} is writable")
-        yield create_only_writes(store)
+        yield Check("storage", "ok", f"{store.url} is writable, and its writes can be create-only")
     except TrialflowError as error:
         yield Check("storage", "fail", str(error))
-
-
-def create_only_writes(store: CheckpointStore) -> Check:
-    """Report how runs and the registry prevent conflicting writes on this storage."""
-    from trial_core.checkpoint.create_only import CLOCKS_ADVICE
-
-    if store.storage.has_conditional_writes():
-        return Check("create-only", "ok", "conditional writes")
-    return Check(
-        "create-only",
-        "warn",
-        "the storage has no conditional writes, so runs and the registry take a lock",
-        CLOCKS_ADVICE,
-    )
 
 
 def prefect_server() -> Check:
@@ -197,10 +179,10 @@ def prefect_server() -> Check:
     from trialflow.flows.server.embedded_server import configured_api_problem, using_server_of_up
     from trialflow.flows.server.prefect_settings import prepare_prefect
 
-    prepare_prefect()
-    from prefect.settings import get_current_settings
-
     try:
+        prepare_prefect()
+        from prefect.settings import get_current_settings
+
         with using_server_of_up() as login:
             api_url = get_current_settings().api.url
             if not api_url:

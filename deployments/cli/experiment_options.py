@@ -90,7 +90,7 @@ def read_experiment(
 
 
 def with_engine(overrides: list[str] | None, engine: str | None) -> list[str]:
-    """The overrides, and that of the engine, if one is given."""
+    """The overrides, and `--engine` as one of them, if it is given."""
     return [*(overrides or []), *([f"resources.engine={engine}"] if engine is not None else [])]
 
 

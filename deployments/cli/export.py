@@ -216,10 +216,11 @@ def _export(
             to.parent.mkdir(parents=True, exist_ok=True)
         with (
             errors.translated("write"),
-            atomic_file(to, is_durable=True, is_new=not force) as file,
+            atomic_file(to, is_durable=True) as file,
             weights_file.open("rb") as source,
         ):
             shutil.copyfileobj(source, file, COPY_BYTES)
+            _check_target(to, force)  # again: no exclusive create, as disks may have no hard links
         return count, weights_file.stat().st_size
 
 
@@ -246,9 +247,9 @@ def _weights_of(folder: Path, request: ExportRequest) -> Weights:
 
     if (folder / PYTORCH_STATE).exists():
         from trial_core.pytorch.model_weights import model_weights
-        from trial_core.pytorch.pytorch_engine import PyTorchTrialEngine
+        from trial_core.pytorch.pytorch_adapter import PyTorchTrialAdapter
 
-        reader = Reader(request.is_trusted, PyTorchTrialEngine.checkpoint_classes)
+        reader = Reader(request.is_trusted, PyTorchTrialAdapter.checkpoint_classes)
         return model_weights(folder, request.engine, request.dtype, reader)
     from trial_core.deepspeed.checkpoint_engine import CHECKPOINT_CLASSES
     from trial_core.deepspeed.export.engine_weights import export_weights

@@ -81,7 +81,7 @@ class FlowRun(Generic[Result]):
             import httpx
             from prefect.exceptions import Abort, CancelledRun, Pause
 
-            from trial_core.run.observer import observing
+            from trial_core.driver.observers import observing
 
             self._display.waiting_for("starting the ranks")
             try:
@@ -144,6 +144,6 @@ def _page(ui_url: str, flow_run_id: str) -> str:
 
 
 def _newer_ui(ui_url: str) -> str:
-    from trialflow.tasks.report.artifact import newer_ui  # imports Prefect
+    from trialflow.tasks.artifact import newer_ui  # imports Prefect
 
     return newer_ui(ui_url)

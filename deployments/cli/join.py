@@ -41,8 +41,9 @@ def join(
     """Train on this machine for a run that was started elsewhere with resources.engine: join.
 
     Starts ranks, watches them, and ends when the run has ended, or when its driver is gone. Run it
-    on each machine by hand, ssh, mpirun, torchrun or a Kubernetes job. At SIGTERM or Ctrl-C the
-    run saves and continues without this machine; at the second one, this machine leaves at once.
+    on each machine by hand, ssh, mpirun, torchrun or a Kubernetes job. At SIGTERM or Ctrl-C, or
+    when its terminal is closed, the run saves and continues without this machine; at the second
+    such signal, this machine leaves at once.
     """
     from trial_core.nodes.agent_main import run_agent
     from trial_core.nodes.join_token import checked_token, token_of_file

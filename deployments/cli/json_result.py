@@ -8,8 +8,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from trial_core import text_format
+from trial_core.driver.run_status import RunStatus
 from trial_core.errors import CheckpointError, Stopped, TrialflowError
-from trial_core.run.run_status import RunStatus
 from trialflow.deployments.cli import console
 
 if TYPE_CHECKING:

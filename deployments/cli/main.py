@@ -24,6 +24,7 @@ from trialflow.deployments.cli import (
     evaluate,
     export,
     init,
+    jobset,
     join,
     models,
     retrain,
@@ -66,6 +67,7 @@ app.command(deploy.deploy)
 app.command(data_arrived.data_arrived)
 app.command(worker.worker)
 app.command(join.join)
+app.command(jobset.jobset)
 app.command(doctor.doctor)
 
 

@@ -2,26 +2,45 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import queue
 import tempfile
+import time
+import uuid
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Generic, TypeVar
 
+from trial_core.checkpoint.manifest import FileEntry
+from trial_core.config import ExperimentConfig
+from trial_core.driver.placement import choose_provider, on_nodes
 from trial_core.errors import LaunchError, StorageError, TrialflowError
+from trial_core.messages import Message
+from trial_core.nodes.hub import ConnectedAgent
+from trial_core.nodes.node_messages import (
+    Answer,
+    Examine,
+    Examined,
+    FromAgent,
+    ListeningNode,
+    Question,
+    Reach,
+    Reached,
+    StorageTried,
+    TryStorage,
+)
+from trial_core.nodes.versions import PACKAGES
+from trial_core.run.run_dirs import home_folder
+from trial_core.storage.base import PROBES, Storage
 from trial_core.text_format import plural, size
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.check import Check
 from trialflow.deployments.cli.experiment_options import open_store_of
-
-if TYPE_CHECKING:
-    from trial_core.config import ExperimentConfig
-    from trial_core.nodes.engine import Engine
-    from trial_core.nodes.hub import ConnectedAgent
-    from trial_core.nodes.node_messages import Examined, ListeningNode, StorageTried
-    from trial_core.nodes.node_pool import NodePool
-    from trial_core.nodes.questions import Answered
 
 CLOCK_SECONDS = 2.0
 SHARED_MEMORY_BYTES = 2**30
@@ -30,8 +49,15 @@ SLOW_BYTES_PER_SECOND = 100 * 2**20
 SLOW_FACTOR = 4
 """A node is slow if another one is so many times as fast, and it is below the speed above."""
 
+PROBE_BYTES = 16 * 2**20
 SHOWN = 8
-MANY = 3
+ANSWER_SECONDS: dict[type[Message], float] = {
+    Examined: 360.0,  # above `trial_core.slots.accelerators.PROBE_TIMEOUT_SECONDS`
+    Reached: 180.0,
+    StorageTried: 300.0,
+}
+
+AnswerT = TypeVar("AnswerT", bound=Answer)
 
 SHARED_MEMORY_ADVICE = (
     "NCCL and the processes of data loaders need it; a container gets more with docker run "
@@ -40,85 +66,117 @@ SHARED_MEMORY_ADVICE = (
 DISK_ADVICE = (
     "the files of a checkpoint that is read are there; TRIALFLOW_HOME names another folder"
 )
+CLOCK_ADVICE = (
+    "set the wrong one (NTP, chrony): object storages refuse requests that are signed by a clock "
+    "that is 15 minutes off, and times in logs are misleading before"
+)
+NETWORK_ADVICE = (
+    "ranks talk to each other on any port: look at firewalls and routes, or choose another network "
+    "(resources.network)"
+)
 
 
 def check_nodes(experiment: ExperimentConfig) -> Iterator[Check]:
-    """Have the experiment's engine find nodes as for a run, and check each; none for ``local``."""
-    from trialflow.flows.rank_placement import choose_engine
-
+    """Find the nodes of the experiment as a run does, and check each; none for ``local``."""
+    home = home_folder()
+    home.mkdir(parents=True, exist_ok=True)
     try:
-        engine = choose_engine(experiment)
-        if engine is None:
+        provider = choose_provider(experiment)
+        if provider is None:
             return
-        with _nodes(experiment, engine) as pool:
+        with (
+            tempfile.TemporaryDirectory(prefix="doctor-", dir=home) as folder,
+            # Also nodes whose packages differ.
+            on_nodes(
+                experiment, provider, Path(folder), console.note, same_versions=False
+            ) as placement,
+        ):
             try:
-                agents = pool.gather(on_activity=console.note)
+                agents = placement.pool.gather(on_activity=console.note)
                 slots = plural(sum(agent.slots for agent in agents), "slot")
-                found = f"{plural(len(agents), 'node')} of {engine.name} with {slots}"
+                found = f"{plural(len(agents), 'node')} of {provider.name} with {slots}"
                 yield Check("nodes", "ok", found)
             except LaunchError as error:
                 yield Check("nodes", "fail", str(error))
-                agents = pool.joined()
+                agents = placement.pool.joined()
             if agents:
                 yield from _checks(experiment, agents)
     except TrialflowError as error:
         yield Check("nodes", "fail", str(error))
 
 
-@contextmanager
-def _nodes(experiment: ExperimentConfig, engine: Engine) -> Iterator[NodePool]:
-    """The run's nodes, also those whose packages differ."""
-    from trial_core.run.run_dirs import home_folder
-    from trialflow.flows.rank_placement import on_nodes
-
-    home = home_folder()
-    home.mkdir(parents=True, exist_ok=True)
-    with (
-        tempfile.TemporaryDirectory(prefix="doctor-", dir=home) as folder,
-        on_nodes(experiment, engine, Path(folder), console.note, same_versions=False) as placement,
-    ):
-        yield placement.pool
-
-
 def _checks(experiment: ExperimentConfig, agents: Sequence[ConnectedAgent]) -> Iterator[Check]:
-    from trial_core.nodes import questions
-
     yield versions(agents)
-    answers, listening = questions.examine(agents, experiment.rank_variables)
-    found = {
-        name: each for name, each in answers.items() if not isinstance(each, questions.NoAnswer)
-    }
-    for agent in agents:
-        answer = answers[agent.name]
-        if isinstance(answer, questions.NoAnswer):
-            yield Check("node", "fail", f"cannot be examined: {answer.why}", node=agent.name)
-        else:
-            yield from _of_node(agent, answer.answer)
-    yield from map(clock, found, found.values())
-    yield from differences({name: each.answer for name, each in found.items()})
+    question = Examine(environment=dict(experiment.rank_variables))
+    answers = yield from ask("node", agents, question, Examined)
+    found = {name: each.answer for name, each in answers.items()}
     there = [agent for agent in agents if agent.name in found]
-    yield from _reachability(there, listening)
-    yield from _storage(experiment, there)
+    for agent in there:
+        yield from _of_node(agent, answers[agent.name])
+    yield from differences(found)
+    yield from _reachability(there, found)
+    try:
+        yield from storage_checks(open_store_of(experiment).storage, there)
+    except StorageError as error:
+        yield Check("storage", "fail", f"not tried on the nodes: {error}")
+
+
+@dataclass(frozen=True)
+class Answered(Generic[AnswerT]):
+    """A node's answer, and when the driver asked and got it, in seconds since 1970."""
+
+    answer: AnswerT
+    asked_at: float
+    got_at: float
+
+
+def ask(
+    subject: str, agents: Sequence[ConnectedAgent], question: Question, kind: type[AnswerT]
+) -> Generator[Check, None, dict[str, Answered[AnswerT]]]:
+    """Ask all nodes at once; return their answers. A node without one is a failed check."""
+    inbox: queue.SimpleQueue[tuple[str, FromAgent | str, float]] = queue.SimpleQueue()
+
+    def note(name: str, message: FromAgent | str) -> None:  # in the hub's thread
+        inbox.put((name, message, time.time()))
+
+    asked_at: dict[str, float] = {}
+    for agent in agents:
+        agent.on_message = agent.on_lost = partial(note, agent.name)
+        asked_at[agent.name] = time.time()
+        agent.send(question)
+        if agent.lost is not None:  # meanwhile
+            note(agent.name, agent.lost)
+    answers: dict[str, Answered[AnswerT]] = {}
+    deadline = time.monotonic() + ANSWER_SECONDS[kind]
+    while asked_at:
+        try:
+            name, message, at = inbox.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            break
+        if name in asked_at and isinstance(message, (str, kind)):
+            began = asked_at.pop(name)
+            if isinstance(message, str):
+                yield Check(subject, "fail", f"the node is lost: {message}", node=name)
+            else:
+                answers[name] = Answered(message, began, at)
+    for name in asked_at:
+        yield Check(subject, "fail", f"no answer within {ANSWER_SECONDS[kind]:g} s", node=name)
+    return {agent.name: answers[agent.name] for agent in agents if agent.name in answers}
 
 
 def versions(agents: Sequence[ConnectedAgent]) -> Check:
     """Check that the versions without which a run refuses nodes are the same."""
     first = agents[0].versions
-    different = [
-        f"{name} {text}"
-        for name in first
-        if (text := difference({agent.name: agent.versions.get(name, "none") for agent in agents}))
-    ]
-    if different:
+    if different := _different(first, {agent.name: agent.versions for agent in agents}):
         advice = "install the same versions on all nodes: a run refuses nodes that differ"
         return Check("versions", "fail", "; ".join(different), advice)
     shown = ", ".join(f"{name} {version}" for name, version in first.items())
     return Check("versions", "ok", f"{shown} on {_nodes_text([each.name for each in agents])}")
 
 
-def _of_node(agent: ConnectedAgent, found: Examined) -> Iterator[Check]:
+def _of_node(agent: ConnectedAgent, answer: Answered[Examined]) -> Iterator[Check]:
     """What can be said of one node alone."""
-    name = agent.name
+    name, found = agent.name, answer.answer
     what = [
         f"{agent.host}, at {agent.address}", plural(agent.slots, "slot"),
         plural(found.cores, "core"), found.accelerators or "no accelerators",
@@ -130,58 +188,55 @@ def _of_node(agent: ConnectedAgent, found: Examined) -> Iterator[Check]:
         yield Check("nvcc", "warn", found.operator_problem, node=name)
     if found.shared_memory is not None:
         total, free = found.shared_memory
-        is_small = free < SHARED_MEMORY_BYTES
-        advice = SHARED_MEMORY_ADVICE if is_small else ""
-        text = f"{size(free)} of {size(total)} free"
-        yield Check("/dev/shm", "warn" if is_small else "ok", text, advice, name)
-    is_full = found.disk_free_bytes < DISK_BYTES
+        text, is_small = f"{size(free)} of {size(total)} free", free < SHARED_MEMORY_BYTES
+        yield _limit("/dev/shm", is_small, text, SHARED_MEMORY_ADVICE, name)
     text = f"{size(found.disk_free_bytes)} free in {found.folder}"
-    yield Check("disk", "warn" if is_full else "ok", text, DISK_ADVICE if is_full else "", name)
+    yield _limit("disk", found.disk_free_bytes < DISK_BYTES, text, DISK_ADVICE, name)
+    yield _clock(name, answer)
 
 
-def clock(node: str, found: Answered[Examined]) -> Check:
-    """Compare a node's clock with this machine's."""
-    from trial_core.nodes.questions import clock_offset
+def _limit(subject: str, is_limited: bool, found: str, advice: str, node: str) -> Check:
+    """A warning with its advice, if training is limited."""
+    if is_limited:
+        return Check(subject, "warn", found, advice, node)
+    return Check(subject, "ok", found, node=node)
 
-    offset = clock_offset(found)
-    is_wrong = abs(offset.seconds) - offset.error_seconds > CLOCK_SECONDS
-    way = "ahead of" if offset.seconds >= 0 else "behind"
-    text = f"{abs(offset.seconds):.3f} s {way} this machine's (± {offset.error_seconds:.3f} s)"
-    advice = (
-        "set the wrong one (NTP, chrony): object storages refuse requests that are signed by a "
-        "clock that is 15 minutes off, and times in logs are misleading before"
-    )
-    return Check("clock", "warn" if is_wrong else "ok", text, advice if is_wrong else "", node)
+
+def _clock(node: str, found: Answered[Examined]) -> Check:
+    """Compare a node's clock with this machine's, as NTP: the way there takes as long as back."""
+    there = found.answer.received_at - found.asked_at
+    back = found.answer.answered_at - found.got_at
+    seconds, error_seconds = (there + back) / 2, max(0.0, there - back) / 2
+    is_wrong = abs(seconds) - error_seconds > CLOCK_SECONDS
+    way = "ahead of" if seconds >= 0 else "behind"
+    text = f"{abs(seconds):.3f} s {way} this machine's (± {error_seconds:.3f} s)"
+    return _limit("clock", is_wrong, text, CLOCK_ADVICE, node)
 
 
 def differences(found: Mapping[str, Examined]) -> Iterator[Check]:
     """What differs between nodes and need not be the same, but may be why one fails."""
     if len(found) < 2:
         return
-    from trial_core.nodes.versions import PACKAGES
-
     accelerators = {name: each.accelerators or "none" for name, each in found.items()}
     if text := difference(accelerators):
         yield Check("accelerators", "warn", text, "the ranks wait for the slowest of them")
-    names = sorted({name for each in found.values() for name in each.packages} - {*PACKAGES})
-    different = [
-        f"{name} {text}"
-        for name in names
-        if (
-            text := difference(
-                {node: each.packages.get(name, "none") for node, each in found.items()}
-            )
-        )
-    ]
+    packages = {name: each.packages for name, each in found.items()}
+    names = sorted({name for each in packages.values() for name in each} - {*PACKAGES})
+    different = _different(names, packages)
     if not different:
         yield Check("packages", "ok", f"the same {len(names)} others on {_nodes_text([*found])}")
         return
-    rest = len(different) - SHOWN
-    more = [f"and {rest} more"] if rest > 0 else []
-    yield Check(
-        "packages", "warn", "; ".join([*different[:SHOWN], *more]),
-        "install the same ones, as from one lock file or image",
-    )  # fmt: skip
+    advice = "install the same ones, as from one lock file or image"
+    yield Check("packages", "warn", "; ".join(_some(different)), advice)
+
+
+def _different(names: Iterable[str], packages: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """How each of these packages differs between nodes, of those that do."""
+    found = (
+        (name, difference({node: has.get(name, "none") for node, has in packages.items()}))
+        for name in names
+    )
+    return [f"{name} {text}" for name, text in found if text]
 
 
 def difference(values: Mapping[str, str]) -> str | None:
@@ -199,6 +254,12 @@ def difference(values: Mapping[str, str]) -> str | None:
     return ", ".join(f"{value} on {_nodes_text(names)}" for value, names in groups)
 
 
+def _some(texts: Sequence[str]) -> list[str]:
+    """The first ones, and how many more there are."""
+    rest = len(texts) - SHOWN
+    return [*texts[:SHOWN], *([f"and {rest} more"] if rest > 0 else [])]
+
+
 def _nodes_text(names: Sequence[str]) -> str:
     if len(names) > SHOWN:
         return plural(len(names), "node")
@@ -206,61 +267,73 @@ def _nodes_text(names: Sequence[str]) -> str:
 
 
 def _reachability(
-    agents: Sequence[ConnectedAgent], listening: Mapping[str, ListeningNode]
+    agents: Sequence[ConnectedAgent], found: Mapping[str, Examined]
 ) -> Iterator[Check]:
     """Check that nodes can connect to each other where their ranks talk."""
-    from trial_core.nodes import questions
-
-    places = {agent.name: f"{agent.name} ({agent.host}, {agent.address})" for agent in agents}
     if len(agents) < 2:
         return
-    peers = questions.peers_of([agent.name for agent in agents])
+    listening: dict[str, ListeningNode] = {}
     for agent in agents:
-        if agent.name not in listening:
-            yield Check("network", "fail", f"cannot listen at {agent.address}", node=agent.name)
-    for name, answer in questions.reach(agents, listening).items():
-        if isinstance(answer, questions.NoAnswer):
-            yield Check("network", "fail", answer.why, node=name)
-            continue
-        for other, why in answer.answer.problems.items():
-            yield Check(
-                "network", "fail",
-                f"{places[name]} cannot connect to {places[other]}, port {listening[other].port}: "
-                f"{why}",
-                "ranks talk to each other on any port: look at firewalls and routes, or choose "
-                "another network (resources.network)",
-                name,
-            )  # fmt: skip
-        if not answer.answer.problems and (reached := [*filter(listening.get, peers[name])]):
-            yield Check("network", "ok", f"connects to {_nodes_text(reached)}", node=name)
+        where = found[agent.name].listening
+        if isinstance(where, ListeningNode):
+            listening[agent.name] = where
+        else:
+            problem = f"cannot listen at {agent.address}: {where}"
+            yield Check("network", "fail", problem, node=agent.name)
+    places = {agent.name: f"{agent.name} ({agent.host}, {agent.address})" for agent in agents}
+    answers = yield from ask("network", agents, Reach(nodes=listening), Reached)
+    for name, each in answers.items():
+        problems = [
+            f"{places[name]} cannot connect to {places[other]}, port {listening[other].port}: {why}"
+            for other, why in each.answer.problems.items()
+        ]
+        for problem in _some(problems):
+            yield Check("network", "fail", problem, NETWORK_ADVICE, name)
+        others = [other for other in listening if other != name]
+        if others and not problems:
+            yield Check("network", "ok", f"connects to {_nodes_text(others)}", node=name)
 
 
-def _storage(experiment: ExperimentConfig, agents: Sequence[ConnectedAgent]) -> Iterator[Check]:
-    """Check that nodes can use the storage, and how fast it is there."""
-    from trial_core.nodes import questions
+@contextmanager
+def _stored_probe(storage: Storage) -> Iterator[TryStorage]:
+    """The question about an object that this process has written.
 
+    At the end everything in its folder is deleted, also what nodes have written before they were
+    lost.
+
+    Raises:
+        StorageError: this process cannot write the object, or delete the objects.
+    """
+    folder, data = f"{PROBES}/{uuid.uuid4()}", os.urandom(PROBE_BYTES)
+    digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
+    entry = FileEntry(path="of-the-driver", size_bytes=PROBE_BYTES, digest=digest, rank=0)
     try:
-        storage = open_store_of(experiment).storage
-        answers = questions.try_storage(agents, storage)
-    except StorageError as error:
-        yield Check("storage", "fail", f"not tried on the nodes: {error}")
-        return
+        storage.write(f"{folder}/{entry.path}", data)
+        yield TryStorage(storage=storage.spec, folder=folder, object=entry)
+    finally:
+        storage.clear(folder)
+
+
+def storage_checks(storage: Storage, agents: Sequence[ConnectedAgent]) -> Iterator[Check]:
+    """Check that nodes can use the storage, and how fast it is there. Nothing stays there.
+
+    Raises:
+        StorageError: this process cannot use it.
+    """
+    with _stored_probe(storage) as question:
+        answers = yield from ask("storage", agents, question, StorageTried)
     tried: dict[str, StorageTried] = {}
-    for name, answer in answers.items():
-        why = answer.why if isinstance(answer, questions.NoAnswer) else answer.answer.problem
-        if why is not None:
-            yield Check("storage", "fail", why, node=name)
-        elif not isinstance(answer, questions.NoAnswer):
-            tried[name] = answer.answer
+    for name, each in answers.items():
+        if each.answer.problem is None:
+            tried[name] = each.answer
+        else:
+            yield Check("storage", "fail", each.answer.problem, node=name)
     slow = slow_nodes(tried)
-    for name, each in tried.items():
-        read, write = _speed(each.read_seconds), _speed(each.write_seconds)
-        yield Check(
-            "storage", "warn" if name in slow else "ok",
-            f"{storage.url}: reads {size(int(read))}/s, writes {size(int(write))}/s",
-            f"{slow[name]} is {SLOW_FACTOR} times as fast, or more" if name in slow else "",
-            name,
-        )  # fmt: skip
+    for name, seconds in tried.items():
+        read, write = _speed(seconds.read_seconds), _speed(seconds.write_seconds)
+        text = f"{storage.url}: reads {size(int(read))}/s, writes {size(int(write))}/s"
+        advice = f"{slow.get(name)} is {SLOW_FACTOR} times as fast, or more"
+        yield _limit("storage", name in slow, text, advice, name)
 
 
 def slow_nodes(tried: Mapping[str, StorageTried]) -> dict[str, str]:
@@ -277,6 +350,4 @@ def slow_nodes(tried: Mapping[str, StorageTried]) -> dict[str, str]:
 
 def _speed(seconds: float) -> float:
     """Bytes per second."""
-    from trial_core.nodes.questions import PROBE_BYTES
-
     return PROBE_BYTES / max(seconds, 1e-6)

@@ -2,7 +2,7 @@
 
 A run on a terminal; the last two lines are redrawn::
 
-    trial gpt-1a2b3c4d: 300 batches of 16 samples
+    trial gpt-1a2b3c4d5e6f: 300 batches of 16 samples
     validate @100: loss 2.912
     ⠼ train-workload [100→200] ━━━━━━━━━━━━━━╸━━━━━━━━━━━━━━━━ 137/300 0:04
       412 samples/s · loss 2.73 · validated @100: loss 2.912 · 0:42 left · checkpoint-upload @100
@@ -21,11 +21,12 @@ from typing import IO, TYPE_CHECKING, Any, TextIO, cast
 from typing_extensions import Self
 
 from trial_core import text_format
-from trial_core.run.observer import MetricsKind
-from trial_core.run.run_status import TRAINING, UPLOAD, RunStatus
+from trial_core.driver.run_status import TRAINING, UPLOAD, RunStatus
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+
+    from trial_core.messages import MetricsKind
 
 REDRAWS_PER_SECOND = 8
 NARROWEST_BAR, WIDEST_BAR = 10, 40

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,7 +32,44 @@ from trialflow.deployments.cli.tables import SHORT_UUID
 if TYPE_CHECKING:
     from trial_core.checkpoint.manifest import Manifest
     from trial_core.checkpoint.store import CheckpointStore
+    from trial_core.config import ExperimentConfig
     from trialflow.flows.train import TrialResult
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Continuation:
+    """Which trial to continue.
+
+    Attributes:
+        resume: Continue a trial from its last checkpoint: the experiment's newest.
+        trial: With --resume: the trial to continue, as `trialflow checkpoints list` names it.
+            Default: the experiment's newest.
+        take_over: With --resume: continue the trial even if another run may be training it, for
+            example on a machine that was lost. A run that still lives ends.
+    """
+
+    resume: bool = False
+    trial: str | None = None
+    take_over: Annotated[bool, Parameter(negative=())] = False
+
+    def check(self) -> None:
+        """Refuse options that mean nothing without ``--resume``.
+
+        Raises:
+            ConfigError: one is given without it.
+        """
+        if not self.resume and (self.take_over or self.trial is not None):
+            option = "--take-over" if self.take_over else "--trial"
+            raise ConfigError(f"{option} continues a trial: give --resume as well")
+
+    @property
+    def option(self) -> str:
+        """What continues the same trial later.
+
+        --resume alone continues the newest trial, which need not be the one that was named.
+        """
+        return "--resume" if self.trial is None else f"--resume --trial {self.trial}"
 
 
 def train(
@@ -41,25 +79,7 @@ def train(
     set_: Overrides = None,
     storage: Storage = None,
     engine: Engine = None,
-    resume: Annotated[
-        bool,
-        Parameter(help="Continue a trial from its last checkpoint: the experiment's newest."),
-    ] = False,
-    trial: Annotated[
-        str | None,
-        Parameter(
-            help="With --resume: the trial to continue, as `trialflow checkpoints list` names it. "
-            "Default: the experiment's newest."
-        ),
-    ] = None,
-    take_over: Annotated[
-        bool,
-        Parameter(
-            negative=(),
-            help="With --resume: continue the trial even if another run may be training it, for "
-            "example on a machine that was lost. A run that still lives ends.",
-        ),
-    ] = False,
+    continuation: Continuation | None = None,
     quiet: Annotated[
         bool,
         Parameter(
@@ -81,46 +101,20 @@ def train(
     up`; else starts one for this run.
     """
     began = time.monotonic()
-    if not resume and (take_over or trial is not None):
-        option = "--take-over" if take_over else "--trial"
-        raise ConfigError(f"{option} continues a trial: give --resume as well")
+    continuation = continuation or Continuation()
+    continuation.check()
     with JsonResult(is_printed=json_) as outcome:
         experiment = read_experiment(config, with_engine(set_, engine), storage)
         store = outcome.store = open_store_of(experiment)
-        display = _display(quiet, json_, (experiment.searcher.metric, "loss"))
-        outcome.run_status = display
+        display = outcome.run_status = _display(quiet, json_, (experiment.searcher.metric, "loss"))
         say = console.note if quiet else display.say
-        continued: str | None = None  # the trial that --resume has found
-        earlier: int | None = None  # when the trial's earlier run wrote its report
-
-        def call(on_running: StateHook) -> TrialResult:
-            from trial_core.run.run_dirs import trial_id
-            from trialflow.flows.train import TrialResult
-            from trialflow.flows.train import train as train_flow
-
-            nonlocal continued, earlier
-            if resume:
-                continued = _trial_to_resume(store, experiment.name, trial, say)
-            earlier = None if continued is None else _page_written_at(continued)
-
-            def note_ids(flow: Any, flow_run: Any, state: Any) -> None:
-                outcome.flow_run_id = str(flow_run.id)
-                outcome.trial = continued or trial_id(experiment.name, outcome.flow_run_id)
-
-            flow = train_flow.with_options(on_running=[note_ids, on_running])
-            result = flow(experiment, trial=continued, take_over=take_over)
-            if not isinstance(result, TrialResult):
-                raise Stopped(f"the run ended without a result: {result}")
-            return result
-
+        trial_run = _TrialRun(experiment, continuation, store, outcome, say)
         run: FlowRun[TrialResult] = FlowRun(display, experiment.code)
-        exit_code = run.run(call)
-        # --resume alone continues the newest trial, which need not be the one that was named.
-        resume_option = "--resume" if trial is None else f"--resume --trial {trial}"
+        exit_code = run.run(trial_run.run)
         if run.result is not None:
             outcome.completed(run.result)
             summary = _summary(
-                run.result, time.monotonic() - began, run.later_ui, resume_option,
+                run.result, time.monotonic() - began, run.later_ui, continuation.option,
                 best=_other_best(store, run.result),
                 end=None if display.had_batches_left else display.total_batches,
             )  # fmt: skip
@@ -130,20 +124,76 @@ def train(
             outcome.failed(run.failure, exit_code)
         elif run.stopped_by is not None:
             outcome.stopped(run.stopped_by)
-        if outcome.trial is not None and _page_written_at(outcome.trial) != earlier:
-            console.note(f"HTML report: {_report_page(outcome.trial)}")
-        if display.committed_at is not None:
-            console.note(
-                f"the last checkpoint of trial {outcome.trial} is at batch {display.committed_at}; "
-                f"to continue from it, repeat the command with {resume_option}"
-            )
-        elif run.stopped_by is not None and continued is not None:
-            console.note(f"to continue trial {continued}, repeat the command with {resume_option}")
-        elif run.stopped_by is not None and outcome.trial is not None:
-            console.note(
-                f"trial {outcome.trial} has no checkpoint yet, so --resume does not continue it"
-            )
+        trial_run.note_what_is_left(display.committed_at, run.stopped_by is not None)
         return exit_code
+
+
+class _TrialRun:
+    """The flow's run, and the trial that it continues."""
+
+    def __init__(
+        self,
+        experiment: ExperimentConfig,
+        continuation: Continuation,
+        store: CheckpointStore,
+        outcome: JsonResult,
+        say: Callable[[str], None],
+    ) -> None:
+        self._experiment = experiment
+        self._continuation = continuation
+        self._store = store
+        self._outcome = outcome
+        self._say = say
+        self._continued: str | None = None
+        # When the continued trial's earlier run wrote its page.
+        self._earlier_page: int | None = None
+
+    def run(self, on_running: StateHook) -> TrialResult:
+        """Find the trial to continue, and run the flow.
+
+        Raises:
+            ConfigError: the trial that was named has no checkpoint.
+            Stopped: the flow ended without a result.
+        """
+        from trialflow.flows.train import TrialResult
+        from trialflow.flows.train import train as train_flow
+
+        wanted, name = self._continuation, self._experiment.name
+        if wanted.resume:
+            self._continued = _trial_to_resume(self._store, name, wanted.trial, self._say)
+        if self._continued is not None:
+            self._earlier_page = _page_written_at(self._continued)
+        flow = train_flow.with_options(on_running=[self._note_ids, on_running])
+        result = flow(self._experiment, trial=self._continued, take_over=wanted.take_over)
+        if not isinstance(result, TrialResult):
+            raise Stopped(f"the run ended without a result: {result}")
+        return result
+
+    def note_what_is_left(self, committed_at: int | None, was_interrupted: bool) -> None:
+        """After a run without a result: print where its page is, and what --resume continues.
+
+        Args:
+            committed_at: batches at the run's last committed checkpoint; None: it has none.
+            was_interrupted: whether a signal has ended the run.
+        """
+        trial, option = self._outcome.trial, self._continuation.option
+        if trial is not None and _page_written_at(trial) != self._earlier_page:
+            console.note(f"HTML report: {_report_page(trial)}")
+        if committed_at is not None:
+            console.note(
+                f"the last checkpoint of trial {trial} is at batch {committed_at}; "
+                f"to continue from it, repeat the command with {option}"
+            )
+        elif was_interrupted and self._continued is not None:
+            console.note(f"to continue trial {self._continued}, repeat the command with {option}")
+        elif was_interrupted and trial is not None:
+            console.note(f"trial {trial} has no checkpoint yet, so --resume does not continue it")
+
+    def _note_ids(self, flow: Any, flow_run: Any, state: Any) -> None:
+        from trial_core.run.run_dirs import trial_id
+
+        flow_run_id = self._outcome.flow_run_id = str(flow_run.id)
+        self._outcome.trial = self._continued or trial_id(self._experiment.name, flow_run_id)
 
 
 def _display(is_quiet: bool, as_json: bool, preferred: tuple[str, ...]) -> Display:
@@ -159,6 +209,7 @@ def _trial_to_resume(
 
     Raises:
         ConfigError: the trial `named` has no checkpoint.
+        StorageError: there is none in a storage that has been replaced, or is not mounted.
     """
     if named is not None and store.newest(named) is None:
         raise ConfigError(
@@ -167,6 +218,9 @@ def _trial_to_resume(
         )
     trial = named or store.newest_trial(experiment)
     if trial is None:
+        from trial_core.run.known_storages import refuse_other_storage
+
+        refuse_other_storage(store)
         say(
             f"nothing to resume: no checkpoint of experiment {experiment} in {store.url}; "
             "starting a new trial"

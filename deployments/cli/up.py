@@ -133,10 +133,11 @@ def _serve(
     with (
         single_instance(home) as store_address,
         local_server(port, server_log, start_timeout_seconds) as server,
+        restarting(server),
     ):
         store_address(f"{server.api_url} (password: in {server.login.path})")
         pool_name = _set_up(pool, retrainings)
-        with restarting(server), LocalWorker(pool_name, worker_log) as worker:
+        with LocalWorker(pool_name, worker_log) as worker:
             print("\n".join(_instructions(server, port, worker_log)), flush=True)
             worker.serve()
         raise ServiceEnded(f"the worker ended unexpectedly; {log_tail(worker_log)}")

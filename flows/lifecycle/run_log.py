@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from prefect import runtime
+from prefect.exceptions import MissingContextError
+from prefect.logging import get_run_logger
 from prefect.logging.handlers import APILogHandler
 
+from trial_core.driver.observers import current_observer
+from trial_core.driver.run import Logger
 from trial_core.errors import Stopped
-from trial_core.run.observer import current_observer
 
 _TASKS, _FLOWS = "prefect.task_runs", "prefect.flow_runs"
 # The state of a task that a stop has ended, as Prefect writes it.
@@ -53,6 +56,19 @@ def _calm(record: logging.LogRecord) -> bool:
         record.levelno, record.levelname = logging.INFO, logging.getLevelName(logging.INFO)
         return True
     return not record.getMessage().startswith(_ENDED_BY_STOP)
+
+
+def logger_finder() -> Callable[[], Logger]:
+    """Finds the log of the calling thread's task, else of this flow run, for any thread."""
+    of_flow_run = get_run_logger()
+
+    def find() -> Logger:
+        try:
+            return get_run_logger()
+        except MissingContextError:  # a thread that is none of Prefect's
+            return of_flow_run
+
+    return find
 
 
 @contextmanager

@@ -8,19 +8,19 @@ from trial_core.run.run_dirs import trial_id
 
 
 def train_name() -> str:
-    """The trial's id: ``mine-4f0c21aa``."""
+    """The trial's id: ``mine-4f0c21aa93b7``."""
     context = FlowRunContext.get()
     trial = (context.parameters or {}).get("trial") if context else None
     return str(trial or _with_id(""))
 
 
 def evaluate_name() -> str:
-    """``mine-evaluation-4f0c21aa``, as the run's folder."""
+    """``mine-evaluation-4f0c21aa93b7``, as the run's folder."""
     return _with_id(" evaluation")
 
 
 def retrain_name() -> str:
-    """``retrain mine-4f0c21aa``, with the id of the challenger's trial."""
+    """``retrain mine-4f0c21aa93b7``, with the id of the challenger's trial."""
     return f"retrain {_with_id('')}"
 
 

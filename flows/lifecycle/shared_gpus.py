@@ -16,13 +16,13 @@ from prefect.exceptions import ObjectNotFound
 from prefect.logging import get_run_logger
 
 from trial_core.config import ExperimentConfig
+from trial_core.driver.placement import choose_provider
 from trial_core.errors import LaunchError
 from trial_core.slots.accelerators import count_accelerators, resolve_slot_count
 from trial_core.slots.device_locks import reserve_devices
 from trialflow.flows.lifecycle.concurrency_limits import concurrency_slots
 from trialflow.flows.lifecycle.flow_run_reader import is_healthy
 from trialflow.flows.lifecycle.requeue import requeue_if_stopped
-from trialflow.flows.rank_placement import choose_engine
 
 GPU_LIMIT = "gpu"
 LEASE_LABEL = "trialflow.gpu-lease"
@@ -42,7 +42,7 @@ def gpu_slots(config: ExperimentConfig) -> Iterator[dict[str, str]]:
         LaunchError: the limit or the machine has fewer GPUs than the run needs.
         ObjectNotFound: a proxy answered 404 in the server's place.
     """
-    if choose_engine(config) is not None:
+    if choose_provider(config) is not None:
         yield {}  # the devices of this machine are not for this run
         return
     with ExitStack() as held:

@@ -23,27 +23,27 @@ from types import TracebackType
 from typing import Any, TypeVar
 from uuid import UUID
 
-import httpx
 from prefect import runtime
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.context import FlowRunContext
-from prefect.exceptions import Abort, Pause, PrefectException
+from prefect.exceptions import Abort, Pause
 from prefect.logging import get_run_logger
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.states import Cancelled, Running
 
 from trial_core.config.stopping_section import StoppingConfig
+from trial_core.driver.drive import while_stopping
 from trial_core.errors import Stopped, Superseded
 from trial_core.run.stop_requests import StopHandler, StopRequest
 from trialflow.flows.lifecycle.detached_engine import has_lost_supervisor, ignore_broken_output
 from trialflow.flows.lifecycle.flow_run_reader import FlowRunReader
 from trialflow.flows.lifecycle.flow_run_state import set_state
 from trialflow.flows.lifecycle.requeue import has_queue, requeue
-from trialflow.flows.lifecycle.server_outage import ServerOutage, reports_kept
+from trialflow.flows.lifecycle.server_outage import NO_ANSWER, ServerOutage, reports_kept
 from trialflow.flows.lifecycle.stop_signals import Interrupted, StopSignals
 from trialflow.flows.server.embedded_server import is_unauthorized
-from trialflow.tasks.report.artifact import forget_unsent, send_unsent
+from trialflow.tasks.artifact import forget_unsent, send_unsent
 
 T = TypeVar("T")
 
@@ -56,8 +56,6 @@ SILENT = "No heartbeat for"
 
 _CANCEL_STATES = (StateType.CANCELLING, StateType.CANCELLED)
 _REQUEUED = ("preempted", "server lost")
-# The server did not answer, or something else did in its place.
-_NO_ANSWER = (httpx.HTTPError, PrefectException, OSError, ValueError, RuntimeError)
 # Another party considers the run dead or ended, and may have scheduled it again.
 _ENDED_STATES = (
     StateType.CRASHED, StateType.FAILED, StateType.COMPLETED,
@@ -172,7 +170,7 @@ class StopMonitor:
         while not (self._outage.is_too_long or self._stopping.has_expired):
             try:
                 self._read_run()
-            except _NO_ANSWER as error:
+            except NO_ANSWER as error:
                 if is_unauthorized(error):
                     return
                 if not has_logged:
@@ -277,7 +275,7 @@ class StopMonitor:
                 self._stopping.ask("preempted", "its worker was stopped")
             try:
                 self._check_state()
-            except _NO_ANSWER as error:
+            except NO_ANSWER as error:
                 failures += 1
                 if failures == UNANSWERED_READS:
                     self._logger.warning(
@@ -315,12 +313,12 @@ class StopMonitor:
     # ------------------------------------------------------------------------- the flow run
 
     def _read_run(self) -> FlowRun | None:
-        """The flow run, asked for once; None if it was deleted. Raises one of `_NO_ANSWER`."""
+        """The flow run, asked for once; None if it was deleted. Raises one of `NO_ANSWER`."""
         answers_before = self._outage.answers
         try:
             with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):
                 run = self._reader.read()
-        except _NO_ANSWER:
+        except NO_ANSWER:
             self._outage.did_not_answer(answers_before)
             raise
         self._outage.answered()
@@ -330,7 +328,7 @@ class StopMonitor:
         """The flow run; None if it was deleted or the server does not answer."""
         try:
             return self._read_run() if self._outage.is_on else self._reader.read()
-        except _NO_ANSWER:
+        except NO_ANSWER:
             return None
 
     def _send_reports(self) -> None:
@@ -338,7 +336,7 @@ class StopMonitor:
         try:
             if not self._outage.is_on:
                 send_unsent()
-        except _NO_ANSWER as error:
+        except NO_ANSWER as error:
             self._logger.warning("the report on this page is not the last one: %s", error)
         finally:
             forget_unsent()
@@ -366,11 +364,6 @@ class StopMonitor:
     def _keep_state(self, reason: str) -> BaseException:
         """An exception that leaves the flow run in its present state."""
         return Stopped(reason) if self._is_subflow else Abort(reason)
-
-
-def while_stopping(failure: Exception) -> str:
-    """Why a stop ended with a failure, which may have come before or after the save."""
-    return f"failed while stopping: {failure}"
 
 
 def _is_called_silent(state: State[Any]) -> bool:

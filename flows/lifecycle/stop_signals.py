@@ -11,7 +11,7 @@ from typing import Any
 
 from prefect.exceptions import Abort
 
-from trial_core.run.observer import current_observer
+from trial_core.driver.observers import current_observer
 from trial_core.run.stop_requests import StopHandler, StopReason
 
 # One Ctrl-C may arrive twice: from the terminal, and from a parent that forwards it.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,9 +14,10 @@ from prefect.exceptions import PrefectException
 from prefect.logging import get_run_logger
 
 from trial_core.errors import RegistryError, Stopped, StorageError, Superseded
-from trial_core.models.journal import PromotionDecision, StageRecord
+from trial_core.models.journal import REPORT, PromotionDecision, StageRecord
+from trial_core.report.retraining_report import FILE, RetrainingFacts
 from trial_core.run.stop_requests import StopHandler
-from trialflow.tasks.report.retraining_report import FILE, RetrainingFacts, publish
+from trialflow.tasks.artifact import ARTIFACT_ERRORS, MarkdownArtifact
 from trialflow.tasks.retrain import CallbackFailed, RetrainingRun, run_callback, send_event
 
 
@@ -163,12 +164,42 @@ def publish_report(facts: RetrainingFacts, retraining: RetrainingRun) -> Path:
     if facts.outcome is None:
         try:
             decided = retraining.journal.read("outcome", PromotionDecision)
-        except (StorageError, RegistryError):  # `publish` logs it
+        except (StorageError, RegistryError):  # `_publish` logs it
             decided = None
         if decided is not None:
             get_run_logger().warning("another attempt decided this run: its report is kept")
             return retraining.folder / FILE
-    return publish(facts, retraining.journal, retraining.folder)
+    return _publish(facts, retraining)
+
+
+def _publish(facts: RetrainingFacts, retraining: RetrainingRun) -> Path:
+    """Write the report to the file, the storage and the artifact. Returns the file.
+
+    A place that cannot be written is a warning, and neither fails the run nor skips the others.
+    """
+    text, path, journal = facts.render(), retraining.folder / FILE, retraining.journal
+    name = f"retraining-{facts.model}"
+
+    def write_file() -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    def write_artifact() -> None:
+        MarkdownArtifact(name, f"Retraining of model {facts.model}").write(text)
+
+    places: dict[str, Callable[[], None]] = {
+        f"the file {path}": write_file,
+        journal.url(REPORT): lambda: journal.write_report(text),
+        f"the artifact {name}": write_artifact,
+    }
+    for place, write in places.items():
+        try:
+            write()
+        except (OSError, StorageError, *ARTIFACT_ERRORS) as error:
+            get_run_logger().warning(
+                "the report was not written to %s: %s: %s", place, type(error).__name__, error
+            )
+    return path
 
 
 @contextmanager

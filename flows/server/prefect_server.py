@@ -16,8 +16,12 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, closing, suppress
+from http import HTTPStatus
+from http.client import HTTPConnection, HTTPException
+from multiprocessing.connection import wait
 from pathlib import Path
 
 from trial_core.errors import TrialflowError
@@ -30,6 +34,7 @@ from trialflow.flows.server.server_login import (
     password_path,
 )
 
+START_POLL_SECONDS = 0.1
 SCRIPT = str(Path(__file__).with_name("server_script.py"))
 
 
@@ -40,7 +45,8 @@ class PrefectServerError(TrialflowError):
 class PrefectServerProcess:
     """Prefect's API and UI on this machine, used by this process. A context manager.
 
-    The server ends with the block. It also ends, within 10 s, when this process is killed.
+    The server ends with the block. It also ends, within 10 s, when this process is killed. Its
+    port is this process's until the server has ended, also while it is started again.
 
     Args:
         log_path: the file that the server's log is appended to.
@@ -58,6 +64,7 @@ class PrefectServerProcess:
     api_url: str
     ui_url: str
     login: ServerLogin
+    _listener: socket.socket
 
     def __init__(
         self,
@@ -80,9 +87,9 @@ class PrefectServerProcess:
             PrefectServerError: the server ended, or did not answer in time.
         """
         with ExitStack() as stack:
-            with _listener(self._wanted_port) as listener:
-                self._set_address(listener.getsockname()[1])
-                self._process = self._start(listener)
+            self._listener = stack.enter_context(_listen(self._wanted_port))
+            self._set_address(self._listener.getsockname()[1])
+            self._process = self._start()
             stack.callback(self._stop)
             self._wait_until_ready(self._process)
             # Removed before the server ends: until then no other server has the port.
@@ -105,10 +112,15 @@ class PrefectServerProcess:
         Returns before the server answers. Connections wait until then.
 
         Raises:
-            OSError: another process has taken the port.
+            OSError: the process cannot be started, for example for lack of memory.
         """
-        with socket.create_server((HOST, self.port)) as listener:
-            self._process = self._start(listener)
+        self._process = self._start()
+
+    def refuse_connections(self) -> None:
+        """End the connections that wait for a server. Call it only after the server has ended."""
+        with suppress(OSError):  # none waits any more, or this process has too many open files
+            while True:
+                self._listener.accept()[0].close()
 
     def _set_address(self, port: int) -> None:
         from prefect.settings import get_current_settings
@@ -122,9 +134,10 @@ class PrefectServerProcess:
             password_path(get_current_settings().home, port),
         )
 
-    def _start(self, listener: socket.socket) -> subprocess.Popen[bytes]:
-        # The child inherits a socket that already listens: no race for the port, no polling.
-        fd = listener.fileno()
+    def _start(self) -> subprocess.Popen[bytes]:
+        # The child inherits a socket that already listens, and this process keeps it: while it
+        # lives, no other process can take the port and with it the password.
+        fd = self._listener.fileno()
         variables = {
             **self._settings,
             **chosen_settings(),
@@ -142,32 +155,44 @@ class PrefectServerProcess:
             stop_child(self._process)
 
     def _wait_until_ready(self, process: subprocess.Popen[bytes]) -> None:
-        import httpx
+        limit_seconds = self._start_timeout_seconds
+        deadline = time.monotonic() + limit_seconds
+        # The kernel accepts the connection at once; the answer comes when the server is ready. A
+        # connection that waits is not closed when the server ends.
+        with closing(HTTPConnection(HOST, self.port, timeout=limit_seconds)) as connection:
+            connection.request("GET", "/api/health")
+            while not wait([connection.sock], START_POLL_SECONDS) and process.poll() is None:
+                if time.monotonic() > deadline:
+                    process.kill()
+                    raise PrefectServerError(
+                        f"the Prefect server did not answer {self.api_url}/health within"
+                        f" {limit_seconds} s. Increase"
+                        " PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS if the machine is slow;"
+                        f" {log_tail(self.log_path)}"
+                    )
+            if process.poll() is None and _is_ok(connection):
+                return
+        stop_child(process)
+        raise PrefectServerError(
+            f"the Prefect server ended with exit code {process.returncode} during its start;"
+            f" {log_tail(self.log_path)}"
+        )
 
-        url, limit_seconds = f"{self.api_url}/health", self._start_timeout_seconds
-        try:
-            # The kernel accepts the connection at once; the answer comes when the server is ready.
-            httpx.get(url, timeout=limit_seconds, trust_env=False).raise_for_status()
-        except httpx.TimeoutException:
-            process.kill()
-            raise PrefectServerError(
-                f"the Prefect server did not answer {url} within {limit_seconds} s. Increase"
-                " PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS if the machine is slow;"
-                f" {log_tail(self.log_path)}"
-            ) from None
-        except httpx.HTTPError as error:
-            stop_child(process)
-            raise PrefectServerError(
-                f"the Prefect server ended with exit code {process.returncode} during its start"
-                f" ({type(error).__name__}: {error}); {log_tail(self.log_path)}"
-            ) from None
 
-
-def _listener(port: int) -> socket.socket:
+def _is_ok(connection: HTTPConnection) -> bool:
     try:
-        return socket.create_server((HOST, port))
+        return connection.getresponse().status == HTTPStatus.OK
+    except (OSError, HTTPException):  # it ended after it had accepted the connection
+        return False
+
+
+def _listen(port: int) -> socket.socket:
+    try:
+        listener = socket.create_server((HOST, port))
     except OSError:
-        return socket.create_server((HOST, 0))
+        listener = socket.create_server((HOST, 0))
+    listener.setblocking(False)
+    return listener
 
 
 def using_server(api_url: str, password: str) -> AbstractContextManager[None]:

@@ -46,14 +46,20 @@ def prepare_prefect() -> None:
 
 
 def use_stored_password() -> None:
-    """Use the password of the configured server if trialflow started it and the user set none."""
+    """Use the password of the configured server if trialflow started it and the user set none.
+
+    Raises:
+        ConfigError: trialflow started it, and another one is in its place.
+    """
     from prefect.settings import get_current_settings
+    from pydantic import SecretStr
 
     settings = get_current_settings()
-    if settings.api.url and not settings.api.auth_string:
-        password = find_password(settings.home, settings.api.url)
-        if password is not None:
-            os.environ["PREFECT_API_AUTH_STRING"] = password
+    secret = settings.api.auth_string
+    chosen = secret.get_secret_value() if isinstance(secret, SecretStr) else secret
+    password = find_password(settings.home, settings.api.url or "", chosen)
+    if password is not None and not chosen:
+        os.environ["PREFECT_API_AUTH_STRING"] = password
     reload_settings()
 
 

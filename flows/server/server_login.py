@@ -1,21 +1,28 @@
 """The login to a server that trialflow starts: a password that only this user can read.
 
 The password is in a file that is named for the server's port. So a later command finds the password
-of the server that PREFECT_API_URL names.
+of the server that PREFECT_API_URL names. It sends that password only if a process of this user
+listens there: a server that was killed leaves its file, and its port to other users.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
+import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 
+from trial_core.errors import ConfigError
+
 HOST = "127.0.0.1"
 LOGIN_PATH = "/trialflow"
+LISTENERS = Path("/proc/net/tcp")
+"""Where Linux lists sockets with their owners."""
 
 
 @dataclass(frozen=True)
@@ -63,19 +70,70 @@ def password_path(home: Path, port: int) -> Path:
     return home / f"trialflow-{port}.password"
 
 
-def find_password(home: Path, api_url: str) -> str | None:
-    """The password of the server at `api_url`; None if trialflow did not start it with `home`."""
-    if urlsplit(api_url).hostname == HOST:
-        return find_login(home, api_url).password or None
-    return None
+def find_password(home: Path, api_url: str, chosen: str | None = None) -> str | None:
+    """The password of the server at `api_url`; None if trialflow did not start it with `home`.
+
+    Args:
+        chosen: the password that is set, which may be another server's than the one of `home`.
+
+    Raises:
+        ConfigError: as `find_login`.
+    """
+    at = urlsplit(api_url)
+    if at.hostname != HOST:
+        return None
+    if chosen and chosen != stored_password(password_path(home, at.port or 80)):
+        return None
+    return find_login(home, api_url).password or None
 
 
 def find_login(home: Path, api_url: str) -> ServerLogin:
     """The login to the server at `api_url`, which trialflow started with `home`.
 
     The password is empty if its file cannot be read.
+
+    Raises:
+        ConfigError: no process of this user listens there, so that the server is another one; or
+            that cannot be told.
     """
-    path = password_path(home, urlsplit(api_url).port or 80)
+    port = urlsplit(api_url).port or 80
+    path = password_path(home, port)
+    password = stored_password(path)
+    if password and not listens_for_this_user(port):
+        raise ConfigError(
+            f"no process of this user (id {os.geteuid()}) listens on {HOST}:{port}, so the "
+            f"password in {path} was not used. Its server has ended: unset PREFECT_API_URL, or "
+            "delete the file if that address now is another server that you trust. If it runs "
+            "on another machine with the same PREFECT_HOME, set PREFECT_HOME to a local folder"
+        )
+    return ServerLogin(password, path)
+
+
+def stored_password(path: Path) -> str:
+    """The password in a file; empty if it cannot be read."""
     with suppress(FileNotFoundError, PermissionError):
-        return ServerLogin(path.read_text().strip(), path)
-    return ServerLogin("", path)
+        return path.read_text().strip()
+    return ""
+
+
+def listens_for_this_user(port: int) -> bool:
+    """Whether a process of this user listens on the port of 127.0.0.1; True if not on Linux.
+
+    While it does, no connection to this port can reach another user's process.
+
+    Raises:
+        ConfigError: the system does not tell.
+    """
+    if sys.platform != "linux":
+        return True
+    address = int.from_bytes(socket.inet_aton(HOST), sys.byteorder)
+    # The fields are explained in proc(5). The owner is the user who has created the socket.
+    wanted = (f"{address:08X}:{port:04X}", "0A", str(os.geteuid()))
+    try:
+        rows = [line.split() for line in LISTENERS.read_text().splitlines()]
+    except OSError as error:
+        raise ConfigError(
+            f"which user's process listens on {HOST}:{port} cannot be told: {error}; so a stored "
+            "password was not sent there. If you trust the server, set PREFECT_API_AUTH_STRING"
+        ) from error
+    return wanted in [(row[1], row[3], row[7]) for row in rows[1:]]

@@ -1,7 +1,7 @@
 """Starts a server again that ends by itself, for example when the machine is short of memory.
 
-A server is for watching: training does not need it, and continues meanwhile. Prefect's client
-repeats requests for about a minute, so states, log lines and events arrive late.
+A server is for watching: training does not need it, and continues meanwhile. Requests wait until
+the server answers again, for up to a minute each, so states, log lines and events arrive late.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from trialflow.flows.server.prefect_server import PrefectServerProcess
 POLL_SECONDS = 0.5
 # A server that lived this long is started again at once. The pause before others is doubled.
 HEALTHY_SECONDS = 60.0
+FIRST_PAUSE_SECONDS = 1.0
 MAX_PAUSE_SECONDS = 60.0
 
 
@@ -39,9 +40,14 @@ def _keep(server: PrefectServerProcess, is_over: threading.Event) -> None:
         if not server.has_ended:
             continue
         was_healthy = time.monotonic() - started_at > HEALTHY_SECONDS
-        pause_seconds = 0.0 if was_healthy else min(2 * pause_seconds or 1.0, MAX_PAUSE_SECONDS)
-        if is_over.wait(pause_seconds):
-            return
+        pause_seconds = min(2 * pause_seconds or FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS)
+        pause_seconds = 0.0 if was_healthy else pause_seconds
+        for _ in range(round(pause_seconds / POLL_SECONDS)):
+            # It has ended several times, and may never answer: clients learn that without delay.
+            if pause_seconds > FIRST_PAUSE_SECONDS:
+                server.refuse_connections()
+            if is_over.wait(POLL_SECONDS):
+                return
         started_at = time.monotonic()
-        with contextlib.suppress(OSError):  # the port is taken: after the next pause
+        with contextlib.suppress(OSError):  # no memory for a process: after the next pause
             server.restart()

@@ -22,6 +22,7 @@ import trial_core.slots.device_locks
 from tests.support.gpus import fake_gpus
 from tests.support.prefect import PrefectServer, isolated
 from tests.support.slots import toy_config
+from tests.support.waiting import until
 from trial_core.config import ExperimentConfig
 from trial_core.errors import LaunchError
 from trialflow.deployments.resources import GpuLimit
@@ -168,14 +169,13 @@ def test_runs_on_one_machine_have_different_gpus(
 
 
 def test_a_run_that_is_stopped_while_it_waits_is_requeued(
-    prefect_server: PrefectServer, client: SyncPrefectClient, two_gpus: GpuLimit, on: On
-) -> None:
+    prefect_server: PrefectServer, client: SyncPrefectClient, two_gpus: GpuLimit, on: On,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
     """It has nothing to save; the next worker takes it from its queue."""
-    waits = threading.Event()
 
     @flow(name="waits-for-gpus")
     def train() -> None:
-        waits.set()
         with gpu_slots(on(1)):
             raise AssertionError("no GPU was free")
 
@@ -187,7 +187,7 @@ def test_a_run_that_is_stopped_while_it_waits_is_requeued(
     flow_run = client.read_flow_run(UUID(run["id"]))
 
     def stop() -> None:
-        assert waits.wait(30)
+        until(lambda: "waiting for 1 GPUs" in caplog.text, "the run waits")
         os.kill(os.getpid(), signal.SIGTERM)
 
     before = signal.signal(signal.SIGTERM, lambda number, frame: None)

@@ -20,10 +20,10 @@ from tests.support.cli import write_experiment
 from trial_core.config import load_config
 from trial_core.config.resources_section import ResourcesConfig
 from trial_core.config.stopping_section import StoppingConfig
-from trial_core.nodes.ray_engine import RayEngine
+from trial_core.driver.placement import ENGINE_VARIABLE, choose_provider
+from trial_core.nodes.ray_provider import RayProvider
 from trial_core.slots.device_locks import LOCKS_VARIABLE
 from trialflow.deployments.desired_state import PoolType, deployments, job_template
-from trialflow.flows.rank_placement import ENGINE_VARIABLE, choose_engine
 
 POOL_TYPES = get_args(PoolType)
 WORKERS = "collections_data/views/aggregate-worker-metadata.json"
@@ -106,7 +106,7 @@ def test_a_pool_names_the_engine_of_its_runs(tmp_path: Path, pool_type: PoolType
     """`engine` places the runs whose experiment does not say where; unset, the worker's value
     stays."""
     config = load_config(write_experiment(tmp_path))
-    assert isinstance(choose_engine(config, environment(pool_type, engine="ray")), RayEngine)
+    assert isinstance(choose_provider(config, environment(pool_type, engine="ray")), RayProvider)
     assert ENGINE_VARIABLE not in environment(pool_type)
     names = set(job_template(pool_type)["variables"]["properties"]["engine"]["enum"])
     assert names < set(get_args(ResourcesConfig.model_fields["engine"].annotation))

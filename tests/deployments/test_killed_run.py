@@ -116,6 +116,7 @@ def killed(
         os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.long
 def test_no_process_is_left(killed: tuple[Folder, list[int]]) -> None:
     """Ranks and embedded server are gone within 10 s after their driver."""
     _, pids = killed

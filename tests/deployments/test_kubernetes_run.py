@@ -1,4 +1,4 @@
-"""`trialflow deploy --type kubernetes --nodes N`: the JobSet of a run on several nodes.
+"""`trialflow jobset --nodes N`: the JobSet of a run on several nodes.
 
 The file is compared with the published schemas of JobSet and Kubernetes, and its containers'
 commands run on this machine. No cluster has run it.
@@ -28,14 +28,13 @@ from trial_core.config.stopping_section import StoppingConfig
 from trial_core.errors import ConfigError
 from trial_core.nodes.join_token import new_token
 from trialflow.deployments.cli import console
-from trialflow.deployments.cli.deploy import jobset_of
+from trialflow.deployments.cli.jobset import jobset as print_jobset
 from trialflow.deployments.cli.main import app
 from trialflow.deployments.kubernetes_run import jobset_name, render_jobset
 
 END_SECONDS = 120.0
 RUN = "toy-x7k2f"
 """The name of a JobSet, as Kubernetes completes it."""
-DEPLOY = ("deploy", "--type", "kubernetes")
 
 
 def experiment_in(folder: Path, **fields: Any) -> Path:
@@ -214,7 +213,7 @@ def test_the_command_prints_the_file(tmp_path: Path) -> None:
     folder.mkdir()
     experiment_in(folder)
     done = trialflow(
-        tmp_path, *DEPLOY, "--nodes", "2", "--image", "mine:1", "my_trial/experiment.yaml",
+        tmp_path, "jobset", "--nodes", "2", "--image", "mine:1", "my_trial/experiment.yaml",
         variables={"PREFECT_API_URL": "http://127.0.0.1:9/api"},
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
@@ -229,22 +228,8 @@ def test_a_storage_that_pods_may_not_see_is_a_warning(
 ) -> None:
     """A folder has to be mounted in the pods."""
     path = experiment_in(tmp_path, checkpoint_storage=f"file://{tmp_path}/checkpoints")
-    jobset_of([path], "kubernetes", 2, None)
+    print_jobset(path, nodes=2)
     assert "all pods must see it" in capsys.readouterr().err
-
-
-def test_options_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
-    """The error says what to do."""
-    path = experiment_in(tmp_path)
-    for arguments, message in (
-        (([path], "docker", 2, None), "--nodes 2 is for --type kubernetes"),
-        (([path], None, 2, None), "--nodes 2 is for --type kubernetes"),
-        (([path], "kubernetes", None, "mine:1"), "--image is for --nodes"),
-        (([], "kubernetes", 2, None), "needs the experiment file to train, got 0 files"),
-        (([path], "kubernetes", 2, None, ["--remove"]), "omit --remove"),
-    ):
-        with pytest.raises(ConfigError, match=re.escape(message)):
-            jobset_of(*arguments)  # type: ignore[arg-type]  # a list of cases has one type
 
 
 Start = Callable[[str, str], "subprocess.Popen[str]"]

@@ -9,10 +9,12 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -26,8 +28,12 @@ from tests.support.processes import descendants, wait_until_gone
 from tests.support.slots import lines, toy_config
 from tests.support.waiting import WAIT_SECONDS, until
 from trial_core.checkpoint.store import CheckpointStore
+from trialflow.deployments.cli import up as up_command
 from trialflow.deployments.resources import lease_problem
+from trialflow.deployments.retraining.retraining_requests import RetrainingRequest
+from trialflow.flows.server import server_restarts, up_server
 from trialflow.flows.server.prefect_server import SCRIPT
+from trialflow.flows.server.server_login import ServerLogin
 
 ENDLESS = 10**6
 
@@ -129,7 +135,45 @@ def test_everything_starts_and_ends_with_the_command(tmp_path: Path) -> None:
             assert f"{holder}{running.password_path}). Use that" in second.stderr
             workers = "work_pools/local/workers/filter"
             until(lambda: [w["status"] for w in running.query(workers)] == ["ONLINE"], "a worker")
+            # The worker and its runs do not keep the port.
+            processes = map(psutil.Process, descendants(running.process.pid))
+            holders = [each for each in processes if port_of(running) in listening_ports(each)]
+            assert [each.cmdline()[1] for each in holders] == [SCRIPT]
+            assert port_of(running) in listening_ports(psutil.Process(running.process.pid))
             running.stop(signal.SIGKILL)
+
+
+def port_of(running: Up) -> int | None:
+    """The port of its server."""
+    return httpx.URL(running.url).port
+
+
+def listening_ports(process: psutil.Process) -> list[int]:
+    """The ports that the process listens on, also by sockets that it has inherited."""
+    connections = process.net_connections("tcp4")
+    return [each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN]
+
+
+def test_a_server_that_ends_while_the_deployments_are_set_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is started again: requests wait for it, for minutes if it did not return."""
+    is_back = threading.Event()
+    ended = SimpleNamespace(
+        api_url="http://127.0.0.1:4200/api", login=ServerLogin("me:secret", tmp_path),
+        has_ended=True, restart=is_back.set, refuse_connections=lambda: None,
+    )  # fmt: skip
+
+    def set_up(pool: str | None, retrainings: Sequence[RetrainingRequest]) -> str:
+        assert is_back.wait(WAIT_SECONDS)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(server_restarts, "POLL_SECONDS", 0.001)
+    monkeypatch.setattr(server_restarts, "FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(up_server, "local_server", lambda *arguments: nullcontext(ended))
+    monkeypatch.setattr(up_command, "_set_up", set_up)
+    with pytest.raises(KeyboardInterrupt):
+        up_command._serve(4200, None, (), tmp_path, 1.0)
 
 
 @pytest.mark.long  # test_request_guard has the guard and the password

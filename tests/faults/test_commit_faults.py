@@ -27,29 +27,27 @@ def begun(scene: Scene, *faults: Fault) -> tuple[Site, Manifest]:
 
 
 @pytest.mark.parametrize("times", [1, pytest.param(None, marks=pytest.mark.long)])
-def test_a_lost_reply_is_no_failure(s3fs_scene: Scene, times: int | None) -> None:
+def test_a_lost_reply_is_no_failure(scene: Scene, times: int | None) -> None:
     """The stored manifest shows that the commit has succeeded, also if all retries fail."""
-    site, manifest = begun(s3fs_scene, replace(COMMIT, times=times))
+    site, manifest = begun(scene, replace(COMMIT, times=times))
     site.stores()["driver"].commit(manifest)
     check(site, manifest.uuid, manifest)
 
 
-def test_a_lost_reply_and_a_lost_server_are_a_storage_error(s3fs_scene: Scene) -> None:
+def test_a_lost_reply_and_a_lost_server_are_a_storage_error(scene: Scene) -> None:
     """Not a conflict. Committing again finds that the commit has succeeded."""
     again = Fault("500", method="PUT", key="/manifests/", first=1, times=None)
-    site, manifest = begun(s3fs_scene, COMMIT, again, READ_BACK)
-    assert isinstance(
-        s3fs_scene.soon(lambda: site.stores()["driver"].commit(manifest)), StorageError
-    )
-    s3fs_scene.endpoint.new_plan()
+    site, manifest = begun(scene, COMMIT, again, READ_BACK)
+    assert isinstance(scene.soon(lambda: site.stores()["driver"].commit(manifest)), StorageError)
+    scene.endpoint.new_plan()
     assert site.behind.list() == [manifest]
     site.stores()["driver"].commit(manifest)
     check(site, manifest.uuid, manifest)
 
 
-def test_a_conflict_with_a_lost_reply_is_a_conflict(s3fs_scene: Scene) -> None:
+def test_a_conflict_with_a_lost_reply_is_a_conflict(scene: Scene) -> None:
     """Another attempt has committed before, and its manifest stays."""
-    site, manifest = begun(s3fs_scene, COMMIT)
+    site, manifest = begun(scene, COMMIT)
     winner = msgspec.structs.replace(manifest, attempt="attempt-2")
     site.behind.commit(winner)
     with pytest.raises(CommitConflict, match="by another writer than attempt-1"):
@@ -57,14 +55,12 @@ def test_a_conflict_with_a_lost_reply_is_a_conflict(s3fs_scene: Scene) -> None:
     assert site.behind.list() == [winner]
 
 
-def test_a_commit_that_never_arrives_is_a_storage_error(s3fs_scene: Scene) -> None:
+def test_a_commit_that_never_arrives_is_a_storage_error(scene: Scene) -> None:
     """The request is cut each time, and nothing is stored."""
     site, manifest = begun(
-        s3fs_scene, Fault("cut request", method="PUT", key="/manifests/", times=None, byte=50)
+        scene, Fault("cut request", method="PUT", key="/manifests/", times=None, byte=50)
     )
-    assert isinstance(
-        s3fs_scene.soon(lambda: site.stores()["driver"].commit(manifest)), StorageError
-    )
-    s3fs_scene.endpoint.new_plan()
+    assert isinstance(scene.soon(lambda: site.stores()["driver"].commit(manifest)), StorageError)
+    scene.endpoint.new_plan()
     assert site.behind.list() == []
     check(site, manifest.uuid, None)

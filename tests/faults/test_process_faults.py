@@ -45,7 +45,7 @@ def test_a_killed_driver_leaves_only_leftovers(
 ) -> None:
     """Killed at some of the save's requests: listed checkpoints are intact, and a sweep deletes the
     rest."""
-    scene = scenes("moto-s3fs")
+    scene = scenes("moto")
     for index in range(0, len(scene.clean_save.seen), SOME):
         kill(scene, saves, Fault("kill after", first=index))
 
@@ -54,7 +54,7 @@ def test_a_killed_rank_leaves_only_leftovers(
     scenes: Callable[[str], Scene], saves: ForkedSaves
 ) -> None:
     """Killed at some of its requests: nothing is listed, and a sweep deletes everything."""
-    scene = scenes("moto-s3fs")
+    scene = scenes("moto")
     for index in range(0, of_a_rank(scene), SOME // 2):
         kill(scene, saves, Fault("kill before", first=index), rank=1)
 

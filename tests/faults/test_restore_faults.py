@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.faults.plan import Fault, Plan
-from tests.support.faults.saving import Site, rank_files
+from tests.support.faults.saving import CODE, Site, rank_files
 from tests.support.faults.scene import Scene
 from tests.support.manifests import stored_files
+from trial_core.checkpoint.layout import CODE_NAME
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.errors import StorageError
 from trial_core.transfer.fetch import fetch_files
@@ -45,7 +46,7 @@ class Stored:
         """Fetch everything with these faults; the outcome, within the deadline."""
         clients, _, plan = self.scene.new_site(*faults)
         site = replace(self.site, options=clients.options)
-        entries, store = self.manifest.files, site.stores()["rank-0"]
+        entries, store = self.manifest.all_files, site.stores()["rank-0"]
         outcome = self.scene.soon(lambda: fetch_files(store, self.manifest.uuid, entries, target))
         self.scene.endpoint.new_plan()
         return outcome, plan
@@ -84,7 +85,7 @@ def stored(
             manifest = scene.save(site, uuid)
             assert isinstance(manifest, Manifest)
             first, second = rank_files(scene.part_bytes).values()
-            stored = Stored(scene, site, manifest, {**first, **second})
+            stored = Stored(scene, site, manifest, {**first, **second, CODE_NAME: CODE})
             outcome, plan = stored.fetch(tmp_path_factory.mktemp("clean"))
             assert outcome == manifest.total_bytes
             made[where] = replace(stored, requests=len(plan.seen))
@@ -93,19 +94,10 @@ def stored(
     return get
 
 
-@pytest.mark.parametrize(
-    ("where", "kind"),
-    [
-        ("moto-s3fs", "cut in the middle"),
-        ("moto-obstore", "cut in the middle"),
-        ("moto-s3fs", "503"),
-    ],
-)
-def test_a_fault_that_passes(
-    stored: Callable[[str], Stored], tmp_path: Path, where: str, kind: str
-) -> None:
+@pytest.mark.parametrize("kind", ["cut in the middle", "503"])
+def test_a_fault_that_passes(stored: Callable[[str], Stored], tmp_path: Path, kind: str) -> None:
     """At some of the requests, not the same for all kinds."""
-    here = stored(where)
+    here = stored("moto")
     first = list(FAULTS).index(kind) % SOME
     for index in range(first, here.requests, SOME):
         here.passes(tmp_path / str(index), replace(FAULTS[kind], first=index))
@@ -113,22 +105,14 @@ def test_a_fault_that_passes(
 
 def test_a_fault_that_stays(stored: Callable[[str], Stored], tmp_path: Path) -> None:
     """The server hangs from one request on."""
-    here = stored("moto-s3fs")
+    here = stored("moto")
     here.stays(tmp_path / "target", replace(FAULTS["hang"], first=here.requests // 2))
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", FAULTS)
-@pytest.mark.parametrize(
-    "where",
-    [
-        "moto-s3fs",
-        "moto-obstore",
-        pytest.param("ceph-s3fs", marks=pytest.mark.gateway),
-        pytest.param("ceph-obstore", marks=pytest.mark.gateway),
-    ],
-)
+@pytest.mark.parametrize("where", ["moto", pytest.param("ceph", marks=pytest.mark.gateway)])
 def test_any_fault_at_any_request(
     stored: Callable[[str], Stored], tmp_path: Path, where: str, kind: str
 ) -> None:

@@ -1,7 +1,7 @@
 """A save on 2 ranks to S3: any request fails.
 
-By default one kind of fault at each kind of request, with moto and s3fs. ``make test-long`` tries
-every kind at every single request, with each engine, and on a real gateway too.
+By default one kind of fault at each kind of request, on moto. ``make test-long`` tries every kind
+at every single request, and on a real gateway too.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from trial_core.checkpoint.manifest import Manifest
 from trial_core.errors import StorageError
 
 REQUESTS = {
+    "mark": ("PUT", "/trialflow-storage.json"),
+    "mark is read": ("GET", "/trialflow-storage.json"),
     "take-over": ("PUT", "/attempts/"),
     "intent": ("PUT", "/uploads/"),
     "small file": ("PUT", "/state/rank-1.pt"),
@@ -29,6 +31,7 @@ REQUESTS = {
     "commit": ("PUT", "/manifests/"),
     "uploads listed": ("GET", "?uploads"),
     "intent goes": ("DELETE", "/uploads/"),
+    "code": ("PUT", "/trial-code.tar"),
 }
 FAULTS = {
     "cut before": Fault("cut request"),
@@ -108,24 +111,21 @@ def test_a_save_sends_all_kinds_of_requests(scene: Scene) -> None:
     assert (first.client, last.client) == ("driver", "driver")
 
 
-@pytest.mark.parametrize(
-    ("where", "request_kind"),
-    [*(("moto-s3fs", kind) for kind in REQUESTS), ("moto-obstore", "multipart ends")],
-)
-def test_a_fault_that_passes(scenes: Scenes, where: str, request_kind: str) -> None:
+@pytest.mark.parametrize("request_kind", REQUESTS)
+def test_a_fault_that_passes(scenes: Scenes, request_kind: str) -> None:
     """At each kind of request, one kind of fault, once."""
-    passes(scenes(where), fault_at(request_kind, tuple(FAULTS)))
+    passes(scenes("moto"), fault_at(request_kind, tuple(FAULTS)))
 
 
 @pytest.mark.parametrize("request_kind", ["intent", "last part", "commit", "intent goes"])
 def test_a_fault_that_stays(scenes: Scenes, request_kind: str) -> None:
     """At a request and all its retries."""
-    stays(scenes("moto-s3fs"), fault_at(request_kind, HARD))
+    stays(scenes("moto"), fault_at(request_kind, HARD))
 
 
 def test_a_server_that_goes_away(scenes: Scenes) -> None:
     """All requests fail from the commit on."""
-    scene, (method, key) = scenes("moto-s3fs"), REQUESTS["commit"]
+    scene, (method, key) = scenes("moto"), REQUESTS["commit"]
     requests = scene.clean_save.seen
     index = next(each.index for each in requests if each.method == method and key in each.key)
     goes_away(scene, index, Fault("500"))

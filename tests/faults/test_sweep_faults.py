@@ -47,7 +47,7 @@ def sweep(scene: Scene, fault: Fault) -> bool:
     outcome = scene.soon(lambda: store.sweep(TRIAL))
     scene.endpoint.new_plan()
     assert site.behind.list() == [manifest]
-    assert site.behind.find_damage(manifest.uuid, manifest.files) == []
+    assert site.behind.find_damage(manifest.uuid, manifest.all_files) == []
     if not isinstance(outcome, StorageError):
         assert site.objects() == keys_of([manifest]), str(plan)
     site.behind.sweep(TRIAL)
@@ -67,7 +67,7 @@ def delete(scene: Scene, fault: Fault) -> bool:
     outcome = scene.soon(lambda: store.delete(manifest))
     scene.endpoint.new_plan()
     for listed in site.behind.list():
-        assert site.behind.find_damage(listed.uuid, listed.files) == []
+        assert site.behind.find_damage(listed.uuid, listed.all_files) == []
     if not isinstance(outcome, StorageError):
         assert site.objects() == set(), str(plan)
     site.behind.delete(manifest)
@@ -83,7 +83,7 @@ def rotating(index: int) -> Fault:
 def test_the_next_sweep_finishes_a_failed_one(scenes: Scenes) -> None:
     """At some of its requests. Committed checkpoints stay intact."""
     index = 0
-    while sweep(scenes("moto-s3fs"), rotating(index)):
+    while sweep(scenes("moto"), rotating(index)):
         index += SOME
     assert index > SOME
 
@@ -91,7 +91,7 @@ def test_the_next_sweep_finishes_a_failed_one(scenes: Scenes) -> None:
 def test_the_next_deletion_finishes_a_failed_one(scenes: Scenes) -> None:
     """At some of its requests. Listed checkpoints are intact."""
     index = 0
-    while delete(scenes("moto-s3fs"), rotating(index)):
+    while delete(scenes("moto"), rotating(index)):
         index += SOME
     assert index > SOME
 
@@ -101,10 +101,10 @@ def test_the_next_deletion_finishes_a_failed_one(scenes: Scenes) -> None:
 @pytest.mark.parametrize("times", [1, None], ids=["once", "from then on"])
 @pytest.mark.parametrize("work", [sweep, delete])
 def test_any_fault_at_any_request(
-    s3fs_scene: Scene, times: int | None, work: Callable[[Scene, Fault], bool]
+    scene: Scene, times: int | None, work: Callable[[Scene, Fault], bool]
 ) -> None:
     """At every request."""
     for fault in FAULTS:
         index = 0
-        while work(s3fs_scene, replace(fault, first=index, times=times)):
+        while work(scene, replace(fault, first=index, times=times)):
             index += 1

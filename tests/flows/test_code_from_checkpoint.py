@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,14 +13,14 @@ import pytest
 from tests.support.flow import one_slot, train
 from tests.support.manifests import new_manifest
 from tests.support.slots import TOY, drive, lines
-from trial_core.checkpoint import layout
-from trial_core.checkpoint.code_objects import RunCode
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
+from trial_core.driver.code_source import refuse_missing_code, stored_trial_code
 from trial_core.errors import CheckpointError, ConfigError, LaunchError
 from trial_core.run.run_dirs import run_dir_of
 from trial_core.slots.slot_group import SlotGroup
 from trial_core.transfer.code_folder import pack_code
+from trial_core.transfer.trial_code import upload_code
 
 TRIAL = "toy-0000beef"
 FROM_CHECKPOINT = {"code": "from_checkpoint"}
@@ -50,12 +51,12 @@ def packed_toy(here: Path) -> bytes:
 @pytest.mark.server
 @pytest.mark.long
 def test_a_trial_is_continued_with_the_code_of_its_checkpoint(warm_slots: Warm, here: Path) -> None:
-    """The ranks start in a copy of it, and the next checkpoint names the same stored code."""
+    """The ranks start in a copy of it, and the next checkpoint has the same code."""
     config = without_code(here, environment=FROM_CHECKPOINT)
     before = one_slot(here, 4, hyperparameters={"record": str(here)})
     driven = drive(warm_slots(1), before, here / "before", persist=True)
     store, uuid = CheckpointStore(config.checkpoint_storage.url), driven.checkpoints[-1]
-    code = store.announce_upload(TRIAL, uuid, "one", code=RunCode(packed_toy(here)))
+    code = upload_code(store, uuid, packed_toy(here))
     store.commit(
         new_manifest(
             4,
@@ -71,7 +72,6 @@ def test_a_trial_is_continued_with_the_code_of_its_checkpoint(warm_slots: Warm, 
     assert result.batches_trained == 6
     assert [line[0] for line in lines(here, "samples", 0)] == list(range(6))
     assert store.open(result.checkpoint_uuid).code == code
-    assert len(store.storage.sizes(layout.CODE)) == 1
     assert (run_dir_of(TRIAL) / "code" / "renamed.py").is_file()
 
 
@@ -94,33 +94,35 @@ def test_a_checkpoint_is_evaluated_with_its_own_code(here: Path) -> None:
     assert result.metrics == trained.validation_metrics
 
 
-@pytest.fixture
-def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outside a flow run there is no logger of Prefect's."""
-    import logging
+def test_a_run_is_refused_before_it_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without its code folder, or with a home folder as one. Stored code needs neither."""
+    config = without_code(tmp_path)
+    with pytest.raises(LaunchError, match="there is no code folder"):
+        refuse_missing_code(config)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    home = config.model_copy(update={"code": tmp_path})
+    refuse_missing_code(home)  # on this machine alone, code need not be sent
+    monkeypatch.setenv("TRIALFLOW_ENGINE", "join")
+    with pytest.raises(ConfigError, match="holds the home folder of this user"):
+        refuse_missing_code(home)
+    refuse_missing_code(without_code(tmp_path, environment=FROM_CHECKPOINT))
 
-    from trialflow.flows import code_source
 
-    monkeypatch.setattr(code_source, "get_run_logger", lambda: logging.getLogger(__name__))
-
-
-@pytest.mark.usefixtures("quiet")
 def test_what_a_run_needs_for_it(tmp_path: Path) -> None:
     """A checkpoint to begin with, that names its code. A warm start's source is one."""
-    from trialflow.flows.code_source import stored_trial_code
-
+    logger = logging.getLogger(__name__)
     config = without_code(tmp_path, environment=FROM_CHECKPOINT)
     store = CheckpointStore(config.checkpoint_storage.url)
     with pytest.raises(ConfigError, match=r"trial new-1 has none: give --resume or searcher\."):
-        stored_trial_code(config, store, "new-1", tmp_path)
+        stored_trial_code(config, store, "new-1", tmp_path, logger)
     store.commit(new_manifest(trial="new-1"))
-    with pytest.raises(CheckpointError, match="names no code of model:Trial"):
-        stored_trial_code(config, store, "new-1", tmp_path)
-    code = store.announce_upload("old-1", "u-1", "one", code=RunCode(packed_toy(tmp_path)))
+    with pytest.raises(CheckpointError, match="has no code of model:Trial"):
+        stored_trial_code(config, store, "new-1", tmp_path, logger)
+    code = upload_code(store, "u-1", packed_toy(tmp_path))
     store.commit(new_manifest(trial="old-1", uuid="u-1", code=code))
     source = {**config.searcher.model_dump(), "source_checkpoint_uuid": "u-1"}
     warm = without_code(tmp_path, environment=FROM_CHECKPOINT, searcher=source)
-    found = stored_trial_code(warm, store, "another-1", tmp_path / "run")
+    found = stored_trial_code(warm, store, "another-1", tmp_path / "run", logger)
     assert found is not None
     assert [path.name for path in found.folder.iterdir()] == ["renamed.py"]
-    assert stored_trial_code(without_code(tmp_path), store, "new-1", tmp_path) is None
+    assert stored_trial_code(without_code(tmp_path), store, "new-1", tmp_path, logger) is None

@@ -22,6 +22,7 @@ from tests.support.slots import lines, toy_config
 from tests.support.waiting import WAIT_SECONDS, until
 from tests.support.ways_to_stop import cleared
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.run.run_dirs import trial_id
 from trialflow.deployments.automations import CRASH_SILENT, crash_lost_starts
 from trialflow.deployments.cli.deploy import wanted_resources
 from trialflow.deployments.resources import set_up, take_down
@@ -64,7 +65,7 @@ def test_prefects_own_commands(prefect_server: PrefectServer, tmp_path: Path) ->
     for rank in (0, 1):
         assert [line[0] for line in lines(tmp_path, "samples", rank)] == list(range(4))
     newest = CheckpointStore(config.checkpoint_storage.url).list()[-1]
-    assert newest.trial == f"toy-{run['id'].replace('-', '')[-8:]}"
+    assert newest.trial == trial_id("toy", run["id"])
 
 
 @pytest.fixture

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import trialflow.flows.train
+import trialflow.tasks.stages
 from tests.support.faults.plan import Fault
 from tests.support.faults.s3 import faulty_s3
 from tests.support.faults.saving import PATIENT, client_options, keys_of
@@ -29,8 +31,9 @@ def test_a_failed_upload_costs_no_earlier_checkpoint(
     The run fails with the rank's message after the retries, and the first checkpoint is intact.
     The next run resumes from it, and deletes the leftovers of the failed uploads.
     """
-    soon = trialflow.flows.train.checkpoint_upload.with_options(retry_delay_seconds=0)
-    monkeypatch.setattr(trialflow.flows.train, "checkpoint_upload", soon)
+    soon = trialflow.tasks.stages.checkpoint_upload.with_options(retry_delay_seconds=0)
+    changed = replace(trialflow.flows.train.STAGES, checkpoint_upload=soon.submit)
+    monkeypatch.setattr(trialflow.flows.train, "STAGES", changed)
     with faulty_s3(moto_s3) as endpoint:
         options = client_options(endpoint.server("run").options, PATIENT)
         storage = {"url": f"{moto_s3.new_bucket()}/runs", "options": options}

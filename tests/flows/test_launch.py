@@ -12,20 +12,21 @@ from typing import Any
 
 import pytest
 
+import trial_core.driver.drive
 import trialflow.flows.evaluate
 import trialflow.flows.prune
 import trialflow.flows.train
 from tests.support.gpus import fake_gpus
 from tests.support.slots import build, toy_config
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.driver.launch_ranks import launch_slots
+from trial_core.driver.observers import Observer
+from trial_core.driver.placement import OnNodes, Placement, ThisMachine
+from trial_core.driver.run import Launch, Run
 from trial_core.errors import CheckpointError, LaunchError, RankFailed
 from trial_core.ledger.run_clock import RunClock
-from trial_core.run.observer import Observer
 from trial_core.slots.accelerators import resolve_slot_count
 from trialflow.flows.lifecycle.crash_limit import CrashedTooOften
-from trialflow.flows.rank_placement import OnNodes, Placement, ThisMachine
-from trialflow.flows.train import launch_slots
-from trialflow.tasks.trial_run import TrialRun
 
 
 @pytest.fixture
@@ -34,19 +35,19 @@ def one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_gpus(tmp_path, monkeypatch, 1)
 
 
-def toy_run(folder: Path, variables: dict[str, str]) -> TrialRun:
+def toy_run(folder: Path, variables: dict[str, str]) -> Launch:
     """A run of the toy trial on two slots, not launched."""
     config = toy_config(folder, environment={"environment_variables": variables})
-    return TrialRun(config, "toy-0a", folder, CheckpointStore("memory://"), Observer())
+    return Launch(Run(config, "toy-0a", folder, CheckpointStore("memory://"), Observer()))
 
 
 @pytest.mark.slots
 @pytest.mark.usefixtures("one_gpu")
 def test_the_experiment_may_choose_cpu_ranks(tmp_path: Path) -> None:
     """DS_ACCELERATOR=cpu in the YAML applies to counting slots, too."""
-    run = toy_run(tmp_path, {"DS_ACCELERATOR": "cpu"})
-    with launch_slots(run, ThisMachine()) as slots:
-        assert slots.world_size == run.clock.slots == 2
+    launch = toy_run(tmp_path, {"DS_ACCELERATOR": "cpu"})
+    with launch_slots(launch, ThisMachine()) as slots:
+        assert slots.world_size == launch.run.clock.slots == 2
     with pytest.raises(LaunchError, match="this machine has 1 accelerator;"):
         launch_slots(toy_run(tmp_path, {}), ThisMachine())
 
@@ -54,9 +55,9 @@ def test_the_experiment_may_choose_cpu_ranks(tmp_path: Path) -> None:
 @pytest.mark.slots
 def test_ranks_see_only_their_runs_devices(tmp_path: Path) -> None:
     """Devices that the experiment names may belong to another run."""
-    run = toy_run(tmp_path, {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "0,1,2,3"})
-    run.devices = {"CUDA_VISIBLE_DEVICES": "2,3"}
-    with launch_slots(run, ThisMachine()) as slots:
+    launch = toy_run(tmp_path, {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "0,1,2,3"})
+    launch.run.devices = {"CUDA_VISIBLE_DEVICES": "2,3"}
+    with launch_slots(launch, ThisMachine()) as slots:
         for pid in slots.pids:
             variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             assert b"CUDA_VISIBLE_DEVICES=2,3" in variables
@@ -70,12 +71,12 @@ def test_lost_nodes_are_not_counted_while_others_are_waited_for(tmp_path: Path) 
         now[0] += 5
         return []
 
-    run = toy_run(tmp_path, {})
-    run.clock = RunClock(now=lambda: now[0])
-    run.clock.has_slots(4)
+    launch = toy_run(tmp_path, {})
+    launch.run.clock = RunClock(now=lambda: now[0])
+    launch.run.clock.has_slots(4)
     pool: Any = SimpleNamespace(slots_left=3, slots_of=lambda agents: 4, gather=gather)
-    assert OnNodes(pool, "4 slots", sends_code=False).prepare(run)[0] == 4
-    assert run.clock.slot_milliseconds() == {"idle": 15_000}
+    assert OnNodes(pool, "4 slots", sends_code=False).prepare(launch)[0] == 4
+    assert launch.run.clock.slot_milliseconds() == {"idle": 15_000}
 
 
 WAIT_SECONDS = 0.05
@@ -101,12 +102,13 @@ def test_a_flow_gives_its_devices_to_its_run(
         time.sleep(WAIT_SECONDS)
         yield {"CUDA_VISIBLE_DEVICES": "2,3"}
 
-    def reached(run: TrialRun, placement: Placement) -> Any:
-        waited = run.clock.slot_milliseconds().get("queue", 0)
-        raise _Reached(run.devices, waited, run.code.archive is not None)
+    def reached(launch: Launch, placement: Placement) -> Any:
+        waited = launch.run.clock.slot_milliseconds().get("queue", 0)
+        raise _Reached(launch.run.devices, waited, launch.code.archive is not None)
 
     monkeypatch.setattr(module, "gpu_slots", devices)
-    monkeypatch.setattr(module, "launch_slots", reached)
+    where = trial_core.driver.drive if name == "train" else module
+    monkeypatch.setattr(where, "launch_slots", reached)
     monkeypatch.setattr(trialflow.flows.evaluate, "_candidates", lambda *_: [])
     with pytest.raises(_Reached) as seen:
         getattr(module, name)(toy_config(here))
@@ -149,12 +151,12 @@ def test_a_trial_that_is_a_path_is_refused_at_once(tmp_path: Path) -> None:
 def test_ranks_without_their_gpu_refuse_to_train(tmp_path: Path) -> None:
     """The driver has counted one, and torch in the rank finds none: no training on the CPU."""
     config = toy_config(tmp_path, resources={"slots_per_trial": 1})
-    run = TrialRun(config, "toy-0a", tmp_path, CheckpointStore("memory://"), Observer())
+    launch = Launch(Run(config, "toy-0a", tmp_path, CheckpointStore("memory://"), Observer()))
     with (
-        launch_slots(run, ThisMachine()) as slots,
+        launch_slots(launch, ThisMachine()) as slots,
         pytest.raises(RankFailed, match=r"on cuda device 0, but torch .* finds none: .*CUDA"),
     ):
-        build(slots, run.config, tmp_path)
+        build(slots, launch.run.config, tmp_path)
 
 
 @pytest.mark.usefixtures("one_gpu")

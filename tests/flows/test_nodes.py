@@ -61,6 +61,7 @@ def nodes(here: Path) -> Iterator[Callable[[Any, int], Agents]]:
         yield start
 
 
+@pytest.mark.long
 def test_a_lost_node_is_replaced(
     here: Path, nodes: Callable[[Any, int], Agents], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -178,6 +179,7 @@ def test_a_number_of_slots_that_the_trial_refuses(
     assert {manifest.topology.batch_samples for manifest in saved} == {8}
 
 
+@pytest.mark.long
 def test_a_checkpoint_is_evaluated_on_a_node(
     here: Path, nodes: Callable[[Any, int], Agents]
 ) -> None:

@@ -18,12 +18,13 @@ from tests.support.slots import toy_config
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
+from trial_core.driver.run import Launch, Run
+from trial_core.driver.uploads import Pruning
 from trial_core.errors import ConfigError, StorageError
-from trial_core.retention.pins import pin
-from trial_core.run.observer import Observer
+from trial_core.retention.protections import pin
 from trial_core.run.sequencer import Progress
-from trialflow.tasks.prune import Pruning
-from trialflow.tasks.trial_run import TrialRun
+from trialflow.flows.lifecycle.run_log import logger_finder
+from trialflow.flows.train import STAGES
 
 pytestmark = pytest.mark.server
 
@@ -136,12 +137,12 @@ def in_a_run(config: ExperimentConfig, act: Any) -> str:
     from trialflow.flows.server.embedded_server import flush
 
     store = CheckpointStore(config.checkpoint_storage.url)
-    run = TrialRun(config, TRIAL, Path(), store, Observer())
     ids: list[str] = []
 
     @flow(name="a-run", on_running=[lambda flow, run, state: ids.append(str(run.id))])
     def a_run() -> None:
-        pruning = Pruning(run)
+        run = Run(config, TRIAL, Path(), store, find_logger=logger_finder())
+        pruning = Pruning(Launch(run), STAGES)
         act(pruning)
         pruning.finish()
 

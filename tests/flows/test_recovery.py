@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import trialflow.flows.train
+import trialflow.tasks.stages
 from tests.support.flow import breaking, one_slot, resumption, stages, train
 from tests.support.prefect import PrefectServer
 from tests.support.slots import lines
@@ -22,7 +24,7 @@ def retry_after_repair(
     monkeypatch: pytest.MonkeyPatch, stage: str, repair: Callable[[], None]
 ) -> None:
     """Make the flow retry `stage` at once, after calling `repair`."""
-    task = getattr(trialflow.flows.train, stage)
+    task = getattr(trialflow.tasks.stages, stage)
 
     def condition(task: Any, task_run: Any, state: Any) -> bool:
         repair()
@@ -30,7 +32,9 @@ def retry_after_repair(
 
     original = task.retry_condition_fn
     quick = task.with_options(retry_delay_seconds=0, retry_condition_fn=condition)
-    monkeypatch.setattr(trialflow.flows.train, stage, quick)
+    work = quick.submit if stage == "checkpoint_upload" else quick
+    changed = replace(trialflow.flows.train.STAGES, **{stage: work})
+    monkeypatch.setattr(trialflow.flows.train, "STAGES", changed)
 
 
 @pytest.mark.long

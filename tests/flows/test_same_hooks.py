@@ -1,13 +1,16 @@
-"""The flow and `Trainer.fit` call the same hooks."""
+"""The flow, the driver without Prefect, and `Trainer.fit` call the same hooks."""
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.flows.test_evaluate import evaluate
+from tests.support.consolidated import consolidated
+from tests.support.driving import Seen, drive
 from tests.support.fitting import fit_toys
 from tests.support.flow import train
 from tests.support.hook_calls import (
@@ -26,8 +29,9 @@ from tests.support.hook_calls import (
 )
 from tests.support.slots import toy_config
 from trial_core.checkpoint.store import CheckpointStore
-
-pytestmark = [pytest.mark.slots, pytest.mark.server]
+from trial_core.driver.observers import observing
+from trial_core.driver.stages import PLAIN_STAGES, Stages
+from trialflow.flows.train import STAGES
 
 DIFFERENT_IN_EACH_RUN = ("uuid", "folder")
 
@@ -41,6 +45,54 @@ def comparable(record: Path, rank: int) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.parametrize("name", [field.name for field in fields(Stages)])
+def test_the_flow_has_each_stage_as_a_task_of_its_name(name: str) -> None:
+    """And the driver without Prefect as a function of that name. Two run beside training."""
+    task, plain = getattr(STAGES, name), getattr(PLAIN_STAGES, name)
+    if name in ("checkpoint_upload", "checkpoint_prune"):
+        assert task.__name__ == "submit"
+        task = task.__self__
+    assert task.name == name.replace("_", "-")
+    assert plain.__name__ == name
+
+
+@pytest.mark.slots
+@pytest.mark.server
+def test_flow_and_driver_without_prefect_train_alike(here: Path) -> None:
+    """The same stages, hooks and weights, bit for bit; only when an upload ends may differ."""
+    seen: dict[str, list[str]] = {}
+    weights: dict[str, dict[str, list[float]]] = {}
+    for name in ("flow", "driver"):
+        config = toy_config(
+            here, 11, entrypoint="hook_trials:LogsCalls", scheduling_unit=7,
+            min_validation_period={"batches": 3}, min_checkpoint_period={"batches": 5},
+            checkpoint_storage=f"file://{here}/{name}-checkpoints",
+            perform_initial_validation=True, hyperparameters=hparams(2, here / name),
+        )  # fmt: skip
+        observer = Seen()
+        if name == "flow":
+            with observing(observer):
+                result = train(config)
+        else:
+            result = drive(config, "driver-0000beef", observer=observer)
+        beside = ("checkpoint-upload", f"callbacks {UPLOAD_END}")
+        seen[name] = [stage for stage in observer.stages if not stage.startswith(beside)]
+        files = Path(str(result.checkpoint_url).removeprefix("file://"))
+        found = consolidated(files / "model0", here / f"{name}-weights")
+        weights[name] = {key: tensor.tolist() for key, tensor in found.items()}
+    assert seen["flow"][:5] == [
+        "build-trial", "callbacks on_trial_startup @0", "build-loaders @0",
+        "callbacks on_training_start @0", "validate @0",
+    ]  # fmt: skip
+    assert seen["flow"] == seen["driver"]
+    for rank in (0, 1):
+        assert len(comparable(here / "flow", rank)) > 50
+        assert comparable(here / "flow", rank) == comparable(here / "driver", rank)
+    assert weights["flow"] == weights["driver"]
+
+
+@pytest.mark.slots
+@pytest.mark.server
 @pytest.mark.long  # test_run_loop has the order of both, test_hooks the hooks of each stage
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_flow_and_fit_call_the_same_hooks(here: Path, ranks: int) -> None:
@@ -74,6 +126,8 @@ def test_flow_and_fit_call_the_same_hooks(here: Path, ranks: int) -> None:
         assert len(flow_uploads) == len(fit_uploads) > 3
 
 
+@pytest.mark.slots
+@pytest.mark.server
 @pytest.mark.long
 def test_metrics_that_on_validation_end_changes_count_in_flow_fit_and_evaluate(here: Path) -> None:
     """Those of rank 0: as the searcher metric, so that the first validation is the best."""
@@ -95,6 +149,8 @@ def test_metrics_that_on_validation_end_changes_count_in_flow_fit_and_evaluate(h
     assert evaluate(config).metrics["perplexity"] == 10
 
 
+@pytest.mark.slots
+@pytest.mark.server
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_the_flow_calls_every_hook_at_its_place(here: Path, ranks: int) -> None:

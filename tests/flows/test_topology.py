@@ -14,8 +14,9 @@ from tests.support.slots import lines, toy_config
 from trial_core.checkpoint.manifest import Topology
 from trial_core.checkpoint.resume_point import ResumePoint
 from trial_core.config import ExperimentConfig
+from trial_core.driver.launch_stages import require_convertible
+from trial_core.driver.run import RankAnswers
 from trial_core.errors import CheckpointError
-from trialflow.flows.train import fetch
 
 
 @pytest.mark.long
@@ -53,8 +54,7 @@ def test_another_batch_size_is_an_error_before_anything_is_fetched() -> None:
     """The driver reads the saved batch size from the manifest."""
     saved = Topology(world_size=1, data_parallel_size=1, batch_samples=2)
     manifest = new_manifest(topology=saved)
-    run: Any = SimpleNamespace(
-        topology=Topology(world_size=2, data_parallel_size=2, batch_samples=4)
-    )
+    two = Topology(world_size=2, data_parallel_size=2, batch_samples=4)
+    launch: Any = SimpleNamespace(answers=RankAnswers(topology=two))
     with pytest.raises(CheckpointError, match="saved by 1 slots in batches of 2 samples"):
-        fetch(run, ResumePoint.continuing(manifest))
+        require_convertible(launch, ResumePoint.continuing(manifest))

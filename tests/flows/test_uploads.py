@@ -6,6 +6,7 @@ import threading
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,53 +17,65 @@ from tests.support.prefect import free_port, isolated
 from tests.support.slots import toy_config
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.driver.observers import Observer
+from trial_core.driver.run import Launch, Run
+from trial_core.driver.uploads import Uploads
 from trial_core.errors import SlotsError
 from trial_core.ledger.run_clock import RunClock
-from trial_core.run.observer import Observer
+from trial_core.run.sequencer import Progress
+from trial_core.transfer.staged_checkpoint import StagedCheckpoint
 from trialflow.flows.server.prefect_settings import environment
-from trialflow.flows.uploads import Uploads
-from trialflow.tasks.trial_run import TrialRun
+from trialflow.flows.train import STAGES
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[TrialRun]:
+def launch(tmp_path: Path) -> Iterator[Launch]:
     """A run without a Prefect server: every request to the server fails."""
     nowhere = f"http://127.0.0.1:{free_port()}/api"
     with environment({**isolated(tmp_path), "PREFECT_API_URL": nowhere}):
         store = CheckpointStore("memory://")
-        yield TrialRun(toy_config(tmp_path), "toy-0000beef", tmp_path, store, Observer())
+        yield Launch(Run(toy_config(tmp_path), "toy-0000beef", tmp_path, store, Observer()))
 
 
-def test_polling_an_upload_does_not_ask_the_server(run: TrialRun) -> None:
+STAGED = StagedCheckpoint.now("4f0c21aa", Progress(4), {})
+
+
+def uploads_of(launch: Launch, future: Future[Manifest]) -> Uploads:
+    """Uploads whose task ends with `future`."""
+    started = PrefectConcurrentFuture(uuid.uuid4(), future)
+    return Uploads(launch, replace(STAGES, checkpoint_upload=lambda launch, staged: started))
+
+
+def test_polling_an_upload_does_not_ask_the_server(launch: Launch) -> None:
     """A running upload is left alone, and an ended one is taken."""
     future: Future[Manifest] = Future()
-    with Uploads(run) as uploads:
-        uploads.start(PrefectConcurrentFuture(uuid.uuid4(), future))
-        uploads.poll()
+    with uploads_of(launch, future) as uploads:
+        uploads.start(STAGED)
+        uploads.take_ended()
         assert uploads.is_busy
         assert uploads.newest is None
         future.set_result(new_manifest())
-        uploads.poll()
+        uploads.take_ended()
         assert not uploads.is_busy
         assert uploads.newest == future.result()
 
 
-def test_waiting_for_an_upload_stalls_training(run: TrialRun) -> None:
+def test_waiting_for_an_upload_stalls_training(launch: Launch) -> None:
     """Its time is a checkpoint stall, and only while the run waits."""
     ticks = iter(range(1000))
-    run.clock = RunClock(now=lambda: float(next(ticks)))
-    run.clock.switch("idle")
+    launch.run.clock = RunClock(now=lambda: float(next(ticks)))
+    launch.run.clock.switch("idle")
     future: Future[Manifest] = Future()
-    with Uploads(run) as uploads:
-        uploads.start(PrefectConcurrentFuture(uuid.uuid4(), future))
-        uploads.poll()
-        assert "checkpoint_stall" not in run.clock.slot_milliseconds()
+    with uploads_of(launch, future) as uploads:
+        uploads.start(STAGED)
+        uploads.take_ended()
+        assert "checkpoint_stall" not in launch.run.clock.slot_milliseconds()
         future.set_result(new_manifest())
         uploads.wait()
-    assert run.clock.slot_milliseconds()["checkpoint_stall"] == 1000
+    assert launch.run.clock.slot_milliseconds()["checkpoint_stall"] == 1000
 
 
-def test_no_upload_outlives_its_attempt(run: TrialRun) -> None:
+def test_no_upload_outlives_its_attempt(launch: Launch) -> None:
     """After a training failure, the end of the block waits for the upload."""
     future: Future[Manifest] = Future()
     training_failed = threading.Event()
@@ -72,11 +85,11 @@ def test_no_upload_outlives_its_attempt(run: TrialRun) -> None:
         future.set_result(new_manifest())
 
     def train(uploads: Uploads) -> None:
-        uploads.start(PrefectConcurrentFuture(uuid.uuid4(), future))
+        uploads.start(STAGED)
         training_failed.set()
         raise SlotsError("the ranks are gone")
 
     threading.Thread(target=upload, daemon=True).start()
-    with pytest.raises(SlotsError), Uploads(run) as uploads:
+    with pytest.raises(SlotsError), uploads_of(launch, future) as uploads:
         train(uploads)
     assert future.done()

@@ -12,7 +12,7 @@ import torch
 from tests.support.slots import TOY
 from trial_core.controller.rank_state import seed_everything
 from trial_core.pytorch import PyTorchTrialContext
-from trial_core.pytorch.pytorch_engine import PyTorchTrialEngine
+from trial_core.pytorch.pytorch_adapter import PyTorchTrialAdapter
 
 
 def train_alone(
@@ -30,12 +30,12 @@ def train_alone(
     context = PyTorchTrialContext.from_config({"hyperparameters": dict(hparams), **fields})
     seed_everything(0)
     trial = trial_class(context)
-    engine = PyTorchTrialEngine(trial, context)
-    engine.set_training(True)
+    adapter = PyTorchTrialAdapter(trial, context)
+    adapter.set_training(True)
     info = context.run_info
     while info.batches_trained < batches:
         for batch in trial.build_training_data_loader():
-            engine.train_batch(iter([batch]), 0, info.batches_trained)
+            adapter.train_batch(iter([batch]), 0, info.batches_trained)
             info.batches_trained += 1
             if info.batches_trained == batches:
                 break

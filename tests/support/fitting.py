@@ -9,10 +9,16 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tests.support.processes import descendants
+import psutil
+
+from tests.support.processes import descendants, kill, wait_until_gone
+from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("scripts") / "fit_toy.py"
@@ -65,6 +71,127 @@ def start(launcher: Launcher, folder: Path, ranks: int, *command: str) -> str:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(rank, signal.SIGKILL)
             process.wait()
+
+
+WATCHED = SCRIPT.with_name("fit_watched.py")
+GONE_SECONDS = 20.0
+
+
+@dataclass
+class WatchedRanks:
+    """Ranks of ``fit_watched.py`` or ``core_watched.py``.
+
+    Each is started as by srun: nothing ends them together.
+
+    Attributes:
+        folder: of their files.
+        processes: by rank; with a launcher, that alone.
+    """
+
+    folder: Path
+    processes: list[subprocess.Popen[bytes]]
+
+    def until_batch(self, batch: int, rank: int = 0) -> None:
+        """Wait until a rank has trained this batch."""
+        path = self.folder / f"batches-{rank}"
+        until(
+            lambda: path.exists() and len(path.read_text().splitlines()) > batch,
+            f"batch {batch} of rank {rank}", instead=self.logs,
+        )  # fmt: skip
+
+    def pids(self) -> list[int]:
+        """All processes that run for them."""
+        own = [process.pid for process in self.processes]
+        return own + [child for pid in own for child in descendants(pid)]
+
+    def driver(self) -> int:
+        """The driver's process."""
+        (found,) = [pid for pid in self.pids() if _is_driver(pid)]
+        return found
+
+    def left(self, pids: Sequence[int]) -> list[str]:
+        """What still runs of these processes after `GONE_SECONDS`."""
+        for process in self.processes:  # or it stays a zombie
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GONE_SECONDS)
+        return [" ".join(psutil.Process(pid).cmdline()) for pid in wait_until_gone(pids, 5.0)]
+
+    def ended(self, rank: int) -> dict[str, Any]:
+        """How the fit of a rank has ended, once its process has."""
+        process = self.processes[min(rank, len(self.processes) - 1)]
+        try:
+            process.wait(LIMIT_SECONDS)
+            ended: dict[str, Any] = json.loads((self.folder / f"ended-{rank}.json").read_text())
+        except (subprocess.TimeoutExpired, FileNotFoundError) as error:
+            raise AssertionError(f"rank {rank} has not ended; logs:\n{self.logs()}") from error
+        return ended
+
+    def logs(self) -> str:
+        """What they have printed."""
+        paths = sorted(self.folder.glob("rank-*.log"))
+        return "\n".join(f"--- {path.name}\n{path.read_text()[-4000:]}" for path in paths)
+
+    def report(self) -> str:
+        """The run's report."""
+        (path,) = self.folder.glob("home/*/report.md")
+        return path.read_text()
+
+
+@contextmanager
+def watched_ranks(
+    folder: Path,
+    launcher: Launcher | None = None,
+    ranks: int = 2,
+    prefixes: Sequence[Sequence[str]] = (),
+    environments: Sequence[dict[str, str]] = (),
+    script: Path = WATCHED,
+    **options: Any,
+) -> Iterator[WatchedRanks]:
+    """Start ``fit_watched.py``, or another script like it; its processes are gone after the block.
+
+    Args:
+        launcher: starts all ranks; None: each is a process of its own.
+        prefixes: what comes before each rank's command.
+        environments: more environment variables of each rank.
+        options: of the script.
+    """
+    given = json.dumps({"folder": str(folder), "batches": 10**6, **options})
+    starts = [[*_prefix(launcher, ranks)]] if launcher else [[sys.executable]] * ranks
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    processes = []
+    for rank, start_of_rank in enumerate(starts):
+        own = {} if launcher else {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+        }  # fmt: skip
+        if environments:
+            own |= environments[rank]
+        prefix = prefixes[rank] if prefixes else []
+        with (folder / f"rank-{rank}.log").open("ab") as log:
+            processes.append(
+                subprocess.Popen(
+                    [*prefix, *start_of_rank, str(script), given],
+                    cwd=folder, env={**_environment(folder), **own}, stdin=subprocess.DEVNULL,
+                    stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+                )
+            )  # fmt: skip
+    started = WatchedRanks(folder, processes)
+    try:
+        yield started
+    finally:
+        kill(started.pids())
+        for process in processes:
+            process.wait()
+
+
+def _is_driver(pid: int) -> bool:
+    try:
+        command = " ".join(psutil.Process(pid).cmdline())
+    except psutil.NoSuchProcess:
+        return False
+    return "trialflow: driver" in command or "trial_core.driver.script_driver_main" in command
 
 
 def _prefix(launcher: Launcher, ranks: int) -> list[str]:

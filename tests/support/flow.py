@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 import pytest
@@ -16,16 +16,60 @@ import pytest
 from tests.support.prefect import PrefectServer
 from tests.support.processes import descendants
 from tests.support.slots import lines, toy_config
+from trial_core.slots.fork_server import ForkServer, ServerProcess
 
 RECORD_SECONDS = 30.0
 
 
+class WarmForkServer(ForkServer):
+    """A fork server whose process outlives its run, for later ones with the same variables.
+
+    What a run of its own would lose with it is gone: ranks have ended before, and the links to
+    memory that it keeps are deleted.
+    """
+
+    processes: ClassVar[dict[Any, ServerProcess]] = {}
+
+    def prepare(self, environment: Mapping[str, str], working_dir: Path, log: Path) -> None:
+        """Part of `ForkServer`."""
+        variables = {key: environment[key] for key in environment if key != "PYTEST_CURRENT_TEST"}
+        of = (self._preload, tuple(sorted(variables.items())))
+        self._process = self.processes.get(of)
+        super().prepare(variables, working_dir, log)
+        assert self._process is not None
+        self.processes[of] = self._process
+
+    def close(self) -> None:
+        """Part of `ForkServer`."""
+        self._process = None
+        for link in Path(os.environ["TRIALFLOW_HOME"]).rglob("*"):
+            if link.is_symlink() and os.readlink(link).startswith("/proc/"):
+                link.unlink()
+
+
+@pytest.fixture(scope="session")
+def linked_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A link to the folder of the test that runs: warm fork servers have one TRIALFLOW_HOME."""
+    yield tmp_path_factory.mktemp("linked") / "here"
+    for process in WarmForkServer.processes.values():
+        process.close()
+
+
 @pytest.fixture
 def here(
-    prefect_server: PrefectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prefect_server: PrefectServer,
+    tmp_path: Path,
+    linked_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Path]:
-    """A folder for all files of runs. Flows of this process use the real server."""
-    monkeypatch.setenv("TRIALFLOW_HOME", str(tmp_path / "home"))
+    """A folder for all files of runs. Flows of this process use the real server.
+
+    Their ranks are forked by processes that stay warm.
+    """
+    linked_folder.unlink(missing_ok=True)
+    linked_folder.symlink_to(tmp_path)
+    monkeypatch.setenv("TRIALFLOW_HOME", str(linked_folder / "home"))
+    monkeypatch.setattr("trial_core.driver.placement.ForkServer", WarmForkServer)
     with prefect_server.configured():
         yield tmp_path
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -147,11 +146,6 @@ def interleave_all(
         chosen = actors[next(turns, 0)]
         (chosen if not chosen.has_ended else alive[0]).step()
     return [actor.outcome for actor in actors]
-
-
-def then_in_turns(order: Iterable[bool]) -> Iterator[bool]:
-    """An order of two actors that never leaves one alone to wait for a lock of the other."""
-    return itertools.chain(order, itertools.cycle((False, True)))
 
 
 def all_orders(*requests: int) -> Iterator[tuple[int, ...]]:

@@ -14,6 +14,7 @@ from trial_core.checkpoint.json_objects import encode_json
 from trial_core.checkpoint.manifest import FileEntry, Manifest, Topology
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.run.sequencer import Progress
+from trial_core.transfer.trial_code import upload_code
 from trial_core.transfer.upload import upload_files
 
 LONG_AGO = "2001-05-09T17:04:00.000000Z"
@@ -93,6 +94,15 @@ def commit_files(store: CheckpointStore, batches: int = 7, **fields: Any) -> Man
     return manifest
 
 
+def commit_with_code(
+    store: CheckpointStore, batches: int = 7, code: bytes = b"code", **fields: Any
+) -> Manifest:
+    """Store and commit a checkpoint of several files and its trial's code."""
+    uuid = str(uuids.uuid4())
+    entry = upload_code(store, uuid, code)
+    return commit_files(store, batches, uuid=uuid, code=entry, **fields)
+
+
 def leave_unfinished_upload(store: CheckpointStore, trial: str, begun_at: str = LONG_AGO) -> str:
     """Leave an intent and a file, as a run that was killed during an upload; return the uuid."""
     intent = Intent(trial=trial, uuid=str(uuids.uuid4()), attempt="dead", created_at=begun_at)
@@ -112,7 +122,10 @@ def keys_of(manifests: Iterable[Manifest]) -> set[str]:
     return {
         key
         for each in manifests
-        for key in (each.name.key, *(layout.file_key(each.uuid, file.path) for file in each.files))
+        for key in (
+            each.name.key,
+            *(layout.file_key(each.uuid, file.path) for file in each.all_files),
+        )
     }
 
 

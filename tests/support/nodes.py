@@ -9,6 +9,7 @@ import queue
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,20 +18,22 @@ from typing import Any
 import pytest
 
 from trial_core.messages import Message, encode
-from trial_core.nodes.agent import connect, parse_driver_address
-from trial_core.nodes.engine import AGENT_MODULE
-from trial_core.nodes.hub import Hub, ListenAddress
+from trial_core.nodes.agent_connection import connect
+from trial_core.nodes.hub import Hub
 from trial_core.nodes.join_token import new_token
 from trial_core.nodes.node_messages import (
     AgentHello,
     Alive,
+    Leave,
     NodeReady,
     ToAgent,
     Welcome,
     to_agent_decoder,
 )
+from trial_core.nodes.node_provider import AGENT_MODULE
 from trial_core.nodes.versions import own_versions
 from trial_core.slots.framing import HEADER, frame, frame_length
+from trial_core.slots.listen_address import ListenAddress, parse_driver_address
 
 LOOPBACK = "127.0.0.1"
 DEADLINE_SECONDS = 60.0
@@ -112,6 +115,13 @@ class FakeAgent:
                     self.heard.put(message)
                 elif beats:
                     self.say(Alive())
+                if isinstance(message, Leave):
+                    self._writer.close()
+                    return
+
+    def be_busy(self, seconds: float) -> None:
+        """Neither take nor send anything for some time."""
+        self._loop.call_soon_threadsafe(time.sleep, seconds)
 
 
 @contextmanager
@@ -141,14 +151,24 @@ class Agents:
             agent.kill()
             agent.wait()
 
-    def start(self, address: str, token: str, *arguments: str) -> subprocess.Popen[bytes]:
-        """Start an agent that joins the driver at an address."""
+    def start(
+        self,
+        address: str,
+        token: str,
+        *arguments: str,
+        program: tuple[str, str] = ("-m", AGENT_MODULE),
+    ) -> subprocess.Popen[bytes]:
+        """Start an agent that joins the driver at an address.
+
+        Args:
+            program: what Python executes.
+        """
         number = len(self.started)
         home = self._folder / f"home-{number}"
         home.mkdir(parents=True)
         with (home / "agent.log").open("wb") as log:
             agent = subprocess.Popen(
-                [sys.executable, "-m", AGENT_MODULE, "--driver", address, *arguments],
+                [sys.executable, *program, "--driver", address, *arguments],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -25,7 +25,9 @@ from moto.server import ThreadedMotoServer
 from s3fs import S3FileSystem
 
 CEPH_SCRIPT = Path(__file__).with_name("ceph_s3.sh")
-CEPH_PROGRAMS = ("ceph", "ceph-authtool", "ceph-mon", "ceph-osd", "monmaptool", "radosgw")
+CEPH_PROGRAMS = (
+    "ceph", "ceph-authtool", "ceph-mon", "ceph-osd", "monmaptool", "radosgw", "radosgw-admin",
+)  # fmt: skip
 INSTALL_COMMAND = "apt-get install -y --no-install-recommends ceph-mon ceph-osd radosgw ceph-common"
 
 
@@ -66,6 +68,14 @@ class S3Server:
             Request(client, method, f"s3://{urllib.parse.unquote(target.partition('?')[0])}")
             for client, method, target in REQUEST.findall(self.log.read_text())
         ]
+
+    def admin(self, *command: str) -> None:
+        """Administer the gateway's users: ``("user", "suspend", "--uid=other")``."""
+        assert self.log is not None, "moto has no users"
+        conf = self.log.parent.parent / "ceph.conf"
+        gateway = ("radosgw-admin", "--conf", conf, "--name", "client.rgw")
+        done = subprocess.run([*gateway, *command], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{command}: {done.stderr}"
 
     @property
     def options(self) -> dict[str, Any]:

@@ -19,17 +19,17 @@ from trial_core.checkpoint.manifest import FileEntry, Topology
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.messages import (
-    BuildLoaders,
+    BuildLoadersAndRestore,
     BuildTrial,
     Done,
     FetchCheckpoint,
     Fetched,
     HookDone,
-    LoadersBuilt,
     MetricsNamed,
     NameMetrics,
     PersistCheckpoint,
     Persisted,
+    ReadyToTrain,
     ReleaseStaging,
     RunHook,
     RunValidation,
@@ -176,8 +176,10 @@ class _Driver:
             assert self._slots.request(request, Fetched) == [Fetched()] * self._slots.world_size
         self.hook("on_trial_startup", first_batch_idx=begin, checkpoint_uuid=uuid_to_restore)
         saved_by = resume.topology if resume else None
-        loaders = BuildLoaders(batches_trained=begin, checkpoint=uuid_to_restore, saved_by=saved_by)
-        epoch = self._slots.request(loaders, LoadersBuilt)[0].epoch
+        loaders = BuildLoadersAndRestore(
+            batches_trained=begin, checkpoint=uuid_to_restore, saved_by=saved_by
+        )
+        epoch = self._slots.request(loaders, ReadyToTrain)[0].epoch
         self.hook("on_training_start")
         return epoch
 

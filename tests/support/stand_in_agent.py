@@ -1,4 +1,4 @@
-"""What an engine starts in tests instead of the agent: ``FILE [exit CODE]``.
+"""What a node provider starts in tests instead of the agent: ``FILE [exit CODE]``.
 
 It writes what it was given to FILE. Then it exits, or ignores SIGTERM and waits until it is killed.
 It does not notice that its driver is gone.

@@ -15,6 +15,7 @@ from prefect.events.clients import PrefectEventsClient
 
 from tests.support.prefect import PrefectServer
 from trialflow.flows.lifecycle.stop_monitor import StopMonitor
+from trialflow.flows.server.embedded_server import flush
 from trialflow.flows.server.prefect_settings import environment
 
 UNAVAILABLE = (
@@ -31,6 +32,7 @@ class Wire:
 
     Attributes:
         port: where it listens; the same after it was mended.
+        is_whole: whether it forwards connections.
     """
 
     def __init__(self, to_port: int) -> None:
@@ -40,6 +42,7 @@ class Wire:
         self._threads: list[threading.Thread] = []
         self._timers: list[threading.Timer] = []
         self.port = 0
+        self.is_whole = False
 
     def __enter__(self) -> Wire:
         self.mend()
@@ -58,6 +61,7 @@ class Wire:
         Args:
             answer: what a proxy answers instead; empty: there is none.
         """
+        self.is_whole = False
         self._end_all()
         if answer:
             self._listen(self._answer, answer)
@@ -74,6 +78,7 @@ class Wire:
         """Accept connections again."""
         self._end_all()
         self._listen(self._accept)
+        self.is_whole = True
 
     def _listen(self, work: Callable[..., None], *arguments: Any) -> None:
         listener = socket.create_server(("127.0.0.1", self.port))
@@ -118,26 +123,36 @@ class Wire:
         thread.start()
 
 
-class Never:
-    """The value of a Prefect setting: no retries."""
+class RetriesWhileWhole:
+    """The value of a Prefect setting: no retries while the wire is cut.
+
+    A whole one retries, because a busy server on SQLite answers 503 now and then.
+    """
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
 
     def value(self) -> int:
-        return 0
+        return 5 if self._wire.is_whole else 0
 
 
 @pytest.fixture
 def wire(prefect_server: PrefectServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wire]:
-    """The connection of flows to the server. Prefect itself tries everything once."""
-    # A setting would not reach the threads that Prefect has already started.
-    monkeypatch.setattr(prefect.client.base, "PREFECT_CLIENT_MAX_RETRIES", Never())
+    """The connection of flows to the server. While it is cut, Prefect tries everything once."""
     attempts = (None, 0, 700, 30.0)
     monkeypatch.setattr(PrefectEventsClient.__init__, "__defaults__", attempts)
     with Wire(httpx.URL(prefect_server.api_url).port or 80) as wire:
+        # A setting would not reach the threads that Prefect has already started.
+        retries = RetriesWhileWhole(wire)
+        monkeypatch.setattr(prefect.client.base, "PREFECT_CLIENT_MAX_RETRIES", retries)
         variables = {
             "PREFECT_API_URL": f"http://127.0.0.1:{wire.port}/api",
         }
         with environment({**prefect_server.environment, **variables}):
             yield wire
+            if not wire.is_whole:
+                wire.mend()
+            flush()  # a later test would wait for events that nobody takes any more
 
 
 def mend_at_the_end(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:

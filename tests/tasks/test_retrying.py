@@ -14,27 +14,27 @@ from prefect.context import TaskRunContext
 from tests.support.slots import toy_config
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
+from trial_core.driver.observers import Observer
+from trial_core.driver.run import Launch, Run
 from trial_core.errors import CheckpointError, StorageError
-from trial_core.run.observer import Observer
 from trial_core.run.stop_requests import StopHandler
 from trialflow.tasks.retrying import STORAGE_RETRY_SECONDS, storage_failed
-from trialflow.tasks.trial_run import TrialRun
 
 FAILED = SimpleNamespace(data=StorageError("503 SlowDown"))
 
 
 @contextmanager
-def stage_of(run: TrialRun) -> Iterator[None]:
-    """As in a running task with the parameter `run`."""
+def stage_of(launch: Launch) -> Iterator[None]:
+    """As in a running task with the parameter `launch`."""
     with pytest.MonkeyPatch.context() as patch:
-        context: Any = SimpleNamespace(parameters={"run": run})
+        context: Any = SimpleNamespace(parameters={"launch": launch})
         patch.setattr(TaskRunContext, "get", classmethod(lambda cls: context))
         yield
 
 
-def run_of(config: ExperimentConfig, folder: Path, stopping: StopHandler) -> TrialRun:
+def run_of(config: ExperimentConfig, folder: Path, stopping: StopHandler) -> Launch:
     store = CheckpointStore(config.checkpoint_storage.url)
-    return TrialRun(config, "trial", folder, store, Observer(), stopping)
+    return Launch(Run(config, "trial", folder, store, Observer(), stopping))
 
 
 def test_only_storage_failures_are_retried() -> None:

@@ -94,7 +94,7 @@ def test_the_accelerator_is_claimed_before_torch_distributed_is_initialised(
         monkeypatch.setattr(entrypoint, "load_trial_class", lambda name: object)
         monkeypatch.setattr(entrypoint, step, stop)
         with pytest.raises(Stop, match=r"^cuda:1$"):
-            entrypoint.build_engine(info, RANK_1)
+            entrypoint.build_adapter(info, RANK_1)
 
 
 def test_a_rank_without_its_accelerator_refuses(
@@ -136,7 +136,7 @@ def test_the_accelerators_generator_is_saved_and_restored(fake: FakeAccelerator)
 
 def test_the_generators_that_deepspeed_tracks_are_saved_and_restored(tmp_path: Path) -> None:
     """Dropout in model-parallel regions draws the same numbers after a resume."""
-    engine: Any = accelerator
+    adapter: Any = accelerator
     tracker = get_cuda_rng_tracker()
 
     def draws() -> list[float]:
@@ -150,15 +150,15 @@ def test_the_generators_that_deepspeed_tracks_are_saved_and_restored(tmp_path: P
         tracker.add("model-parallel-rng", 2718)
         tracker.add("experts", 3141)
         draws()
-        write_rank_state(tmp_path, 0, {"rng": capture_rng(engine)}, Reader())
+        write_rank_state(tmp_path, 0, {"rng": capture_rng(adapter)}, Reader())
         expected = draws()
         tracker.reset()  # another process, whose trial has seeded its generators
         tracker.add("model-parallel-rng", 2718)
-        restore_rng(read_rank_state(tmp_path, 0, Reader())["rng"], engine)
+        restore_rng(read_rank_state(tmp_path, 0, Reader())["rng"], adapter)
         assert draws() == expected
     finally:
         tracker.reset()
-    assert "tracked" not in capture_rng(engine)
+    assert "tracked" not in capture_rng(adapter)
 
 
 def test_a_wait_for_a_killed_build_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +166,7 @@ def test_a_wait_for_a_killed_build_is_announced(monkeypatch: pytest.MonkeyPatch)
     announced: list[str] = []
 
     @contextmanager
-    def doing(what: str, special: Callable[[], str | None] = lambda: None) -> Iterator[None]:
+    def activity(what: str, special: Callable[[], str | None] = lambda: None) -> Iterator[None]:
         announced.append(what)
         yield
 
@@ -176,4 +176,4 @@ def test_a_wait_for_a_killed_build_is_announced(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(entrypoint, "prepare_op_builds", wait)
     info = RunInfo(trial="toy-0000beef", experiment={"entrypoint": "a:B"})
     with pytest.raises(InterruptedError, match="waiting for a build of an operator"):
-        entrypoint.build_engine(info, RANK_1, doing)
+        entrypoint.build_adapter(info, RANK_1, activity)

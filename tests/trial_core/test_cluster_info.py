@@ -44,9 +44,8 @@ def test_a_script_may_change_what_it_is_told() -> None:
         "name": "digits",
         "hyperparameters": {"layers": [1, 2]},
         "data": {"folders": ["a"]},
-        "reproducibility": {"experiment_seed": 7},
     }
-    info = ScriptInfo.of("digits-0a", experiment, "0b")
+    info = ScriptInfo.of("digits-0a", experiment, 7, "0b")
     assert (info.trial.trial_seed, info.latest_checkpoint) == (7, "0b")
     info.trial.hparams["layers"].append(3)
     info.user_data["folders"].append("b")

@@ -15,6 +15,7 @@ import pytest
 from tests.support.ranks import run_ranks
 from tests.support.slots import TOY
 from trial_core.context import RunInfo, TrialContext
+from trial_core.controller.tensorboard import TensorBoard
 from trial_core.deepspeed import DeepSpeedTrialContext, ModelParallelUnit
 from trial_core.distributed import DistributedContext
 from trial_core.errors import (
@@ -23,7 +24,6 @@ from trial_core.errors import (
     TrialError,
     TrialValueError,
 )
-from trial_core.run.instruments import Instruments
 from trial_core.units import EpochLength
 
 EXPERIMENT = {
@@ -39,7 +39,7 @@ def single_rank() -> DistributedContext:
 
 @pytest.fixture
 def info(tmp_path: Path) -> RunInfo:
-    return RunInfo("gpt-0000002a", EXPERIMENT, instruments=Instruments(tmp_path / "tensorboard"))
+    return RunInfo("gpt-0000002a", EXPERIMENT, tensorboard=TensorBoard(tmp_path / "tensorboard"))
 
 
 @pytest.fixture
@@ -187,7 +187,7 @@ def test_there_is_one_tensorboard_writer(context: TrialContext, info: RunInfo) -
     writer = context.get_tensorboard_writer()
     assert context.get_tensorboard_writer() is writer
     writer.add_scalar("mine", 2.5, 7)
-    info.instruments.finish()
+    info.tensorboard.finish()
     (event,) = events(context.get_tensorboard_path()).Scalars("mine")
     assert (event.step, event.value) == (7, 2.5)
 
@@ -197,8 +197,8 @@ def test_reported_metrics_are_written_for_a_trial_with_a_writer(
 ) -> None:
     """Only numbers are written, not arrays or text."""
     context.get_tensorboard_writer()
-    info.instruments.report("validation", 12, {"loss": 0.5, "confusion": [[1, 2], [3, 4]]})
-    info.instruments.finish()
+    info.tensorboard.report("validation", 12, {"loss": 0.5, "confusion": [[1, 2], [3, 4]]})
+    info.tensorboard.finish()
     seen = events(context.get_tensorboard_path())
     assert seen.Tags()["scalars"] == ["Determined/val_loss"]
     assert [(event.step, event.value) for event in seen.Scalars("Determined/val_loss")] == [
@@ -208,19 +208,19 @@ def test_reported_metrics_are_written_for_a_trial_with_a_writer(
 
 def test_without_tensorboard_calls_no_file_is_written(info: RunInfo, tmp_path: Path) -> None:
     """And there is nothing to upload."""
-    info.instruments.report("training", 1, {"loss": 1.0})
-    info.instruments.finish()
-    assert not info.instruments.has_files_to_upload
+    info.tensorboard.report("training", 1, {"loss": 1.0})
+    info.tensorboard.finish()
+    assert not info.tensorboard.has_files_to_upload
     assert list(tmp_path.iterdir()) == []
 
 
 def test_tensorboard_logging_can_be_switched_on(context: TrialContext, info: RunInfo) -> None:
     """Reported metrics are written although the trial has no writer."""
     context.set_enable_tensorboard_logging(True)
-    info.instruments.report("training", 3, {"loss": 1.5})
-    info.instruments.finish()
+    info.tensorboard.report("training", 3, {"loss": 1.5})
+    info.tensorboard.finish()
     assert events(context.get_tensorboard_path()).Tags()["scalars"] == ["Determined/loss"]
-    assert info.instruments.has_files_to_upload
+    assert info.tensorboard.has_files_to_upload
 
 
 def test_tensorboard_logging_can_be_switched_off(context: TrialContext, info: RunInfo) -> None:
@@ -228,11 +228,11 @@ def test_tensorboard_logging_can_be_switched_off(context: TrialContext, info: Ru
     assert context.get_enable_tensorboard_logging() is True
     context.get_tensorboard_writer().add_scalar("mine", 1.0, 1)
     context.set_enable_tensorboard_logging(False)
-    info.instruments.report("training", 3, {"loss": 1.5})
-    info.instruments.finish()
+    info.tensorboard.report("training", 3, {"loss": 1.5})
+    info.tensorboard.finish()
     assert context.get_enable_tensorboard_logging() is False
     assert events(context.get_tensorboard_path()).Tags()["scalars"] == ["mine"]
-    assert not info.instruments.has_files_to_upload
+    assert not info.tensorboard.has_files_to_upload
 
 
 def test_a_missing_tensorboard_is_an_error(
@@ -252,12 +252,12 @@ def test_the_profiler_steps_after_every_batch(context: TrialContext, info: RunIn
         activities=[torch.profiler.ProfilerActivity.CPU],
         schedule=torch.profiler.schedule(wait=1, warmup=1, active=1, repeat=1),
     )
-    info.instruments.start()
+    info.tensorboard.start()
     for batch in range(5):
         with torch.profiler.record_function(f"toy_batch_{batch}"):
             torch.ones(2).sum()
-        info.instruments.batch_ended()
-    info.instruments.finish()
+        info.tensorboard.batch_ended()
+    info.tensorboard.finish()
     (trace,) = context.get_tensorboard_path().glob("rank-0.*.pt.trace.json")
     names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
     assert {name for name in names if str(name).startswith("toy_batch")} == {"toy_batch_2"}
@@ -271,14 +271,14 @@ def test_the_configured_batches_are_profiled(
     import torch
 
     info.batches_trained = trained
-    info.instruments.profile_batches(2, 3, lambda: info.batches_trained)
-    info.instruments.start()
+    info.tensorboard.profile_batches(2, 3, lambda: info.batches_trained)
+    info.tensorboard.start()
     for batch in range(trained, 6):
         with torch.profiler.record_function(f"toy_batch_{batch}"):
             torch.ones(2).sum()
         info.batches_trained = batch + 1
-        info.instruments.batch_ended()
-    info.instruments.finish()
+        info.tensorboard.batch_ended()
+    info.tensorboard.finish()
     traces = list(context.get_tensorboard_path().glob("rank-0.*.pt.trace.json"))
     events = [event for trace in traces for event in json.loads(trace.read_text())["traceEvents"]]
     names = {str(event.get("name")) for event in events}
@@ -291,12 +291,12 @@ def test_the_configured_batches_are_profiled(
 def test_a_profiler_cannot_be_replaced_while_it_runs(context: TrialContext, info: RunInfo) -> None:
     """The message says where to call set_profiler."""
     context.set_profiler()
-    info.instruments.start()
+    info.tensorboard.start()
     try:
         with pytest.raises(TrialError, match="set_profiler was called while a profiler was"):
             context.set_profiler()
     finally:
-        info.instruments.finish()
+        info.tensorboard.finish()
 
 
 def test_from_config(monkeypatch: pytest.MonkeyPatch) -> None:

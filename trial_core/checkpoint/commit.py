@@ -19,8 +19,6 @@ checkpoint stays, and the new attempt may resume from it. If T3 is first, C4 fai
 tombstone is there; after T4 the files are gone, which C5 finds. So no run resumes from a checkpoint
 that is deleted later, and no checkpoint of the old attempt appears after the new one has looked.
 
-On a storage without conditional writes, C4 and T3 take the trial's lock: see `create_only`.
-
 One case is left: a driver that is killed between C4 and C5, after T4, leaves a manifest without
 files. The checkpoint is listed, and a restore finds that it is damaged.
 """
@@ -29,14 +27,11 @@ from __future__ import annotations
 
 import logging
 
-from msgspec.structs import replace
-
 from trial_core.checkpoint import layout
-from trial_core.checkpoint.create_only import create_only
 from trial_core.checkpoint.fencing import Fence
-from trial_core.checkpoint.intents import Intent, read_intent
+from trial_core.checkpoint.intents import Intent, has_manifest, read_intent
 from trial_core.checkpoint.json_objects import encode_json
-from trial_core.checkpoint.manifest import Manifest, StoredCode, is_tombstone, utc_now
+from trial_core.checkpoint.manifest import Manifest, utc_now
 from trial_core.errors import CheckpointDamaged, CommitConflict, StorageError
 from trial_core.storage.base import Storage
 
@@ -46,22 +41,11 @@ _logger = logging.getLogger(__name__)
 
 
 def announce_upload(
-    storage: Storage,
-    trial: str,
-    uuid: str,
-    attempt: str,
-    fence: Fence | None,
-    code: StoredCode | None = None,
+    storage: Storage, trial: str, uuid: str, attempt: str, fence: Fence | None
 ) -> None:
-    """See `CheckpointStore.announce_upload`.
-
-    Args:
-        code: what the intent names as the checkpoint's code.
-    """
+    """See `CheckpointStore.announce_upload`."""
     number = fence.number if fence is not None else 0
-    intent = Intent(
-        trial=trial, uuid=uuid, attempt=attempt, created_at=utc_now(), number=number, code=code
-    )
+    intent = Intent(trial=trial, uuid=uuid, attempt=attempt, created_at=utc_now(), number=number)
     for _ in range(_ANNOUNCE_TRIES):
         try:
             storage.create(intent.key, encode_json(intent))
@@ -69,10 +53,7 @@ def announce_upload(
         except FileExistsError:
             # The intent of an earlier try stays, unless it has just been swept: it may name the
             # manifest's key.
-            earlier = read_intent(storage, trial, uuid)
-            if earlier is not None:
-                if code is not None and earlier.attempt and earlier.code != code:
-                    storage.write(intent.key, encode_json(replace(earlier, code=code)))
+            if read_intent(storage, trial, uuid) is not None:
                 break
     else:
         raise CommitConflict(
@@ -97,7 +78,7 @@ def commit(storage: Storage, manifest: Manifest, fence: Fence | None) -> None:
             fence.check(_not_committed(manifest))
         raise CheckpointDamaged(f"{_not_committed(manifest)}: {missing}")
     try:
-        create_only(storage, manifest.name.key, data, layout.trial_locks_folder(manifest.trial))
+        storage.create(manifest.name.key, data)
     except FileExistsError as error:
         raise _conflict(storage, manifest, fence, intent) from error
     is_fenced = fence is not None and fence.is_newest()
@@ -116,7 +97,6 @@ def _announce_commit(storage: Storage, manifest: Manifest, fence: Fence | None) 
         created_at=utc_now(),
         number=fence.number if fence is not None else 0,
         batches=manifest.progress.batches_trained,
-        code=manifest.code,
     )
     storage.write(intent.key, encode_json(intent))
     return intent
@@ -141,10 +121,9 @@ def _not_committed(manifest: Manifest) -> str:
 
 def _conflict(
     storage: Storage, manifest: Manifest, fence: Fence | None, intent: Intent
-) -> CommitConflict:
+) -> CommitConflict | StorageError:
     """Why the manifest's key is not free."""
-    there = storage.read(manifest.name.key)
-    if there is None or is_tombstone(there):
+    if not has_manifest(storage, manifest.name.key):
         return _swept_error(storage, manifest, fence)
     storage.remove(intent.key)  # the checkpoint is committed, by whatever attempt
     return CommitConflict(
@@ -155,11 +134,11 @@ def _conflict(
     )
 
 
-def _swept_error(storage: Storage, manifest: Manifest, fence: Fence | None) -> CommitConflict:
+def _swept_error(
+    storage: Storage, manifest: Manifest, fence: Fence | None
+) -> CommitConflict | StorageError:
     if fence is not None:
-        return fence.superseded_error(
-            f"{_not_committed(manifest)}, and its uploaded files are deleted"
-        )
+        return fence.refusal(f"{_not_committed(manifest)}, and its uploaded files are deleted")
     return CommitConflict(
         f"{_not_committed(manifest)}: another run of trial {manifest.trial} has started since, and "
         f"has deleted what {manifest.attempt} had uploaded to "
@@ -171,7 +150,7 @@ def _first_missing_file(storage: Storage, manifest: Manifest) -> str | None:
     """What is wrong with the first file that is missing or has another size; None: nothing."""
     folder = layout.files_folder(manifest.uuid)
     there = storage.sizes(folder)
-    for file in manifest.files:
+    for file in manifest.all_files:
         seen = there.get(layout.file_key(manifest.uuid, file.path))
         if seen != file.size_bytes:
             return (

@@ -6,10 +6,13 @@ before an attempt looks for a checkpoint to resume from, it takes the trial's ne
 
     attempts/{trial}/{number:06d}.json     who took over, and when
 
-The object is create-only, so two attempts at the same time get two numbers; see `create_only`. An
-attempt with a lower number than the newest is superseded, and is refused when it announces an
-upload or commits. Numbers are never reused, also after the run has ended: an attempt may wake up at
-any time.
+The object is create-only, so two attempts at the same time get two numbers. An attempt with a lower
+number than the newest is superseded, and is refused when it announces an upload or commits. Numbers
+are never reused, also after the run has ended: an attempt may wake up at any time.
+
+An attempt whose own number is not there is refused as well, and so is one that finds neither the
+mark of its begin (`storage_mark`) nor its own record: the storage is not the one that it began
+with. A folder that was unmounted during the run is empty.
 
 `commit` describes what happens to a commit in progress during a take-over.
 """
@@ -22,9 +25,9 @@ from collections.abc import Iterator
 import msgspec
 
 from trial_core.checkpoint import layout
-from trial_core.checkpoint.create_only import create_only
-from trial_core.checkpoint.json_objects import decode_json, encode_json, named_keys, user_at_host
+from trial_core.checkpoint.json_objects import encode_json, named_keys, read_json, user_at_host
 from trial_core.checkpoint.manifest import utc_now
+from trial_core.checkpoint.storage_mark import ANOTHER_STORAGE, described, marked, read_mark
 from trial_core.errors import CommitConflict, StorageError, Superseded
 from trial_core.storage.base import Storage
 
@@ -46,6 +49,7 @@ class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True):
             in a script it is random. `Manifest.attempt` differs from it in a flow.
         by: user and machine of its driver: ``user@host``.
         at: time of the take-over: ISO 8601, UTC.
+        storage: the mark of the storage at that time.
     """
 
     trial: str
@@ -53,6 +57,7 @@ class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True):
     attempt: str
     by: str
     at: str
+    storage: str = ""
 
 
 class Fence:
@@ -77,29 +82,37 @@ class Fence:
         return self.record.attempt
 
     def is_newest(self) -> bool:
-        """Whether no later attempt has taken over. One request."""
-        return self._newest_number() <= self.number
+        """Whether the attempt is recorded, and no later one has taken over. One request."""
+        return self._newest_number() == self.number
 
     def check(self, consequence: str) -> None:
-        """Raise if a later attempt has taken over. One request if not.
+        """Raise if the attempt may not commit. Two small requests if it may.
 
         Args:
             consequence: what is not done then, as the start of the error message.
 
         Raises:
-            Superseded: says which attempt has taken over, by whom and when.
+            Superseded: a later attempt has taken over; says which one, by whom and when.
+            StorageError: this is not the storage that the attempt began with.
         """
-        if not self.is_newest():
-            raise self.superseded_error(consequence)
+        if not self.is_newest() or not self._is_storage_of_begin():
+            raise self.refusal(consequence)
 
-    def superseded_error(self, consequence: str) -> Superseded:
+    def refusal(self, consequence: str) -> Superseded | StorageError:
         """The error that `check` raises."""
-        own = self.record
-        newest = self._newest_number()
-        data = self._storage.read(layout.attempt_key(own.trial, newest))
-        other = decode_json(data or b"", AttemptRecord)
+        own, newest = self.record, self._newest_number()
+        if newest < own.number or not self._is_storage_of_begin():
+            mark, key = read_mark(self._storage), layout.attempt_key(own.trial, own.number)
+            seen = f"{described(mark)}, expected {own.storage}; " if mark != own.storage else ""
+            return StorageError(
+                f"{consequence}: {self._storage.url} is not the storage with which attempt "
+                f"{own.attempt} of trial {own.trial} began: {seen}it has no {key} of this attempt. "
+                f"{ANOTHER_STORAGE}: it continues from its last checkpoint there"
+            )
+        key = layout.attempt_key(own.trial, newest)
+        other = read_json(self._storage, key, AttemptRecord, is_silent=True)
         who = "another attempt"
-        if other is not None:  # not half an object, and not deleted since
+        if other is not None:  # readable, and not deleted since
             who = f"attempt {other.attempt}, by {other.by} at {other.at},"
         return Superseded(
             f"{consequence}: {who} has taken over trial {own.trial}, as number {newest}; this is "
@@ -108,6 +121,17 @@ class Fence:
             "other one continue"
         )
 
+    def _is_storage_of_begin(self) -> bool:
+        """Whether the mark or the attempt's record is there. Writes a lost mark again."""
+        own = self.record
+        if read_mark(self._storage) == own.storage:
+            return True
+        key = layout.attempt_key(own.trial, own.number)
+        if read_json(self._storage, key, AttemptRecord, is_silent=True) != own:
+            return False
+        marked(self._storage, own.storage, lambda: True)
+        return True
+
     def _newest_number(self) -> int:
         # Without a warning of foreign objects: the take-over has named them.
         folder = layout.attempts_folder(self.record.trial)
@@ -115,12 +139,18 @@ class Fence:
         return max((number for number in numbers if number is not None), default=0)
 
 
-def take_over(storage: Storage, trial: str, attempt: str, after: int | None = None) -> Fence:
+def take_over(
+    storage: Storage, trial: str, attempt: str, after: int | None = None, mark: str | None = None
+) -> Fence:
     """See `CheckpointStore.take_over`.
 
     Args:
         after: the newest attempt's number as the caller knows it; refuse if a later one has come.
     """
+    attempts = newest_attempts(storage, trial)  # read only if the mark is another one
+    found = marked(
+        storage, mark, lambda: any(each and each.storage == mark for _, each in attempts)
+    )
     for _ in range(_TAKE_OVER_TRIES):
         numbers = [number for _, number in _numbered(storage, trial)]
         number = max(numbers, default=0) + 1
@@ -130,13 +160,11 @@ def take_over(storage: Storage, trial: str, attempt: str, after: int | None = No
                 f"{number - 1}, expected {after}; leave the trial to that attempt"
             )
         record = AttemptRecord(
-            trial=trial, number=number, attempt=attempt, by=user_at_host(), at=utc_now()
-        )
+            trial=trial, number=number, attempt=attempt, by=user_at_host(), at=utc_now(),
+            storage=found,
+        )  # fmt: skip
         try:
-            create_only(
-                storage, layout.attempt_key(trial, number), encode_json(record),
-                layout.trial_locks_folder(trial),
-            )  # fmt: skip
+            storage.create(layout.attempt_key(trial, number), encode_json(record))
         except FileExistsError:
             continue  # another attempt took this number: take the next one, and supersede it
         _delete_old_records(storage, trial, numbers)
@@ -150,8 +178,7 @@ def take_over(storage: Storage, trial: str, attempt: str, after: int | None = No
 def newest_attempts(storage: Storage, trial: str) -> Iterator[tuple[int, AttemptRecord | None]]:
     """Number and record of a trial's recorded attempts, newest first. None: unreadable."""
     for key, number in sorted(_numbered(storage, trial), key=lambda each: each[1], reverse=True):
-        data = storage.read(key)
-        yield number, decode_json(data or b"", AttemptRecord, f"{storage.url}/{key}")
+        yield number, read_json(storage, key, AttemptRecord)
 
 
 def _numbered(storage: Storage, trial: str) -> list[tuple[str, int]]:

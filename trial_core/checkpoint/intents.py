@@ -11,19 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from datetime import datetime
 
 import msgspec
 
 from trial_core.checkpoint import layout
-from trial_core.checkpoint.create_only import create_only
-from trial_core.checkpoint.json_objects import decode_json, named_keys
-from trial_core.checkpoint.manifest import (
-    Count,
-    StoredCode,
-    is_json,
-    is_tombstone,
-    tombstone,
-)
+from trial_core.checkpoint.json_objects import named_keys, read_json
+from trial_core.checkpoint.manifest import Count, is_tombstone, tombstone
+from trial_core.errors import CheckpointDamaged
 from trial_core.storage.base import Storage
 
 
@@ -37,7 +32,6 @@ class Intent(msgspec.Struct, frozen=True, kw_only=True):
         created_at: start of the upload: ISO 8601, UTC; empty if the intent is unreadable.
         number: the attempt's number, 0 if it has not taken over the trial.
         batches: those in its manifest's key; None until the commit begins.
-        code: the stored code that its manifest will name. No prune deletes it meanwhile.
     """
 
     trial: str
@@ -46,7 +40,6 @@ class Intent(msgspec.Struct, frozen=True, kw_only=True):
     created_at: str
     number: int = 0
     batches: Count | None = None
-    code: StoredCode | None = None
 
     @property
     def key(self) -> str:
@@ -85,11 +78,12 @@ def sweep(storage: Storage, trial: str, number: int | None = None) -> list[Swept
     """Delete the leftovers of a trial's uploads; return what was deleted.
 
     Args:
-        number: the sweeping attempt's number: uploads of later attempts are left alone. None: no
-            other attempt may be running.
+        number: the sweeping attempt's number: uploads of later attempts are left alone, and files
+            beside checkpoints whose upload began after its take-over, which are its own. None: no
+            attempt may be running.
     """
     begun = intents(storage, trial, number)
-    committed = _remove_partial_manifests(storage, trial, {intent.uuid for intent in begun})
+    committed = _committed(storage, trial, {intent.uuid for intent in begun})
     swept = []
     for intent in begun:
         if intent.uuid in committed or not _prevent_commit(storage, intent):
@@ -101,10 +95,19 @@ def sweep(storage: Storage, trial: str, number: int | None = None) -> list[Swept
             storage.remove(layout.manifest_key(trial, intent.batches, intent.uuid))
         storage.remove(intent.key)
         swept.append(SweptUpload(intent.uuid, intent.attempt or None, *cleared))
+    began_at = None if number is None else _begin_of(storage, trial, number)
+    if number is not None and began_at is None:
+        return swept  # which uploads are the attempt's own cannot be told
     for folder in layout.trial_folders(trial):
-        if uploads := storage.abort_uploads(folder):
+        if uploads := storage.abort_uploads(folder, began_at):
             swept.append(SweptUpload(None, None, 0, 0, uploads))
     return swept
+
+
+def _begin_of(storage: Storage, trial: str, number: int) -> datetime | None:
+    """When an attempt took the trial over, by the storage's clock; None: it does not tell."""
+    record = storage.objects(layout.attempts_folder(trial)).get(layout.attempt_key(trial, number))
+    return None if record is None else record.modified_at
 
 
 def read_intent(storage: Storage, trial: str, uuid: str) -> Intent | None:
@@ -113,13 +116,9 @@ def read_intent(storage: Storage, trial: str, uuid: str) -> Intent | None:
     An unreadable intent still announces its upload: the key says which.
     """
     key = layout.intent_key(trial, uuid)
-    data = storage.read(key)
-    if data is None:
-        return None
-    read = decode_json(data, Intent, f"{storage.url}/{key}")
-    if read is None:
-        return Intent(trial=trial, uuid=uuid, attempt="", created_at="")
-    return msgspec.structs.replace(read, trial=trial, uuid=uuid)
+    unknown = Intent(trial=trial, uuid=uuid, attempt="", created_at="")
+    read = read_json(storage, key, Intent, unknown)
+    return None if read is None else msgspec.structs.replace(read, trial=trial, uuid=uuid)
 
 
 def intents(storage: Storage, trial: str, number: int | None = None) -> list[Intent]:
@@ -132,29 +131,25 @@ def intents(storage: Storage, trial: str, number: int | None = None) -> list[Int
     return found
 
 
-def _remove_partial_manifests(storage: Storage, trial: str, uuids: Collection[str]) -> set[str]:
-    """Delete a trial's partly written manifests; return which of the checkpoints are committed.
+def _committed(storage: Storage, trial: str, uuids: Collection[str]) -> set[str]:
+    """Which of the checkpoints are committed.
 
-    In a storage without conditional writes, a broken connection may leave a partly written
-    manifest. Such a checkpoint is not committed. A checkpoint of another trial, which a copied
-    intent may name, counts as committed.
+    A checkpoint of another trial, which a copied intent may name, counts as committed.
     """
-    found: set[str] = set()
     if not uuids:
-        return found
-    for key, size_bytes in storage.sizes(layout.MANIFESTS).items():
-        name = layout.parse_manifest_key(key)
-        if name is None or name.uuid not in uuids:
-            continue
-        if name.trial != trial:
-            found.add(name.uuid)
-            continue
+        return set()
+    names = map(layout.parse_manifest_key, storage.sizes(layout.MANIFESTS))
+    found = [name for name in names if name is not None and name.uuid in uuids]
+    return {name.uuid for name in found if name.trial != trial or has_manifest(storage, name.key)}
+
+
+def has_manifest(storage: Storage, key: str) -> bool:
+    """Whether there is an object under a manifest's key that is not a tombstone."""
+    try:
         data = storage.read(key)
-        if data is not None and len(data) == size_bytes and not is_json(data):
-            storage.remove(key)
-        elif data is not None and not is_tombstone(data):
-            found.add(name.uuid)
-    return found
+    except CheckpointDamaged:  # it is too large for a tombstone
+        return True
+    return data is not None and not is_tombstone(data)
 
 
 def _prevent_commit(storage: Storage, intent: Intent) -> bool:
@@ -163,8 +158,7 @@ def _prevent_commit(storage: Storage, intent: Intent) -> bool:
         return True  # its attempt checks the fence before it commits
     key = layout.manifest_key(intent.trial, intent.batches, intent.uuid)
     try:
-        lock_folder = layout.trial_locks_folder(intent.trial)
-        create_only(storage, key, tombstone(intent.uuid), lock_folder)
+        storage.create(key, tombstone(intent.uuid))
     except FileExistsError:
         return False
     return True

@@ -13,6 +13,7 @@ from typing import TypeVar
 import msgspec
 
 from trial_core.decoding import decode
+from trial_core.errors import CheckpointDamaged
 from trial_core.storage.base import Storage
 from trial_core.storage.local_files import TEMPORARY_NAME
 
@@ -27,10 +28,37 @@ def encode_json(value: msgspec.Struct) -> bytes:
     return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
 
 
-def decode_json(data: bytes, kind: type[Record], where: str = "") -> Record | None:
-    """The stored record; None if it cannot be read.
+def read_json(
+    storage: Storage,
+    key: str,
+    kind: type[Record],
+    unreadable: Record | None = None,
+    *,
+    is_silent: bool = False,
+) -> Record | None:
+    """The stored record under a key; None if there is none.
 
-    A writer that is killed may leave half an object, where the storage has no atomic writes.
+    Args:
+        unreadable: returned if it cannot be read: it is too large, was altered, or is not ours.
+        is_silent: whether no warning says so.
+
+    Raises:
+        StorageError: the storage failed.
+    """
+    try:
+        data = storage.read(key)
+    except CheckpointDamaged as error:
+        if not is_silent:
+            _logger.warning("what it may protect is kept: %s", error)
+        return unreadable
+    if data is None:
+        return None
+    read = decode_json(data, kind, "" if is_silent else f"{storage.url}/{key}")
+    return unreadable if read is None else read
+
+
+def decode_json(data: bytes, kind: type[Record], where: str = "") -> Record | None:
+    """The stored record; None if it cannot be read: it was altered, or is not ours.
 
     Args:
         where: the object's URL, for a warning if it cannot be read; empty: no warning.

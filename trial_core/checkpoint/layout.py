@@ -7,26 +7,21 @@ key                                             written by                      
 ==============================================  ======================================  =====================================
 manifests/{trial}/{batches:010d}-{uuid}.json    driver, to commit: last, create-only    prune
 checkpoints/{uuid}/{path}                       ranks, while they upload                prune; sweep if never committed
+checkpoints/{uuid}/trial-code.tar               driver, before the ranks upload         as the other files
 uploads/{trial}/{uuid}.json                     driver, before the upload (intent)      commit; sweep if never committed
 attempts/{trial}/{number:06d}.json              driver, to take over the trial          later attempts: the last 8 stay
-locks/{trial}/{time}-{unique}.json              take-over, commit, sweep (see below)    the writer; the next one if stale
 claims/{trial}.json                             driver, when it starts and restores     end of the run; ignored after 30 days
-pins/{uuid}.json                                a person who pins                       a person who unpins
+pins/{uuid}/pin.json                            a person who pins                       a person who unpins
 pins/{uuid}/{model}/{move:06d}-{unique}.json    registry, before a promotion (hold)     a later move of the model's aliases
 deletions/{uuid}/{unique}.json                  prune, before it deletes: one a prune   prune, when it has deleted
-deletions/{uuid}.json                           prunes of older versions                prune, when it has deleted
 runs/{trial}/{path}                             ranks: TensorBoard files, traces        nothing
 runs/{trial}/ledger/{number:06d}.json           driver, each minute and at the end      nothing
-code/{sha256}/{number:06d}.tar                  driver, before a checkpoint names it    prune, once no checkpoint names it
-code/{sha256}/{number:06d}-{unique}.json        prune, before it deletes that archive   the same prune
 models/{model}/versions/{number:06d}.json       registry, to register; create-only      nothing
 models/{model}/moves/{number:06d}.json          registry, to move aliases; create-only  nothing
-models/{model}/locks/{time}-{unique}.json       registry and journal (see below)        the writer; the next one if stale
 models/{model}/retrainings/{run}/{path}         a retraining: its journal, its report   nothing
 probes/{uuid}                                   a check of the storage                  the same check
+trialflow-storage.json                          the first run: the storage's mark        nothing
 ==============================================  ======================================  =====================================
-
-Locks are only on storages without conditional writes: see `create_only`.
 
 Files without a manifest are no checkpoint: they belong to an upload in progress, or are leftovers.
 
@@ -37,7 +32,7 @@ key of one checks it, because `..` or `/` would lead into another family or out 
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from trial_core.errors import CheckpointError, RegistryError
 
@@ -45,20 +40,24 @@ MANIFESTS = "manifests"
 CHECKPOINTS = "checkpoints"
 UPLOADS = "uploads"
 ATTEMPTS = "attempts"
-LOCKS = "locks"
 CLAIMS = "claims"
 PINS = "pins"
 DELETIONS = "deletions"
 RUNS = "runs"
-CODE = "code"
 MODELS = "models"
 FAMILIES = (
-    MANIFESTS, CHECKPOINTS, UPLOADS, ATTEMPTS, LOCKS, CLAIMS, PINS, DELETIONS, RUNS, CODE, MODELS
+    MANIFESTS, CHECKPOINTS, UPLOADS, ATTEMPTS, CLAIMS, PINS, DELETIONS, RUNS, MODELS
 )  # fmt: skip
 """The folders at the root of a storage."""
 
+MARK = "trialflow-storage.json"
+"""The object that tells a storage from others: see `storage_mark`."""
+
 MANIFEST_NAME = "manifest.json"
 """The manifest's name in a downloaded checkpoint's folder. No file of a checkpoint may have it."""
+
+CODE_NAME = "trial-code.tar"
+"""The file of a checkpoint with its trial's code. No file of a rank may have this name."""
 
 MAX_NUMBER = 10**18 - 1
 """The greatest number that a key has. A few more digits would not fit into a stored record."""
@@ -71,14 +70,10 @@ _NUMBER = r"(?P<number>[0-9]{6}|[1-9][0-9]{6,17})"
 _BATCHES = r"(?P<batches>[0-9]{10}|[1-9][0-9]{10,17})"
 _MANIFEST_KEY = re.compile(rf"{MANIFESTS}/(?P<trial>[^/]+)/{_BATCHES}-(?P<uuid>[^/]+)\.json")
 _INTENT_KEY = re.compile(rf"{UPLOADS}/(?P<trial>[^/]+)/(?P<uuid>[^/]+)\.json")
-_HOLD_KEY = re.compile(
-    rf"{PINS}/(?P<uuid>[^/]+)/(?P<model>[^/]+)/{_NUMBER}-(?P<unique>[^/]+)\.json"
+_PROTECTION_KEY = re.compile(
+    rf"{PINS}/(?P<uuid>[^/]+)/(pin|(?P<model>[^/]+)/{_NUMBER}-(?P<unique>[^/]+))\.json"
 )
-_DELETION_KEY = re.compile(rf"{DELETIONS}/(?P<uuid>[^/]+)(/(?P<unique>[^/]+))?\.json")
-_CODE_KEY = re.compile(
-    rf"{CODE}/(?P<sha256>[0-9a-f]{{64}})/{_NUMBER}(\.tar|-(?P<unique>[0-9a-f]+)\.json)"
-)
-_DIGEST = re.compile(r"sha256:(?P<sha256>[0-9a-f]{64})")
+_DELETION_KEY = re.compile(rf"{DELETIONS}/(?P<uuid>[^/]+)/[^/]+\.json")
 _NUMBERED = re.compile(rf"(?P<folder>.+)/{_NUMBER}\.json")
 
 
@@ -95,32 +90,6 @@ class ManifestName(NamedTuple):
         return manifest_key(self.trial, self.batches, self.uuid)
 
 
-class CodeName(NamedTuple):
-    """What a key in a code archive's folder says.
-
-    Attributes:
-        digest: ``sha256:…`` of the archive.
-        number: which copy of it: a copy that may be deleted is not used again.
-        unique: of a prune's marker that it deletes this copy; empty: the copy itself.
-    """
-
-    digest: str
-    number: int
-    unique: str = ""
-
-    @property
-    def is_marker(self) -> bool:
-        """Whether the key is a marker."""
-        return bool(self.unique)
-
-    @property
-    def key(self) -> str:
-        """The key."""
-        if self.is_marker:
-            return code_deletion_key(self.digest, self.number, self.unique)
-        return code_key(self.digest, self.number)
-
-
 class IntentName(NamedTuple):
     """What an intent's key says about its upload."""
 
@@ -128,13 +97,22 @@ class IntentName(NamedTuple):
     uuid: str
 
 
-class HoldName(NamedTuple):
-    """What a hold's key says about it."""
+class ProtectionName(NamedTuple):
+    """What the key of a pin or a hold says about it. Model, move and id are a hold's."""
 
     uuid: str
-    model: str
-    move: int
-    unique: str
+    kind: Literal["pin", "hold"] = "pin"
+    model: str = ""
+    move: int = 0
+    unique: str = ""
+
+    @property
+    def key(self) -> str:
+        """The key."""
+        folder = protections_folder(self.uuid)
+        if self.kind == "pin":
+            return f"{folder}/pin.json"
+        return f"{folder}/{checked_model(self.model)}/{self.move:06d}-{self.unique}.json"
 
 
 # ------------------------------------------------------------------------------- checkpoints
@@ -199,11 +177,6 @@ def attempt_key(trial: str, number: int) -> str:
     return numbered_key(attempts_folder(trial), number)
 
 
-def trial_locks_folder(trial: str) -> str:
-    """The folder of the locks on a trial's attempts and manifests."""
-    return f"{LOCKS}/{checked_trial(trial)}"
-
-
 def claim_key(trial: str) -> str:
     """The key of a trial's claim."""
     return f"{CLAIMS}/{checked_trial(trial)}.json"
@@ -235,32 +208,6 @@ def ledger_key(trial: str, number: int) -> str:
     return numbered_key(ledger_folder(trial), number)
 
 
-def code_folder(digest: str) -> str:
-    """The folder of a code archive's copies, and of the markers that they are being deleted."""
-    match = _DIGEST.fullmatch(digest)
-    if match is None:
-        raise CheckpointError(f"{digest!r} cannot be the digest of code: expected sha256:…")
-    return f"{CODE}/{match['sha256']}"
-
-
-def code_key(digest: str, number: int) -> str:
-    """The key of a copy of a code archive."""
-    return f"{code_folder(digest)}/{number:06d}.tar"
-
-
-def code_deletion_key(digest: str, number: int, unique: str) -> str:
-    """The key of a prune's marker that it deletes a copy of a code archive."""
-    return f"{code_folder(digest)}/{number:06d}-{unique}.json"
-
-
-def parse_code_key(key: str) -> CodeName | None:
-    """What a key below `CODE` says; None if it is not a key of ours."""
-    match = _CODE_KEY.fullmatch(key)
-    if match is None:
-        return None
-    return CodeName(f"sha256:{match['sha256']}", int(match["number"]), match["unique"] or "")
-
-
 def trial_folders(trial: str) -> tuple[str, ...]:
     """The folders that one trial alone writes to, besides those of its checkpoints' files."""
     return trial_folder(trial), intents_folder(trial), run_folder(trial)
@@ -269,35 +216,21 @@ def trial_folders(trial: str) -> tuple[str, ...]:
 # ---------------------------------------------------------------------- keeping and deleting
 
 
-def pin_key(uuid: str) -> str:
-    """The key of a checkpoint's pin."""
-    return f"{PINS}/{checked_uuid(uuid)}.json"
-
-
-def parse_pin_key(key: str) -> str | None:
-    """The uuid that a pin's key names; None if it is not a pin's key."""
-    uuid = key.removeprefix(f"{PINS}/").removesuffix(".json")
-    return uuid if is_uuid(uuid) and key == pin_key(uuid) else None
-
-
-def holds_folder(uuid: str) -> str:
-    """The folder of the registry's holds on a checkpoint."""
+def protections_folder(uuid: str) -> str:
+    """The folder of a checkpoint's pin and of the registry's holds on it."""
     return f"{PINS}/{checked_uuid(uuid)}"
 
 
-def hold_key(name: HoldName) -> str:
-    """The key of a hold."""
-    return (
-        f"{holds_folder(name.uuid)}/{checked_model(name.model)}/{name.move:06d}-{name.unique}.json"
-    )
-
-
-def parse_hold_key(key: str) -> HoldName | None:
-    """What a hold's key says; None if it is not a hold's key."""
-    match = _HOLD_KEY.fullmatch(key)
-    if match is None or not is_uuid(match["uuid"]) or not is_name(match["model"]):
+def parse_protection_key(key: str) -> ProtectionName | None:
+    """What the key of a pin or a hold says; None if it is not such a key."""
+    match = _PROTECTION_KEY.fullmatch(key)
+    if match is None or not is_uuid(match["uuid"]):
         return None
-    return HoldName(match["uuid"], match["model"], int(match["number"]), match["unique"])
+    if (model := match["model"]) is None:
+        return ProtectionName(match["uuid"])
+    if not is_name(model):
+        return None
+    return ProtectionName(match["uuid"], "hold", model, int(match["number"]), match["unique"])
 
 
 def deletions_folder(uuid: str) -> str:
@@ -308,11 +241,6 @@ def deletions_folder(uuid: str) -> str:
 def deletion_key(uuid: str, unique: str) -> str:
     """The key of a prune's marker that it deletes a checkpoint."""
     return f"{deletions_folder(uuid)}/{unique}.json"
-
-
-def shared_deletion_key(uuid: str) -> str:
-    """The key of the marker of older versions, which all prunes shared."""
-    return f"{DELETIONS}/{checked_uuid(uuid)}.json"
 
 
 def parse_deletion_key(key: str) -> str | None:
@@ -337,11 +265,6 @@ def versions_folder(model: str) -> str:
 def moves_folder(model: str) -> str:
     """The folder of the moves of a model's aliases, which are numbered."""
     return f"{model_folder(model)}/moves"
-
-
-def locks_folder(model: str) -> str:
-    """The folder of the locks on a model's versions, moves and journals."""
-    return f"{model_folder(model)}/locks"
 
 
 def retraining_key(model: str, run: str, path: str) -> str:

@@ -23,9 +23,13 @@ from trial_core.checkpoint import layout
 from trial_core.decoding import convert
 from trial_core.errors import CheckpointDamaged, CheckpointError
 from trial_core.run.sequencer import Progress
+from trial_core.storage.base import MAX_OBJECT_BYTES
 from trial_core.units import EpochLength
 
 SCHEMA_VERSION = 1
+
+MAX_MANIFEST_BYTES = MAX_OBJECT_BYTES // 2
+"""A deletion marker holds a manifest as a JSON string, which has at most twice the bytes."""
 
 _DIGEST = "digest"
 _FLOAT = "$float"
@@ -51,24 +55,6 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
     size_bytes: Count
     digest: Digest
     rank: Count
-
-
-class StoredCode(msgspec.Struct, frozen=True, kw_only=True):
-    """A copy of a code archive in the storage. Checkpoints with the same code share it.
-
-    Attributes:
-        digest: of the archive: ``sha256:…``.
-        number: which copy. There is a second one only if the first was being deleted.
-    """
-
-    digest: Digest
-    size_bytes: Count
-    number: Count = 0
-
-    @property
-    def key(self) -> str:
-        """The archive's key."""
-        return layout.code_key(self.digest, self.number)
 
 
 class Topology(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,12 +108,13 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         versions: of the software that saved it: ``{"torch": "2.13.0", …}``.
         config_digest: digest of the experiment's configuration, without storage and environment.
         files: the files of all ranks.
-        entrypoint: the trial's class: ``module:Class``.
+        entrypoint: the trial's class: ``module:Class``; or a script's command, without the values
+            of its options if the script started the run.
         hyperparameters: the trial's hyperparameters.
         epoch: length of an epoch; None: the training loader had no length, or it was not recorded.
         earlier_validation: metrics of the last validation, at batch `validated_at`, if that is an
             earlier batch than the checkpoint's. Never compare them as the checkpoint's own.
-        code: the stored code of the trial; None: not stored, or saved by an earlier version.
+        code: the archive of the trial's code, one more file; None: there was no code folder.
         config: the experiment's configuration that `config_digest` covers; empty: not recorded.
         schema_version: version of this structure.
     """
@@ -147,14 +134,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     hyperparameters: dict[str, Any]
     epoch: EpochLength | None = None
     earlier_validation: dict[str, Any] = {}
-    code: StoredCode | None = None
+    code: FileEntry | None = None
     config: dict[str, Any] = {}
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:
         """Set the last validation apart from `metrics` if it was of an earlier batch.
 
-        A run passes its latest metrics, and manifests of earlier versions hold them.
+        A run passes its latest metrics.
         """
         if self.is_validated or "validation" not in self.metrics:
             return
@@ -179,9 +166,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return self.metrics.get("validation", {}) if self.is_validated else self.earlier_validation
 
     @property
+    def all_files(self) -> list[FileEntry]:
+        """The files of all ranks, and the code."""
+        return [*self.files, self.code] if self.code is not None else self.files
+
+    @property
     def total_bytes(self) -> int:
         """Total size of all files."""
-        return sum(file.size_bytes for file in self.files)
+        return sum(file.size_bytes for file in self.all_files)
 
     @property
     def name(self) -> layout.ManifestName:
@@ -224,9 +216,15 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             where: the manifest's name in errors.
 
         Raises:
-            CheckpointDamaged: not a manifest, altered, or lists files outside its folder.
+            CheckpointDamaged: not a manifest, too large, altered, or lists files outside its
+                folder.
             CheckpointError: written by a newer trialflow.
         """
+        if len(data) > MAX_MANIFEST_BYTES:
+            raise CheckpointDamaged(
+                f"{where} has {len(data):,} bytes, expected at most {MAX_MANIFEST_BYTES:,}: a "
+                "checkpoint may have fewer files, and smaller metrics and hyperparameters"
+            )
         with _damaged_if_unreadable(where):
             fields = msgspec.json.decode(data)
         if not isinstance(fields, dict):
@@ -249,15 +247,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             manifest = convert(untagged(fields), cls)
         _check_names(manifest, where)
         return manifest
-
-
-def is_json(data: bytes) -> bool:
-    """Whether `data` is one complete JSON value, as every manifest is."""
-    try:
-        msgspec.json.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return False
-    return True
 
 
 def tombstone(uuid: str) -> bytes:
@@ -304,7 +293,7 @@ def _check_names(manifest: Manifest, where: str) -> None:
             f"{where} has {manifest.progress.batches_trained} batches trained; expected 0 to "
             f"{layout.MAX_NUMBER}"
         )
-    paths = Counter(file.path for file in manifest.files)
+    paths = Counter(file.path for file in manifest.all_files)
     if twice := sorted(path for path, count in paths.items() if count > 1):
         raise CheckpointDamaged(f"{where} lists these files twice: {', '.join(twice)}")
     for path in sorted(paths):

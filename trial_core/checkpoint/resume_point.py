@@ -14,7 +14,7 @@ Restore = Literal["everything", "state", "weights"]
 """How much of a checkpoint is restored.
 
 ``everything`` continues the trial that saved it. The others start a new trial at batch 0. ``state``
-restores the engines (weights, optimizers, learning-rate schedules) and the callbacks, but neither
+restores weights, optimizers, learning-rate schedules and the callbacks, but neither
 the position in the data nor random states. ``weights`` restores only the models' weights.
 """
 

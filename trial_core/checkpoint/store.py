@@ -13,12 +13,11 @@ from datetime import datetime, timezone
 from typing import Any
 
 from trial_core.checkpoint import layout
-from trial_core.checkpoint.code_objects import RunCode
 from trial_core.checkpoint.commit import announce_upload, commit
 from trial_core.checkpoint.fencing import Fence, take_over
 from trial_core.checkpoint.intents import SweptUpload, sweep
 from trial_core.checkpoint.json_objects import named_keys
-from trial_core.checkpoint.manifest import FileEntry, Manifest, StoredCode, is_tombstone
+from trial_core.checkpoint.manifest import FileEntry, Manifest, is_tombstone
 from trial_core.checkpoint.verified_read import Damage, damage_error, find_damage
 from trial_core.errors import (
     CheckpointDamaged,
@@ -116,7 +115,9 @@ class CheckpointStore:
             return
         self.storage.check_clock(began, now)
 
-    def take_over(self, trial: str, attempt: str, after: int | None = None) -> Fence:
+    def take_over(
+        self, trial: str, attempt: str, after: int | None = None, mark: str | None = None
+    ) -> Fence:
         """Become a trial's newest attempt: from now on no earlier attempt can commit.
 
         The driver calls this once, before it sweeps and looks for checkpoints to resume from. It
@@ -127,50 +128,35 @@ class CheckpointStore:
             after: the newest attempt's number as the caller knows it, 0 for none; a trial that a
                 later attempt has taken over meanwhile is left to that attempt. None: take it over
                 from any attempt.
+            mark: the storage's mark, if the caller knows it; None: whatever storage it is.
 
         Returns:
             The fence to pass to `sweep`, `announce_upload` and `commit`.
 
         Raises:
             CommitConflict: other attempts keep taking over the trial; or one has, after `after`.
+            StorageError: it is another storage than `mark` says.
         """
-        return take_over(self.storage, trial, attempt, after)
+        return take_over(self.storage, trial, attempt, after, mark)
 
     def announce_upload(
-        self,
-        trial: str,
-        uuid: str,
-        attempt: str,
-        fence: Fence | None = None,
-        code: RunCode | None = None,
-    ) -> StoredCode | None:
+        self, trial: str, uuid: str, attempt: str, fence: Fence | None = None
+    ) -> None:
         """Write the intent to upload a checkpoint, so that a later run finds its leftovers.
 
-        The driver calls this before any rank uploads, and again before each retry.
-
-        Args:
-            code: the trial's code, which is stored if the storage does not have it.
-
-        Returns:
-            The stored code, for the manifest. No prune deletes it before the commit.
+        The driver calls this before any byte is uploaded, and again before each retry.
 
         Raises:
             Superseded: another attempt has taken over the trial.
         """
-
-        def announce(stored: StoredCode | None) -> None:
-            announce_upload(self.storage, trial, uuid, attempt, fence, stored)
-
-        if code is None:
-            announce(None)
-            return None
-        return code.store(self.storage, uuid, announce)
+        announce_upload(self.storage, trial, uuid, attempt, fence)
 
     def sweep(self, trial: str, fence: Fence | None = None) -> _AllSwept:
         """Delete the leftovers of a trial's earlier runs. Call this before the run uploads.
 
-        Committed checkpoints and other trials' uploads are not touched. An earlier attempt at this
-        trial that is still alive can no longer commit what it was uploading.
+        Committed checkpoints and other trials' uploads are not touched, nor is what this attempt
+        writes besides checkpoints. An earlier attempt at this trial that is still alive can no
+        longer commit what it was uploading.
 
         Args:
             fence: the sweeping attempt's. Without it, no other run of the trial may be alive.
@@ -193,7 +179,7 @@ class CheckpointStore:
             StorageError: the storage failed, or some objects are still there: says which.
         """
         self.storage.remove(manifest.name.key)
-        if self.storage.read(manifest.name.key) is not None:
+        if self.storage.exists(manifest.name.key):
             raise StorageError(
                 f"{self.url}/{manifest.name.key} is still there after it was deleted: "
                 f"{NOT_DELETED_ADVICE}"
@@ -293,7 +279,7 @@ class CheckpointStore:
             CheckpointDamaged: names every file that is missing or differs.
         """
         manifest = self.open(uuid)
-        if damage := self.find_damage(manifest.uuid, manifest.files):
+        if damage := self.find_damage(manifest.uuid, manifest.all_files):
             self.raise_if_deleted(manifest.uuid)
             raise damage_error(self.storage, manifest.uuid, damage)
         return manifest

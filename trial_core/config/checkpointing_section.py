@@ -8,7 +8,6 @@ from pydantic import Field
 
 from trial_core.config.section_base import Section
 from trial_core.config.values import MAX_SECONDS, Flag
-from trial_core.run.timeouts import TRANSFER_STALL_SECONDS
 
 _MAX_MEMORY_GIB = 2.0**20  # 1 PiB
 
@@ -42,7 +41,8 @@ class CheckpointingConfig(Section):
         "the trial builds. Only for trials that do not override save.",
     )
     stall_timeout_seconds: float | None = Field(
-        default=TRANSFER_STALL_SECONDS,
+        # A disk with much cached data may need minutes to write it, and shows no progress then.
+        default=900.0,
         gt=0,
         le=MAX_SECONDS,
         allow_inf_nan=False,

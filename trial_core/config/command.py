@@ -17,6 +17,8 @@ LAUNCHERS = ("determined.launch.torch_distributed", "determined.launch.deepspeed
 """Modules of Determined that start ranks, which then run the command that follows them."""
 
 _UNBUFFERED = "-u"
+_OPTION = re.compile(r"(--[A-Za-z][\w.-]*=?|-[A-Za-z]=?)(.*)", re.DOTALL)
+_LEFT_OUT = "..."
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,20 @@ class ScriptCommand:
         """The command as `ExperimentConfig.entrypoint` has it."""
         words = ["python", *(["-m"] if self.is_module else []), self.target, *self.arguments]
         return shlex.join(words)
+
+
+def without_values(arguments: Sequence[str]) -> tuple[str, ...]:
+    """The names of options, with ``...`` for each value: a value may be a credential.
+
+    ``--lr 0.1 --key=secret -psecret data`` becomes ``--lr ... --key=... -p... ...``.
+    """
+    return tuple(map(_without_value, arguments))
+
+
+def _without_value(argument: str) -> str:
+    option = _OPTION.fullmatch(argument)
+    name, value = option.groups() if option is not None else ("", argument)
+    return f"{name}{_LEFT_OUT}" if value else name
 
 
 def command_of(entrypoint: str) -> ScriptCommand | None:

@@ -133,8 +133,8 @@ class ExperimentConfig(Section):
     labels: list[Text] = Field(default=[], title="Labels", description="For finding runs.")
     entrypoint: Annotated[str, BeforeValidator(determined.entrypoint)] = Field(
         title="Entrypoint",
-        description="The trial class, as module:Class; or the command of a Core API script: "
-        "python train.py [arguments].",
+        description="The trial class, as module:Class; or the command of a script, with Trainer or "
+        "the Core API: python train.py [arguments].",
         examples=["model_def:MyTrial"],
         pattern=determined.ENTRYPOINT_PATTERN,
     )
@@ -278,19 +278,19 @@ class ExperimentConfig(Section):
 
     @property
     def is_script(self) -> bool:
-        """Whether the ranks run a Core API script, which drives its own loop."""
+        """Whether the ranks run a script: with `Trainer`, or a Core API script."""
         return is_command(self.entrypoint)
 
     def require_trial(self, flow: str) -> None:
         """Check that the experiment names a trial's class, which the flow `flow` needs.
 
         Raises:
-            ConfigError: it names a Core API script.
+            ConfigError: it names a script.
         """
         if self.is_script:
             raise ConfigError(
                 f'entrypoint: the flow {flow} needs a trial, as module:Class; "{self.entrypoint}" '
-                "is a Core API script, which validates in its own loop"
+                "is a script, which constructs its trial itself, or has none"
             )
 
     @property

@@ -17,6 +17,7 @@ from typing import Any
 from trial_core.config.error_text import closest_match, format_value
 from trial_core.config.experiment import ExperimentConfig
 from trial_core.config.sections import SearcherConfig
+from trial_core.config.stopping_section import StoppingConfig
 from trial_core.errors import ConfigError
 from trial_core.units import Batch, TrainUnit
 
@@ -31,6 +32,8 @@ _USED_OF_SEARCHER = (
     "metric", "smaller_is_better", "source_checkpoint_uuid", "source_trial_id",
     "source_weights_only",
 )  # fmt: skip
+_USED_OF_STOPPING = ("stall_timeout_seconds",)
+"""Who has started the ranks decides how long a stop may take."""
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +47,8 @@ def script_config(
     """The experiment of this script.
 
     Args:
-        exp_conf: any fields. A script uses those in `_USED` and `_USED_OF_SEARCHER`.
+        exp_conf: any fields. A script uses those in `_USED`, `_USED_OF_SEARCHER` and
+            `_USED_OF_STOPPING`.
         hparams: hyperparameters; they replace those of `exp_conf`.
         trial_class: the trial, if known.
         max_length: the length of training, if known, also as in an experiment file.
@@ -65,9 +69,12 @@ def script_config(
     length = Batch(1) if max_length is None else max_length
     used = {name: searcher[name] for name in _USED_OF_SEARCHER if name in searcher}
     given["searcher"] = {"metric": "loss", **used, "max_length": length}
+    stopping = _mapping(everything.get("stopping"), f"{SOURCE}: stopping")
+    given["stopping"] = {name: stopping[name] for name in _USED_OF_STOPPING if name in stopping}
     if trial_class is None:  # once: not again in `fit`
         _warn_of_misspelt(everything, list(ExperimentConfig.model_fields), SOURCE)
         _warn_of_misspelt(searcher, list(SearcherConfig.model_fields), f"{SOURCE}: searcher")
+        _warn_of_misspelt(stopping, list(StoppingConfig.model_fields), f"{SOURCE}: stopping")
     return ExperimentConfig.from_mapping(given, source=SOURCE)
 
 

@@ -88,6 +88,22 @@ class Section(BaseModel):
         return type(None) in get_args(field.annotation) and field.default is not None
 
     @classmethod
+    def unchecked(cls, experiment: Mapping[str, Any]) -> Self:
+        """This section of an experiment that is plain data, with its defaults.
+
+        Nothing is refused: an experiment file was checked when it was read, and the configuration
+        of a script or of a debugged trial may have any fields. Values get their default's type.
+        """
+        given = experiment.get(cls.yaml_path) or {}
+        values: dict[str, Any] = {}
+        for name, field in cls.model_fields.items():
+            if (value := given.get(name)) is not None:
+                values[name] = value if field.default is None else type(field.default)(value)
+            elif name in given and cls._takes_null(name):
+                values[name] = None
+        return cls.model_construct(**values)
+
+    @classmethod
     def hint(cls, unknown: str) -> str:
         """The text after ``unknown field``: a similar name, if there is one."""
         return did_you_mean(unknown, list(cls.model_fields))

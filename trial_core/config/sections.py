@@ -38,7 +38,7 @@ def _trial_id(value: Any) -> Any:
     is_number = type(value) is int and value >= 0
     if not is_number and not (isinstance(value, str) and is_name(value)):
         raise validation_error(
-            'expected a trial\'s id, such as "gpt-0000002a", or its number, got '
+            'expected a trial\'s id, such as "gpt-00000000002a", or its number, got '
             f"{format_value(value)}"
         )
     return value

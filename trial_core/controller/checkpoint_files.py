@@ -6,17 +6,15 @@ import contextlib
 import shutil
 import threading
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from trial_core.checkpoint.manifest import FileEntry
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.config.checkpointing_section import CheckpointingConfig
 from trial_core.distributed import DistributedContext
 from trial_core.errors import CheckpointDamaged, CheckpointError, StorageError
 from trial_core.messages import Fetched, Persisted
 from trial_core.run.run_dirs import KEPT
-from trial_core.run.timeouts import TRANSFER_STALL_SECONDS
 from trial_core.slots.kept_memory import keep_in_memory
 from trial_core.transfer.fetch import fetch_files, take_local
 from trial_core.transfer.memory_files import take_memory_links
@@ -24,12 +22,15 @@ from trial_core.transfer.persister import Persister
 from trial_core.transfer.staging import staged_files
 from trial_core.transfer.upload import upload_files
 
+RESTORED = "restored"
+"""The folder of fetched checkpoints, in the run's folder."""
+
 
 class CheckpointFiles:
     """This rank's staged and fetched checkpoints, below the run's folder on this machine.
 
     Args:
-        settings: the experiment's `checkpointing` section, as plain data.
+        settings: the experiment's section `checkpointing`.
     """
 
     def __init__(
@@ -37,13 +38,13 @@ class CheckpointFiles:
         run_dir: Path,
         store: CheckpointStore,
         distributed: DistributedContext,
-        settings: Mapping[str, Any],
+        settings: CheckpointingConfig,
     ) -> None:
         self._run_dir = run_dir
         self._store = store
         self._distributed = distributed
         self._is_moving = threading.Lock()
-        self._persister = Persister(settings.get("stall_timeout_seconds", TRANSFER_STALL_SECONDS))
+        self._persister = Persister(settings.stall_timeout_seconds)
 
     def staging(self, uuid: str) -> Path:
         """This rank's staging folder for checkpoint `uuid`."""
@@ -51,7 +52,7 @@ class CheckpointFiles:
 
     def restored(self, uuid: str) -> Path:
         """The folder for fetched files of `uuid`, which this machine's ranks share."""
-        return self._run_dir / "restored" / uuid
+        return self._run_dir / RESTORED / uuid
 
     def persist(self, uuid: str) -> list[FileEntry]:
         """Upload what this rank has staged. For any thread; not collective."""
@@ -84,19 +85,15 @@ class CheckpointFiles:
             with contextlib.suppress(OSError):  # it still holds other ranks' folders
                 emptied.rmdir()
 
+    def delete_fetched(self) -> None:
+        """Delete what was fetched to this machine. For every rank; the first one deletes it."""
+        if self._distributed.get_local_rank() == 0:
+            shutil.rmtree(self._run_dir / RESTORED, ignore_errors=True)
+
     def forget_memory(self) -> None:
         """Forget this rank's memory files: they will hold another checkpoint's content."""
         for folder in (self._run_dir / KEPT).glob(f"*/rank-{self._distributed.get_rank()}"):
             take_memory_links(folder)
-
-    def clear_kept(self) -> None:
-        """Delete this rank's files that `release` has kept, at the end of the trial."""
-        kept = self._run_dir / KEPT
-        for folder in kept.glob(f"*/rank-{self._distributed.get_rank()}"):
-            shutil.rmtree(folder, ignore_errors=True)
-        for emptied in (*kept.glob("*"), kept):
-            with contextlib.suppress(OSError):  # it still holds other ranks' folders
-                emptied.rmdir()
 
     def fetch(self, uuid: str, files: list[FileEntry]) -> None:
         """Fetch and verify this rank's share of `files`. For any thread; not collective.
@@ -116,7 +113,7 @@ class CheckpointFiles:
         with self._is_moving:
             self._persister.fetch(self._store.spec, uuid, missing, self.restored(uuid))
 
-    def persisted(self, uuid: str) -> Persisted:
+    def try_persist(self, uuid: str) -> Persisted:
         """`persist`, with its error in the result.
 
         Not raised: other ranks may be training, and the driver decides what follows.
@@ -133,7 +130,7 @@ class CheckpointFiles:
         seconds = time.monotonic() - began
         return Persisted(files=files, seconds=seconds, problem=problem, mistake=mistake)
 
-    def fetched(self, uuid: str, files: list[FileEntry]) -> Fetched:
+    def try_fetch(self, uuid: str, files: list[FileEntry]) -> Fetched:
         """`fetch`, with its error in the result."""
         try:
             self.fetch(uuid, files)

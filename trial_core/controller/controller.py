@@ -1,7 +1,7 @@
 """The controller: carries out a rank's workloads, for every kind of trial.
 
-It owns the trial, its engines, loaders, callbacks and progress. A driver sends it requests and has
-it build the trial; a `Trainer` in a script calls it and attaches a trial that exists already. The
+It owns the trial's adapter, loaders, callbacks and progress. A driver sends it requests and has
+it build the trial; or attach the one that a `Trainer` in a script has. The
 sequencer, not the controller, decides what comes next.
 """
 
@@ -19,34 +19,37 @@ from typing import Any, TypeVar
 
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.context import RunInfo
+from trial_core.controller.checkpoint_files import CheckpointFiles
 from trial_core.controller.data.loaders import Loaders, build_loaders
 from trial_core.controller.forward_time import ForwardClock
 from trial_core.controller.rank_checkpoint import Snapshots
 from trial_core.controller.rank_state import capture_rng, restore_rng
 from trial_core.controller.reshard_rank_state import RankRemap
-from trial_core.controller.run_file_upload import RunFileUpload, instruments_in
-from trial_core.controller.training import ProgressReporter, train_batches
-from trial_core.controller.trial_engine import TrialEngine
+from trial_core.controller.run_file_upload import RunFileUpload, tensorboard_in
+from trial_core.controller.training import ProgressReporter, TrainingLoop
+from trial_core.controller.trial_adapter import TrialAdapter
 from trial_core.controller.validation import evaluating, metric_names, validate
 from trial_core.distributed import DistributedContext
 from trial_core.errors import SlotsError
 from trial_core.messages import (
     AnyRequest,
     AnyResult,
+    AttachTrial,
     BatchesTrained,
     BatchesValidated,
-    BuildLoaders,
+    BuildLoadersAndRestore,
     BuildTrial,
     Done,
+    EndFit,
     FetchCheckpoint,
     Fetched,
     FinishRunFiles,
     HookDone,
-    LoadersBuilt,
     MetricsNamed,
     NameMetrics,
     PersistCheckpoint,
     Persisted,
+    ReadyToTrain,
     ReleaseStaging,
     Request,
     RunFilesStored,
@@ -63,10 +66,11 @@ from trial_core.pytorch.callback import HOOKS, overridden_hooks
 from trial_core.pytorch.metric_values import as_reported
 from trial_core.run.run_dirs import rank_run_dir
 from trial_core.slots.stop_barrier import StopBarrier
+from trial_core.transfer.run_files import rank_folder
 
 T = TypeVar("T")
 
-EngineBuilder = Callable[[RunInfo, DistributedContext], TrialEngine]
+AdapterBuilder = Callable[[RunInfo, DistributedContext], TrialAdapter]
 """Constructs the trial that an experiment names. Collective: every rank calls it."""
 
 logger = logging.getLogger(__name__)
@@ -76,37 +80,53 @@ VERSIONED = ("trialflow", "torch", "deepspeed", "numpy")
 
 @dataclass(frozen=True)
 class _AttachedTrial:
-    engine: TrialEngine
+    adapter: TrialAdapter
     info: RunInfo
+    files: CheckpointFiles
     snapshots: Snapshots
     run_files: RunFileUpload
     forward_clock: ForwardClock
+
+    def close(self) -> None:
+        """End the persister process, and free the memory files."""
+        self.files.close()
+        self.snapshots.close()
 
 
 class Controller:
     """Carries out workloads on this rank.
 
     Args:
-        build_engine: constructs a trial, for `build_trial`.
+        build_adapter: constructs a trial, for `build_trial`.
         emit: gets progress messages during workloads, on rank 0.
         distributed: this rank's place among all; by default from the environment.
         stop_barrier: asked before each batch whether it may begin.
         on_stop_requested: called when the trial requests a stop during a train-workload; must have
             the driver pause all ranks (see `stop_barrier`). None: the train-workload is finished
             first.
+        info: of a script's trial, which exists already and is attached, not built.
+        run_dir_of_script: the folder of such a trial's run on this machine.
+
+    Attributes:
+        fit_result: the fields of the result of `Trainer.fit`, once the driver has ended it.
     """
 
     def __init__(
         self,
-        build_engine: EngineBuilder,
+        build_adapter: AdapterBuilder,
         emit: Callable[[BatchesTrained | BatchesValidated], None],
         distributed: DistributedContext | None = None,
         stop_barrier: StopBarrier | None = None,
         on_stop_requested: Callable[[], None] | None = None,
+        info: RunInfo | None = None,
+        run_dir_of_script: Callable[[AttachTrial], Path] = lambda of: rank_run_dir(of.run_dir),
     ) -> None:
-        self._build_engine = build_engine
+        self._build_adapter = build_adapter
         self._emit = emit
         self._on_stop_requested = on_stop_requested
+        self._scripts_info = info
+        self._run_dir_of_script = run_dir_of_script
+        self.fit_result: dict[str, Any] | None = None
         self._has_requested_stop = False
         self._owes_shutdown_hook = False
         self._stop_barrier = stop_barrier or StopBarrier()
@@ -114,13 +134,14 @@ class Controller:
         self._attached: _AttachedTrial | None = None
         self._loaders: Loaders | None = None
         self._rng: dict[str, Any] | None = None
-        self._wants_batch_metrics = False
+        self._training: TrainingLoop | None = None
         # Arguments that only this rank knows, for the hooks that follow a workload.
         self._hook_arguments: dict[str, dict[str, Any]] = {}
         self._handlers: dict[type, Callable[[Any], AnyResult]] = {
             BuildTrial: self.build_trial,
+            AttachTrial: self.attach_trial,
             FetchCheckpoint: self.fetch_checkpoint,
-            BuildLoaders: self.build_loaders,
+            BuildLoadersAndRestore: self.build_loaders_and_restore,
             TrainBatches: self.train,
             NameMetrics: self.name_metrics,
             RunValidation: self.validate,
@@ -129,6 +150,7 @@ class Controller:
             ReleaseStaging: self.release_staging,
             RunHook: self.run_hook,
             FinishRunFiles: self.finish_run_files,
+            EndFit: self.end_fit,
         }
 
     def carry_out(self, request: AnyRequest) -> AnyResult:
@@ -141,16 +163,16 @@ class Controller:
         return None if self._attached is None else self._attached.info.batches_trained
 
     def close(self) -> None:
-        """Release the trial's loaders, instruments and snapshots.
+        """Release the trial's loaders, TensorBoard files and snapshots.
 
         After a run that failed, first call the callbacks' `on_trial_shutdown`.
         """
         with ExitStack() as stack:
             if self._attached is not None:
-                stack.callback(self._attached.snapshots.close)
-                stack.callback(self._attached.info.instruments.finish)
+                stack.callback(self._attached.close)
+                stack.callback(self._attached.info.tensorboard.finish)
             self.shut_down_callbacks()
-            self._loaders = None  # loader workers end with their iterators
+            self._loaders = self._training = None  # loader workers end with their iterators
 
     def shut_down_callbacks(self) -> None:
         """Call `on_trial_shutdown` if the trial was started up and has not been shut down.
@@ -161,14 +183,14 @@ class Controller:
             return
         self._owes_shutdown_hook = False
         with ExitStack() as stack:
-            for callback in reversed(list(self._attached.engine.callbacks.values())):
+            for callback in reversed(list(self._attached.adapter.callbacks.values())):
                 stack.callback(callback.on_trial_shutdown)
 
     def _free_trial(self) -> None:
         """Free an earlier trial's memory, before the next one is built."""
         self.close()
         if self._attached is not None:
-            self._attached.engine.destroy()
+            self._attached.adapter.destroy()
             self._attached = self._rng = None
             gc.collect()  # modules, hooks and engines refer to each other
 
@@ -179,13 +201,25 @@ class Controller:
         self._stop_barrier.reset()
         self._free_trial()
         run_dir = rank_run_dir(request.run_dir)
-        instruments = instruments_in(run_dir, self._distributed.get_rank())
-        info = RunInfo(request.trial, request.experiment, instruments=instruments)
-        engine = self._build_engine(info, self._distributed)
-        return self.attach(engine, info, run_dir, CheckpointStore.from_spec(request.storage))
+        tensorboard = tensorboard_in(run_dir, self._distributed.get_rank())
+        info = RunInfo(request.trial, request.experiment, tensorboard=tensorboard)
+        adapter = self._build_adapter(info, self._distributed)
+        return self.attach(adapter, info, run_dir, CheckpointStore.from_spec(request.storage))
+
+    def attach_trial(self, request: AttachTrial) -> TrialBuilt:
+        """Take over the trial that a script has constructed. Collective."""
+        info = self._scripts_info
+        if info is None:
+            raise SlotsError("this rank runs no script's trial")
+        self._stop_barrier.reset()
+        run_dir = self._run_dir_of_script(request)
+        info.trial = request.trial
+        info.tensorboard.move_to(run_dir / rank_folder(self._distributed.get_rank()))
+        adapter = self._build_adapter(info, self._distributed)
+        return self.attach(adapter, info, run_dir, CheckpointStore.from_spec(request.storage))
 
     def attach(
-        self, engine: TrialEngine, info: RunInfo, run_dir: Path, store: CheckpointStore
+        self, adapter: TrialAdapter, info: RunInfo, run_dir: Path, store: CheckpointStore
     ) -> TrialBuilt:
         """Take over a constructed trial, in place of an earlier one.
 
@@ -194,26 +228,28 @@ class Controller:
             run_dir: a folder on this machine for staged and fetched checkpoints.
         """
         if self._attached is not None:
-            self._attached.snapshots.close()
-        settings = info.experiment.get("checkpointing") or {}
+            self._attached.close()
+        settings = info.checkpointing
+        files = CheckpointFiles(run_dir, store, self._distributed, settings)
         self._attached = _AttachedTrial(
-            engine,
+            adapter,
             info,
-            Snapshots(engine, run_dir, store, self._distributed, settings),
+            files,
+            Snapshots(adapter, files, self._distributed, settings),
             RunFileUpload(info, store, run_dir),
-            ForwardClock(engine.whole_models if self._distributed.get_size() > 1 else ()),
+            ForwardClock(adapter.whole_models if self._distributed.get_size() > 1 else ()),
         )
         _set_up_profiling(info)
-        self._loaders = self._rng = None
+        self._loaders = self._training = self._rng = None
         self._has_requested_stop = self._owes_shutdown_hook = False
         self._hook_arguments = {}
-        hooks = overridden_hooks(engine.callbacks)
+        hooks = overridden_hooks(adapter.callbacks)
         if "on_trial_shutdown" in hooks:
             hooks |= {"on_trial_startup"}  # from then on, this rank owes the other one
         return TrialBuilt(
             hooks=sorted(hooks),
-            topology=engine.topology(),
-            batch_samples=engine.batch_samples,
+            topology=adapter.topology(),
+            batch_samples=adapter.batch_samples,
             versions=library_versions(),
         )
 
@@ -222,24 +258,24 @@ class Controller:
         trial, files = self._trial, request.files
         if request.saved_by is not None:
             ranks_here = self._distributed.local_ranks
-            files = trial.engine.files_read(files, request.saved_by, request.restore, ranks_here)
-        return trial.snapshots.fetched(request.uuid, files)
+            files = trial.adapter.files_read(files, request.saved_by, request.restore, ranks_here)
+        return trial.files.try_fetch(request.uuid, files)
 
-    def build_loaders(self, request: BuildLoaders) -> LoadersBuilt:
+    def build_loaders_and_restore(self, request: BuildLoadersAndRestore) -> ReadyToTrain:
         """Build the loaders, and restore from a fetched checkpoint. Collective."""
         trial = self._trial
-        engine, info = trial.engine, trial.info
+        adapter, info = trial.adapter, trial.info
         info.batches_trained = info.initial_batch = request.batches_trained
         seed = info.experiment_seed
-        remap = RankRemap.of(request.saved_by, engine, seed, request.batches_trained)
+        remap = RankRemap.of(request.saved_by, adapter, seed, request.batches_trained)
         if remap is not None and self._distributed.get_rank() == 0:
             logger.info("%s", remap)
         began = time.monotonic()
         state = trial.snapshots.read_state(request.checkpoint, request.restore, remap)
         restore_seconds = time.monotonic() - began
-        loaders = build_loaders(engine, self._distributed, seed)
-        hooks = overridden_hooks(engine.callbacks)
-        self._wants_batch_metrics = any(  # of any rank: all ranks must exchange the same
+        loaders = build_loaders(adapter, self._distributed, seed)
+        hooks = overridden_hooks(adapter.callbacks)
+        wants_batch_metrics = any(  # of any rank: all ranks must exchange the same
             self._distributed.allgather("on_training_workload_end" in hooks)
         )
         loaders.validation.limit = request.validation_limit
@@ -250,33 +286,32 @@ class Controller:
             restore_seconds += time.monotonic() - began
         # After restore: the trial's on_checkpoint_load_start may change any part of the state.
         own = (state if request.restore == "everything" else None) or {}
-        # Checkpoints of earlier releases do not have training_data.
-        loaders.begin(request.batches_trained, own.get("training_data"))
+        loaders.begin(own.get("training_data"))
         self._loaders, self._rng = loaders, own.get("rng")
-        if info.experiment.get("tensorboard_logging", True):
-            info.instruments.log_metrics_by_default()  # also those of a validation before training
-        return LoadersBuilt(epoch=loaders.epoch, restore_seconds=restore_seconds)
+        self._training = TrainingLoop(
+            adapter,
+            info,
+            loaders.training,
+            self._distributed,
+            wants_batch_metrics,
+            self._stop_barrier,
+            send_progress=self._send_progress(BatchesTrained),
+            on_first_batch=trial.snapshots.rehearse,
+            on_stop_requested=self._request_stop,
+        )
+        if info.tensorboard_logging:
+            info.tensorboard.log_metrics_by_default()  # also those of a validation before training
+        return ReadyToTrain(epoch=loaders.epoch, restore_seconds=restore_seconds)
 
     def train(self, request: TrainBatches) -> Trained:
         """Train up to a batch. Collective."""
-        engine, info, loaders = self._trial.engine, self._trial.info, self._built_loaders
+        adapter, info, loaders = self._trial.adapter, self._trial.info, self._built_loaders
         self._restore_rng()
-        info.instruments.start()
+        info.tensorboard.start()
         self._trial.forward_clock.begin_workload()
         began, waited = time.monotonic(), loaders.waited_seconds
-        outcome = train_batches(
-            engine,
-            info,
-            loaders.training,
-            request.until,
-            self._distributed,
-            self._progress(BatchesTrained),
-            self._stop_barrier,
-            self._trial.snapshots.rehearse,
-            self._request_stop,
-            self._wants_batch_metrics,
-        )
-        info.instruments.report("training", info.batches_trained, outcome.avg_metrics)
+        outcome = _require(self._training, BuildLoadersAndRestore).train(request.until)
+        info.tensorboard.report("training", info.batches_trained, outcome.avg_metrics)
         self._hook_arguments["on_training_workload_end"] = {
             "avg_metrics": outcome.avg_metrics,
             "batch_metrics": outcome.batch_metrics,
@@ -289,27 +324,27 @@ class Controller:
             stop_requested=info.stop_requested or self._has_requested_stop,
             data_seconds=loaders.waited_seconds - waited,
             forward_seconds=self._trial.forward_clock.seconds(),
-            learning_rates=engine.learning_rates(),
+            learning_rates=adapter.learning_rates(),
         )
 
     def name_metrics(self, request: NameMetrics) -> MetricsNamed:
         """Find the names of the validation metrics. Collective."""
-        engine, loaders = self._trial.engine, self._built_loaders
-        return MetricsNamed(names=metric_names(engine, loaders, self._distributed))
+        adapter, loaders = self._trial.adapter, self._built_loaders
+        return MetricsNamed(names=metric_names(adapter, loaders, self._distributed))
 
     def validate(self, request: RunValidation) -> Validated:
         """Validate. Collective."""
-        engine, info, loaders = self._trial.engine, self._trial.info, self._built_loaders
+        adapter, info, loaders = self._trial.adapter, self._trial.info, self._built_loaders
         self._restore_rng()
-        began, rng = time.monotonic(), capture_rng(engine)
-        progress = self._progress(BatchesValidated)
-        metrics = validate(engine, loaders, self._distributed, progress, self._stop_barrier)
+        began, rng = time.monotonic(), capture_rng(adapter)
+        progress = ProgressReporter(self._send_progress(BatchesValidated))
+        metrics = validate(adapter, loaders, self._distributed, progress, self._stop_barrier)
         if metrics is None:
-            restore_rng(rng, engine)  # the resumed run repeats this validation
+            restore_rng(rng, adapter)  # the resumed run repeats this validation
         else:
             self._hook_arguments["on_validation_end"] = {"metrics": metrics}
-            if "on_validation_end" not in overridden_hooks(engine.callbacks):
-                info.instruments.report("validation", info.batches_trained, metrics)
+            if "on_validation_end" not in overridden_hooks(adapter.callbacks):
+                info.tensorboard.report("validation", info.batches_trained, metrics)
         return Validated(
             metrics=metrics or {},
             seconds=time.monotonic() - began,
@@ -327,53 +362,59 @@ class Controller:
         return Saved(
             staging=str(staging),
             seconds=time.monotonic() - began,
-            writes_run_files=info.instruments.has_files_to_upload,
+            writes_run_files=info.tensorboard.has_files_to_upload,
             stop_requested=info.stop_requested,
         )
 
     def persist_checkpoint(self, request: PersistCheckpoint) -> Persisted:
         """Upload a staged checkpoint, and the files for TensorBoard. I/O lane."""
-        persisted = self._trial.snapshots.persisted(request.uuid)
+        persisted = self._trial.files.try_persist(request.uuid)
         if not persisted.problem and not persisted.mistake:
             self._trial.run_files.upload()
         return persisted
 
     def release_staging(self, request: ReleaseStaging) -> Done:
-        """Delete a staged checkpoint. I/O lane."""
-        self._trial.snapshots.release(request.uuid)
+        """Delete a staged checkpoint, and what was fetched before. I/O lane."""
+        self._trial.files.release(request.uuid)
+        self._trial.files.delete_fetched()
         return Done()
 
     def run_hook(self, request: RunHook) -> HookDone:
         """Call one hook of every callback, in the order in which the trial names them."""
-        engine, info = self._trial.engine, self._trial.info
+        adapter, info = self._trial.adapter, self._trial.info
         if request.hook in ("on_trial_startup", "on_trial_shutdown"):
             self._owes_shutdown_hook = request.hook == "on_trial_startup"
         arguments = {**self._hook_arguments.get(request.hook, {}), **request.arguments}
         # By position, in the reference's order: callbacks may use other parameter names.
         positional = [arguments[name] for name in HOOKS[request.hook]]
         is_validating = request.hook == "on_validation_end"
-        is_called = self._distributed.get_rank() == 0 or request.hook not in engine.chief_hooks
-        with evaluating(engine) if is_validating else nullcontext():
-            for callback in engine.callbacks.values() if is_called else ():
+        is_called = self._distributed.get_rank() == 0 or request.hook not in adapter.chief_hooks
+        with evaluating(adapter) if is_validating else nullcontext():
+            for callback in adapter.callbacks.values() if is_called else ():
                 getattr(callback, request.hook)(*positional)
         metrics = None
         if is_validating and self._distributed.get_rank() == 0:
             metrics = as_reported(arguments["metrics"], "on_validation_end")
-            if "on_validation_end" in overridden_hooks(engine.callbacks):
-                info.instruments.report("validation", info.batches_trained, metrics)
+            if "on_validation_end" in overridden_hooks(adapter.callbacks):
+                info.tensorboard.report("validation", info.batches_trained, metrics)
         return HookDone(stop_requested=info.stop_requested, metrics=metrics)
 
     def finish_run_files(self, request: FinishRunFiles) -> RunFilesStored:
         """Stop the profiler, and upload the remaining files for TensorBoard."""
-        self._trial.info.instruments.finish()
+        self._trial.info.tensorboard.finish()
         return self._trial.run_files.upload()
+
+    def end_fit(self, request: EndFit) -> Done:
+        """Keep the result of `Trainer.fit`, which returns next."""
+        self.fit_result = request.result
+        return Done()
 
     # ---------------------------------------------------------------------------- internals
 
     def _restore_rng(self) -> None:
         # As late as possible: random numbers that hooks draw must not change those of training.
         if self._rng is not None:
-            restore_rng(self._rng, self._trial.engine)
+            restore_rng(self._rng, self._trial.adapter)
             self._rng = None
 
     def _request_stop(self) -> None:
@@ -384,12 +425,14 @@ class Controller:
         self._stop_barrier.pause_self()  # first: this rank must not begin another batch meanwhile
         self._on_stop_requested()
 
-    def _progress(self, message: type[BatchesTrained] | type[BatchesValidated]) -> ProgressReporter:
+    def _send_progress(
+        self, message: type[BatchesTrained] | type[BatchesValidated]
+    ) -> Callable[[int], None]:
         def send(batches: int) -> None:
             if self._distributed.get_rank() == 0:
                 self._emit(message(batches=batches))
 
-        return ProgressReporter(send)
+        return send
 
     @property
     def _trial(self) -> _AttachedTrial:
@@ -397,7 +440,7 @@ class Controller:
 
     @property
     def _built_loaders(self) -> Loaders:
-        return _require(self._loaders, BuildLoaders)
+        return _require(self._loaders, BuildLoadersAndRestore)
 
 
 PROFILED_BATCHES = 5
@@ -405,13 +448,13 @@ PROFILED_BATCHES = 5
 
 
 def _set_up_profiling(info: RunInfo) -> None:
-    settings = info.experiment.get("profiling") or {}
-    if not settings.get("enabled"):
+    settings = info.profiling
+    if not settings.enabled:
         return
-    first, last = settings.get("begin_on_batch") or 0, settings.get("end_after_batch")
+    first, last = settings.begin_on_batch, settings.end_after_batch
     if last is None:
         last = first + PROFILED_BATCHES - 1
-    info.instruments.profile_batches(first, last, lambda: info.batches_trained)
+    info.tensorboard.profile_batches(first, last, lambda: info.batches_trained)
 
 
 def _require(value: T | None, request: type[Request]) -> T:

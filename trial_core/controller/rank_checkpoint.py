@@ -1,8 +1,7 @@
-"""A rank's part of a checkpoint: stage it, persist it, fetch and restore it.
+"""A rank's part of a checkpoint: its state is staged, and restored from fetched files.
 
 Staging blocks training. The trial saves into this rank's staging folder, where DeepSpeed's shards
-are memory files, so staging costs one copy. Persisting does not block training: another process
-uploads the folder. The folder is kept until the driver has committed the manifest.
+are memory files, so staging costs one copy. `CheckpointFiles` uploads it later, beside training.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trial_core.checkpoint.resume_point import Restore
-from trial_core.checkpoint.store import CheckpointStore
+from trial_core.config.checkpointing_section import CheckpointingConfig
 from trial_core.controller.checkpoint_files import CheckpointFiles
 from trial_core.controller.rank_state import (
     rank_state,
@@ -24,31 +23,32 @@ from trial_core.controller.rank_state import (
 )
 from trial_core.controller.reshard_rank_state import RankRemap, read_remapped_state
 from trial_core.controller.safe_load import Reader
-from trial_core.controller.trial_engine import TrialEngine
+from trial_core.controller.trial_adapter import TrialAdapter
 from trial_core.distributed import DistributedContext
 from trial_core.slots.kept_memory import drop_kept
 from trial_core.transfer.memory_files import GIB, MemoryFiles, free_bytes
 
 
-class Snapshots(CheckpointFiles):
-    """The staged and fetched checkpoints of this rank's trial.
+class Snapshots:
+    """Stages the trial's state on this rank, and restores it.
 
     Args:
-        settings: the experiment's `checkpointing` section, as plain data.
+        files: the checkpoints' files on this machine.
+        settings: the experiment's section `checkpointing`.
     """
 
     def __init__(
         self,
-        engine: TrialEngine,
-        run_dir: Path,
-        store: CheckpointStore,
+        adapter: TrialAdapter,
+        files: CheckpointFiles,
         distributed: DistributedContext,
-        settings: Mapping[str, Any],
+        settings: CheckpointingConfig,
     ) -> None:
-        super().__init__(run_dir, store, distributed, settings)
-        self._engine = engine
-        self._memory_gib = settings.get("memory_gib_per_rank")
-        self._reader = Reader(bool(settings.get("trusted")), engine.checkpoint_classes)
+        self._adapter = adapter
+        self._files = files
+        self._distributed = distributed
+        self._memory_gib = settings.memory_gib_per_rank
+        self._reader = Reader(settings.trusted, adapter.checkpoint_classes)
         self._memory: MemoryFiles | None = None
         self._is_rehearsed = False
 
@@ -59,14 +59,14 @@ class Snapshots(CheckpointFiles):
         asks for would take them from the time until the process is killed. How much a snapshot
         needs is known by writing one. It is thrown away, and its memory is kept.
         """
-        engine = self._engine
-        if self._is_rehearsed or not engine.rehearses_save:
+        adapter = self._adapter
+        if self._is_rehearsed or not adapter.rehearses_save:
             return
         self._is_rehearsed = True
-        folder, memory = self.staging("rehearsal"), self._memory_files()
+        folder, memory = self._files.staging("rehearsal"), self._memory_files()
         folder.mkdir(parents=True, exist_ok=True)
         memory.begin(is_rehearsal=True)
-        engine.save(folder, memory, self._reader, engine.hook_state())
+        adapter.save(folder, memory, self._reader, adapter.hook_state())
         memory.end()
         shutil.rmtree(folder)
         with contextlib.suppress(OSError):  # it still holds other ranks' folders
@@ -76,28 +76,21 @@ class Snapshots(CheckpointFiles):
         self, uuid: str, batches_trained: int, training_data: Mapping[str, Any] | None
     ) -> Path:
         """Write this rank's shards and state. Collective: every rank calls this."""
-        engine, folder, memory = self._engine, self.staging(uuid), self._memory_files()
+        adapter, folder, memory = self._adapter, self._files.staging(uuid), self._memory_files()
         folder.mkdir(parents=True, exist_ok=True)
-        of_engine = engine.hook_state()
-        state = {**of_engine, **rank_state(batches_trained, engine, training_data)}
-        for callback in engine.callbacks.values():
+        of_adapter = adapter.hook_state()
+        state = {**of_adapter, **rank_state(batches_trained, adapter, training_data)}
+        for callback in adapter.callbacks.values():
             callback.on_checkpoint_save_start(state)
-        self.forget_memory()
+        self._files.forget_memory()
         memory.begin()
-        engine.save(folder, memory, self._reader, _taken_out(state, of_engine))
+        adapter.save(folder, memory, self._reader, _taken_out(state, of_adapter))
         memory.end()
         write_rank_state(folder, self._distributed.get_rank(), state, self._reader)
         return folder
 
-    def release(self, uuid: str) -> None:
-        """Also deletes what was fetched before."""
-        super().release(uuid)
-        if self._distributed.get_local_rank() == 0:
-            shutil.rmtree(self._run_dir / "restored", ignore_errors=True)
-
     def close(self) -> None:
-        """Also frees the memory files."""
-        super().close()
+        """Free the memory files."""
         if self._memory is not None:
             self._memory.close()
             self._memory = None
@@ -112,10 +105,10 @@ class Snapshots(CheckpointFiles):
         """
         if uuid is None or restore == "weights":
             return None
-        folder, rank = self.restored(uuid), self._distributed.get_rank()
+        folder, rank = self._files.restored(uuid), self._distributed.get_rank()
         if remap is None:
             return read_rank_state(folder, rank, self._reader)
-        return read_remapped_state(folder, rank, self._reader, remap, self._engine, restore)
+        return read_remapped_state(folder, rank, self._reader, remap, self._adapter, restore)
 
     def restore(
         self, uuid: str, state: dict[str, Any] | None, remap: RankRemap | None = None
@@ -125,17 +118,17 @@ class Snapshots(CheckpointFiles):
         Args:
             state: the result of `read_state`, for the callbacks; None loads weights alone.
         """
-        engine, folder = self._engine, self.restored(uuid)
+        adapter, folder = self._adapter, self._files.restored(uuid)
         if state is None:
-            engine.load_weights(folder, self._reader)
+            adapter.load_weights(folder, self._reader)
             return
-        of_engine = engine.read_hook_state(folder, self._reader)
-        state.update(of_engine)
-        for callback in engine.callbacks.values():
+        of_adapter = adapter.read_hook_state(folder, self._reader)
+        state.update(of_adapter)
+        for callback in adapter.callbacks.values():
             callback.on_checkpoint_load_start(state)
-        of_engine = _taken_out(state, of_engine)
-        engine.load(folder, self._reader, of_engine, reshape=remap is not None)
-        restore_callbacks(state, engine.callbacks)
+        of_adapter = _taken_out(state, of_adapter)
+        adapter.load(folder, self._reader, of_adapter, reshape=remap is not None)
+        restore_callbacks(state, adapter.callbacks)
 
     def _memory_files(self) -> MemoryFiles:
         # Not created before training: only then is known how much memory it leaves free.

@@ -1,4 +1,4 @@
-"""The state of a rank besides its engines: random number generators, callbacks, data position."""
+"""A rank's state besides models and optimizers: random numbers, callbacks, data position."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from trial_core.controller.safe_load import Reader
 from trial_core.controller.safe_save import readable
-from trial_core.controller.trial_engine import TrialEngine
+from trial_core.controller.trial_adapter import TrialAdapter
 from trial_core.errors import CheckpointDamaged
 from trial_core.pytorch.callback import PyTorchCallback
 
@@ -29,7 +29,7 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def capture_rng(engine: TrialEngine) -> dict[str, Any]:
+def capture_rng(adapter: TrialAdapter) -> dict[str, Any]:
     """The state of every generator that training draws from, as plain data and tensors."""
     name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
@@ -38,19 +38,19 @@ def capture_rng(engine: TrialEngine) -> dict[str, Any]:
         "numpy": (str(name), np.asarray(keys).tolist(), int(position), int(has_gauss), gauss),
         "torch": torch.get_rng_state(),
     }
-    return {**state, **engine.accelerator_rng_state()}
+    return {**state, **adapter.accelerator_rng_state()}
 
 
-def restore_rng(state: Mapping[str, Any], engine: TrialEngine) -> None:
+def restore_rng(state: Mapping[str, Any], adapter: TrialAdapter) -> None:
     """Restore every generator to a state from `capture_rng`."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
-    engine.restore_accelerator_rng(state)
+    adapter.restore_accelerator_rng(state)
 
 
 def rank_state(
-    batches_trained: int, engine: TrialEngine, training_data: Mapping[str, Any] | None
+    batches_trained: int, adapter: TrialAdapter, training_data: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """This rank's state: the dictionary that `on_checkpoint_save_start` gets.
 
@@ -60,8 +60,8 @@ def rank_state(
     return {
         "batches_trained": batches_trained,
         "training_data": training_data,
-        "rng": capture_rng(engine),
-        "callbacks": {name: each.state_dict() for name, each in engine.callbacks.items()},
+        "rng": capture_rng(adapter),
+        "callbacks": {name: each.state_dict() for name, each in adapter.callbacks.items()},
     }
 
 

@@ -16,7 +16,7 @@ from trial_core.controller.rank_state import (
     seed_everything,
 )
 from trial_core.controller.safe_load import Reader
-from trial_core.controller.trial_engine import TrialEngine
+from trial_core.controller.trial_adapter import TrialAdapter
 from trial_core.errors import CheckpointError
 from trial_core.pytorch.seeding import derive_seed
 
@@ -37,18 +37,18 @@ class RankRemap:
 
     @classmethod
     def of(
-        cls, saved: Topology | None, engine: TrialEngine, seed: int, batches_trained: int
+        cls, saved: Topology | None, adapter: TrialAdapter, seed: int, batches_trained: int
     ) -> RankRemap | None:
-        """The remap from `saved` to the engine's topology; None if none is needed.
+        """The remap from `saved` to the topology of `adapter`; None if none is needed.
 
         Args:
             saved: None: nothing is restored.
             seed: the experiment's.
         """
-        now = engine.topology()
+        now = adapter.topology()
         if saved is None or saved.spreads_like(now):
             return None
-        rank_seed = derive_seed(seed, "redistributed", engine.data_parallel_rank, batches_trained)
+        rank_seed = derive_seed(seed, "redistributed", adapter.data_parallel_rank, batches_trained)
         return cls(saved, now, rank_seed)
 
     @property
@@ -74,7 +74,7 @@ def read_remapped_state(
     rank: int,
     reader: Reader,
     remap: RankRemap,
-    engine: TrialEngine,
+    adapter: TrialAdapter,
     restore: Restore = "everything",
 ) -> dict[str, Any]:
     """The state that a rank continues with, in the form of `read_rank_state`.
@@ -99,13 +99,13 @@ def read_remapped_state(
             f"{remap.now.data_parallel_size}; resume with {remap.saved.world_size} slots, or train "
             "with a trial_core.pytorch.DataLoader, which can be resharded"
         )
-    return {**own, "training_data": data, "rng": seeded_rng(remap.seed, engine)}
+    return {**own, "training_data": data, "rng": seeded_rng(remap.seed, adapter)}
 
 
-def seeded_rng(seed: int, engine: TrialEngine) -> dict[str, Any]:
+def seeded_rng(seed: int, adapter: TrialAdapter) -> dict[str, Any]:
     """The state of freshly seeded generators. This process's generators are left unchanged."""
-    before = capture_rng(engine)
+    before = capture_rng(adapter)
     seed_everything(seed)
-    seeded = capture_rng(engine)
-    restore_rng(before, engine)
+    seeded = capture_rng(adapter)
+    restore_rng(before, adapter)
     return seeded

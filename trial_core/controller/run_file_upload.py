@@ -7,30 +7,30 @@ from pathlib import Path
 
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.context import RunInfo
+from trial_core.controller.tensorboard import TensorBoard
 from trial_core.errors import StorageError
 from trial_core.messages import RunFilesStored
-from trial_core.run.instruments import Instruments
 from trial_core.transfer.run_files import RunFiles, rank_folder
 
 logger = logging.getLogger(__name__)
 
 
-def instruments_in(run_dir: Path, rank: int) -> Instruments:
-    """A rank's instruments, which write below the run's folder on this machine."""
-    return Instruments(run_dir / rank_folder(rank))
+def tensorboard_in(run_dir: Path, rank: int) -> TensorBoard:
+    """A rank's TensorBoard files, below the run's folder on this machine."""
+    return TensorBoard(run_dir / rank_folder(rank))
 
 
 class RunFileUpload:
     """Uploads this rank's event files and traces.
 
     Args:
-        info: the trial's, with its instruments.
+        info: the trial's, with its TensorBoard files.
         store: where the trial's checkpoints are kept.
         run_dir: the run's folder on this machine, which gets temporary copies.
     """
 
     def __init__(self, info: RunInfo, store: CheckpointStore, run_dir: Path) -> None:
-        self._instruments = info.instruments
+        self._tensorboard = info.tensorboard
         self._store = store
         self._trial = info.trial
         self._scratch = run_dir / "staging"
@@ -43,12 +43,12 @@ class RunFileUpload:
         includes the same files.
         """
         # Only the driver sees a process-local storage, so the driver uploads there.
-        if not self._instruments.has_files_to_upload or self._store.is_process_local:
+        if not self._tensorboard.has_files_to_upload or self._store.is_process_local:
             return RunFilesStored(files=0)
         if self._files is None:
-            folder, into = self._instruments.folder(), rank_folder(self._instruments.rank)
+            folder, into = self._tensorboard.folder(), rank_folder(self._tensorboard.rank)
             self._files = RunFiles(self._store, self._trial, folder, into, self._scratch)
-        self._instruments.flush()
+        self._tensorboard.flush()
         try:
             return RunFilesStored(files=self._files.upload_changed())
         except StorageError as error:

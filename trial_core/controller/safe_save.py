@@ -31,8 +31,8 @@ WHAT_TO_SAVE = (
     "state_dict)"
 )
 
-# Where a value is: the place of its container, and its key or index there.
-_Place = tuple[Any, Any] | None
+# Where a value is: the key path of its container, and its key or index there.
+_KeyPath = tuple[Any, Any] | None
 
 
 def readable(state: Any, reader: Reader) -> Any:
@@ -60,7 +60,7 @@ class _Conversion:
     """Converts containers, and collects the other objects that need a check.
 
     Attributes:
-        others: objects of other classes, each with its place.
+        others: objects of other classes, each with its key path.
     """
 
     def __init__(self, reader: Reader) -> None:
@@ -70,9 +70,9 @@ class _Conversion:
         self._allowed = frozenset(get_safe_globals())
         # By id, with the original: another object may get its id once it is gone.
         self._converted: dict[int, tuple[Any, Any]] = {}
-        self.others: list[tuple[_Place, Any]] = []
+        self.others: list[tuple[_KeyPath, Any]] = []
 
-    def convert(self, value: Any, place: _Place) -> Any:
+    def convert(self, value: Any, key_path: _KeyPath) -> Any:
         kind = type(value)
         if kind in self._known or isinstance(value, torch.Tensor):
             return value
@@ -80,18 +80,18 @@ class _Conversion:
         is_sequence = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
         if kind in self._allowed or not (is_mapping or is_sequence):
             if not isinstance(value, (np.ndarray, np.generic)) or value.dtype.hasobject:
-                self.others.append((place, value))
+                self.others.append((key_path, value))
             return value
         if id(value) not in self._converted:  # shared containers stay shared
             self._converted[id(value)] = value, value  # ends the recursion if one holds itself
             convert = self._mapping if is_mapping else self._sequence
-            self._converted[id(value)] = value, convert(value, place)
+            self._converted[id(value)] = value, convert(value, key_path)
         return self._converted[id(value)][1]
 
-    def _mapping(self, value: Mapping[Any, Any], place: _Place) -> Any:
-        items = {key: self.convert(each, (place, key)) for key, each in value.items()}
+    def _mapping(self, value: Mapping[Any, Any], key_path: _KeyPath) -> Any:
+        items = {key: self.convert(each, (key_path, key)) for key, each in value.items()}
         for key in items:
-            self.convert(key, place)
+            self.convert(key, key_path)
         if type(value) not in _PLAIN_MAPPINGS:
             return items
         if all(items[key] is each for key, each in value.items()):
@@ -102,8 +102,8 @@ class _Conversion:
         vars(ordered).update(vars(value))  # a module's state dict has an attribute _metadata
         return ordered
 
-    def _sequence(self, value: Sequence[Any], place: _Place) -> Any:
-        items = [self.convert(each, (place, index)) for index, each in enumerate(value)]
+    def _sequence(self, value: Sequence[Any], key_path: _KeyPath) -> Any:
+        items = [self.convert(each, (key_path, index)) for index, each in enumerate(value)]
         if type(value) in _PLAIN_SEQUENCES and all(map(_is_same, items, value)):
             return value
         return tuple(items) if isinstance(value, tuple) else items
@@ -113,7 +113,7 @@ def _is_same(one: Any, other: Any) -> bool:
     return one is other
 
 
-def _value(other: tuple[_Place, Any]) -> Any:
+def _value(other: tuple[_KeyPath, Any]) -> Any:
     return other[1]
 
 
@@ -125,20 +125,20 @@ def _unsafe(objects: Iterable[Any], reader: Reader) -> list[str]:
     return reader.unsafe_classes(file)
 
 
-def _refusal(others: Iterable[tuple[_Place, Any]], reader: Reader) -> TrialError:
+def _refusal(others: Iterable[tuple[_KeyPath, Any]], reader: Reader) -> TrialError:
     """The error for the first of `others` that cannot be saved or read."""
-    for place, each in others:
+    for key_path, each in others:
         try:
             classes = _unsafe([each], reader)
         except _UNPICKLABLE as error:
             return TrialError(
-                f"the checkpoint cannot hold an object of {_class(each)} at {_text(place)}: "
+                f"the checkpoint cannot hold an object of {_class(each)} at {_text(key_path)}: "
                 f"{error}. {WHAT_TO_SAVE}"
             )
         if classes:
             break
     return TrialError(
-        f"the checkpoint would hold an object of {', '.join(classes)} at {_text(place)}, and no "
+        f"the checkpoint would hold an object of {', '.join(classes)} at {_text(key_path)}, and no "
         f"run could resume from it: reading such objects can run code. {WHAT_TO_SAVE}. To allow "
         "single classes, call torch.serialization.add_safe_globals([…]) in the trial's module; to "
         "allow all, set checkpointing.trusted: true"
@@ -149,9 +149,9 @@ def _class(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
-def _text(place: _Place) -> str:
+def _text(key_path: _KeyPath) -> str:
     keys: list[str] = []
-    while place is not None:
-        place, key = place
+    while key_path is not None:
+        key_path, key = key_path
         keys.insert(0, str(key))
     return ".".join(keys) or "its top"

@@ -24,8 +24,8 @@ from typing import Any
 
 from trial_core.context import RunInfo
 from trial_core.controller.data.loaders import MicroBatches
-from trial_core.controller.reduction import reduce_training
-from trial_core.controller.trial_engine import TrialEngine
+from trial_core.controller.trial_adapter import TrialAdapter
+from trial_core.controller.workload_metrics import reduce_training
 from trial_core.distributed import DistributedContext
 from trial_core.pytorch.callback import PyTorchCallback
 from trial_core.pytorch.metric_reduction import BatchMetrics
@@ -63,50 +63,60 @@ class ProgressReporter:
             self._send(batches)
 
 
-def train_batches(
-    engine: TrialEngine,
-    info: RunInfo,
-    micro_batches: MicroBatches | None,
-    until: int,
-    distributed: DistributedContext,
-    progress: ProgressReporter,
-    stop_barrier: StopBarrier,
-    on_first_batch: Callable[[], None],
-    on_stop_requested: Callable[[], None],
-    wants_batch_metrics: bool,
-) -> TrainOutcome:
-    """Train from `info.batches_trained` up to `until`. Collective: every rank calls this.
+@dataclass(frozen=True)
+class TrainingLoop:
+    """Trains the batches of one trial on this rank, workload by workload.
 
-    Args:
-        stop_barrier: may end the workload early, after the same batch on every rank.
-        on_first_batch: called after the workload's first batch. May be collective.
-        on_stop_requested: called after each batch while this rank's trial requests a stop.
+    Attributes:
+        info: says how far the trial is, and is kept up to date.
+        micro_batches: this rank's training data; None: the trial reads it itself.
         wants_batch_metrics: whether a callback of any rank gets them; the same on every rank.
+        stop_barrier: may end a workload early, after the same batch on every rank.
+        send_progress: gets the number of batches trained, a few times a second.
+        on_first_batch: called after the first batch of a workload. May be collective.
+        on_stop_requested: called after each batch while this rank's trial requests a stop.
     """
-    first_batch = info.batches_trained
-    stop_barrier.begin_workload()
-    metrics = BatchMetrics()
-    engine.reducers.reset(for_training=True)
-    engine.set_training(True)
-    while info.batches_trained < until and stop_barrier.may_begin_step():
-        batch_idx = info.current_batch = info.batches_trained
-        epoch_idx = _begin_epochs(engine.callbacks, info.epoch, batch_idx)
-        calls = engine.train_batch(micro_batches, epoch_idx, batch_idx)
-        if micro_batches is not None:
-            micro_batches.batch_ended()
-        if engine.reports_training_metrics:
-            metrics.add_batch(calls)
-        _end_epochs(engine.callbacks, info.epoch, batch_idx)
-        info.batches_trained = batch_idx + 1
-        info.instruments.batch_ended()
-        progress.report(info.batches_trained)
-        if info.batches_trained == first_batch + 1:
-            on_first_batch()
-        if info.stop_requested:
-            on_stop_requested()
-    if info.batches_trained == first_batch:
-        return TrainOutcome({}, [])  # nothing to average
-    return TrainOutcome(*reduce_training(metrics, engine, distributed, wants_batch_metrics))
+
+    adapter: TrialAdapter
+    info: RunInfo
+    micro_batches: MicroBatches | None
+    distributed: DistributedContext
+    wants_batch_metrics: bool
+    stop_barrier: StopBarrier
+    send_progress: Callable[[int], None]
+    on_first_batch: Callable[[], None]
+    on_stop_requested: Callable[[], None]
+
+    def train(self, until: int) -> TrainOutcome:
+        """Train from `info.batches_trained` up to `until`. Collective: every rank calls this."""
+        adapter, info, micro_batches = self.adapter, self.info, self.micro_batches
+        stop_barrier, progress = self.stop_barrier, ProgressReporter(self.send_progress)
+        first_batch = info.batches_trained
+        stop_barrier.begin_workload()
+        metrics = BatchMetrics()
+        adapter.reducers.reset(for_training=True)
+        adapter.set_training(True)
+        while info.batches_trained < until and stop_barrier.may_begin_step():
+            batch_idx = info.current_batch = info.batches_trained
+            epoch_idx = _begin_epochs(adapter.callbacks, info.epoch, batch_idx)
+            calls = adapter.train_batch(micro_batches, epoch_idx, batch_idx)
+            if micro_batches is not None:
+                micro_batches.batch_ended()
+            if adapter.reports_training_metrics:
+                metrics.add_batch(calls)
+            _end_epochs(adapter.callbacks, info.epoch, batch_idx)
+            info.batches_trained = batch_idx + 1
+            info.tensorboard.batch_ended()
+            progress.report(info.batches_trained)
+            if info.batches_trained == first_batch + 1:
+                self.on_first_batch()
+            if info.stop_requested:
+                self.on_stop_requested()
+        if info.batches_trained == first_batch:
+            return TrainOutcome({}, [])  # nothing to average
+        return TrainOutcome(
+            *reduce_training(metrics, adapter, self.distributed, self.wants_batch_metrics)
+        )
 
 
 def _begin_epochs(

@@ -26,9 +26,9 @@ import torch
 from trial_core.controller.data.loaders import Loaders
 from trial_core.controller.data.validation_set import ValidationSet
 from trial_core.controller.rank_state import capture_rng, restore_rng
-from trial_core.controller.reduction import reduce_validation
 from trial_core.controller.training import ProgressReporter
-from trial_core.controller.trial_engine import TrialEngine
+from trial_core.controller.trial_adapter import TrialAdapter
+from trial_core.controller.workload_metrics import reduce_validation
 from trial_core.distributed import DistributedContext
 from trial_core.errors import TrialError
 from trial_core.pytorch.callback import overridden_hooks
@@ -46,18 +46,18 @@ class _Interrupted(Exception):
 
 
 @contextmanager
-def evaluating(engine: TrialEngine) -> Iterator[None]:
+def evaluating(adapter: TrialAdapter) -> Iterator[None]:
     """Inside the block, models are in evaluation mode, and torch records no gradients."""
-    engine.set_training(False)
+    adapter.set_training(False)
     try:
         with torch.no_grad():
             yield
     finally:
-        engine.set_training(True)
+        adapter.set_training(True)
 
 
 def validate(
-    engine: TrialEngine,
+    adapter: TrialAdapter,
     loaders: Loaders,
     distributed: DistributedContext,
     progress: ProgressReporter,
@@ -78,35 +78,35 @@ def validate(
         TrialError: the set is empty or too small for a pipeline, or the trial took more
             micro-batches than the loader gives.
     """
-    with evaluating(engine):
-        engine.reducers.reset(for_validation=True)
-        for callback in engine.callbacks.values():
+    with evaluating(adapter):
+        adapter.reducers.reset(for_validation=True)
+        for callback in adapter.callbacks.values():
             callback.on_validation_start()
-        for callback in engine.callbacks.values():
+        for callback in adapter.callbacks.values():
             callback.on_validation_epoch_start()
         stop_barrier.begin_workload()
         contribution = None
-        reducers: Any = engine.evaluation_reducer()
+        reducers: Any = adapter.evaluation_reducer()
         try:
-            if engine.evaluates_full_dataset:
-                metrics = _evaluate_full_dataset(engine, loaders.validation, distributed)
+            if adapter.evaluates_full_dataset:
+                metrics = _evaluate_full_dataset(adapter, loaders.validation, distributed)
                 reducers = Reducer.AVG  # of a single value: the trial has reduced the metrics
             else:
                 metrics, contribution = _evaluate_batches(
-                    engine, loaders.validation, distributed, progress, stop_barrier
+                    adapter, loaders.validation, distributed, progress, stop_barrier
                 )
         except _Interrupted:
             return None
         if not stop_barrier.may_finish_workload():
             return None
         outputs = metrics.per_call()
-        for callback in engine.callbacks.values():
+        for callback in adapter.callbacks.values():
             callback.on_validation_epoch_end(outputs)
-        return reduce_validation(metrics, engine, distributed, reducers, contribution)
+        return reduce_validation(metrics, adapter, distributed, reducers, contribution)
 
 
 def metric_names(
-    engine: TrialEngine, loaders: Loaders, distributed: DistributedContext
+    adapter: TrialAdapter, loaders: Loaders, distributed: DistributedContext
 ) -> list[str] | None:
     """The names of the validation metrics, found by evaluating one batch. Collective.
 
@@ -119,38 +119,38 @@ def metric_names(
         if callbacks have one of `VALIDATION_HOOKS`, since `evaluate_batch` may depend on them.
         The hook `on_validation_end` may add metrics to these.
     """
-    of_reducers = engine.reducers.names("validation")
+    of_reducers = adapter.reducers.names("validation")
     is_unclear = (
         of_reducers is None
-        or engine.evaluates_full_dataset
+        or adapter.evaluates_full_dataset
         or isinstance(loaders.validation.loader, Iterator)
-        or not VALIDATION_HOOKS.isdisjoint(overridden_hooks(engine.callbacks))
+        or not VALIDATION_HOOKS.isdisjoint(overridden_hooks(adapter.callbacks))
     )
     if any(distributed.allgather(is_unclear)):  # all ranks decide alike
         return None
     one_batch = replace(loaders.validation, limit=1)
-    silent, rng = ProgressReporter(lambda _: None), capture_rng(engine)
-    engine.reducers.reset(for_validation=True)
-    with evaluating(engine):
-        metrics, _ = _evaluate_batches(engine, one_batch, distributed, silent, StopBarrier())
-    engine.reducers.reset(for_validation=True)
-    restore_rng(rng, engine)
-    partials = distributed.allgather(metrics.partials() if engine.reports_metrics else {})
+    silent, rng = ProgressReporter(lambda _: None), capture_rng(adapter)
+    adapter.reducers.reset(for_validation=True)
+    with evaluating(adapter):
+        metrics, _ = _evaluate_batches(adapter, one_batch, distributed, silent, StopBarrier())
+    adapter.reducers.reset(for_validation=True)
+    restore_rng(rng, adapter)
+    partials = distributed.allgather(metrics.partials() if adapter.reports_metrics else {})
     evaluated = [part["metrics"] for part in partials if part.get("calls")]
     return sorted({*(of_reducers or ()), *evaluated[0]}) if evaluated else None
 
 
 def _evaluate_full_dataset(
-    engine: TrialEngine, validation: ValidationSet, distributed: DistributedContext
+    adapter: TrialAdapter, validation: ValidationSet, distributed: DistributedContext
 ) -> BatchMetrics:
     metrics = BatchMetrics("evaluate_full_dataset")
     if distributed.get_rank() == 0:
-        metrics.add_batch([engine.evaluate_full_dataset(validation.unsharded())])
+        metrics.add_batch([adapter.evaluate_full_dataset(validation.unsharded())])
     return metrics
 
 
 def _evaluate_batches(
-    engine: TrialEngine,
+    adapter: TrialAdapter,
     validation: ValidationSet,
     distributed: DistributedContext,
     progress: ProgressReporter,
@@ -164,19 +164,19 @@ def _evaluate_batches(
         if not stop_barrier.may_begin_step():
             raise _Interrupted
         if not counts and contribution is None:
-            contribution = engine.reducers.contribution("validation")
+            contribution = adapter.reducers.contribution("validation")
             if batches is not None:
                 batches.repeat_forever(validation.padding_micro_batch())
-        outcome = _evaluate_batch(engine, batches, batch_idx)
-        if counts and engine.reports_metrics:
+        outcome = _evaluate_batch(adapter, batches, batch_idx)
+        if counts and adapter.reports_metrics:
             metrics.add_batch([outcome])
         progress.report(batch_idx + 1)
     return metrics, contribution
 
 
-def _evaluate_batch(engine: TrialEngine, batches: Iterator[Any] | None, batch_idx: int) -> Any:
+def _evaluate_batch(adapter: TrialAdapter, batches: Iterator[Any] | None, batch_idx: int) -> Any:
     try:
-        return engine.evaluate_batch(batches, batch_idx)
+        return adapter.evaluate_batch(batches, batch_idx)
     except StopIteration as end:
         raise TrialError(
             f"evaluate_batch asked for more micro-batches than the validation loader gave this "

@@ -170,12 +170,12 @@ class DeepSpeedTrial(ABC):
         Each rank has its own folder. The checkpoint is the union of all folders, so two ranks must
         not write different content to the same file name.
         """
-        settings = context.get_experiment_config().get("checkpointing") or {}
+        settings = context.run_info.checkpointing
         for i, engine in enumerate(context.models):
             engine.save_checkpoint(
                 str(path),
                 tag=f"model{i}",
-                exclude_frozen_parameters=bool(settings.get("exclude_frozen_parameters")),
+                exclude_frozen_parameters=settings.exclude_frozen_parameters,
             )
 
     def load(self, context: DeepSpeedTrialContext, load_path: Path) -> None:

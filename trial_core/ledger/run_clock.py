@@ -44,6 +44,7 @@ BUCKETS: tuple[Bucket, ...] = get_args(Bucket)
 _OF_STAGE: Mapping[str, Bucket] = {
     "wait-for-nodes": "queue",
     "build-trial": "build",
+    "attach-trial": "build",
     "fetch-checkpoint": "restore",
     "build-loaders": "build",  # the part that loads a checkpoint is moved: see `count_as`
     "check-metrics": "validate",

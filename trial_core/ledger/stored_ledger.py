@@ -19,7 +19,7 @@ from trial_core.checkpoint import layout
 from trial_core.checkpoint.json_objects import decode_json, encode_json, named_keys, user_at_host
 from trial_core.checkpoint.manifest import utc_now
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.errors import StorageError
+from trial_core.errors import CheckpointDamaged, StorageError
 from trial_core.ledger.run_clock import RunClock
 from trial_core.ledger.time_ledger import RunTime, TimeLedger
 from trial_core.storage.parallel import CancelSignal, in_parallel
@@ -45,7 +45,11 @@ def read_ledger(store: CheckpointStore, trial: str) -> TimeLedger:
     def read(name: tuple[str, int], stop: CancelSignal) -> RunTime | None:
         stop.check()
         key, number = name
-        data = store.storage.read(key)
+        try:
+            data = store.storage.read(key)
+        except CheckpointDamaged as error:
+            _logger.warning("the ledger lacks a run: %s", error)
+            return None
         if data is None:
             return None
         record = decode_json(data, RunTime)

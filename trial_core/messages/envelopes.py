@@ -2,21 +2,49 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from inspect import signature
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from trial_core import errors
+from trial_core.errors import RankFailed, SlotsError, Stalled, TrialflowError
 from trial_core.messages.requests import AnyRequest, AnyResult, Message
-from trial_core.run.observer import MetricsKind
+from trial_core.run.sequencer import CheckpointPolicy
+from trial_core.run.stop_requests import StopReason
+
+MetricsKind = Literal["training", "validation"]
+
+
+class Invitation(Message):
+    """What a rank needs to join a driver that has not started it.
+
+    Attributes:
+        path: of the channel's Unix socket, for ranks of the driver's machine.
+        address: for ranks of other machines, ``tls://HOST:PORT,…``; None: they cannot join.
+        secret: of the channel.
+        log_dir: where ranks of the driver's machine write the stacks of their threads.
+    """
+
+    path: str
+    address: str | None
+    secret: bytes
+    log_dir: str
 
 
 class Hello(Message):
-    """A rank's first message, after both ends have proved that they know the secret."""
+    """A rank's first message, after both ends have proved that they know the secret.
+
+    Attributes:
+        is_interactive: whether a person uses its process, for example in a notebook.
+    """
 
     rank: int
     pid: int
     host: str
+    is_interactive: bool = False
 
 
 class Envelope(Message):
@@ -82,8 +110,80 @@ class ResumeUntil(Message):
 
 
 class StopRequested(Message):
-    """The trial on this rank has requested a stop. The rank begins no batch before all have agreed
-    on the last one."""
+    """This rank was asked to stop. If its trial asks, the rank begins no batch before all have
+    agreed on the last one.
+
+    Attributes:
+        reason: that of a signal to the rank; None: the trial asks.
+        detail: what happened, for people: ``SIGTERM``.
+    """
+
+    reason: StopReason | None = None
+    detail: str = ""
+
+
+class Abort(Message):
+    """End your part of the run with this error. For ranks that the driver has not started.
+
+    Attributes:
+        error_type: the name of the error's class.
+        message: of the error.
+        details: its other attributes, if the class has some.
+    """
+
+    error_type: str
+    message: str
+    details: dict[str, Any] = msgspec.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, error: BaseException) -> Abort:
+        """The message for an error of the driver's."""
+        name, details = type(error).__name__, {}
+        if isinstance(error, RankFailed):
+            details = {name: getattr(error, name) for name in signature(RankFailed).parameters}
+        elif isinstance(error, Stalled):
+            details = {"stacks": list(error.stacks)}
+        return cls(error_type=name, message=str(error), details=details)
+
+    @property
+    def error(self) -> TrialflowError:
+        """The error, to be raised on a rank."""
+        known = getattr(errors, self.error_type, None)
+        if isinstance(known, type) and issubclass(known, TrialflowError):
+            arguments = () if known is RankFailed else (self.message,)
+            with suppress(TypeError):
+                return known(*arguments, **self.details)
+        return SlotsError(f"the driver has failed: {self.error_type}: {self.message}")
+
+
+class DumpStacks(Message):
+    """Reply with the stacks of your threads."""
+
+
+class StacksDumped(Message):
+    """A rank's reply to `DumpStacks`."""
+
+    text: str
+
+
+class BytesWritten(Message):
+    """How many bytes a rank that the driver has not started has written to disks and to its log.
+
+    Sent every few seconds, if it has grown."""
+
+    count: int
+
+
+class Logged(Message):
+    """A line of the driver's log, for ranks that have joined: rank 0 logs it.
+
+    Attributes:
+        level: of Python's logging.
+        text: the line.
+    """
+
+    level: int
+    text: str
 
 
 class Activity(Message):
@@ -114,8 +214,29 @@ class CheckpointWritten(Message):
     steps_completed: int
 
 
-ScriptEvent = MetricsReported | CheckpointWritten
-"""What a Core API script tells the driver, from rank 0."""
+class Length(msgspec.Struct):
+    """A length or period of training; several numbers: those at which something is due."""
+
+    unit: Literal["batches", "epochs"]
+    value: int | list[int]
+
+
+class FitBegun(Message):
+    """A script has called `Trainer.fit` on rank 0, with these arguments.
+
+    Its ranks carry out requests for a trial, from `AttachTrial` to `EndFit`.
+    """
+
+    max_length: Length | None
+    reporting_period: Length
+    validation_period: Length | None
+    checkpoint_period: Length | None
+    checkpoint_policy: CheckpointPolicy | None
+    step_zero_validation: bool
+
+
+ScriptEvent = MetricsReported | CheckpointWritten | FitBegun
+"""What a script tells the driver, from rank 0."""
 
 FromRank = (
     Answer
@@ -126,17 +247,26 @@ FromRank = (
     | LogLines
     | Activity
     | ScriptEvent
+    | StacksDumped
+    | BytesWritten
 )
-FromDriver = Envelope | PauseSteps | ResumeUntil
+FromDriver = Envelope | PauseSteps | ResumeUntil | Abort | DumpStacks | Logged
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A rank that has joined the channel."""
+    """A rank that has joined the channel.
+
+    Attributes:
+        is_here: whether `pid` is its process on this machine.
+        is_interactive: as in `Hello`.
+    """
 
     rank: int
     pid: int
     host: str
+    is_here: bool = False
+    is_interactive: bool = False
 
 
 Decoded = TypeVar("Decoded")
@@ -145,11 +275,30 @@ _encoder = msgspec.msgpack.Encoder()
 _from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
 _from_driver: msgspec.msgpack.Decoder[FromDriver] = msgspec.msgpack.Decoder(FromDriver)
 _hello = msgspec.msgpack.Decoder(Hello)
+_invitation: msgspec.msgpack.Decoder[Invitation | Abort] = msgspec.msgpack.Decoder(
+    Invitation | Abort
+)
 
 
 def encode(message: Message) -> bytes:
     """The bytes of a message."""
     return _encoder.encode(message)
+
+
+def check_integer(value: int, place: str) -> None:
+    """Refuse a metric that no message can hold: MessagePack has integers of 64 bits.
+
+    Args:
+        place: what holds it, for the error.
+
+    Raises:
+        TrialError: it is below -2**63, or not below 2**64.
+    """
+    if not -(2**63) <= value < 2**64:
+        raise errors.TrialError(
+            f"{place} is or holds an integer of {value.bit_length()} bits, expected one from "
+            "-2**63 to 2**64 - 1; report it as a float, or in a larger unit"
+        )
 
 
 def decode_from_rank(data: bytes) -> FromRank:
@@ -165,6 +314,11 @@ def decode_from_driver(data: bytes) -> FromDriver:
 def decode_hello(data: bytes) -> Hello:
     """A rank's first message. Raises msgspec.DecodeError if it is invalid."""
     return _decode(_hello, data)
+
+
+def decode_invitation(data: bytes) -> Invitation | Abort:
+    """A driver's answer to a script. Raises msgspec.DecodeError if it is invalid."""
+    return _decode(_invitation, data)
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[Decoded], data: bytes) -> Decoded:

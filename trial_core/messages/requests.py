@@ -115,7 +115,7 @@ class Fetched(Result):
     problem: str | None = None
 
 
-class BuildLoaders(Request):
+class BuildLoadersAndRestore(Request):
     """Build the data loaders, and restore `checkpoint` if there is one.
 
     Attributes:
@@ -134,8 +134,8 @@ class BuildLoaders(Request):
     validation_limit: int | None = None
 
 
-class LoadersBuilt(Result):
-    """The loaders exist and the rank is ready to train.
+class ReadyToTrain(Result):
+    """The loaders are built, the checkpoint is restored: the rank is ready to train.
 
     Attributes:
         epoch: the length of an epoch; None if the training loader has no length.
@@ -163,7 +163,7 @@ class Trained(Result):
         stop_requested: whether the trial requested a stop.
         data_seconds: how long this rank waited for data.
         forward_seconds: how long a forward pass of this rank took; 0: unknown.
-        learning_rates: of the next batch, one per engine; None for an engine without one.
+        learning_rates: of the next batch, one per optimizer; None: an engine has none.
     """
 
     batches_trained: int
@@ -332,8 +332,32 @@ class ScriptEnded(Result):
     writes_run_files: bool = False
 
 
+class AttachTrial(Request):
+    """Take over the trial of the script that is in `Trainer.fit`. The result is `TrialBuilt`.
+
+    Attributes:
+        trial, run_dir, storage: as of `BuildTrial`.
+    """
+
+    stage: ClassVar[str] = "attach-trial"
+    trial: str
+    run_dir: str
+    storage: StorageSpec
+
+
+class EndFit(Request):
+    """Let `Trainer.fit` return.
+
+    Attributes:
+        result: the fields of its `TrialResult`, as plain data.
+    """
+
+    stage: ClassVar[str] = "the end of fit"
+    result: dict[str, Any]
+
+
 class Shutdown(Request):
-    """Close everything and exit."""
+    """Close everything and exit. A rank that has joined leaves, and its program goes on."""
 
     stage: ClassVar[str] = "the shutdown"
 
@@ -342,7 +366,7 @@ AnyRequest = (
     Ping
     | BuildTrial
     | FetchCheckpoint
-    | BuildLoaders
+    | BuildLoadersAndRestore
     | TrainBatches
     | NameMetrics
     | RunValidation
@@ -352,13 +376,15 @@ AnyRequest = (
     | RunHook
     | FinishRunFiles
     | RunScript
+    | AttachTrial
+    | EndFit
     | Shutdown
 )
 AnyResult = (
     Done
     | TrialBuilt
     | Fetched
-    | LoadersBuilt
+    | ReadyToTrain
     | Trained
     | MetricsNamed
     | Validated

@@ -52,7 +52,7 @@ def referenced_uuid(store: CheckpointStore, reference: str) -> str:
     if ":" not in reference:
         return reference
     version = _version(Registry(store), reference)
-    if store.storage.read(version.manifest_key) is None:
+    if not store.storage.exists(version.manifest_key):
         raise CheckpointNotFound(
             f"checkpoint {version.checkpoint} of {version} was deleted from {store.url}"
         )

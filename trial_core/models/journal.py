@@ -28,12 +28,11 @@ from typing import Any, TypeVar
 import msgspec
 
 from trial_core.checkpoint import layout
-from trial_core.checkpoint.create_only import create_only
 from trial_core.checkpoint.json_objects import parse_time
-from trial_core.checkpoint.manifest import is_json, tagged, untagged, utc_now
+from trial_core.checkpoint.manifest import tagged, untagged, utc_now
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.decoding import convert
-from trial_core.errors import RegistryError
+from trial_core.decoding import convert, decode
+from trial_core.errors import CheckpointDamaged, RegistryError
 
 REPORT = "report.md"
 
@@ -155,7 +154,6 @@ class Journal:
         self._storage = store.storage
         self._model = model
         self._run = run
-        self._lock_folder = layout.locks_folder(model)
 
     def url(self, name: str) -> str:
         """The URL of an object, for people."""
@@ -168,12 +166,12 @@ class Journal:
             RegistryError: the stored object is of another kind.
         """
         key = self._key(f"{name}.json")
-        data = self._storage.read(key)
-        if data is None or not is_json(data):  # an incomplete object: its writer was killed
-            return None
         try:
-            return convert(untagged(msgspec.json.decode(data)), kind)
-        except (msgspec.MsgspecError, RecursionError) as error:
+            data = self._storage.read(key)
+            if data is None:
+                return None
+            return convert(untagged(decode(data, object)), kind)
+        except (msgspec.MsgspecError, RecursionError, CheckpointDamaged) as error:
             raise RegistryError(
                 f"{self._storage.url}/{key} cannot be read: {error}; start a new run"
             ) from error
@@ -183,7 +181,7 @@ class Journal:
         stored = msgspec.json.encode(tagged(msgspec.to_builtins(value)))
         data = msgspec.json.format(stored, indent=2) + b"\n"
         try:
-            create_only(self._storage, self._key(f"{name}.json"), data, self._lock_folder)
+            self._storage.create(self._key(f"{name}.json"), data)
         except FileExistsError:
             return self.read(name, type(value)) or value
         return value

@@ -4,30 +4,25 @@ Numbers start at 1. An append creates the object of the next number, create-only
 
     {folder}/{number:06d}.json
 
-Of several writers that saw the same last number, one succeeds; see `create_only`.
+Of several writers that saw the same last number, one succeeds.
 """
 
 from __future__ import annotations
 
-import logging
 from typing import Generic, TypeVar
 
 import msgspec
 
 from trial_core.checkpoint import layout
-from trial_core.checkpoint.create_only import create_only
 from trial_core.checkpoint.json_objects import encode_json, named_keys
-from trial_core.checkpoint.manifest import is_json
 from trial_core.decoding import decode
-from trial_core.errors import RegistryError
+from trial_core.errors import CheckpointDamaged, RegistryError
 from trial_core.models.records import Numbered
 from trial_core.storage.base import Storage
 from trial_core.storage.parallel import CancelSignal, in_parallel
 
 _READ_THREADS = 8
 _RESTORE_ADVICE = "the registry never changes a stored object: restore it from a backup"
-
-_logger = logging.getLogger(__name__)
 
 Entry = TypeVar("Entry", bound=Numbered)
 
@@ -54,17 +49,13 @@ class NumberedLog(Generic[Entry]):
             RegistryError: the object is not a valid entry.
         """
         key = layout.numbered_key(self._folder, number)
-        data = self._storage.read(key)
-        if data is None:
-            return None
         url = f"{self._storage.url}/{key}"
-        if not is_json(data):
-            # Some storages show an object while it is written; or its writer was killed.
-            _logger.warning("ignoring %s: the object is incomplete", url)
-            return None
         try:
+            data = self._storage.read(key)
+            if data is None:
+                return None
             entry = decode(data, self._kind)
-        except (msgspec.MsgspecError, RecursionError) as error:
+        except (msgspec.MsgspecError, RecursionError, CheckpointDamaged) as error:
             raise RegistryError(f"{url} cannot be read: {error}; {_RESTORE_ADVICE}") from error
         if entry.number != number:
             raise RegistryError(
@@ -100,7 +91,7 @@ class NumberedLog(Generic[Entry]):
             FileExistsError: another writer stored a different entry under that number.
         """
         key = layout.numbered_key(self._folder, entry.number)
-        create_only(self._storage, key, encode_json(entry), layout.locks_folder(self._model))
+        self._storage.create(key, encode_json(entry))
 
     def _numbers(self) -> list[int]:
         named = named_keys(

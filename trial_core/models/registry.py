@@ -20,10 +20,10 @@ from trial_core.errors import (
     PromotionRefused,
     RegistryError,
 )
-from trial_core.models.alias_moves import ANY, ExpectedChampion, PromotionRequest, move_aliases
 from trial_core.models.numbered_log import Entry, NumberedLog
+from trial_core.models.promotion import ANY, ExpectedChampion, PromotionRequest, move_aliases
 from trial_core.models.records import Alias, Move, Version
-from trial_core.retention import holds
+from trial_core.retention.protections import Protection, protections
 
 __all__ = ["ANY", "ExpectedChampion", "HeldVersion", "Registry"]
 
@@ -124,7 +124,7 @@ class Registry:
 
         Logs a warning for a model whose moves cannot be read.
         """
-        held_by_uuid = holds.holds(self.store)
+        held_by_uuid = protections(self.store, kind="hold")
         moves: dict[str, Move | None] = {}
         for model in {
             hold.model for of_checkpoint in held_by_uuid.values() for hold in of_checkpoint
@@ -134,7 +134,7 @@ class Registry:
             except RegistryError as error:
                 _logger.warning("cannot read the champion of model %s: %s", model, error)
 
-        def held_version(hold: holds.RegistryHold) -> HeldVersion:
+        def held_version(hold: Protection) -> HeldVersion:
             move = moves.get(hold.model)
             alias = move.alias_of(hold.version) if move else None
             return HeldVersion(hold.model, hold.version, alias)
@@ -166,7 +166,7 @@ class Registry:
             PromotionConflict: other processes took every number that was tried.
         """
         log = self._versions(model)
-        if self.store.storage.read(manifest.name.key) is None:
+        if not self.store.storage.exists(manifest.name.key):
             raise CheckpointNotFound(
                 f"checkpoint {manifest.uuid} of trial {manifest.trial} cannot become a version of "
                 f"model {model}: it does not exist in {self.store.url}, or was deleted"
@@ -199,10 +199,8 @@ class Registry:
             return version
         raise PromotionConflict(
             f"checkpoint {manifest.uuid} did not become a version of model {model} in "
-            f"{_REGISTER_ATTEMPTS} attempts: other processes register versions at the same time, "
-            f"or {self.store.url}/"
-            f"{layout.numbered_key(layout.versions_folder(model), last_number + 1)} is incomplete: "
-            "in that case delete it"
+            f"{_REGISTER_ATTEMPTS} attempts: other processes register versions at the same time; "
+            "try again"
         )
 
     def promote(

@@ -6,8 +6,11 @@ also after a restart. The agent's folder has their logs, which the driver gets t
 what they stage and fetch.
 
 The agent ends, with all its ranks, when the run has ended, when the driver is gone or has been
-silent for `SILENCE_SECONDS`. By SIGTERM or SIGINT it asks the driver to let it leave, which has the
-ranks save first. If it is killed, its fork server ends the ranks.
+silent for `SILENCE_SECONDS`. By SIGTERM, SIGINT or SIGHUP it asks the driver to let it leave,
+which has the ranks save first. If it is killed, its fork server ends the ranks.
+
+What may take long is done in one other thread, in the driver's order. The agent's end does not wait
+for what hangs there, such as a read from a file server that is away.
 """
 
 from __future__ import annotations
@@ -16,21 +19,22 @@ import asyncio
 import contextlib
 import logging
 import os
+import queue
 import signal
 import socket
-import urllib.parse
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import threading
+import time
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import LaunchError, TrialflowError
 from trial_core.messages import FromRank, Message, Peer, encode
-from trial_core.nodes.examination import Examination
+from trial_core.nodes.agent_connection import join
+from trial_core.nodes.examination import Examination, check_storage
 from trial_core.nodes.frames import read_frame
 from trial_core.nodes.node_messages import (
     ALIVE_SECONDS,
@@ -59,35 +63,32 @@ from trial_core.nodes.node_messages import (
     Welcome,
     to_agent_decoder,
 )
-from trial_core.nodes.tls import agent_context, digest_of
 from trial_core.nodes.versions import own_versions
 from trial_core.run.run_dirs import RUN_DIR_VARIABLE, clear_rank_files
 from trial_core.slots.accelerators import resolve_slot_count
 from trial_core.slots.fork_server import ForkServer, disk_bytes
-from trial_core.slots.framing import (
-    HANDSHAKE_SECONDS,
-    NONCE_BYTES,
-    PROOF_BYTES,
-    ProtocolError,
-    check_proof,
-    frame,
-    new_nonce,
-    proof,
+from trial_core.slots.framing import ProtocolError, frame
+from trial_core.slots.launcher import (
+    LaunchRequest,
+    LocalConnections,
+    MachineShare,
+    launch_here,
+    rank_environment,
 )
-from trial_core.slots.launcher import Launch, LocalLink, Place, launch_here, rank_environment
 from trial_core.slots.rank_handle import RankHandle
 from trial_core.slots.rank_network import addresses_in
 from trial_core.text_format import plural
-from trial_core.transfer.code_folder import unpack_code
+from trial_core.transfer.code_archive import unpack_code
 
 logger = logging.getLogger(__name__)
 
-RETRY_SECONDS = 1.0
 LOG_SECONDS = 0.25
 """How often what was added to the ranks' logs is sent."""
 LOG_BYTES = 2**18
 """At most so much of a rank's log is sent at once."""
 KILL_SECONDS = 30.0
+END_SECONDS = 10.0
+"""At the agent's end, what it does for the driver and the end of its ranks may take so long."""
 
 
 @dataclass
@@ -100,7 +101,7 @@ class RanksHere:
     environment: dict[str, str]
     store: socket.socket | None
     ranks: list[RankHandle] = field(default_factory=list)
-    link: LocalLink | None = None
+    connections: LocalConnections | None = None
     sent_bytes: dict[int, int] = field(default_factory=dict)
     written: dict[int, int] = field(default_factory=dict)
 
@@ -111,8 +112,11 @@ class Agent:
     Args:
         folder: an empty folder for this agent alone.
         fork_server: starts the ranks.
-        name: the node's name among those of the engine; empty: the driver chooses one.
+        name: the node's name among those of the provider; empty: the driver chooses one.
         slots: how many ranks this node offers; None: as the driver says.
+
+    Attributes:
+        hangs_in: the message of the driver whose work has not ended; empty: there is none.
     """
 
     def __init__(
@@ -126,14 +130,17 @@ class Agent:
         self._asked_by: signal.Signals | None = None
         self._ranks: RanksHere | None = None
         self._examination = Examination(folder)
-        # What may take long is done in one other thread, in the driver's order.
-        self._worker = ThreadPoolExecutor(1, "agent")
+        self._orders: queue.SimpleQueue[ToAgent | None] = queue.SimpleQueue()
+        self._has_ended = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._pacing = asyncio.Lock()  # before Python 3.12 only one task may wait for it
+        self.hangs_in = ""
 
     async def serve(self, driver: str, token: str, wait_seconds: float) -> signal.Signals | None:
         """Join the driver, and serve it until the run ends, or this node may leave it.
 
         Args:
-            driver: as `trial_core.nodes.hub.driver_address` writes it.
+            driver: as `trial_core.slots.listen_address.driver_address` writes it.
             wait_seconds: how long to try, while the driver cannot be reached.
 
         Returns:
@@ -155,15 +162,20 @@ class Agent:
                 versions=own_versions(),
             )
         )
-        tasks = [asyncio.ensure_future(each) for each in (self._beat(), self._send_logs())]
-        for number in (signal.SIGTERM, signal.SIGINT):
+        # It does not keep the process alive: what it does may hang.
+        threading.Thread(target=self._work, name="agent", daemon=True).start()
+        self._begin(self._beat())
+        self._begin(self._send_logs())
+        for number in _leave_signals():
             self._loop.add_signal_handler(number, self._ask_to_leave, number)
         try:
             await self._obey(reader)
         finally:
-            for task in tasks:
+            for task in self._tasks:
                 task.cancel()
-            await self._loop.run_in_executor(self._worker, self._end_ranks)
+            self._orders.put(None)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._has_ended.wait(), END_SECONDS)
             self._examination.close()
             self._writer.close()
         return self._asked_by
@@ -177,8 +189,6 @@ class Agent:
         logger.warning("this node leaves the run when that has saved; a second signal: at once")
         self._asked_by = number
         self._send(Draining(why=f"its agent was asked to leave ({number.name})"))
-
-    # ----------------------------------------------------------------------- the driver says
 
     async def _obey(self, reader: asyncio.StreamReader) -> None:
         while True:
@@ -196,20 +206,23 @@ class Agent:
                 return
             if isinstance(message, Refused):
                 raise LaunchError(f"the driver refuses this node: {message.why}")
-            self._do(message)
+            if not isinstance(message, Alive):
+                self._orders.put(message)
 
-    def _do(self, message: ToAgent) -> None:
-        ranks = self._ranks
-        if isinstance(message, Alive):
-            return
-        if isinstance(message, ToRanks):
-            if ranks is not None and self._is_of(message.launch) and ranks.link is not None:
-                ranks.link.send_encoded(message.data)
-        else:
-            self._worker.submit(self._work, message)
+    # ------------------------------------------------------------- in the thread of `_work`
 
-    def _work(self, message: ToAgent) -> None:
-        """Carry out what may take long. In the worker's thread."""
+    def _work(self) -> None:
+        """Carry out what the driver says, until `serve` ends; then end the ranks."""
+        while (message := self._orders.get()) is not None:
+            self.hangs_in = type(message).__name__
+            self._carry_out(message)
+            self.hangs_in = ""
+        try:
+            self._end_ranks()
+        finally:
+            self._call(self._has_ended.set)
+
+    def _carry_out(self, message: ToAgent) -> None:
         try:
             if isinstance(message, Welcome):
                 self._get_ready(message)
@@ -217,6 +230,8 @@ class Agent:
                 self._prepare(message)
             elif isinstance(message, StartRanks):
                 self._start(message)
+            elif isinstance(message, ToRanks):
+                self._pass_on(message)
             elif isinstance(message, ForwardSignal):
                 self._signal(message)
             elif isinstance(message, Question):
@@ -225,7 +240,7 @@ class Agent:
                 self._end_ranks()
         except Exception:
             logger.exception("this node ends: %s failed", type(message).__name__)
-            self._loop.call_soon_threadsafe(self._writer.close)
+            self._call(self._writer.close)
 
     def _get_ready(self, welcome: Welcome) -> None:
         environment = {**os.environ, **welcome.environment}
@@ -264,7 +279,8 @@ class Agent:
     def _prepare(self, message: PrepareRanks) -> None:
         try:
             working_dir = self._code(message)
-            _check_storage(message)
+            if message.storage_key is not None:
+                check_storage(message.storage, message.storage_key)
             store = None
             if message.hosts_store:
                 family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
@@ -297,9 +313,9 @@ class Agent:
                     "(environment.code: folder)"
                 )
             return Path(message.code_folder)
-        folder = self._folder / f"code-{message.code_digest.removeprefix('sha256:')[:16]}"
+        folder = self._folder / f"code-{message.code_digest[:16]}"
         if message.code is not None:
-            unpack_code(message.code, folder)
+            unpack_code(message.code, folder, "the code that the driver sends")
         return folder
 
     def _start(self, message: StartRanks) -> None:
@@ -307,22 +323,27 @@ class Agent:
         if here is None or not self._is_of(message.launch):
             return
         ranks = range(message.first_rank, message.first_rank + message.count)
-        place = Place(
+        share = MachineShare(
             ranks, message.world_size, message.store, self._address, message.node_index,
             message.nodes,
         )  # fmt: skip
-        launch = Launch(
+        launch = LaunchRequest(
             message.world_size, here.working_dir, here.log_dir, here.environment,
             _Relay(self, here.number),
             lambda rank, code: self._call(self._rank_ended, here, rank, code),
         )  # fmt: skip
         try:
-            here.link = launch_here(launch, place, self._fork_server, here.store, here.ranks)
+            here.connections = launch_here(launch, share, self._fork_server, here.store, here.ranks)
         except LaunchError as error:
             self._send(RanksNotStarted(launch=here.number, why=str(error)))
         finally:
             if here.store is not None:
                 here.store.close()
+
+    def _pass_on(self, message: ToRanks) -> None:
+        here = self._ranks
+        if here is not None and self._is_of(message.launch) and here.connections is not None:
+            here.connections.send_encoded(message.data)
 
     def _signal(self, message: ForwardSignal) -> None:
         here = self._ranks
@@ -343,10 +364,11 @@ class Agent:
             return
         for rank in here.ranks:
             rank.kill()
+        deadline = time.monotonic() + KILL_SECONDS
         for rank in here.ranks:
-            rank.wait(KILL_SECONDS)
-        if here.link is not None:
-            here.link.close()
+            rank.wait(max(0.0, deadline - time.monotonic()))
+        if here.connections is not None:
+            here.connections.close()
 
     # ----------------------------------------------------------------------- this node says
 
@@ -380,15 +402,17 @@ class Agent:
             if here is None:
                 continue
             for rank in list(here.ranks):
-                self._send_log(here, rank)
-                await self._writer.drain()  # so that a slow connection slows the logs alone
+                await self._send_log(here, rank)
             written = {rank.rank: disk_bytes(rank.pid) for rank in list(here.ranks)}
             if written != here.written:
                 here.written = written
                 self._send(RanksWrote(launch=here.number, written_bytes=written))
 
-    def _send_log(self, here: RanksHere, rank: RankHandle) -> bool:
-        """Send what was added to a rank's log. Return whether there may be more."""
+    async def _send_log(self, here: RanksHere, rank: RankHandle) -> bool:
+        """Send what was added to a rank's log. Return whether there may be more.
+
+        A slow connection slows the logs alone: the next piece is read when this one is sent.
+        """
         begin = here.sent_bytes.get(rank.rank, 0)
         try:
             with rank.log_path.open("rb") as log:
@@ -399,14 +423,27 @@ class Agent:
         if data:
             here.sent_bytes[rank.rank] = begin + len(data)
             self._write(frame(encode(RankLogged(launch=here.number, rank=rank.rank, data=data))))
+        with contextlib.suppress(OSError):  # the connection is lost: `_obey` notices it
+            async with self._pacing:
+                await self._writer.drain()
+        await asyncio.sleep(0)  # a fast connection keeps the loop no longer
         return len(data) == LOG_BYTES
 
     def _rank_ended(self, here: RanksHere, rank: int, code: int) -> None:
+        self._begin(self._tell_end(here, rank, code))
+
+    async def _tell_end(self, here: RanksHere, rank: int, code: int) -> None:
+        """Tell that a rank has ended, when its whole log was sent."""
         for process in here.ranks:
             if process.rank == rank:
-                while self._send_log(here, process):
+                while await self._send_log(here, process):
                     pass
         self._send(RankGone(launch=here.number, rank=rank, code=code))
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
 
 class _Relay:
@@ -431,89 +468,7 @@ class _Relay:
         """A channel within a machine never tells this."""
 
 
-def _check_storage(message: PrepareRanks) -> None:
-    """Check that this node sees the storage that the driver sees.
-
-    Raises:
-        LaunchError, StorageError: it does not, or cannot reach it.
-    """
-    storage = CheckpointStore.from_spec(message.storage).storage
-    if storage.read(message.storage_key) is None:
-        raise LaunchError(
-            f"this node sees another storage than the driver: {storage.url} has no "
-            f"{message.storage_key} here. Mount that folder on every node, or use an object "
-            "storage (checkpoint_storage)"
-        )
-
-
-async def join(
-    driver: str, token: bytes, wait_seconds: float
-) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connect to the first of the driver's addresses that answers, and prove the token.
-
-    Raises:
-        LaunchError: none does in time; or it does not know the token.
-    """
-    addresses = parse_driver_address(driver)
-    deadline = asyncio.get_running_loop().time() + wait_seconds
-    while True:
-        problems = []
-        for host, port in addresses:
-            try:
-                return await asyncio.wait_for(connect(host, port, token), HANDSHAKE_SECONDS)
-            except ProtocolError as error:
-                raise LaunchError(f"the driver at {host}:{port} is another one: {error}") from None
-            except (OSError, EOFError, asyncio.TimeoutError) as error:
-                problems.append(f"{host}:{port}: {str(error) or type(error).__name__}")
-        if asyncio.get_running_loop().time() > deadline:
-            raise LaunchError(
-                f"no driver answered within {wait_seconds:g} s ({'; '.join(problems)}): check that "
-                "it runs, that its address can be reached from here, and that the token is that "
-                "of its run"
-            )
-        await asyncio.sleep(RETRY_SECONDS)
-
-
-async def connect(
-    host: str, port: int, token: bytes
-) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connect to a driver. Both ends prove the token.
-
-    Raises:
-        ProtocolError: the driver does not know the token, or a relay is between.
-        EOFError: it has closed the connection: it knows another token.
-    """
-    reader, writer = await asyncio.open_connection(host, port, ssl=agent_context())
-    try:
-        secured = writer.get_extra_info("ssl_object")
-        certificate = digest_of(secured.getpeercert(binary_form=True))
-        theirs = await reader.readexactly(NONCE_BYTES)
-        nonce = new_nonce()
-        writer.write(proof(token, "agent", theirs, certificate) + nonce)
-        check_proof(token, "driver", nonce, await reader.readexactly(PROOF_BYTES), certificate)
-    except BaseException:
-        writer.close()
-        raise
-    return reader, writer
-
-
-def parse_driver_address(text: str) -> list[tuple[str, int]]:
-    """The hosts and ports in ``tls://HOST:PORT,…``.
-
-    Raises:
-        LaunchError: it is something else.
-    """
-    scheme, _, rest = text.partition("://")
-    found = []
-    for part in rest.split(","):
-        try:
-            parts = urllib.parse.urlsplit(f"//{part}")
-            host, port = parts.hostname, parts.port
-        except ValueError:
-            host = port = None
-        if scheme != "tls" or not host or port is None:
-            raise LaunchError(
-                f"the driver's address is {text!r}, expected tls://HOST:PORT as the driver shows it"
-            )
-        found.append((host, port))
-    return found
+def _leave_signals() -> list[signal.Signals]:
+    """The signals that ask this node to leave. One that nohup has ignored stays ignored."""
+    hung_up = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
+    return [signal.SIGTERM, signal.SIGINT, *hung_up]

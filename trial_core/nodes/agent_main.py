@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import os
 import shutil
 import socket
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,7 +28,11 @@ from trial_core.slots.rank_main import SCRIPT_MODULES, TRIAL_MODULES
 PRELOADS = {"trial": TRIAL_MODULES, "script": SCRIPT_MODULES, "none": ()}
 """What the agent's ranks import before they are forked."""
 WAIT_SECONDS = 300.0
+EXIT_SECONDS = 10.0
+"""How long the end of the process may take, if something hangs in it."""
 _LOCK = ".lock"
+
+logger = logging.getLogger(__name__)
 
 
 def run_agent(
@@ -43,7 +49,7 @@ def run_agent(
     Args:
         driver: its address, as it shows it.
         token: that of its run.
-        node: the node's name among those of the engine.
+        node: the node's name among those of the provider.
         slots: how many ranks this node offers; None: as the experiment says.
         preload: a name in `PRELOADS`.
         wait_seconds: how long to wait for the driver.
@@ -60,8 +66,20 @@ def run_agent(
     setproctitle(f"trialflow: agent of {driver}")
     with node_folder() as folder, ForkServer(PRELOADS[preload]) as fork_server:
         agent = Agent(folder, fork_server, node, slots)
-        asked_by = asyncio.run(agent.serve(driver, token, wait_seconds))
+        try:
+            asked_by = asyncio.run(agent.serve(driver, token, wait_seconds))
+        finally:
+            if agent.hangs_in:
+                _end_soon(agent.hangs_in)
     return 0 if asked_by is None else 128 + asked_by
+
+
+def _end_soon(hangs_in: str) -> None:
+    """End this process, although a thread of it may hang that Python would wait for."""
+    logger.warning("this node ends, but %s hangs: is the storage there?", hangs_in)
+    timer = threading.Timer(EXIT_SECONDS, os._exit, [1])
+    timer.daemon = True
+    timer.start()
 
 
 @contextmanager
@@ -88,7 +106,7 @@ def node_folder() -> Iterator[Path]:
 
 
 def main() -> None:
-    """Read the arguments of an engine, and the token from standard input or a file."""
+    """Read the arguments of a provider, and the token from standard input or a file."""
     parser = argparse.ArgumentParser(prog="trialflow agent")
     parser.add_argument("--driver", required=True)
     parser.add_argument("--node", default="")

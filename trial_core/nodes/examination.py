@@ -1,22 +1,25 @@
-"""What a node finds out for `trialflow doctor`: what it has, and what it reaches."""
+"""What a node finds out for the driver and `trialflow doctor`: what it has, and what it reaches."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib.metadata
 import os
 import re
+import secrets
 import shutil
 import socket
+import socketserver
 import subprocess
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
-from trial_core.checkpoint.store import CheckpointStore
+from trial_core.checkpoint.store import CheckpointStore, StorageSpec
+from trial_core.checkpoint.verified_read import Damage, StoredFile, read_files
 from trial_core.errors import LaunchError, TrialflowError
 from trial_core.nodes.node_messages import (
     Answer,
@@ -42,8 +45,6 @@ from trial_core.storage.parallel import CancelSignal, in_parallel
 SHARED_MEMORY = Path("/dev/shm")
 CONNECT_SECONDS = 10.0
 CONNECT_THREADS = 64
-READ_BYTES = 4 * 2**20
-READ_THREADS = 4
 
 
 class Examination:
@@ -76,13 +77,6 @@ class Examination:
 
     def _examine(self, question: Examine, address: str) -> Examined:
         received_at = time.time()
-        port, listen_problem = 0, None
-        self.close()
-        try:
-            self._greeter = _Greeter(address, question.greeting)
-            port = self._greeter.port
-        except OSError as error:
-            listen_problem = str(error)
         accelerators, of_ranks, of_operators = _accelerators({**os.environ, **question.environment})
         shared = shutil.disk_usage(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else None
         return Examined(
@@ -95,10 +89,18 @@ class Examination:
             shared_memory=None if shared is None else (shared.total, shared.free),
             folder=str(self._folder),
             disk_free_bytes=shutil.disk_usage(self._folder).free,
-            port=port,
-            listen_problem=listen_problem,
+            listening=self._listen(address),
             answered_at=time.time(),
         )
+
+    def _listen(self, address: str) -> ListeningNode | str:
+        self.close()
+        greeting = secrets.token_hex(16)
+        try:
+            self._greeter = _Greeter(address, greeting)
+        except OSError as error:
+            return str(error)
+        return ListeningNode(address, self._greeter.port, greeting)
 
 
 def installed_packages() -> dict[str, str]:
@@ -123,15 +125,16 @@ def unreachable(nodes: Mapping[str, ListeningNode]) -> dict[str, str]:
 
 
 def _connection_problem(node: ListeningNode) -> str | None:
-    wanted = node.greeting.encode()
     try:
-        with socket.create_connection((node.address, node.port), CONNECT_SECONDS) as connection:
-            seen = b""
-            while len(seen) < len(wanted) and (part := connection.recv(len(wanted) - len(seen))):
-                seen += part
+        with (
+            socket.create_connection((node.address, node.port), CONNECT_SECONDS) as connection,
+            connection.makefile("rb") as stream,
+        ):
+            seen = stream.read(len(node.greeting))
     except OSError as error:
         return str(error)
-    return None if seen == wanted else "something else answers at its address and port"
+    is_the_node = seen == node.greeting.encode()
+    return None if is_the_node else "something else answers at its address and port"
 
 
 def try_storage(question: TryStorage, folder: Path) -> StorageTried:
@@ -146,6 +149,31 @@ def try_storage(question: TryStorage, folder: Path) -> StorageTried:
     return StorageTried(read_seconds=read_seconds, write_seconds=write_seconds)
 
 
+def check_storage(spec: StorageSpec, key: str) -> None:
+    """Check that this node sees an object of the driver's storage.
+
+    Raises:
+        LaunchError, StorageError: it does not, or cannot reach the storage.
+    """
+    try:
+        store = CheckpointStore.from_spec(spec)
+        is_there = store.storage.exists(key)
+    except (TypeError, ValueError, KeyError) as error:  # fsspec's, of an option
+        raise LaunchError(
+            f"this node cannot use the storage {spec.url}: {type(error).__name__}: {error}. Check "
+            "its options, and that the node has the driver's version of the storage's package"
+        ) from error
+    if not is_there:
+        raise _other_storage(store, key)
+
+
+def _other_storage(store: CheckpointStore, key: str) -> LaunchError:
+    return LaunchError(
+        f"this node sees another storage than the driver: {store.url} has no {key} here. Mount "
+        "that folder on every node, or use an object storage (checkpoint_storage)"
+    )
+
+
 def _read(store: CheckpointStore, question: TryStorage) -> float:
     """How long the driver's object takes; no cache of this node has it.
 
@@ -153,41 +181,29 @@ def _read(store: CheckpointStore, question: TryStorage) -> float:
         LaunchError: it is not there, or is another one.
         StorageError: the storage has failed.
     """
-    key, size = question.driver_key, question.size_bytes
-    if key not in store.storage.sizes(key.rpartition("/")[0]):
-        raise LaunchError(
-            f"this node sees another storage than the driver: {store.url} has no {key} here. Mount "
-            "that folder on every node, or use an object storage (checkpoint_storage)"
-        )
-    data = bytearray(size)
-
-    def read(start: int, stop: CancelSignal) -> int:
-        with memoryview(data)[start : start + READ_BYTES] as view:
-            return store.storage.read_into(key, start, view, stop).size_bytes
-
+    key, damaged = f"{question.folder}/{question.object.path}", list[Damage]()
+    if key not in store.storage.sizes(question.folder):
+        raise _other_storage(store, key)
     began = time.monotonic()
-    count = sum(in_parallel(read, range(0, size, READ_BYTES), READ_THREADS))
-    seconds = time.monotonic() - began
-    if count != size or f"sha256:{hashlib.sha256(data).hexdigest()}" != question.digest:
+    read_files(store.storage, [StoredFile(question.object, key)], damaged.append)
+    if damaged:
         raise LaunchError(f"{store.url}/{key} is read here with other bytes than the driver wrote")
-    return seconds
+    return time.monotonic() - began
 
 
 def _write(store: CheckpointStore, question: TryStorage, folder: Path) -> float:
-    """How long an object takes, without its deletion.
+    """How long an object takes, which the driver deletes.
 
     Raises:
         StorageError: the storage has failed.
     """
     with tempfile.NamedTemporaryFile(dir=folder) as file:
-        file.write(os.urandom(question.size_bytes))
+        file.write(os.urandom(question.object.size_bytes))
         file.flush()
         began = time.monotonic()
-        try:
-            store.storage.upload(Path(file.name), question.own_key, CancelSignal())
-            return time.monotonic() - began
-        finally:
-            store.storage.remove(question.own_key)
+        key = f"{question.folder}/{uuid.uuid4()}"
+        store.storage.upload(Path(file.name), key, CancelSignal())
+        return time.monotonic() - began
 
 
 def _accelerators(environment: Mapping[str, str]) -> tuple[str, str | None, str | None]:
@@ -217,28 +233,21 @@ def _described(visible: Accelerators) -> str:
     return f"{counted} ({'; '.join(models)})"
 
 
-class _Greeter:
+class _Greeter(socketserver.TCPServer):
     """Sends a text to everyone who connects to a port of an address, until it is closed."""
 
-    def __init__(self, address: str, text: str) -> None:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._socket = socket.create_server((address, 0), family=family, backlog=1024)
-        self.port: int = self._socket.getsockname()[1]
-        self._text = text.encode()
-        self._thread = threading.Thread(target=self._greet, name="trialflow-greeter", daemon=True)
-        self._thread.start()
+    request_queue_size = 1024
 
-    def _greet(self) -> None:
-        while True:
-            try:
-                connection, _ = self._socket.accept()
-            except OSError:  # closed
-                return
-            with contextlib.suppress(OSError), connection:
-                connection.sendall(self._text)
+    def __init__(self, address: str, text: str) -> None:
+        def greet(request: socket.socket, *_: object) -> None:
+            with contextlib.suppress(OSError):
+                request.sendall(text.encode())
+
+        self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        super().__init__((address, 0), greet)  # type: ignore[arg-type]  # any callable will do
+        self.port: int = self.server_address[1]
+        threading.Thread(target=self.serve_forever, name="trialflow-greeter", daemon=True).start()
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # ends `accept`
-        self._socket.close()
-        self._thread.join(1.0)  # elsewhere than on Linux, `accept` may not end
+        self.shutdown()
+        self.server_close()

@@ -10,18 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
-import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from trial_core.errors import LaunchError
 from trial_core.messages import Message, encode
 from trial_core.nodes.frames import read_frame
 from trial_core.nodes.node_messages import (
@@ -38,54 +34,17 @@ from trial_core.nodes.node_messages import (
     from_agent_decoder,
     hello_decoder,
 )
-from trial_core.nodes.tls import make_certificate
 from trial_core.nodes.versions import describe_difference, own_versions
-from trial_core.slots.framing import (
-    HANDSHAKE_SECONDS,
-    HEADER,
-    NONCE_BYTES,
-    PROOF_BYTES,
-    ProtocolError,
-    check_proof,
-    frame,
-    frame_length,
-    new_nonce,
-    proof,
-)
-from trial_core.slots.rank_network import own_addresses
+from trial_core.slots.acceptor import Acceptor
+from trial_core.slots.framing import ProtocolError, frame
+from trial_core.slots.listen_address import ListenAddress
+from trial_core.slots.tls import make_certificate
 
 logger = logging.getLogger(__name__)
 
 HELLO_MAX_BYTES = 16384
-MAX_UNPROVEN = 256
-"""So many connections at once may not have proved yet that they know the token."""
-ACCEPT_RETRY_SECONDS = 1.0
-LOGGED_STRANGERS = 20
-"""So many refused connections are logged, so that a port scan does not fill the log."""
-
-
-@dataclass(frozen=True)
-class ListenAddress:
-    """Where the driver listens for agents.
-
-    Attributes:
-        bind: the address of an interface; None: of all.
-        ports: the first and the last port to try; 0: any free one.
-        advertise: the host name or address that nodes connect to; None: as bound.
-    """
-
-    bind: str | None = None
-    ports: tuple[int, int] = (0, 0)
-    advertise: str | None = None
-
-    @property
-    def hosts(self) -> list[str]:
-        """Where nodes reach the driver: the advertised name, else the bound addresses."""
-        if self.advertise is not None:
-            return [self.advertise]
-        if self.bind is None or ipaddress.ip_address(self.bind).is_unspecified:
-            return own_addresses()
-        return [self.bind]
+LEAVE_SECONDS = 5.0
+"""How long agents may take to disconnect once they were told that the run has ended."""
 
 
 class ConnectedAgent:
@@ -177,9 +136,7 @@ class Hub:
         self.changed = threading.Condition()
         self.agents: dict[str, ConnectedAgent] = {}
         self._rejected: list[tuple[str, str]] = []
-        self._connected: set[ConnectedAgent] = set()
-        self._unproven = 0
-        self._token = token.encode()
+        self._connected: dict[ConnectedAgent, asyncio.Task[Any] | None] = {}
         self._slots_per_node = slots_per_node
         self._environment = dict(environment or {})
         self._network = network
@@ -187,20 +144,19 @@ class Hub:
         # Those of the first node are the measure; here may be another build of PyTorch.
         self._versions = {"trialflow": own_versions()["trialflow"]}
         self._names: set[str] = set()
-        self._strangers = 0
         self._is_closing = False
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._context, self._certificate = make_certificate()
-        self._socket = _bind(listen)
-        self._socket.setblocking(False)
-        port = self._socket.getsockname()[1]
-        self.address = driver_address(listen.hosts, port)
+        self._acceptor = Acceptor(
+            token.encode(), "agent", HELLO_MAX_BYTES, lambda data, _: hello_decoder.decode(data),
+            self._talk,
+        )  # fmt: skip
+        tls = make_certificate()
+        listening, self.address = listen.open()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="trialflow-hub", daemon=True
         )
         self._thread.start()
-        self._accepting = asyncio.run_coroutine_threadsafe(self._accept(), self._loop)
+        self._loop.call_soon_threadsafe(self._acceptor.listen, listening, tls)
 
     def __enter__(self) -> Hub:
         return self
@@ -230,64 +186,13 @@ class Hub:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     async def _shut(self) -> None:
-        self._accepting.cancel()
-        self._socket.close()
         for agent in self._connected:  # also those that still get ready
             agent.send(Leave())
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _accept(self) -> None:
-        while True:
-            try:
-                connection, origin = await self._loop.sock_accept(self._socket)
-            except OSError as error:  # for example too many open files
-                logger.warning("the driver cannot accept a connection: %s", error)
-                await asyncio.sleep(ACCEPT_RETRY_SECONDS)
-                continue
-            task = self._loop.create_task(self._serve(connection, origin))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    async def _serve(self, connection: socket.socket, origin: Any) -> None:
-        writer: asyncio.StreamWriter | None = None
-        if self._unproven >= MAX_UNPROVEN:
-            self._log_stranger(origin, ProtocolError("too many connections at once"))
-            connection.close()
-            return
-        self._unproven += 1
-        try:
-            reader, writer = await self._secure(connection)
-            hello = await asyncio.wait_for(self._admit(reader, writer), HANDSHAKE_SECONDS)
-        except (ProtocolError, OSError, EOFError, asyncio.TimeoutError, msgspec.MsgspecError) as e:
-            self._unproven -= 1
-            self._log_stranger(origin, e)
-        except asyncio.CancelledError:
-            connection.close()
-            return
-        else:
-            self._unproven -= 1
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._talk(hello, reader, writer)
-        if writer is not None:
-            with contextlib.suppress(OSError, asyncio.TimeoutError):
-                writer.close()  # what was written is sent first
-                await asyncio.wait_for(writer.wait_closed(), HANDSHAKE_SECONDS)
-
-    async def _secure(
-        self, connection: socket.socket
-    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """The streams of an accepted connection, once TLS has begun."""
-        reader = asyncio.StreamReader()
-        protocol = asyncio.StreamReaderProtocol(reader)
-        transport, _ = await self._loop.connect_accepted_socket(
-            lambda: protocol,
-            connection,
-            ssl=self._context,
-            ssl_handshake_timeout=HANDSHAKE_SECONDS,
-        )
-        return reader, asyncio.StreamWriter(transport, protocol, reader, self._loop)
+        # They disconnect first. If this end did, what they still send would reset the connection,
+        # and with it the word that the run has ended.
+        if talking := [task for task in self._connected.values() if task is not None]:
+            await asyncio.wait(talking, timeout=LEAVE_SECONDS)
+        await self._acceptor.close()
 
     async def _talk(
         self, hello: AgentHello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -313,41 +218,21 @@ class Hub:
             )
         )
         beating = asyncio.ensure_future(self._beat(agent, writer))
-        self._connected.add(agent)
+        self._connected[agent] = asyncio.current_task()
         try:
             why = await self._listen_to(agent, reader, writer)
         finally:
             beating.cancel()
-            self._connected.discard(agent)
+            self._connected.pop(agent, None)
         if (seconds := self._loop.time() - agent.heard_at) >= SILENCE_SECONDS:
             last = time.strftime("%H:%M:%S", time.localtime(time.time() - seconds))
             why = f"no sign of life for {SILENCE_SECONDS:g} s, the last at {last}"
         self._lose(agent, agent.why_lost(why))
 
-    async def _admit(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> AgentHello:
-        nonce, certificate = new_nonce(), self._certificate
-        writer.write(nonce)
-        seen = await reader.readexactly(PROOF_BYTES)
-        check_proof(self._token, "agent", nonce, seen, certificate)
-        theirs = await reader.readexactly(NONCE_BYTES)
-        writer.write(proof(self._token, "driver", theirs, certificate))
-        length = frame_length(await reader.readexactly(HEADER.size), HELLO_MAX_BYTES)
-        return hello_decoder.decode(await reader.readexactly(length))
-
-    def _log_stranger(self, origin: Any, error: BaseException) -> None:
-        self._strangers += 1
-        if self._strangers > LOGGED_STRANGERS or self._is_closing:
-            return
-        last = "; later ones are not logged" if self._strangers == LOGGED_STRANGERS else ""
-        what = str(error) or type(error).__name__
-        logger.warning("rejected a connection from %s to the driver: %s%s", origin, what, last)
-
     def _refusal(self, hello: AgentHello) -> str | None:
-        living = self.agents.get(hello.node)
-        if living is not None and living.lost is None:
-            return f"the agent of a node {hello.node} has joined already (process {living.pid})"
+        for living in self._connected:  # also one that still gets ready
+            if living.name == hello.node and living.lost is None:
+                return f"the agent of a node {hello.node} has joined already (process {living.pid})"
         return self._other_versions(hello.versions)
 
     def _other_versions(self, versions: Mapping[str, str]) -> str | None:
@@ -437,40 +322,8 @@ class Hub:
         writer.transport.abort()
 
 
-def driver_address(hosts: list[str], port: int) -> str:
-    """``tls://10.0.0.5:7600,[fd00::5]:7600``: where agents try to reach the driver, in order."""
-    return "tls://" + ",".join(
-        f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts
-    )
-
-
 def _call_unless_closed(
     loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any
 ) -> None:
     with contextlib.suppress(RuntimeError):  # the hub was closed meanwhile
         loop.call_soon_threadsafe(function, *arguments)
-
-
-def _bind(listen: ListenAddress) -> socket.socket:
-    """A socket on the first free port.
-
-    Raises:
-        LaunchError: there is none.
-    """
-    first, last = listen.ports
-    problem: OSError | None = None
-    for port in range(first, last + 1):
-        try:
-            if listen.bind is not None:
-                family = socket.AF_INET6 if ":" in listen.bind else socket.AF_INET
-                return socket.create_server((listen.bind, port), family=family)
-            if socket.has_dualstack_ipv6():
-                return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-            return socket.create_server(("", port))
-        except OSError as error:
-            problem = error
-    where = listen.bind or "any address"
-    ports = f"port {first}" if first == last else f"ports {first} to {last}"
-    raise LaunchError(
-        f"the driver cannot listen for nodes on {where}, {ports}: {problem}; see resources.channel"
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import signal
 import threading
@@ -14,7 +15,6 @@ from pathlib import Path
 
 import msgspec
 
-from trial_core.checkpoint.code_objects import RunCode
 from trial_core.checkpoint.store import StorageSpec
 from trial_core.errors import LaunchError, RankFailed, Stopped
 from trial_core.messages import Message, Peer, decode_from_rank, encode
@@ -35,7 +35,7 @@ from trial_core.nodes.node_messages import (
     StartRanks,
     ToRanks,
 )
-from trial_core.slots.launcher import Launch
+from trial_core.slots.launcher import LaunchRequest
 from trial_core.slots.rank_handle import RankHandle, RankLog
 
 PREPARE_SECONDS = 120.0
@@ -106,7 +106,7 @@ class NodeCode:
         folder: where it is on the driver's machine.
     """
 
-    archive: RunCode | None
+    archive: bytes | None
     folder: Path
 
 
@@ -116,7 +116,8 @@ class NodeLauncher:
     Args:
         agents: the nodes' agents; ranks are numbered in this order.
         code: the trial's code.
-        storage, storage_key: an object that every node must see, where checkpoints are stored.
+        storage: where checkpoints are stored.
+        storage_key: an object there that every node must see; None: they are not asked for one.
     """
 
     def __init__(
@@ -124,25 +125,25 @@ class NodeLauncher:
         agents: Sequence[ConnectedAgent],
         code: NodeCode,
         storage: StorageSpec,
-        storage_key: str,
+        storage_key: str | None,
     ) -> None:
         self._agents = agents
         self._code = code
         self._storage = storage
         self._storage_key = storage_key
 
-    def launch(self, launch: Launch, ranks: list[RankHandle]) -> NodeLink:
+    def launch(self, launch: LaunchRequest, ranks: list[RankHandle]) -> NodeConnections:
         """Part of `Launcher`."""
         shares = shares_of(launch.world_size, [agent.slots for agent in self._agents])
-        link = NodeLink(launch, list(zip(self._agents, shares, strict=True)))
+        connections = NodeConnections(launch, list(zip(self._agents, shares, strict=True)))
         try:
-            link.prepare(self._code, self._storage, self._storage_key)
-            link.start(ranks)
+            connections.prepare(self._code, self._storage, self._storage_key)
+            connections.start(ranks)
         except BaseException:
-            link.close()
-            link.give_up()
+            connections.close()
+            connections.give_up()
             raise
-        return link
+        return connections
 
 
 def shares_of(world_size: int, slots: Sequence[int]) -> list[range]:
@@ -164,10 +165,10 @@ def shares_of(world_size: int, slots: Sequence[int]) -> list[range]:
     return shares
 
 
-class NodeLink:
-    """The connection to the ranks of one launch, through their agents. A `Link`."""
+class NodeConnections:
+    """The `RankConnections` of one launch, through the agents of its nodes."""
 
-    def __init__(self, launch: Launch, shares: list[tuple[ConnectedAgent, range]]) -> None:
+    def __init__(self, launch: LaunchRequest, shares: list[tuple[ConnectedAgent, range]]) -> None:
         self._launch = launch
         self._shares = shares
         self._number = next(_LAUNCHES)
@@ -189,7 +190,7 @@ class NodeLink:
             if agent.lost is not None:  # meanwhile
                 self._node_lost(agent, share, agent.lost)
 
-    def prepare(self, code: NodeCode, storage: StorageSpec, storage_key: str) -> None:
+    def prepare(self, code: NodeCode, storage: StorageSpec, storage_key: str | None) -> None:
         """Have all nodes unpack the code, and look whether they see the storage.
 
         Raises:
@@ -197,7 +198,7 @@ class NodeLink:
             RankFailed: a node is lost.
             Stopped: the run was asked to stop meanwhile.
         """
-        digest = code.archive.digest if code.archive is not None else None
+        digest = None if code.archive is None else hashlib.sha256(code.archive).hexdigest()
         for agent, share in self._shares:
             is_new = digest is not None and agent.code_digest != digest
             agent.send(
@@ -205,7 +206,7 @@ class NodeLink:
                     launch=self._number,
                     environment=dict(self._launch.environment),
                     code_digest=digest,
-                    code=code.archive.data if code.archive is not None and is_new else None,
+                    code=code.archive if is_new else None,
                     code_folder=str(code.folder),
                     storage=storage,
                     storage_key=storage_key,
@@ -275,13 +276,13 @@ class NodeLink:
             )
 
     def send(self, message: Message) -> None:
-        """Part of `Link`."""
+        """Part of `RankConnections`."""
         data = encode(message)
         for agent, _ in self._shares:
             agent.send(ToRanks(launch=self._number, data=data))
 
     def close(self) -> None:
-        """Part of `Link`."""
+        """Part of `RankConnections`."""
         for agent, _ in self._shares:
             agent.on_message, agent.on_lost = _ignore, _ignore
             agent.send(EndRanks(launch=self._number))

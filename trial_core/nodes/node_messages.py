@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import msgspec
 
+from trial_core.checkpoint.manifest import FileEntry
 from trial_core.checkpoint.store import StorageSpec
 from trial_core.messages import Message
 
@@ -31,7 +32,7 @@ class AgentHello(Message):
     """An agent's first message.
 
     Attributes:
-        node: the name that the engine has given its node; empty: the agent was started by hand.
+        node: the name that the provider has given its node; empty: the agent was started by hand.
         host: the machine's name.
         pid: of the agent.
         slots: how many ranks it was told to offer; None: as the driver says.
@@ -93,10 +94,11 @@ class PrepareRanks(Message):
     Attributes:
         launch: the number of this launch, which all later messages have.
         environment: the experiment's variables.
-        code_digest: of the archive of the code folder; None: `code_folder` is mounted.
+        code_digest: SHA-256 of the archive of the code folder; None: `code_folder` is mounted.
         code: that archive; None: it came with an earlier launch.
         code_folder: the code folder on a file system that all machines share.
-        storage, storage_key: an object that this node must see where checkpoints are stored.
+        storage: where checkpoints are stored.
+        storage_key: an object that this node must see there; None: none is known.
         hosts_store: whether rank 0 is on this node.
     """
 
@@ -106,7 +108,7 @@ class PrepareRanks(Message):
     code: bytes | None
     code_folder: str
     storage: StorageSpec
-    storage_key: str
+    storage_key: str | None
     hosts_store: bool
 
 
@@ -124,7 +126,7 @@ class RanksPrepared(Message):
 
 
 class StartRanks(Message):
-    """Start this node's ranks; see `trial_core.slots.launcher.Place`."""
+    """Start this node's ranks; see `trial_core.slots.launcher.MachineShare`."""
 
     launch: int
     first_rank: int
@@ -215,16 +217,22 @@ class RanksWrote(Message):
     written_bytes: dict[int, int]
 
 
+class ListeningNode(msgspec.Struct, frozen=True):
+    """Where a node listens, and what it sends to each that connects."""
+
+    address: str
+    port: int
+    greeting: str
+
+
 class Examine(Message):
     """Tell what this node has, and listen for the other nodes.
 
     Attributes:
         environment: the experiment's variables.
-        greeting: what to send to each of them that connects.
     """
 
     environment: dict[str, str]
-    greeting: str
 
 
 class Examined(Message):
@@ -241,8 +249,7 @@ class Examined(Message):
             none.
         folder: where this node's files are.
         disk_free_bytes: what is free there.
-        port: where this node listens for the others.
-        listen_problem: why it cannot; None: it does.
+        listening: where this node listens for the others; or why it cannot.
     """
 
     received_at: float
@@ -255,20 +262,11 @@ class Examined(Message):
     shared_memory: tuple[int, int] | None
     folder: str
     disk_free_bytes: int
-    port: int
-    listen_problem: str | None
-
-
-class ListeningNode(msgspec.Struct, frozen=True):
-    """Where another node listens, and what it sends."""
-
-    address: str
-    port: int
-    greeting: str
+    listening: ListeningNode | str
 
 
 class Reach(Message):
-    """Connect to other nodes, given by their names."""
+    """Connect to nodes, given by their names. This one may be among them."""
 
     nodes: dict[str, ListeningNode]
 
@@ -280,19 +278,17 @@ class Reached(Message):
 
 
 class TryStorage(Message):
-    """Read an object of the driver's, and write, read and delete others.
+    """Read an object of the driver's, and write one of the same size.
 
     Attributes:
         storage: where checkpoints are stored.
-        driver_key, size_bytes, digest: the driver's object.
-        own_key: for one of the same size.
+        folder: where both objects are, and others that nodes write.
+        object: the driver's.
     """
 
     storage: StorageSpec
-    driver_key: str
-    size_bytes: int
-    digest: str
-    own_key: str
+    folder: str
+    object: FileEntry
 
 
 class StorageTried(Message):

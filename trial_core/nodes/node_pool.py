@@ -1,4 +1,4 @@
-"""The nodes of a run, over all its launches: an engine finds them, and their agents join the hub.
+"""The nodes of a run, over all its launches: a provider finds them, and their agents join the hub.
 
 A node that is lost or drains is replaced before the next launch; with a range of slots, the run may
 also continue without it. The other nodes keep their agents, with the interpreters that have
@@ -15,16 +15,16 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from trial_core.errors import LaunchError, Stopped
-from trial_core.nodes.engine import Engine, Gang, Node, NodeDraining, NodeRequest
 from trial_core.nodes.hub import ConnectedAgent, Hub
 from trial_core.nodes.node_messages import Leave
-from trial_core.slots.announcer import Pace
+from trial_core.nodes.node_provider import Gang, Node, NodeDraining, NodeProvider, NodeRequest
+from trial_core.slots.announcer import AnnouncementTimer
 from trial_core.text_format import plural
 
 POLL_SECONDS = 0.2
 
 WATCH_SECONDS = 0.5
-"""How often to ask the engine while ranks train."""
+"""How often to ask the provider while ranks train."""
 
 OFFER_SECONDS = 30.0
 """For so long no offer is taken after a node has not joined: the next may be the same machine.
@@ -42,7 +42,7 @@ class NodePool:
     One thread uses it, and the thread of `watching`.
 
     Args:
-        engine: finds the nodes.
+        provider: finds the nodes.
         hub: which their agents join.
         request: what the run needs.
         token: that of the hub.
@@ -53,7 +53,7 @@ class NodePool:
 
     def __init__(
         self,
-        engine: Engine,
+        provider: NodeProvider,
         hub: Hub,
         request: NodeRequest,
         token: str,
@@ -61,7 +61,7 @@ class NodePool:
         replace_seconds: float = 0.0,
         agent_arguments: tuple[str, ...] = (),
     ) -> None:
-        self._engine = engine
+        self._provider = provider
         self._hub = hub
         self._request = request
         self._token = token
@@ -116,10 +116,10 @@ class NodePool:
         self._offer_seconds, self._takes_offers_from = OFFER_SECONDS, began
         self._last_problem = ""
         enough_since, enough = began, 0
-        pace = Pace("waiting for nodes", began)
+        timer = AnnouncementTimer("waiting for nodes", began)
         if self._gang is None:
-            on_activity(f"waiting for nodes of {self._engine.name}: {self._what_is_missing()}")
-            gang = self._gang = self._engine.place(
+            on_activity(f"waiting for nodes of {self._provider.name}: {self._what_is_missing()}")
+            gang = self._gang = self._provider.acquire(
                 self._request, self._max_wait_seconds, should_abort
             )
             for node in list(gang.nodes):
@@ -127,7 +127,7 @@ class NodePool:
         while True:
             if should_abort():
                 raise Stopped("the run was stopped while it waited for its nodes")
-            problems = self._follow_engine(self._gang)
+            problems = self._follow_provider(self._gang)
             self._take_ready()
             chosen, now = self._choose(), time.monotonic()
             has_enough = self._slots_to_come(self._gang) >= self._request.min_slots
@@ -143,7 +143,7 @@ class NodePool:
                 return list(chosen)
             if now > began + self._max_wait_seconds and not chosen:
                 raise LaunchError(self._too_few())
-            if pace.due(None, now) is not None:
+            if timer.due(None, now) is not None:
                 on_activity(f"waiting for nodes: {self._what_is_missing()}")
             with self._hub.changed:
                 self._hub.changed.wait(POLL_SECONDS)
@@ -233,11 +233,11 @@ class NodePool:
         is_offered = is_leaving = has_failed = False
         while not has_ended.wait(WATCH_SECONDS):
             try:
-                self._note_problems(self._follow_engine(gang))
+                self._note_problems(self._follow_provider(gang))
             except Exception:
-                # Of the engine's library. Training continues, and agents are still heard.
+                # Of the provider's library. Training continues, and agents are still heard.
                 if not has_failed:
-                    _logger.exception("%s cannot be asked about its nodes", self._engine.name)
+                    _logger.exception("%s cannot be asked about its nodes", self._provider.name)
                 has_failed = True
             for agent in self._chosen:
                 if agent.name in self._gone:
@@ -267,7 +267,7 @@ class NodePool:
         """The agents of nodes that are there, also if `gather` found them too few."""
         return [agent for agent in self._hub.agents.values() if self._is_there(agent)]
 
-    # ----------------------------------------------------------------------------- the engine
+    # ----------------------------------------------------------------------------- the provider
 
     def _start(self, gang: Gang, node: Node) -> None:
         arguments = (
@@ -276,8 +276,8 @@ class NodePool:
         )  # fmt: skip
         gang.start(node, arguments, self._token)
 
-    def _follow_engine(self, gang: Gang) -> list[str]:
-        """Give lost and draining nodes back, and take what the engine offers for them.
+    def _follow_provider(self, gang: Gang) -> list[str]:
+        """Give lost and draining nodes back, and take what the provider offers for them.
 
         Returns:
             Which nodes have not joined, and why.
@@ -298,7 +298,7 @@ class NodePool:
             if agent is not None and agent in self._chosen and agent.lost is None:
                 continue  # its ranks still run: see `_watch` and `_let_leave`
             if agent is not None:
-                agent.send(Leave())  # it may live, where the engine takes the node back
+                agent.send(Leave())  # it may live, where the provider takes the node back
             gang.give_up(node)
             if agent is None:
                 problems.append(f"the agent of node {node.name} has not joined: {why}")
@@ -308,7 +308,7 @@ class NodePool:
         takes_offers = not problems and time.monotonic() >= self._takes_offers_from
         is_short = kept < self._request.slots and takes_offers
         if is_short and (offered := gang.offer()) is not None:
-            _logger.info("%s offers node %s", self._engine.name, offered.name)
+            _logger.info("%s offers node %s", self._provider.name, offered.name)
             self._start(gang, offered)
         return problems
 
@@ -423,7 +423,7 @@ class NodePool:
         if self._last_problem:
             after += f"; {self._last_problem}"
         return (
-            f"not enough nodes of {self._engine.name} within {self._max_wait_seconds:g} s: "
+            f"not enough nodes of {self._provider.name} within {self._max_wait_seconds:g} s: "
             f"{self._what_is_missing()}{after}; start more, or reduce resources.slots_per_trial "
             "(the wait: resources.max_wait_seconds)"
         )

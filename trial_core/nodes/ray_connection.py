@@ -179,7 +179,7 @@ connection = Connection()
 
 
 def import_ray() -> Any:
-    """Ray, which only this engine needs.
+    """Ray, which only this provider needs.
 
     Raises:
         LaunchError: it is not installed.
@@ -191,7 +191,7 @@ def import_ray() -> Any:
         return importlib.import_module("ray")
     except ImportError as error:
         raise LaunchError(
-            f'the engine "ray" needs Ray, which cannot be imported ({error}): '
+            f"resources.engine: ray needs Ray, which cannot be imported ({error}): "
             'pip install "trialflow[ray]"'
         ) from error
 

@@ -1,5 +1,7 @@
 """The PyTorch trial API: change ``determined.pytorch`` to ``trial_core.pytorch``.
 
+DeepSpeed trials, too, use the loaders, metrics and callbacks: the reference API has them here.
+
 Names are imported when they are first used, so that importing the package stays cheap.
 """
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
@@ -46,18 +46,18 @@ class PyTorchTrialContext(TorchTrialContext):
 
     def __init__(self, info: RunInfo, distributed: DistributedContext) -> None:
         super().__init__(info, distributed)
-        settings = optimizations_of(info.experiment)
+        settings = info.optimizations
         self.models: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
         self.lr_schedulers: list[LRScheduler] = []
         self.scaler: Any = None
-        self.aggregation_frequency = int(settings.get("aggregation_frequency", 1))
+        self.aggregation_frequency = settings.aggregation_frequency
         self.experimental = PyTorchExperimentalContext(self)
         self.moves_batches = True
         self.precision = MixedPrecision(self.device)
-        self._averages_by_default = bool(settings.get("average_aggregated_gradients", True))
-        self._compresses_by_default = bool(settings.get("gradient_compression", False))
-        self._default_sharding = str(settings.get("sharding", "none"))
+        self._averages_by_default = settings.average_aggregated_gradients
+        self._compresses_by_default = settings.gradient_compression
+        self._default_sharding = settings.sharding
         self._mesh: DeviceMesh | None = None
         self._divides: dict[int, bool] = {}
         self._has_warned_of_remainder = False
@@ -465,12 +465,6 @@ class PyTorchExperimentalContext:
     ) -> MetricReducer:
         """As `PyTorchTrialContext.wrap_reducer`."""
         return self._parent.wrap_reducer(reducer, name, for_training, for_validation)
-
-
-def optimizations_of(experiment: Mapping[str, Any]) -> dict[str, Any]:
-    """The experiment's `optimizations`, without those that are null: their defaults apply."""
-    given = experiment.get("optimizations") or {}
-    return {name: value for name, value in given.items() if value is not None}
 
 
 def _default(given: bool | None, default: bool) -> bool:

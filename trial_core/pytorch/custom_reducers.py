@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from trial_core.errors import TrialError, TrialTypeError
+from trial_core.messages import MetricsKind
 from trial_core.pytorch.metric_values import plain_value
-from trial_core.run.observer import MetricsKind
 
 
 class MetricReducer(ABC):

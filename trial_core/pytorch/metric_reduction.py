@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import Enum
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 import numpy as np
 import torch
@@ -23,8 +23,12 @@ from trial_core.pytorch.metric_values import (
     HostColumn,
     Value,
     as_plain,
+    check_integers,
     collected,
     mean_over_ranks,
+    numeric,
+    stack,
+    sum_of,
     to_host,
     type_of,
 )
@@ -33,7 +37,8 @@ from trial_core.pytorch.metric_values import (
 class Reducer(Enum):
     """How to reduce a metric's values of single batches to one value.
 
-    Follows ``determined.pytorch.Reducer``.
+    Follows ``determined.pytorch.Reducer``. Sums and extremes of integers are exact, means are
+    floats. An integer, also as a sum, is at least -2**63 and less than 2**64.
 
     Attributes:
         AVG: the mean.
@@ -187,7 +192,8 @@ def combine(
         reducers: one reducer for all metrics, or one for each.
 
     Raises:
-        TrialError: a metric's name or shape differs between ranks, or `reducers` do not match.
+        TrialError: a metric's name or shape differs between ranks, or `reducers` do not match, or a
+            sum of integers does not fit into 64 bits.
     """
     by_rank = {rank: part for rank, part in enumerate(partials) if part.get("calls")}
     if not by_rank:
@@ -230,7 +236,7 @@ def _partial(column: HostColumn) -> Partial:
     if numbers is not None:
         return Partial(
             count=len(numbers),
-            sum=as_plain(numbers.sum(axis=0)),
+            sum=as_plain(sum_of(numbers)),
             max=as_plain(numbers.max(axis=0)),
             min=as_plain(numbers.min(axis=0)),
         )
@@ -249,15 +255,20 @@ def _combine_one(name: str, by_rank: Mapping[int, Partials], reducer: Reducer) -
     shapes = {rank: np.shape(metric["sum"]) for rank, metric in numbers.items()}
     if len(set(shapes.values())) > 1:
         raise TrialError(f'metric "{name}" differs in shape between ranks: {shapes}')
-    metrics = list(numbers.values())
     if reducer is Reducer.MAX:
-        return as_plain(np.max([metric["max"] for metric in metrics], axis=0))
+        return as_plain(_over_ranks(numbers, "max").max(axis=0))
     if reducer is Reducer.MIN:
-        return as_plain(np.min([metric["min"] for metric in metrics], axis=0))
-    total = np.sum([metric["sum"] for metric in metrics], axis=0)
+        return as_plain(_over_ranks(numbers, "min").min(axis=0))
+    total = sum_of(_over_ranks(numbers, "sum"))
     if reducer is Reducer.SUM:
+        check_integers(total, f'the sum of metric "{name}" over all batches')
         return as_plain(total)
-    return as_plain(np.asarray(total / sum(metric["count"] for metric in metrics)))
+    return as_plain(total / sum(metric["count"] for metric in numbers.values()))
+
+
+def _over_ranks(metrics: Mapping[int, Partial], key: Literal["sum", "max", "min"]) -> Array:
+    arrays = [numeric(metric[key]) for metric in metrics.values()]
+    return stack([array for array in arrays if array is not None])
 
 
 def _reducer_of_each(

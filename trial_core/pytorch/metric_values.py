@@ -2,6 +2,9 @@
 
 Numbers, arrays, and nested lists of numbers are reduced over batches and ranks. Anything else that
 JSON can hold (text, None, dicts, lists of arrays) is reported, not reduced.
+
+Integers stay exact: an array of them has dtype int64, or object (Python's integers) if some do not
+fit. Those that messages between processes cannot hold are refused.
 """
 
 from __future__ import annotations
@@ -14,12 +17,11 @@ import numpy as np
 import torch
 
 from trial_core.errors import TrialError
+from trial_core.messages import check_integer
 
 # A metric's value: a number, or nested lists of numbers, so that it can be written as JSON.
 Value = float | int | list[Any]
 Array = np.ndarray[Any, Any]
-
-MAX_INT64 = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True)
@@ -55,34 +57,58 @@ def collected(name: str, value: Any, source: str) -> Collected:
     """A copy of a metric's value, because the trial may reuse it. Does not wait for the device.
 
     Raises:
-        TrialError: the value is not made of numbers, text, None, arrays, lists and dicts.
+        TrialError: the value is not made of numbers, text, None, arrays, lists and dicts, or an
+            integer does not fit into 64 bits.
     """
     if isinstance(value, torch.Tensor) and not value.is_complex():
         return value.detach().clone()
     if value is None:
         return None
-    array = numeric(value)
+    array = _checked(name, value, source)
     return array if array is not None else Unreduced(_copied(name, value, source))
 
 
 def numeric(value: Any) -> Array | None:
-    """A copy of a number, array or nested lists of numbers, as float64 or int64 on the host.
+    """A copy of a number, array or nested lists of numbers on the host: floats as float64.
 
-    Integers that are too large for int64 become float64. Other values give None: they are not
-    reduced.
+    Other values give None: they are not reduced.
     """
     if isinstance(value, torch.Tensor):
         return None if value.is_complex() else _host_array(value.detach())
-    array = None
-    nested = isinstance(value, (list, tuple)) and _holds_numbers(value)
-    if nested or isinstance(value, (bool, int, float, np.generic, np.ndarray)):
-        array = np.asarray(value)
-        if not isinstance(value, np.ndarray) and array.dtype.kind == "O":  # integers beyond uint64
-            array = array.astype(np.float64)
-    if array is None or array.dtype.kind not in "fiub":
+    is_nested = isinstance(value, (list, tuple)) and _holds_numbers(value)
+    if not is_nested and not isinstance(value, (bool, int, float, np.generic, np.ndarray)):
         return None
-    is_large = array.dtype == np.uint64 and array.size > 0 and array.max() > MAX_INT64
-    return array.astype(np.float64 if array.dtype.kind == "f" or is_large else np.int64)
+    array = np.asarray(value)
+    if array.dtype == object or (is_nested and array.dtype.kind == "f"):
+        # NumPy makes floats of integers if some are negative and others beyond int64.
+        whole = np.array(value, dtype=object)
+        if all(isinstance(each, (int, np.integer, np.bool_)) for each in whole.flat):
+            return _integers(np.asarray(np.frompyfunc(int, 1, 1)(whole), dtype=object))
+    if array.dtype.kind not in "fiub":
+        return None
+    return array.astype(np.float64) if array.dtype.kind == "f" else _integers(array)
+
+
+def check_integers(array: Array, place: str) -> None:
+    """Refuse integers that no message can hold; see `check_integer`."""
+    if array.dtype == object:
+        for each in array.flat:
+            check_integer(each, place)
+
+
+def stack(arrays: Sequence[Array]) -> Array:
+    """Arrays of one shape as one. If one has floats, all become floats."""
+    is_float = any(array.dtype == np.float64 for array in arrays)
+    return np.stack([array.astype(np.float64) for array in arrays] if is_float else arrays)
+
+
+def sum_of(numbers: Array) -> Array:
+    """The sum over the first axis. A sum of integers is exact, however large."""
+    if numbers.dtype == np.int64 and numbers.size > 0:
+        largest = max(int(numbers.max()), -int(numbers.min()))
+        if largest * len(numbers) > np.iinfo(np.int64).max:
+            numbers = numbers.astype(object)
+    return np.asarray(numbers.sum(axis=0))
 
 
 def as_reported(metrics: Mapping[str, Any], source: str) -> dict[str, Any]:
@@ -92,7 +118,8 @@ def as_reported(metrics: Mapping[str, Any], source: str) -> dict[str, Any]:
         source: the method, hook or reducer that gave the metrics, for the message.
 
     Raises:
-        TrialError: a value is not made of numbers, text, None, arrays, lists and dicts.
+        TrialError: a value is not made of numbers, text, None, arrays, lists and dicts, or an
+            integer does not fit into 64 bits.
     """
     invalid = [name for name in metrics if not isinstance(name, str)]
     if invalid:
@@ -107,9 +134,10 @@ def plain_value(name: str, value: Any, source: str) -> Any:
     """The value of one metric as JSON can hold it: tensors and arrays become numbers and lists.
 
     Raises:
-        TrialError: the value is not made of numbers, text, None, arrays, lists and dicts.
+        TrialError: the value is not made of numbers, text, None, arrays, lists and dicts, or an
+            integer does not fit into 64 bits.
     """
-    array = numeric(value)
+    array = _checked(name, value, source)
     if array is not None:
         return as_plain(array)
     if value is None:
@@ -142,9 +170,17 @@ def _refusal(name: str, value: Any, source: str) -> TrialError:
     )
 
 
-def as_plain(value: Array) -> Value:
-    """An array as plain Python: a number, or nested lists of numbers."""
-    result: Value = value.tolist()
+def _checked(name: str, value: Any, source: str) -> Array | None:
+    """As `numeric`; refuses integers that no message can hold."""
+    array = numeric(value)
+    if array is not None:
+        check_integers(array, f'metric "{name}" returned by {source}')
+    return array
+
+
+def as_plain(value: Any) -> Value:
+    """An array, or a number, as plain Python: a number, or nested lists of numbers."""
+    result: Value = np.asarray(value).tolist()
     return result
 
 
@@ -194,7 +230,7 @@ def _mean(values: list[Any]) -> Any:
     arrays = [array for array in map(numeric, values) if array is not None]
     if not values or len(arrays) < len(values):
         return values[0] if values else None
-    return as_plain(np.asarray(np.mean(arrays, axis=0)))
+    return as_plain(np.mean(arrays, axis=0))
 
 
 def _host_column(name: str, column: list[Collected], method: str) -> HostColumn:
@@ -229,15 +265,25 @@ def _stacked(name: str, values: list[Array], method: str) -> Array:
                 f"{values[0].shape} in the first; return its mean over the samples, or compute it "
                 "in a reducer (context.wrap_reducer)"
             )
-    return np.stack(values)
+    return stack(values)
 
 
 def _host_array(tensor: torch.Tensor) -> Array:
     # Widened on the host: not every accelerator has float64, and numpy has no bfloat16.
-    array: Array = (
-        tensor.cpu().to(torch.float64 if tensor.is_floating_point() else torch.int64).numpy()
-    )
+    tensor = tensor.cpu()
+    if tensor.dtype == torch.uint64:
+        return _integers(tensor.numpy())
+    array: Array = tensor.to(torch.float64 if tensor.is_floating_point() else torch.int64).numpy()
     return array
+
+
+def _integers(array: Array) -> Array:
+    """A copy of integers as int64, or as Python's integers if some do not fit."""
+    if array.dtype.kind in "uO" and array.size > 0:
+        bounds = np.iinfo(np.int64)
+        if int(array.min()) < bounds.min or int(array.max()) > bounds.max:
+            return array.astype(object)
+    return array.astype(np.int64)
 
 
 def _holds_numbers(value: list[Any] | tuple[Any, ...]) -> bool:

@@ -27,8 +27,8 @@ from trial_core.pytorch.distributed_model import unwrapped
 from trial_core.pytorch.gradient_averaging import parameters_of
 from trial_core.pytorch.sharded_model import sharded_parameters
 from trial_core.pytorch.sharded_state import (
+    KeyPath,
     Part,
-    Place,
     SavedParts,
     Targets,
     copy_parts,
@@ -59,8 +59,7 @@ def state_of(context: PyTorchTrialContext) -> dict[str, Any]:
     """
     for index, optimizer in enumerate(context.optimizers):
         _require_divided_alike(index, optimizer)
-    settings = context.get_experiment_config().get("checkpointing") or {}
-    excludes_frozen = bool(settings.get("exclude_frozen_parameters"))
+    excludes_frozen = context.run_info.checkpointing.exclude_frozen_parameters
     models = [unwrapped(model) for model in context.models]
     state: dict[str, Any] = {
         MODELS: [_model_state(model, excludes_frozen) for model in models],
@@ -155,7 +154,7 @@ def load_models(context: PyTorchTrialContext, state: Mapping[str, Any]) -> None:
 def write_gradients(context: PyTorchTrialContext, folder: Path, memory_files: MemoryFiles) -> None:
     """Write this rank's gradients, if it has added some up since the last optimizer step."""
     gradients: list[dict[str, torch.Tensor]] = []
-    parts: dict[Place, Part] = {}
+    parts: dict[KeyPath, Part] = {}
     for index, model in enumerate(context.models):
         gradients.append({})
         for name, parameter in sharded_parameters(unwrapped(model)).items():
@@ -184,8 +183,8 @@ def load_gradients(context: PyTorchTrialContext, folder: Path, reader: Reader) -
     for index, model in enumerate(context.models):
         for name, parameter in sharded_parameters(unwrapped(model)).items():
             gradient = torch.empty_like(parameter, requires_grad=False)
-            if (place := (GRADIENTS, index, name)) in parts:
-                parts.fill(place, gradient)
+            if (keys := (GRADIENTS, index, name)) in parts:
+                parts.fill(keys, gradient)
                 parameter.grad = gradient
                 continue
             only = None if isinstance(parameter, DTensor) else own
@@ -220,8 +219,8 @@ def _gradients_name(rank: int) -> str:
 def _whole_tensors(kinds: Sequence[str]) -> Targets:
     """For `joined`: an empty tensor for each that is sharded in the checkpoint."""
 
-    def target(place: Place, saved: torch.Tensor) -> torch.Tensor | None:
-        if not saved.is_meta or place[0] not in kinds:
+    def target(keys: KeyPath, saved: torch.Tensor) -> torch.Tensor | None:
+        if not saved.is_meta or keys[0] not in kinds:
             return None
         return torch.empty(saved.shape, dtype=saved.dtype)
 
@@ -230,7 +229,7 @@ def _whole_tensors(kinds: Sequence[str]) -> Targets:
 
 def _own_tensors(kinds: Sequence[str], context: PyTorchTrialContext) -> Targets:
     """For `joined`: an empty tensor for each that is sharded in the checkpoint, or in the trial."""
-    tensors: dict[Place, Any] = {}
+    tensors: dict[KeyPath, Any] = {}
     for index, model in enumerate(context.models):
         for name, tensor in unwrapped(model).state_dict().items():
             tensors[(MODELS, index, name)] = tensor
@@ -239,8 +238,8 @@ def _own_tensors(kinds: Sequence[str], context: PyTorchTrialContext) -> Targets:
         for number, parameter in enumerate(parameters_of(optimizer)):
             tensors[(OPTIMIZERS, index, "state", number)] = parameter
 
-    def target(place: Place, saved: torch.Tensor) -> torch.Tensor | None:
-        own = tensors.get(place[:4]) if place[0] in kinds else None
+    def target(keys: KeyPath, saved: torch.Tensor) -> torch.Tensor | None:
+        own = tensors.get(keys[:4]) if keys[0] in kinds else None
         if not isinstance(own, torch.Tensor) or own.shape != saved.shape:
             return None
         if not (saved.is_meta or isinstance(own, DTensor)):

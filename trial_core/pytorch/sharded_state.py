@@ -1,7 +1,7 @@
 """The sharded tensors of a `PyTorchTrial`'s state in checkpoints.
 
 With FSDP2 a tensor is divided among the ranks, and each rank writes its parts, as
-``shards/{kind}/rank-00000.pt``: offset and values by the tensor's place in the state. In
+``shards/{kind}/rank-00000.pt``: offset and values by the tensor's keys in the state. In
 ``state_dict.pth`` a placeholder stands there, a tensor without data (on the device "meta").
 
 Ranks of any number can join the parts: each copies what overlaps with its own part, or the whole.
@@ -26,27 +26,27 @@ from trial_core.transfer.memory_files import MemoryFiles
 
 SHARDS_FOLDER = "shards"
 
-Place = tuple[Hashable, ...]
+KeyPath = tuple[Hashable, ...]
 """Where a tensor is in the state: ``("models_state_dict", 0, "0.weight")``."""
 
 Part = tuple[tuple[int, ...], torch.Tensor]
 """A part of a tensor: the offset in each dimension, and the values."""
 
-Targets = Callable[[Place, torch.Tensor], torch.Tensor | None]
-"""For a place and the tensor there: an empty tensor to fill, sharded or not; None: leave it."""
+Targets = Callable[[KeyPath, torch.Tensor], torch.Tensor | None]
+"""For a key path and the tensor there: an empty tensor to fill, sharded or not; None: leave it."""
 
 
 # ----------------------------------------------------------------------------------- writing
 
 
-def divided(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[Place, Part]]:
+def divided(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[KeyPath, Part]]:
     """`state` with placeholders for its sharded tensors, and this rank's parts of these."""
-    parts: dict[Place, Part] = {}
+    parts: dict[KeyPath, Part] = {}
 
-    def take_out(place: Place, tensor: torch.Tensor) -> torch.Tensor:
+    def take_out(keys: KeyPath, tensor: torch.Tensor) -> torch.Tensor:
         if not isinstance(tensor, DTensor):
             return tensor
-        parts[place] = part_of(tensor)
+        parts[keys] = part_of(tensor)
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
     return _replaced(dict(state), take_out), parts
@@ -73,16 +73,16 @@ def part_of(tensor: torch.Tensor) -> Part:
 
 
 def write_parts(
-    parts: Mapping[Place, Part], rank: int, folder: Path, memory_files: MemoryFiles
+    parts: Mapping[KeyPath, Part], rank: int, folder: Path, memory_files: MemoryFiles
 ) -> None:
-    """Write this rank's parts: one file for each kind, which is the first name of a place."""
-    kinds: dict[str, dict[Place, Part]] = defaultdict(dict)
-    for place, part in parts.items():
-        kinds[str(place[0])][place] = part
+    """Write this rank's parts: one file for each kind, which is the first key."""
+    kinds: dict[str, dict[KeyPath, Part]] = defaultdict(dict)
+    for keys, part in parts.items():
+        kinds[str(keys[0])][keys] = part
     for kind, content in kinds.items():
         name = f"{SHARDS_FOLDER}/{kind}/{_file_name(rank)}"
 
-        def write(file: Any, content: dict[Place, Part] = content) -> None:
+        def write(file: Any, content: dict[KeyPath, Part] = content) -> None:
             write_tensors(content, file)
 
         memory_files.write(folder, name, write)
@@ -92,28 +92,28 @@ def write_parts(
 
 
 class SavedParts:
-    """The parts in a checkpoint's fetched files, by place. Values stay in the files until used."""
+    """The parts in a checkpoint's fetched files, by keys. Values stay in the files until used."""
 
     def __init__(self, folder: Path, kinds: Iterable[str], reader: Reader) -> None:
-        self._parts: dict[Place, dict[tuple[int, ...], torch.Tensor]] = defaultdict(dict)
+        self._parts: dict[KeyPath, dict[tuple[int, ...], torch.Tensor]] = defaultdict(dict)
         for kind in kinds:
             for path in sorted((folder / SHARDS_FOLDER / kind).glob("*.pt")):
-                for place, (offset, values) in reader.load_mapped(path).items():
-                    self._parts[place][tuple(offset)] = values
+                for keys, (offset, values) in reader.load_mapped(path).items():
+                    self._parts[keys][tuple(offset)] = values
 
-    def __contains__(self, place: Place) -> bool:
-        return place in self._parts
+    def __contains__(self, keys: KeyPath) -> bool:
+        return keys in self._parts
 
-    def fill(self, place: Place, target: torch.Tensor) -> None:
+    def fill(self, keys: KeyPath, target: torch.Tensor) -> None:
         """Copy the saved tensor to `target`: of a sharded one, this rank's part.
 
         Raises:
             CheckpointError: the fetched files do not hold all of it.
         """
-        missing = copy_parts(self._parts.get(place, {}).items(), target)
+        missing = copy_parts(self._parts.get(keys, {}).items(), target)
         if missing:
             raise CheckpointError(
-                f"the fetched shards lack {missing} element(s) of {_dotted(place)}: the trial has "
+                f"the fetched shards lack {missing} element(s) of {_dotted(keys)}: the trial has "
                 "sharded its models in another way than the one that saved the checkpoint. Shard "
                 "them as before, or resume on another number of slots, which reads all shards"
             )
@@ -152,12 +152,12 @@ def joined(state: Mapping[str, Any], saved: SavedParts, target_of: Targets) -> d
         CheckpointError: the fetched files lack a part.
     """
 
-    def fill(place: Place, tensor: torch.Tensor) -> torch.Tensor:
-        target = target_of(place, tensor)
+    def fill(keys: KeyPath, tensor: torch.Tensor) -> torch.Tensor:
+        target = target_of(keys, tensor)
         if target is None:
             return tensor
         if tensor.is_meta:
-            saved.fill(place, target)
+            saved.fill(keys, target)
         else:
             copy_parts([part_of(tensor)], target)
         return target
@@ -173,10 +173,10 @@ def require_joined(state: Mapping[str, Any]) -> None:
         CheckpointError: one is left.
     """
 
-    def check(place: Place, tensor: torch.Tensor) -> torch.Tensor:
+    def check(keys: KeyPath, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_meta:
             raise CheckpointError(
-                f"{_dotted(place)} of the checkpoint has the shape {tuple(tensor.shape)}, and the "
+                f"{_dotted(keys)} of the checkpoint has the shape {tuple(tensor.shape)}, and the "
                 "trial has no such parameter; resume with the models and optimizers that were saved"
             )
         return tensor
@@ -208,21 +208,21 @@ def _slices(spans: Sequence[tuple[int, int]], offset: Sequence[int]) -> tuple[sl
     )
 
 
-def _dotted(place: Place) -> str:
-    return ".".join(map(str, place))
+def _dotted(keys: KeyPath) -> str:
+    return ".".join(map(str, keys))
 
 
 def _replaced(
-    value: Any, replace: Callable[[Place, torch.Tensor], torch.Tensor], place: Place = ()
+    value: Any, replace: Callable[[KeyPath, torch.Tensor], torch.Tensor], keys: KeyPath = ()
 ) -> Any:
     """A copy of nested dicts, lists and tuples in which every tensor is replaced."""
     if isinstance(value, torch.Tensor):
-        return replace(place, value)
+        return replace(keys, value)
     if isinstance(value, dict):
         copied = copy.copy(value)  # keeps the versions that a module's state_dict carries
         for key, item in value.items():
-            copied[key] = _replaced(item, replace, (*place, key))
+            copied[key] = _replaced(item, replace, (*keys, key))
         return copied
     if type(value) in (list, tuple):
-        return type(value)(_replaced(item, replace, (*place, i)) for i, item in enumerate(value))
+        return type(value)(_replaced(item, replace, (*keys, i)) for i, item in enumerate(value))
     return value

@@ -29,10 +29,10 @@ import msgspec
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.intents import read_intent
 from trial_core.checkpoint.json_objects import (
-    decode_json,
     encode_json,
     is_older,
     named_keys,
+    read_json,
     user_at_host,
 )
 from trial_core.checkpoint.manifest import Manifest, Timestamp, utc_now
@@ -59,41 +59,62 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
         at: when the claim was last written: ISO 8601, UTC.
         needs: uuids, or prefixes of uuids, of the checkpoints that the run has started from.
         owner: id of the run. Another run may have claimed the same trial since.
-        process: the driver's `this_process`; empty in claims of earlier versions.
+        process: the driver's `this_process`.
     """
 
     trial: str
     by: str
     at: Timestamp
     needs: list[str]
-    owner: str = ""
-    process: str = ""
+    owner: str
+    process: str
 
     def __str__(self) -> str:
         return f"trial {self.trial} runs, by {self.by}, and has started from it"
 
 
 class RunClaim:
-    """The claim of a run in progress.
+    """The claim of a run in progress. As a context manager: while the block runs.
+
+    One process of a run writes it.
 
     Args:
         source: uuid, or its prefix, of another trial's checkpoint that the run starts from. It is
             needed until the end: until the trial has saved, a restart starts from it again.
+
+    Attributes:
+        is_written: whether the storage has it for certain.
     """
 
     def __init__(self, store: CheckpointStore, trial: str, source: str | None = None) -> None:
         self._store = store
         self._trial = trial
-        self._source = source
+        self._needs = [] if source is None else [source]
         self._owner = uuids.uuid4().hex
+        self.is_written = False
 
-    def announce(self) -> None:
+    def __enter__(self) -> RunClaim:
         """Write the claim: the trial runs, and needs its source.
 
         Only warns if the storage fails: training continues without a claim.
         """
         with self._warning():
             self._store.storage.write(layout.claim_key(self._trial), self._claim())
+            self.is_written = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Delete the claim at the end of the run. Another run's claim stays."""
+        key = layout.claim_key(self._trial)
+        try:
+            claim = read_json(self._store.storage, key, Claim, is_silent=True)
+            if claim is not None and claim.owner == self._owner:
+                self._store.storage.remove(key)
+        except StorageError as error:
+            _logger.warning(
+                "the claim %s is not deleted, and counts for %d days: %s",
+                key, CLAIM_LIFETIME.days, error,
+            )  # fmt: skip
 
     def renew(self, name: layout.ManifestName) -> None:
         """Claim a checkpoint besides the source. Afterwards it is there, and no prune deletes it.
@@ -107,34 +128,21 @@ class RunClaim:
         """
         key = layout.claim_key(self._trial)
         with self._warning():
-            for _ in range(DELETION_WAIT_SECONDS):
+            for seconds_left in range(DELETION_WAIT_SECONDS, -1, -1):
                 try:
                     protect(self._store, name, key, self._claim(name.uuid))
                 except CommitConflict as conflict:
+                    if not seconds_left:
+                        raise
                     _logger.info("waiting for a deletion: %s", conflict)
                     time.sleep(1)
                 else:
                     return
-            protect(self._store, name, key, self._claim(name.uuid))
-
-    def release(self) -> None:
-        """Delete the claim at the end of the run. Another run's claim stays."""
-        key = layout.claim_key(self._trial)
-        try:
-            claim = decode_json(self._store.storage.read(key) or b"", Claim)
-            if claim is not None and claim.owner == self._owner:
-                self._store.storage.remove(key)
-        except StorageError as error:
-            _logger.warning(
-                "the claim %s is not deleted, and counts for %d days: %s",
-                key, CLAIM_LIFETIME.days, error,
-            )  # fmt: skip
 
     def _claim(self, *uuids: str) -> bytes:
-        needs = [*([self._source] if self._source is not None else []), *uuids]
         claim = Claim(
-            trial=self._trial, by=user_at_host(), at=utc_now(), needs=needs, owner=self._owner,
-            process=this_process(),
+            trial=self._trial, by=user_at_host(), at=utc_now(), needs=[*self._needs, *uuids],
+            owner=self._owner, process=this_process(),
         )  # fmt: skip
         return encode_json(claim)
 
@@ -148,21 +156,6 @@ class RunClaim:
                 "trial %s may have no claim, so a prune may delete checkpoints that it needs: %s",
                 self._trial, error,
             )  # fmt: skip
-
-
-@contextmanager
-def claim_run(store: CheckpointStore, trial: str, source: str | None = None) -> Iterator[RunClaim]:
-    """Claim a trial while the block runs. One process of a run calls this.
-
-    Args:
-        source: see `RunClaim`.
-    """
-    claim = RunClaim(store, trial, source)
-    claim.announce()
-    try:
-        yield claim
-    finally:
-        claim.release()
 
 
 def claims(store: CheckpointStore, last_saved: Mapping[str, str] | None = None) -> list[Claim]:
@@ -183,12 +176,10 @@ def claim_of(store: CheckpointStore, trial: str, last_saved: str = "") -> Claim 
         last_saved: the time of the trial's last checkpoint; empty: unknown.
     """
     key = layout.claim_key(trial)
-    data = store.storage.read(key)
-    if data is None:
-        return None  # its run has ended
-    claim = decode_json(data, Claim, f"{store.url}/{key}")
+    unknown = Claim(trial=trial, by="unknown", at=utc_now(), needs=[], owner="", process="")
+    claim = read_json(store.storage, key, Claim, unknown)
     if claim is None:
-        claim = Claim(trial=trial, by="unknown", at=utc_now(), needs=[])
+        return None  # its run has ended
     if is_older(max(claim.at, last_saved), CLAIM_LIFETIME):
         return None
     return msgspec.structs.replace(claim, trial=trial)

@@ -26,15 +26,14 @@ import msgspec
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.json_objects import (
     age_of,
-    decode_json,
     encode_json,
     named_keys,
+    read_json,
     user_at_host,
 )
 from trial_core.checkpoint.manifest import Manifest, Timestamp, utc_now
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointError, CheckpointNotFound, CommitConflict
-from trial_core.retention.unneeded_code import delete_unneeded_code
 
 STALE_AFTER = timedelta(hours=1)
 """After this time without an end, the pruner that wrote the marker is presumed dead."""
@@ -104,12 +103,12 @@ def protect(store: CheckpointStore, name: layout.ManifestName, key: str, data: b
         CommitConflict: the checkpoint is being deleted.
         StorageError: the storage failed. The object may be written.
     """
-    before = store.storage.read(key)
+    existed = store.storage.exists(key)
     store.storage.write(key, data)
     try:
         _check_stays(store, name)
     except (CheckpointNotFound, CommitConflict):
-        if before is None and store.storage.read(key) == data:
+        if not existed and store.storage.read(key) == data:
             store.storage.remove(key)
         raise
 
@@ -127,8 +126,6 @@ def finish_deletions(store: CheckpointStore) -> list[Manifest]:
             continue
         if manifest is not None and not _is_committed(store, manifest):
             store.delete(manifest)
-            if manifest.code is not None:
-                delete_unneeded_code(store, [manifest.code])
             finished[manifest.uuid] = manifest
         elif not _is_stale(store, key, deletion):
             continue  # another prune is deleting it
@@ -145,14 +142,13 @@ def _check_stays(store: CheckpointStore, name: layout.ManifestName) -> None:
                 f"checkpoint {name.uuid} is being deleted, by {deletion.by} since {deletion.at}; "
                 "try again in case it is still there afterwards"
             )
-    if store.storage.read(name.key) is None:
+    if not store.storage.exists(name.key):
         raise CheckpointNotFound(f"checkpoint {name.uuid} has just been deleted")
 
 
 def _marker_keys(store: CheckpointStore, uuid: str) -> list[str]:
-    """Where a checkpoint's markers are; the last key is that of older versions."""
-    own = sorted(store.storage.sizes(layout.deletions_folder(uuid)))
-    return [*own, layout.shared_deletion_key(uuid)]
+    """Where a checkpoint's markers are."""
+    return sorted(store.storage.sizes(layout.deletions_folder(uuid)))
 
 
 def _manifest_of(
@@ -181,7 +177,7 @@ def _seconds() -> float:
 
 def _is_committed(store: CheckpointStore, manifest: Manifest) -> bool:
     """Whether the checkpoint has a manifest, also under another key than the marker names."""
-    if store.storage.read(manifest.name.key) is not None:
+    if store.storage.exists(manifest.name.key):
         return True
     names = map(layout.parse_manifest_key, store.storage.sizes(layout.MANIFESTS))
     return any(name is not None and name.uuid == manifest.uuid for name in names)
@@ -204,7 +200,5 @@ def _is_stale(store: CheckpointStore, key: str, deletion: Deletion | None) -> bo
 
 
 def _read_deletion(store: CheckpointStore, key: str) -> Deletion | None:
-    """The marker under a key; None if there is none, or half of one."""
-    data = store.storage.read(key)
-    # The prune of half a marker has not looked for pins, holds and claims yet.
-    return decode_json(data, Deletion, f"{store.url}/{key}") if data is not None else None
+    """The marker under a key; None if there is none, or it cannot be read."""
+    return read_json(store.storage, key, Deletion)

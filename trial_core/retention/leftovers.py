@@ -31,7 +31,6 @@ from trial_core.retention.orphaned_files import (
     find_orphaned_files,
     sweep_orphaned_files,
 )
-from trial_core.retention.unneeded_code import sweep_unneeded_code
 
 LEFTOVER_AGE_DAYS = 7.0
 """After this time without activity a trial is presumed dead: longer than any upload takes, and than
@@ -178,7 +177,6 @@ def sweep_leftovers(
                 swept.append(each)
         except CommitConflict as error:
             spared[trial] = str(error)
-    sweep_unneeded_code(store)  # a killed run may have stored code that it never named
     return SweptLeftovers(tuple(swept), spared)
 
 

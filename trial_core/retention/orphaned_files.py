@@ -5,7 +5,7 @@ ended, and no later sweep finds these files: nothing says which trial they belon
 
 Files of an upload in progress are never orphaned. Its intent is written before its first byte, and
 is deleted only when the manifest is there. So this module lists the files first, then the intents,
-then the manifests. Orphaned files are also old by the storage's own clock, no pin, hold or claim
+then the manifests. Orphaned files are also old by the storage's own clock, no protection or claim
 names their checkpoint, and no key of an intent or a manifest contains its uuid, readable or not.
 """
 
@@ -22,7 +22,7 @@ from trial_core.checkpoint.intents import SweptUpload
 from trial_core.checkpoint.json_objects import warn_of_foreign_object
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.retention.claims import claims
-from trial_core.retention.pins import why_protected
+from trial_core.retention.protections import protected
 from trial_core.storage.base import StoredObject
 
 _logger = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ def _find(store: CheckpointStore, folder: str, age: timedelta) -> list[OrphanedF
         elif (
             now - modified_at > age
             and not any(uuid.startswith(prefix) for prefix in needed)
-            and why_protected(store, uuid) is None
+            and not protected(store, uuid)
         ):
             size_bytes = sum(file.size_bytes for file in files)
             found.append(OrphanedFiles(uuid, len(files), size_bytes, modified_at))

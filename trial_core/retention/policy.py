@@ -134,7 +134,7 @@ def best_of_trial(manifests: Collection[Manifest]) -> Manifest | None:
     newest = max(manifests, key=_resume_order, default=None)
     searcher = newest.config.get("searcher") if newest is not None else None
     if not isinstance(searcher, Mapping) or not isinstance(searcher.get("metric"), str):
-        return None  # saved by an earlier version
+        return None
     policy = RetentionPolicy(
         metric=searcher["metric"],
         smaller_is_better=searcher.get("smaller_is_better") is not False,

@@ -35,8 +35,8 @@ def this_process() -> str:
 def is_local(process: str) -> bool:
     """Whether a process's number means something here, by its `this_process`.
 
-    False: it was written elsewhere, or before this machine was restarted. Identities of earlier
-    versions tell no place, and count as local.
+    False: it was written elsewhere, or before this machine was restarted. Identities of a system
+    that tells no place count as local.
     """
     place = process.partition("/")[2]
     return not place or place == _this_place()

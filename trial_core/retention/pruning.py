@@ -8,7 +8,6 @@ a marker and looks again: see `deletion_markers`.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,9 +21,8 @@ from trial_core.retention.deletion_markers import (
     mark_deletion,
     unmark_deleted,
 )
-from trial_core.retention.pins import protected, why_protected
 from trial_core.retention.policy import RetentionDecision, RetentionPolicy, decide
-from trial_core.retention.unneeded_code import delete_unneeded_code
+from trial_core.retention.protections import protected
 
 
 @dataclass(frozen=True)
@@ -152,8 +150,6 @@ def prune(
     if plan.deletions:
         store.check_writable()  # clocks decide which claims count
     finish_deletions(store)
-    # The code of the last checkpoint that names it goes with that checkpoint.
-    naming = Counter(each.manifest.code for each in plan.decisions)
     deleted: list[Manifest] = []
     spared: list[RetentionDecision] = []
     for decision in plan.deletions:
@@ -162,9 +158,6 @@ def prune(
         reason = _why_needed_now(store, manifest, plan.running) or marker.why_unsafe()
         if reason is None:
             store.delete(manifest)
-            naming[manifest.code] -= 1
-            if manifest.code is not None and not naming[manifest.code]:
-                delete_unneeded_code(store, [manifest.code])
             unmark_deleted(store, manifest.uuid)
             deleted.append(manifest)
             on_deleted(decision)
@@ -182,13 +175,11 @@ def delete_checkpoint(store: CheckpointStore, manifest: Manifest) -> None:
         StorageError: the storage failed. The next prune finishes a deletion that has begun.
     """
     marker = mark_deletion(store, manifest)
-    reason = why_protected(store, manifest.uuid) or marker.why_unsafe()
+    reason = protected(store, manifest.uuid).get(manifest.uuid) or marker.why_unsafe()
     if reason is not None:
         store.storage.remove(marker.key)
         raise CheckpointError(f"checkpoint {manifest.uuid} is not deleted: {reason}")
     store.delete(manifest)
-    if manifest.code is not None:
-        delete_unneeded_code(store, [manifest.code])
     unmark_deleted(store, manifest.uuid)
 
 
@@ -246,8 +237,7 @@ def _why_needed_now(
         running: `PruningPlan.running`. A run that has started since may resume from any checkpoint
             of its trial.
     """
-    why = why_protected(store, manifest.uuid)
-    if why is not None:
+    if why := protected(store, manifest.uuid).get(manifest.uuid):
         return why
     found = claims(store)
     owners = [claim.owner for claim in found if claim.trial == manifest.trial]

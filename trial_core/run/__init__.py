@@ -1,2 +1,1 @@
-"""The logic of a run, for driver and scripts: next workload, status, observers, stop requests,
-folders and run files."""
+"""The logic of a run: run loop, sequencer, resume points, stop requests, folders and run files."""

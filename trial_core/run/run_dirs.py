@@ -18,6 +18,9 @@ from trial_core.transfer.memory_files import take_memory_links
 
 LOCK = "lock"
 POLL_SECONDS = 0.2
+UNIQUE_DIGITS = 12
+"""Hexadecimal digits of a trial's id: its number fits 64 bits, and JSON's numbers. `own_trial`
+refuses an id that is taken."""
 RANK_FILE_FOLDERS = ("staging", "restored")
 """The folders that ranks write: snapshots before their upload, and fetched checkpoints."""
 
@@ -60,7 +63,7 @@ def run_dir_of(trial: str) -> Path:
 def trial_id(name: str, unique: str) -> str:
     """A trial's id, from its experiment's name and a unique id."""
     # The last digits: Prefect's ids begin with the time, so ids of one schedule begin alike.
-    return f"{slug(name)}-{unique.replace('-', '')[-8:]}"
+    return f"{slug(name)}-{unique.replace('-', '')[-UNIQUE_DIGITS:]}"
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """The run loop: executes the stages of a run in the order that the sequencer decides.
 
-The flow `train` and `Trainer.fit` share this loop. Each implements `RunStages`: the flow with
-Prefect tasks, the trainer on every rank. The hooks in their places::
+The driver of every run executes it (`driver/launch_stages.py`), of flows and of scripts. The hooks
+in their places::
 
     fetch the resume point
     on_trial_startup
@@ -97,7 +97,7 @@ class Validation:
 
 
 class RunStages(Protocol):
-    """The stages of one run. In a script every rank has its own, and every method is collective.
+    """The stages of one launch of a run.
 
     Attributes:
         trial: the trial's id.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trial_core.errors import TrialError
-from trial_core.run.observer import MetricsKind
+from trial_core.messages import MetricsKind
 from trial_core.run.searcher_metric import searcher_metric
 from trial_core.run.sequencer import Progress
 

@@ -7,24 +7,27 @@ without saving, and the last committed checkpoint is the result.
 The whole route of a stop, from a Cancel in Prefect to the final state of the flow run:
 
 1. Prefect's worker sends SIGTERM to the driver, or only the state of the flow run changes.
-2. `flows/lifecycle/stop_monitor.py` handles the signal or polls the state, and calls `ask`.
+2. `flows/lifecycle/stop_signals.py` handles the signal, and `flows/lifecycle/stop_monitor.py` polls
+   the state. Both call `ask`.
 3. `run/stop_requests.py` keeps the first request and its deadline, and notifies its subscriber.
-4. `flows/train.py` (`stopping_ranks`) is the subscriber. It calls `SlotGroup.stop`, or
+4. `driver/launch_ranks.py` (`stopping_ranks`) is the subscriber. It calls `SlotGroup.stop`, or
    `SlotGroup.abort` if there is nothing to save or the deadline has passed.
 5. `slots/slot_group.py` sends `PauseSteps` to all ranks, for its `StopCoordinator`.
-6. `slots/rank_main.py` pauses its `StopBarrier`, and replies with the rank's position.
+6. `slots/rank_server.py` pauses its `StopBarrier`, and replies with the rank's position.
 7. `slots/stop_barrier.py` (`StopCoordinator`) has all ranks continue to the greatest position, by
    `ResumeUntil`.
 8. `controller/training.py` asks the barrier before each batch, and ends the workload there. A
    validation (`controller/validation.py`) ends without a result.
-9. `tasks/train_workload.py` returns the batch that was reached.
+9. `driver/stages/train_workload.py` returns the batch that was reached.
 10. `run/run_loop.py` polls, which returns True, and the sequencer decides: save, then finish.
-11. `tasks/checkpoint.py` runs `checkpoint-save` and `checkpoint-upload`, which commits.
-12. `flows/lifecycle/stop_monitor.py` (`final_state`) gives the flow run its state.
+11. `driver/stages/checkpoint.py` has `checkpoint-save` and `checkpoint-upload`, which commits.
+12. `driver/drive.py` ends the ranks and the run.
+13. `flows/lifecycle/stop_monitor.py` (`final_state`) gives the flow run its state.
 
 A stop that the trial requests begins on its rank: the controller pauses its own barrier and sends
-`StopRequested`, and the slot group continues at step 5. A script has no driver: see
-`trainer/fit_stop.py`.
+`StopRequested`, and the slot group continues at step 5. In a script that another program has
+started, a signal to any rank goes to the driver, which calls `ask`: `slots/joined_rank.py`, and
+`core_api/script_outside_slot.py`.
 """
 
 from __future__ import annotations

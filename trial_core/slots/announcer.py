@@ -20,7 +20,7 @@ FIRST_SECONDS = 10.0
 REPEAT_SECONDS = 15.0
 
 
-class Pace:
+class AnnouncementTimer:
     """Decides when to announce.
 
     Args:
@@ -66,7 +66,9 @@ class Announcer:
         self._is_silent = is_silent
 
     @contextmanager
-    def doing(self, what: str, special: Callable[[], str | None] = lambda: None) -> Iterator[None]:
+    def activity(
+        self, what: str, special: Callable[[], str | None] = lambda: None
+    ) -> Iterator[None]:
         """Announce `what` while the block takes long.
 
         Args:
@@ -78,9 +80,9 @@ class Announcer:
         has_ended = threading.Event()
 
         def announce() -> None:
-            pace = Pace(what, time.monotonic())
+            timer = AnnouncementTimer(what, time.monotonic())
             while not has_ended.wait(LOOK_SECONDS):
-                if (text := pace.due(special(), time.monotonic())) is not None:
+                if (text := timer.due(special(), time.monotonic())) is not None:
                     self._send(Activity(text=text))
 
         thread = threading.Thread(target=announce, name="announcer", daemon=True)

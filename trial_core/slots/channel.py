@@ -1,16 +1,20 @@
-"""The channel to the ranks of this machine: one authenticated connection per rank.
+"""The channel to the ranks: one authenticated connection per rank.
 
-It listens on a Unix socket; the node's agent relays its messages if the driver is on another
-machine (`trial_core/nodes`). Its event loop has a separate thread, so it receives answers, events
-and disconnects whatever the process is doing.
+It listens on a Unix socket for the ranks of this machine. If the driver has started ranks on other
+machines, their node's agent relays their messages (`trial_core/nodes`). Ranks of other machines
+that the driver has not started connect to it over TCP with TLS. Its event loop has a separate
+thread, so it receives answers, events and disconnects whatever the process is doing.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import shutil
+import socket
+import struct
 import tempfile
 import threading
 from collections.abc import Coroutine, Sequence
@@ -22,29 +26,25 @@ import msgspec
 from trial_core.errors import LaunchError
 from trial_core.messages import (
     FromRank,
+    Hello,
     Message,
     Peer,
     decode_from_rank,
     decode_hello,
     encode,
 )
-from trial_core.slots.framing import (
-    HANDSHAKE_SECONDS,
-    HEADER,
-    NONCE_BYTES,
-    PROOF_BYTES,
-    ProtocolError,
-    check_proof,
-    frame,
-    frame_length,
-    new_nonce,
-    proof,
-)
+from trial_core.slots.acceptor import Acceptor
+from trial_core.slots.connection import notice_silence
+from trial_core.slots.framing import HEADER, ProtocolError, frame, frame_length
+from trial_core.slots.listen_address import ListenAddress
+from trial_core.slots.tls import make_certificate
 
 logger = logging.getLogger(__name__)
 
 HELLO_MAX_BYTES = 4096
 MAX_SOCKET_FOLDER_CHARACTERS = 90  # the whole path may have about 108
+_CREDENTIALS = struct.Struct("3i")
+"""Process, user and group of a Unix socket's other end, as Linux gives them."""
 
 
 class Listener(Protocol):
@@ -62,94 +62,122 @@ class Listener(Protocol):
 
 
 class Channel:
-    """Listens for ranks of this machine and exchanges messages with them.
+    """Listens for ranks and exchanges messages with them.
 
     Args:
         ranks: those that may join.
+        listen: where ranks of other machines join; None: they cannot.
+
+    Attributes:
+        address: the path of the Unix socket.
+        remote_address: where ranks of other machines join; None: they cannot.
+
+    Raises:
+        LaunchError: it cannot listen.
     """
 
-    def __init__(self, ranks: range, listener: Listener) -> None:
+    def __init__(
+        self, ranks: range, listener: Listener, listen: ListenAddress | None = None
+    ) -> None:
         self.secret = secrets.token_bytes(32)
         self._ranks = ranks
         self._listener = listener
         self._writers: dict[int, asyncio.StreamWriter] = {}
+        self._acceptor = Acceptor(self.secret, "rank", HELLO_MAX_BYTES, self._admit, self._talk)
         self._folder = _socket_folder()
+        self.address = str(self._folder / "channel")
+        self.remote_address: str | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="trialflow-channel", daemon=True
         )
         self._thread.start()
         try:
-            self._server, self.address = self._run(self._listen())
+            self._listen(listen)
         except OSError as error:
             self.close()
             raise LaunchError(f"cannot listen for ranks in {self._folder}: {error}") from error
+        except LaunchError:
+            self.close()
+            raise
 
-    def send(self, message: Message) -> None:
-        """Send `message` to every joined rank."""
-        self.send_encoded(encode(message))
+    def send(self, message: Message, rank: int | None = None) -> None:
+        """Send `message` to every joined rank, or to this one."""
+        self.send_encoded(encode(message), rank)
 
-    def send_encoded(self, data: bytes) -> None:
-        """Send an encoded message to every joined rank."""
-        self._loop.call_soon_threadsafe(self._write_all, frame(data))
+    def send_encoded(self, data: bytes, rank: int | None = None) -> None:
+        """Send an encoded message to every joined rank, or to this one."""
+        self._loop.call_soon_threadsafe(self._write, frame(data), rank)
 
     def close(self) -> None:
         """Close all connections and stop listening. Ranks that still run then exit."""
         if not self._thread.is_alive():
             return
-        self._run(self._shut())
+        self._run(self._acceptor.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _listen(self, listen: ListenAddress | None) -> None:
+        here = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        here.bind(self.address)
+        here.listen()
+        self._loop.call_soon_threadsafe(self._acceptor.listen, here)
+        if listen is not None:
+            listening, self.remote_address = listen.open()
+            self._loop.call_soon_threadsafe(self._acceptor.listen, listening, make_certificate())
 
     # ------------------------------------------------------------------ the loop's thread
 
     def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
-    async def _listen(self) -> tuple[asyncio.AbstractServer, str]:
-        path = str(self._folder / "channel")
-        return await asyncio.start_unix_server(self._serve, path), path
+    def _write(self, data: bytes, rank: int | None) -> None:
+        for joined, writer in self._writers.items():
+            if rank in (None, joined):
+                writer.write(data)
 
-    async def _shut(self) -> None:
-        if hasattr(self, "_server"):
-            self._server.close()
-        for writer in self._writers.values():
-            writer.close()
-        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    def _admit(self, data: bytes, writer: asyncio.StreamWriter) -> Hello:
+        hello = decode_hello(data)
+        if hello.rank not in self._ranks:
+            raise ProtocolError(f"rank {hello.rank} cannot join the ranks {list(self._ranks)}")
+        if hello.rank in self._writers:
+            raise ProtocolError(f"rank {hello.rank} has already joined")
+        self._writers[hello.rank] = writer
+        return hello
 
-    def _write_all(self, data: bytes) -> None:
-        for writer in self._writers.values():
-            writer.write(data)
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            peer = await asyncio.wait_for(self._admit(reader, writer), HANDSHAKE_SECONDS)
-        except (ProtocolError, OSError, EOFError, asyncio.TimeoutError, msgspec.MsgspecError) as e:
-            logger.warning("rejected a connection to the slot group's channel: %s", e)
-            writer.close()
-            return
+    async def _talk(
+        self, hello: Hello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        connection = writer.get_extra_info("socket")  # None: it has been closed already
+        is_unix = connection is not None and connection.family == socket.AF_UNIX
+        peer = Peer(
+            rank=hello.rank,
+            pid=hello.pid,
+            host=hello.host,
+            is_here=is_unix and _process_at(connection) == hello.pid,
+            is_interactive=hello.is_interactive,
+        )
         protocol_error: str | None = None
         try:
+            if connection is not None and not is_unix:
+                notice_silence(connection)
             self._listener.rank_joined(peer)
             while True:
                 data = await reader.readexactly(frame_length(await reader.readexactly(HEADER.size)))
                 self._dispatch(peer.rank, decode_from_rank(data))
-        except (EOFError, OSError):
+        except (EOFError, ConnectionError):
             pass
+        except OSError as error:
+            # Its machine or the network is silent: a process that ends closes its connections.
+            self._listener.node_lost([peer.rank], f"its connection has broken: {error}")
         except (ProtocolError, msgspec.MsgspecError) as error:
             protocol_error = f"sent an invalid message: {error}"
-        except asyncio.CancelledError:
-            return  # the channel is being closed
         finally:
             # Before `close`, which makes the rank exit and so would report another cause.
             self._listener.rank_disconnected(peer.rank, protocol_error)
             self._writers.pop(peer.rank, None)
-            writer.close()
 
     def _dispatch(self, rank: int, message: FromRank) -> None:
         try:
@@ -158,19 +186,13 @@ class Channel:
             # A callback of the driver, such as a display, has failed. Training continues.
             logger.exception("a message of rank %d could not be handled", rank)
 
-    async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Peer:
-        nonce = new_nonce()
-        writer.write(nonce)
-        check_proof(self.secret, "rank", nonce, await reader.readexactly(PROOF_BYTES))
-        writer.write(proof(self.secret, "driver", await reader.readexactly(NONCE_BYTES)))
-        length = frame_length(await reader.readexactly(HEADER.size), HELLO_MAX_BYTES)
-        hello = decode_hello(await reader.readexactly(length))
-        if hello.rank not in self._ranks:
-            raise ProtocolError(f"rank {hello.rank} cannot join the ranks {list(self._ranks)}")
-        if hello.rank in self._writers:
-            raise ProtocolError(f"rank {hello.rank} has already joined")
-        self._writers[hello.rank] = writer
-        return Peer(rank=hello.rank, pid=hello.pid, host=hello.host)
+
+def _process_at(connection: socket.socket) -> int | None:
+    """The process at the other end of a Unix socket, as this process sees it; None: unknown."""
+    with contextlib.suppress(AttributeError, OSError):  # only Linux tells
+        found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        return int(_CREDENTIALS.unpack(found)[0])
+    return None
 
 
 def _socket_folder() -> Path:

@@ -24,7 +24,7 @@ from trial_core.slots.rank_network import LOOPBACK_ADDRESS, collectives_at
 
 
 @dataclass(frozen=True)
-class Launch:
+class LaunchRequest:
     """What a slot group wants to have started.
 
     Attributes:
@@ -47,20 +47,20 @@ class Launch:
     should_abort: Callable[[], bool] = lambda: False
 
 
-class Link(Protocol):
-    """The driver's connection to the ranks of one launch."""
+class RankConnections(Protocol):
+    """The driver's connections to the ranks of one launch."""
 
     def send(self, message: Message) -> None:
         """Send a message to every rank that has joined."""
 
     def close(self) -> None:
-        """Close it, after the ranks were killed. Ranks that still run then exit."""
+        """Close them, after the ranks were killed. Ranks that still run then exit."""
 
 
 class Launcher(Protocol):
     """Starts the ranks of slot groups, one group at a time."""
 
-    def launch(self, launch: Launch, ranks: list[RankHandle]) -> Link:
+    def launch(self, launch: LaunchRequest, ranks: list[RankHandle]) -> RankConnections:
         """Start the ranks; they join later.
 
         Args:
@@ -83,7 +83,7 @@ class LocalLauncher:
     def __init__(self, fork_server: ForkServer | None = None) -> None:
         self._fork_server = fork_server
 
-    def launch(self, launch: Launch, ranks: list[RankHandle]) -> Link:
+    def launch(self, launch: LaunchRequest, ranks: list[RankHandle]) -> RankConnections:
         """Part of `Launcher`."""
         # Bound here, so that no other process can take the port, and other machines cannot connect.
         try:
@@ -91,16 +91,16 @@ class LocalLauncher:
         except OSError as error:
             raise LaunchError(f"cannot listen on {LOOPBACK_ADDRESS}: {error}") from error
         with store:
-            place = Place(range(launch.world_size), launch.world_size, store.getsockname())
+            share = MachineShare(range(launch.world_size), launch.world_size, store.getsockname())
             if self._fork_server is not None:
-                return launch_here(launch, place, self._fork_server, store, ranks)
+                return launch_here(launch, share, self._fork_server, store, ranks)
             own = ForkServer()
-            return launch_here(launch, place, own, store, ranks, own)
+            return launch_here(launch, share, own, store, ranks, own)
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where the ranks of one machine are among those of the run.
+class MachineShare:
+    """The ranks that a launch starts on one machine, among those of the run.
 
     Attributes:
         ranks: the machine's ranks.
@@ -118,11 +118,11 @@ class Place:
     nodes: int = 1
 
 
-class LocalLink:
-    """The connection to ranks of this machine.
+class LocalConnections:
+    """The connections to ranks of this machine.
 
     Args:
-        fork_server: closed with it; None: stays.
+        fork_server: closed with them; None: stays.
     """
 
     def __init__(self, channel: Channel, fork_server: ForkServer | None) -> None:
@@ -130,7 +130,7 @@ class LocalLink:
         self._fork_server = fork_server
 
     def send(self, message: Message) -> None:
-        """Part of `Link`."""
+        """Part of `RankConnections`."""
         self._channel.send(message)
 
     def send_encoded(self, data: bytes) -> None:
@@ -138,20 +138,20 @@ class LocalLink:
         self._channel.send_encoded(data)
 
     def close(self) -> None:
-        """Part of `Link`."""
+        """Part of `RankConnections`."""
         if self._fork_server is not None:
             self._fork_server.close()
         self._channel.close()
 
 
 def launch_here(
-    launch: Launch,
-    place: Place,
+    launch: LaunchRequest,
+    share: MachineShare,
     fork_server: ForkServer,
     store: socket.socket | None,
     ranks: list[RankHandle],
     owned: ForkServer | None = None,
-) -> LocalLink:
+) -> LocalConnections:
     """Start those ranks of a launch that this machine gets.
 
     Args:
@@ -163,36 +163,36 @@ def launch_here(
     Raises:
         LaunchError: a process or its log cannot be created; `ranks` has those already started.
     """
-    channel = Channel(place.ranks, launch.listener)
+    channel = Channel(share.ranks, launch.listener)
     try:
-        _start_all(launch, place, fork_server, channel, store, ranks)
+        _start_all(launch, share, fork_server, channel, store, ranks)
     except BaseException:
-        LocalLink(channel, owned).close()
+        LocalConnections(channel, owned).close()
         raise
-    return LocalLink(channel, owned)
+    return LocalConnections(channel, owned)
 
 
 def _start_all(
-    launch: Launch,
-    place: Place,
+    launch: LaunchRequest,
+    share: MachineShare,
     fork_server: ForkServer,
     channel: Channel,
     store: socket.socket | None,
     ranks: list[RankHandle],
 ) -> None:
-    base = rank_environment(len(place.ranks), launch.environment, place.address)
-    log_paths = {rank: launch.log_dir / f"rank-{rank}.log" for rank in place.ranks}
+    base = rank_environment(len(share.ranks), launch.environment, share.address)
+    log_paths = {rank: launch.log_dir / f"rank-{rank}.log" for rank in share.ranks}
     try:
         launch.log_dir.mkdir(parents=True, exist_ok=True)
-        fork_server.prepare(base, launch.working_dir, log_paths[place.ranks[0]])
-        address, port = place.store
+        fork_server.prepare(base, launch.working_dir, log_paths[share.ranks[0]])
+        address, port = share.store
         common = {
             "TRIALFLOW_CHANNEL": channel.address,
             "MASTER_ADDR": address,
             "MASTER_PORT": str(port),
-            "WORLD_SIZE": str(place.world_size),
-            "GROUP_RANK": str(place.node),
-            "CROSS_SIZE": str(place.nodes),
+            "WORLD_SIZE": str(share.world_size),
+            "GROUP_RANK": str(share.node),
+            "CROSS_SIZE": str(share.nodes),
         }
         for local_rank, (rank, log_path) in enumerate(log_paths.items()):
             process = fork_server.new_rank(rank, log_path, launch.on_exit)

@@ -83,8 +83,3 @@ class PendingRequests:
             is_pending = self._pending.pop(pending.number, None) is not None
         if is_pending:
             pending.future.set_exception(failure)
-
-    def silent_ranks(self, pending: PendingRequest) -> list[int]:
-        """The ranks that have not answered a request."""
-        with self._lock:
-            return sorted(set(range(self._world_size)) - set(pending.results))

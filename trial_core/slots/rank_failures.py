@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trial_core.errors import DeadlineExceeded, RankFailed, Stalled
-from trial_core.messages import Answer, Peer
+from trial_core.errors import RankFailed, Stalled
+from trial_core.messages import Answer, Peer, RunScript
 from trial_core.slots.pending_requests import PendingRequest, PendingRequests
 from trial_core.slots.progress_clock import has_batches
 from trial_core.slots.rank_handle import RankHandle
@@ -82,6 +82,9 @@ class RankFailures:
         if protocol_error is not None:
             self._note(rank, error_type="ProtocolError", error_message=protocol_error)
             return
+        if not self._ranks[rank].is_launched:
+            self._note(rank)
+            return
         timer = threading.Timer(DISCONNECTED_SECONDS, lambda: self._note(rank))
         timer.daemon = True
         timer.start()
@@ -93,7 +96,7 @@ class RankFailures:
             host=peer.host if peer else process.host,
             during=during or (self._pending_names() if peer else "its start"),
             log_tail=process.log_tail(),
-            log_path=str(process.log_path),
+            log_path=str(process.log_path) if process.is_launched else "",
             **fields,
         )
         with self._changed:
@@ -112,17 +115,12 @@ class RankFailures:
         self._on_first_cause(cause)
 
     def _pending_names(self) -> str:
-        return " and ".join(each.name for each in self._pending.all()) or "the wait between stages"
+        pending = self._pending.all()
+        if len(pending) > 1:  # a script waits for the others, in its fit or for its checkpoint
+            pending = [each for each in pending if not isinstance(each.request, RunScript)]
+        return " and ".join(each.name for each in pending) or "the wait between stages"
 
     # ----------------------------------------------------------------- failures of all ranks
-
-    def deadline_exceeded(self, pending: PendingRequest, seconds: float) -> DeadlineExceeded:
-        """The error of a request that ranks have not answered in time."""
-        silent = ", ".join(map(str, self._pending.silent_ranks(pending)))
-        return DeadlineExceeded(
-            f"no answer within {seconds:g} s from rank {silent} (during {pending.name}); the slot "
-            f"group was killed. Logs: {self._log_dir}"
-        )
 
     def stalled(self, pending: PendingRequest, seconds: float) -> Stalled:
         """The error of ranks that make no progress. Has the ranks log their stacks."""
@@ -131,7 +129,7 @@ class RankFailures:
         else:
             seen, what = "no rank has written anything", pending.name
         return Stalled(
-            f"{seen} for {seconds:g} s during {pending.name}: the ranks hang and were killed. "
+            f"{seen} for {seconds:g} s during {pending.name}: the ranks hang and were ended. "
             f"Their stacks are in {self._log_dir}. If {what} may take that long, set "
             f"stopping.stall_timeout_seconds above {seconds:g} (null: no limit)",
             log_stacks(self._ranks),

@@ -10,6 +10,9 @@ class RankHandle(Protocol):
     """The process of one rank."""
 
     rank: int
+    is_launched: bool
+    """Whether the run has started it: then it ends with the run, its return code will be known, and
+    its log is the run's. Another program has started it otherwise, and it leaves by itself."""
     host: str
     """The name of its machine."""
     pid: int | None
@@ -45,6 +48,8 @@ class RankLog:
     Args:
         path: where it is on this machine.
     """
+
+    is_launched = True
 
     def __init__(self, path: Path) -> None:
         self.log_path = path

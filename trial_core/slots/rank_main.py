@@ -17,54 +17,39 @@ from __future__ import annotations
 
 import logging
 import os
-import queue
-import runpy
 import signal
 import socket
 import sys
-import threading
-import traceback
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
-import msgspec
 from setproctitle import setproctitle
 
 from trial_core.config.command import is_command
-from trial_core.errors import SlotsError, TrialflowError
+from trial_core.errors import SlotsError
 from trial_core.messages import (
-    Answer,
     AnyRequest,
     AnyResult,
     BuildTrial,
-    Done,
-    Envelope,
-    FromDriver,
+    EndFit,
     Hello,
-    Message,
-    PauseSteps,
-    Ping,
-    RankError,
-    ResumeUntil,
     Shutdown,
-    StepsPaused,
     StopRequested,
-    decode_from_driver,
 )
 from trial_core.slots.announcer import Announcer
 from trial_core.slots.connection import RankConnection
 from trial_core.slots.device_locks import keep_inherited_locks
-from trial_core.slots.framing import ProtocolError
 from trial_core.slots.kept_memory import connect_keeper
 from trial_core.slots.log_pump import LogPump
+from trial_core.slots.rank_server import RankServer
 from trial_core.slots.stacks import register_stack_dump
-from trial_core.slots.stop_barrier import Position, StopBarrier
 
 if TYPE_CHECKING:
     from trial_core.controller.controller import Controller
-    from trial_core.core.script_controller import ScriptController
+    from trial_core.core_api.script_controller import ScriptController
 
 logger = logging.getLogger(__name__)
 
@@ -74,89 +59,67 @@ TRIAL_MODULES = (
     "trial_core.controller.first_use",
 )
 """What a trial's ranks import, with PyTorch and DeepSpeed; a fork server can do it for them."""
-SCRIPT_MODULES = ("trial_core.core.script_controller",)
+SCRIPT_MODULES = ("trial_core.core_api.script_controller",)
 """What the ranks of a Core API script import."""
-
-RUNPY = (runpy.__file__, "<frozen runpy>")
-"""The files of the frames through which a Core API script is run."""
 
 
 class Rank:
-    """One rank: its connection, its two lanes and its controller."""
+    """One rank: its connection, its two lanes and its controller. It is its own `Workloads`.
 
-    def __init__(self, connection: RankConnection, rank: int) -> None:
-        self._connection = connection
+    Args:
+        leave: ends this process, after `Shutdown`.
+    """
+
+    def __init__(
+        self, connection: RankConnection, rank: int, leave: Callable[[], NoReturn]
+    ) -> None:
+        self._leave = leave
+        self._server = RankServer(connection, lambda error: end_rank(str(error)))
+        self.send = self._server.send
         self._announcer = Announcer(self.send, is_silent=rank != 0)
         self._controller: Controller | ScriptController | None = None
         self._runs_script = False
-        self._stop_barrier = StopBarrier()
-        self._lanes: dict[str, queue.SimpleQueue[Envelope]] = {
-            "compute": queue.SimpleQueue(),
-            "io": queue.SimpleQueue(),
-        }
 
-    def run(self) -> None:
+    def run(self) -> NoReturn:
         """Serve requests until `Shutdown`. Called on the main thread."""
-        threading.Thread(target=self._receive, name="channel", daemon=True).start()
-        threading.Thread(target=self._serve_io, name="io-lane", daemon=True).start()
+        self._server.start(self)
         while True:
-            envelope = self._lanes["compute"].get()
-            self._answer(envelope)
-            if isinstance(envelope.request, Shutdown):
-                return
+            self._serve_compute()
 
-    def send(self, message: Message) -> None:
-        """Send to the driver; if the driver is gone, end this rank."""
+    def serve_fit(self, controller: Controller) -> None:
+        """Serve requests with a script's trial until `EndFit`. Called on the main thread.
+
+        The request that runs the script is still being carried out.
+        """
+        outer, self._controller = self._controller, controller
         try:
-            self._connection.send(message)
-        except OSError:
-            end_rank("the driver is gone")
+            while not isinstance(self._serve_compute(), EndFit):
+                pass
+        finally:
+            self._controller = outer
 
-    def _receive(self) -> None:
-        try:
-            while True:
-                self._dispatch(decode_from_driver(self._connection.receive()))
-        except (EOFError, OSError):
-            end_rank("the driver is gone")
-        except (msgspec.MsgspecError, ProtocolError) as error:
-            end_rank(f"the driver sent an invalid message: {error}")
+    def _serve_compute(self) -> AnyRequest | None:
+        envelope = self._server.next_request()
+        if envelope is None:
+            return None
+        self._server.answer(envelope)
+        if isinstance(envelope.request, Shutdown):
+            self._leave()
+        return envelope.request
 
-    def _dispatch(self, message: FromDriver) -> None:
-        if isinstance(message, PauseSteps):
-            at = self._stop_barrier.pause()
-            self.send(StepsPaused(workload=at.workload, steps=at.steps))
-        elif isinstance(message, ResumeUntil):
-            self._stop_barrier.resume_until(Position(message.workload, message.steps))
-        else:
-            self._lanes[message.request.lane].put(message)
+    @property
+    def batches_trained(self) -> int | None:
+        """Part of `Workloads`."""
+        return None if self._controller is None else self._controller.batches_trained
 
-    def _serve_io(self) -> None:
-        while True:
-            self._answer(self._lanes["io"].get())
-
-    def _answer(self, envelope: Envelope) -> None:
-        number, name = envelope.number, envelope.request.title
-        try:
-            answer = Answer(number=number, result=self._carry_out(envelope))
-        except (Exception, SystemExit) as error:  # the lane's top frame: the driver reports it
-            logger.exception("%s failed", name)
-            trained = None if self._controller is None else self._controller.batches_trained
-            answer = Answer(number=number, error=to_rank_error(error, trained))
-        try:
-            self.send(answer)
-        except (TypeError, ValueError, OverflowError, ProtocolError) as error:
-            logger.exception("cannot send the result of %s", name)
-            self.send(Answer(number=number, error=to_rank_error(error)))
-
-    def _carry_out(self, envelope: Envelope) -> AnyResult:
-        request = envelope.request
-        if isinstance(request, Ping):
-            return Done()
-        if isinstance(request, Shutdown):
-            if self._controller is not None:
-                self._controller.close()
-            return Done()
+    def carry_out(self, request: AnyRequest) -> AnyResult:
+        """Part of `Workloads`."""
         return self._controller_for(request).carry_out(request)
+
+    def close(self) -> None:
+        """Part of `Workloads`."""
+        if self._controller is not None:
+            self._controller.close()
 
     def _controller_for(self, request: AnyRequest) -> Controller | ScriptController:
         if isinstance(request, BuildTrial):
@@ -172,45 +135,23 @@ class Rank:
     # Late imports: in a rank without a fork server they take seconds, and it must join first.
 
     def _trials(self) -> Controller:
-        with self._announcer.doing("importing PyTorch and DeepSpeed"):
+        with self._announcer.activity("importing PyTorch and DeepSpeed"):
             from trial_core.controller.controller import Controller
-            from trial_core.entrypoint import build_engine
+            from trial_core.entrypoint import build_adapter
 
         return Controller(
-            partial(build_engine, doing=self._announcer.doing),
+            partial(build_adapter, activity=self._announcer.activity),
             emit=self.send,
-            stop_barrier=self._stop_barrier,
+            stop_barrier=self._server.stop_barrier,
             on_stop_requested=lambda: self.send(StopRequested()),
         )
 
     def _script_controller(self) -> ScriptController:
-        with self._announcer.doing("importing PyTorch"):
-            from trial_core.core.script_controller import ScriptController
+        with self._announcer.activity("importing PyTorch"):
+            from trial_core.core_api.script_controller import ScriptController, run_in_slot
 
-        return ScriptController(self.send, self._stop_barrier)
-
-
-def to_rank_error(error: BaseException, batches_trained: int | None = None) -> RankError:
-    """An exception as plain data; its traceback begins with the user's code."""
-    frames = traceback.extract_tb(error.__traceback__)
-    library = str(Path(__file__).resolve().parents[1])
-    first_user_frame = next(
-        (i for i, f in enumerate(frames) if not f.filename.startswith((library, *RUNPY))), 0
-    )
-    report = traceback.TracebackException.from_exception(error)
-    report.stack = traceback.StackSummary.from_list(frames[first_user_frame:])
-    return RankError(
-        error_type=type(error).__name__,
-        is_ours=isinstance(error, TrialflowError),
-        message=_encodable(str(error)),
-        traceback=_encodable("".join(report.format())),
-        batches_trained=batches_trained,
-    )
-
-
-def _encodable(text: str) -> str:
-    """`text` without lone surrogates (of undecodable file names), which UTF-8 cannot encode."""
-    return text.encode("utf-8", "replace").decode()
+        barrier = self._server.stop_barrier
+        return ScriptController(self.send, barrier, run_in_slot, self.serve_fit)
 
 
 def end_rank(reason: str) -> None:
@@ -273,18 +214,21 @@ def main() -> None:
         connection = RankConnection(os.environ["TRIALFLOW_CHANNEL"], read_secret(), hello)
     except SlotsError as error:
         sys.exit(f"rank {rank} cannot join its driver: {error}")
-    # A forked child must not keep the connection open after the rank has ended.
-    os.register_at_fork(after_in_child=connection.close)
-    this_rank = Rank(connection, rank)
     log = os.environ.get("TRIALFLOW_LOG")
-    pump = LogPump(Path(log), rank, this_rank.send) if log else None
+    pumps: list[LogPump] = []
+
+    def leave() -> NoReturn:
+        for pump in pumps:
+            pump.close()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Not `sys.exit`: threads and atexit hooks of libraries may hang. The controller is closed.
+        os._exit(0)
+
+    this_rank = Rank(connection, rank, leave)
+    if log:
+        pumps.append(LogPump(Path(log), rank, this_rank.send))
     this_rank.run()
-    if pump is not None:
-        pump.close()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Not `sys.exit`: threads and atexit hooks of libraries may hang. The controller is closed.
-    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,9 @@ If a callback overrides `on_trial_shutdown`, the ranks get `SHUTDOWN_SECONDS` to
 The group compares the time that the progress clock measures with the stall timeout. Hung ranks
 log their stacks before they are killed.
 
+Ranks that another program has started (`joined_launcher`) are not killed with the group: they get
+its failure, raise it, and leave. The end of the group does not end their processes.
+
 The whole route of a stop: `trial_core/run/stop_requests.py`.
 """
 
@@ -27,13 +30,17 @@ from typing import TypeVar
 
 from trial_core.errors import LaunchError, RankFailed, SlotsError, Stopped
 from trial_core.messages import (
+    Abort,
     Activity,
+    Answer,
     AnyRequest,
+    AttachTrial,
     BatchesTrained,
     BatchesValidated,
     BuildTrial,
     Envelope,
     FromRank,
+    Logged,
     LogLines,
     Message,
     PauseSteps,
@@ -46,8 +53,9 @@ from trial_core.messages import (
     StopRequested,
     TrialBuilt,
 )
-from trial_core.slots.announcer import Pace
-from trial_core.slots.launcher import Launch, Launcher, Link, LocalLauncher
+from trial_core.run.stop_requests import StopReason
+from trial_core.slots.announcer import AnnouncementTimer
+from trial_core.slots.launcher import Launcher, LaunchRequest, LocalLauncher, RankConnections
 from trial_core.slots.pending_requests import PendingRequest, PendingRequests
 from trial_core.slots.progress_clock import ProgressClock
 from trial_core.slots.rank_failures import RankFailures
@@ -78,6 +86,7 @@ class SlotGroup:
         on_log: called with new lines of a rank's log, which the rank rate-limits.
         on_activity: called with what rank 0 is doing, if that takes long.
         on_script: called with what a Core API script reports on rank 0.
+        on_stop_signal: called when a rank has got a signal to stop; None: as `stop`.
         should_abort: asked while the ranks start whether to give up.
 
     The functions `on_…` are called in the channel's thread and must return at once.
@@ -100,6 +109,7 @@ class SlotGroup:
         on_log: Callable[[int, str], None] = lambda rank, line: None,
         on_activity: Callable[[str], None] = lambda text: None,
         on_script: Callable[[ScriptEvent], None] = lambda event: None,
+        on_stop_signal: Callable[[StopReason, str], None] | None = None,
         should_abort: Callable[[], bool] = lambda: False,
     ) -> None:
         self.world_size = world_size
@@ -107,6 +117,7 @@ class SlotGroup:
         self._on_log = on_log
         self._on_activity = on_activity
         self._on_script = on_script
+        self._on_stop_signal = on_stop_signal
         self._lock = threading.Lock()
         self._peers: dict[int, Peer] = {}
         self._joined_or_failed = threading.Event()
@@ -114,10 +125,11 @@ class SlotGroup:
         self._is_closing = False
         self._is_stopping = False
         self._failure: SlotsError | None = None
+        self._has_aborted = False
         self._has_shutdown_hook = False
         self._has_temporary_log_dir = log_dir is None
         self.log_dir = log_dir or Path(tempfile.mkdtemp(prefix="trialflow-logs-"))
-        self._link: Link | None = None
+        self._connections: RankConnections | None = None
         self._stop_coordinator = StopCoordinator(
             world_size, pause=self._send_pause, resume_until=self._send_resume
         )
@@ -127,13 +139,14 @@ class SlotGroup:
             world_size, self._ranks, self._peers, self._pending, self.log_dir, self._end_failed
         )
         try:
-            launch = Launch(
+            launch = LaunchRequest(
                 world_size, working_dir, self.log_dir, environment or {}, self, self._rank_exited,
                 should_abort,
             )  # fmt: skip
-            self._link = (launcher or LocalLauncher()).launch(launch, self._ranks)
+            self._connections = (launcher or LocalLauncher()).launch(launch, self._ranks)
             self._wait_until_joined(JOIN_SECONDS, should_abort)
-        except BaseException:
+        except BaseException as error:
+            self._abort_joined(error)
             self.kill()
             raise
 
@@ -146,6 +159,8 @@ class SlotGroup:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if error is not None:
+            self._abort_joined(error)
         self.close()
 
     @property
@@ -158,11 +173,15 @@ class SlotGroup:
         """The name of each rank's machine, by rank."""
         return [self._peers[rank].host for rank in sorted(self._peers)]
 
+    @property
+    def _are_launched(self) -> bool:
+        return all(rank.is_launched for rank in self._ranks)
+
     def _wait_until_joined(self, timeout_seconds: float, should_abort: Callable[[], bool]) -> None:
         deadline = time.monotonic() + timeout_seconds
-        pace = Pace("starting the ranks", time.monotonic())
+        timer = AnnouncementTimer("starting the ranks", time.monotonic())
         while not self._joined_or_failed.wait(POLL_SECONDS) and time.monotonic() < deadline:
-            if (text := pace.due(None, time.monotonic())) is not None:
+            if (text := timer.due(None, time.monotonic())) is not None:
                 self._on_activity(text)
             if should_abort():
                 raise Stopped("the run was stopped while its ranks were starting")
@@ -170,9 +189,10 @@ class SlotGroup:
             raise self._failure
         missing = sorted(set(range(self.world_size)) - set(self._peers))
         if missing:
+            logs = f"; see the logs in {self.log_dir}" if self._are_launched else ""
             raise LaunchError(
-                f"rank {', '.join(map(str, missing))} did not join within "
-                f"{timeout_seconds:g} s; see the logs in {self.log_dir}"
+                f"rank {', '.join(map(str, missing))} did not join within {timeout_seconds:g} s"
+                f"{logs}"
             )
 
     # ---------------------------------------------------------------------------- requests
@@ -188,14 +208,12 @@ class SlotGroup:
         self,
         request: AnyRequest,
         expect: type[R],
-        timeout_seconds: float | None = None,
         stall_seconds: float | None = None,
     ) -> list[R]:
         """Send `request` to every rank and wait for all results, in the order of ranks.
 
         Args:
             expect: the result type of this request.
-            timeout_seconds: the deadline; None: no limit, for workloads of the user's code.
             stall_seconds: the stall timeout (see `trial_core.slots.progress_clock`); None: no
                 limit.
 
@@ -203,10 +221,9 @@ class SlotGroup:
             RankFailed: a rank died, or its workload raised.
             Stalled: the ranks made no progress; the group is killed.
             Stopped: `abort` was called; the group is killed.
-            DeadlineExceeded: ranks are alive but did not answer in time; the group is killed.
         """
         pending = self._submit(request)
-        results = self._wait_for(pending, timeout_seconds, stall_seconds)
+        results = self._wait_for(pending, stall_seconds)
         typed = [result for result in results if isinstance(result, expect)]
         if len(typed) != len(results):
             raise SlotsError(f"{pending.name}: expected {expect.__name__} results, got {results!r}")
@@ -216,7 +233,7 @@ class SlotGroup:
         pending = self._pending.add(request)
         with self._lock:
             failure = self._failure or (_closed() if self._is_closing else None)
-            if isinstance(request, BuildTrial):
+            if isinstance(request, (BuildTrial, AttachTrial)):
                 self._is_stopping = False
             if failure is None:
                 self._progress.note_progress()
@@ -225,28 +242,18 @@ class SlotGroup:
             self._pending.fail_one(pending, failure)
         return pending
 
-    def _wait_for(
-        self, pending: PendingRequest, timeout_seconds: float | None, stall_seconds: float | None
-    ) -> list[Result]:
-        began = time.monotonic()
+    def _wait_for(self, pending: PendingRequest, stall_seconds: float | None) -> list[Result]:
+        if stall_seconds is None:
+            return pending.future.result()
         while True:
-            waits = []
-            if timeout_seconds is not None:
-                waits.append(max(0.0, began + timeout_seconds - time.monotonic()))
             if self._pending.is_waiting_for_another(pending):
                 self._progress.note_progress()
-            if stall_seconds is not None:
-                waits.append(self._progress.next_check_seconds(pending.request, stall_seconds))
+            wait_seconds = self._progress.next_check_seconds(pending.request, stall_seconds)
             try:
-                return pending.future.result(min(waits, default=None))
+                return pending.future.result(wait_seconds)
             except FutureTimeout:
-                now = time.monotonic()
-            if timeout_seconds is not None and now >= began + timeout_seconds:
-                raise self._end_with(self._failures.deadline_exceeded(pending, timeout_seconds))
-            if (
-                stall_seconds is not None
-                and self._progress.seconds_without_progress(pending.request) >= stall_seconds
-            ):
+                pass
+            if self._progress.seconds_without_progress(pending.request) >= stall_seconds:
                 raise self._end_with(self._failures.stalled(pending, stall_seconds))
 
     # ------------------------------------------------------------------------------ stopping
@@ -267,9 +274,13 @@ class SlotGroup:
         """Kill the ranks; pending requests raise `Stopped` with this reason."""
         self._end_with(Stopped(reason))
 
+    def tell(self, line: Logged) -> None:
+        """Have rank 0 log a line, if it has joined. Returns at once."""
+        self._send(line)
+
     def _send(self, message: Message) -> None:
-        if self._link is not None:
-            self._link.send(message)
+        if self._connections is not None:
+            self._connections.send(message)
 
     def _send_pause(self) -> None:
         self._send(PauseSteps())
@@ -298,14 +309,14 @@ class SlotGroup:
                     rank.rank, rank.pid, KILL_SECONDS,
                 )  # fmt: skip
         self._pending.fail(self._failure or _closed())
-        if self._link is not None:
-            self._link.close()
+        if self._connections is not None:
+            self._connections.close()
         if self._has_temporary_log_dir:
             shutil.rmtree(self.log_dir, ignore_errors=True)
 
     def _shut_down(self) -> None:
         with self._lock:
-            if self._is_closing or self._pending or self._failure is not None:
+            if self._is_closing or self._has_aborted or self._pending or self._failure is not None:
                 return
         future = self.submit(Shutdown())
         self._is_closing = True  # from here on, the end of a rank is not a failure
@@ -313,7 +324,8 @@ class SlotGroup:
         try:
             future.result(SHUTDOWN_SECONDS)
         except (SlotsError, FutureTimeout) as error:
-            logger.warning("ranks did not shut down, so they are killed: %s", error or "no answer")
+            then = ", so they are killed" if self._are_launched else ""
+            logger.warning("ranks did not shut down%s: %s", then, str(error) or "no answer")
             return
         for rank in self._ranks:
             rank.wait(max(0.0, deadline - time.monotonic()))
@@ -324,7 +336,7 @@ class SlotGroup:
         A rank whose peer has ended raises from its collective, and then shuts down. A rank that
         hangs there is killed.
         """
-        if self._has_shutdown_hook and not self._is_closing:
+        if self._has_shutdown_hook and self._are_launched and not self._is_closing:
             self._submit(Shutdown())
             deadline = time.monotonic() + SHUTDOWN_SECONDS
             for rank in self._ranks:
@@ -337,11 +349,18 @@ class SlotGroup:
             if self._is_closing or self._failure is not None:
                 return self._failure or failure
             self._failure = failure
+        self._abort_joined(failure)
         for rank in self._ranks:
             rank.kill()
         self._joined_or_failed.set()
         self._pending.fail(failure)
         return failure
+
+    def _abort_joined(self, error: BaseException) -> None:
+        """Have ranks that another program has started raise this error, and leave."""
+        if self._connections is not None and not self._has_aborted and not self._are_launched:
+            self._has_aborted = True
+            self._send(Abort.of(error))
 
     # ------------------------------------------------------- events, in the channel's thread
 
@@ -361,7 +380,10 @@ class SlotGroup:
         elif isinstance(message, StepsPaused):
             self._stop_coordinator.rank_paused(rank, Position(message.workload, message.steps))
         elif isinstance(message, StopRequested):
-            self.stop()
+            if message.reason is None or self._on_stop_signal is None:
+                self.stop()
+            else:
+                self._on_stop_signal(message.reason, message.detail)
         elif isinstance(message, LogLines):
             for line in message.lines:
                 self._on_log(rank, line)
@@ -370,6 +392,8 @@ class SlotGroup:
         elif isinstance(message, ScriptEvent):
             self._progress.note_progress()
             self._on_script(message)
+        elif not isinstance(message, Answer):
+            pass  # of ranks that have joined, for their launcher
         elif message.error is not None:
             self._failures.note_raised(rank, message)
         elif message.result is not None:

@@ -21,19 +21,24 @@ import msgspec
 from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
-from trial_core.errors import StorageError
+from trial_core.errors import CheckpointDamaged, StorageError
 from trial_core.storage.buffer_pool import BufferPool
 from trial_core.storage.local_files import changed_during_upload, read_chunks
 from trial_core.storage.parallel import CancelSignal, in_parallel
 from trial_core.storage.storage_errors import (
+    ABSENCE_CODES,
     ErrorTranslator,
     is_refusal,
     service_code,
+    statuses,
     storage_exceptions,
 )
 
 PROBES = "probes"
 """The folder of objects that are written and deleted to test a storage."""
+
+MAX_OBJECT_BYTES = 32 * 2**20
+"""The size of the largest object that is read whole: a manifest, a record, a report."""
 
 NOT_DELETED_ADVICE = (
     "the storage may delay or forbid deletion: look for a retention rule or a legal hold, then "
@@ -48,10 +53,16 @@ _TRY_AGAIN_CODES = ("ConditionalRequestConflict", "OperationAborted")
 _CREATE_ATTEMPTS = 5
 _DELETE_THREADS = 8
 _SHOWN_KEYS = 3
+_RANGE_NOT_SATISFIABLE = 416
 
 _CONDITIONAL_PROTOCOLS = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
 """Protocols whose fsspec file systems send the condition with the write. The others look first and
 write then, which a probe without a second writer cannot detect."""
+
+_CREATE_ONLY_ADVICE = (
+    "use Amazon S3, an S3 server with conditional writes (perhaps a newer version of this one), "
+    "gs://, az://, or a folder on a disk with hard links"
+)
 
 
 class StorageSpec(msgspec.Struct, frozen=True):
@@ -124,7 +135,7 @@ class Storage:
         self._errors = ErrorTranslator(spec.url, spec.options)
         self.url = self._errors.url.rstrip("/")
         self.buffers = BufferPool()
-        self._has_conditional_writes: bool | None = None
+        self._is_create_only = False
 
     @property
     def is_process_local(self) -> bool:
@@ -132,20 +143,37 @@ class Storage:
         return isinstance(self._fs, MemoryFileSystem)
 
     def read(self, key: str) -> bytes | None:
-        """All bytes of a small object; None if it does not exist."""
+        """All bytes of a small object; None if it does not exist.
+
+        Raises:
+            CheckpointDamaged: it has more than `MAX_OBJECT_BYTES`.
+            StorageError: the storage failed. A 404 that is not the storage's own is a failure.
+        """
         with self._errors.translated(f"read {key} in"):
-            return self._read(self._path(key))
+            data = self._read(self._path(key))
+        if data is not None and len(data) > MAX_OBJECT_BYTES:
+            raise CheckpointDamaged(
+                f"{self.url}/{key} has more than {MAX_OBJECT_BYTES:,} bytes and is not read: "
+                "trialflow writes no such object there; restore it from a backup, or delete it"
+            )
+        return data
+
+    def exists(self, key: str) -> bool:
+        """Whether there is an object under a key, of any size. Reads it: it should be small."""
+        with self._errors.translated(f"read {key} in"):
+            return self._read(self._path(key)) is not None
 
     def create(self, key: str, data: bytes) -> None:
         """Create a small object. If several writers create the same key, one succeeds.
 
         Succeeds if the object exists with the same bytes: the reply to an earlier attempt may have
-        been lost. Without conditional writes (see `has_conditional_writes`), two writers at the
-        same moment may both succeed: `checkpoint.create_only` prevents that.
+        been lost. After an error it may have been stored: create it again to find out.
 
         Raises:
             FileExistsError: the object exists with other bytes.
+            StorageError: also if the storage cannot promise this; see `check_create_only`.
         """
+        self.check_create_only()
         path = self._path(key)
         with self._errors.translated(f"write {key} in"):
             existing = self._create_or_read(path, data)
@@ -235,9 +263,14 @@ class Storage:
         try:
             self.delete(key)
         except StorageError as error:
-            if isinstance(error.__cause__, FileNotFoundError) or self.read(key) is None:
-                return
-            raise
+            # Not asked again if the storage has said so: another process may have created it since.
+            if not self._was_absent(key, error) and self.exists(key):
+                raise
+
+    def _was_absent(self, key: str, error: StorageError) -> bool:
+        cause = error.__cause__
+        with self._errors.translated(f"delete {key} in"):
+            return isinstance(cause, FileNotFoundError) and self._is_absence(self._path(key), cause)
 
     def clear(self, folder: str) -> DeletedFiles:
         """Delete all objects and unfinished uploads below a folder.
@@ -262,29 +295,40 @@ class Storage:
         """
         return []
 
-    def abort_uploads(self, folder: str) -> int:
+    def abort_uploads(self, folder: str, before: datetime | None = None) -> int:
         """Abort all unfinished uploads below a folder; return their number.
 
         An upload that is still running there fails. Storages that keep no unfinished uploads have
         none to abort.
+
+        Args:
+            before: abort only those that began earlier, by the storage's clock.
         """
         return 0
 
-    def has_conditional_writes(self) -> bool:
-        """Whether exactly one of several concurrent `create` calls for a key succeeds.
+    def check_create_only(self) -> None:
+        """Check that exactly one of several concurrent `create` calls for a key succeeds.
 
-        The first call writes a few probe objects; the result is cached.
+        Until it has succeeded once, each call writes a probe object.
+
+        Raises:
+            StorageError: several may succeed, or the storage failed; says why and what to do.
         """
-        if self._has_conditional_writes is None:
-            self._has_conditional_writes = self._probe_conditional_writes()
-        return self._has_conditional_writes
+        if self._is_create_only:
+            return
+        if problem := self._create_only_problem():
+            raise StorageError(
+                f"{self.url} cannot store checkpoints: {problem}. Two runs of one trial could both "
+                f"commit there: {_CREATE_ONLY_ADVICE}"
+            )
+        self._is_create_only = True
 
     def check_usable(self) -> None:
         """Write, read back and delete a probe object, and compare its time with this machine's.
 
         Raises:
-            StorageError: one of these fails, or the clocks differ by more than a minute; says why
-                and what to do.
+            StorageError: one of these fails, the clocks differ by more than a minute, or a write
+                cannot be create-only; says why and what to do.
         """
         key = f"{PROBES}/{uuid.uuid4()}"
         data, began = key.encode(), datetime.now(timezone.utc)
@@ -300,6 +344,7 @@ class Storage:
         written = self.objects(PROBES).get(key)
         self.delete(key)
         self.check_clock(began, written.modified_at if written is not None else None)
+        self.check_create_only()
 
     def check_clock(self, began: datetime, written_at: datetime | None) -> None:
         """Compare the time of a write by the storage's clock with the time around it by ours.
@@ -324,27 +369,45 @@ class Storage:
                 f"within {MAX_CLOCK_DIFFERENCE_SECONDS:.0f} s: set the wrong one (NTP, chrony)"
             )
 
-    def _probe_conditional_writes(self) -> bool:
-        """Create an object and try to create it again with other bytes."""
+    def _create_only_problem(self) -> str | None:
+        """Why several writers may create one object; None: one alone can. Writes a probe object."""
         if _CONDITIONAL_PROTOCOLS.isdisjoint(protocols_of(self._fs)):
-            return False
+            return (
+                "to create an object, fsspec looks first and writes then, and another process may "
+                "write in between"
+            )
         key = f"{PROBES}/{uuid.uuid4()}"
-        self.create(key, b"first")
-        try:
-            return self._refuses_to_create(key)
-        finally:
-            self.remove(key)
-
-    def _refuses_to_create(self, key: str) -> bool:
         path = self._path(key)
         with self._errors.translated(f"write {key} in"):
             try:
-                self._create(path, b"second")
-            except storage_exceptions() as error:
-                if not is_refusal(error):
-                    raise
-                return self._read(path) == b"first"
-        return False
+                return self._probe_create_only(path)
+            finally:
+                self.remove(key)
+
+    def _probe_create_only(self, path: str) -> str | None:
+        """Create an object and try to create it again with other bytes."""
+        try:
+            self._create_or_read(path, b"first")  # a lost reply is no refusal
+        except storage_exceptions() as error:
+            if not is_refusal(error):
+                raise
+            self._put_small(path, b"first")  # raises if it accepts no writes at all
+            return (
+                f"{self._server()} refuses conditional writes (`If-None-Match: *`) "
+                f"[{self._errors.shown(error)}]"
+            )
+        try:
+            self._create(path, b"second")
+        except storage_exceptions() as error:
+            if not is_refusal(error):
+                raise
+            if self._read(path) == b"first":
+                return None
+        return f"{self._server()} ignores the condition of a write (`If-None-Match: *`)"
+
+    def _server(self) -> str:
+        """What to call the server in a message."""
+        return "its server"
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}"
@@ -353,12 +416,8 @@ class Storage:
         """fsspec's details of every object below a folder, by full name."""
         if not isinstance(self._fs, AsyncFileSystem):
             return dict(self._walk(path))
-        try:
-            found: dict[str, dict[str, Any]] = self._fs.find(path, detail=True)
-        except FileNotFoundError as error:
-            if service_code(error) == "NoSuchBucket":
-                raise
-            return {}
+        # Object stores have no folders, so they never answer that one does not exist.
+        found: dict[str, dict[str, Any]] = self._fs.find(path, detail=True)
         return found
 
     def _walk(self, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -375,13 +434,31 @@ class Storage:
                 yield name, entry
 
     def _read(self, path: str) -> bytes | None:
+        """An object's bytes, of a too large one only more than allowed; None: it does not exist."""
         try:
-            data: bytes = self._fs.cat_file(path)
+            return self._get(path, MAX_OBJECT_BYTES + 1)
         except FileNotFoundError as error:
-            if service_code(error) == "NoSuchBucket":
+            if not self._is_absence(path, error):
                 raise
             return None
+
+    def _get(self, path: str, size_bytes: int) -> bytes:
+        """The first bytes of an object, all of them if it is shorter."""
+        try:
+            data: bytes = self._fs.cat_file(path, start=0, end=size_bytes)
+        except storage_exceptions() as error:
+            if _RANGE_NOT_SATISFIABLE not in statuses(error):
+                raise
+            return b""  # Google Cloud has no range of an empty object
         return data
+
+    def _is_absence(self, path: str, error: FileNotFoundError) -> bool:
+        """Whether the storage itself has answered that an object does not exist."""
+        code = service_code(error)
+        if code is not None:
+            return code in ABSENCE_CODES
+        # gcsfs raises this for a 404 of anybody, and drops the reply; a listing is no 404.
+        return not isinstance(self._fs, AsyncFileSystem) or path not in self._find(path)
 
     def _create_or_read(self, path: str, data: bytes) -> bytes | None:
         """Create an object; return None, or the bytes of the one that exists."""
@@ -390,17 +467,15 @@ class Storage:
                 self._create(path, data)
                 return None
             except storage_exceptions() as error:
-                # The error alone cannot tell a lost reply, a retry inside the client and a lost
-                # race apart, and S3 servers use different codes for an existing key: so look.
-                existing = self._read(path)
-                last = attempt == _CREATE_ATTEMPTS - 1
-                if existing is None and (last or service_code(error) not in _TRY_AGAIN_CODES):
-                    raise
-                if existing is not None and not _is_truncated(existing, data):
-                    return existing
-                if existing is not None:
-                    self._put_small(path, data)
-                    return None
+                failure = error
+            # The error alone cannot tell a lost reply, a retry inside the client and a lost race
+            # apart, and S3 servers use different codes for an existing key: so look.
+            existing = self._read(path)
+            if existing is not None:
+                return existing
+            last = attempt == _CREATE_ATTEMPTS - 1
+            if last or service_code(failure) not in _TRY_AGAIN_CODES:
+                raise failure
             time.sleep(0.1 * 2**attempt)
         return None
 
@@ -443,8 +518,3 @@ def _modified_at(details: Mapping[str, Any]) -> datetime | None:
         if isinstance(moment, datetime) and moment.tzinfo is not None:
             return moment
     return None
-
-
-def _is_truncated(existing: bytes, data: bytes) -> bool:
-    """Whether `existing` is a prefix of `data`, left by a write whose connection broke."""
-    return len(existing) < len(data) and data.startswith(existing)

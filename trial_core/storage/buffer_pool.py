@@ -76,6 +76,15 @@ class BufferPool:
             # Extending the buffer would copy its old bytes.
             return buffer if len(buffer) >= size_bytes else bytearray(size_bytes)
 
+    @contextmanager
+    def lent(self, size_bytes: int, stop: CancelSignal) -> Iterator[bytearray]:
+        """A buffer from `acquire`, released when the block ends."""
+        buffer = self.acquire(size_bytes, stop)
+        try:
+            yield buffer
+        finally:
+            self.release(buffer)
+
     def release(self, buffer: bytearray) -> None:
         """Return a buffer that is no longer read or written."""
         self._free.put(buffer)

@@ -8,10 +8,17 @@ from typing import Any
 from urllib.parse import unquote
 
 _SECRET_OPTION = re.compile(
-    r"key|secret|token|pass|cred|sas|sign|auth|cookie|connection_string", re.IGNORECASE
+    # Not tokenizers and authors, and not which kind of secret it is: signature_version.
+    r"^(?!.*(?:mechanism|method|model|type|version)$)"
+    r".*(?:key|secret|token(?!iz)|pass|cred|sas|sign|auth(?!or(?!i))|cookie|connection_string)",
+    re.IGNORECASE,
 )
 _SHORTEST_SECRET = 4  # masking every "a" would garble the text
-_USER_AND_PASSWORD = re.compile(r"(?<=://)[^/@:]*:([^/]*)@")
+# A password may hold "@"; one that holds "/", which should be %2F, ends at the first "@". Digits
+# before a "/" are a port, unless a host with a path seems to follow: then rather mask too much.
+_USER_AND_PASSWORD = re.compile(
+    r"(?<=://)[^/@:\[]*:(?!\d{1,5}/[^@]*(?:\?|@[^/]*$))([^/]*(?=@)|[^@]*)@"
+)
 
 
 def without_credentials(url: str) -> str:
@@ -49,3 +56,5 @@ def _secret_options(value: Any, is_secret: bool) -> Iterator[str]:
             yield from _secret_options(item, is_secret)
     elif isinstance(value, str):
         yield from (value,) if is_secret else _passwords(value)
+    elif is_secret and isinstance(value, int) and not isinstance(value, bool):
+        yield str(value)  # a password of digits, which YAML has taken for a number

@@ -16,13 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from trial_core.storage.base import PROBES, DeletedFiles, RangeRead, Storage, StoredObject
-from trial_core.storage.local_files import (
-    NO_HARD_LINKS,
-    TEMPORARY_NAME,
-    atomic_file,
-    read_at,
-    read_chunks,
-)
+from trial_core.storage.local_files import TEMPORARY_NAME, atomic_file, read_at, read_chunks
 from trial_core.storage.parallel import CancelSignal
 
 # fsspec's memory:// is one file system for the whole process.
@@ -66,32 +60,35 @@ class LocalStorage(Storage):
                 os.rmdir(parent)
         return deleted
 
-    def abort_uploads(self, folder: str) -> int:
+    def abort_uploads(self, folder: str, before: datetime | None = None) -> int:
         """As `Storage.abort_uploads`: deletes temporary files."""
-        unfinished = [key for key in self.sizes(folder) if TEMPORARY_NAME.search(key)]
+        unfinished = [
+            key
+            for key, file in self.objects(folder).items()
+            if TEMPORARY_NAME.search(key)
+            and (before is None or (file.modified_at is not None and file.modified_at < before))
+        ]
         for key in unfinished:
             self.remove(key)
         return len(unfinished)
 
-    def _probe_conditional_writes(self) -> bool:
-        """Whether the file system has hard links.
-
-        `create` replaces them by a kernel lock, but on some network file systems such a lock is
-        not seen by other machines.
-        """
+    def _create_only_problem(self) -> str | None:
+        """As `Storage._create_only_problem`: `create` gives a complete file its name by a link."""
         folder = Path(self._path(PROBES))
         with self._errors.translated("write to"):
             folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=folder, prefix=".", suffix=".part") as file:
-                name = Path(f"{file.name}.link")
+            with tempfile.TemporaryDirectory(dir=folder) as probe:
+                file = Path(probe, "file")
+                file.touch()
                 try:
-                    os.link(file.name, name)
+                    os.link(file, Path(probe, "link"))
                 except OSError as error:
-                    if error.errno not in NO_HARD_LINKS:
-                        raise
-                    return False
-                name.unlink()
-        return True
+                    return f"its file system has no hard links [{error}]"
+        return None
+
+    def _get(self, path: str, size_bytes: int) -> bytes:
+        with open(path, "rb") as file:  # a read allocates what it asks for
+            return file.read(min(os.fstat(file.fileno()).st_size, size_bytes))
 
     def _create(self, path: str, data: bytes) -> None:
         with atomic_file(Path(path), is_durable=True, is_new=True) as file:
@@ -118,8 +115,8 @@ class LocalStorage(Storage):
 class MemoryStorage(Storage):
     """This process's memory: for tests and trials."""
 
-    def _probe_conditional_writes(self) -> bool:
-        return True
+    def _create_only_problem(self) -> str | None:
+        return None
 
     def _create(self, path: str, data: bytes) -> None:
         with _memory_lock:

@@ -6,8 +6,6 @@ the same folder, which is renamed at the end.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 import re
 import uuid
@@ -23,9 +21,6 @@ READ_BYTES = 4 * 2**20
 
 TEMPORARY_NAME = re.compile(r"(^|/)\.[0-9a-f]{32}\.part$")
 """Matches the paths of temporary files, which remain only when a process was killed."""
-
-NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
-"""How file systems without hard links refuse `os.link`."""
 
 
 def read_chunks(file: BinaryIO, size_bytes: int) -> Iterator[bytes]:
@@ -77,7 +72,7 @@ def atomic_file(path: Path, *, is_durable: bool, is_new: bool = False) -> Iterat
             if is_durable:
                 os.fsync(file.fileno())
         if is_new:
-            _link_new(temporary, path)
+            os.link(temporary, path)
         else:
             os.replace(temporary, path)
     finally:
@@ -110,31 +105,6 @@ class PartFile:
         """Close the file and delete it."""
         self._file.close()
         self._temporary.unlink(missing_ok=True)
-
-
-def _link_new(temporary: Path, path: Path) -> None:
-    """Give the file its name in one step, unless the name is taken."""
-    try:
-        os.link(temporary, path)
-    except OSError as error:
-        if error.errno not in NO_HARD_LINKS:
-            raise
-        # An exclusive open of `path` would show readers an incomplete file.
-        with _locked(path.parent):
-            if path.exists():
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
-            os.replace(temporary, path)
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold an exclusive kernel lock on a folder, against other threads and processes."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _sync_folder(folder: Path) -> None:

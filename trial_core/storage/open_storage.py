@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -16,12 +15,6 @@ from trial_core.errors import StorageError
 from trial_core.storage.base import Storage, StorageSpec, protocols_of
 from trial_core.storage.local import LocalStorage, MemoryStorage
 from trial_core.storage.storage_errors import ErrorTranslator
-
-ENGINE_VARIABLE = "TRIALFLOW_STORAGE_ENGINE"
-"""Environment variable that chooses the library that moves file contents to and from S3."""
-
-ENGINES = ("auto", "s3fs", "obstore")
-"""auto: obstore if it is installed and supports the storage's options, else s3fs."""
 
 _CHECKSUMS = "request_checksum_calculation"
 _S3_PROTOCOLS = ("s3", "s3a")
@@ -47,7 +40,9 @@ def open_storage(url: str, options: dict[str, Any] | None = None) -> Storage:
     if isinstance(fs, LocalFileSystem):
         return LocalStorage(StorageSpec(f"file://{root}", options), fs, root)
     if _is_s3(fs):
-        return _s3_storage(StorageSpec(url, options), fs, root)
+        from trial_core.storage.s3_storage import S3Storage  # s3fs takes a second to import
+
+        return S3Storage(StorageSpec(url, options), fs, root)
     storage = Storage(StorageSpec(url, options), fs, root)
     return MemoryStorage(storage.spec, fs, root) if storage.is_process_local else storage
 
@@ -82,28 +77,6 @@ def _connect(url: str, options: dict[str, Any]) -> tuple[Any, str]:
     return fs, root
 
 
-def _s3_storage(spec: StorageSpec, fs: Any, root: str) -> Storage:
-    # Imported here: s3fs takes a second to import, and obstore is optional.
-    engine = os.environ.get(ENGINE_VARIABLE) or "auto"
-    if engine not in ENGINES:
-        raise StorageError(f"{ENGINE_VARIABLE} must be one of {', '.join(ENGINES)}, got {engine!r}")
-    has_obstore = importlib.util.find_spec("obstore") is not None
-    if engine == "obstore" and not has_obstore:
-        raise StorageError(
-            f"{ENGINE_VARIABLE}=obstore, but obstore is not installed: "
-            "pip install 'trialflow[obstore]'"
-        )
-    with ErrorTranslator(spec.url, spec.options).translated("use"):
-        uses_checksums = _uses_checksums(spec.options)
-    if engine == "s3fs" or not has_obstore:
-        from trial_core.storage.s3fs_storage import S3Storage
-
-        return S3Storage(spec, fs, root, uses_checksums)
-    from trial_core.storage.obstore_storage import ObstoreS3Storage
-
-    return ObstoreS3Storage(spec, fs, root, uses_checksums, is_required=engine == "obstore")
-
-
 def _s3_options(given: dict[str, Any]) -> dict[str, Any]:
     """The options of an S3 storage: the given ones over our defaults.
 
@@ -130,17 +103,6 @@ def _mapping(options: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     if not isinstance(given, Mapping):
         raise TypeError(f"the option {name} must be a mapping, not a {type(given).__name__}")
     return given
-
-
-def _uses_checksums(options: dict[str, Any]) -> bool:
-    """Whether to send checksums; users switch them off for servers that fail on them."""
-    setting = (options.get("config_kwargs") or {}).get(_CHECKSUMS)
-    if setting is None:
-        import botocore.session  # slow to import
-
-        session = botocore.session.Session(profile=options.get("profile"))
-        setting = session.get_config_variable(_CHECKSUMS)
-    return bool(str(setting).lower() != "when_required")
 
 
 def _is_s3(fs: Any) -> bool:

@@ -13,7 +13,8 @@ Result = TypeVar("Result")
 
 
 class WorkCancelled(Exception):
-    """The work stopped because other work of the same call failed. Never leaves `in_parallel`."""
+    """The work stopped because other work of the same call failed. The outermost `in_parallel`
+    raises that failure instead."""
 
 
 class CancelSignal:
@@ -60,15 +61,27 @@ class CancelSignal:
 
 
 def in_parallel(
-    work: Callable[[Item, CancelSignal], Result], items: Iterable[Item], threads: int
+    work: Callable[[Item, CancelSignal], Result],
+    items: Iterable[Item],
+    threads: int,
+    outer: CancelSignal | None = None,
 ) -> list[Result]:
     """Call `work` on every item, on at most `threads` threads; return the results in order.
 
     After the first failure no further item is started, running work is cancelled, and the
     first error is raised. No work is still running when this returns or raises.
+
+    Args:
+        outer: cancels all work as well: the signal of the work that makes this call.
+
+    Raises:
+        WorkCancelled: `outer` was set.
     """
     stop = CancelSignal()
-    with ThreadPoolExecutor(threads, thread_name_prefix="trialflow-storage") as pool:
+    with (
+        (outer or CancelSignal()).calling(stop.set),
+        ThreadPoolExecutor(threads, thread_name_prefix="trialflow-storage") as pool,
+    ):
         futures = [pool.submit(work, item, stop) for item in items]
         try:
             done, _ = wait(futures, return_when=FIRST_EXCEPTION)

@@ -1,32 +1,35 @@
-"""S3 requests that s3fs has no method for, sent by s3fs's client.
+"""S3 requests, sent by s3fs's client.
 
 The client signs them, finds credentials and retries, as for its own requests. All methods are
-coroutines for fsspec's event loop.
+coroutines for fsspec's event loop: see `run_on_loop`.
 """
 
 from __future__ import annotations
 
-import asyncio
-import base64
-import hashlib
+import errno
 from collections.abc import AsyncIterator
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import Any
 
-from s3fs.core import S3_RETRYABLE_ERRORS
+from s3fs.core import _error_wrapper
 
 from trial_core.storage.base import RangeRead
-from trial_core.storage.storage_errors import service_code, storage_exceptions
+from trial_core.storage.storage_errors import is_foreign_404, service_code
 
 _STEP_BYTES = 256 * 2**10
 _ABORT_ATTEMPTS = 3
-_LONGEST_PAUSE_SECONDS = 15.0
+_FOREIGN_404_TRIES = 5
+_FIRST_PAUSE_SECONDS = 0.2
 VERSION, ETAG = "version ", "etag "
 """Prefixes of a `RangeRead`'s version: a version id, or an ETag where the bucket keeps none."""
 
 
 class Body:
-    """A request's body, sent without a copy."""
+    """A request's body, sent in small steps without a copy.
+
+    Sent as bytes, it would be copied into the connection's buffer as a whole: measured, that takes
+    1.5 times the processor time of an upload and three times the memory.
+    """
 
     def __init__(self, view: memoryview) -> None:
         self._view = view
@@ -58,194 +61,145 @@ class Body:
         return data
 
 
-class UnfinishedUpload(NamedTuple):
-    """A multipart upload that was begun, and neither completed nor aborted.
-
-    Attributes:
-        begun_at: by the storage's clock; None: the storage does not tell.
-    """
-
-    key: str
-    upload_id: str
-    begun_at: datetime | None
-
-
 class S3Requests:
-    """Requests to one bucket.
+    """Requests to one bucket."""
 
-    Attributes:
-        uses_checksums: whether to send a CRC with each body. Becomes False after a reply without a
-            CRC: that server does not check it.
-    """
-
-    def __init__(self, fs: Any, bucket: str, uses_checksums: bool) -> None:
+    def __init__(self, fs: Any, bucket: str) -> None:
         self._fs = fs
         self._bucket = bucket
-        self.uses_checksums = uses_checksums
 
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        """The event loop that the coroutines run on."""
-        loop: asyncio.AbstractEventLoop = self._fs.loop
-        return loop
+    async def call(self, method: str, **arguments: Any) -> dict[str, Any]:
+        """Send a request without a body, or with a small one; return the reply."""
+        await self._fs.set_session()
+        events = (await self._fs.get_s3(self._bucket)).meta.events
+        events.register_last("before-call.s3", _remove_expect, unique_id="trialflow-remove-expect")
+        events.register("needs-retry.s3", _pause_after_404, unique_id="trialflow-foreign-404")
+        # Older releases of s3fs do not add `req_kw` (requester pays) by themselves.
+        reply: dict[str, Any] = await self._fs._call_s3(
+            method, self._fs.req_kw, Bucket=self._bucket, **arguments
+        )
+        return reply
 
-    async def put(self, key: str, view: memoryview, crc: int | None) -> None:
-        """Store an object in one request."""
-        await self._send("put_object", key, view, crc)
+    async def send(self, method: str, view: memoryview, **arguments: Any) -> dict[str, Any]:
+        """Send a request with a large body; return the reply."""
+        return await self.call(method, Body=Body(view) if view else b"", **arguments)
 
-    async def create_upload(self, key: str) -> str:
-        """Begin a multipart upload; return its id."""
-        algorithm = {"ChecksumAlgorithm": "CRC32"} if self.uses_checksums else {}
-        reply = await self._call("create_multipart_upload", Key=key, **algorithm)
-        upload_id: str = reply["UploadId"]
-        return upload_id
+    async def get_range(
+        self, key: str, start: int, view: memoryview, version: str | None
+    ) -> RangeRead:
+        """Fill `view` from `start` on. After a broken connection the range is read again."""
+        # Not If-Match: Ceph includes the quotes in its comparison, so no ETag matches.
+        pin = {}
+        if version is not None and version.startswith(VERSION):
+            pin["VersionId"] = version.removeprefix(VERSION)
+        span = f"bytes={start}-{start + len(view) - 1}"
 
-    async def put_part(
-        self, key: str, upload_id: str, number: int, view: memoryview, crc: int | None
-    ) -> dict[str, Any]:
-        """Send a part; return what `complete_upload` needs of it."""
-        arguments = {"UploadId": upload_id, "PartNumber": number}
-        reply = await self._send("upload_part", key, view, crc, **arguments)
-        part: dict[str, Any] = {"PartNumber": number}
-        part.update((name, reply[name]) for name in ("ETag", "ChecksumCRC32") if name in reply)
-        return part
+        async def read() -> RangeRead:
+            reply = await self.call("get_object", Key=key, Range=span, **pin)
+            done, body = 0, reply["Body"]
+            try:
+                while chunk := await body.read(_STEP_BYTES):
+                    view[done : done + len(chunk)] = chunk
+                    done += len(chunk)
+            finally:
+                body.close()
+            return RangeRead(done, _version_of(reply))
 
-    async def complete_upload(self, key: str, upload_id: str, parts: list[dict[str, Any]]) -> None:
-        """Make the parts one object."""
-        arguments = {"UploadId": upload_id, "MultipartUpload": {"Parts": parts}}
         try:
-            await self._call("complete_multipart_upload", Key=key, **arguments)
-        except storage_exceptions():
-            # If the first reply was lost, the client's retry fails: the upload no longer exists.
-            if not await self._consists_of(key, parts):
+            seen: RangeRead = await _error_wrapper(read, retries=self._fs.retries)
+        except OSError as error:
+            if service_code(error) != "InvalidRange":
                 raise
+            return RangeRead(0, version)  # the object has become shorter
+        return seen
 
-    async def abort_uploads(self, prefix: str, upload_id: str | None = None) -> int:
+    async def get_first(self, key: str, size_bytes: int) -> bytes:
+        """The first bytes of an object, all of them if it is shorter."""
+
+        async def read() -> bytes:
+            body, data = (await self.call("get_object", Key=key))["Body"], bytearray()
+            try:
+                while chunk := await body.read(min(_STEP_BYTES, size_bytes - len(data))):
+                    data += chunk
+            finally:
+                body.close()
+            return bytes(data)
+
+        data: bytes = await _error_wrapper(read, retries=self._fs.retries)
+        return data
+
+    async def objects(self, prefix: str) -> list[dict[str, Any]]:
+        """All objects whose keys begin with the prefix: S3's ``Key``, ``Size``, …"""
+        found: list[dict[str, Any]] = []
+        page: dict[str, str] | None = {}
+        while page is not None:
+            reply = await self.call("list_objects_v2", Prefix=prefix, **page)
+            is_truncated, token = reply.get("IsTruncated"), reply.get("NextContinuationToken")
+            if is_truncated is None or (is_truncated and token is None):
+                # For example a page of a proxy that is well-formed XML.
+                raise OSError(errno.EIO, "the reply is not an S3 listing (ListObjectsV2)")
+            found += reply.get("Contents", [])
+            page = {"ContinuationToken": token} if token is not None and is_truncated else None
+        return found
+
+    async def unfinished(self, prefix: str) -> list[dict[str, Any]]:
+        """All unfinished multipart uploads: S3's ``Key``, ``UploadId`` and ``Initiated``.
+
+        Args:
+            prefix: a key, or a folder with a slash at its end.
+        """
+        found: list[dict[str, Any]] = []
+        page: dict[str, str] | None = {}
+        while page is not None:
+            reply = await self.call("list_multipart_uploads", Prefix=prefix, **page)
+            found += reply.get("Uploads", [])
+            page = {
+                "KeyMarker": reply["NextKeyMarker"],
+                "UploadIdMarker": reply["NextUploadIdMarker"],
+            } if reply.get("IsTruncated") else None  # fmt: skip
+        # One key may be the prefix of another, and some servers ignore the prefix.
+        is_folder = prefix.endswith("/")
+        return [
+            each
+            for each in found
+            if (each["Key"].startswith(prefix) if is_folder else each["Key"] == prefix)
+        ]
+
+    async def abort(
+        self, prefix: str, upload_id: str | None = None, before: datetime | None = None
+    ) -> int:
         """Abort all multipart uploads to a key, or below a folder; return their number.
 
         Args:
             prefix: a key, or a folder with a slash at its end.
-            upload_id: a known upload to the key `prefix`.
+            upload_id: a known upload to the key `prefix`: its abort needs no right to list.
+            before: abort only uploads that began earlier.
         """
         aborted = 0
         if upload_id is not None:
             aborted += await self._abort(prefix, upload_id)
         # Repeat: a part in flight during the abort may keep its upload alive.
         for _ in range(_ABORT_ATTEMPTS):
-            uploads = await self.unfinished(prefix)
+            uploads = [
+                each
+                for each in await self.unfinished(prefix)
+                if before is None or ("Initiated" in each and each["Initiated"] < before)
+            ]
+            for each in uploads:
+                aborted += await self._abort(each["Key"], each["UploadId"])
             if not uploads:
                 break
-            for each in uploads:
-                aborted += await self._abort(each.key, each.upload_id)
         return aborted
-
-    async def get_range(
-        self, key: str, start: int, view: memoryview, version: str | None
-    ) -> RangeRead:
-        """Fill `view` from `start` on; continue from the last byte after a broken connection."""
-        done, failed = 0, 0
-        while done < len(view):
-            try:
-                reply = await self._open_range(key, start + done, start + len(view), version)
-                seen = _version_of(reply)
-                if version is not None and seen != version:
-                    return RangeRead(done, seen)
-                version = seen
-                async for chunk in _chunks(reply["Body"]):
-                    view[done : done + len(chunk)] = chunk
-                    done += len(chunk)
-                break  # the object ends here
-            except S3_RETRYABLE_ERRORS:
-                failed += 1
-                if failed >= self._fs.retries:
-                    raise
-                await asyncio.sleep(min(0.1 * 1.7**failed, _LONGEST_PAUSE_SECONDS))
-            except OSError as error:
-                if service_code(error) != "InvalidRange":
-                    raise
-                break  # the object has become shorter
-        return RangeRead(done, version)
-
-    async def _open_range(
-        self, key: str, start: int, end: int, version: str | None
-    ) -> dict[str, Any]:
-        pin = {}
-        if version is not None and version.startswith(VERSION):
-            pin["VersionId"] = version.removeprefix(VERSION)
-        # Not If-Match: Ceph includes the quotes in its comparison, so no ETag matches.
-        return await self._call("get_object", Key=key, Range=f"bytes={start}-{end - 1}", **pin)
-
-    async def _consists_of(self, key: str, parts: list[dict[str, Any]]) -> bool:
-        """Whether the object's ETag is that of exactly these parts."""
-        try:
-            seen = (await self._call("head_object", Key=key))["ETag"]
-        except storage_exceptions():
-            return False
-        try:
-            digests = b"".join(bytes.fromhex(part["ETag"].strip('"')) for part in parts)
-        except ValueError:  # no MD5: an encrypted object, or a server with other ETags
-            return False
-        whole = hashlib.md5(digests, usedforsecurity=False).hexdigest()
-        return bool(seen.strip('"') == f"{whole}-{len(parts)}")
-
-    async def unfinished(self, prefix: str) -> list[UnfinishedUpload]:
-        """All unfinished multipart uploads to a key, or below a folder.
-
-        Args:
-            prefix: a key, or a folder with a slash at its end.
-        """
-        is_folder = prefix.endswith("/")
-        found: list[UnfinishedUpload] = []
-        page: dict[str, str] = {}
-        while True:
-            reply = await self._call("list_multipart_uploads", Prefix=prefix, **page)
-            found += [
-                UnfinishedUpload(each["Key"], each["UploadId"], each.get("Initiated"))
-                for each in reply.get("Uploads", [])
-            ]
-            if not reply.get("IsTruncated"):
-                # One key may be the prefix of another, and some servers ignore the prefix.
-                return [
-                    each
-                    for each in found
-                    if (each.key.startswith(prefix) if is_folder else each.key == prefix)
-                ]
-            page = {
-                "KeyMarker": reply["NextKeyMarker"],
-                "UploadIdMarker": reply["NextUploadIdMarker"],
-            }
 
     async def _abort(self, key: str, upload_id: str) -> int:
         """Abort an upload; return 1, or 0 if it no longer exists."""
         try:
-            await self._call("abort_multipart_upload", Key=key, UploadId=upload_id)
+            await self.call("abort_multipart_upload", Key=key, UploadId=upload_id)
         except FileNotFoundError as error:
-            if service_code(error) == "NoSuchBucket":
+            if service_code(error) != "NoSuchUpload":
                 raise
             return 0
         return 1
-
-    async def _send(
-        self, method: str, key: str, view: memoryview, crc: int | None, **arguments: Any
-    ) -> dict[str, Any]:
-        await self._fs.set_session()
-        client = await self._fs.get_s3(self._bucket)
-        client.meta.events.register_last(
-            "before-call.s3", _remove_expect, unique_id="trialflow-remove-expect"
-        )
-        if crc is not None:
-            arguments["ChecksumCRC32"] = base64.b64encode(crc.to_bytes(4, "big")).decode()
-        reply = await self._call(method, Key=key, Body=Body(view) if view else b"", **arguments)
-        if crc is not None and "ChecksumCRC32" not in reply:
-            self.uses_checksums = False
-        return reply
-
-    async def _call(self, method: str, **arguments: Any) -> dict[str, Any]:
-        # Older releases of s3fs do not add `req_kw` (requester pays) by themselves.
-        reply: dict[str, Any] = await self._fs._call_s3(
-            method, self._fs.req_kw, Bucket=self._bucket, **arguments
-        )
-        return reply
 
 
 def _remove_expect(params: dict[str, Any], **_: Any) -> None:
@@ -256,16 +210,19 @@ def _remove_expect(params: dict[str, Any], **_: Any) -> None:
     params["headers"].pop("Expect", None)
 
 
+def _pause_after_404(
+    response: tuple[Any, dict[str, Any]] | None, attempts: int, operation: Any, **_: Any
+) -> float | None:
+    """How many seconds after a 404 of a proxy the request is sent again; None: it is not.
+
+    As botocore does after a 502, 503 or 504. To HEAD, a storage answers 404 without a document.
+    """
+    is_over = attempts >= _FOREIGN_404_TRIES or operation.http["method"] == "HEAD"
+    if response is None or is_over or not is_foreign_404(response[1]):
+        return None
+    return _FIRST_PAUSE_SECONDS * 2.0 ** (attempts - 1)
+
+
 def _version_of(reply: dict[str, Any]) -> str:
     version = reply.get("VersionId")
-    if version in (None, "null"):
-        return ETAG + str(reply.get("ETag"))
-    return VERSION + str(version)
-
-
-async def _chunks(body: Any) -> AsyncIterator[bytes]:
-    try:
-        while chunk := await body.read(_STEP_BYTES):
-            yield chunk
-    finally:
-        body.close()
+    return f"{ETAG}{reply.get('ETag')}" if version in (None, "null") else f"{VERSION}{version}"

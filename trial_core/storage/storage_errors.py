@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import re
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
@@ -24,7 +23,6 @@ _FOREIGN_ERRORS = (
     ("botocore.exceptions", "ClientError"),
     ("gcsfs.retry", "HttpError"),
     ("google.auth.exceptions", "GoogleAuthError"),
-    ("obstore.exceptions", "BaseError"),
     ("paramiko.ssh_exception", "SSHException"),
 )
 """Base classes of errors that are no OSError. They are looked up in `sys.modules`: a module that is
@@ -38,6 +36,11 @@ _CHECK_ADDRESS = (
     "check the address (endpoint_url), that the server runs, and that this machine can reach it"
 )
 _UNREACHABLE = f"the server cannot be reached: {_CHECK_ADDRESS}"
+_FOREIGN_404 = (
+    "HTTP 404 without an S3 error document, which no storage answers: a proxy before it has no "
+    "server behind it, or the address (endpoint_url) is another server's; try again later, or "
+    "correct the address"
+)
 _REFUSED = "access was refused: allow these credentials to list, read, write and delete there"
 _REGION = "the bucket is in another region: set client_kwargs.region_name in the options"
 _BAD_CERTIFICATE = (
@@ -50,6 +53,7 @@ _READ_TIMEOUT = (
 
 _BY_CODE = {
     "NoSuchBucket": "the bucket does not exist: create it, or correct the URL",
+    "ContainerNotFound": "the container does not exist: create it, or correct the URL",
     "InvalidAccessKeyId": f"the server does not know the access key: {_CHECK_CREDENTIALS}",
     "SignatureDoesNotMatch": (
         f"the secret key does not match the access key: {_CHECK_CREDENTIALS}"
@@ -59,6 +63,7 @@ _BY_CODE = {
     "RequestTimeTooSkewed": "this machine's clock is wrong: set it",
     "AccessDenied": _REFUSED,
     "AllAccessDisabled": _REFUSED,
+    "UserSuspended": "the server has suspended this user: ask who runs it",
     "403": _REFUSED,
     "PermanentRedirect": _REGION,
     "AuthorizationHeaderMalformed": _REGION,
@@ -78,6 +83,8 @@ _BY_ERRNO = {
     errno.EPERM: "not permitted: give this user the right, or choose another folder",
     errno.ENAMETOOLONG: "a name is longer than the file system allows: use shorter names",
     errno.ENOENT: "it does not exist",
+    errno.EMFILE: "this process has too many open files: raise its limit (ulimit -n)",
+    errno.ENFILE: "this machine has too many open files: raise its limit (sysctl fs.file-max)",
     errno.ECONNREFUSED: _UNREACHABLE,
     errno.EHOSTUNREACH: _UNREACHABLE,
     errno.ENETUNREACH: _UNREACHABLE,
@@ -90,18 +97,7 @@ _BY_TYPE_NAME = {
     "ConnectTimeoutError": f"the server does not answer: {_CHECK_ADDRESS}",
     "ReadTimeoutError": _READ_TIMEOUT,
     "SSLError": _BAD_CERTIFICATE,
-    "PermissionDeniedError": _REFUSED,
-    "UnauthenticatedError": f"access was refused: {_CHECK_CREDENTIALS}",
 }
-# obstore raises one class for most errors of the connection; only their texts differ.
-_BY_OBSTORE_TEXT = (
-    ("NoCredentialsError", f"no credentials were found: {_CHECK_CREDENTIALS}"),
-    ("dns error", _UNREACHABLE),
-    ("tcp connect error", _UNREACHABLE),
-    ("certificate", _BAD_CERTIFICATE),
-    ("TimedOut", _READ_TIMEOUT),
-    ("Http", "the connection broke: try again later"),
-)
 _BY_TYPE: tuple[tuple[type[BaseException], str], ...] = (
     (PermissionError, _REFUSED),
     (FileNotFoundError, "it does not exist"),
@@ -112,16 +108,14 @@ _BY_TYPE: tuple[tuple[type[BaseException], str], ...] = (
     (TypeError, "the storage does not know one of its options: correct the options"),
     (ValueError, "the URL or an option is not valid: correct it"),
 )
-_UNKNOWN = "it failed"
-_OBSTORE_DETAILS = "\n\nDebug source:"  # many lines follow
-_XML_REPLY = re.compile(r"<(\?xml|Error>).*", re.DOTALL)
 _STATUS = ("status_code", "code")
 """Where errors of Azure and Google have the status of the reply."""
 _BUSY = (408, 425, 429)
 """The statuses of refusals that say: try again later."""
-_EXISTS = ("AlreadyExistsError", "PreconditionError")
-"""What obstore raises for a condition that does not hold."""
-_CODE_IN_REPLY = re.compile(r"<Code>(\w+)</Code>")
+_NOT_IMPLEMENTED = 501
+
+ABSENCE_CODES = frozenset({"NoSuchKey", "BlobNotFound"})
+"""The codes of S3 and Azure that say that an object does not exist. Any other 404 says nothing."""
 
 
 def storage_exceptions() -> tuple[type[BaseException], ...]:
@@ -134,15 +128,43 @@ def storage_exceptions() -> tuple[type[BaseException], ...]:
 
 
 def service_code(error: BaseException) -> str | None:
-    """The code (``NoSuchBucket``) of the S3 reply that caused `error`; None if there was none."""
+    """The code (``NoSuchBucket``) of the reply of S3 or Azure that caused `error`.
+
+    ``404`` and so on, or an empty one, if a reply had no S3 error document; None if there was no
+    such reply.
+    """
     for cause in _causes(error):
         response = getattr(cause, "response", None)
         if isinstance(response, Mapping) and isinstance(response.get("Error"), Mapping):
             code = response["Error"].get("Code")
             return None if code is None else str(code)
-        if reply := _CODE_IN_REPLY.search(str(cause)):  # obstore raises the reply's XML
-            return reply[1]
+        if (code := getattr(cause, "error_code", None)) is not None:  # Azure: text, or an Enum
+            return str(getattr(code, "value", code))
     return None
+
+
+def statuses(error: BaseException) -> Iterator[int]:
+    """The HTTP status of the reply that caused `error`, by all names that libraries have for it."""
+    for cause in _causes(error):
+        response = getattr(cause, "response", None)
+        reply = response.get("ResponseMetadata", {}) if isinstance(response, Mapping) else {}
+        found = [reply.get("HTTPStatusCode"), *(getattr(cause, name, None) for name in _STATUS)]
+        yield from (each for each in found if isinstance(each, int))
+
+
+def is_foreign_404(response: object) -> bool:
+    """Whether S3's client got a reply with status 404 that has no S3 error document.
+
+    A storage sends the document with every 404 but those to HEAD, which we never send.
+
+    Args:
+        response: the reply as botocore has parsed it.
+    """
+    return (
+        isinstance(response, Mapping)
+        and response.get("ResponseMetadata", {}).get("HTTPStatusCode") == 404
+        and response.get("Error", {}).get("Code") in (None, "", "404")
+    )
 
 
 def is_refusal(error: BaseException) -> bool:
@@ -150,15 +172,18 @@ def is_refusal(error: BaseException) -> bool:
 
     Not if the connection broke, or if the server failed or is busy: it may say yes the next time.
     """
-    for cause in _causes(error):
-        if isinstance(cause, FileExistsError) or type(cause).__name__ in _EXISTS:
-            return True
-        response = getattr(cause, "response", None)
-        reply = response.get("ResponseMetadata", {}) if isinstance(response, Mapping) else {}
-        found = [reply.get("HTTPStatusCode"), *(getattr(cause, name, None) for name in _STATUS)]
-        if any(isinstance(each, int) and 400 <= each < 500 and each not in _BUSY for each in found):
-            return True
-    return False
+    if _is_foreign(error):
+        return False
+    exists = any(isinstance(cause, FileExistsError) for cause in _causes(error))
+    return exists or any(map(_is_final, statuses(error)))
+
+
+def _is_foreign(error: BaseException) -> bool:
+    return any(is_foreign_404(getattr(cause, "response", None)) for cause in _causes(error))
+
+
+def _is_final(status: int) -> bool:
+    return (400 <= status < 500 and status not in _BUSY) or status == _NOT_IMPLEMENTED
 
 
 class ErrorTranslator:
@@ -178,6 +203,10 @@ class ErrorTranslator:
             text = text.replace(secret, "***")
         return text
 
+    def shown(self, error: BaseException) -> str:
+        """The error's class and message, for another message."""
+        return self.redact(f"{type(error).__name__}: {_text(error)}")
+
     @contextmanager
     def translated(self, doing: str, *also: type[BaseException]) -> Iterator[None]:
         """Raise errors of the storage inside the block as `StorageError`.
@@ -192,7 +221,7 @@ class ErrorTranslator:
         try:
             yield
         except (*storage_exceptions(), *also) as error:
-            shown = self.redact(f"{type(error).__name__}: {_text(error)}")
+            shown = self.shown(error)
             trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
             # A traceback prints the messages of its causes: drop causes that hold credentials.
             raise StorageError(f"cannot {doing} {self.url}: {_diagnosis(error)} [{shown}]") from (
@@ -211,12 +240,14 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 def _text(error: BaseException) -> str:
     """The error's message, or the server's code if it has none."""
-    text = _XML_REPLY.sub(service_code(error) or "", str(error).partition(_OBSTORE_DETAILS)[0])
+    text = str(error)
     return text if text not in ("", "None") else service_code(error) or "no further details"
 
 
 def _diagnosis(error: BaseException) -> str:
     code = service_code(error)
+    if _is_foreign(error):
+        return _FOREIGN_404
     if code is not None and code in _BY_CODE:
         return _BY_CODE[code]
     if isinstance(error, OSError) and code is None and error.errno in _BY_ERRNO:
@@ -224,7 +255,4 @@ def _diagnosis(error: BaseException) -> str:
     for cls in type(error).__mro__:
         if cls.__name__ in _BY_TYPE_NAME:
             return _BY_TYPE_NAME[cls.__name__]
-    if type(error).__module__.startswith("obstore"):
-        text = str(error)
-        return next((advice for part, advice in _BY_OBSTORE_TEXT if part in text), _UNKNOWN)
-    return next((advice for cls, advice in _BY_TYPE if isinstance(error, cls)), _UNKNOWN)
+    return next((advice for cls, advice in _BY_TYPE if isinstance(error, cls)), "it failed")

@@ -1,1 +1,1 @@
-"""`Trainer.fit`: a run in a script of the user, without Prefect and without a driver."""
+"""`init` and `Trainer.fit` in a script, in a slot or outside, without Prefect."""

@@ -1,7 +1,8 @@
 """`init`: a trial's context in a user's own script. Follows Determined's functions.
 
-Start the script with plain ``python`` (one rank), ``torchrun`` or ``deepspeed``. It needs no
-Prefect, server or driver; every rank runs the same script::
+Start the script with plain ``python`` (one rank), ``torchrun`` or ``deepspeed``, or name it in an
+experiment file. Every rank runs the same script. It needs no Prefect and no server; a driver starts
+beside rank 0::
 
     with pytorch.init(exp_conf={"hyperparameters": {"lr": 1e-3}}) as context:
         trial = MyTrial(context)
@@ -11,6 +12,7 @@ Prefect, server or driver; every rank runs the same script::
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import uuid
 from collections.abc import Iterator, Mapping
@@ -25,7 +27,8 @@ from trial_core.accelerator import claim_accelerator
 from trial_core.config.script import script_config
 from trial_core.context import RunInfo
 from trial_core.controller.rank_state import seed_everything
-from trial_core.controller.run_file_upload import instruments_in
+from trial_core.controller.run_file_upload import tensorboard_in
+from trial_core.core_api.script_host import ScriptHost, current_slot
 from trial_core.deepspeed.context import DeepSpeedTrialContext
 from trial_core.deepspeed.mpu import forget_model_parallelism
 from trial_core.deepspeed.op_builds import prepare_op_builds
@@ -37,7 +40,10 @@ from trial_core.pytorch.torch_context import TorchTrialContext
 from trial_core.rendezvous import host_single_rank
 from trial_core.run.run_dirs import run_dir_of, trial_id
 from trial_core.trainer import uncaught_errors
+from trial_core.trainer.driver_process import early_driver
 from trial_core.trainer.visible_logs import visible_logs
+
+logger = logging.getLogger(__name__)
 
 ContextT = TypeVar("ContextT", DeepSpeedTrialContext, PyTorchTrialContext)
 
@@ -118,6 +124,14 @@ def _context(
     distributed: DistributedContext | None,
     enable_tensorboard_logging: bool,
 ) -> Iterator[ContextT]:
+    host = current_slot()
+    if host is not None:
+        with _initialised(context_class):
+            context = _context_in_slot(context_class, host, exp_conf, hparams, distributed)
+            if not enable_tensorboard_logging:
+                context.set_enable_tensorboard_logging(False)
+            yield context
+        return
     uncaught_errors.install()
     with visible_logs(), _rank_environment(), _initialised(context_class):
         # Within, so that the ranks can agree on who shows a mistake.
@@ -130,8 +144,8 @@ def _context(
             **(exp_conf or {}), "name": config.name, "hyperparameters": config.hyperparameters
         }  # fmt: skip
         trial = trial_id(config.name, unique)
-        instruments = instruments_in(run_dir_of(trial), ranks.get_rank())
-        info = RunInfo(trial=trial, experiment=experiment, instruments=instruments)
+        tensorboard = tensorboard_in(run_dir_of(trial), ranks.get_rank())
+        info = RunInfo(trial=trial, experiment=experiment, tensorboard=tensorboard)
         forget_model_parallelism()
         # The same seed on every rank: all must build the same weights.
         seed_everything(config.reproducibility.experiment_seed)
@@ -139,9 +153,33 @@ def _context(
         if not enable_tensorboard_logging:
             context.set_enable_tensorboard_logging(False)
         try:
-            yield context
+            with early_driver(ranks):
+                yield context
         finally:
-            info.instruments.finish()
+            info.tensorboard.finish()
+
+
+def _context_in_slot(
+    context_class: type[ContextT],
+    host: ScriptHost,
+    exp_conf: Mapping[str, Any] | None,
+    hparams: Mapping[str, Any] | None,
+    distributed: DistributedContext | None,
+) -> ContextT:
+    """The context of a script that ``trialflow train`` runs: the experiment file decides."""
+    ranks = distributed or host.distributed
+    if ranks.get_rank() == 0 and (
+        given := [name for name, value in (("hparams", hparams), ("exp_conf", exp_conf)) if value]
+    ):
+        logger.info(
+            "init: %s not used: in a slot of `trialflow train`, the experiment file decides",
+            " and ".join(given) + (" are" if len(given) > 1 else " is"),
+        )  # fmt: skip
+    ranks.connect()
+    forget_model_parallelism()
+    seed_everything(host.run.experiment_seed)
+    host.run.stop_requested = False  # by the trial of an earlier block
+    return context_class(host.run, ranks)
 
 
 @contextmanager

@@ -12,11 +12,12 @@ from typing import Any
 from trial_core.controller.rank_state import seed_everything
 from trial_core.controller.safe_load import Reader
 from trial_core.deepspeed.mpu import forget_model_parallelism
-from trial_core.entrypoint import engine_of, load_trial_class
+from trial_core.entrypoint import adapter_of, load_trial_class
 from trial_core.errors import TrialError
-from trial_core.trainer.checkpoint_source import CheckpointSource, open_checkpoint
 from trial_core.trainer.code_import import importing_from
-from trial_core.transfer.code_folder import unpack_code
+from trial_core.transfer.checkpoint_source import CheckpointSource, open_checkpoint
+from trial_core.transfer.code_archive import unpack_code
+from trial_core.transfer.trial_code import code_entry
 
 _UNPACKED: list[tempfile.TemporaryDirectory[str]] = []
 """Code of loaded trials. It stays until this process ends: a trial may use more of it later."""
@@ -34,7 +35,7 @@ def load_trial_from_checkpoint_path(
     Works in a plain Python process, without the original code folder, slots or a server. The
     checkpoint may be of any number of data-parallel ranks and any ZeRO stage.
 
-    **Without `trial_class`, the code that the checkpoint names is imported, and so executed.** Do
+    **Without `trial_class`, the code of the checkpoint is imported, and so executed.** Do
     that only if you trust its writer. With `trial_class` nothing from the checkpoint is executed.
 
     The hyperparameters, the section `data` and the seed are those of the checkpoint. While the
@@ -57,7 +58,7 @@ def load_trial_from_checkpoint_path(
     Raises:
         CheckpointNotFound: there is no such checkpoint.
         CheckpointDamaged: one of its files is missing or differs from the manifest.
-        CheckpointError: it names no code, or `path` is neither a folder nor such a URL.
+        CheckpointError: it has no code, or `path` is neither a folder nor such a URL.
         TrialError: the class is not a trial, or wraps no model.
     """
     if kwargs:
@@ -82,11 +83,13 @@ def load_trial_from_checkpoint_path(
 
 
 def _unpacked(checkpoint: CheckpointSource) -> Path:
-    """Unpack the code that a checkpoint names into a folder of this process."""
-    data = checkpoint.code()
+    """Unpack the code of a checkpoint into a folder of this process."""
+    entry = code_entry(checkpoint.manifest)
+    with checkpoint.files([entry]) as files:
+        data = (files / entry.path).read_bytes()
     folder = tempfile.TemporaryDirectory(prefix="trialflow-code-")
     code = Path(folder.name).resolve() / "code"
-    unpack_code(data, code)
+    unpack_code(data, code, f"the code of the checkpoint {checkpoint.manifest.uuid}")
     _UNPACKED.append(folder)
     return code
 
@@ -109,11 +112,11 @@ def _load(
     forget_model_parallelism()
     seed_everything(seed)  # frozen weights may not be in the checkpoint
     trial = trial_class(context, **trial_kwargs)
-    engine = engine_of(trial, context, seed)
+    adapter = adapter_of(trial, context, seed)
     rank = context.distributed.get_rank()
-    entries = engine.files_read(manifest.files, manifest.topology, "weights", [rank])
+    entries = adapter.files_read(manifest.files, manifest.topology, "weights", [rank])
     trusted = torch_load_kwargs.get("weights_only", True) is False
-    reader = Reader(trusted, engine.checkpoint_classes, torch_load_kwargs)
+    reader = Reader(trusted, adapter.checkpoint_classes, torch_load_kwargs)
     with checkpoint.files(entries) as folder:
-        engine.load_weights(folder, reader)
+        adapter.load_weights(folder, reader)
     return trial

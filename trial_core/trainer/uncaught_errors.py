@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from trial_core.distributed import DistributedContext
-from trial_core.errors import TrialflowError
+from trial_core.errors import SlotsError, TrialflowError
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], None]
 
@@ -42,7 +42,7 @@ def install() -> None:
 
     def hook(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
         if isinstance(error, TrialflowError):
-            show(f"{error}{_place(frames)}")
+            show(f"{error}{_place(error, frames)}")
         else:
             other(kind, error, frames)
 
@@ -79,11 +79,16 @@ def _rank_and_size() -> tuple[int, int]:
     return ranks.get_rank(), ranks.get_size()
 
 
-def _place(frames: TracebackType | None) -> str:
-    """Where the script called us."""
-    calls = traceback.extract_tb(frames)
-    own = [call for call in calls if not call.filename.startswith(LIBRARY)]
-    own = [call for call in own if "contextlib" not in call.filename]
+def _place(error: TrialflowError, frames: TracebackType | None) -> str:
+    """Where the script called us; for the end of a run, which may arrive anywhere, its `fit`."""
+    calls = [
+        (call, call.filename.startswith(LIBRARY))
+        for call in traceback.extract_tb(frames)
+        if "contextlib" not in call.filename
+    ]
+    if isinstance(error, SlotsError):
+        calls = calls[: next((i for i, (_, is_ours) in enumerate(calls) if is_ours), None)]
+    own = [call for call, is_ours in calls if not is_ours]
     return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
 
 

@@ -28,7 +28,6 @@ from trial_core.storage.local_files import atomic_file, read_chunks, temporary_b
 from trial_core.storage.parallel import CancelSignal, in_parallel
 from trial_core.storage.storage_errors import ErrorTranslator
 from trial_core.transfer.memory_files import is_memory_file
-from trial_core.transfer.trial_code import download_code
 
 _logger = logging.getLogger(__name__)
 
@@ -107,7 +106,7 @@ def _check_paths(uuid: str, entries: Iterable[FileEntry], target: Path) -> None:
 
 
 def download(store: CheckpointStore, uuid: str, target: Path) -> Manifest:
-    """Bring a whole checkpoint, and its code, into a folder, verified; writes its manifest last.
+    """Bring a whole checkpoint, its code included, into a folder, verified; its manifest last.
 
     Args:
         uuid: of the checkpoint, or an unambiguous prefix of it.
@@ -134,15 +133,10 @@ def download(store: CheckpointStore, uuid: str, target: Path) -> Manifest:
         if not final.exists():
             unfinished.write_bytes(data)
     try:
-        fetch_files(store, manifest.uuid, manifest.files, target)
+        fetch_files(store, manifest.uuid, manifest.all_files, target)
     except CheckpointDamaged:
         store.raise_if_deleted(manifest.uuid)
         raise
-    try:
-        download_code(store, manifest, target)
-    except CheckpointDamaged as damage:
-        store.raise_if_deleted(manifest.uuid)
-        _logger.warning("checkpoint %s is downloaded without its code: %s", manifest.uuid, damage)
     with errors.translated("write into"):
         with atomic_file(final, is_durable=False) as file:
             file.write(data)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trial_core.checkpoint.manifest import FileEntry, Manifest, StoredCode, Topology, utc_now
+from trial_core.checkpoint.manifest import FileEntry, Manifest, Topology, utc_now
 from trial_core.config import ExperimentConfig
 from trial_core.run.sequencer import Progress
 from trial_core.transfer.upload import merge_entries
@@ -53,14 +53,14 @@ class StagedCheckpoint:
         topology: Topology,
         versions: dict[str, str],
         epoch: EpochLength | None = None,
-        code: StoredCode | None = None,
+        code: FileEntry | None = None,
     ) -> Manifest:
         """The manifest to commit after every rank has stored its `files`.
 
         Args:
             attempt: id of the attempt that commits.
             topology, versions, epoch: as reported by the ranks.
-            code: the result of `CheckpointStore.announce_upload`.
+            code: the result of `upload_code`.
 
         Raises:
             CheckpointError: several ranks wrote different files under one name.

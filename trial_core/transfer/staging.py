@@ -87,10 +87,10 @@ def _may_follow(link: Path, ancestors: tuple[Path, ...]) -> bool:
 
 
 def _check_name(path: str, rank: int) -> None:
-    if path == layout.MANIFEST_NAME:
+    if path in (layout.MANIFEST_NAME, layout.CODE_NAME):
         raise CheckpointError(
             f"rank {rank} saved a file {path!r} at the top of its checkpoint: that name is "
-            "reserved for the checkpoint's own manifest; use another name, or a folder"
+            "reserved for the checkpoint's own manifest or code; use another name, or a folder"
         )
     if not layout.is_file_path(path):
         raise CheckpointError(

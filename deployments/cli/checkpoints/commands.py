@@ -48,7 +48,7 @@ def list_(
 ) -> int:
     """List checkpoints, oldest first. A trial's best one, by its searcher.metric, is marked."""
     from trial_core.models.registry import Registry
-    from trial_core.retention.pins import pins
+    from trial_core.retention.protections import pins
 
     store = open_store(config, storage)
     manifests = store.list(trial)
@@ -88,16 +88,16 @@ def show(
     """Show a checkpoint in full; with --json, its manifest."""
     from trial_core.models.checkpoint_reference import open_checkpoint
     from trial_core.models.registry import Registry
-    from trial_core.retention.pins import read_pin
+    from trial_core.retention.protections import protections
 
     store = open_store(config, storage)
     manifest = open_checkpoint(store, checkpoint)
     if json_:
         print(manifest.to_json().decode(), end="")
     else:
-        pin = read_pin(store, manifest.uuid)
+        pinned = protections(store, manifest.uuid, "pin").get(manifest.uuid, [])
         held = Registry(store).held().get(manifest.uuid, [])
-        why = [str(each) for each in (pin, *held) if each is not None]
+        why = [str(each) for each in (*pinned, *held)]
         print("\n".join(text_format.clean(line) for line in description(store, manifest, why)))
     return 0
 
@@ -124,7 +124,7 @@ def download(
     if json_:
         print(json.dumps({**summary(store, manifest), "folder": str(to.absolute())}, indent=2))
     else:
-        files = text_format.plural(len(manifest.files), "file")
+        files = text_format.plural(len(manifest.all_files), "file")
         size = text_format.size(manifest.total_bytes)
         print(f"checkpoint {manifest.uuid}: {files}, {size}, in {to}")
     return 0
@@ -164,23 +164,15 @@ def description(store: CheckpointStore, manifest: Manifest, kept: list[str]) -> 
         f"{topology.state_division}",
         "versions": ", ".join(f"{name} {version}" for name, version in manifest.versions.items()),
         "hyperparameters": json.dumps(manifest.hyperparameters, ensure_ascii=False),
-        "code": _code(manifest),
-        "files": f"{len(manifest.files)}, {text_format.size(manifest.total_bytes)}, in "
+        "files": f"{len(manifest.all_files)}, {text_format.size(manifest.total_bytes)}, in "
         f"{store.files_url(manifest.uuid)}",
     }
     width = max(map(len, facts))
     lines = [f"{name:<{width}}  {fact}" for name, fact in facts.items() if fact]
-    sizes = [text_format.size(file.size_bytes) for file in manifest.files]
+    sizes = [text_format.size(file.size_bytes) for file in manifest.all_files]
     margin = max(map(len, sizes), default=0)
-    files = zip(sizes, manifest.files, strict=True)
+    files = zip(sizes, manifest.all_files, strict=True)
     return lines + [f"  {size:>{margin}}  rank {file.rank}  {file.path}" for size, file in files]
-
-
-def _code(manifest: Manifest) -> str:
-    """The code that the checkpoint names; empty: it names none."""
-    if manifest.code is None:
-        return ""
-    return f"{text_format.size(manifest.code.size_bytes)}, {manifest.code.key}"
 
 
 def _validation(manifest: Manifest) -> str:

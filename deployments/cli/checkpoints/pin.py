@@ -20,7 +20,7 @@ from trialflow.deployments.cli.tables import AsJson
 
 if TYPE_CHECKING:
     from trial_core.checkpoint.store import CheckpointStore
-    from trial_core.retention.pins import Pin
+    from trial_core.retention.protections import Protection
 
 
 def pin(
@@ -33,10 +33,10 @@ def pin(
     json_: AsJson = False,
 ) -> int:
     """Protect checkpoints from pruning until they are unpinned."""
-    from trial_core.retention import pins
+    from trial_core.retention import protections
 
     store, uuids = _named(checkpoints, config, storage)
-    _say([pins.pin(store, uuid, reason) for uuid in uuids], "pinned", json_)
+    _say([protections.pin(store, uuid, reason) for uuid in uuids], "pinned", json_)
     return 0
 
 
@@ -47,16 +47,15 @@ def unpin(
     json_: AsJson = False,
 ) -> int:
     """Remove the pins of checkpoints. Checkpoints held by the registry stay protected."""
-    from trial_core.retention import holds, pins
+    from trial_core.retention import protections
 
     store, uuids = _named(checkpoints, config, storage)
-    gone = [pins.unpin(store, uuid) for uuid in uuids]
+    released = protections.WHEN_RELEASED
+    gone = [protections.unpin(store, uuid) for uuid in uuids]
     _say(gone, "unpinned", json_)
     for each in gone:
-        if why := pins.why_protected(store, each.uuid):
-            console.note(
-                f"{each.uuid} is still kept, {text_format.one_line(why)}: {holds.WHEN_RELEASED}"
-            )
+        if why := protections.protected(store, each.uuid).get(each.uuid):
+            console.note(f"{each.uuid} is still kept, {text_format.one_line(why)}: {released}")
     return 0
 
 
@@ -70,7 +69,7 @@ def _named(
     return store, [referenced_uuid(store, checkpoint) for checkpoint in checkpoints]
 
 
-def _say(pins: list[Pin], done: str, as_json: bool) -> None:
+def _say(pins: list[Protection], done: str, as_json: bool) -> None:
     if as_json:
         shown = [{"uuid": p.uuid, "reason": p.reason, "by": p.by, "at": p.at} for p in pins]
         print(json.dumps(shown, indent=2))

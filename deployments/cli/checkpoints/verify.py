@@ -99,7 +99,7 @@ def summary(found: Verified) -> dict[str, Any]:
         "trial": found.name.trial,
         "batches_trained": found.name.batches,
         "is_whole": found.is_whole,
-        "files": None if manifest is None else len(manifest.files),
+        "files": None if manifest is None else len(manifest.all_files),
         "total_bytes": None if manifest is None else manifest.total_bytes,
         "problem": found.problem,
         "damage": [
@@ -148,7 +148,7 @@ def _verify(store: CheckpointStore, names: list[ManifestName]) -> Iterator[Verif
         try:
             with console.status(f"verifying {name.uuid} ({count} of {len(names)})"):
                 manifest = store.open(name.uuid)
-                damage = store.find_damage(manifest.uuid, manifest.files)
+                damage = store.find_damage(manifest.uuid, manifest.all_files)
                 if damage:
                     store.raise_if_deleted(manifest.uuid)
         except StorageError:
@@ -184,6 +184,6 @@ def _cells(found: Verified, length: int) -> tuple[str, ...]:
         found.name.uuid[:length],
         found.name.trial,
         str(found.name.batches),
-        "?" if manifest is None else str(len(manifest.files)),
+        "?" if manifest is None else str(len(manifest.all_files)),
         "?" if manifest is None else text_format.size(manifest.total_bytes),
     )

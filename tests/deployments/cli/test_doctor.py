@@ -25,11 +25,11 @@ def test_a_machine_that_can_train(tmp_path: Path) -> None:
     done = trialflow(tmp_path, "doctor", "--json", variables=variables)
     assert (done.returncode, done.stderr) == (0, "")
     found = {check["subject"]: check for check in json.loads(done.stdout)}
-    assert len(found) == 13
+    assert len(found) == 12
     assert {check["status"] for check in found.values()} == {"ok"}
     assert found["torch"]["found"] == importlib.metadata.version("torch")
     assert found["accelerators"]["found"] == "none: slots are CPU processes"
-    assert found["create-only"]["found"] == "conditional writes"
+    assert found["storage"]["found"].endswith("is writable, and its writes can be create-only")
     assert found["server"]["found"].startswith("none configured")
 
 
@@ -48,16 +48,15 @@ def test_a_failed_check(tmp_path: Path) -> None:
 
 
 def test_a_storage_without_conditional_writes(tmp_path: Path, moto_s3: S3Server) -> None:
-    """It is a warning: runs and the registry take a lock, which needs correct clocks."""
+    """Runs would be refused."""
     with faulty_s3(moto_s3) as endpoint:
         endpoint.ignored = frozenset({"if-none-match"})
         server = endpoint.server()
         place = {"url": server.new_bucket(), "options": server.options}
         config = write_experiment(tmp_path, checkpoint_storage=place)
         found = {check.subject: check for check in doctor.stored(config, None)}
-    assert found["storage"].status == "ok"
-    assert str(found["create-only"]).startswith("warn  create-only  the storage has no conditional")
-    assert "runs and the registry take a lock: keep the clocks" in str(found["create-only"])
+    assert found["storage"].status == "fail"
+    assert "ignores the condition of a write" in found["storage"].found
 
 
 def test_a_server_that_does_not_answer(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,10 +86,14 @@ def test_a_checkpoint_is_exported_to_one_file(
 
 
 def test_the_newest_checkpoint_of_a_trial_as_a_state_dict(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """`--trial` selects it; `torch.load` reads .pt with weights_only=True."""
     target = tmp_path / "new" / "model.pt"
+    monkeypatch.delattr(os, "link")  # as a disk without hard links
     assert run(folder, "--trial", "toy-0000beef", "--to", str(target)) == 0
     weights = torch.load(target, weights_only=True)
     assert {name: tensor.shape for name, tensor in weights.items()} == WEIGHTS

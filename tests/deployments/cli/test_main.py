@@ -80,7 +80,7 @@ def test_help_shows_the_default_of_every_value(
     assert entries.keys() - flags - told == set()
 
 
-@pytest.mark.parametrize("module", ["trial_core.run.run_dirs", "trialflow.tasks.build"])
+@pytest.mark.parametrize("module", ["trial_core.run.run_dirs", "trialflow.tasks.stages"])
 def test_the_terminal_shows_our_warnings(capsys: pytest.CaptureFixture[str], module: str) -> None:
     """Those that any module of both packages logs in the driver."""
     main(["--version"])
@@ -163,6 +163,22 @@ def test_config_prints_the_parameters_of_the_flow(
     assert list(printed) == ["config"]
     expected = load_config(path, ["hyperparameters.lr=0.001"])
     assert ExperimentConfig.model_validate(printed["config"]) == expected
+
+
+def test_config_lists_the_code_that_checkpoints_get(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And what they do not get, and why; not the experiment, which may have credentials."""
+    storage = {"url": "s3://a/b", "options": {"secret": "SECRET"}}
+    path = write_experiment(tmp_path, checkpoint_storage=storage, code=".")
+    (tmp_path / "my_trial.py").write_text("x = 1\n")
+    assert main(["config", str(path), "--code"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"the code of {tmp_path}: 1 file, 6 B (by their kinds)",
+        "       6 B  my_trial.py",
+        "left out:",
+        f"  {path.name} (holds credentials in checkpoint_storage)",
+    ]
 
 
 def test_storage_keeps_its_options_for_the_same_scheme_only(

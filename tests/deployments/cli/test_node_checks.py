@@ -15,26 +15,35 @@ import pytest
 
 from tests.support.cli import trialflow, write_experiment
 from tests.support.hosts import DRIVER, new_hosts, run
-from tests.support.nodes import LOOPBACK, Agents, FakeAgent
+from tests.support.nodes import LOOPBACK, Agents, FakeAgent, fake_agent, hub
 from tests.support.prefect import isolated
 from tests.support.ray import RayCluster
 from tests.support.slurm import Slurm
 from tests.support.waiting import until
+from trial_core.checkpoint.store import CheckpointStore
 from trial_core.nodes.examination import installed_packages
-from trial_core.nodes.join_token import write_token
+from trial_core.nodes.join_token import new_token, write_token
 from trial_core.nodes.node_messages import (
     Examine,
     Examined,
+    ListeningNode,
     NodeReady,
     Reach,
     Reached,
     StorageTried,
+    TryStorage,
     Welcome,
 )
 from trial_core.nodes.versions import own_versions
 from trialflow.deployments.cli.doctor import nodes
 from trialflow.deployments.cli.experiment_options import with_engine
-from trialflow.deployments.cli.node_checks import differences, slow_nodes
+from trialflow.deployments.cli.node_checks import (
+    ANSWER_SECONDS,
+    ask,
+    differences,
+    slow_nodes,
+    storage_checks,
+)
 
 END_SECONDS = 60.0
 AHEAD_SECONDS = 100.0
@@ -150,7 +159,7 @@ def examined(**fields: Any) -> Examined:
     nothing: dict[str, Any] = {
         "received_at": 0.0, "answered_at": 0.0, "packages": {}, "cores": 1, "accelerators": "",
         "accelerator_problem": None, "operator_problem": None, "shared_memory": None, "folder": "/",
-        "disk_free_bytes": 0, "port": 0, "listen_problem": None,
+        "disk_free_bytes": 0, "listening": "",
     }  # fmt: skip
     return Examined(**{**nothing, **fields})
 
@@ -168,10 +177,11 @@ def answer_wrongly(agent: FakeAgent) -> int:
     with socket.create_server((LOOPBACK, 0)) as closed:
         port = int(closed.getsockname()[1])
     packages = {**installed_packages(), "numpy": "0.1"}
-    agent.say(examined(received_at=now, answered_at=now, packages=packages, port=port))
+    listening = ListeningNode(LOOPBACK, port, "closed")
+    agent.say(examined(received_at=now, answered_at=now, packages=packages, listening=listening))
     question = agent.next()
     assert isinstance(question, Reach)
-    assert list(question.nodes) == ["good"]
+    assert question.nodes["good"] != question.nodes["bad"]
     agent.say(Reached(problems={"good": "a wall"}))
     agent.next()
     return port
@@ -220,6 +230,43 @@ def test_a_slow_storage_and_other_accelerators() -> None:
     assert (check.subject, check.status) == ("accelerators", "warn")
     assert check.found == "8 × cuda (H100) on a, c, none on b"
     assert packages.status == "ok"
+
+
+def test_what_a_lost_node_has_written_is_deleted(tmp_path: Path) -> None:
+    """The driver deletes it with its own object."""
+    storage = CheckpointStore(f"file://{tmp_path}/storage").storage
+    token = new_token()
+    with hub(token=token) as opened, fake_agent(opened, token) as fake:
+        with opened.changed:
+            opened.changed.wait_for(lambda: opened.agents)
+
+        def write_and_leave() -> set[str]:
+            question = fake.next()
+            assert isinstance(question, TryStorage)
+            storage.write(f"{question.folder}/mine", b"mine")
+            written = {path.name for path in (tmp_path / "storage").rglob("*") if path.is_file()}
+            fake.close()  # the driver deletes from here on
+            return written
+
+        with ThreadPoolExecutor(1) as thread:
+            seen = thread.submit(write_and_leave)
+            (check,) = storage_checks(storage, [*opened.agents.values()])
+            assert seen.result() == {"of-the-driver", "mine"}
+    assert (check.subject, check.status) == ("storage", "fail")
+    assert "the node is lost: its agent has closed the connection" in check.found
+    assert [path for path in (tmp_path / "storage").rglob("*") if path.is_file()] == []
+
+
+def test_a_silent_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver does not wait for it without end."""
+    monkeypatch.setitem(ANSWER_SECONDS, Examined, 0.1)
+    token = new_token()
+    with hub(token=token) as opened, fake_agent(opened, token):
+        with opened.changed:
+            opened.changed.wait_for(lambda: opened.agents)
+        agents = [*opened.agents.values()]
+        (check,) = ask("node", agents, Examine(environment={}), Examined)
+    assert (check.status, check.found) == ("fail", "no answer within 0.1 s")
 
 
 def test_without_an_experiment(tmp_path: Path) -> None:

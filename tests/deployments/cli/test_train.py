@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import pty
 import re
@@ -30,9 +31,10 @@ from tests.support.slots import lines as seen
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.errors import ConfigError, StorageError
+from trial_core.run.known_storages import note_storage
 from trial_core.run.sequencer import Progress
 from trialflow.deployments.cli import train as command
-from trialflow.deployments.cli.train import _other_best, _summary, train
+from trialflow.deployments.cli.train import Continuation, _other_best, _summary, train
 from trialflow.flows import train as flow_module
 from trialflow.flows.lifecycle.stop_signals import SAME_REQUEST_SECONDS
 from trialflow.flows.train import TrialResult
@@ -161,7 +163,7 @@ def test_a_trial_that_raises(tmp_path: Path, server: Mapping[str, str]) -> None:
     assert "toy_trial.py" in done.stderr
     assert "prefect" not in done.stderr
     assert re.search(
-        r"the last checkpoint of trial toy-\w{8} is at batch [48]; to continue", done.stderr
+        r"the last checkpoint of trial toy-\w{12} is at batch [48]; to continue", done.stderr
     )
     log = Path(done.stderr.partition("whole log: ")[2].splitlines()[0])
     assert log.is_file()
@@ -278,7 +280,14 @@ def on_a_terminal(folder: Path, *arguments: str, **variables: str) -> Iterator[T
 @pytest.mark.parametrize(
     ("number", "grace_seconds", "code", "message"),
     [
-        pytest.param(signal.SIGINT, 3600, 130, "stopped by Ctrl-C", id="Ctrl-C, twice"),
+        pytest.param(
+            signal.SIGINT,
+            3600,
+            130,
+            "stopped by Ctrl-C",
+            id="Ctrl-C, twice",
+            marks=pytest.mark.long,
+        ),
         pytest.param(
             signal.SIGTERM,
             1,
@@ -371,7 +380,9 @@ def test_the_trial_that_resume_continues_is_named(
     monkeypatch.setattr(flow_module, "train", flow)
     with prefect_server.configured():
         named = "toy-0000beef" if is_named else None
-        assert train(path, resume=True, trial=named, quiet=is_quiet) == 130
+        assert (
+            train(path, continuation=Continuation(resume=True, trial=named), quiet=is_quiet) == 130
+        )
     printed, said = capsys.readouterr()
     assert "continuing trial toy-0000beef, " in (said if is_quiet else printed)
     option = "--resume --trial toy-0000beef" if is_named else "--resume"
@@ -389,7 +400,7 @@ def test_a_new_trial_that_is_stopped_before_its_first_checkpoint(
     monkeypatch.setattr(flow_module, "train", flow)
     with prefect_server.configured():
         assert train(path) == 130
-    expected = "trial toy-00000001 has no checkpoint yet, so --resume does not continue it"
+    expected = "trial toy-000000000001 has no checkpoint yet, so --resume does not continue it"
     assert expected in capsys.readouterr().err
 
 
@@ -413,7 +424,7 @@ def test_only_the_page_of_this_run_is_named(
     monkeypatch.setattr(flow_module, "train", FakeFlow(fail))
     monkeypatch.setattr(command, "_trial_to_resume", lambda *arguments: "toy-0000beef")
     with prefect_server.configured():
-        assert train(write_experiment(tmp_path), resume=True) != 0
+        assert train(write_experiment(tmp_path), continuation=Continuation(resume=True)) != 0
     said = capsys.readouterr().err
     assert "503 SlowDown" in said
     assert (f"HTML report: {page}" in said) == has_written
@@ -423,8 +434,22 @@ def test_only_the_page_of_this_run_is_named(
 def test_an_option_that_needs_resume(tmp_path: Path, option: str) -> None:
     """Without it a run begins a new trial, which no other run has."""
     named = option.replace("_", "-")
+    wanted = Continuation(**{option: "toy-0000beef"})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=f"--{named} continues a trial: give --resume as well"):
-        train(write_experiment(tmp_path), **{option: "toy-0000beef"})  # type: ignore[arg-type]
+        train(write_experiment(tmp_path), continuation=wanted)
+
+
+def test_resume_begins_no_trial_in_a_storage_that_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An empty one has nothing to resume, unless this machine's runs have used another there."""
+    monkeypatch.setenv("TRIALFLOW_HOME", str(tmp_path / "home"))
+    store, said = CheckpointStore(f"file://{tmp_path}/storage"), list[str]()
+    assert command._trial_to_resume(store, "toy", None, said.append) is None
+    assert said[0].startswith("nothing to resume")
+    note_storage(store, "theirs", logging.getLogger(__name__))
+    with pytest.raises(StorageError, match="not the storage that runs on this machine have used"):
+        command._trial_to_resume(store, "toy", None, said.append)
 
 
 def test_the_trial_to_resume_can_be_named(tmp_path: Path) -> None:

@@ -27,11 +27,12 @@ from tests.support.slots import toy_config
 from tests.support.waiting import until
 from tests.support.wire import UNAUTHORIZED, UNAVAILABLE, Wire, mend_at_the_end
 from trial_core.config import ExperimentConfig
+from trial_core.driver.launch_stages import LaunchStages
 from trial_core.run.stop_requests import StopHandler
 from trialflow.flows.lifecycle.server_outage import ServerOutage
 from trialflow.flows.server.embedded_server import flush
-from trialflow.flows.train import TrainStages, TrialResult
-from trialflow.tasks.report.artifact import MarkdownArtifact
+from trialflow.flows.train import TrialResult
+from trialflow.tasks.artifact import MarkdownArtifact
 
 pytestmark = pytest.mark.server
 
@@ -247,16 +248,16 @@ def test_an_outage_at_any_stage(
     stage_name: str,
 ) -> None:  # fmt: skip
     """It begins with that stage and lasts until the run waits at its end. Real ranks train."""
-    work, is_cut = getattr(TrainStages, stage_name), threading.Event()
+    work, is_cut = getattr(LaunchStages, stage_name), threading.Event()
     mend_at_the_end(wire, monkeypatch)
 
-    def cut_and_work(self: TrainStages, *arguments: Any, **more: Any) -> Any:
+    def cut_and_work(self: LaunchStages, *arguments: Any, **more: Any) -> Any:
         if not is_cut.is_set():
             is_cut.set()
             wire.cut()
         return work(self, *arguments, **more)
 
-    monkeypatch.setattr(TrainStages, stage_name, cut_and_work)
+    monkeypatch.setattr(LaunchStages, stage_name, cut_and_work)
     config = toy_config(here, 8, scheduling_unit=4, hyperparameters={"record": str(here)})
     result = train(config)
     assert is_cut.is_set()

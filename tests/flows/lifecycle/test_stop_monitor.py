@@ -11,6 +11,7 @@ import signal
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,13 +23,15 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.exceptions import Abort, ObjectNotFound, Pause, TerminationSignal
 from prefect.states import Cancelling, Crashed, Failed, Scheduled, Suspended
 
+import trial_core.driver.drive
 import trialflow.flows.lifecycle.flow_run_reader
 import trialflow.flows.lifecycle.stop_monitor
 import trialflow.flows.train
 from tests.flows.lifecycle.conftest import TIMEOUT_SECONDS, Stage, set_state, state_of
+from trial_core.driver.launch_stages import LaunchStages
 from trial_core.errors import RankFailed, Stopped, StorageError
 from trial_core.run.stop_requests import StopHandler
-from trialflow.flows.train import TrainStages, TrialResult, train_trial
+from trialflow.flows.train import STAGES, TrialResult, train_trial
 
 pytestmark = pytest.mark.server
 
@@ -171,21 +174,22 @@ def test_a_stop_that_saves_and_then_fails(
     """The log, the state and the report name the failure and the save. They deny no save."""
     report: Path | None = None
 
-    def fail_after_the_save(stages: TrainStages) -> TrialResult:
+    def fail_after_the_save(calls: LaunchStages) -> TrialResult:
         nonlocal report
-        run = stages._run
-        run.can_save, report = True, run.run_dir / "report.md"
+        run = calls._launch.run
+        calls._launch.progress.can_save, report = True, run.run_dir / "report.md"
         cancelled_through_a_worker(UUID(str(runtime.flow_run.id)), run.stopping)
         run.observer.checkpoint_committed("4f0c21aa", 60, 1024)
         raise failure
 
     monkeypatch.setattr(trialflow.flows.train, "train_trial", train_trial)
-    monkeypatch.setattr(trialflow.flows.train, "build_trial", lambda run: None)
+    instant = replace(STAGES, build_trial=lambda launch: None)
+    monkeypatch.setattr(trialflow.flows.train, "STAGES", instant)
     ranks = SimpleNamespace(stop=lambda: None)
     monkeypatch.setattr(
-        trialflow.flows.train, "launch_slots", lambda run, placement: nullcontext(ranks)
+        trial_core.driver.drive, "launch_slots", lambda launch, placement: nullcontext(ranks)
     )
-    monkeypatch.setattr(trialflow.flows.train, "follow_schedule", fail_after_the_save)
+    monkeypatch.setattr(trial_core.driver.drive, "follow_schedule", fail_after_the_save)
     run, _ = stage.train()
     saved = f"{failure}; the last checkpoint is at batch 60"
     reason = f"cancelled (in Prefect); failed while stopping: {saved}"

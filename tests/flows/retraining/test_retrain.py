@@ -157,7 +157,8 @@ def test_validation_waits_for_the_folder_of_a_dying_attempt(
 
     monkeypatch.setenv("PREFECT__RUNTIME__DEPLOYMENT__ID", "by-a-worker")
     monkeypatch.setattr(trialflow.flows.evaluate, "launch_slots", launch)
-    monkeypatch.setattr(trialflow.flows.evaluate, "get_run_logger", lambda: None)
+    for name in ("get_run_logger", "logger_finder"):
+        monkeypatch.setattr(trialflow.flows.evaluate, name, lambda: None)
     config, checkpoint = harness.config(), harness.save_checkpoint("trial", 0.5).uuid
     folder = locked_run_dir(trial_id(f"{config.name} evaluation", "unique"))
     folder.__enter__()

@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 
 from tests.support.retraining import Killed, RetrainHarness
-from trial_core.errors import PromotionConflict
+from tests.support.stores import mount, unmount
+from trial_core.checkpoint.layout import MARK
+from trial_core.checkpoint.storage_mark import read_mark
+from trial_core.errors import PromotionConflict, StorageError
 from trial_core.models.journal import Journal
 from trial_core.models.registry import Registry
 from trial_core.run.run_dirs import trial_id
@@ -90,6 +93,28 @@ def test_a_killed_run_continues(
     assert len(harness.trained) == (2 if killed_at == ("challenger", "before") else 1)
     calls = (code / "calls").read_text().split()
     assert len(calls) == (2 if killed_at == ("callback-00", "before") else 1)
+
+
+@pytest.mark.long
+def test_a_killed_run_does_not_begin_again_in_an_empty_folder(
+    harness: RetrainHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A storage that is not mounted has no journal and no champion: every challenger would win."""
+    harness.promote_by_hand()
+    run = harness.create_run()
+    kill_once(monkeypatch, "plan", "after")
+    with pytest.raises(Killed, match="plan"):
+        harness.execute(run)
+    root = Path(harness.store.url.removeprefix("file://"))
+    unmount(root)
+    with pytest.raises(StorageError, match="not the storage with which the run began"):
+        harness.execute(run)
+    assert harness.moves() == []
+    mount(root)
+    mark = read_mark(harness.store.storage)
+    harness.store.storage.delete(MARK)  # the plan is there
+    assert harness.execute(run).promoted
+    assert read_mark(harness.store.storage) == mark
 
 
 @pytest.mark.long

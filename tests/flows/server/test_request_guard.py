@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -22,6 +24,9 @@ from starlette.websockets import WebSocketClose
 
 from tests.support.browser import Browser, chromium
 from tests.support.prefect import isolated, prepared
+from trial_core.errors import ConfigError
+from trialflow.deployments.cli import doctor
+from trialflow.flows.server import server_login
 from trialflow.flows.server.embedded_server import (
     PrefectApi,
     configured_api_problem,
@@ -30,7 +35,7 @@ from trialflow.flows.server.embedded_server import (
 )
 from trialflow.flows.server.prefect_settings import environment, use_stored_password
 from trialflow.flows.server.request_guard import RequestGuard
-from trialflow.flows.server.server_login import ServerLogin
+from trialflow.flows.server.server_login import ServerLogin, find_login, password_path
 
 OWN = "http://127.0.0.1:4200"
 ELSEWHERE = "http://site.example"
@@ -192,6 +197,51 @@ def test_another_command_finds_the_password(api: PrefectApi) -> None:
         assert "asks for another password" in str(configured_api_problem())
         use_stored_password()
         assert configured_api_problem() is None
+
+
+def test_a_password_goes_to_this_users_server_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that was killed leaves its file, and its port to others: then no command of
+    trialflow uses the address, and the error says what to do."""
+    other_user = os.geteuid() + 1
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        api_url = f"http://127.0.0.1:{port}/api"
+        password_path(tmp_path, port).write_text("me:secret\n")
+        assert find_login(tmp_path, api_url).password == "me:secret"
+        for given in ("", "me:secret"):
+            variables = {"PREFECT_API_URL": api_url, "PREFECT_API_AUTH_STRING": given}
+            with environment({**isolated(tmp_path), **variables}), monkeypatch.context() as patched:
+                patched.setattr(os, "geteuid", lambda: other_user)
+                with pytest.raises(ConfigError, match=r"no process of this user .*unset PREFECT"):
+                    use_stored_password()
+                assert "no process of this user" in str(doctor.prefect_server())
+        peer = socket.create_connection(("127.0.0.1", port))
+        accepted, _ = listener.accept()
+    with peer, accepted, pytest.raises(ConfigError, match=f"127.0.0.1:{port}"):
+        find_login(tmp_path, api_url)  # a connection at this port is no server
+
+
+def test_another_password_than_the_stored_one_is_the_users_own(tmp_path: Path) -> None:
+    """The file of a server that was killed is not in the way of another server on its port."""
+    password_path(tmp_path, 4711).write_text("me:secret\n")
+    variables = {
+        "PREFECT_API_URL": "http://127.0.0.1:4711/api", "PREFECT_API_AUTH_STRING": "me:other",
+    }  # fmt: skip
+    with environment({**isolated(tmp_path), **variables}):
+        use_stored_password()
+        assert os.environ["PREFECT_API_AUTH_STRING"] == "me:other"
+
+
+def test_a_password_is_not_sent_where_owners_of_ports_are_hidden(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some containers have no list of sockets."""
+    monkeypatch.setattr(server_login, "LISTENERS", tmp_path / "none")
+    password_path(tmp_path, 4711).write_text("me:secret\n")
+    with pytest.raises(ConfigError, match=r"cannot be told.*set PREFECT_API_AUTH_STRING"):
+        find_login(tmp_path, "http://127.0.0.1:4711/api")
 
 
 @contextmanager

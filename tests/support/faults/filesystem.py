@@ -1,10 +1,10 @@
 """``faulty://PLAN/folder``: a fsspec file system that fails on purpose, over the local one.
 
-trialflow knows it neither as local nor as S3, so it uses fsspec's own methods, as on any other
-storage (SFTP, HDFS, …). Options must be plain data, so a plan is known by a name:
-``with planned("name", Plan(…)):``.
+trialflow knows it neither as local nor as S3, so it uses fsspec's own methods, as on ``gs://`` and
+``az://``: an object appears whole, and may be create-only. Options must be plain data, so a plan is
+known by a name: ``with planned("name", Plan(…)):``.
 
-``cut request``: the first `byte` bytes are written, then the connection ends; ``cut reply``: a read
+``cut request``: not carried out, and the connection ends; ``cut reply``: a read
 returns its first `byte` bytes, without an error; ``lose reply``: carried out, then the connection
 ends; ``500``: an input/output error; ``503``: a timeout; ``slow``: at `bytes_per_second`.
 """
@@ -17,24 +17,33 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
 from tests.support.faults.plan import Plan, Seen
+from trial_core.storage import base
+from trial_core.storage.local_files import atomic_file
 
 PROTOCOL = "faulty"
 _plans: dict[str, Plan] = {}
 
 
 @contextmanager
-def planned(name: str, plan: Plan) -> Iterator[Plan]:
-    """Within the block, `plan` applies to ``faulty://{name}``."""
+def planned(name: str, plan: Plan, *, is_known: bool = True) -> Iterator[Plan]:
+    """Within the block, `plan` applies to ``faulty://{name}``.
+
+    Args:
+        is_known: whether trialflow knows that such a file system has conditional writes.
+    """
     fsspec.register_implementation(PROTOCOL, FaultyFileSystem, clobber=True)
     _plans[name] = plan
+    known = {*base._CONDITIONAL_PROTOCOLS, PROTOCOL} if is_known else set()
     try:
-        yield plan
+        with mock.patch.object(base, "_CONDITIONAL_PROTOCOLS", known):
+            yield plan
     finally:
         del _plans[name]
 
@@ -71,20 +80,10 @@ class FaultyFileSystem(AbstractFileSystem):  # type: ignore[misc]
     # ------------------------------------------------------------------------------- writing
 
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> None:
-        flag = "xb" if mode == "create" else "wb"
-
-        def write(data: bytes) -> Callable[[str], None]:
-            return lambda local: _write(local, data, flag)
-
-        self._do("pipe_file", path, write(value), partial=lambda n: write(value[:n]))
+        self._do("pipe_file", path, lambda p: _write(p, value, is_new=mode == "create"))
 
     def put_file(self, lpath: str, rpath: str, **options: Any) -> None:
-        data = Path(lpath).read_bytes()
-
-        def write(data: bytes) -> Callable[[str], None]:
-            return lambda local: _write(local, data, "wb", makes_folder=True)
-
-        self._do("put_file", rpath, write(data), partial=lambda n: write(data[:n]))
+        self._do("put_file", rpath, lambda p: _write(p, Path(lpath).read_bytes()))
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         self._do("makedirs", path, lambda p: self._local.makedirs(p, exist_ok=exist_ok))
@@ -97,18 +96,8 @@ class FaultyFileSystem(AbstractFileSystem):  # type: ignore[misc]
 
     # ------------------------------------------------------------------------------- the plan
 
-    def _do(
-        self,
-        operation: str,
-        path: str,
-        work: Callable[[str], Any],
-        partial: Callable[[int], Callable[[str], Any]] | None = None,
-    ) -> Any:
-        """Carry out `work` on the local path, unless the plan has a fault for it.
-
-        Args:
-            partial: returns the work that writes only so many bytes.
-        """
+    def _do(self, operation: str, path: str, work: Callable[[str], Any]) -> Any:
+        """Carry out `work` on the local path, unless the plan has a fault for it."""
         name, _, rest = self._strip_protocol(path).partition("/")
         seen, local = _plans[name].next(name, operation, path), f"/{rest}"
         kind = seen.fault.kind if seen.fault else None
@@ -116,9 +105,7 @@ class FaultyFileSystem(AbstractFileSystem):  # type: ignore[misc]
             raise OSError(errno.EIO, f"injected into {seen}")
         if kind == "503":
             raise TimeoutError(f"injected into {seen}")
-        if seen.fault and kind == "cut request":
-            if partial is not None:
-                partial(seen.fault.byte)(local)
+        if kind == "cut request":
             raise _cut(seen)
         done = work(local)
         if kind == "lose reply":
@@ -144,10 +131,8 @@ class _WholeFile(AbstractBufferedFile):  # type: ignore[misc]
         return final
 
 
-def _write(local: str, data: bytes, flag: str, *, makes_folder: bool = False) -> None:
-    if makes_folder:  # as fsspec's own put_file does
-        Path(local).parent.mkdir(parents=True, exist_ok=True)
-    with open(local, flag) as file:
+def _write(local: str, data: bytes, *, is_new: bool = False) -> None:
+    with atomic_file(Path(local), is_durable=False, is_new=is_new) as file:
         file.write(data)
 
 

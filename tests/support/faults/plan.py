@@ -17,6 +17,7 @@ Kind = Literal[
     "lose reply",
     "500",
     "503",
+    "page",
     "hang",
     "slow",
     "kill before",
@@ -33,7 +34,8 @@ class Fault:
             the request is not carried out; ``cut reply``: it ends after `byte` bytes of the
             reply's body; ``lose reply``: the request is carried out, the connection ends without
             a reply; ``500``, ``503``: that reply (the second with SlowDown), not carried out;
-            ``hang``: no reply until the client disconnects; ``slow``: `bytes_per_second` both
+            ``page``: the page of a proxy that has lost its server (`FaultyS3.page`), not carried
+            out; ``hang``: no reply until the client disconnects; ``slow``: `bytes_per_second` both
             ways; ``kill before``, ``kill after``: the endpoint calls `on_kill` before or after
             the request is carried out, and sends no reply.
         first: index, from 0, of the first matching request that meets the fault.

@@ -34,7 +34,7 @@ class ForkedSaves:
         """Save, or upload as `rank` does; the exit code: 0, 3 (StorageError), -9 (killed)."""
         self._pid = Future()
         job = {
-            "url": site.url, "options": site.options, "engine": site.engine,
+            "url": site.url, "options": site.options,
             "staged": {str(rank): str(folder) for rank, folder in staged.items()},
             "uuid": uuid, "part_bytes": part_bytes, "rank": rank,
         }  # fmt: skip

@@ -39,6 +39,8 @@ class FaultyS3:
         on_kill: called on the proxy's thread when a request meets a ``kill`` fault.
         ignored: lower-case names of headers that are not forwarded, as if the server did not
             support them. Only for a server that checks no signatures.
+        not_implemented: likewise, of headers that are answered with 501.
+        page: status and text of the reply to a ``page`` fault.
     """
 
     backend: S3Server
@@ -49,6 +51,8 @@ class FaultyS3:
     plan: Plan = field(default_factory=Plan)
     on_kill: Callable[[Seen], None] = lambda seen: None
     ignored: frozenset[str] = frozenset()
+    not_implemented: frozenset[str] = frozenset()
+    page: tuple[int, str] = (404, "404 page not found")
     _in_progress: list[str] = field(default_factory=list)
 
     def server(self, client: str = "") -> S3Server:
@@ -100,6 +104,10 @@ class FaultyS3:
         body = await _read(request, None, pace)
         if kind in _ERRORS:
             return _error(*_ERRORS[kind])
+        if kind == "page":
+            return web.Response(status=self.page[0], text=self.page[1])
+        if not self.not_implemented.isdisjoint(map(str.lower, request.headers)):
+            return _error(501, "NotImplemented")
         status, headers, reply = await self._forward(request, body)
         if kind == "kill after":
             self.on_kill(seen)

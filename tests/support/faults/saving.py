@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-import pytest
 from s3fs import S3FileSystem
 
 from tests.support.faults.s3 import FaultyS3
@@ -27,7 +26,7 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointNotFound, StorageError
 from trial_core.storage import buffer_pool
 from trial_core.storage.base import PROBES
-from trial_core.storage.open_storage import ENGINE_VARIABLE
+from trial_core.transfer.trial_code import upload_code
 from trial_core.transfer.upload import merge_entries, upload_files
 
 Result = TypeVar("Result")
@@ -37,6 +36,7 @@ ATTEMPT = "attempt-1"
 RANKS = (0, 1)
 CLIENTS = ("driver", "rank-0", "rank-1")
 
+CODE = b"code"
 PATIENT = {"connect_timeout": 20, "read_timeout": 20}
 HASTY = {"connect_timeout": 2, "read_timeout": 0.3}
 
@@ -69,9 +69,10 @@ def stage_ranks(folder: Path, part_bytes: int) -> dict[int, Path]:
 def save(
     stores: Mapping[str, CheckpointStore], staged: Mapping[int, Path], uuid: str, batches: int = 7
 ) -> Manifest:
-    """Save as a run does: take over, announce, upload on both ranks at once, commit."""
+    """Save as a run does: take over, announce, upload code and both ranks' files, commit."""
     fence = stores["driver"].take_over(TRIAL, ATTEMPT)
     stores["driver"].announce_upload(TRIAL, uuid, ATTEMPT, fence)
+    code = upload_code(stores["driver"], uuid, CODE)
 
     def upload(rank: int) -> list[FileEntry]:
         return upload_files(stores[f"rank-{rank}"], uuid, staged[rank], rank)
@@ -79,7 +80,9 @@ def save(
     with ThreadPoolExecutor(len(staged)) as pool:
         uploads = {rank: pool.submit(upload, rank) for rank in staged}
     files = merge_entries({rank: done.result() for rank, done in uploads.items()})
-    manifest = new_manifest(batches, uuid=uuid, trial=TRIAL, attempt=ATTEMPT, files=files)
+    manifest = new_manifest(
+        batches, uuid=uuid, trial=TRIAL, attempt=ATTEMPT, files=files, code=code
+    )
     stores["driver"].commit(manifest, fence)
     return manifest
 
@@ -94,14 +97,6 @@ def parts_of(part_bytes: int) -> Iterator[None]:
         buffer_pool.PIECE_BYTES = usual
 
 
-@contextmanager
-def moved_by(engine: str) -> Iterator[None]:
-    """Stores that are opened within the block use this transfer engine."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(ENGINE_VARIABLE, engine)
-        yield
-
-
 @dataclass
 class Site:
     """A folder of a bucket, behind an endpoint that fails on purpose.
@@ -109,21 +104,17 @@ class Site:
     Attributes:
         url: the folder's.
         options: fsspec's options of each client.
-        engine: the transfer engine, ``s3fs`` or ``obstore``.
     """
 
     endpoint: FaultyS3
     url: str
     options: Mapping[str, Mapping[str, Any]]
-    engine: str
 
     def stores(self) -> dict[str, CheckpointStore]:
         """Each client's store."""
-        with moved_by(self.engine):
-            return {
-                client: CheckpointStore(self.url, options)
-                for client, options in self.options.items()
-            }
+        return {
+            client: CheckpointStore(self.url, options) for client, options in self.options.items()
+        }
 
     @property
     def behind(self) -> CheckpointStore:
@@ -131,10 +122,10 @@ class Site:
         return CheckpointStore(self.url, self.endpoint.backend.options)
 
     def objects(self) -> set[str]:
-        """All keys below the folder, except attempts."""
+        """All keys below the folder, except attempts and the storage's mark."""
         fs, root = self._raw()
         keys = {name.removeprefix(f"{root}/") for name in fs.find(root)}
-        return {key for key in keys if not key.startswith(f"{layout.ATTEMPTS}/")}
+        return {key for key in keys if not key.startswith((f"{layout.ATTEMPTS}/", layout.MARK))}
 
     def multipart_uploads(self) -> list[str]:
         """The keys below the folder with a multipart upload in progress."""
@@ -177,18 +168,17 @@ class Sites:
         self._bucket = endpoint.backend.new_bucket()
         self._options = {client: endpoint.server(client).options for client in CLIENTS}
 
-    def new(self, engine: str, *, hasty: bool = False) -> Site:
+    def new(self, *, hasty: bool = False) -> Site:
         """An empty folder, and clients for it.
 
         Args:
-            engine: the transfer engine.
             hasty: whether the clients' timeouts are short.
         """
         timeouts = HASTY if hasty else PATIENT
         options = {
             client: client_options(options, timeouts) for client, options in self._options.items()
         }
-        return Site(self._endpoint, f"{self._bucket}/{uuids.uuid4().hex[:8]}", options, engine)
+        return Site(self._endpoint, f"{self._bucket}/{uuids.uuid4().hex[:8]}", options)
 
 
 def within(seconds: float, work: Callable[[], Result]) -> Result | StorageError:

@@ -1,6 +1,6 @@
 """Fixtures: S3 servers behind an endpoint that fails on purpose.
 
-The default suite uses moto with s3fs. The other engine and a real gateway have the marker `long`.
+The default suite uses moto. A real gateway has the marker `long`.
 """
 
 from __future__ import annotations
@@ -36,23 +36,21 @@ PART_BYTES = {"moto": 2**16, "ceph": 5 * 2**20}
 
 @dataclass
 class Scene:
-    """A server, a transfer engine, and the files to save.
+    """A server and the files to save.
 
     Attributes:
-        engine: see `trial_core.storage.open_storage.ENGINES`.
         staged: each rank's folder.
     """
 
     endpoint: FaultyS3
     sites: Sites
-    engine: str
     staged: Mapping[int, Path]
     part_bytes: int
 
     def new_site(self, *faults: Fault) -> tuple[Site, str, Plan]:
         """An empty folder, a checkpoint's uuid, and a plan of `faults` from now on."""
         hasty = any(fault.kind == "hang" for fault in faults)
-        site = self.sites.new(self.engine, hasty=hasty)
+        site = self.sites.new(hasty=hasty)
         paced = [replace(fault, bytes_per_second=4 * self.part_bytes) for fault in faults]
         return site, str(uuids.uuid4()), self.endpoint.new_plan(*paced)
 
@@ -81,7 +79,7 @@ class Scene:
 def scenes(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[[str], Scene]]:
-    """Scenes by the names of server and engine (``moto-s3fs``), created on first use."""
+    """Scenes by the name of their server (``moto``, ``ceph``), created on first use."""
     made: dict[str, Scene] = {}
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
@@ -93,38 +91,21 @@ def scenes(
 
         def get(name: str) -> Scene:
             if name not in made:
-                server, engine = name.split("-")
-                backend: S3Server = request.getfixturevalue(f"{server}_s3")
+                backend: S3Server = request.getfixturevalue(f"{name}_s3")
                 endpoint = stack.enter_context(faulty_s3(backend))
-                part_bytes = PART_BYTES[server]
+                part_bytes = PART_BYTES[name]
                 staged = stage_ranks(tmp_path_factory.mktemp(name), part_bytes)
-                made[name] = Scene(endpoint, Sites(endpoint), engine, staged, part_bytes)
+                made[name] = Scene(endpoint, Sites(endpoint), staged, part_bytes)
             return made[name]
 
         yield get
 
 
 @pytest.fixture(
-    params=[
-        "moto-s3fs",
-        pytest.param("moto-obstore", marks=pytest.mark.long),
-        pytest.param("ceph-s3fs", marks=(pytest.mark.gateway, pytest.mark.long)),
-        pytest.param("ceph-obstore", marks=(pytest.mark.gateway, pytest.mark.long)),
-    ]
+    params=["moto", pytest.param("ceph", marks=(pytest.mark.gateway, pytest.mark.long))]
 )
 def scene(request: pytest.FixtureRequest, scenes: Callable[[str], Scene]) -> Scene:
-    """Each engine, on moto and on a real gateway."""
-    return scenes(request.param)
-
-
-@pytest.fixture(
-    params=[
-        "moto-s3fs",
-        pytest.param("ceph-s3fs", marks=(pytest.mark.gateway, pytest.mark.long)),
-    ]
-)
-def s3fs_scene(request: pytest.FixtureRequest, scenes: Callable[[str], Scene]) -> Scene:
-    """Each server with s3fs, for requests that are the same with every engine."""
+    """On moto and on a real gateway."""
     return scenes(request.param)
 
 

@@ -1,4 +1,4 @@
-"""A Core API script of several ranks without a driver: ``core_ranks.py FOLDER``, under torchrun.
+"""A Core API script of several ranks: ``core_ranks.py FOLDER``, under torchrun.
 
 It stores in parts, is ended by SIGTERM to its last rank, and writes what it saw. When it is started
 again, it continues.

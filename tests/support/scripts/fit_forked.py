@@ -33,7 +33,7 @@ from trial_core.deepspeed import Trainer, init
 from trial_core.pytorch import Batch, PyTorchCallback
 
 # Modules that ranks import when they first need them.
-EAGER = ("s3fs", "obstore", "trial_core.storage.local", "trial_core.trainer.fit_stages")
+EAGER = ("s3fs", "trial_core.storage.local", "trial_core.trainer.fit_outside_slot")
 
 
 class WatchedTrial(ToyTrial):

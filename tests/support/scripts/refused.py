@@ -17,10 +17,10 @@ import msgspec
 
 from trial_core.controller.controller import Controller
 from trial_core.distributed import DistributedContext
-from trial_core.entrypoint import build_engine
+from trial_core.entrypoint import build_adapter
 from trial_core.errors import TrialError
 from trial_core.messages import (
-    BuildLoaders,
+    BuildLoadersAndRestore,
     BuildTrial,
     FetchCheckpoint,
     PersistCheckpoint,
@@ -37,7 +37,7 @@ RANKS = DistributedContext.from_environment()
 
 def drive(controller: Controller, build: BuildTrial, until: Any) -> None:
     """Send the requests that a driver would send."""
-    begin = BuildLoaders(batches_trained=0, checkpoint=None)
+    begin = BuildLoadersAndRestore(batches_trained=0, checkpoint=None)
     controller.carry_out(build)
     if until == "build":
         return
@@ -57,13 +57,15 @@ def drive(controller: Controller, build: BuildTrial, until: Any) -> None:
     files = [entry for rank in all_files for entry in rank]
     controller.carry_out(FetchCheckpoint(uuid="saved", files=files))
     RANKS.allgather("fetched")
-    controller.carry_out(BuildLoaders(batches_trained=0, checkpoint="saved", restore=until))
+    controller.carry_out(
+        BuildLoadersAndRestore(batches_trained=0, checkpoint="saved", restore=until)
+    )
 
 
 def main() -> None:
     """Try one trial after the other."""
     os.chdir(TOY)
-    controller, messages = Controller(build_engine, emit=lambda _: None, distributed=RANKS), []
+    controller, messages = Controller(build_adapter, emit=lambda _: None, distributed=RANKS), []
     for request, until in json.loads(os.environ["TRIALS"]):
         try:
             drive(controller, msgspec.convert(request, BuildTrial), until)

@@ -19,9 +19,9 @@ from typing import Any
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.controller.controller import Controller
 from trial_core.distributed import DistributedContext
-from trial_core.entrypoint import build_engine
+from trial_core.entrypoint import build_adapter
 from trial_core.messages import (
-    BuildLoaders,
+    BuildLoadersAndRestore,
     BuildTrial,
     FetchCheckpoint,
     PersistCheckpoint,
@@ -32,7 +32,7 @@ from trial_core.messages import (
 
 RANKS = DistributedContext.from_environment()
 FOLDER = Path(os.environ["FOLDER"])
-CONTROLLER = Controller(build_engine, emit=lambda _: None, distributed=RANKS)
+CONTROLLER = Controller(build_adapter, emit=lambda _: None, distributed=RANKS)
 
 
 def carry_out(request: Any) -> Any:
@@ -60,7 +60,7 @@ def run_case(name: str, experiment: dict[str, Any], restore: Any) -> dict[str, A
     machine = FOLDER / f"machine-{RANKS.get_rank()}" / name
     checkpoint = str(uuid.uuid5(uuid.NAMESPACE_OID, name))
     saved_by = build(experiment, machine / "saves").topology
-    carry_out(BuildLoaders(batches_trained=0, checkpoint=None))
+    carry_out(BuildLoadersAndRestore(batches_trained=0, checkpoint=None))
     carry_out(TrainBatches(until=3))
     carry_out(SaveCheckpoint(uuid=checkpoint))
     files_by_rank = RANKS.allgather(carry_out(PersistCheckpoint(uuid=checkpoint)).files)
@@ -73,7 +73,7 @@ def run_case(name: str, experiment: dict[str, Any], restore: Any) -> dict[str, A
     )
     assert RANKS.allgather((fetched.damage, fetched.problem)) == [(None, None)] * RANKS.get_size()
     carry_out(
-        BuildLoaders(
+        BuildLoadersAndRestore(
             batches_trained=3 if restore == "everything" else 0,
             checkpoint=checkpoint,
             restore=restore,

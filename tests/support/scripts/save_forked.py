@@ -1,6 +1,6 @@
 """Saves in forked processes, which start quickly because everything is imported already.
 
-Reads jobs from stdin, one JSON object a line: ``url``, ``options`` (by client), ``engine``,
+Reads jobs from stdin, one JSON object a line: ``url``, ``options`` (by client),
 ``staged`` (folder by rank), ``uuid``, ``part_bytes``, and ``rank``: null to save as a whole run, a
 number to upload as that rank. For each job it prints ``{"pid": …}`` and, when the process has
 ended, ``{"code": …}``: 0 done, 3 the storage failed, -9 killed.
@@ -19,15 +19,13 @@ from typing import Any
 from tests.support.faults.saving import parts_of, save
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import StorageError
-from trial_core.storage.open_storage import ENGINE_VARIABLE
 from trial_core.transfer.upload import upload_files
 
-EAGER = ("s3fs", "aiobotocore.session", "trial_core.storage.obstore_storage")
+EAGER = ("s3fs", "aiobotocore.session", "trial_core.storage.s3_storage")
 
 
 def carry_out(job: dict[str, Any]) -> None:
     """Save, or upload one rank's part of a checkpoint."""
-    os.environ[ENGINE_VARIABLE] = job["engine"]
     stores = {
         client: CheckpointStore(job["url"], options) for client, options in job["options"].items()
     }

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset
 from toy_trial import ToyTrial, samples
 
 from trial_core.deepspeed import DeepSpeedTrialContext
-from trial_core.pytorch import DataLoader, PyTorchCallback
+from trial_core.pytorch import DataLoader
 
 
 class Noisy(Dataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -148,15 +148,23 @@ class TwoPerBatch(ToyTrial):
         return {"loss": loss}
 
 
-class Forget(PyTorchCallback):
-    """Makes a checkpoint like one of an earlier release."""
+class LargeSamples(ToyTrial):
+    """Samples of 64 KiB, which a worker process brings in shared memory."""
 
-    def on_checkpoint_save_start(self, checkpoint: dict[str, Any]) -> None:
-        del checkpoint["training_data"]
+    def build_training_data_loader(self) -> DataLoader:
+        return DataLoader(Padded(samples(64)), batch_size=2, num_workers=1, prefetch_factor=1)
+
+    def train_batch(
+        self, dataloader_iter: Iterator[Any] | None, epoch_idx: int, batch_idx: int
+    ) -> dict[str, torch.Tensor]:
+        assert dataloader_iter is not None
+        inputs, index = next(dataloader_iter)
+        return super().train_batch(iter([(inputs[:, :2], index)]), epoch_idx, batch_idx)
 
 
-class EarlierRelease(ToyTrial):
-    """Its checkpoints have no position in the data."""
+class Padded(Noisy):
+    """The samples of a dataset as they are, each of 64 KiB."""
 
-    def build_callbacks(self) -> dict[str, PyTorchCallback]:
-        return {"forget": Forget()}
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs, label = self.dataset[index]
+        return torch.cat([inputs, torch.zeros(2**14)]), label

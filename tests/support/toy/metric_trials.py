@@ -39,6 +39,7 @@ class EveryType(ToyTrial):
         rank = self.context.distributed.get_rank()
         return {
             "losses": [torch.tensor([0.5, 1.0]) + number, np.arange(2 + rank)],
+            "large": torch.tensor(2**62),  # the sum of a few is more than int64 holds
             "note": f"rank {rank}, {number}",
             "even": float(number + 10 * rank) if number % 2 == 0 else None,
             "parts": {"a": torch.tensor(number), "b": {"c": None}},

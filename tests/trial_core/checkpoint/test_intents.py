@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from tests.support.manifests import FILES, keys_of, stored_keys, upload
 from tests.support.multipart_uploads import leave_open, left_open
+from tests.support.storage_clock import shift_clock
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.intents import read_intent
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointError
+from trial_core.storage.local_files import atomic_file
 
 
 def begin(store: CheckpointStore, staging: Path, **fields: Any) -> Manifest:
@@ -89,6 +93,27 @@ def test_a_swept_checkpoint_cannot_be_committed(
     assert local_store.list() == []
 
 
+def test_nothing_is_committed_while_its_files_are_deleted(
+    local_store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sweep has first taken the manifest's key, which the intent of a commit names."""
+    manifest, storage = begin(local_store, tmp_path / "staging"), local_store.storage
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "create", Mock(side_effect=KeyboardInterrupt))  # killed there
+        with pytest.raises(KeyboardInterrupt):
+            local_store.commit(manifest)
+    clear = storage.clear
+
+    def commit_then_clear(folder: str) -> tuple[int, int]:
+        with pytest.raises(CheckpointError, match="is not committed"):
+            local_store.commit(manifest)
+        return clear(folder)
+
+    monkeypatch.setattr(storage, "clear", commit_then_clear)
+    assert [each.uuid for each in local_store.sweep(manifest.trial)] == [manifest.uuid]
+    assert local_store.list() == []
+
+
 def test_a_retry_keeps_its_intent(local_store: CheckpointStore, tmp_path: Path) -> None:
     """A second announcement leaves the intent as it is, and writes it again if it was swept."""
     manifest = begin(local_store, tmp_path / "staging")
@@ -155,7 +180,7 @@ def test_multipart_uploads_are_listed_page_by_page(
     """All are aborted if the server lists two at a time."""
     from trial_core.storage.s3_requests import S3Requests
 
-    call = S3Requests._call
+    call = S3Requests.call
 
     async def call_by_twos(requests: S3Requests, name: str, **arguments: Any) -> dict[str, Any]:
         limit = {"MaxUploads": 2} if name == "list_multipart_uploads" else {}
@@ -163,9 +188,55 @@ def test_multipart_uploads_are_listed_page_by_page(
 
     for number in range(5):
         leave_open(s3_store, f"checkpoints/u/{number}")
-    monkeypatch.setattr(S3Requests, "_call", call_by_twos)
+    monkeypatch.setattr(S3Requests, "call", call_by_twos)
     assert s3_store.storage.abort_uploads("checkpoints/u") == 5
     assert left_open(s3_store) == set()
+
+
+@pytest.mark.parametrize("begins", ["before", "after"])
+def test_a_sweep_leaves_what_its_attempt_writes(
+    store: CheckpointStore, kind: str, monkeypatch: pytest.MonkeyPatch, begins: str
+) -> None:
+    """What began before the attempt is left by a dead one, by the storage's own clock."""
+    if kind == "memory":
+        pytest.skip("has no unfinished uploads")
+    if kind == "s3":  # its clock has whole seconds, and moto begins every upload in 2010
+        days = 1 if begins == "before" else -10_000
+        shift_clock(monkeypatch, store.storage, timedelta(days=days))
+    key = layout.run_file_key("gpt-1", "tensorboard/rank-0/events")
+    if begins == "before":
+        leave_half(store, key)
+    fence = store.take_over("gpt-1", "two")
+    if begins == "after":
+        leave_half(store, key)
+    swept = sum(each.uploads for each in store.sweep("gpt-1", fence))
+    assert (swept, halves(store)) == ((1, 0) if begins == "before" else (0, 1))
+
+
+def test_the_ledger_may_be_written_during_a_sweep(local_store: CheckpointStore) -> None:
+    """The attempt's own file is stored, although the sweep meets it half written."""
+    fence = local_store.take_over("gpt-1", "one")
+    root, key = local_store.url.removeprefix("file://"), layout.ledger_key("gpt-1", fence.number)
+    with atomic_file(Path(root, key), is_durable=True) as file:
+        file.write(b"the time until now")
+        assert local_store.sweep("gpt-1", fence) == []
+    assert local_store.storage.read(key) == b"the time until now"
+
+
+def leave_half(store: CheckpointStore, key: str) -> None:
+    """Begin to write an object."""
+    if store.url.startswith("s3"):
+        leave_open(store, key)
+    else:
+        path = Path(store.url.removeprefix("file://"), key).with_name(f".{'0' * 32}.part")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"half")
+
+
+def halves(store: CheckpointStore) -> int:
+    """How many objects are half written."""
+    is_s3 = store.url.startswith("s3")
+    return len(left_open(store) if is_s3 else store.storage.sizes(layout.RUNS))
 
 
 def test_a_sweep_deletes_temporary_files(local_store: CheckpointStore, tmp_path: Path) -> None:

@@ -18,21 +18,12 @@ def test_keys_never_change() -> None:
     assert layout.file_key("u-2", "zero/0.pt") == "checkpoints/u-2/zero/0.pt"
     assert layout.intent_key("t-1", "u-2") == "uploads/t-1/u-2.json"
     assert layout.attempt_key("t-1", 7) == "attempts/t-1/000007.json"
-    assert layout.trial_locks_folder("t-1") == "locks/t-1"
     assert layout.claim_key("t-1") == "claims/t-1.json"
-    assert layout.pin_key("u-2") == "pins/u-2.json"
-    hold = layout.HoldName("u-2", "gpt", 7, "0a")
-    assert layout.hold_key(hold) == "pins/u-2/gpt/000007-0a.json"
-    assert layout.parse_hold_key(layout.hold_key(hold)) == hold
+    pin, hold = layout.ProtectionName("u-2"), layout.ProtectionName("u-2", "hold", "gpt", 7, "0a")
+    assert (pin.key, hold.key) == ("pins/u-2/pin.json", "pins/u-2/gpt/000007-0a.json")
+    assert [layout.parse_protection_key(each.key) for each in (pin, hold)] == [pin, hold]
     assert layout.deletion_key("u-2", "0a") == "deletions/u-2/0a.json"
-    assert layout.shared_deletion_key("u-2") == "deletions/u-2.json"
-    for key in ("deletions/u-2/0a.json", "deletions/u-2.json"):
-        assert layout.parse_deletion_key(key) == "u-2"
-    digest = "sha256:" + "0a" * 32
-    assert layout.code_key(digest, 1) == f"code/{'0a' * 32}/000001.tar"
-    assert layout.code_deletion_key(digest, 1, "0b") == f"code/{'0a' * 32}/000001-0b.json"
-    for name in (layout.CodeName(digest, 1), layout.CodeName(digest, 1, "0b")):
-        assert layout.parse_code_key(name.key) == name
+    assert layout.parse_deletion_key("deletions/u-2/0a.json") == "u-2"
     assert layout.run_file_key("t-1", "tensorboard/rank-0/e") == "runs/t-1/tensorboard/rank-0/e"
 
 
@@ -72,10 +63,10 @@ def test_paths_that_may_leave_the_folder_are_refused(path: str) -> None:
 OUTSIDE = ["", ".", "..", "../project", "/etc", "a/b", "a\\b", "a\n", "ä", "a" * 201]
 KEYS_OF_A_TRIAL = [
     layout.trial_folder, layout.intents_folder, layout.attempts_folder, layout.claim_key,
-    layout.run_folder, layout.trial_locks_folder,
+    layout.run_folder,
 ]  # fmt: skip
 KEYS_OF_A_CHECKPOINT = [
-    layout.files_folder, layout.pin_key, layout.holds_folder, layout.deletions_folder,
+    layout.files_folder, layout.protections_folder, layout.deletions_folder,
     lambda uuid: layout.manifest_key("t", 1, uuid), lambda uuid: layout.intent_key("t", uuid),
 ]  # fmt: skip
 
@@ -88,7 +79,7 @@ def test_no_key_is_made_of_a_name_that_leads_out_of_its_folder(name: str) -> Non
             key_of(name)
     for key_of in (
         layout.model_folder,
-        lambda model: layout.hold_key(layout.HoldName("u", model, 1, "a")),
+        lambda model: layout.ProtectionName("u", "hold", model, 1, "a").key,
     ):
         with pytest.raises(RegistryError, match="expected up to 200 letters and digits"):
             key_of(name)

@@ -14,17 +14,15 @@ from trial_core.checkpoint import layout
 PARTS = [
     *(text for text in TEXTS if len(text) < 400), "gpt-1", "a.b", "u", "0000000007-u", "000007",
     "0000007", "00000000007-u", "9" * 18, "9" * 19, "1" * 5000, "000001-u", "versions", "0000001-u",
-    "0a" * 32, "000001.tar", "0000001.tar", "000001-0b",
+    "pin",
 ]  # fmt: skip
 FAMILIES: list[tuple[Callable[[str], Any], Callable[[Any], str]]] = [
     (layout.parse_manifest_key, lambda name: name.key),
     (layout.parse_intent_key, lambda name: layout.intent_key(*name)),
     (layout.parse_claim_key, layout.claim_key),
-    (layout.parse_pin_key, layout.pin_key),
-    (layout.parse_hold_key, layout.hold_key),
-    (layout.parse_code_key, lambda name: name.key),
+    (layout.parse_protection_key, lambda name: name.key),
 ]
-FOLDERS = ["manifests", "uploads", "claims", "pins", "deletions", "attempts", "models", "code"]
+FOLDERS = ["manifests", "uploads", "claims", "pins", "deletions", "attempts", "models"]
 keys = st.builds(
     lambda folder, parts, ending: "/".join([folder, *parts]) + ending,
     st.sampled_from(FOLDERS),
@@ -41,7 +39,7 @@ def check_key(key: str) -> None:
     number = layout.parse_numbered_key(folder, key)
     assert number is None or layout.numbered_key(folder, number) == key
     uuid = layout.parse_deletion_key(key)
-    assert uuid is None or key.startswith(layout.shared_deletion_key(uuid).removesuffix(".json"))
+    assert uuid is None or key.startswith(f"{layout.deletions_folder(uuid)}/")
 
 
 @fuzz(60, key=keys)

@@ -109,9 +109,9 @@ def test_a_newer_schema_is_refused() -> None:
 @pytest.mark.parametrize("path", ["../../etc/cron.d/x", "/etc/passwd", "manifest.json"])
 def test_a_path_outside_the_folder_is_refused(path: str) -> None:
     """A hostile manifest cannot name a file outside the checkpoint's folder."""
-    data = new_manifest(files=[entry(path)]).to_json()
-    with pytest.raises(CheckpointDamaged, match="not a plain relative path"):
-        Manifest.from_json(data)
+    for hostile in (new_manifest(files=[entry(path)]), new_manifest(code=entry(path))):
+        with pytest.raises(CheckpointDamaged, match="not a plain relative path"):
+            Manifest.from_json(hostile.to_json())
 
 
 @pytest.mark.parametrize(

@@ -169,20 +169,6 @@ def test_in_memory_a_create_is_atomic(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(commit_at_once(store, rivals(2))) == 1
 
 
-def test_a_commit_is_exclusive_without_hard_links(
-    local_store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also on a file system that has none."""
-
-    def refuse(source: Path, target: Path) -> None:
-        raise OSError(errno.EPERM, "Operation not permitted")
-
-    monkeypatch.setattr(os, "link", refuse)
-    manifests = rivals(16)
-    winners = commit_at_once(local_store, manifests)
-    assert winners == [local_store.open(manifests[0].uuid).attempt]
-
-
 def test_a_commit_leaves_no_temporary_file(local_store: CheckpointStore, tmp_path: Path) -> None:
     """Whether it succeeds or not."""
     commit_at_once(local_store, rivals(4))

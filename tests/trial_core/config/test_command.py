@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 import warnings
 
 import pytest
 
 from trial_core.config import ExperimentConfig, IgnoredFieldWarning
-from trial_core.config.command import ScriptCommand, command_of
+from trial_core.config.command import ScriptCommand, command_of, without_values
 from trial_core.config.lengths import OPEN_END
 from trial_core.errors import ConfigError
 from trial_core.units import Batch
@@ -85,3 +86,19 @@ def test_a_trial_is_no_script() -> None:
     config = experiment("model_def:MyTrial", max_length=5)
     assert not config.is_script
     assert command_of(config.entrypoint) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "recorded"),
+    [
+        ("--wandb-key secret --fp16", "--wandb-key ... --fp16"),
+        ("--wandb_key=se=cret", "--wandb_key=..."),
+        ("-v -psecret -p secret -k=secret", "-v -p... -p ... -k=..."),
+        ("secret=secret db.password=secret +secret", "... ... ..."),  # as Hydra takes them
+        ("postgres://me:secret@host -- -5 -.5 ''", "... ... ... ... ''"),
+        ("'--key=first\nsecond' '---- secret ----' '--name secret'", "--key=... ... --name..."),
+    ],
+)
+def test_only_the_names_of_options_are_left(arguments: str, recorded: str) -> None:
+    """A value may be a credential, wherever it is."""
+    assert shlex.join(without_values(shlex.split(arguments))) == recorded

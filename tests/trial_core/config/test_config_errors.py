@@ -57,7 +57,7 @@ def problems(**fields: Any) -> list[str]:
         ),
         (
             {"searcher": {"source_trial_id": -1}},
-            'searcher.source_trial_id: expected a trial\'s id, such as "gpt-0000002a", or its '
+            'searcher.source_trial_id: expected a trial\'s id, such as "gpt-00000000002a", or its '
             "number, got -1",
         ),
         (

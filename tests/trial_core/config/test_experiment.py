@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.strategies import plain_data
-from trial_core.config import ExperimentConfig, load_config
+from trial_core.config import ExperimentConfig, OptimizationsConfig, load_config
+from trial_core.config.checkpointing_section import CheckpointingConfig
 from trial_core.config.error_text import MetricDirectionWarning, NewHyperparameterWarning
 from trial_core.config.parsing import parse_yaml
 from trial_core.errors import ConfigError
@@ -62,6 +63,19 @@ def test_a_meaningful_null_is_kept(tmp_path: Path) -> None:
     again = ExperimentConfig.model_validate_json(config.model_dump_json())
     for stopping in (config.stopping, again.stopping):
         assert (stopping.stall_timeout_seconds, stopping.grace_seconds) == (None, 25.0)
+
+
+def test_a_rank_reads_a_section_without_refusing_anything() -> None:
+    """Of the configuration of a script or a debugged trial, which may have any fields."""
+    given = {"stall_timeout_seconds": None, "trusted": None, "memory_gib_per_rank": 2, "more": 1}
+    seen = CheckpointingConfig.unchecked({"checkpointing": given})
+    assert seen == CheckpointingConfig(stall_timeout_seconds=None, memory_gib_per_rank=2)
+    assert CheckpointingConfig.unchecked({"checkpointing": None}) == CheckpointingConfig()
+    assert OptimizationsConfig.unchecked({"optimizations": {"aggregation_frequency": "2"}}) == (
+        OptimizationsConfig(aggregation_frequency=2)
+    )
+    with pytest.raises(ValueError, match="invalid literal for int"):
+        OptimizationsConfig.unchecked({"optimizations": {"aggregation_frequency": "two"}})
 
 
 def test_every_field_of_the_schedule_is_set() -> None:

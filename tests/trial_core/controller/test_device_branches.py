@@ -12,7 +12,7 @@ import pytest
 from tests.support.slots import Driven, build, drive, toy_config
 from trial_core.accelerator import HOST_BUFFER_BYTES
 from trial_core.config import ExperimentConfig
-from trial_core.messages import BuildLoaders, FetchCheckpoint, Fetched, LoadersBuilt
+from trial_core.messages import BuildLoadersAndRestore, FetchCheckpoint, Fetched, ReadyToTrain
 from trial_core.slots.slot_group import SlotGroup
 
 pytestmark = pytest.mark.slots
@@ -72,6 +72,8 @@ def test_weights_are_gathered_a_layer_at_a_time(warm_slots: Warm, tmp_path: Path
         uuid=uuid, files=trained.files[uuid], saved_by=trained.topology, restore="weights"
     )
     assert slots.request(request, Fetched) == [Fetched()] * 2
-    slots.request(BuildLoaders(batches_trained=0, checkpoint=uuid, restore="weights"), LoadersBuilt)
+    slots.request(
+        BuildLoadersAndRestore(batches_trained=0, checkpoint=uuid, restore="weights"), ReadyToTrain
+    )
     for rank in range(2):
         assert LAYER_BYTES <= measured(tmp_path, "weights", rank)["peak"] < 4 * LAYER_BYTES

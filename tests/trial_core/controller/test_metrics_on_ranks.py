@@ -34,6 +34,7 @@ def test_metrics_of_every_type(warm_slots: Warm, tmp_path: Path, world_size: int
     assert (average["call"], average["rank"]) == (2.5, middle)
     assert average["even"] == 2 + 10 * middle
     assert average["losses"] == [[5.5, 6.0], [0, 1]]
+    assert average["large"] == 2.0**62
     assert (average["note"], average["parts"]) == ("rank 0, 5", {"a": 5, "b": {"c": None}})
 
     for rank in range(world_size):
@@ -53,6 +54,7 @@ def test_metrics_of_every_type(warm_slots: Warm, tmp_path: Path, world_size: int
     assert isinstance(validation["loss"], float)
     assert (validation["note"], validation["last_note"]) == ("rank 0, 2", "batch 2")
     assert validation["even"] == 1 + 10 * middle
+    assert validation["large"] == 2.0**62
     assert validation["losses"] == [[2.5, 3.0], [0, 1]]
 
 

@@ -14,7 +14,9 @@ import pytest
 
 from tests.support.slots import Driven, drive, toy_config
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.config.checkpointing_section import CheckpointingConfig
 from trial_core.controller import rank_checkpoint
+from trial_core.controller.checkpoint_files import CheckpointFiles
 from trial_core.controller.rank_checkpoint import Snapshots
 from trial_core.controller.rank_state import write_rank_state
 from trial_core.controller.safe_load import Reader
@@ -115,13 +117,22 @@ def test_the_ranks_of_a_machine_leave_the_same_memory_free(
     assert reserves == [(None, 503), (2 * GIB, 0)]
 
 
-def snapshots(folder: Path, rank: int = 0, ranks: int = 1, **settings: Any) -> Snapshots:
-    """The snapshots of one rank of a machine."""
-    distributed = DistributedContext(
+def one_of(rank: int, ranks: int) -> DistributedContext:
+    """One rank of a machine."""
+    return DistributedContext(
         rank=rank, size=ranks, local_rank=rank, local_size=ranks, cross_rank=0, cross_size=1
     )
-    engine: Any = SimpleNamespace(checkpoint_classes=())
-    return Snapshots(engine, folder, CheckpointStore(str(folder / "store")), distributed, settings)
+
+
+def files_of(folder: Path, rank: int = 0, ranks: int = 1, **settings: Any) -> CheckpointFiles:
+    store = CheckpointStore(str(folder / "store"))
+    return CheckpointFiles(folder, store, one_of(rank, ranks), CheckpointingConfig(**settings))
+
+
+def snapshots(folder: Path, rank: int = 0, ranks: int = 1, **settings: Any) -> Snapshots:
+    adapter: Any = SimpleNamespace(checkpoint_classes=())
+    files = files_of(folder, rank, ranks, **settings)
+    return Snapshots(adapter, files, one_of(rank, ranks), CheckpointingConfig(**settings))
 
 
 @pytest.mark.parametrize("rehearses", [True, False])
@@ -133,7 +144,7 @@ def test_a_snapshot_is_rehearsed_once(tmp_path: Path, rehearses: bool) -> None:
         memory.write(folder, "shard", lambda file: file.write(b"x" * 100))
         links.append(os.readlink(folder / "shard"))
 
-    ours._engine = SimpleNamespace(
+    ours._adapter = SimpleNamespace(
         rehearses_save=rehearses, save=save, hook_state=dict, callbacks={},
         accelerator_rng_state=dict,
     )  # type: ignore[assignment]  # fmt: skip
@@ -161,7 +172,7 @@ def test_rank_0_also_deletes_kept_files_of_ranks_that_are_gone(
     for number in (1, 7) if rank == 1 else (0, 7):
         (tmp_path / "kept" / "old" / f"rank-{number}").mkdir(parents=True)
     staged(tmp_path, "new", rank)
-    snapshots(tmp_path, rank, 2).release("new")
+    files_of(tmp_path, rank, 2).release("new")
     assert {str(path.relative_to(tmp_path / "kept")) for path in tmp_path.glob("kept/*/*")} == left
 
 
@@ -170,7 +181,7 @@ def test_only_a_trusted_checkpoint_may_hold_other_classes(tmp_path: Path, truste
     """The experiment's `checkpointing.trusted` decides for a rank's own state."""
     ours = snapshots(tmp_path, trusted=trusted)
     state = {"callbacks": {"odd": {"state": Odd()}}}
-    write_rank_state(ours.restored("a"), 0, state, Reader(trusted=True))
+    write_rank_state(files_of(tmp_path).restored("a"), 0, state, Reader(trusted=True))
     if trusted:
         restored = ours.read_state("a", "everything")
         assert restored is not None
@@ -182,7 +193,7 @@ def test_only_a_trusted_checkpoint_may_hold_other_classes(tmp_path: Path, truste
 
 def test_a_process_local_storage_needs_no_persister(tmp_path: Path) -> None:
     """Only this process sees memory://, so it moves the files itself."""
-    ours, uuid = snapshots(tmp_path), str(uuids.uuid4())
+    ours, uuid = files_of(tmp_path), str(uuids.uuid4())
     ours._store = CheckpointStore(f"memory://{uuid}")
     staged(tmp_path, uuid, 0)
     entries = ours.persist(uuid)
@@ -193,7 +204,7 @@ def test_a_process_local_storage_needs_no_persister(tmp_path: Path) -> None:
 
 def test_a_transfer_has_the_experiments_stall_timeout(tmp_path: Path) -> None:
     """`checkpointing.stall_timeout_seconds` ends an upload to a storage that does not answer."""
-    ours, uuid = snapshots(tmp_path, stall_timeout_seconds=0.5), str(uuids.uuid4())
+    ours, uuid = files_of(tmp_path, stall_timeout_seconds=0.5), str(uuids.uuid4())
     staged(tmp_path, uuid, 0)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts connections and never answers
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"

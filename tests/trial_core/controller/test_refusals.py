@@ -22,10 +22,10 @@ from trial_core.context import RunInfo
 from trial_core.controller.controller import Controller
 from trial_core.controller.data.loaders import build_loaders
 from trial_core.controller.rank_state import read_rank_state, restore_callbacks
-from trial_core.controller.reduction import reduce_training, reduce_validation
+from trial_core.controller.workload_metrics import reduce_training, reduce_validation
 from trial_core.deepspeed.load_engine import load_engine
 from trial_core.distributed import DistributedContext
-from trial_core.entrypoint import build_engine
+from trial_core.entrypoint import build_adapter
 from trial_core.errors import CheckpointDamaged, TrialError
 from trial_core.messages import PersistCheckpoint, Persisted
 from trial_core.pytorch import DataLoader, PyTorchCallback
@@ -40,8 +40,8 @@ def alone() -> DistributedContext:
     return DistributedContext.from_environment({})
 
 
-def engine(**more: Any) -> Any:
-    """The engine of a trial on one rank that needs data and reports metrics."""
+def adapter(**more: Any) -> Any:
+    """The adapter of a trial on one rank that needs data and reports metrics."""
     return SimpleNamespace(
         **{
             "needs_data": True,
@@ -90,7 +90,7 @@ def engine(**more: Any) -> Any:
 def test_an_unusable_loader(which: str, loader: Any, message: str) -> None:
     """None on a rank that needs data, a loader that does not shard, and one without a batch."""
     with pytest.raises(TrialError) as refusal:
-        build_loaders(engine(**{f"{which}_loader": lambda: loader}), alone(), seed=0)
+        build_loaders(adapter(**{f"{which}_loader": lambda: loader}), alone(), seed=0)
     assert str(refusal.value) == message.format(which)
 
 
@@ -101,7 +101,7 @@ def test_an_unusable_loader(which: str, loader: Any, message: str) -> None:
 )
 def test_a_validation_loader_that_is_an_iterator_without_a_length(loader: Any, name: str) -> None:
     """It may never end: it is refused before training, not waited for."""
-    own: Any = engine(validation_loader=lambda: loader, requires_reproducible_loaders=False)
+    own: Any = adapter(validation_loader=lambda: loader, requires_reproducible_loaders=False)
     with pytest.raises(TrialError) as refusal:
         build_loaders(own, alone(), seed=0)
     assert str(refusal.value) == (
@@ -130,7 +130,7 @@ class Sized:
 def test_a_validation_takes_as_many_batches_of_an_endless_loader_as_its_length() -> None:
     """And the next validation continues with the loader's next batches."""
     endless = Sized(itertools.count(), 3)
-    own: Any = engine(validation_loader=lambda: endless, requires_reproducible_loaders=False)
+    own: Any = adapter(validation_loader=lambda: endless, requires_reproducible_loaders=False)
     validation = build_loaders(own, alone(), seed=0).validation
     for expected in ([0, 1, 2], [3, 4, 5]):
         batches = validation.begin()
@@ -147,7 +147,7 @@ def test_a_validation_without_a_length_says_that_it_is_long(
         def __iter__(self) -> Any:
             return itertools.repeat(7)
 
-    own: Any = engine(validation_loader=Endless, requires_reproducible_loaders=False)
+    own: Any = adapter(validation_loader=Endless, requires_reproducible_loaders=False)
     validation = build_loaders(own, alone(), seed=0).validation
     evaluations = validation.evaluations(validation.begin(), alone())
     with caplog.at_level(logging.WARNING):
@@ -161,7 +161,7 @@ def test_a_validation_without_a_length_says_that_it_is_long(
 def test_a_validation_loader_that_can_be_read_only_once() -> None:
     """A rank that needs padding reads the loader again, for one more batch."""
     read_once = Sized(iter(DataLoader(samples(3))), 3)
-    own: Any = engine(validation_loader=lambda: read_once, requires_reproducible_loaders=False)
+    own: Any = adapter(validation_loader=lambda: read_once, requires_reproducible_loaders=False)
     validation = build_loaders(own, alone(), seed=0).validation
     assert len(list(validation.begin() or ())) == 3
     with pytest.raises(TrialError, match="no validation batch left to keep in step with"):
@@ -186,7 +186,7 @@ def test_a_reducer_with_the_name_of_a_metric(kind: str) -> None:
     metrics.add_batch([{"loss": 1.5, "accuracy": 0.5}])
     message = f"{kind} metric(s) accuracy are both returned by the trial and given by a wrapped"
     with pytest.raises(TrialError, match=re.escape(message)):
-        reduce_one_batch(kind, metrics, engine(reducers=reducers))
+        reduce_one_batch(kind, metrics, adapter(reducers=reducers))
 
 
 # ------------------------------------------------------------------------------------- engines
@@ -247,7 +247,7 @@ def test_a_checkpoint_without_a_ranks_state_is_damaged(tmp_path: Path) -> None:
 def test_files_that_no_checkpoint_can_have_do_not_end_the_rank(tmp_path: Path) -> None:
     """The rank reports a mistake, not a storage problem, which would be retried."""
     store = CheckpointStore(f"file://{tmp_path}/checkpoints")
-    controller = Controller(build_engine, emit=lambda _: None, distributed=alone())
+    controller = Controller(build_adapter, emit=lambda _: None, distributed=alone())
     trial: Any = SimpleNamespace(
         callbacks={}, topology=lambda: None, batch_samples=1, checkpoint_classes=()
     )

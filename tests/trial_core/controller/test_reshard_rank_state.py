@@ -98,8 +98,8 @@ def test_seeds_differ_by_data_shard_and_batch() -> None:
     """Ranks of one data shard, which hold parts of one model, have the same seed."""
 
     def seed(shard: int, batches: int) -> int:
-        engine: Any = SimpleNamespace(topology=lambda: FOUR, data_parallel_rank=shard)
-        remap = RankRemap.of(TWO, engine, 42, batches)
+        adapter: Any = SimpleNamespace(topology=lambda: FOUR, data_parallel_rank=shard)
+        remap = RankRemap.of(TWO, adapter, 42, batches)
         assert remap is not None
         return remap.seed
 
@@ -110,6 +110,6 @@ def test_seeds_differ_by_data_shard_and_batch() -> None:
 def test_an_unchanged_topology_needs_no_remap() -> None:
     """Nor does a run that restores nothing. The batch size alone does not count."""
     same = Topology(world_size=2, data_parallel_size=2, zero_stage=1, batch_samples=8)
-    engine: Any = SimpleNamespace(topology=lambda: same, data_parallel_rank=0)
-    assert RankRemap.of(TWO, engine, 42, 10) is None
-    assert RankRemap.of(None, engine, 42, 10) is None
+    adapter: Any = SimpleNamespace(topology=lambda: same, data_parallel_rank=0)
+    assert RankRemap.of(TWO, adapter, 42, 10) is None
+    assert RankRemap.of(None, adapter, 42, 10) is None

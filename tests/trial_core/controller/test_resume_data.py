@@ -22,6 +22,7 @@ from trial_core.pytorch import DataLoader
 from trial_core.slots.slot_group import SlotGroup
 
 Warm = Callable[[int], SlotGroup]
+DRAWN = {"drawn": 2, "per_batch": 1, "ranks": 1, "pass": 3}
 
 
 def long(trial: str, **hparams: Any) -> Any:
@@ -53,32 +54,6 @@ def test_resuming_is_bit_identical(
     assert_resuming_is_bit_identical(
         warm_slots(ranks), tmp_path, f"loader_trials:{trial}", **hparams
     )
-
-
-@pytest.mark.slots
-def test_a_checkpoint_of_an_earlier_release_continues_by_batches(
-    warm_slots: Warm, tmp_path: Path
-) -> None:
-    """It has no number of drawn micro-batches, so each batch counts as one batch's worth."""
-
-    def run(batches: int, resume: Driven | None = None) -> Driven:
-        config = toy_config(
-            tmp_path, batches, entrypoint="loader_trials:EarlierRelease",
-            hyperparameters={"accumulation": 3, "train_samples": 50, "record": str(tmp_path)},
-        )  # fmt: skip
-        return drive(warm_slots(2), config, tmp_path, resume=resume, persist=True)
-
-    run(9, resume=run(4))
-    rest = [line for line in lines(tmp_path, "samples", 1) if line[0] >= 4]
-    whole = tmp_path / "whole"
-    whole.mkdir()
-    config = toy_config(
-        whole, 9, hyperparameters={
-            "accumulation": 3, "train_samples": 50, "record": str(whole)
-        },
-    )  # fmt: skip
-    drive(warm_slots(2), config, whole)
-    assert rest == [line for line in lines(whole, "samples", 1) if line[0] >= 4]
 
 
 @pytest.mark.slots
@@ -122,12 +97,11 @@ class OneRank:
 
 def loaders(
     loader: Any,
-    batches: int = 0,
     saved: dict[str, Any] | None = None,
     per_batch: int = 1,
     others: int = 0,
 ) -> Loaders:
-    engine: Any = SimpleNamespace(
+    adapter: Any = SimpleNamespace(
         training_loader=lambda: loader,
         validation_loader=lambda: [0],
         needs_data=True,
@@ -140,8 +114,8 @@ def loaders(
         pads_evaluation=True,
     )
     ranks: Any = OneRank(others)
-    built = build_loaders(engine, ranks, seed=0)
-    built.begin(batches, saved)
+    built = build_loaders(adapter, ranks, seed=0)
+    built.begin(saved)
     return built
 
 
@@ -174,9 +148,9 @@ def test_a_stateful_loader_resumes_anywhere(length: int, before: int, between: i
     """Saving and restoring twice at any place, also at a pass's end, changes nothing."""
     first = loaders(Counting(length))
     seen = take(first, before)
-    second = loaders(Counting(length), batches=before, saved=first.state_dict())
+    second = loaders(Counting(length), saved=first.state_dict())
     seen += take(second, between)
-    third = loaders(Counting(length), batches=before + between, saved=second.state_dict())
+    third = loaders(Counting(length), saved=second.state_dict())
     seen += take(third, 7)
     assert seen == [i % length for i in range(before + between + 7)]
 
@@ -192,7 +166,7 @@ def test_ranks_of_one_model_load_with_the_same_random_numbers_after_a_restart() 
     first = loaders(Random(4), others=1)
     take(first, 5)
     torch.rand(3)  # drawn by a model
-    assert take(loaders(Random(4), 5, first.state_dict(), others=1), 4) == straight[5:]
+    assert take(loaders(Random(4), first.state_dict(), others=1), 4) == straight[5:]
 
 
 @given(st.lists(st.integers(0, 4), max_size=6))
@@ -203,9 +177,7 @@ def test_drawn_micro_batches_are_skipped(draws: list[int]) -> None:
     first = loaders(DataLoader(dataset, shuffle=True), per_batch=2)
     for count in draws:
         take(first, count)
-    resumed = loaders(
-        DataLoader(dataset, shuffle=True), len(draws), first.state_dict(), per_batch=2
-    )
+    resumed = loaders(DataLoader(dataset, shuffle=True), first.state_dict(), per_batch=2)
     assert take(resumed, 5) == straight[sum(draws) :]
 
 
@@ -214,7 +186,7 @@ def test_another_number_of_micro_batches_per_batch_is_accounted_for() -> None:
     dataset: Any = torch.arange(40)
     first = loaders(DataLoader(dataset), per_batch=2)
     take(first, 6)
-    resumed = loaders(DataLoader(dataset), 3, first.state_dict(), per_batch=4)
+    resumed = loaders(DataLoader(dataset), first.state_dict(), per_batch=4)
     assert take(resumed, 1) == [torch.tensor([12])]
 
 
@@ -233,18 +205,17 @@ def test_the_state_of_an_unused_loader_is_not_read() -> None:
 @pytest.mark.parametrize(
     ("loader", "saved", "warning"),
     [
-        ([0, 1, 2], {"drawn": 2, "per_batch": 1, "loader": None}, "has no state_dict"),
-        ([0, 1, 2], {"drawn": 2, "per_batch": 1, "loader": {"next": 2}}, "has no state_dict"),
-        (Counting(3), {"drawn": 2, "per_batch": 1, "loader": None}, "holds no state of it"),
-        (Counting(3), None, "holds no state of it"),
+        ([0, 1, 2], {**DRAWN, "loader": None}, "has no state_dict"),
+        ([0, 1, 2], {**DRAWN, "loader": {"next": 2}}, "has no state_dict"),
+        (Counting(3), {**DRAWN, "loader": None}, "holds no state of it"),
     ],
 )
 def test_a_loader_that_restarts_is_warned_of_once(
-    caplog: pytest.LogCaptureFixture, loader: Any, saved: dict[str, Any] | None, warning: str
+    caplog: pytest.LogCaptureFixture, loader: Any, saved: dict[str, Any], warning: str
 ) -> None:
     """The warning says why it restarts at its first micro-batch."""
     with caplog.at_level(logging.WARNING):
-        assert take(loaders(loader, 2, saved), 6) == [0, 1, 2, 0, 1, 2]
+        assert take(loaders(loader, saved), 6) == [0, 1, 2, 0, 1, 2]
     (message,) = [record.getMessage() for record in caplog.records]
     assert warning in message
     assert "although 2 have been trained on" in message
@@ -263,4 +234,4 @@ def test_a_new_run_does_not_warn_of_its_loader(
 def test_a_stateful_loader_without_micro_batches_is_an_error() -> None:
     """The rest of a pass may be empty, but not a whole pass."""
     with pytest.raises(TrialError, match="yielded nothing in a whole pass"):
-        take(loaders(Counting(0), 3, {"drawn": 3, "per_batch": 1, "loader": {"next": 0}}), 1)
+        take(loaders(Counting(0), {**DRAWN, "loader": {"next": 0}}), 1)

@@ -8,13 +8,13 @@ import pytest
 
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.context import RunInfo
-from trial_core.controller.run_file_upload import RunFileUpload, instruments_in
+from trial_core.controller.run_file_upload import RunFileUpload, tensorboard_in
 
 
 @pytest.fixture
 def info(tmp_path: Path) -> RunInfo:
-    info = RunInfo("toy-1", {}, instruments=instruments_in(tmp_path / "run", 0))
-    (info.instruments.folder() / "events").write_text("one")
+    info = RunInfo("toy-1", {}, tensorboard=tensorboard_in(tmp_path / "run", 0))
+    (info.tensorboard.folder() / "events").write_text("one")
     return info
 
 
@@ -40,7 +40,7 @@ def test_the_writers_buffer_is_uploaded(info: RunInfo, tmp_path: Path) -> None:
     """TensorBoard's writer would keep an event in memory for two minutes."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    info.instruments.writer().add_scalar("mine", 4.5, 1)
+    info.tensorboard.writer().add_scalar("mine", 4.5, 1)
     new_upload(info, tmp_path).upload()
     seen = EventAccumulator(str(tmp_path / "storage/runs/toy-1/tensorboard/rank-0")).Reload()
     assert [event.value for event in seen.Scalars("mine")] == [4.5]

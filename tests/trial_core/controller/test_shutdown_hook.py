@@ -14,7 +14,7 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.context import RunInfo
 from trial_core.controller.controller import Controller
 from trial_core.distributed import DistributedContext
-from trial_core.entrypoint import build_engine
+from trial_core.entrypoint import build_adapter
 from trial_core.errors import RankFailed
 from trial_core.messages import RunHook
 from trial_core.pytorch import PyTorchCallback
@@ -38,7 +38,7 @@ class Notes(PyTorchCallback):
 def attached(folder: Path, callbacks: dict[str, PyTorchCallback]) -> tuple[Controller, list[str]]:
     """A controller with a trial, and the hooks that a driver calls."""
     alone = DistributedContext.from_environment({})
-    controller = Controller(build_engine, emit=lambda _: None, distributed=alone)
+    controller = Controller(build_adapter, emit=lambda _: None, distributed=alone)
     trial: Any = SimpleNamespace(
         callbacks=callbacks, topology=lambda: None, batch_samples=1, checkpoint_classes=()
     )

@@ -11,10 +11,10 @@ from tests.support.tensors import differing, tensors
 from trial_core.checkpoint.resume_point import Restore
 from trial_core.config import ExperimentConfig
 from trial_core.messages import (
-    BuildLoaders,
+    BuildLoadersAndRestore,
     FetchCheckpoint,
     Fetched,
-    LoadersBuilt,
+    ReadyToTrain,
     SaveCheckpoint,
     Saved,
 )
@@ -78,10 +78,10 @@ def saved_again(
     )
     assert slots.request(fetch, Fetched) == [Fetched()] * slots.world_size
     begin = saved.progress.batches_trained if restore == "everything" else 0
-    loaders = BuildLoaders(
+    loaders = BuildLoadersAndRestore(
         batches_trained=begin, checkpoint=uuid, saved_by=saved.topology, restore=restore
     )
-    slots.request(loaders, LoadersBuilt)
+    slots.request(loaders, ReadyToTrain)
     return slots.request(SaveCheckpoint(uuid="again"), Saved)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.manifests import entry
 from trial_core.checkpoint.manifest import FileEntry, Topology
-from trial_core.deepspeed.deepspeed_engine import DeepSpeedTrialEngine
+from trial_core.deepspeed.deepspeed_adapter import DeepSpeedTrialAdapter
 from trial_core.deepspeed.restore_files import (
     files_for_load,
     files_for_load_weights,
@@ -133,9 +133,9 @@ class OwnFormat:
 
 def test_a_trial_that_loads_weights_itself_gets_every_file() -> None:
     """It may read any of them."""
-    trial_engine: Any = object.__new__(DeepSpeedTrialEngine)
-    trial_engine._trial = OwnFormat()
-    trial_engine._context = SimpleNamespace(models=[engine(1)])
-    trial_engine.topology = lambda: topology(2, 1)
+    trial_adapter: Any = object.__new__(DeepSpeedTrialAdapter)
+    trial_adapter._trial = OwnFormat()
+    trial_adapter._context = SimpleNamespace(models=[engine(1)])
+    trial_adapter.topology = lambda: topology(2, 1)
     files = saved(2, 1)
-    assert trial_engine.files_read(files, topology(2, 1), "weights", [0]) == files
+    assert trial_adapter.files_read(files, topology(2, 1), "weights", [0]) == files

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trial_core.ledger.run_clock import BUCKETS, RunClock, bucket_of
-from trialflow.tasks import build, callbacks, checkpoint, run_script, train_workload, validate
+from trialflow.tasks import stages
 
 
 class Seconds:
@@ -139,13 +139,13 @@ def test_a_part_of_a_stage_counts_as_another_bucket(clock: RunClock, seconds: Se
 def test_the_stages_of_a_run_have_buckets() -> None:
     """The names are those of the tasks."""
     tasks = (
-        build.build_trial, build.fetch_checkpoint, build.build_loaders, checkpoint.checkpoint_save,
-        train_workload.train_workload, run_script.run_script, validate.validate,
-        validate.check_metrics,
+        stages.build_trial, stages.attach_trial, stages.fetch_checkpoint, stages.build_loaders,
+        stages.checkpoint_save, stages.train_workload, stages.run_script, stages.validate,
+        stages.check_metrics,
     )  # fmt: skip
     assert None not in [bucket_of(task.name) for task in tasks]
-    assert bucket_of(callbacks.callbacks.name, "on_checkpoint_upload_end") == "checkpoint_stall"
-    assert bucket_of(checkpoint.checkpoint_upload.name) is None  # beside training
+    assert bucket_of(stages.callbacks.name, "on_checkpoint_upload_end") == "checkpoint_stall"
+    assert bucket_of(stages.checkpoint_upload.name) is None  # beside training
 
 
 def test_a_move_to_other_nodes_is_a_drain_until_the_next_launch(

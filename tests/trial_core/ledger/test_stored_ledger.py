@@ -19,7 +19,6 @@ from trial_core.ledger.run_clock import RunClock
 from trial_core.ledger.stored_ledger import KeptLedger, read_ledger
 from trial_core.retention.leftovers import find_leftovers
 from trial_core.retention.orphaned_files import find_orphaned_files
-from trial_core.retention.unneeded_code import sweep_unneeded_code
 from trial_core.storage.local import LocalStorage
 
 TRIAL = "gpt-7"
@@ -129,6 +128,5 @@ def test_a_ledger_is_neither_a_checkpoint_nor_garbage(
     local_store.sweep(TRIAL)
     assert find_leftovers(local_store, after_days=7) == []
     assert find_orphaned_files(local_store, timedelta(0)) == []
-    assert sweep_unneeded_code(local_store) == []
     assert caplog.records == []
     assert len(read_ledger(local_store, TRIAL).runs) == 1

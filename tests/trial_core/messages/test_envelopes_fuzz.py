@@ -12,11 +12,14 @@ from tests.support.manifests import entry
 from tests.support.strategies import changed, fuzz, spoilt
 from trial_core.checkpoint.manifest import Topology
 from trial_core.messages import (
+    Abort,
     Activity,
     Answer,
     BatchesTrained,
+    BytesWritten,
     CheckpointWritten,
     Done,
+    DumpStacks,
     Envelope,
     FetchCheckpoint,
     Hello,
@@ -24,7 +27,9 @@ from trial_core.messages import (
     MetricsReported,
     RankError,
     ResumeUntil,
+    StacksDumped,
     StepsPaused,
+    StopRequested,
     Trained,
     TrialBuilt,
     decode_from_driver,
@@ -57,6 +62,11 @@ MESSAGES = [
     CheckpointWritten(uuid="u", steps_completed=7),
     StepsPaused(workload=1, steps=2),
     ResumeUntil(workload=1, steps=2),
+    StopRequested(reason="preempted", detail="SIGTERM"),
+    Abort(error_type="RankFailed", message="m", details={"rank": 1}),
+    DumpStacks(),
+    StacksDumped(text="Thread 0x1"),
+    BytesWritten(count=2**40),
     Envelope(
         number=7,
         request=FetchCheckpoint(uuid="u", files=[entry("a/b", b"x")], saved_by=TOPOLOGY),

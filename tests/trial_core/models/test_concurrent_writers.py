@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +9,6 @@ from typing import Any
 
 import pytest
 
-from tests.support.faults.filesystem import planned
-from tests.support.faults.plan import Plan
-from tests.support.faults.s3 import faulty_s3
 from tests.support.s3 import S3Server
 from tests.trial_core.models.helpers import MODEL, commit, new_registry, register
 from tests.trial_core.models.promotion_race import processes, race, threads
@@ -27,13 +21,11 @@ class Place:
     """A storage that several writers open.
 
     Attributes:
-        has_conditional_writes: whether it has; otherwise the registry takes a lock.
         rounds: number of races to run.
     """
 
     url: str
     options: dict[str, Any]
-    has_conditional_writes: bool = True
     rounds: int = 20
 
     def open(self) -> CheckpointStore:
@@ -50,33 +42,6 @@ def ceph(request: pytest.FixtureRequest) -> Place:
 @pytest.fixture
 def disk(tmp_path: Path) -> Place:
     return Place(str(tmp_path / "storage"), {})
-
-
-@pytest.fixture
-def s3_without_conditions(moto_s3: S3Server) -> Iterator[Place]:
-    """An S3 server that ignores `If-None-Match`."""
-    with faulty_s3(moto_s3) as endpoint:
-        endpoint.ignored = frozenset({"if-none-match"})
-        server = endpoint.server()
-        yield Place(f"{server.new_bucket()}/folder", server.options, False, rounds=4)
-
-
-@pytest.fixture
-def unknown_file_system(tmp_path: Path) -> Iterator[Place]:
-    """A file system that trialflow does not know."""
-    with planned(tmp_path.name, Plan()):
-        yield Place(f"faulty://{tmp_path.name}{tmp_path}/storage", {}, False)
-
-
-@pytest.fixture
-def disk_without_links(disk: Place, monkeypatch: pytest.MonkeyPatch) -> Place:
-    """A disk without hard links."""
-
-    def link(source: str, target: str) -> None:
-        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
-
-    monkeypatch.setattr(os, "link", link)
-    return Place(disk.url, disk.options, False)
 
 
 @pytest.fixture
@@ -103,28 +68,20 @@ def places(*names: str, long: tuple[str, ...] = ()) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("place", params, indirect=True)
 
 
-ALL = (
-    "disk",
-    "ceph",
-    "memory",
-    "s3_without_conditions",
-    "disk_without_links",
-    "unknown_file_system",
-)
-SHARED = ("disk", "ceph", "s3_without_conditions")
+ALL = ("disk", "ceph", "memory")
+SHARED = ("disk", "ceph")
 
 
 @places(*ALL)
 def test_threads_that_promote_at_once(place: Place) -> None:
-    """One of two succeeds in each round, by a conditional write or by the lock; the other names
-    it. The log has no gaps, and `previous` is the champion before."""
-    assert place.open().storage.has_conditional_writes() is place.has_conditional_writes
+    """One of two succeeds in each round; the other names it. The log has no gaps, and `previous`
+    is the champion before."""
     new_registry(place.open(), 3)
     with threads([place.open(), place.open()]) as promote_all:
         race(place.open(), promote_all, 2, place.rounds)
 
 
-@places(*SHARED, long=("ceph", "s3_without_conditions"))
+@places(*SHARED, long=("ceph",))
 def test_processes_that_promote_at_once(place: Place) -> None:
     """The same for processes."""
     new_registry(place.open(), 3)
@@ -141,7 +98,7 @@ def test_many_threads_that_promote_at_once(place: Place) -> None:
         race(place.open(), promote_all, 7, 20)
 
 
-@places(*ALL, long=("ceph", "memory", "s3_without_conditions", "disk_without_links"))
+@places(*ALL, long=("ceph", "memory"))
 def test_concurrent_registrations(place: Place) -> None:
     """Each checkpoint gets one number, even if it is registered twice; no number is skipped."""
     store = place.open()

@@ -27,8 +27,7 @@ from trial_core.errors import CheckpointNotFound, PromotionConflict, PromotionRe
 from trial_core.models.records import Move
 from trial_core.models.registry import Registry
 from trial_core.retention.deletion_markers import mark_deletion
-from trial_core.retention.holds import holds
-from trial_core.retention.pins import pin, pins, unpin
+from trial_core.retention.protections import pin, pins, protections, unpin
 from trial_core.retention.pruning import plan_pruning, prune
 
 first_requests = pytest.mark.parametrize(
@@ -49,7 +48,7 @@ def test_an_unreadable_hold_protects_too(local_store: CheckpointStore, data: byt
     """A later move removes it like any other."""
     registry = new_registry(local_store, 3)
     registry.promote(MODEL, 1)
-    ((held,),) = holds(local_store).values()
+    ((held,),) = protections(local_store, kind="hold").values()
     local_store.storage.write(held.key, data)
     prune_all(local_store)
     assert kept_versions(local_store) == {1}

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 
-from trial_core.nodes.hub import ConnectedAgent, Hub, ListenAddress
+from trial_core.nodes.hub import ConnectedAgent, Hub
 from trial_core.nodes.join_token import new_token
 from trial_core.nodes.node_messages import AgentHello, NodeReady
+from trial_core.slots.listen_address import ListenAddress
 from trial_core.slots.rank_network import LOOPBACK_ADDRESS
 
 

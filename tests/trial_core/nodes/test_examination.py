@@ -5,17 +5,16 @@ from __future__ import annotations
 import hashlib
 import socket
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from tests.support.gpus import fake_gpus
-from tests.support.nodes import LOOPBACK, fake_agent, hub
+from tests.support.nodes import LOOPBACK
+from trial_core.checkpoint.manifest import FileEntry
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.nodes import questions
-from trial_core.nodes.examination import Examination
-from trial_core.nodes.join_token import new_token
+from trial_core.errors import LaunchError
+from trial_core.nodes.examination import Examination, check_storage
 from trial_core.nodes.node_messages import (
     Examine,
     Examined,
@@ -25,8 +24,7 @@ from trial_core.nodes.node_messages import (
     StorageTried,
     TryStorage,
 )
-
-GREETING = "hello, this is node b"
+from trial_core.storage.base import StorageSpec
 
 
 @pytest.fixture
@@ -41,14 +39,15 @@ def examination(tmp_path: Path) -> Iterator[Examination]:
 
 def test_a_node_is_reached_where_it_listens_and_nowhere_else(examination: Examination) -> None:
     """Another program at its address is not taken for it, as where two nodes have one address."""
-    found = examination.answer(Examine(environment={}, greeting=GREETING), LOOPBACK)
+    found = examination.answer(Examine(environment={}), LOOPBACK)
     assert isinstance(found, Examined)
+    assert isinstance(found.listening, ListeningNode)
     with socket.create_server((LOOPBACK, 0)) as closed:
         closed_port = closed.getsockname()[1]
     nodes = {
-        "b": ListeningNode(LOOPBACK, found.port, GREETING),
-        "c": ListeningNode(LOOPBACK, found.port, "hello, this is node c"),
-        "d": ListeningNode(LOOPBACK, closed_port, GREETING),
+        "b": found.listening,
+        "c": ListeningNode(LOOPBACK, found.listening.port, "hello, this is node c"),
+        "d": ListeningNode(LOOPBACK, closed_port, found.listening.greeting),
     }
     reached = examination.answer(Reach(nodes=nodes), LOOPBACK)
     assert isinstance(reached, Reached)
@@ -64,7 +63,7 @@ def test_gpus_that_ranks_cannot_use(
     tool = fake_gpus(tmp_path, monkeypatch, 2, torch_build="cpu")
     query = 'case $1 in --query-gpu*) echo "Some GPU, 570.1"; echo "Some GPU, 570.1"; exit;; esac'
     tool.write_text(tool.read_text().replace("\n", f"\n{query}\n", 1))
-    found = examination.answer(Examine(environment={}, greeting=GREETING), LOOPBACK)
+    found = examination.answer(Examine(environment={}), LOOPBACK)
     assert isinstance(found, Examined)
     assert found.accelerators == "2 × cuda (Some GPU, driver 570.1)"
     assert "computes on the CPU only" in str(found.accelerator_problem)
@@ -72,9 +71,9 @@ def test_gpus_that_ranks_cannot_use(
 
 def test_an_address_that_is_not_this_machines(examination: Examination) -> None:
     """The node says that it cannot listen there."""
-    found = examination.answer(Examine(environment={}, greeting=GREETING), "192.0.2.1")
+    found = examination.answer(Examine(environment={}), "192.0.2.1")
     assert isinstance(found, Examined)
-    assert found.listen_problem is not None
+    assert isinstance(found.listening, str)
 
 
 def names_in(folder: Path) -> list[str]:
@@ -98,65 +97,22 @@ def test_a_storage(
     """Is another one than the driver's, or cannot be written: the problem says so."""
     (tmp_path / "file").touch()
     storage = CheckpointStore(f"file://{tmp_path}/{place}").storage
-    key = "probes/of-the-driver"
     if stored is not None:
-        storage.write(key, stored)
-    tried = examination.answer(
-        TryStorage(
-            storage=storage.spec, driver_key=key, size_bytes=8,
-            digest=f"sha256:{hashlib.sha256(b'expected').hexdigest()}",
-            own_key="probes/of-the-node",
-        ),
-        LOOPBACK,
-    )  # fmt: skip
+        storage.write("probes/doctor/of-the-driver", stored)
+    digest = f"sha256:{hashlib.sha256(b'expected').hexdigest()}"
+    entry = FileEntry(path="of-the-driver", size_bytes=8, digest=digest, rank=0)
+    question = TryStorage(storage=storage.spec, folder="probes/doctor", object=entry)
+    tried = examination.answer(question, LOOPBACK)
     assert isinstance(tried, StorageTried)
     assert (tried.problem is None) == (expected is None)
     assert expected is None or expected in str(tried.problem)
-    assert names_in(tmp_path / place) == ([] if stored is None else ["of-the-driver"])
+    names = names_in(tmp_path / place)
+    assert len(names) == (stored is not None) + (expected is None)
+    assert ("of-the-driver" in names) == (stored is not None)
 
 
-def test_what_a_lost_node_has_written_is_deleted(tmp_path: Path) -> None:
-    """The driver does it; its own object is deleted as well."""
-    storage = CheckpointStore(f"file://{tmp_path}/storage").storage
-    token = new_token()
-    with hub(token=token) as opened, fake_agent(opened, token) as fake:
-        with opened.changed:
-            opened.changed.wait_for(lambda: opened.agents)
-        (agent,) = opened.agents.values()
-
-        def write_and_leave() -> None:
-            question = fake.next()
-            assert isinstance(question, TryStorage)
-            storage.write(question.own_key, b"mine")
-            fake.close()
-
-        with ThreadPoolExecutor(1) as thread:
-            done = thread.submit(write_and_leave)
-            (answer,) = questions.try_storage([agent], storage).values()
-            done.result()
-    assert isinstance(answer, questions.NoAnswer)
-    assert "the node is lost: its agent has closed the connection" in answer.why
-    assert names_in(tmp_path / "storage") == []
-
-
-def test_a_silent_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver does not wait for it without end."""
-    monkeypatch.setattr(questions, "EXAMINE_SECONDS", 0.1)
-    token = new_token()
-    with hub(token=token) as opened, fake_agent(opened, token):
-        with opened.changed:
-            opened.changed.wait_for(lambda: opened.agents)
-        answers, listening = questions.examine([*opened.agents.values()], {})
-    assert list(answers.values()) == [questions.NoAnswer("no answer within 0.1 s")]
-    assert listening == {}
-
-
-def test_many_nodes_do_not_all_connect_to_each_other() -> None:
-    """The first one and every other one do, both ways, and neighbours."""
-    names = [f"node{number}" for number in range(questions.PAIRWISE_NODES + 1)]
-    peers = questions.peers_of(names)
-    assert peers["node0"] == names[1:]
-    assert all("node0" in peers[name] for name in names[1:])
-    assert peers["node7"] == ["node0", "node6", "node8"]
-    few = questions.peers_of(names[:-1])
-    assert all({*others, name} == {*names[:-1]} for name, others in few.items())
+def test_an_option_that_this_nodes_packages_do_not_know_is_a_launch_error() -> None:
+    """They may be of another version than the driver's."""
+    spec = StorageSpec("s3://bucket/x", {"nonsense": 1})
+    with pytest.raises(LaunchError, match=r"cannot use the storage s3://bucket/x: .*nonsense"):
+        check_storage(spec, "attempts/t/000001.json")

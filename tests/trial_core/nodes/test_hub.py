@@ -15,15 +15,22 @@ import pytest
 from tests.support.nodes import DEADLINE_SECONDS, LOOPBACK, FakeAgent, fake_agent, hub
 from trial_core.errors import LaunchError
 from trial_core.nodes import hub as hub_module
-from trial_core.nodes.agent import Agent, connect, parse_driver_address
-from trial_core.nodes.hub import Hub, ListenAddress, driver_address
+from trial_core.nodes.agent import Agent
+from trial_core.nodes.agent_connection import connect
+from trial_core.nodes.hub import Hub
 from trial_core.nodes.join_token import checked_token, new_token, token_of_file, write_token
-from trial_core.nodes.node_messages import Leave, NodeReady, Refused, Welcome
-from trial_core.nodes.tls import agent_context, digest_of, make_certificate
+from trial_core.nodes.node_messages import Alive, Leave, NodeReady, Refused, Welcome
 from trial_core.nodes.versions import own_versions
+from trial_core.slots import acceptor
 from trial_core.slots.fork_server import ForkServer
 from trial_core.slots.framing import HEADER, NONCE_BYTES, PROOF_BYTES, ProtocolError, proof
+from trial_core.slots.listen_address import (
+    ListenAddress,
+    driver_address,
+    parse_driver_address,
+)
 from trial_core.slots.rank_network import own_addresses
+from trial_core.slots.tls import client_context, digest_of, make_certificate
 
 TOKEN = new_token()
 
@@ -49,7 +56,7 @@ def port_of(hub: Hub) -> int:
 def said_by_stranger(port: int, said: bytes, secured: bool) -> bytes:
     """What the driver answers to a stranger until it closes the connection."""
     with socket.create_connection((LOOPBACK, port), DEADLINE_SECONDS) as plain:
-        connection = agent_context().wrap_socket(plain) if secured else plain
+        connection = client_context().wrap_socket(plain) if secured else plain
         answer = connection.recv(NONCE_BYTES) if secured else b""
         connection.sendall(said)
         while data := connection.recv(4096):
@@ -91,7 +98,7 @@ def test_a_stranger_is_refused_and_logged(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And hears nothing but a nonce. The run continues: an agent still gets its messages."""
-    monkeypatch.setattr(hub_module, "HANDSHAKE_SECONDS", 1.0)
+    monkeypatch.setattr(acceptor, "HANDSHAKE_SECONDS", 1.0)
     with fake_agent(driver, TOKEN) as agent:
         wait_for(driver, lambda: len(driver.agents) == 1)
         said = said.ljust(PROOF_BYTES + NONCE_BYTES)
@@ -109,7 +116,7 @@ def test_a_proof_cannot_be_replayed(driver: Hub, caplog: pytest.LogCaptureFixtur
     port, proofs = port_of(driver), []
     for _ in range(2):
         with socket.create_connection((LOOPBACK, port)) as plain:
-            connection = agent_context().wrap_socket(plain)
+            connection = client_context().wrap_socket(plain)
             nonce = connection.recv(NONCE_BYTES)
             certificate = digest_of(connection.getpeercert(binary_form=True) or b"")
             proofs.append(proof(TOKEN.encode(), "agent", nonce, certificate) + bytes(NONCE_BYTES))
@@ -128,7 +135,7 @@ def test_a_relay_between_agent_and_driver_is_refused_by_both(
 
     def pass_on() -> None:
         plain, _ = relay.accept()
-        upstream = agent_context().wrap_socket(
+        upstream = client_context().wrap_socket(
             socket.create_connection((LOOPBACK, port_of(driver)))
         )
         with context.wrap_socket(plain, server_side=True) as downstream, upstream:
@@ -185,7 +192,7 @@ def test_strangers_do_not_use_up_the_drivers_files(
     driver: Hub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of those that have proved nothing, only so many are connected at once."""
-    monkeypatch.setattr(hub_module, "MAX_UNPROVEN", 2)
+    monkeypatch.setattr(acceptor, "MAX_UNPROVEN", 2)
     strangers = [socket.create_connection((LOOPBACK, port_of(driver))) for _ in range(3)]
     strangers[2].settimeout(DEADLINE_SECONDS)
     assert strangers[2].recv(1) == b""
@@ -211,14 +218,19 @@ def test_nodes_with_other_versions_are_refused(driver: Hub, package: str) -> Non
 
 
 def test_a_node_joins_once(driver: Hub) -> None:
-    """An engine's node whose agent lives gets no second one."""
-    with fake_agent(driver, TOKEN, node="gpu-7"):
-        wait_for(driver, lambda: "gpu-7" in driver.agents)
+    """A provider's node whose agent lives gets no second one, also before the first is ready."""
+    first = FakeAgent(driver.address, TOKEN, node="gpu-7")
+    assert isinstance(first.next(), Welcome)
+    for is_ready in (False, True):
+        if is_ready:
+            first.say(NodeReady(slots=1, address=LOOPBACK))
+            wait_for(driver, lambda: "gpu-7" in driver.agents)
         second = FakeAgent(driver.address, TOKEN, node="gpu-7")
         refused = second.next()
         second.close()
-    assert isinstance(refused, Refused)
-    assert "the agent of a node gpu-7 has joined already" in refused.why
+        assert isinstance(refused, Refused)
+        assert "the agent of a node gpu-7 has joined already" in refused.why
+    first.close()
 
 
 def test_an_agent_that_cannot_train_is_refused(driver: Hub) -> None:
@@ -303,7 +315,7 @@ def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_connection_is_at_least_tls_1_3(driver: Hub) -> None:
     """Older versions are refused."""
-    context = agent_context()
+    context = client_context()
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.maximum_version = ssl.TLSVersion.TLSv1_2
     with (
@@ -329,10 +341,25 @@ def test_only_so_many_strangers_are_logged(
     driver: Hub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A port scan does not fill the log."""
-    monkeypatch.setattr(hub_module, "LOGGED_STRANGERS", 2)
+    monkeypatch.setattr(acceptor, "LOGGED_STRANGERS", 2)
     with caplog.at_level(logging.WARNING):
         for _ in range(4):
             said_by_stranger(port_of(driver), b"x" * 99, secured=False)
     refusals = [each.getMessage() for each in caplog.records if "rejected" in each.getMessage()]
     assert len(refusals) == 2
     assert refusals[1].endswith("; later ones are not logged")
+
+
+def test_an_agent_that_still_talks_hears_the_end(
+    driver: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A busy one, which talks before it listens: a closed connection would be reset by that."""
+    monkeypatch.setattr(acceptor, "HANDSHAKE_SECONDS", 0.1)
+    with fake_agent(driver, TOKEN) as agent:
+        wait_for(driver, lambda: len(driver.agents) == 1)
+        agent.be_busy(0.5)
+        for _ in range(2):
+            agent.say(Alive())
+            agent.be_busy(0.05)
+        driver.close()
+        assert agent.next() == Leave()

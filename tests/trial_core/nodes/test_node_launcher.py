@@ -15,16 +15,15 @@ import psutil
 import pytest
 
 from tests.support.nodes import DEADLINE_SECONDS, Agents, hub
-from trial_core.checkpoint.code_objects import RunCode
 from trial_core.checkpoint.store import CheckpointStore, StorageSpec
 from trial_core.errors import LaunchError, RankFailed
 from trial_core.messages import Done, Ping
-from trial_core.nodes.engine import NodeRequest
 from trial_core.nodes.hub import ConnectedAgent, Hub
-from trial_core.nodes.join_engine import JoinEngine
+from trial_core.nodes.join_provider import JoinProvider
 from trial_core.nodes.join_token import new_token
 from trial_core.nodes.node_launcher import NodeCode, NodeLauncher, shares_of
 from trial_core.nodes.node_pool import NodePool
+from trial_core.nodes.node_provider import NodeRequest
 from trial_core.slots.slot_group import SlotGroup
 from trial_core.transfer.code_folder import pack_code
 
@@ -44,7 +43,7 @@ class Nodes:
         code = folder / "code"
         code.mkdir()
         (code / "model.py").write_text("x = 1")
-        self.code = NodeCode(RunCode(pack_code(code, []).data or b""), code)
+        self.code = NodeCode(pack_code(code, []).data, code)
         self.store = CheckpointStore(f"file://{folder}/store")
         self.store.storage.write(KEY, b"{}")
 
@@ -75,7 +74,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
     with hub(1, token) as driver, Agents(folder) as agents:
         for _ in range(2):
             agents.start(driver.address, token, "--preload", "none")
-        with NodePool(JoinEngine(), driver, NodeRequest(2, 2), token, DEADLINE_SECONDS) as pool:
+        with NodePool(JoinProvider(), driver, NodeRequest(2, 2), token, DEADLINE_SECONDS) as pool:
             yield Nodes(driver, agents, pool, folder)
 
 
@@ -117,7 +116,7 @@ def test_a_node_has_the_process_that_forks_its_ranks_before_they_are_launched(
     token = new_token()
     with hub(1, token) as driver, Agents(tmp_path) as agents:
         agent = psutil.Process(agents.start(driver.address, token, "--preload", "none").pid)
-        with NodePool(JoinEngine(), driver, NodeRequest(1, 1), token, DEADLINE_SECONDS) as pool:
+        with NodePool(JoinProvider(), driver, NodeRequest(1, 1), token, DEADLINE_SECONDS) as pool:
             (joined,) = pool.gather()
             (waiting,) = agent.children()
             store = CheckpointStore(f"file://{tmp_path}/store")
@@ -202,14 +201,14 @@ from pathlib import Path
 from tests.support.nodes import Agents, hub
 from tests.trial_core.nodes.test_node_launcher import Nodes
 from trial_core.messages import Done, Ping
-from trial_core.nodes.engine import NodeRequest
-from trial_core.nodes.join_engine import JoinEngine
+from trial_core.nodes.node_provider import NodeRequest
+from trial_core.nodes.join_provider import JoinProvider
 from trial_core.nodes.node_pool import NodePool
 
 token, folder = "t" * 40, Path(sys.argv[1])
 with hub(1, token) as driver:
     print(driver.address, flush=True)
-    pool = NodePool(JoinEngine(), driver, NodeRequest(2, 2), token, 60)
+    pool = NodePool(JoinProvider(), driver, NodeRequest(2, 2), token, 60)
     slots = Nodes(driver, None, pool, folder).launch()
     slots.request(Ping(), Done)
     print(*slots.pids, flush=True)
@@ -244,3 +243,24 @@ def test_what_is_killed_leaves_no_process(tmp_path: Path, victim: str) -> None:
             agents.started[0].kill()
             wait_until(lambda: sum(rank.is_running() for rank in ranks) == 1)
             driver.kill()
+
+
+@pytest.mark.parametrize("has_nohup", [False, True])
+def test_an_agent_whose_terminal_is_closed_asks_to_leave(
+    tmp_path: Path, has_nohup: bool, request: pytest.FixtureRequest
+) -> None:
+    """As by SIGTERM. With nohup it stays, until it gets another signal."""
+    token, name = "t" * 40, "SIGTERM" if has_nohup else "SIGHUP"
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if has_nohup else signal.SIG_DFL)
+    request.addfinalizer(lambda: signal.signal(signal.SIGHUP, before))
+    with Agents(tmp_path / "agents") as agents:
+        with hub(1, token) as driver:
+            agent = agents.start(driver.address, token, "--preload", "none")
+            wait_until(lambda: bool(driver.agents))
+            (joined,) = driver.agents.values()
+            agent.send_signal(signal.SIGHUP)
+            if has_nohup:
+                agent.send_signal(signal.SIGTERM)
+            wait_until(lambda: joined.draining is not None)
+            assert joined.draining == f"its agent was asked to leave ({name})"
+        assert agent.wait(DEADLINE_SECONDS) == 128 + signal.Signals[name]

@@ -13,7 +13,7 @@ from tests.support.slots import Driven, build, drive, lines, toy_config
 from tests.support.whole_state import whole_state
 from tests.trial_core.deepspeed.reshard.resharding import files, resharded, save
 from trial_core.config import ExperimentConfig
-from trial_core.messages import BuildLoaders, FetchCheckpoint, Fetched, LoadersBuilt
+from trial_core.messages import BuildLoadersAndRestore, FetchCheckpoint, Fetched, ReadyToTrain
 from trial_core.slots.slot_group import SlotGroup
 
 pytestmark = pytest.mark.slots
@@ -193,10 +193,10 @@ def test_a_new_trial_starts_with_anothers_state_or_weights(
     fetched = {path.parent.name for path in (tmp_path / "restored" / uuid).glob("shards/*/*.pt")}
     assert ("optimizers_state_dict" in fetched) == (restore == "state")
     slots.request(
-        BuildLoaders(
+        BuildLoadersAndRestore(
             batches_trained=0, checkpoint=uuid, saved_by=source.topology, restore=restore
         ),
-        LoadersBuilt,
+        ReadyToTrain,
     )  # fmt: skip
     after = whole_state(files(tmp_path, save(slots, source).checkpoints[-1]))
     expected = whole_state(files(tmp_path, uuid))

@@ -254,9 +254,11 @@ def test_partials_can_be_read_between_batches() -> None:
 
 @pytest.mark.parametrize("reducer", list(Reducer))
 def test_a_nan_on_any_rank_is_the_result(reducer: Reducer) -> None:
-    """On the first rank as on the second."""
-    for ranks in (([{"x": math.nan}], [{"x": 1.0}]), ([{"x": 1.0}], [{"x": math.nan}])):
-        assert math.isnan(reduced(*ranks, reducers=reducer)["x"])
+    """On the first rank as on the second, and beside integers of any size."""
+    for other in (1.0, 2**63):
+        nan, number = {"x": math.nan}, {"x": other}
+        for ranks in (([nan], [number]), ([number], [nan]), ([number, nan, number],)):
+            assert math.isnan(reduced(*ranks, reducers=reducer)["x"])
 
 
 @pytest.mark.parametrize(
@@ -328,16 +330,76 @@ def test_reducers_must_match_the_metrics() -> None:
         reduced([{"a": 1}], reducers=None)
 
 
-@pytest.mark.parametrize(
-    ("value", "reported"),
-    [(2**63, 2.0**63), (np.uint64(2**63), 2.0**63), (2**70, 2.0**70), ([2**70, 1], [2.0**70, 1.0])],
+LIMITS: dict[Any, tuple[int, int]] = {
+    bool: (0, 1), torch.uint8: (0, 2**8 - 1), torch.int32: (-(2**31), 2**31 - 1),
+    np.int64: (-(2**63), 2**63 - 1), torch.int64: (-(2**63), 2**63 - 1),
+    np.uint64: (0, 2**64 - 1), torch.uint64: (0, 2**64 - 1), int: (-(2**63), 2**64 - 1),
+}  # fmt: skip
+
+
+@st.composite
+def integers(draw: st.DrawFn) -> tuple[int, Any]:
+    """An integer, and the same as a trial may return it."""
+    kind, (smallest, largest) = draw(st.sampled_from(list(LIMITS.items())))
+    number = draw(st.sampled_from([smallest, largest, largest // 2]))
+    is_tensor = isinstance(kind, torch.dtype)
+    return number, torch.tensor(number, dtype=kind) if is_tensor else kind(number)
+
+
+def as_list(number: Any) -> Any:
+    return number.reshape(1) if isinstance(number, torch.Tensor) else [number]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.lists(integers(), min_size=1, max_size=4), min_size=1, max_size=3), st.booleans()
 )
-def test_integers_that_are_too_large_for_int64(value: Any, reported: Any) -> None:
-    """They become floats, which messages can hold, with their sign."""
+def test_integers_are_exact(ranks: list[list[tuple[int, Any]]], are_lists: bool) -> None:
+    """Their sums and extremes, of all types and sizes. A sum that no message holds is refused."""
+    exact = [number for rank in ranks for number, _ in rank]
+    batches = [
+        [{"n": as_list(value) if are_lists else value} for _, value in rank] for rank in ranks
+    ]
+
+    def of_all(reducer: Reducer) -> Any:
+        result = reduced(*batches, reducers=reducer)["n"]
+        return result[0] if are_lists else result
+
+    assert (of_all(Reducer.MAX), of_all(Reducer.MIN)) == (max(exact), min(exact))
+    assert of_all(Reducer.AVG) == pytest.approx(sum(exact) / len(exact), rel=1e-15, abs=0)
+    if -(2**63) <= sum(exact) < 2**64:
+        assert of_all(Reducer.SUM) == sum(exact)
+    else:
+        with pytest.raises(TrialError, match=r'the sum of metric "n" over all batches .* bits'):
+            of_all(Reducer.SUM)
+
+
+@pytest.mark.parametrize("count", [2**64, -(2**63) - 1, [2**70, -1], [2**70, 0.5], {"a": 2**64}])
+def test_an_integer_that_no_message_holds_is_refused(count: Any) -> None:
+    """When it is returned, before it becomes another number or an error of MessagePack."""
+    for report in (
+        lambda: BatchMetrics("a hook").add_batch([{"count": count}]),
+        lambda: as_reported({"count": count}, "a hook"),
+    ):
+        with pytest.raises(TrialError, match=r'metric "count" returned by a hook .* as a float'):
+            report()
+
+
+def test_integers_of_single_batches_are_exact() -> None:
+    """On one rank; over the ranks they are averaged."""
+    large, small = 2**63 + 5, torch.tensor(5, dtype=torch.uint64)
     metrics = BatchMetrics()
-    metrics.add_batch([{"count": value}])
-    assert combine([metrics.partials()]) == {"count": reported}
-    assert as_reported({"count": value}, "a hook") == {"count": reported}
+    metrics.add_batch([{"n": large, "list": [large, -1], "tensor": torch.tensor(2**63 - 1)}])
+    metrics.add_batch([{"n": None, "list": [True, 1], "tensor": small}])
+    assert metrics.per_call() == [
+        {"n": large, "list": [large, -1], "tensor": 2**63 - 1},
+        {"n": None, "list": [1, 1], "tensor": 5},
+    ]
+    partials = metrics.partials(with_values=True)
+    assert calls_over_ranks([partials, partials]) == [
+        {"n": 2.0**63, "list": [2.0**63, -1.0], "tensor": 2.0**63},
+        {"n": None, "list": [1.0, 1.0], "tensor": 5.0},
+    ]
 
 
 def test_text_of_numpy_is_plain_text() -> None:

@@ -22,7 +22,7 @@ from trial_core.errors import TrialError
 from trial_core.pytorch import LRScheduler, PyTorchTrial, PyTorchTrialContext
 from trial_core.pytorch.distributed_model import replica_of
 from trial_core.pytorch.lr_scheduler import LRScheduler as OwnScheduler
-from trial_core.pytorch.pytorch_engine import PyTorchTrialEngine
+from trial_core.pytorch.pytorch_adapter import PyTorchTrialAdapter
 from trial_core.units import EpochLength
 
 EVERY_BATCH = LRScheduler.StepMode.STEP_EVERY_BATCH
@@ -252,21 +252,21 @@ def test_a_trial_that_lacks_something(
     """A model, an optimizer, or one way to validate."""
     context = context_of(**({hparam: True} if hparam else {}))
     with pytest.raises(TrialError, match="^" + re.escape(message)):
-        PyTorchTrialEngine(trial_class(context), context)
+        PyTorchTrialAdapter(trial_class(context), context)
 
 
 def test_how_batches_reach_the_trial() -> None:
     """By keyword, and on the device: a rank's arrays become tensors, unless the trial does that."""
     context = context_of()
     trial = Trial(context)
-    engine = PyTorchTrialEngine(trial, context)
+    adapter = PyTorchTrialAdapter(trial, context)
     array = torch.ones(3).numpy()
-    assert engine.train_batch(iter([array]), 4, 5) == [torch.tensor(2.0)]
+    assert adapter.train_batch(iter([array]), 4, 5) == [torch.tensor(2.0)]
     assert trial.called.keys() == {"batch", "epoch_idx", "batch_idx"}
     assert (trial.called["epoch_idx"], trial.called["batch_idx"]) == (4, 5)
     assert isinstance(trial.called["batch"], torch.Tensor)
     context.experimental.disable_auto_to_device()
-    assert engine.evaluate_batch(iter([array]), 0)["batch"] is array
+    assert adapter.evaluate_batch(iter([array]), 0)["batch"] is array
 
 
 def test_a_method_with_fewer_parameters() -> None:
@@ -280,9 +280,9 @@ def test_a_method_with_fewer_parameters() -> None:
             return batch_idx
 
     context = context_of()
-    engine = PyTorchTrialEngine(Fewer(context), context)
-    assert engine.train_batch(iter([1.0]), 4, 5) == [[1.0, 4]]
-    assert engine.evaluate_batch(iter([1.0]), 5) == 5
+    adapter = PyTorchTrialAdapter(Fewer(context), context)
+    assert adapter.train_batch(iter([1.0]), 4, 5) == [[1.0, 4]]
+    assert adapter.evaluate_batch(iter([1.0]), 5) == 5
 
 
 def test_optimizations_without_a_value() -> None:
@@ -292,7 +292,7 @@ def test_optimizations_without_a_value() -> None:
     context = PyTorchTrialContext.from_config({"optimizations": nulls})
     model, optimizer = wrapped(context)
     assert context.aggregation_frequency == 1
-    assert PyTorchTrialEngine(Trial(context), context).reports_training_metrics
+    assert PyTorchTrialAdapter(Trial(context), context).reports_training_metrics
     aggregating = PyTorchTrialContext.from_config(
         {"optimizations": {**nulls, "aggregation_frequency": 2}}
     )

@@ -105,10 +105,10 @@ import deepspeed.comm.comm
 import torch.distributed
 from trial_core.context import RunInfo
 from trial_core.distributed import DistributedContext
-from trial_core.entrypoint import build_engine
+from trial_core.entrypoint import build_adapter
 
 experiment = {"entrypoint": "pytorch_trials:Small"}
-engine = build_engine(RunInfo("toy-1", experiment), DistributedContext.from_environment())
+adapter = build_adapter(RunInfo("toy-1", experiment), DistributedContext.from_environment())
 print(json.dumps({
     "torch": torch.distributed.is_initialized(),
     "deepspeed": deepspeed.comm.comm.cdb is not None,

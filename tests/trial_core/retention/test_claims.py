@@ -14,14 +14,14 @@ from trial_core.checkpoint.layout import claim_key
 from trial_core.checkpoint.manifest import utc_now
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointError, CheckpointNotFound, CommitConflict
-from trial_core.retention.claims import Claim, RunClaim, claim_run, claims
+from trial_core.retention.claims import Claim, RunClaim, claims
 from trial_core.retention.deletion_markers import mark_deletion, unmark_deleted
 
 
 def test_a_claim_lasts_as_long_as_the_run(store: CheckpointStore) -> None:
     """Also if the run fails."""
     manifest = commit_files(store)
-    with contextlib.suppress(KeyError), claim_run(store, "gpt-1", source="abc") as claim:
+    with contextlib.suppress(KeyError), RunClaim(store, "gpt-1", source="abc") as claim:
         assert [(each.trial, each.needs) for each in claims(store)] == [("gpt-1", ["abc"])]
         claim.renew(manifest.name)
         assert [each.needs for each in claims(store)] == [["abc", manifest.uuid]]
@@ -31,7 +31,7 @@ def test_a_claim_lasts_as_long_as_the_run(store: CheckpointStore) -> None:
 
 def test_an_old_claim_does_not_count(local_store: CheckpointStore) -> None:
     """A killed driver leaves its claim. It counts while the trial saves."""
-    old = Claim(trial="gpt-1", by="ann@here", at=LONG_AGO, needs=[])
+    old = Claim(trial="gpt-1", by="ann@here", at=LONG_AGO, needs=[], owner="", process="")
     local_store.storage.write(claim_key("gpt-1"), encode_json(old))
     assert claims(local_store) == []
     assert len(claims(local_store, last_saved={"gpt-1": utc_now()})) == 1
@@ -39,7 +39,7 @@ def test_an_old_claim_does_not_count(local_store: CheckpointStore) -> None:
 
 def test_a_run_leaves_the_next_runs_claim(local_store: CheckpointStore) -> None:
     """A presumed-dead run that ends late does not release the claim of its successor."""
-    first, second = (claim_run(local_store, "gpt-1", source=name) for name in ("abc", "def"))
+    first, second = (RunClaim(local_store, "gpt-1", source=name) for name in ("abc", "def"))
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
@@ -58,7 +58,7 @@ def test_a_claim_that_cannot_be_written_is_a_warning(
     local_store: CheckpointStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The run continues."""
-    with claim_run(FailingStore(local_store, nth=1), "gpt-1"):
+    with RunClaim(FailingStore(local_store, nth=1), "gpt-1"):
         pass
     assert "trial gpt-1 may have no claim" in caplog.text
     assert "the storage broke down" in caplog.text
@@ -70,7 +70,7 @@ def test_a_claim_does_not_leave_the_storage(tmp_path: Path) -> None:
     store = CheckpointStore(str(tmp_path / "a" / "b"))
     with (
         pytest.raises(CheckpointError, match="cannot be a trial's id"),
-        claim_run(store, "../../../config"),
+        RunClaim(store, "../../../config"),
     ):
         pass
     assert (tmp_path / "config.json").read_text() == "precious"

@@ -20,8 +20,8 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointNotFound, CommitConflict
 from trial_core.retention.claims import RunClaim
 from trial_core.retention.deletion_markers import finish_deletions, mark_deletion, unmark_deleted
-from trial_core.retention.pins import Pin, pin
 from trial_core.retention.policy import RetentionPolicy
+from trial_core.retention.protections import Protection, pin
 from trial_core.retention.pruning import plan_pruning, prune
 from trial_core.storage.base import Storage
 
@@ -107,19 +107,6 @@ def test_a_half_written_marker_is_deleted(
     assert stored_keys(local_store) == keys_of([manifest])
 
 
-def test_markers_of_older_versions_count(local_store: CheckpointStore, manifest: Manifest) -> None:
-    """All prunes shared one key: its checkpoint cannot be pinned, and its deletion is finished."""
-    (key,) = local_store.storage.sizes(DELETIONS)
-    data = local_store.storage.read(key) or b""
-    local_store.storage.write(f"{DELETIONS}/{manifest.uuid}.json", data)
-    local_store.storage.remove(key)
-    with pytest.raises(CommitConflict, match=r"is being deleted, by .*@"):
-        pin(local_store, manifest.uuid)
-    local_store.storage.delete(manifest.name.key)
-    assert finish_deletions(local_store) == [manifest]
-    assert stored_keys(local_store) | local_store.storage.sizes(DELETIONS).keys() == set()
-
-
 def test_a_marker_that_names_another_checkpoint_is_ignored(
     local_store: CheckpointStore, manifest: Manifest, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -161,7 +148,7 @@ def is_of_protocol(verb: str, key: str) -> bool:
     family = key.partition("/")[0]
     return (
         (family == layout.DELETIONS and key != family)
-        or (family == layout.PINS and key.endswith(".json"))
+        or (family == layout.PINS and key != family)
         or (family == layout.CLAIMS and (verb == "write" or key == layout.CLAIMS))
         or (family == layout.MANIFESTS and verb == "remove")
     )
@@ -200,7 +187,7 @@ def test_a_claim_during_a_prune(
 
         def start(store: CheckpointStore, source: Manifest = source) -> None:
             claim = RunClaim(store, "other-1", source.uuid)
-            claim.announce()
+            claim.__enter__()
             claim.renew(source.name)
 
         claimed, pruned = interleave_all(
@@ -226,7 +213,7 @@ def test_a_pin_during_two_prunes(
         old = commit_files(scene, 7)
         commit_files(scene, 11)
         before = plan_pruning(scene, LATEST, "gpt")
-        RunClaim(scene, old.trial).announce()
+        RunClaim(scene, old.trial).__enter__()
         own = plan_pruning(scene, LATEST, "gpt")
         spared, pruned, pinned = interleave_all(
             scene.url,
@@ -238,11 +225,11 @@ def test_a_pin_during_two_prunes(
         assert spared.deleted == ()
         assert not isinstance(pruned, Exception), pruned
         assert is_intact(scene, old) == (pruned.deleted == ())
-        if isinstance(pinned, Pin):
+        if isinstance(pinned, Protection):
             assert is_intact(scene, old)
         else:
             assert isinstance(pinned, (CheckpointNotFound, CommitConflict)), pinned
         seen.add((type(pinned).__name__, is_intact(scene, old)))
         assert scene.storage.sizes(DELETIONS) == {}
         clear_memory()
-    assert {("Pin", True), ("CheckpointNotFound", False)} <= seen
+    assert {("Protection", True), ("CheckpointNotFound", False)} <= seen

@@ -74,7 +74,7 @@ def test_a_swept_run_that_wakes_up_is_superseded(
 
 
 def claim(store: CheckpointStore, manifest: Manifest) -> None:
-    RunClaim(store, TRIAL).announce()
+    RunClaim(store, TRIAL).__enter__()
 
 
 def attempt(store: CheckpointStore, manifest: Manifest) -> None:
@@ -180,7 +180,13 @@ def test_only_the_named_experiment_is_swept(local_store: CheckpointStore) -> Non
     assert found(experiment="other") == []
 
 
-def test_too_short_an_age_is_refused(local_store: CheckpointStore) -> None:
-    """It would delete an upload in progress."""
-    with pytest.raises(ConfigError, match=r"at least 1 day, got 0\.5"):
-        find_leftovers(local_store, after_days=0.5)
+@pytest.mark.parametrize(
+    ("days", "expected"),
+    [(0.5, r"at least 1 day, got 0\.5"), (1e9, r"at most .* days, got 1e\+09")],
+)
+def test_an_age_out_of_range_is_refused(
+    local_store: CheckpointStore, days: float, expected: str
+) -> None:
+    """A short one would delete an upload in progress; no date is so long ago."""
+    with pytest.raises(ConfigError, match=expected):
+        find_leftovers(local_store, after_days=days)

@@ -18,7 +18,7 @@ from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.retention.claims import RunClaim
 from trial_core.retention.leftovers import Leftover, find_leftovers, sweep_leftovers
-from trial_core.retention.pins import Pin
+from trial_core.retention.protections import Protection
 from trial_core.storage.base import Storage
 
 TRIAL = "gpt-0123abcd"
@@ -87,12 +87,12 @@ def unreadable_intent(store: CheckpointStore, begun: Manifest) -> None:
 
 
 def a_pin(store: CheckpointStore, begun: Manifest) -> None:
-    pinned = Pin(uuid=begun.uuid, reason="", by="", at="")
-    store.storage.write(layout.pin_key(begun.uuid), encode_json(pinned))
+    pinned = Protection(uuid=begun.uuid, by="", at="")
+    store.storage.write(pinned.key, encode_json(pinned))
 
 
 def a_claim(store: CheckpointStore, begun: Manifest) -> None:
-    RunClaim(store, "other-1", source=begun.uuid[:8]).announce()
+    RunClaim(store, "other-1", source=begun.uuid[:8]).__enter__()
 
 
 @pytest.mark.usefixtures("much_later")

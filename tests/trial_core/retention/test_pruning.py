@@ -28,10 +28,10 @@ from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import StorageError
 from trial_core.retention import deletion_markers, pruning
-from trial_core.retention.claims import Claim, RunClaim, claim_run
+from trial_core.retention.claims import Claim, RunClaim
 from trial_core.retention.leftovers import find_leftovers, sweep_leftovers
-from trial_core.retention.pins import pin, unpin
 from trial_core.retention.policy import RetentionPolicy
+from trial_core.retention.protections import pin, unpin
 from trial_core.retention.pruning import experiments, plan_pruning, prune
 from trial_core.storage.base import Storage
 
@@ -120,8 +120,8 @@ def test_pins_and_claims_keep_checkpoints(local_store: CheckpointStore) -> None:
     pinned, source, _, newest = [commit_files(local_store, n) for n in (7, 11, 13, 17)]
     pin(local_store, pinned.uuid, "figure 3", by="ann@here")
     with (
-        claim_run(local_store, newest.trial),
-        claim_run(local_store, "other-1", source=source.uuid[:8]),
+        RunClaim(local_store, newest.trial),
+        RunClaim(local_store, "other-1", source=source.uuid[:8]),
     ):
         plan = plan_pruning(local_store, KEEP_NONE, "gpt")
         assert [decision.why.partition(",")[0] for decision in plan.kept] == [
@@ -137,7 +137,7 @@ def test_checkpoints_needed_since_the_plan_are_spared(local_store: CheckpointSto
     pinned, source, old = [commit_files(local_store, n) for n in (7, 11, 13)]
     plan = plan_pruning(local_store, KEEP_NONE, "gpt")
     pin(local_store, pinned.uuid)
-    with claim_run(local_store, "other-1") as claim:
+    with RunClaim(local_store, "other-1") as claim:
         claim.renew(source.name)
         pruned = prune(local_store, plan)
     assert pruned.deleted == (old,)
@@ -146,7 +146,7 @@ def test_checkpoints_needed_since_the_plan_are_spared(local_store: CheckpointSto
 
 
 def claimed(store: CheckpointStore, trial: str) -> None:
-    RunClaim(store, trial).announce()
+    RunClaim(store, trial).__enter__()
 
 
 def uploading(store: CheckpointStore, trial: str) -> None:
@@ -196,7 +196,7 @@ def test_a_run_that_claims_what_a_killed_run_uploaded(local_store: CheckpointSto
 def test_a_running_trial_is_pruned_while_it_goes_on(local_store: CheckpointStore) -> None:
     """Its claim is the same, whatever it restores and uploads meanwhile."""
     old, new = commit_files(local_store, 7), commit_files(local_store, 11)
-    with claim_run(local_store, new.trial) as claim:
+    with RunClaim(local_store, new.trial) as claim:
         plan = plan_pruning(local_store, KEEP_NONE, "gpt", running=(new.trial,))
         claim.renew(new.name)
         uploading(local_store, new.trial)
@@ -209,7 +209,7 @@ def test_a_machine_with_a_wrong_clock_deletes_nothing(
     """40 days ahead, it takes the claims of live trials for forgotten ones."""
     at = (datetime.now(timezone.utc) - timedelta(days=40)).isoformat()
     manifest = commit_files(local_store, created_at=at)
-    live = Claim(trial=manifest.trial, by="ann@far", at=at, needs=[])
+    live = Claim(trial=manifest.trial, by="ann@far", at=at, needs=[], owner="", process="")
     local_store.storage.write(layout.claim_key(manifest.trial), encode_json(live))
     leave_unfinished_upload(local_store, "gpt-2", begun_at=at)
     plan = plan_pruning(local_store, KEEP_NONE, "gpt")

@@ -8,14 +8,22 @@ import sys
 import msgspec
 import pytest
 
-from tests.support.manifests import LONG_AGO
+from tests.support.manifests import LONG_AGO, commit_files
+from trial_core.checkpoint.fencing import ATTEMPTS_KEPT
 from trial_core.checkpoint.json_objects import encode_json, user_at_host
-from trial_core.checkpoint.layout import claim_key
+from trial_core.checkpoint.layout import attempt_key, claim_key
 from trial_core.checkpoint.manifest import utc_now
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.errors import CommitConflict, Superseded, TrialflowError
+from trial_core.errors import (
+    CheckpointNotFound,
+    CommitConflict,
+    StorageError,
+    Superseded,
+    TrialflowError,
+)
 from trial_core.retention import trial_owner
 from trial_core.retention.claims import Claim, claims
+from trial_core.retention.leftovers import SWEEPER
 from trial_core.retention.process_identity import this_process
 from trial_core.retention.trial_owner import describe_last_run, own_trial
 
@@ -102,8 +110,8 @@ def test_another_machine_of_the_same_name_is_another_host(
         pass
 
 
-def test_a_claim_of_an_earlier_version_counts_as_live(local_store: CheckpointStore) -> None:
-    """It does not name its process."""
+def test_an_unreadable_claim_counts_as_live(local_store: CheckpointStore) -> None:
+    """It names no process."""
     local_store.storage.write(
         claim_key(TRIAL),
         f'{{"trial":"{TRIAL}","by":"{OURS}","at":"{utc_now()}","needs":[]}}'.encode(),
@@ -176,20 +184,91 @@ def test_a_run_that_is_superseded_before_it_has_claimed_does_not_begin(
     assert claims(local_store) == []
 
 
+@pytest.mark.parametrize(
+    ("left", "shown"), [("an attempt", "last started by"), ("a checkpoint", "last saved at")]
+)
+def test_a_new_trial_does_not_continue_another_with_its_id(
+    local_store: CheckpointStore, left: str, shown: str
+) -> None:
+    """Two random ids may be equal. Later attempts of the run that has begun a trial continue it."""
+    if left == "an attempt":
+        local_store.take_over(TRIAL, "theirs")
+    else:
+        commit_files(local_store, trial=TRIAL)
+    stored = local_store.storage.sizes("attempts")
+    with (
+        pytest.raises(TrialflowError, match=f"another trial with this id, {shown}"),
+        own_trial(local_store, TRIAL, "ours", is_new=True),
+    ):
+        pass
+    assert local_store.storage.sizes("attempts") == stored
+    with own_trial(local_store, "gpt-0000cafe", "ours", is_new=True):
+        pass
+    local_store.take_over("gpt-0000cafe", "a person's")
+    with own_trial(local_store, "gpt-0000cafe", "ours", is_new=True) as (_, fence):
+        assert fence.number == 3
+
+
+@pytest.mark.parametrize("left", ["unreadable", "later attempts", "sweeps"])
+def test_a_flow_run_continues_its_trial_without_a_record_of_its_own(
+    local_store: CheckpointStore, left: str
+) -> None:
+    """The server says that it has begun. A stranger's trial has all its records, and none is it."""
+    mark = local_store.take_over(TRIAL, "ours").record.storage
+    if left == "unreadable":
+        leave_claim(local_store, "ours")
+        for number in (1, 2):
+            local_store.storage.write(attempt_key(TRIAL, number), b"{")
+    else:
+        for _ in range(ATTEMPTS_KEPT):
+            local_store.take_over(TRIAL, f"{SWEEPER}1" if left == "sweeps" else "later")
+    with (
+        pytest.raises(TrialflowError, match="another trial with this id"),
+        own_trial(local_store, TRIAL, "ours", is_new=True),
+    ):
+        pass
+    with own_trial(local_store, TRIAL, "ours", is_new=True, mark=mark) as (_, fence):
+        assert fence.is_newest()
+    local_store.take_over("gpt-0000cafe", "theirs")
+    with (
+        pytest.raises(TrialflowError, match="another trial with this id"),
+        own_trial(local_store, "gpt-0000cafe", "ours", is_new=True, mark=mark),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("known", ["by an attempt", "by a checkpoint", ""])
+def test_a_trial_is_continued_only_where_it_is_known(
+    local_store: CheckpointStore, known: str
+) -> None:
+    """Elsewhere it would be trained from the beginning. A checkpoint alone may have been copied."""
+    if known == "by an attempt":
+        local_store.take_over(TRIAL, "theirs")
+    if known == "by a checkpoint":
+        commit_files(local_store, trial=TRIAL)
+    owned = own_trial(local_store, TRIAL, "ours", is_new=False)
+    if known:
+        with owned:
+            return
+    with pytest.raises(CheckpointNotFound, match="is mounted on this machine"), owned:
+        pass
+    assert local_store.storage.sizes("attempts") == {}
+    with own_trial(local_store, TRIAL, "ours"):  # its checkpoint comes from another place
+        pass
+
+
+def test_a_run_does_not_begin_a_trial_in_another_storage(local_store: CheckpointStore) -> None:
+    """It knows the mark of its storage from an earlier start."""
+    with (
+        pytest.raises(StorageError, match="expected theirs"),
+        own_trial(local_store, TRIAL, "ours", is_new=True, mark="theirs"),
+    ):
+        pass
+    assert local_store.storage.sizes("attempts") == {}
+
+
 def test_the_last_run_is_described(local_store: CheckpointStore) -> None:
     """Before a trial is continued: whose it is."""
     assert describe_last_run(local_store, TRIAL) == "never run"
     at = local_store.take_over(TRIAL, "theirs").record.at
     assert describe_last_run(local_store, TRIAL) == f"last started by {OURS} at {at}"
-
-
-def test_a_run_says_that_its_storage_has_no_conditional_writes(
-    unknown_store: CheckpointStore, local_store: CheckpointStore, caplog: pytest.LogCaptureFixture
-) -> None:
-    """And what to do. On another storage it says nothing."""
-    for store in (local_store, unknown_store):
-        assert "conditional writes" not in caplog.text
-        with own_trial(store, TRIAL, "ours"):
-            pass
-    assert f"{unknown_store.url} has no conditional writes, so runs take a lock" in caplog.text
-    assert "keep the clocks of all machines that use it correct" in caplog.text

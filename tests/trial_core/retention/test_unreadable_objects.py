@@ -7,21 +7,24 @@ import pytest
 from tests.support.manifests import commit_files, new_manifest, put_files, stored_keys
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.retention.claims import claim_run
+from trial_core.retention.claims import RunClaim
 from trial_core.retention.leftovers import find_leftovers, sweep_leftovers
-from trial_core.retention.pins import pin
 from trial_core.retention.policy import RetentionPolicy
+from trial_core.retention.protections import pin
 from trial_core.retention.pruning import plan_pruning, prune
+from trial_core.storage import base
 
 TRIAL = new_manifest().trial
 KEEP_NONE = RetentionPolicy(save_trial_best=0, save_trial_latest=0)
 DEEP = b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+MAX_BYTES = 300_000
 AT = "2031-13-41T25:61:61Z"
 RECORDS = [
     b"\xff",
     DEEP,
     f'{{"trial": "t", "uuid": "u", "attempt": "", "by": "", "at": "{AT}", "needs": [], '
     f'"number": 1, "manifest": "", "created_at": "{AT}"}}'.encode(),
+    b" " * (MAX_BYTES + 1),
 ]
 
 
@@ -36,21 +39,22 @@ def prune_and_run(store: CheckpointStore) -> None:
     store.commit(saved, fence)
     assert store.resume_candidates(TRIAL)[0] == saved
     pin(store, saved.uuid)
-    with claim_run(store, TRIAL) as claim:
+    with RunClaim(store, TRIAL) as claim:
         claim.renew(saved.name)
 
 
-@pytest.mark.parametrize("data", RECORDS, ids=["no text", "deep", "impossible time"])
+@pytest.mark.parametrize("data", RECORDS, ids=["no text", "deep", "impossible time", "too large"])
 @pytest.mark.parametrize("family", ["claim", "pin", "hold", "intent", "attempt", "deletion"])
 def test_a_damaged_record_stops_nothing(
-    local_store: CheckpointStore, family: str, data: bytes
+    local_store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, family: str, data: bytes
 ) -> None:
     """And what it may protect is kept: the checkpoint, or the newest of the trial."""
+    monkeypatch.setattr(base, "MAX_OBJECT_BYTES", MAX_BYTES)
     kept = commit_files(local_store, 7)
     key = {
         "claim": layout.claim_key(TRIAL),
-        "pin": layout.pin_key(kept.uuid),
-        "hold": layout.hold_key(layout.HoldName(kept.uuid, "gpt", 1, "u")),
+        "pin": layout.ProtectionName(kept.uuid).key,
+        "hold": layout.ProtectionName(kept.uuid, "hold", "gpt", 1, "u").key,
         "intent": layout.intent_key(TRIAL, "u"),
         "attempt": layout.attempt_key(TRIAL, 1),
         "deletion": layout.deletion_key("another", "u"),

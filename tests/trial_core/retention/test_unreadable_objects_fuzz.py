@@ -25,11 +25,10 @@ from trial_core.errors import TrialflowError
 from trial_core.retention import claims
 from trial_core.retention.claims import Claim
 from trial_core.retention.deletion_markers import Deletion
-from trial_core.retention.holds import RegistryHold, holds
 from trial_core.retention.leftovers import find_leftovers, sweep_leftovers
-from trial_core.retention.pins import Pin, pin, pins, unpin
 from trial_core.retention.policy import RetentionPolicy
 from trial_core.retention.process_identity import is_alive
+from trial_core.retention.protections import Protection, pin, protections, unpin
 from trial_core.retention.pruning import plan_pruning, prune
 from trial_core.retention.trial_owner import describe_last_run, own_trial
 
@@ -40,11 +39,11 @@ COMMITTED = new_manifest(7, uuid=KEPT, metrics={"validation": {"loss": 0.5}})
 GONE = new_manifest(3, uuid=DEAD)
 BY = {"by": "a@b", "at": utc_now()}
 RECORDS = [
-    Claim(trial=TRIAL, needs=[KEPT], process="1@1", **BY),
+    Claim(trial=TRIAL, needs=[KEPT], owner="r", process="1@1", **BY),
     Intent(trial=TRIAL, uuid=DEAD, attempt="one", created_at=LONG_AGO, number=1, batches=3),
     AttemptRecord(trial=TRIAL, number=7, attempt="one", **BY),
-    Pin(uuid=KEPT, reason="", **BY),
-    RegistryHold(uuid=KEPT, model="gpt", version=1, move=1, unique="x", **BY),
+    Protection(uuid=KEPT, **BY),
+    Protection(uuid=KEPT, kind="hold", model="gpt", version=1, move=1, unique="x", **BY),
     Deletion(manifest=GONE.to_json().decode(), **BY),
     Deletion(manifest=COMMITTED.to_json().decode(), by="a@b", at=LONG_AGO),
     GONE,
@@ -55,10 +54,9 @@ KEYS = [
     *(layout.claim_key(trial) for trial in TRIALS),
     *(layout.intent_key(trial, uuid) for trial in TRIALS for uuid in UUIDS),
     *(layout.attempt_key(TRIAL, number) for number in (1, 7, 10**18 - 2, 10**18)),
-    *(layout.pin_key(uuid) for uuid in UUIDS),
-    *(layout.hold_key(layout.HoldName(uuid, "gpt", 1, "x")) for uuid in UUIDS),
+    *(layout.ProtectionName(uuid).key for uuid in UUIDS),
+    *(layout.ProtectionName(uuid, "hold", "gpt", 1, "x").key for uuid in UUIDS),
     *(layout.deletion_key(uuid, "x") for uuid in UUIDS),
-    *(layout.shared_deletion_key(uuid) for uuid in UUIDS),
     *(layout.manifest_key(trial, 3, DEAD) for trial in TRIALS),
     f"{layout.PINS}/a_b/gpt/000001-x.json",
     f"{layout.MANIFESTS}/{TRIAL}/notes.txt",
@@ -102,7 +100,7 @@ def everything(policy: RetentionPolicy) -> list[Callable[[CheckpointStore], obje
         lambda store: (store.list(), store.newest(TRIAL), store.newest_trial("gpt")),
         lambda store: run(store, OTHER),
         lambda store: pin(store, OTHER),
-        lambda store: (pins(store), holds(store), unpin(store, OTHER)),
+        lambda store: (protections(store), unpin(store, OTHER)),
         lambda store: sweep_leftovers(store, find_leftovers(store)),
         lambda store: prune(store, plan_pruning(store, policy, "gpt")),
     ]
@@ -131,8 +129,8 @@ def test_an_unreadable_record_protects(
 ) -> None:
     """Of a checkpoint, or of a trial whose newest checkpoint it is."""
     kinds: dict[str, tuple[str, type[msgspec.Struct], Any]] = {
-        "pin": (layout.pin_key(KEPT), Pin, PLAIN[3]),
-        "hold": (layout.hold_key(layout.HoldName(KEPT, "gpt", 1, "x")), RegistryHold, PLAIN[4]),
+        "pin": (layout.ProtectionName(KEPT).key, Protection, PLAIN[3]),
+        "hold": (layout.ProtectionName(KEPT, "hold", "gpt", 1, "x").key, Protection, PLAIN[4]),
         "claim": (layout.claim_key(TRIAL), Claim, PLAIN[0]),
         "intent": (layout.intent_key(TRIAL, "u"), Intent, PLAIN[1]),
     }

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from trial_core.cluster_info import trial_number
 from trial_core.errors import CheckpointError, TrialflowError
 from trial_core.run.run_dirs import (
     clear_kept,
@@ -41,6 +42,13 @@ def test_runs_created_at_the_same_time_have_different_trial_ids() -> None:
     """Prefect's ids begin with the time, and a schedule creates many at once."""
     ids = "01a1fde0-8b63-711d-a100-5be2a1a8b3eb", "01a1fde0-8b63-7121-a953-bb153f2b3707"
     assert len({trial_id("gpt", each) for each in ids}) == 2
+
+
+def test_a_trials_number_fits_where_people_put_it() -> None:
+    """Of many trials no two have one id; JSON and a tensor of 64 bits take the number as it is."""
+    trial = trial_id("gpt", "01a1fde0-8b63-711d-a100-ffffffffffff")
+    assert trial == "gpt-ffffffffffff"
+    assert 2**40 < trial_number(trial) == float(trial_number(trial)) < 2**53
 
 
 def test_only_one_process_trains_a_trial() -> None:

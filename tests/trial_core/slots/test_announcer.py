@@ -11,7 +11,7 @@ import pytest
 from tests.support.slots import TOY, build, toy_config
 from trial_core.messages import Activity
 from trial_core.slots import announcer
-from trial_core.slots.announcer import Announcer, Pace
+from trial_core.slots.announcer import AnnouncementTimer, Announcer
 from trial_core.slots.slot_group import SlotGroup
 
 COMPILING = "compiling cpu_adam"
@@ -19,18 +19,18 @@ COMPILING = "compiling cpu_adam"
 
 def test_something_short_is_not_announced() -> None:
     """Nor a build that is up to date, whose lock exists for a moment."""
-    pace = Pace("constructing the trial", now=100.0)
-    assert pace.due(None, 105.0) is None
-    assert pace.due(COMPILING, 106.0) is None
-    assert pace.due(None, 107.0) is None
-    assert pace.due(None, 116.9) is None
-    assert pace.due(None, 117.0) == "constructing the trial, for 10 s"
+    timer = AnnouncementTimer("constructing the trial", now=100.0)
+    assert timer.due(None, 105.0) is None
+    assert timer.due(COMPILING, 106.0) is None
+    assert timer.due(None, 107.0) is None
+    assert timer.due(None, 116.9) is None
+    assert timer.due(None, 117.0) == "constructing the trial, for 10 s"
 
 
 def test_a_build_is_announced_soon_and_again() -> None:
     """With the time since it began, about every quarter of a minute."""
-    pace = Pace("constructing the trial", now=100.0)
-    announced = [(at, pace.due(COMPILING, 100.0 + at)) for at in range(1, 40)]
+    timer = AnnouncementTimer("constructing the trial", now=100.0)
+    announced = [(at, timer.due(COMPILING, 100.0 + at)) for at in range(1, 40)]
     assert [(at, text) for at, text in announced if text] == [
         (4, "compiling cpu_adam, for 3 s"),
         (19, "compiling cpu_adam, for 18 s"),
@@ -43,9 +43,9 @@ def test_only_rank_0_announces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(announcer, "LOOK_SECONDS", 0.01)
     monkeypatch.setattr(announcer, "FIRST_SPECIAL_SECONDS", 0.0)
     sent: queue.SimpleQueue[Activity] = queue.SimpleQueue()
-    with Announcer(sent.put, is_silent=False).doing("constructing", lambda: COMPILING):
+    with Announcer(sent.put, is_silent=False).activity("constructing", lambda: COMPILING):
         assert sent.get(timeout=20).text.startswith(COMPILING)
-    with Announcer(sent.put, is_silent=True).doing("constructing", lambda: pytest.fail("asked")):
+    with Announcer(sent.put, is_silent=True).activity("constructing", lambda: pytest.fail("asked")):
         assert "announcer" not in {thread.name for thread in threading.enumerate()}
     assert sent.empty()
 

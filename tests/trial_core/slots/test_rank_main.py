@@ -11,7 +11,8 @@ from trial_core.errors import ConfigError, TrialError
 from trial_core.messages import Answer, encode
 from trial_core.slots import rank_main
 from trial_core.slots.framing import ProtocolError
-from trial_core.slots.rank_main import Rank, to_rank_error
+from trial_core.slots.rank_main import Rank
+from trial_core.slots.rank_server import to_rank_error
 
 
 class TrialErrorOfTheUser(Exception):
@@ -56,5 +57,5 @@ def test_a_rank_without_a_driver_ends(error: Exception, why: str) -> None:
     connection = mock.Mock()
     connection.receive.side_effect = error
     with mock.patch.object(rank_main, "end_rank") as end_rank:
-        Rank(connection, 0)._receive()
+        Rank(connection, 0, mock.Mock())._server._receive()
     end_rank.assert_called_once_with(why)

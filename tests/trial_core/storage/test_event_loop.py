@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from trial_core.storage.event_loop import LoopTask
+from trial_core.storage.event_loop import run_on_loop
 from trial_core.storage.parallel import CancelSignal, WorkCancelled
 
 
@@ -32,16 +33,14 @@ async def fail() -> int:
 
 
 def test_the_thread_gets_the_result_or_the_error(loop: asyncio.AbstractEventLoop) -> None:
-    """`result` returns or raises what the coroutine does."""
-    assert LoopTask(loop, answer()).result(CancelSignal()) == 42
-    failed = LoopTask(loop, fail())
+    """It returns or raises what the coroutine does."""
+    assert run_on_loop(loop, answer(), CancelSignal()) == 42
     with pytest.raises(ValueError, match="the cause"):
-        failed.result(CancelSignal())
-    assert failed.has_failed
+        run_on_loop(loop, fail(), CancelSignal())
 
 
-def test_a_stopped_task_has_ended(loop: asyncio.AbstractEventLoop) -> None:
-    """`result` waits for a cancelled coroutine to end, so its buffer can be reused."""
+def test_a_stopped_coroutine_has_ended(loop: asyncio.AbstractEventLoop) -> None:
+    """The thread waits for a cancelled coroutine to end, so its buffer can be reused."""
     stop, begun = CancelSignal(), threading.Event()
     events: list[str] = []
 
@@ -52,37 +51,27 @@ def test_a_stopped_task_has_ended(loop: asyncio.AbstractEventLoop) -> None:
         finally:
             for _ in range(5):
                 await asyncio.sleep(0)
-            events.append("coroutine ended")
+            events.append("ended")
 
     with ThreadPoolExecutor(1) as pool:
-        task = LoopTask(loop, work(), lambda: events.append("on_end"))
-        waiting = pool.submit(task.result, stop)
+        waiting = pool.submit(run_on_loop, loop, work(), stop)
         begun.wait(10)
         stop.set()
         with pytest.raises(WorkCancelled):
             waiting.result(10)
-    assert events == ["coroutine ended", "on_end"]
+        assert events == ["ended"]
 
 
-def test_a_task_stopped_before_the_wait_has_ended(loop: asyncio.AbstractEventLoop) -> None:
-    """A stop signal that is already set cancels the coroutine too."""
-    stop, ended = CancelSignal(), threading.Event()
+def test_nothing_begins_after_the_stop(loop: asyncio.AbstractEventLoop) -> None:
+    """A stop signal that is already set cancels the coroutine before its first step."""
+    stop, steps = CancelSignal(), list[int]()
+
+    async def work() -> None:
+        steps.append(1)
+        await asyncio.Event().wait()
+
     stop.set()
+    loop.call_soon_threadsafe(time.sleep, 0.2)  # keeps the loop busy
     with pytest.raises(WorkCancelled):
-        LoopTask(loop, asyncio.Event().wait(), ended.set).result(stop)
-    assert ended.is_set()
-
-
-def test_on_end_is_called_once_for_a_task_that_never_began(
-    loop: asyncio.AbstractEventLoop,
-) -> None:
-    """A borrowed buffer is released exactly once."""
-    calls: list[int] = []
-    released = threading.Event()
-    loop.call_soon_threadsafe(released.wait, 10)  # keeps the loop busy
-    task = LoopTask(loop, answer(), lambda: calls.append(1))
-    task.cancel()
-    task.cancel()
-    released.set()
-    task.wait()
-    assert calls == [1]
+        run_on_loop(loop, work(), stop)
+    assert steps == []

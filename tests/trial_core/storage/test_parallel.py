@@ -38,3 +38,22 @@ def test_the_first_error_stops_all_other_work() -> None:
         in_parallel(work, [0, 1, 2, 3], 2)
     assert 0 in ended
     assert 3 not in ended
+
+
+def test_a_failure_stops_what_other_work_does_in_parallel() -> None:
+    """The signal of the outer work cancels the inner work; the first error is raised."""
+    begun = Event()
+
+    def inner(item: int, stop: CancelSignal) -> None:
+        begun.set()
+        while True:
+            stop.check()
+
+    def outer(item: int, stop: CancelSignal) -> None:
+        if item == 0:
+            in_parallel(inner, [0, 1], 2, stop)
+        begun.wait(timeout=10)
+        raise ValueError("the cause")
+
+    with pytest.raises(ValueError, match="the cause"):
+        in_parallel(outer, [0, 1], 2)

@@ -1,30 +1,33 @@
-"""Multipart uploads to S3, on moto and on a real gateway, with each engine."""
+"""Multipart uploads to S3, on moto and on a real gateway."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime, timezone
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 
 from tests.support.manifests import stage, upload
+from tests.support.multipart_uploads import leave_open
 from tests.support.s3 import S3Server
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointError, StorageError
-from trial_core.storage import buffer_pool
+from trial_core.storage import buffer_pool, s3_storage
 from trial_core.storage.local_files import read_at
-from trial_core.storage.open_storage import ENGINE_VARIABLE
 from trial_core.storage.parallel import CancelSignal, WorkCancelled
-from trial_core.storage.s3_multipart import abort_uploads_to
 from trial_core.storage.s3_requests import S3Requests
-from trial_core.storage.s3fs_storage import S3Storage
+from trial_core.storage.s3_storage import S3Storage
 from trial_core.transfer.upload import upload_files
 
 PART = 5 * 2**20  # the smallest part that S3 accepts
@@ -51,7 +54,7 @@ def unfinished(store: CheckpointStore) -> list[str]:
 def fail_at(monkeypatch: pytest.MonkeyPatch, method: str, error: BaseException) -> list[str]:
     """Make requests of one method fail; return the list of all methods sent from now on."""
     sent: list[str] = []
-    call = S3Requests._call
+    call = S3Requests.call
 
     async def call_or_fail(requests: S3Requests, name: str, **arguments: Any) -> dict[str, Any]:
         sent.append(name)
@@ -59,12 +62,12 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, method: str, error: BaseException) 
             raise error
         return await call(requests, name, **arguments)
 
-    monkeypatch.setattr(S3Requests, "_call", call_or_fail)
+    monkeypatch.setattr(S3Requests, "call", call_or_fail)
     return sent
 
 
 def after_pieces(monkeypatch: pytest.MonkeyPatch, count: int, do: Callable[[], object]) -> None:
-    """Call `do` after the engine has read `count` pieces of files."""
+    """Call `do` after `count` pieces of files have been read."""
     numbers = iter(range(1, 1000))
 
     def read_and_do(*arguments: Any) -> int:
@@ -73,8 +76,7 @@ def after_pieces(monkeypatch: pytest.MonkeyPatch, count: int, do: Callable[[], o
             do()
         return size_bytes
 
-    for module in ("s3fs_storage", "obstore_storage"):
-        monkeypatch.setattr(f"trial_core.storage.{module}.read_at", read_and_do)
+    monkeypatch.setattr(s3_storage, "read_at", read_and_do)
 
 
 def test_files_of_any_size_are_uploaded_whole(s3_store: CheckpointStore, tmp_path: Path) -> None:
@@ -89,6 +91,38 @@ def test_files_of_any_size_are_uploaded_whole(s3_store: CheckpointStore, tmp_pat
     }
     assert s3_store.find_damage(manifest.uuid, manifest.files) == []
     assert unfinished(s3_store) == []
+
+
+def test_parts_are_named_in_their_order(
+    moto_s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S3 refuses an upload whose parts are not; threads may take the pieces in another one."""
+    store = CheckpointStore(moto_s3.new_bucket(), moto_s3.options)
+    buffers, numbers, another_has_read = storage_of(store).buffers, itertools.count(), Event()
+    lent = buffers.lent
+
+    @contextmanager
+    def first_waits(*arguments: Any) -> Iterator[Any]:
+        with lent(*arguments) as buffer:
+            if next(numbers) == 0:
+                assert another_has_read.wait(60)
+            yield buffer
+
+    monkeypatch.setattr(buffers, "lent", first_waits)
+    after_pieces(monkeypatch, 1, another_has_read.set)
+    named: list[int] = []
+    call = S3Requests.call
+
+    async def note(requests: S3Requests, method: str, **arguments: Any) -> dict[str, Any]:
+        parts = arguments.get("MultipartUpload", {}).get("Parts", [])
+        named.extend(part["PartNumber"] for part in parts)
+        return await call(requests, method, **arguments)
+
+    monkeypatch.setattr(S3Requests, "call", note)
+    source = stage(tmp_path / "staging", {"big": BIG}) / "big"
+    store.storage.upload(source, "checkpoints/u/big", CancelSignal())
+    assert named == [1, 2, 3, 4]
+    assert store.storage.read("checkpoints/u/big") == BIG
 
 
 class UnexpectedError(Exception):
@@ -129,39 +163,21 @@ def test_a_file_that_shrinks_leaves_nothing(
     assert s3_store.storage.sizes("checkpoints") == {}
 
 
-def test_uploads_that_obstore_leaves_unfinished_are_aborted(
-    moto_s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """obstore aborts uploads itself, but not if the reply with the id was lost or it is killed."""
-    monkeypatch.setenv(ENGINE_VARIABLE, "obstore")
-    store = CheckpointStore(moto_s3.new_bucket(), moto_s3.options)
-    storage = storage_of(store)
-
-    def create_and_fail(_: object, key: str, *__: object, **___: object) -> None:
-        storage._fs.call_s3("create_multipart_upload", Bucket=storage._bucket, Key=key)
-        raise OSError("the cause")
-
-    monkeypatch.setattr("obstore.put", create_and_fail)
-    with pytest.raises(StorageError, match="the cause"):
-        upload_files(store, "u", stage(tmp_path / "staging", {"big": BIG}), 0)
-    assert unfinished(store) == []
-
-
 INTERRUPTED = """
 import sys, threading
 from pathlib import Path
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.storage import buffer_pool, obstore_storage, s3fs_storage
+from trial_core.storage import buffer_pool, s3_storage
 from trial_core.transfer.upload import upload_files
 buffer_pool.PIECE_BYTES = 5 * 2**20
-read_at, numbers = s3fs_storage.read_at, iter(range(1, 1000))
+read_at, numbers = s3_storage.read_at, iter(range(1, 1000))
 def wait_after_the_third(*arguments):
     size_bytes = read_at(*arguments)
     if next(numbers) == 3:
         print("begun", flush=True)
         threading.Event().wait(0.5)
     return size_bytes
-s3fs_storage.read_at = obstore_storage.read_at = wait_after_the_third
+s3_storage.read_at = wait_after_the_third
 store = CheckpointStore(sys.argv[1], dict(zip(("endpoint_url", "key", "secret"), sys.argv[2:5])))
 try:
     upload_files(store, "u", Path(sys.argv[5]), 0)
@@ -170,7 +186,7 @@ except KeyboardInterrupt:
 """
 
 
-def test_ctrl_c_leaves_nothing(moto_s3: S3Server, engine: str, tmp_path: Path) -> None:
+def test_ctrl_c_leaves_nothing(moto_s3: S3Server, tmp_path: Path) -> None:
     """An interrupted process aborts its uploads before it ends."""
     store = CheckpointStore(f"{moto_s3.new_bucket()}/folder", moto_s3.options)
     staging = stage(tmp_path / "staging", {"a": BIG, "b": BIG})
@@ -190,98 +206,60 @@ def test_ctrl_c_leaves_nothing(moto_s3: S3Server, engine: str, tmp_path: Path) -
     "method", ["create_multipart_upload", "upload_part", "complete_multipart_upload"]
 )
 def test_a_failed_request_aborts_the_upload(
-    s3fs_store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+    moto_store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     """The first cause is raised, and no upload is left unfinished."""
     sent = fail_at(monkeypatch, method, OSError("the cause"))
     with pytest.raises(StorageError, match="the cause"):
-        upload_files(s3fs_store, "u", stage(tmp_path / "staging", {"big": BIG}), 0)
+        upload_files(moto_store, "u", stage(tmp_path / "staging", {"big": BIG}), 0)
     assert "list_multipart_uploads" in sent
-    assert unfinished(s3fs_store) == []
+    assert unfinished(moto_store) == []
 
 
 def test_a_failed_abort_does_not_hide_the_cause(
-    s3fs_store: CheckpointStore,
+    moto_store: CheckpointStore,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The first cause is raised, a warning is logged, and the next sweep aborts the upload."""
-    s3fs_store.announce_upload("t", "u", "attempt-1")
+    moto_store.announce_upload("t", "u", "attempt-1")
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
         fail_at(patch, "abort_multipart_upload", OSError("no abort"))
         after_pieces(patch, 3, lambda: (_ for _ in ()).throw(OSError("the cause")).__next__())
         with pytest.raises(StorageError, match="the cause"):
-            upload_files(s3fs_store, "u", stage(tmp_path / "staging", {"big": BIG}), 0)
+            upload_files(moto_store, "u", stage(tmp_path / "staging", {"big": BIG}), 0)
     assert "was not aborted; it may take space until the trial runs again" in caplog.text
-    assert len(unfinished(s3fs_store)) == 1
-    assert [each.uploads for each in s3fs_store.sweep("t")] == [1]
-    assert unfinished(s3fs_store) == []
+    assert len(unfinished(moto_store)) == 1
+    assert [each.uploads for each in moto_store.sweep("t")] == [1]
+    assert unfinished(moto_store) == []
 
 
 @pytest.mark.parametrize("aborted", ["checkpoints/u/own-1", "checkpoints/u/own-10"])
-def test_a_failed_upload_aborts_no_other(s3fs_store: CheckpointStore, aborted: str) -> None:
+def test_a_failed_upload_aborts_no_other(moto_store: CheckpointStore, aborted: str) -> None:
     """One key may be the prefix of another rank's key."""
-    storage = storage_of(s3fs_store)
+    storage = storage_of(moto_store)
     keys = {name: storage._key(f"checkpoints/u/{name}") for name in ("own-1", "own-10")}
     for key in keys.values():
         storage._fs.call_s3("create_multipart_upload", Bucket=storage._bucket, Key=key)
-    abort_uploads_to(storage._requests, storage._key(aborted), storage._errors)
-    assert set(unfinished(s3fs_store)) == set(keys.values()) - {storage._key(aborted)}
+    storage._abort(storage._key(aborted), None)
+    assert set(unfinished(moto_store)) == set(keys.values()) - {storage._key(aborted)}
     assert storage.abort_uploads("checkpoints/u") == 1
 
 
-def test_a_lost_reply_to_the_completion_is_no_failure(
-    s3fs_store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_only_earlier_uploads_are_aborted(
+    moto_s3: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The client's retry is refused, but the object's ETag shows that it is complete."""
-    call = S3Requests._call
+    """A later one of the folder neither is aborted nor protects the others."""
+    store = CheckpointStore(moto_s3.new_bucket(), moto_s3.options)
+    now, listed = datetime.now(timezone.utc), S3Requests.unfinished
 
-    async def lose_the_reply(requests: S3Requests, name: str, **arguments: Any) -> dict[str, Any]:
-        reply = await call(requests, name, **arguments)
-        if name == "complete_multipart_upload":
-            raise FileNotFoundError("NoSuchUpload")
-        return reply
+    async def with_times(requests: S3Requests, prefix: str) -> list[dict[str, Any]]:
+        found = await listed(requests, prefix)  # moto begins all in 2010
+        return [{**each, "Initiated": now} if "own" in each["Key"] else each for each in found]
 
-    monkeypatch.setattr(S3Requests, "_call", lose_the_reply)
-    manifest = upload(s3fs_store, tmp_path / "staging", {"big": BIG})
-    assert s3fs_store.find_damage(manifest.uuid, manifest.files) == []
-
-
-@pytest.mark.parametrize(
-    ("is_wanted", "is_checked", "expected"),
-    [
-        (True, True, [True] * 5),
-        (True, False, [True, False, False, False, False]),
-        (False, True, [False] * 5),
-    ],
-)
-def test_checksums_are_sent_only_if_the_server_checks_them(
-    moto_s3: S3Server,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    is_wanted: bool,
-    is_checked: bool,
-    expected: list[bool],
-) -> None:
-    """Amazon returns the CRC of each request; Ceph and moto do not. An option switches it off."""
-    monkeypatch.setenv(ENGINE_VARIABLE, "s3fs")
-    config = {} if is_wanted else {"request_checksum_calculation": "when_required"}
-    options = {**moto_s3.options, "config_kwargs": config}
-    store = CheckpointStore(f"{moto_s3.new_bucket()}/folder", options)
-    has_checksum: list[bool] = []
-    call = S3Requests._call
-
-    async def answer(requests: S3Requests, name: str, **arguments: Any) -> dict[str, Any]:
-        reply = await call(requests, name, **arguments)
-        if "Body" in arguments:
-            crc = arguments.get("ChecksumCRC32")
-            has_checksum.append(crc is not None)
-            if crc is not None and is_checked:
-                reply["ChecksumCRC32"] = crc
-        return reply
-
-    monkeypatch.setattr(S3Requests, "_call", answer)
-    upload(store, tmp_path / "first", {"small": b"1"})
-    upload(store, tmp_path / "second", {"big": BIG})
-    assert has_checksum == expected
+    monkeypatch.setattr(S3Requests, "unfinished", with_times)
+    for name in ("dead", "own"):
+        leave_open(store, f"runs/t/{name}")
+    assert store.storage.abort_uploads("runs/t", now) == 1
+    assert unfinished(store) == ["runs/t/own"]

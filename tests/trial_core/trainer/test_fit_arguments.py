@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 
+import trial_core.trainer.trainer
 from trial_core.config.script import named_metric, script_config
 from trial_core.context import RunInfo
 from trial_core.deepspeed import DeepSpeedTrial, DeepSpeedTrialContext, Trainer
 from trial_core.distributed import DistributedContext
 from trial_core.errors import ConfigError, TrialError, TrialflowError
+from trial_core.messages import Length
 from trial_core.pytorch import Batch, Epoch
 from trial_core.run.run_dirs import locked_run_dir
-from trial_core.run.sequencer import Schedule
-from trial_core.trainer.trainer import _schedule
+from trial_core.trainer.fit_arguments import fit_begun
 
 
 class Trial(DeepSpeedTrial):
@@ -62,6 +63,11 @@ ONE_UNIT = "is a Batch or an Epoch, got"
         ),
         ({"reporting_period": None}, f"fit: reporting_period {ONE_UNIT} None"),
         (
+            {"validation_period": Batch([1, 2.5])},
+            "fit: validation_period is a number of batches or epochs, or a container of such "
+            "numbers, got [1, 2.5]",
+        ),
+        (
             {"checkpoint_policy": "bst"},
             'fit: checkpoint_policy is "best", "all" or "none", got \'bst\'',
         ),
@@ -87,10 +93,10 @@ def test_only_a_policy_that_was_asked_for_is_warned_of(
     """A script that names neither a policy nor a metric has every validation saved, silently."""
 
     def reached(*_: Any) -> None:
-        raise TrialflowError("the storage is reached")
+        raise TrialflowError("the driver is reached")
 
-    monkeypatch.setattr(Trainer, "_open_store", reached)
-    with pytest.raises(TrialflowError, match="the storage is reached"):
+    monkeypatch.setattr(trial_core.trainer.trainer, "fit_with_driver", reached)
+    with pytest.raises(TrialflowError, match="the driver is reached"):
         trainer().fit(max_length=Batch(1), checkpoint_policy=policy)
     assert any("needs a metric" in message for message in caplog.messages) is warns
 
@@ -111,11 +117,18 @@ def test_the_profilers_batches_are_checked() -> None:
         mistaken.fit(max_length=Batch(1))
 
 
-def test_test_mode_needs_no_length() -> None:
-    """It trains one batch."""
-    assert _schedule(None, None, None, Batch(100), "best", False, True) == Schedule(
-        max_length=Batch(1), reporting_period=Batch(100)
-    )
+def test_what_is_due_in_a_container_is_listed() -> None:
+    """The driver gets plain data. Any container will do, if the length of training bounds it."""
+
+    class Squares:
+        def __contains__(self, number: object) -> bool:
+            return number in (1, 4, 9, 16)
+
+    asked = fit_begun(Batch(Squares()), Epoch({3, 1}), Batch(10), Batch(100), None, False)
+    assert asked.checkpoint_period == Length(unit="batches", value=[1, 4, 9])
+    assert asked.validation_period == Length(unit="epochs", value=[1, 3])
+    with pytest.raises(ConfigError, match="checkpoint_period is a container that cannot be listed"):
+        fit_begun(Epoch(Squares()), None, Batch(10), Batch(100), None, False)
 
 
 def test_a_misspelt_field_of_exp_conf(caplog: pytest.LogCaptureFixture) -> None:
@@ -138,8 +151,11 @@ def test_exp_conf_may_have_any_fields() -> None:
         "mine": object(), "entrypoint": ["python3", "train.py"], "max_restarts": "often",
         "resources": {"slots_per_trial": 10**9, "gpu": "large"}, "checkpoint_policy": "mine",
         "searcher": {"name": "adaptive_asha", "metric": "accuracy", "max_trials": 16},
+        "stopping": {"grace_seconds": "long", "stall_timeout_seconds": 60},
     }  # fmt: skip
-    assert script_config(exp_conf).searcher.metric == "accuracy"
+    config = script_config(exp_conf)
+    assert config.searcher.metric == "accuracy"
+    assert config.stopping.stall_timeout_seconds == 60
 
 
 def test_fields_that_a_script_uses_are_checked() -> None:

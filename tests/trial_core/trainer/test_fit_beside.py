@@ -11,7 +11,7 @@ import pytest
 from tests.support.fitting import SCRIPT, start
 from trial_core.checkpoint.store import CheckpointStore
 
-# Quick tests of the same: test_fit_stages, test_background_upload, test_commit_rendezvous.
+# Quick tests of the same stages: tests/trial_core/driver.
 pytestmark = [pytest.mark.slots, pytest.mark.long]
 
 

@@ -49,6 +49,7 @@ def test_a_pipeline_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert_same_end(folder / "straight", folder / "parts", whole, rest)
 
 
+@pytest.mark.long
 def test_on_sigterm_all_ranks_save_after_the_same_batch_and_return(tmp_path: Path) -> None:
     """One rank and its loader workers get the signal. The next fit resumes."""
     folder = tmp_path / "ended"

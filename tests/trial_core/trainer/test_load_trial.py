@@ -18,8 +18,9 @@ from trial_core.deepspeed.export.engine_weights import export_weights
 from trial_core.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, TrialError
 from trial_core.pytorch import load_trial_from_checkpoint_path
 from trial_core.slots.slot_group import SlotGroup
+from trial_core.transfer.code_folder import pack_code
 from trial_core.transfer.fetch import check_downloaded, download
-from trial_core.transfer.trial_code import code_of_folder
+from trial_core.transfer.trial_code import upload_code
 
 Warm = Callable[[int], SlotGroup]
 
@@ -92,9 +93,9 @@ def commit(
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     shutil.copy(TOY / "toy_trial.py", folder)
-    archive = code_of_folder(folder, store, _no_logger()).archive
+    archive = pack_code(folder).data
     shutil.rmtree(folder)
-    code = store.announce_upload("gpt-0123abcd", uuid, "attempt-1", code=archive)
+    code = upload_code(store, uuid, archive)
     manifest = new_manifest(
         3, uuid=uuid, files=driven.files[uuid], topology=driven.topology, code=code,
         entrypoint="model_def:Mine", hyperparameters={**hparams, "x": 5},
@@ -102,11 +103,6 @@ def commit(
     )  # fmt: skip
     store.commit(manifest)
     return store, uuid
-
-
-def _no_logger() -> Any:
-    """Fails if it is told anything."""
-    return None
 
 
 @pytest.mark.slots
@@ -152,39 +148,30 @@ def test_a_checkpoint_without_code(tmp_path: Path, local_store: CheckpointStore)
     """The entrypoint's name is not imported from anywhere else."""
     manifest = new_manifest(entrypoint="json:JSONDecoder")
     local_store.commit(manifest)
-    with pytest.raises(CheckpointError, match="names no code of json:JSONDecoder"):
+    with pytest.raises(CheckpointError, match="has no code of json:JSONDecoder"):
         load_trial_from_checkpoint_path(local_store.files_url(manifest.uuid))
     download(local_store, manifest.uuid, tmp_path / "downloaded")
-    with pytest.raises(CheckpointError, match="names no code of json:JSONDecoder"):
+    with pytest.raises(CheckpointError, match="has no code of json:JSONDecoder"):
         load_trial_from_checkpoint_path(tmp_path / "downloaded")
 
 
 def test_a_downloaded_checkpoint_that_was_altered(
-    tmp_path: Path, local_store: CheckpointStore, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, local_store: CheckpointStore
 ) -> None:
-    """Its code and its files are compared with the manifest before they are used.
+    """Its code and its files are compared with the manifest before they are used."""
+    from tests.support.manifests import commit_with_code
+    from trial_core.checkpoint import layout
 
-    Without the code, everything else can still be downloaded.
-    """
-    from tests.support.manifests import put_files
-    from trial_core.checkpoint.code_objects import RunCode
-
-    manifest = put_files(local_store)
-    code = local_store.announce_upload(manifest.trial, manifest.uuid, "one", code=RunCode(b"code"))
-    manifest = put_files(local_store, uuid=manifest.uuid, code=code)
-    local_store.commit(manifest)
+    manifest = commit_with_code(local_store)
     folder = tmp_path / "downloaded"
     download(local_store, manifest.uuid, folder)
-    check_downloaded(folder, manifest.uuid, manifest.files)
-    (archive,) = folder.glob("code-*.tar")
+    check_downloaded(folder, manifest.uuid, manifest.all_files)
+    archive = folder / layout.CODE_NAME
     archive.write_bytes(b"edoc")
-    with pytest.raises(CheckpointDamaged, match=r"code-.*\.tar is damaged: its digest is"):
+    with pytest.raises(CheckpointDamaged, match=r"trial-code\.tar is missing or differs"):
         load_trial_from_checkpoint_path(folder)
     archive.unlink()
-    local_store.storage.remove(code.key if code else "")
-    download(local_store, manifest.uuid, folder)
-    assert "is downloaded without its code: " in caplog.text
-    with pytest.raises(CheckpointDamaged, match=r"code-.*\.tar, the code of .*, is missing"):
+    with pytest.raises(CheckpointDamaged, match=r"trial-code\.tar is missing or differs"):
         load_trial_from_checkpoint_path(folder)
     altered = manifest.files[0].path
     (folder / altered).write_bytes(b"altered")

@@ -143,13 +143,13 @@ def test_a_missing_checkpoint_is_an_error_on_every_rank(second_start: dict[str, 
     assert first["error"].startswith("CheckpointNotFound: no checkpoint in file://")
 
 
-def test_a_process_local_storage_needs_a_single_rank(second_start: dict[str, Any]) -> None:
+def test_a_process_local_storage_is_refused(second_start: dict[str, Any]) -> None:
     """Every rank raises the error before anything is trained."""
     first, second = second_start["memory"]
     assert first == second
     assert first["error"].startswith(
         "ConfigError: checkpoint_storage: memory://checkpoints is in the memory of one process, "
-        "and there are 2 ranks; use a folder that all ranks see"
+        "and the driver of a script is another process; use a folder that all ranks see"
     )
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import pytest
 from torch._C._distributed_c10d import HashStore
 
 from tests.support.fitting import start
-from trial_core.errors import ConfigError
+from trial_core.errors import ConfigError, SlotsError, TrialflowError
 from trial_core.trainer import uncaught_errors
 
 SCRIPT = """
@@ -90,6 +91,26 @@ def test_only_errors_of_ours_have_no_traceback(
     output = capsys.readouterr().err
     assert output.startswith(f"error: no max_length ({__file__}, line ")
     assert "Traceback" not in output
+
+
+@pytest.mark.parametrize(
+    ("error", "called"), [(ConfigError("x"), "fail()"), (SlotsError("x"), "library(fail)")]
+)
+def test_the_end_of_a_run_names_the_call_of_fit(error: TrialflowError, called: str) -> None:
+    """It is raised wherever the script is just then; a mistake, where the trial makes it."""
+    namespace: dict[str, Any] = {}
+    source = compile("def library(call): call()", f"{uncaught_errors.LIBRARY}/fit.py", "exec")
+    exec(source, namespace)
+    library = namespace["library"]
+
+    def fail() -> None:
+        raise error  # fail()
+
+    with pytest.raises(TrialflowError) as caught:
+        library(fail)
+    place = uncaught_errors._place(error, caught.value.__traceback__)
+    line = int(place.rpartition("line ")[2].rstrip(")"))
+    assert called in Path(__file__).read_text().splitlines()[line - 1]
 
 
 @pytest.mark.long

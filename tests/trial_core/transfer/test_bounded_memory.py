@@ -48,9 +48,7 @@ print(json.dumps([up, down]))
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="Linux only")
-def test_memory_is_bounded_by_the_buffer_pool(
-    moto_s3: S3Server, engine: str, tmp_path: Path
-) -> None:
+def test_memory_is_bounded_by_the_buffer_pool(moto_s3: S3Server, tmp_path: Path) -> None:
     """Three files of 144 MiB together share one pool, here of 30 MiB, and take little more."""
     (tmp_path / "files").mkdir()
     for number in range(FILES):

@@ -41,7 +41,12 @@ def test_links_are_followed_inside_the_folder_only(
 
 
 @pytest.mark.parametrize(
-    ("name", "why"), [("manifest.json", "own manifest"), ("a\\b", "backslash")]
+    ("name", "why"),
+    [
+        ("manifest.json", "own manifest or code"),
+        ("trial-code.tar", "own manifest or code"),
+        ("a\\b", "backslash"),
+    ],
 )
 def test_a_name_that_is_not_allowed_is_refused_before_the_upload(
     local_store: CheckpointStore, tmp_path: Path, name: str, why: str

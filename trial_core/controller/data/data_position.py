@@ -27,18 +27,17 @@ def micro_batches_drawn(
     its last micro-batch may be smaller.
 
     Args:
-        saved: `Loaders.state_dict` of any rank. Earlier releases did not save `ranks` and `pass`;
-            these are then taken as unchanged.
+        saved: `Loaders.state_dict` of any rank.
         per_batch: micro-batches of one rank in a batch, in this run.
         ranks: number of data-parallel ranks in this run.
         epoch: length of an epoch in this run; None if unknown.
         warns: whether to warn of repeated samples. Only one rank should.
     """
-    ranks_then = int(saved.get("ranks", ranks))
+    ranks_then = int(saved["ranks"])
     # How many of the present micro-batches one earlier micro-batch makes.
     ratio = Fraction(per_batch * ranks, int(saved["per_batch"]) * ranks_then)
     drawn_then = int(saved["drawn"]) * ranks_then
-    pass_then = saved.get("pass")
+    pass_then = saved["pass"]
     if ratio == 1 or pass_then is None or epoch is None:
         position = drawn_then * ratio
     else:

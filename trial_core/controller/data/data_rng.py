@@ -12,14 +12,14 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from trial_core.controller.trial_engine import TrialEngine
+from trial_core.controller.trial_adapter import TrialAdapter
 from trial_core.distributed import DistributedContext
 from trial_core.pytorch.seeding import derive_seed, isolated, seed_globals
 
 
 def with_shared_rng(
     micro_batches: Iterable[Any],
-    engine: TrialEngine,
+    adapter: TrialAdapter,
     distributed: DistributedContext,
     seed: int,
     skipped: int = 0,
@@ -32,13 +32,13 @@ def with_shared_rng(
         seed: the experiment's; the same on all ranks.
         skipped: how many micro-batches of this rank came before these.
     """
-    if engine.data_parallel_size == distributed.get_size():
+    if adapter.data_parallel_size == distributed.get_size():
         return micro_batches
     return _SharedRngLoader(
         micro_batches,
         seed,
-        first=skipped * engine.data_parallel_size + engine.data_parallel_rank,
-        stride=engine.data_parallel_size,
+        first=skipped * adapter.data_parallel_size + adapter.data_parallel_rank,
+        stride=adapter.data_parallel_size,
     )
 
 

@@ -15,7 +15,7 @@ from trial_core.controller.data.validation_set import (
     length_or_none,
     validation_set,
 )
-from trial_core.controller.trial_engine import TrialEngine
+from trial_core.controller.trial_adapter import TrialAdapter
 from trial_core.distributed import DistributedContext
 from trial_core.errors import TrialError
 from trial_core.pytorch.data.dataloader import DataLoader
@@ -87,14 +87,14 @@ class Loaders:
     """This rank's data.
 
     Attributes:
-        engine, distributed, seed: what the loaders were built with.
+        adapter, distributed, seed: what the loaders were built with.
         training_loader: the trial's loader; None on a rank that needs no data.
         validation: this rank's part of the validation set.
         epoch: the length of an epoch, the same on every rank; None if it is unknown.
         training: micro-batches without end, after `begin`; None on a rank that needs no data.
     """
 
-    engine: TrialEngine
+    adapter: TrialAdapter
     distributed: DistributedContext
     seed: int
     training_loader: Any
@@ -102,17 +102,16 @@ class Loaders:
     epoch: EpochLength | None
     training: MicroBatches | None = None
 
-    def begin(self, batches_trained: int, saved: Mapping[str, Any] | None = None) -> None:
+    def begin(self, saved: Mapping[str, Any] | None = None) -> None:
         """Set the training data to the position where training continues.
 
         This may draw from the global generators, as building the loaders may. Restore training's
         random state afterwards.
 
         Args:
-            saved: `state_dict` at that position. None at the beginning, and for a checkpoint
-                without it: then `batches_trained` whole batches are skipped.
+            saved: `state_dict` at that position; None: at the beginning.
         """
-        self.training = _training_micro_batches(self, batches_trained, saved)
+        self.training = _training_micro_batches(self, saved)
 
     @property
     def waited_seconds(self) -> float:
@@ -124,11 +123,11 @@ class Loaders:
         if self.training is None:
             return None
         passes = None if self.epoch is None else self.epoch.micro_batches
-        ranks = self.engine.data_parallel_size
+        ranks = self.adapter.data_parallel_size
         return {**self.training.state_dict(), "ranks": ranks, "pass": passes}
 
 
-def build_loaders(engine: TrialEngine, distributed: DistributedContext, seed: int) -> Loaders:
+def build_loaders(adapter: TrialAdapter, distributed: DistributedContext, seed: int) -> Loaders:
     """Build both loaders. Collective: every rank calls this. Call `Loaders.begin` next.
 
     Raises:
@@ -136,14 +135,14 @@ def build_loaders(engine: TrialEngine, distributed: DistributedContext, seed: in
             or the validation set is too small for a pipeline.
     """
     # A trial may build loaders without asking its rank, so a rank without data never calls it.
-    needed = engine.needs_data
-    training = _require_usable(engine, engine.training_loader() if needed else None, "training")
+    needed = adapter.needs_data
+    training = _require_usable(adapter, adapter.training_loader() if needed else None, "training")
     validation = _require_usable(
-        engine, engine.validation_loader() if needed else None, "validation"
+        adapter, adapter.validation_loader() if needed else None, "validation"
     )
     # All ranks know all lengths before any refuses one, so that all raise the same error.
     lengths = distributed.allgather(
-        (_micro_batches_of_all(engine, training), _micro_batches_of_all(engine, validation))
+        (_micro_batches_of_all(adapter, training), _micro_batches_of_all(adapter, validation))
     )
     training_length = _common_length([length for length, _ in lengths], "training")
     _common_length([length for _, length in lengths], "validation")
@@ -151,21 +150,21 @@ def build_loaders(engine: TrialEngine, distributed: DistributedContext, seed: in
     epoch = None
     if training_length is not None:
         epoch = EpochLength(
-            training_length, engine.micro_batches_per_batch * engine.data_parallel_size
+            training_length, adapter.micro_batches_per_batch * adapter.data_parallel_size
         )
-    shards = validation_set(engine, validation, seed, distributed)
-    return Loaders(engine, distributed, seed, training, shards, epoch)
+    shards = validation_set(adapter, validation, seed, distributed)
+    return Loaders(adapter, distributed, seed, training, shards, epoch)
 
 
-def _require_usable(engine: TrialEngine, loader: Any, which: str) -> Any:
-    if loader is None and engine.needs_data:
+def _require_usable(adapter: TrialAdapter, loader: Any, which: str) -> Any:
+    if loader is None and adapter.needs_data:
         raise TrialError(
             f"build_{which}_data_loader returned None on a rank that needs data; return a "
             "trial_core.pytorch.DataLoader"
         )
     if (
         loader is not None
-        and engine.requires_reproducible_loaders
+        and adapter.requires_reproducible_loaders
         and not isinstance(loader, DataLoader)
     ):
         raise TrialError(
@@ -177,14 +176,14 @@ def _require_usable(engine: TrialEngine, loader: Any, which: str) -> Any:
     return loader
 
 
-def _micro_batches_of_all(engine: TrialEngine, loader: Any) -> int | None:
+def _micro_batches_of_all(adapter: TrialAdapter, loader: Any) -> int | None:
     """Micro-batches of one pass over all shards; -1 without a loader, None without a length."""
     if loader is None:
         return -1
     if isinstance(loader, DataLoader):
         return loader.num_micro_batches
     own = length_or_none(loader)  # a custom loader gives this rank's shard alone
-    return None if own is None else own * engine.data_parallel_size
+    return None if own is None else own * adapter.data_parallel_size
 
 
 def _common_length(lengths: list[int | None], which: str) -> int | None:
@@ -198,15 +197,15 @@ def _common_length(lengths: list[int | None], which: str) -> int | None:
 
 
 def _training_micro_batches(
-    loaders: Loaders, batches_trained: int, saved: Mapping[str, Any] | None
+    loaders: Loaders, saved: Mapping[str, Any] | None
 ) -> MicroBatches | None:
-    engine, loader = loaders.engine, loaders.training_loader
+    adapter, loader = loaders.adapter, loaders.training_loader
     if loader is None:
         return None
-    per_batch, ranks = engine.micro_batches_per_batch, engine.data_parallel_size
-    drawn = batches_trained * per_batch
+    per_batch, ranks = adapter.micro_batches_per_batch, adapter.data_parallel_size
+    drawn = 0
     if saved is not None:
-        warns = engine.data_parallel_rank == 0
+        warns = adapter.data_parallel_rank == 0
         drawn = micro_batches_drawn(saved, per_batch, ranks, loaders.epoch, warns)
     endless: Iterable[Any]
     if isinstance(loader, DataLoader):
@@ -214,12 +213,12 @@ def _training_micro_batches(
             repeat=True,
             skip=drawn,
             num_replicas=ranks,
-            rank=engine.data_parallel_rank,
+            rank=adapter.data_parallel_rank,
             seed=loaders.seed,
         )
     else:
-        endless = _repeat(loader, _rest_of_pass(engine, loader, drawn, saved))
-    endless = with_shared_rng(endless, engine, loaders.distributed, loaders.seed, drawn)
+        endless = _repeat(loader, _rest_of_pass(adapter, loader, drawn, saved))
+    endless = with_shared_rng(endless, adapter, loaders.distributed, loaders.seed, drawn)
     is_stateful = not isinstance(loader, DataLoader) and _saves_state(loader)
     return MicroBatches(iter(endless), per_batch, drawn, loader if is_stateful else None)
 
@@ -230,7 +229,7 @@ def _saves_state(loader: Any) -> bool:
 
 
 def _rest_of_pass(
-    engine: TrialEngine, loader: Any, drawn: int, saved: Mapping[str, Any] | None
+    adapter: TrialAdapter, loader: Any, drawn: int, saved: Mapping[str, Any] | None
 ) -> Iterator[Any] | None:
     """The rest of the pass in which `loader` was saved; None if a new pass begins."""
     state = None if saved is None else saved["loader"]
@@ -240,7 +239,7 @@ def _rest_of_pass(
         # is restored after this.
         rest: Iterator[Any] = iter(loader)
         return rest
-    if drawn > 0 and engine.data_parallel_rank == 0:  # the other ranks would log the same
+    if drawn > 0 and adapter.data_parallel_rank == 0:  # the other ranks would log the same
         logger.warning(
             "the training loader (%s.%s) restarts at its first micro-batch, although %d have been "
             "trained on: %s",

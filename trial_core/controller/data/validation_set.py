@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trial_core.controller.data.data_rng import with_shared_rng
-from trial_core.controller.trial_engine import TrialEngine
+from trial_core.controller.trial_adapter import TrialAdapter
 from trial_core.distributed import DistributedContext
 from trial_core.errors import TrialError
 from trial_core.pytorch.data.dataloader import DataLoader
@@ -150,7 +150,7 @@ class ValidationSet:
 
 
 def validation_set(
-    engine: TrialEngine, loader: Any, seed: int, distributed: DistributedContext
+    adapter: TrialAdapter, loader: Any, seed: int, distributed: DistributedContext
 ) -> ValidationSet:
     """Shard the validation loader and agree on what counts. Collective: every rank calls this.
 
@@ -158,13 +158,13 @@ def validation_set(
         TrialError: on all ranks, if a loader is an iterator without a length; or if a shard has no
             whole group of micro-batches, and groups cannot be padded.
     """
-    shard, group_size = _shard(engine, loader, seed), engine.micro_batches_per_evaluation
+    shard, group_size = _shard(adapter, loader, seed), adapter.micro_batches_per_evaluation
     own = length_or_none(shard)
     may_be_endless = own is None and isinstance(shard, Iterator)
     if shard is not None:
-        shard = with_shared_rng(shard, engine, distributed, seed)
+        shard = with_shared_rng(shard, adapter, distributed, seed)
     unusable = type(loader).__name__ if may_be_endless else None
-    ranks = distributed.allgather((shard is not None, own, engine.data_parallel_rank, unusable))
+    ranks = distributed.allgather((shard is not None, own, adapter.data_parallel_rank, unusable))
     for *_, name in ranks:
         if name is not None:
             raise _endless_error(name)
@@ -172,22 +172,22 @@ def validation_set(
     known = [length for length, _ in lengths if length is not None]
     has_unknown = len(known) < len(lengths)
     if shard is None:  # a rank without data counts what the ranks of the same shard count
-        peers = [length for length, rank in lengths if rank == engine.data_parallel_rank]
+        peers = [length for length, rank in lengths if rank == adapter.data_parallel_rank]
         own = next((length for length in peers if length is not None), None)
     agreed = None
-    if engine.evaluates_in_lockstep and known and not has_unknown:
+    if adapter.evaluates_in_lockstep and known and not has_unknown:
         counts = [length // group_size for length in known]
-        agreed = max(counts) if engine.pads_evaluation else min(counts)
-        if not engine.pads_evaluation:
+        agreed = max(counts) if adapter.pads_evaluation else min(counts)
+        if not adapter.pads_evaluation:
             _check_left_out(known, agreed, group_size, distributed)
     return ValidationSet(
         loader=loader,
         shard=shard,
         seed=seed,
         group_size=group_size,
-        data_parallel_rank=engine.data_parallel_rank,
-        in_lockstep=engine.evaluates_in_lockstep,
-        pads=engine.pads_evaluation,
+        data_parallel_rank=adapter.data_parallel_rank,
+        in_lockstep=adapter.evaluates_in_lockstep,
+        pads=adapter.pads_evaluation,
         own_evaluations=None if own is None else own // group_size,
         agreed_evaluations=agreed,
     )
@@ -219,12 +219,12 @@ def _endless_error(name: str) -> TrialError:
     )
 
 
-def _shard(engine: TrialEngine, loader: Any, seed: int) -> Any:
+def _shard(adapter: TrialAdapter, loader: Any, seed: int) -> Any:
     """This rank's shard of one pass. A custom loader is this rank's shard already."""
     if not isinstance(loader, DataLoader):
         return loader
     return loader.get_data_loader(
-        num_replicas=engine.data_parallel_size, rank=engine.data_parallel_rank, seed=seed
+        num_replicas=adapter.data_parallel_size, rank=adapter.data_parallel_rank, seed=seed
     )
 
 

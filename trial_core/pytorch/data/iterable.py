@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from trial_core.errors import TrialError
-from trial_core.pytorch.data.seekable_samplers import length_of
+from trial_core.pytorch.data.seekable_samplers import length_of, warn_of_length
 from trial_core.pytorch.data.worker_seeds import seed_micro_batch
 from trial_core.pytorch.seeding import derive_seed, isolated, seed_globals
 
@@ -31,7 +31,7 @@ class ShardedIterable(IterableDataset[Any]):
     ``set_epoch(epoch)``, that is called before each epoch.
 
     Skipping reads the skipped samples: also whole epochs, unless the dataset has both ``set_epoch``
-    and a length.
+    and a length. The length must be exact; rank 0 warns at the end of an epoch in which it was not.
 
     Args:
         dataset: the user's dataset.
@@ -87,8 +87,9 @@ class ShardedIterable(IterableDataset[Any]):
         if not self.repeat or not hasattr(self.dataset, "set_epoch"):
             return epoch, start
         while True:
-            self.dataset.set_epoch(epoch)
-            length = micro_batches_in(self.dataset, self.batch_size, self.drop_last)
+            with _no_worker_info():
+                self.dataset.set_epoch(epoch)
+                length = micro_batches_in(self.dataset, self.batch_size, self.drop_last)
             if not length or start < length:
                 return epoch, start
             epoch, start = epoch + 1, start - length
@@ -111,15 +112,22 @@ class ShardedIterable(IterableDataset[Any]):
 
     def _one_epoch(self, epoch: int) -> Iterator[Any]:
         seed_globals(derive_seed(self.seed, "stream", epoch))
+        info = get_worker_info()
+        warns = self.repeat and self.rank == 0 and (info is None or info.id == 0)
+        length = None
         with _no_worker_info():
-            if hasattr(self.dataset, "set_epoch"):
+            if hasattr(self.dataset, "set_epoch"):  # by whose length epochs are entered
                 self.dataset.set_epoch(epoch)
+                length = length_of(self.dataset) if warns else None
             samples = iter(self.dataset)
         size = 1 if self.batch_size is None else self.batch_size
+        count = 0
         while True:
             with _no_worker_info():
                 batch = list(itertools.islice(samples, size))
+            count += len(batch)
             if not batch or (self.drop_last and len(batch) < size):
+                warn_of_length(self.dataset, epoch, length, count)
                 return
             yield batch[0] if self.batch_size is None else batch
 

@@ -204,15 +204,7 @@ class UserSampler(SeekableSampler[T], Generic[T]):
         for item in self._sampler:
             count += 1
             yield item
-        if expected is not None and count != expected:
-            logger.warning(
-                "%s has a length of %d in epoch %d but gave %d items: a run that resumes after "
-                "this epoch will not continue exactly where it stopped; correct its __len__",
-                type(self._sampler).__qualname__,
-                expected,
-                epoch,
-                count,
-            )
+        warn_of_length(self._sampler, epoch, expected, count)
 
 
 class SeekableBatchSampler(SamplerWrapper[Any]):
@@ -296,3 +288,22 @@ def length_of(sized: Any) -> int | None:
         return len(sized)
     except (TypeError, NotImplementedError):
         return None
+
+
+def warn_of_length(source: Any, epoch: int, expected: int | None, count: int) -> None:
+    """Warn if an epoch of a sampler or dataset was not as long as it should have been.
+
+    Args:
+        expected: its length; None: it has none, or that is not used.
+        count: how many items it gave.
+    """
+    if expected is not None and count != expected:
+        logger.warning(
+            "%s has a length of %d in epoch %d but gave %d items: epochs are counted by the "
+            "length, and a run that resumes after this epoch may not continue exactly where it "
+            "stopped; correct its __len__, or remove it",
+            type(source).__qualname__,
+            expected,
+            epoch,
+            count,
+        )

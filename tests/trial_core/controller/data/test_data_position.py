@@ -62,6 +62,7 @@ def test_a_trial_that_draws_more_than_a_batch_continues_where_it_was() -> None:
     assert micro_batches_drawn(saved, 1, 4, EpochLength(25, 4)) == 3
 
 
-def test_checkpoints_of_earlier_releases_have_no_number_of_ranks() -> None:
-    """It is assumed to be unchanged."""
-    assert micro_batches_drawn({"drawn": 6, "per_batch": 2}, 4, 2, EpochLength(25, 8)) == 12
+def test_more_micro_batches_a_batch() -> None:
+    """6 of 2 a batch are 12 of 4 a batch."""
+    saved = {"drawn": 6, "per_batch": 2, "ranks": 2, "pass": None}
+    assert micro_batches_drawn(saved, 4, 2, EpochLength(25, 8)) == 12

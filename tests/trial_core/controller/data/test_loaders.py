@@ -117,14 +117,14 @@ def test_a_rank_that_needs_no_data_builds_no_loaders() -> None:
     def build() -> None:
         raise AssertionError("a loader was built on a rank that needs none")
 
-    engine: Any = SimpleNamespace(
+    adapter: Any = SimpleNamespace(
         needs_data=False, training_loader=build, validation_loader=build,
         requires_reproducible_loaders=True, micro_batches_per_batch=1,
         micro_batches_per_evaluation=1, data_parallel_rank=0, data_parallel_size=1,
         evaluates_in_lockstep=False, pads_evaluation=True,
     )  # fmt: skip
     alone: Any = SimpleNamespace(allgather=lambda mine: [mine], get_rank=lambda: 0)
-    loaders = build_loaders(engine, alone, seed=0)
-    loaders.begin(0)
+    loaders = build_loaders(adapter, alone, seed=0)
+    loaders.begin()
     assert loaders.training is None
     assert loaders.validation.begin() is None

@@ -41,7 +41,7 @@ class Ranks:
 def one_rank(
     dataset: TensorDataset, rank: int, sizes: list[int], group: int, lockstep: bool, pads: bool
 ) -> tuple[ValidationSet, list[bool]]:
-    engine: Any = SimpleNamespace(
+    adapter: Any = SimpleNamespace(
         data_parallel_rank=rank,
         data_parallel_size=len(sizes),
         micro_batches_per_evaluation=group,
@@ -49,7 +49,7 @@ def one_rank(
         pads_evaluation=pads,
     )
     ranks: Any = Ranks(sizes)
-    validation = validation_set(engine, DataLoader(dataset, batch_size=2), 0, ranks)
+    validation = validation_set(adapter, DataLoader(dataset, batch_size=2), 0, ranks)
     return validation, list(validation.evaluations(validation.begin(), ranks))
 
 
@@ -115,10 +115,10 @@ def test_padding_does_not_count_as_more_data() -> None:
 
 def test_a_rank_without_data_counts_what_the_rank_with_its_shard_counts() -> None:
     """Shards of 4 and 3 in lockstep: the padding of the shorter shard counts on neither rank."""
-    engine: Any = SimpleNamespace(
+    adapter: Any = SimpleNamespace(
         data_parallel_rank=1, data_parallel_size=2, micro_batches_per_evaluation=1,
         evaluates_in_lockstep=True, pads_evaluation=True,
     )  # fmt: skip
     ranks: Any = Ranks([4, 3])
-    validation = validation_set(engine, None, 0, ranks)
+    validation = validation_set(adapter, None, 0, ranks)
     assert list(validation.evaluations(validation.begin(), ranks)) == [True, True, True, False]

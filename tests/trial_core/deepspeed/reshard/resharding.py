@@ -14,12 +14,12 @@ from tests.support.slots import Driven, build, toy_config
 from trial_core.config import ExperimentConfig
 from trial_core.deepspeed.export.engine_weights import export_weights
 from trial_core.messages import (
-    BuildLoaders,
+    BuildLoadersAndRestore,
     FetchCheckpoint,
     Fetched,
-    LoadersBuilt,
     PersistCheckpoint,
     Persisted,
+    ReadyToTrain,
     SaveCheckpoint,
     Saved,
 )
@@ -46,7 +46,8 @@ def load(slots: SlotGroup, run: Driven) -> None:
     """Load a run's last checkpoint, which has been fetched."""
     uuid, begin = run.checkpoints[-1], run.progress.batches_trained
     slots.request(
-        BuildLoaders(batches_trained=begin, checkpoint=uuid, saved_by=run.topology), LoadersBuilt
+        BuildLoadersAndRestore(batches_trained=begin, checkpoint=uuid, saved_by=run.topology),
+        ReadyToTrain,
     )
 
 

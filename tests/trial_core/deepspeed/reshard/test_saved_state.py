@@ -12,7 +12,7 @@ import torch
 
 from tests.support.toy.toy_trial import ToyTrial
 from trial_core.controller.safe_load import Reader
-from trial_core.deepspeed.deepspeed_engine import DeepSpeedTrialEngine
+from trial_core.deepspeed.deepspeed_adapter import DeepSpeedTrialAdapter
 from trial_core.deepspeed.reshard import live_state as live_state_module
 from trial_core.deepspeed.reshard.live_state import check_engine, zero_optimizer_state
 from trial_core.deepspeed.reshard.parameter_state import MASTER
@@ -210,7 +210,7 @@ def test_a_trials_load_method_cannot_save(tmp_path: Path) -> None:
 def test_a_trial_with_its_own_format_is_refused(tmp_path: Path, overridden: str) -> None:
     """Files that a trial writes itself cannot be resharded."""
     own = type("Own", (ToyTrial,), {overridden: lambda *_: None})
-    engine: Any = object.__new__(DeepSpeedTrialEngine)
-    engine._trial, engine._context = object.__new__(own), SimpleNamespace(models=[])
+    adapter: Any = object.__new__(DeepSpeedTrialAdapter)
+    adapter._trial, adapter._context = object.__new__(own), SimpleNamespace(models=[])
     with pytest.raises(CheckpointError, match=f"Own overrides {overridden}, so its checkpoints"):
-        engine.load(tmp_path, Reader(), {}, reshape=True)
+        adapter.load(tmp_path, Reader(), {}, reshape=True)

@@ -44,6 +44,16 @@ class DividesAmongWorkers(Stream):
         return iter(range(first, self.length, step))
 
 
+class DividesEpochs(DividesAmongWorkers):
+    """Also its length is that of a worker's part."""
+
+    def set_epoch(self, epoch: int) -> None:
+        pass
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
 class WithEpochs(Stream):
     """Has epochs and a length, so an epoch can be entered directly."""
 
@@ -104,7 +114,7 @@ def test_a_resumed_run_equals_the_uninterrupted_run(
     assert batches(skip, 6) == batches(0, skip + 6)[skip:]
 
 
-@pytest.mark.parametrize("kind", [Stream, ShufflesGlobally, DividesAmongWorkers])
+@pytest.mark.parametrize("kind", [Stream, ShufflesGlobally, DividesAmongWorkers, DividesEpochs])
 def test_the_number_of_workers_changes_nothing(kind: Any) -> None:
     """The same micro-batches in the same order, also after skipping.
 
@@ -168,6 +178,56 @@ def test_without_batching() -> None:
     """With batch_size=None each item of the dataset is a micro-batch."""
     loader = DataLoader(Stream(5), batch_size=None)
     assert take(loader.get_data_loader(True, 1, 2, 1), 4) == [3, 0, 2, 4]
+
+
+class Approximate(WithEpochs):
+    """Two samples of each epoch cannot be read."""
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.islice(super().__iter__(), self.length - 2)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_wrong_length_is_said_once(drop_last: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """On rank 0, when the epoch has ended: a resumed run enters other epochs by the length."""
+    for rank in (1, 0):
+        assert caplog.messages == []
+        loader = loader_of(Approximate(9), drop_last=drop_last)
+        take(loader.get_data_loader(True, num_replicas=2, rank=rank), 3)
+    (message,) = caplog.messages
+    assert message.startswith("Approximate has a length of 9 in epoch 0 but gave 7 items: ")
+    assert "a run that resumes after this epoch may not continue exactly" in message
+
+
+def test_a_right_length_causes_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """Nor does a part of an epoch, nor an epoch that is not repeated: no run resumes there."""
+    list(loader_of(Approximate(9)).get_data_loader())
+    take(loader_of(WithEpochs(9)).get_data_loader(True), 12)
+    take(loader_of(Approximate(9)).get_data_loader(True), 4)
+    assert caplog.messages == []
+
+
+class OfUnknownLength(IterableDataset[int]):
+    """Without epochs to choose from, so that its length is not asked for."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+    def __len__(self) -> int:
+        raise RuntimeError("unknown")
+
+
+def test_a_length_that_positions_do_not_depend_on_is_not_asked_for() -> None:
+    """A dataset without `set_epoch` is read from its begin."""
+    assert len(take(loader_of(OfUnknownLength()).get_data_loader(True), 4)) == 4
+
+
+@pytest.mark.long
+def test_one_loader_worker_warns_of_a_wrong_length(capfd: pytest.CaptureFixture[str]) -> None:
+    """In its log, which is the rank's."""
+    loader = loader_of(Approximate(9), num_workers=2, multiprocessing_context="spawn")
+    take(loader.get_data_loader(True), 9)
+    assert capfd.readouterr().err.count("Approximate has a length of 9 in epoch 0") == 1
 
 
 class Once(IterableDataset[int]):

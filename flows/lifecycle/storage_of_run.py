@@ -1,0 +1,89 @@
+"""The storage that a flow run has begun with, by its mark, in a label of the flow run.
+
+A retry may run on a machine where the folder is not mounted. Then nothing there says that the flow
+run has already trained, but the server does.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from uuid import UUID
+
+from prefect import runtime
+from prefect.client.orchestration import get_client
+from prefect.logging import get_run_logger
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+
+from trial_core.errors import Stopped, TrialflowError
+from trial_core.run.stop_requests import StopHandler
+from trialflow.flows.lifecycle.server_outage import NO_ANSWER, RETRY_SECONDS, ServerOutage
+from trialflow.flows.server.embedded_server import is_unauthorized
+
+LABEL = "trialflow.storage"
+
+
+def storage_of_run(limit_seconds: float | None, stopping: StopHandler | None = None) -> str | None:
+    """The mark of the storage that this flow run has begun with; None: it has not begun.
+
+    Args:
+        limit_seconds: how long to wait for a server that does not answer; None: without limit.
+        stopping: a stop ends the wait.
+
+    Raises:
+        TrialflowError: the server has not answered, or refuses this run's password.
+        Stopped: the run was asked to stop meanwhile.
+    """
+    outage = ServerOutage(limit_seconds)
+    while True:
+        try:
+            with (
+                temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),  # its pauses double
+                get_client(sync_client=True) as client,
+            ):
+                mark = client.read_flow_run(_run_id()).labels.get(LABEL)
+            return None if mark is None else str(mark)
+        except NO_ANSWER as error:
+            outage.did_not_answer(0)
+            if outage.is_too_long or is_unauthorized(error):
+                raise TrialflowError(
+                    "the run does not begin: only the Prefect server knows whether an earlier "
+                    "attempt has trained in another storage, and it has not answered within "
+                    f"stopping.server_outage_seconds ({limit_seconds}): {error}. Retry the run "
+                    "when the server answers"
+                ) from error
+            if stopping is not None and stopping.request is not None:
+                raise Stopped("nothing was begun: the server did not answer") from error
+            time.sleep(RETRY_SECONDS)
+
+
+class StorageLabel:
+    """Has the server remember the mark of the storage, for later attempts of this flow run."""
+
+    def __init__(self) -> None:
+        self._unsent: str | None = None
+
+    def note(self, mark: str) -> None:
+        """Write the label. A server that does not take it costs a warning."""
+        self._unsent = mark
+        self.send()
+        if self._unsent is not None:
+            get_run_logger().warning(
+                "the server has not noted the run's storage, and gets it with the next report; a "
+                "retry before that begins again where the storage is not mounted"
+            )
+
+    def send(self) -> None:
+        """Write the label if the server has not taken it yet: one request, which may fail."""
+        if (mark := self._unsent) is not None:
+            with (
+                suppress(*NO_ANSWER),
+                temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
+                get_client(sync_client=True) as client,
+            ):
+                client.update_flow_run_labels(_run_id(), {LABEL: mark})
+                self._unsent = None
+
+
+def _run_id() -> UUID:
+    return UUID(str(runtime.flow_run.id))

@@ -1,0 +1,153 @@
+"""Prefect Markdown artifacts that are updated in place."""
+
+from __future__ import annotations
+
+from typing import Any
+from uuid import UUID
+
+import httpx
+import prefect
+from prefect import runtime
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
+from prefect.client.schemas.filters import (
+    ArtifactFilter,
+    ArtifactFilterFlowRunId,
+    ArtifactFilterKey,
+)
+from prefect.exceptions import PrefectException
+from prefect.settings import (
+    PREFECT_CLIENT_MAX_RETRIES,
+    get_current_settings,
+    temporary_settings,
+)
+
+from trial_core.text_format import unique_slug
+
+ARTIFACT_ERRORS = (httpx.HTTPError, PrefectException)
+"""What is raised if the server does not answer, or refuses a request."""
+
+
+class MarkdownArtifact:
+    """One artifact on this flow run's page, updated by all attempts of the run.
+
+    The key is the same for all flow runs, so that Prefect shows the newest artifact under it.
+
+    Args:
+        name: the key is `unique_slug` of it.
+    """
+
+    def __init__(self, name: str, description: str) -> None:
+        self.key = unique_slug(name)
+        self._description = description
+        self._flow_run_id = _this_flow_run()
+        self._id: UUID | None = None
+
+    @property
+    def url(self) -> str | None:
+        """The page of the newest artifact under this key; None if no UI is known."""
+        ui_url = get_current_settings().ui_url
+        return f"{newer_ui(ui_url)}/artifacts/key/{self.key}" if ui_url else None
+
+    def write(self, text: str) -> None:
+        """Create or update the artifact. One thread at a time; at most every few seconds.
+
+        Asks the server once: repeated requests, with their pauses, would delay the run's end. What
+        it does not take is sent by `send_unsent`.
+
+        Raises:
+            ARTIFACT_ERRORS: the server does not answer, or refuses the request.
+        """
+        _unsent[self] = text
+        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):
+            self._send(text)
+        _unsent.pop(self, None)
+
+    def send_last(self) -> None:
+        """Write the text that the server has not taken, with Prefect's own retries.
+
+        Raises:
+            ARTIFACT_ERRORS: as `write`.
+        """
+        text = _unsent.get(self)
+        if text is not None:
+            self._send(text)
+            _unsent.pop(self, None)
+
+    def belongs_to(self, flow_run_id: UUID | None) -> bool:
+        """Whether it is on this flow run's page."""
+        return self._flow_run_id == flow_run_id
+
+    def _send(self, text: str) -> None:
+        with get_client(sync_client=True) as client:
+            self._id = self._id or self._existing(client)
+            if self._id is not None:
+                client.update_artifact(self._id, ArtifactUpdate(data=text))
+                return
+            created = client.create_artifact(
+                ArtifactCreate(
+                    key=self.key,
+                    type="markdown",
+                    description=self._description,
+                    data=text,
+                    flow_run_id=self._flow_run_id,
+                )
+            )
+            self._id = created.id
+
+    def _existing(self, client: Any) -> UUID | None:
+        """The id of the artifact that an earlier attempt of this flow run created."""
+        if self._flow_run_id is None:
+            return None
+        found = client.read_artifacts(
+            artifact_filter=ArtifactFilter(
+                key=ArtifactFilterKey(any_=[self.key]),
+                flow_run_id=ArtifactFilterFlowRunId(any_=[self._flow_run_id]),
+            ),
+            limit=1,
+        )
+        return found[0].id if found else None
+
+
+_unsent: dict[MarkdownArtifact, str] = {}
+"""Texts that the server has not taken, of all flow runs of this process."""
+
+
+def send_unsent() -> None:
+    """Send what the server did not take when this flow run wrote it. Call when it answers again.
+
+    Raises:
+        ARTIFACT_ERRORS: it does not answer, or refuses an artifact.
+    """
+    for artifact in _unsent_here():
+        artifact.send_last()
+
+
+def forget_unsent() -> None:
+    """Drop what is still unsent at the flow run's end: a later attempt has newer texts."""
+    for artifact in _unsent_here():
+        _unsent.pop(artifact, None)
+
+
+def _unsent_here() -> list[MarkdownArtifact]:
+    here = _this_flow_run()
+    # A copy: other flow runs of this process write in their own threads.
+    return [each for each in list(_unsent) if each.belongs_to(here)]
+
+
+class ReportArtifact(MarkdownArtifact):
+    """The artifact of a trial's report."""
+
+    def __init__(self, trial: str) -> None:
+        super().__init__(f"trial-{trial}", f"Trial {trial}")
+
+
+def newer_ui(ui_url: str) -> str:
+    """The UI that draws a report's curves, if this installation of Prefect has it."""
+    ui_url = ui_url.rstrip("/")
+    return f"{ui_url}/v2" if hasattr(prefect, "__ui_v2_static_path__") else ui_url
+
+
+def _this_flow_run() -> UUID | None:
+    run = runtime.flow_run.id
+    return UUID(str(run)) if run else None

@@ -1,0 +1,40 @@
+"""Drives a run in a test, without Prefect."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from trial_core.config import ExperimentConfig
+from trial_core.driver.drive import Caller, drive_trial
+from trial_core.driver.observers import Observer
+from trial_core.run.run_loop import TrialResult
+from trial_core.run.stop_requests import StopHandler
+
+TRIAL = "toy-0000beef"
+
+
+class Seen(Observer):
+    """Notes the stages that have succeeded, in their order."""
+
+    def __init__(self) -> None:
+        self.stages: list[str] = []
+
+    def stage_ended(self, stage: str, detail: str, seconds: float) -> None:
+        self.stages.append(f"{stage} {detail}".strip())
+
+
+def drive(
+    config: ExperimentConfig,
+    trial: str = TRIAL,
+    stopping: StopHandler | None = None,
+    observer: Observer | None = None,
+    **caller: Any,
+) -> TrialResult:
+    """Train a trial to its end."""
+    with StopHandler(config.stopping.grace_seconds) as own:
+        given = Caller(
+            "an attempt", stopping or own, lambda: logging.getLogger("tests.driving"),
+            observer=observer or Observer(), **caller,
+        )  # fmt: skip
+        return drive_trial(config, trial, given)

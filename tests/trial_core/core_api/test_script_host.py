@@ -1,0 +1,128 @@
+"""What a script in a slot tells its driver, and where it waits for it."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.cluster_info import ScriptInfo
+from trial_core.config.checkpointing_section import CheckpointingConfig
+from trial_core.context import RunInfo
+from trial_core.controller.checkpoint_files import CheckpointFiles
+from trial_core.controller.run_file_upload import tensorboard_in
+from trial_core.core import Context
+from trial_core.core_api.script_host import ScriptHost, current_slot, in_slot
+from trial_core.core_api.stored_checkpoints import StoredCheckpoints
+from trial_core.distributed import DistributedContext
+from trial_core.errors import StorageError
+from trial_core.messages import Activity, CheckpointWritten, MetricsReported
+from trial_core.slots.stop_barrier import Position, StopBarrier
+
+
+class Slot:
+    """A host in this process, and what it has sent."""
+
+    def __init__(
+        self, run_dir: Path, rank: int = 0, experiment: dict[str, Any] | None = None
+    ) -> None:
+        experiment = experiment or {"name": "a"}
+        self.sent: list[Any] = []
+        self.barrier = StopBarrier()
+        self.barrier.begin_workload()
+        ranks = DistributedContext(
+            rank=rank, size=2, local_rank=rank, local_size=2, cross_rank=0, cross_size=1
+        )
+        store = CheckpointStore("memory://slot-host")
+        files = CheckpointFiles(run_dir, store, ranks, CheckpointingConfig())
+        stored = StoredCheckpoints(files, store, ranks, sees_storage=False, fetched="0a")
+        info = ScriptInfo.of("a-0b", experiment, latest_checkpoint="0a")
+        run = RunInfo("a-0b", experiment, tensorboard=tensorboard_in(run_dir, rank))
+        self.run = run
+        self.host = ScriptHost(info, ranks, run, files, stored, self.sent.append, self.barrier)
+        self.context = Context(self.host)
+
+
+def test_reports_are_sent_and_do_not_wait(tmp_path: Path) -> None:
+    """Their steps are how far the rank is."""
+    slot = Slot(tmp_path)
+    slot.context.train.set_status("loading")
+    slot.context.train.report_training_metrics(3, {"loss": 0.5})
+    assert slot.sent == [
+        Activity(text="loading"),
+        MetricsReported(kind="training", steps_completed=3, metrics={"loss": 0.5}),
+    ]
+    assert slot.run.batches_trained == 3
+
+
+def test_the_status_of_another_rank_is_not_sent(tmp_path: Path) -> None:
+    """Every rank may set one."""
+    slot = Slot(tmp_path, rank=1)
+    slot.context.train.set_status("loading")
+    assert slot.sent == []
+
+
+def test_a_script_waits_until_its_checkpoint_is_committed(tmp_path: Path) -> None:
+    """Not for another one."""
+    slot = Slot(tmp_path)
+    uuids: list[str] = []
+
+    def store() -> None:
+        with slot.context.checkpoint.store_path({"steps_completed": 7}) as (path, uuid):
+            (path / "state").write_text("7")
+            uuids.append(uuid)
+
+    script = threading.Thread(target=store, daemon=True)
+    script.start()
+    while not slot.sent:
+        script.join(0.01)
+    slot.host.released("another")
+    script.join(0.05)
+    assert script.is_alive()
+    assert slot.sent == [CheckpointWritten(uuid=uuids[0], steps_completed=7)]
+    folder = tmp_path / "staging" / uuids[0] / "rank-0"
+    assert {path.name for path in folder.iterdir()} == {"state", "metadata.json"}
+    slot.host.released(uuids[0])
+    script.join(5)
+    assert not script.is_alive()
+
+
+def test_each_question_is_a_step_of_the_stop_barrier(tmp_path: Path) -> None:
+    """So the ranks are told at the same one."""
+    slot = Slot(tmp_path)
+    should_preempt = slot.context.preempt.should_preempt
+    assert [should_preempt(), should_preempt()] == [False, False]
+    assert slot.barrier.pause() == Position(1, 2)
+    slot.barrier.resume_until(Position(1, 3))
+    assert [should_preempt(), slot.host.was_preempted] == [False, False]
+    assert [should_preempt(), slot.host.was_preempted] == [True, True]
+    slot.barrier.reset()
+    assert should_preempt(), "a script that was told to end is not told otherwise"
+
+
+def test_storage_in_another_processs_memory_is_refused(tmp_path: Path) -> None:
+    """Only the resume point was fetched, by the driver."""
+    slot = Slot(tmp_path)
+    with slot.context.checkpoint.restore_path("0a") as path:
+        assert path == tmp_path / "restored" / "0a"
+    assert slot.context.checkpoint.get_metadata("0a") == {}
+    for call in (slot.context.checkpoint.get_metadata, slot.context.checkpoint.delete):
+        with pytest.raises(StorageError, match="0c is in the memory of another process"):
+            call("0c")
+
+
+def test_a_host_is_current_until_its_script_ends(tmp_path: Path) -> None:
+    """Also if the script raises: the process may run another one."""
+    host = Slot(tmp_path).host
+
+    def run() -> None:
+        with in_slot(host):
+            assert current_slot() is host
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run()
+    assert current_slot() is None

@@ -1,0 +1,56 @@
+"""What the log says of a trial that was built."""
+
+from __future__ import annotations
+
+import pytest
+
+from trial_core.checkpoint.manifest import Topology
+from trial_core.driver.stages.build import _describe, _warn_of_another_batch_size
+from trial_core.messages import TrialBuilt
+
+
+@pytest.mark.parametrize(
+    ("topology", "samples", "text"),
+    [
+        (
+            Topology(world_size=4, data_parallel_size=2, pipeline_parallel_size=2, zero_stage=1),
+            16,
+            "4 ranks (2 data-parallel, 2 pipeline stages, ZeRO stage 1), 16 samples a batch",
+        ),
+        (
+            Topology(world_size=2, data_parallel_size=2),
+            1,
+            "2 ranks (2 data-parallel), 1 sample a batch",
+        ),
+        (
+            Topology(world_size=4, data_parallel_size=4, sharding="fsdp2 2x2"),
+            0,
+            "4 ranks (4 data-parallel, FSDP2 2x2)",
+        ),
+        (Topology(world_size=1, data_parallel_size=1), 0, "1 rank"),
+    ],
+)
+def test_the_description_of_a_trial(topology: Topology, samples: int, text: str) -> None:
+    """Leaves out what the trial does not use, and samples that it does not know."""
+    built = TrialBuilt(hooks=[], topology=topology, batch_samples=samples, versions={})
+    assert _describe(built) == text
+
+
+@pytest.mark.parametrize(
+    ("hyperparameters", "warns"),
+    [
+        ({"global_batch_size": 49}, True),
+        ({"global_batch_size": 48}, False),
+        ({"global_batch_size": 32}, False),  # it may have another meaning in a DeepSpeedTrial
+        ({"global_batch_size": "large"}, False),
+        ({}, False),
+    ],
+)
+def test_a_batch_size_that_ranks_cannot_share_is_warned_of(
+    caplog: pytest.LogCaptureFixture, hyperparameters: dict[str, object], warns: bool
+) -> None:
+    """In the driver, whose warnings the terminal shows."""
+    topology = Topology(world_size=2, data_parallel_size=2)
+    built = TrialBuilt(hooks=[], topology=topology, batch_samples=48, versions={})
+    _warn_of_another_batch_size(hyperparameters, built)
+    assert ("is 49, but a batch on 2 data-parallel ranks has 48 samples" in caplog.text) == warns

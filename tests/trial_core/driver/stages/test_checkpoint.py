@@ -1,0 +1,46 @@
+"""The stage checkpoint-upload."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.slots import toy_config
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.driver.observers import Observer
+from trial_core.driver.run import Launch, Run
+from trial_core.driver.stages.checkpoint import _upload
+from trial_core.messages import Persisted
+from trial_core.run.sequencer import Progress
+from trial_core.transfer.staged_checkpoint import StagedCheckpoint
+
+
+class OneRank:
+    """A slot group of one rank that has stored everything."""
+
+    def request(self, *request: object, **limits: float | None) -> list[Persisted]:
+        self.limits = limits
+        return [Persisted(files=[], seconds=0.0)]
+
+
+@pytest.mark.parametrize(
+    ("stopping", "checkpointing", "limit"),
+    [
+        ({"stall_timeout_seconds": 2000}, {"stall_timeout_seconds": 70}, 2070),
+        ({"stall_timeout_seconds": None}, {}, None),
+        ({}, {"stall_timeout_seconds": None}, None),
+    ],
+)
+def test_an_upload_has_a_longer_stall_timeout_than_its_ranks(
+    tmp_path: Path, stopping: dict[str, Any], checkpointing: dict[str, Any], limit: float | None
+) -> None:
+    """So a rank reports a hung storage itself, and the driver ends a rank that is stopped."""
+    config = toy_config(tmp_path, stopping=stopping, checkpointing=checkpointing)
+    store = CheckpointStore(str(tmp_path))
+    launch = Launch(Run(config, "toy-0000beef", tmp_path, store, Observer()))
+    launch.slots = ranks = OneRank()  # type: ignore[assignment]
+    _upload(launch, StagedCheckpoint.now(str(uuid.uuid4()), Progress(4), {}, ("a",)))
+    assert ranks.limits == {"stall_seconds": limit}

@@ -1,0 +1,378 @@
+"""The states of a run, one by one: what follows each, and what is raised. Without ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.slots import toy_config
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.driver.drive import (
+    Aborted,
+    Completed,
+    Driver,
+    Ended,
+    Launching,
+    Moving,
+    RanksFailed,
+    Restarting,
+)
+from trial_core.driver.failure_policy import Relaunch
+from trial_core.driver.observers import Observer
+from trial_core.driver.placement import Placement
+from trial_core.driver.run import Launch, Run
+from trial_core.driver.stages import PLAIN_STAGES
+from trial_core.errors import (
+    LaunchError,
+    RankFailed,
+    Stalled,
+    Stopped,
+    StorageError,
+    TopologyMismatch,
+    TrialError,
+)
+from trial_core.run.run_dirs import KEPT, RANK_FILE_FOLDERS
+from trial_core.run.run_loop import TrialResult
+from trial_core.run.stop_requests import StopHandler
+
+NEWEST = "; the last checkpoint is at batch 60"
+KILLED = RankFailed(rank=1, host="here", during="train-workload", signal_name="SIGKILL")
+FAILURES = [
+    KILLED, Stalled("no batch has ended"), LaunchError("too few slots"),
+    TopologyMismatch("saved by 2 stages"),
+]  # fmt: skip
+TRAINED = TrialResult("toy-0a", batches_trained=100, stopped_early=False)
+SAVED = TrialResult("toy-0a", batches_trained=60, stopped_early=True, checkpoint_uuid="4f0c21aa")
+DRAINED = "node a is drained"
+
+
+class FullMachine(Placement):
+    """Has no slots left."""
+
+    def prepare(self, launch: Launch) -> Any:
+        raise LaunchError("too few slots")
+
+
+class FakePolicy:
+    """Grants what a test says.
+
+    Attributes:
+        granted: the answer to the next failure.
+        asked: the failures that it was asked about.
+        ended: the launches that have ended.
+    """
+
+    def __init__(self) -> None:
+        self.granted: Relaunch | None = None
+        self.asked: list[Exception] = []
+        self.ended: list[Launch] = []
+
+    def grant(self, failure: Exception, launch: Launch) -> Relaunch | None:
+        self.asked.append(failure)
+        return self.granted
+
+    def launch_ended(self, launch: Launch) -> None:
+        self.ended.append(launch)
+
+
+class Moves(Observer):
+    """Notes why a run moves."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def moving(self, what: str) -> None:
+        self.told.append(what)
+
+
+class DriverWithoutRanks(Driver):
+    """A driver of a run that trains nothing.
+
+    Attributes:
+        run: the run, in its own folder.
+        policy: as above.
+        train: what its launches do in place of training.
+    """
+
+    def __init__(self, folder: Path, stopping: StopHandler) -> None:
+        config = toy_config(folder)
+        store = CheckpointStore(config.checkpoint_storage.url)
+        self.run = Run(config, "toy-0a", folder, store, Moves(), stopping)
+        self.policy = FakePolicy()
+        self.train: Callable[[Launch], TrialResult] = lambda launch: TRAINED
+        policy: Any = self.policy
+        super().__init__(
+            self.run, PLAIN_STAGES, FullMachine(), policy, last_checkpoint=lambda: NEWEST
+        )
+
+    def train_once(self, launch: Launch) -> TrialResult:
+        return self.train(launch)
+
+    def launch(self, moves: str | None = None, can_save: bool = False) -> Launch:
+        """One of the run's launches, and how far it came."""
+        launch = Launch(self.run)
+        launch.progress.moves, launch.progress.can_save = moves, can_save
+        return launch
+
+    def write_rank_files(self) -> Path:
+        """Files of ranks that have ended. Returns the folder of those kept for a restart."""
+        for name in (*RANK_FILE_FOLDERS, KEPT):
+            (self.run.run_dir / name).mkdir()
+        return self.run.run_dir / KEPT
+
+    def has_rank_files(self) -> bool:
+        return any((self.run.run_dir / name).exists() for name in RANK_FILE_FOLDERS)
+
+
+def raises(error: Exception) -> Callable[[Launch], TrialResult]:
+    """Training that fails."""
+
+    def train(launch: Launch) -> TrialResult:
+        raise error
+
+    return train
+
+
+@pytest.fixture
+def stopping() -> Iterator[StopHandler]:
+    with StopHandler(600.0) as stopping:
+        yield stopping
+
+
+@pytest.fixture
+def driver(tmp_path: Path, stopping: StopHandler) -> DriverWithoutRanks:
+    return DriverWithoutRanks(tmp_path, stopping)
+
+
+def ask_to_stop(driver: DriverWithoutRanks) -> None:
+    driver.run.stopping.ask("cancelled", "in Prefect")
+    assert driver.run.stopping.wait(30)
+
+
+# ------------------------------------------------------------------------------------ Launching
+
+
+def test_ranks_that_have_trained_are_completed(driver: DriverWithoutRanks) -> None:
+    """Their launch has the code that the trial was launched with."""
+    state = driver.next(Launching())
+    assert isinstance(state, Completed)
+    assert state.result is TRAINED
+    assert state.launch.code.folder == driver.run.config.code
+
+
+@pytest.mark.parametrize("failure", FAILURES, ids=type)
+def test_ranks_may_fail(driver: DriverWithoutRanks, failure: Exception) -> None:
+    """Whatever of these it was, another launch may not fail. The slots are idle until then."""
+    driver.train = raises(failure)
+    state = driver.next(Launching())
+    assert isinstance(state, RanksFailed)
+    assert state.failure is failure
+    assert driver.run.clock.switch("queue") == "idle"
+
+
+def test_ranks_that_cannot_be_placed_have_failed(driver: DriverWithoutRanks) -> None:
+    """The launch ends before it has slots, so there is nothing for the policy to note."""
+    driver.train = lambda launch: Driver.train_once(driver, launch)
+    state = driver.next(Launching())
+    assert isinstance(state, RanksFailed)
+    assert str(state.failure) == "too few slots"
+    assert driver.policy.ended == []
+
+
+def test_aborted_ranks_keep_what_those_before_have_saved(driver: DriverWithoutRanks) -> None:
+    driver.train = raises(stopped := Stopped("nothing to save"))
+    state = driver.next(Launching(SAVED))
+    assert isinstance(state, Aborted)
+    assert (state.why, state.saved) == (stopped, SAVED)
+
+
+@pytest.mark.parametrize("error", [StorageError("the disk is full"), TrialError("no metric")])
+def test_another_error_ends_the_run(driver: DriverWithoutRanks, error: Exception) -> None:
+    """As it is. Of a run that was asked to stop, it names the last checkpoint."""
+    driver.train = raises(error)
+    with pytest.raises(type(error)) as raised:
+        driver.next(Launching())
+    assert raised.value is error
+    ask_to_stop(driver)
+    with pytest.raises(type(error)) as raised:
+        driver.next(Launching())
+    assert str(raised.value) == f"{error}{NEWEST}"
+    assert raised.value.__cause__ is error
+
+
+# ------------------------------------------------------------------------------------ Completed
+
+
+def test_a_finished_run_ends_and_keeps_nothing_for_a_restart(driver: DriverWithoutRanks) -> None:
+    kept, launch = driver.write_rank_files(), driver.launch()
+    assert driver.next(Completed(launch, TRAINED)) == Ended(launch, TRAINED)
+    assert not kept.exists()
+
+
+def test_a_stopped_run_ends_and_keeps_its_files(driver: DriverWithoutRanks) -> None:
+    """It may be resumed on this machine."""
+    kept, launch = driver.write_rank_files(), driver.launch()
+    assert driver.next(Completed(launch, SAVED)) == Ended(launch, SAVED)
+    assert kept.exists()
+
+
+def test_ranks_that_have_saved_to_move_move(driver: DriverWithoutRanks) -> None:
+    """With what they have saved, and the reason for people."""
+    state = driver.next(Completed(driver.launch(DRAINED, can_save=True), SAVED))
+    assert state == Moving(f"saved, to continue on other nodes: {DRAINED}", SAVED)
+
+
+def test_a_run_that_ends_anyway_does_not_move(driver: DriverWithoutRanks) -> None:
+    """It has finished, or its trial asks it to stop, or a person does."""
+    finished, asked, cancelled = (driver.launch(DRAINED, can_save=True) for _ in range(3))
+    asked.answers.stop_requested = True
+    assert driver.next(Completed(finished, TRAINED)) == Ended(finished, TRAINED)
+    assert driver.next(Completed(asked, SAVED)) == Ended(asked, SAVED)
+    ask_to_stop(driver)
+    assert driver.next(Completed(cancelled, SAVED)) == Ended(cancelled, SAVED)
+
+
+# -------------------------------------------------------------------------------------- Aborted
+
+WHY = Stopped("nothing to save: training had not begun")
+
+
+def test_ranks_that_move_before_training_keep_what_was_saved(driver: DriverWithoutRanks) -> None:
+    state = driver.next(Aborted(driver.launch(DRAINED), WHY, SAVED))
+    what = f"ended before training, to continue on other nodes: {DRAINED}"
+    assert state == Moving(what, SAVED)
+
+
+@pytest.mark.parametrize("moves", [None, DRAINED])
+def test_a_stop_before_anything_was_saved(driver: DriverWithoutRanks, moves: str | None) -> None:
+    """It is raised, with the last checkpoint, also if the ranks were to move."""
+    ask_to_stop(driver)
+    with pytest.raises(Stopped) as raised:
+        driver.next(Aborted(driver.launch(moves), WHY, None))
+    assert str(raised.value) == f"{WHY}{NEWEST}"
+    assert raised.value.__cause__ is WHY
+
+
+def test_a_stop_after_a_move_has_the_saved_result(driver: DriverWithoutRanks) -> None:
+    """The ranks after the move have trained nothing that could be lost."""
+    ask_to_stop(driver)
+    launch = driver.launch()
+    assert driver.next(Aborted(launch, WHY, SAVED)) == Ended(launch, SAVED)
+
+
+def test_a_stop_that_loses_batches_is_raised(driver: DriverWithoutRanks) -> None:
+    """The ranks after the move may have trained, and could not save."""
+    ask_to_stop(driver)
+    with pytest.raises(Stopped, match="the last checkpoint is at batch 60"):
+        driver.next(Aborted(driver.launch(can_save=True), WHY, SAVED))
+
+
+# ---------------------------------------------------------------------------------- RanksFailed
+
+
+def test_a_restart_follows_a_failure_that_the_policy_forgives(
+    driver: DriverWithoutRanks,
+) -> None:
+    driver.policy.granted = Relaunch(pause_seconds=4)
+    assert driver.next(RanksFailed(driver.launch(), KILLED)) == Restarting(KILLED, 4)
+    assert driver.policy.asked == [KILLED]
+
+
+@pytest.mark.parametrize("failure", FAILURES, ids=type)
+def test_a_failure_that_the_policy_does_not_forgive_is_raised(
+    driver: DriverWithoutRanks, failure: Any
+) -> None:
+    with pytest.raises(type(failure)) as raised:
+        driver.next(RanksFailed(driver.launch(), failure))
+    assert raised.value is failure
+
+
+@pytest.mark.parametrize("failure", FAILURES[:2], ids=type)
+def test_a_failure_while_stopping_is_reported_as_stopped(
+    driver: DriverWithoutRanks, failure: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It costs no restart. Its own report is in the log."""
+    driver.policy.granted = Relaunch()
+    ask_to_stop(driver)
+    with caplog.at_level(logging.ERROR), pytest.raises(Stopped) as raised:
+        driver.next(RanksFailed(driver.launch(), failure))
+    assert str(raised.value) == f"failed while stopping: {failure}{NEWEST}"
+    assert raised.value.__cause__ is failure
+    assert driver.policy.asked == []
+    assert caplog.messages == [failure.report()]
+
+
+# ------------------------------------------------------------------------- Restarting and Moving
+
+
+def test_a_restart_forgets_what_was_saved_before_a_move(driver: DriverWithoutRanks) -> None:
+    """The failed ranks may have committed a newer checkpoint. Their files are deleted."""
+    kept = driver.write_rank_files()
+    assert driver.next(Restarting(KILLED, pause_seconds=0)) == Launching(saved=None)
+    assert not driver.has_rank_files()
+    assert kept.exists()
+
+
+def test_a_stop_in_the_pause_before_a_restart(driver: DriverWithoutRanks) -> None:
+    """It does not wait for the end of the pause, and names the failure as its cause."""
+    ask_to_stop(driver)
+    with pytest.raises(Stopped) as raised:
+        driver.next(Restarting(KILLED, pause_seconds=600))
+    assert str(raised.value) == f"no ranks ran{NEWEST}"
+    assert raised.value.__cause__ is KILLED
+
+
+def test_a_move_keeps_what_was_saved(driver: DriverWithoutRanks) -> None:
+    """People are told why. The files of the ranks that have ended are deleted."""
+    kept = driver.write_rank_files()
+    assert driver.next(Moving(DRAINED, SAVED)) == Launching(SAVED)
+    assert not driver.has_rank_files()
+    assert kept.exists()
+    assert driver.run.observer.told == [DRAINED]  # type: ignore[attr-defined]
+
+
+# ------------------------------------------------------------------------------ the whole story
+
+
+def test_a_run_that_fails_and_moves_ends_with_its_last_launch(driver: DriverWithoutRanks) -> None:
+    """Each launch has its own answers and progress."""
+    driver.policy.granted = Relaunch()
+    launches: list[Launch] = []
+
+    def train(launch: Launch) -> TrialResult:
+        launches.append(launch)
+        if len(launches) == 1:
+            raise KILLED
+        if len(launches) == 2:
+            launch.progress.moves = DRAINED
+            return SAVED
+        return TRAINED
+
+    driver.train = train
+    assert driver.drive() == Ended(launches[2], TRAINED)
+    assert len({launch.attempt for launch in launches}) == 3
+    assert launches[2].progress.moves is None
+
+
+def test_the_newest_code_is_launched(driver: DriverWithoutRanks, tmp_path: Path) -> None:
+    """The code of a trial may have been corrected since its ranks failed."""
+    driver.policy.granted = Relaunch()
+    code = tmp_path / "code"
+    code.mkdir()
+    driver.run.config = driver.run.config.model_copy(update={"code": code})
+    seen: list[bytes | None] = []
+
+    def train(launch: Launch) -> TrialResult:
+        seen.append(launch.code.archive)
+        (code / "toy_trial.py").write_text(f"LAUNCHES = {len(seen)}")
+        if len(seen) < 3:
+            raise KILLED
+        return TRAINED
+
+    driver.train = train
+    driver.drive()
+    assert len(set(seen)) == 3

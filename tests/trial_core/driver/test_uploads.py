@@ -1,0 +1,62 @@
+"""Work beside training, without Prefect: a stage in a thread."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from tests.support.manifests import new_manifest
+from tests.support.slots import toy_config
+from trial_core.checkpoint.manifest import Manifest
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.driver.run import Launch, Run
+from trial_core.driver.stages import PLAIN_STAGES, beside
+from trial_core.driver.uploads import Uploads
+from trial_core.errors import StorageError
+from trial_core.run.sequencer import Progress
+from trial_core.transfer.staged_checkpoint import StagedCheckpoint
+
+STAGED = StagedCheckpoint.now("4f0c21aa", Progress(4), {})
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Launch:
+    store = CheckpointStore(f"file://{tmp_path}")
+    return Launch(Run(toy_config(tmp_path), "toy-0a", tmp_path, store))
+
+
+def test_training_continues_while_a_checkpoint_is_uploaded(launch: Launch) -> None:
+    """It waits for the upload only at its end, or before the next one."""
+    may_end, committed = threading.Event(), new_manifest()
+
+    def upload(launch: Launch, staged: StagedCheckpoint) -> Manifest:
+        assert may_end.wait(30)
+        return committed
+
+    stages = replace(PLAIN_STAGES, checkpoint_upload=beside(upload))
+    with Uploads(launch, stages) as uploads:
+        uploads.start(STAGED)
+        assert uploads.is_busy
+        assert uploads.take_ended() is None
+        may_end.set()
+        assert uploads.wait() is committed
+        assert not uploads.is_busy
+    assert uploads.newest is committed
+
+
+def test_a_failed_upload_is_raised_where_training_waits_for_it(launch: Launch) -> None:
+    """Not in its thread."""
+
+    def upload(launch: Launch, staged: StagedCheckpoint) -> NoReturn:
+        raise StorageError("the disk is full")
+
+    stages = replace(PLAIN_STAGES, checkpoint_upload=beside(upload))
+    with Uploads(launch, stages) as uploads:
+        uploads.start(STAGED)
+        with pytest.raises(StorageError, match="the disk is full"):
+            uploads.wait()
+    assert uploads.newest is None

@@ -1,0 +1,187 @@
+"""`CheckpointContext`: stores and restores checkpoints in a script's own loop."""
+
+from __future__ import annotations
+
+import enum
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from trial_core.core_api.metrics import checked_steps
+from trial_core.core_api.script_host import ScriptHost
+from trial_core.core_api.stored_checkpoints import METADATA
+from trial_core.errors import TrialError
+from trial_core.storage.base import MAX_OBJECT_BYTES
+from trial_core.storage.local_files import READ_BYTES, atomic_file
+
+Selector = Callable[[str], bool]
+
+
+class DownloadMode(enum.Enum):
+    """Who fetches a checkpoint.
+
+    Attributes:
+        LocalWorkersShareDownload: the ranks of a machine fetch its files once. Every rank calls.
+        NoSharedDownload: the calling rank fetches all files for itself.
+    """
+
+    LocalWorkersShareDownload = "LOCAL_WORKERS_SHARE_DOWNLOAD"
+    NoSharedDownload = "NO_SHARED_DOWNLOAD"
+
+
+class CheckpointContext:
+    """Stores and restores checkpoints. Follows Determined's class."""
+
+    def __init__(self, host: ScriptHost) -> None:
+        self._host = host
+
+    @contextmanager
+    def store_path(
+        self, metadata: Mapping[str, Any] | None = None, *, shard: bool = False
+    ) -> Iterator[tuple[Path, str]]:
+        """A folder to write a checkpoint into, and the checkpoint's uuid.
+
+        The end of the block uploads the files and commits the checkpoint, and waits for that. A
+        block that raises stores nothing. Report a validation before its checkpoint is stored: a
+        checkpoint holds the metrics that were reported before.
+
+        Args:
+            metadata: plain data; ``steps_completed`` is required. It is stored beside the files as
+                ``metadata.json``. With `shard`, rank 0's counts, and other ranks need none.
+            shard: whether every rank calls this and writes its own part. If not, rank 0 alone may
+                call it.
+
+        Raises:
+            TrialError: `metadata` has no ``steps_completed``, is no plain data, or is too large; or
+                another rank than 0 calls this without `shard`.
+            CheckpointError: the checkpoint could not be stored.
+        """
+        host, rank = self._host, self._host.distributed.get_rank()
+        source = "checkpoint.store_path"
+        if not shard and rank != 0:
+            raise TrialError(
+                f"{source} was called on rank {rank} without shard=True: call it on rank 0 alone "
+                "(if context.distributed.rank == 0), or on every rank with shard=True"
+            )
+        steps_completed, text = _checked(metadata, source) if rank == 0 else (0, "")
+        uuid = str(uuid4())
+        if shard:
+            uuid = host.distributed.broadcast(uuid)
+        folder = host.staging(uuid)
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            yield folder, uuid
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        if rank == 0:
+            (folder / METADATA).write_text(text)
+        host.commit(uuid, steps_completed, shard)
+
+    @contextmanager
+    def restore_path(
+        self,
+        storage_id: str,
+        download_mode: DownloadMode = DownloadMode.LocalWorkersShareDownload,
+        *,
+        selector: Selector | None = None,
+    ) -> Iterator[Path]:
+        """The folder of a checkpoint's files, all of them verified.
+
+        Collective, unless `download_mode` says otherwise: every rank calls this.
+        `info.latest_checkpoint` is fetched already, so for this one any rank may call it. Ranks
+        share the files: do not change them.
+
+        Args:
+            storage_id: the checkpoint's uuid, or the beginning of it.
+            download_mode: which ranks call this.
+            selector: accepted as in the reference; the folder holds all files.
+
+        Raises:
+            CheckpointNotFound: there is no such checkpoint.
+            CheckpointDamaged: a file is missing or differs.
+        """
+        alone = DownloadMode(download_mode) is DownloadMode.NoSharedDownload
+        yield self._host.checkpoints.fetch(storage_id, alone)
+
+    def upload(
+        self,
+        ckpt_dir: str | os.PathLike[str] | None,
+        metadata: Mapping[str, Any] | None = None,
+        *,
+        shard: bool = False,
+    ) -> str:
+        """Store a folder as a checkpoint, as `store_path` does; its uuid.
+
+        Args:
+            ckpt_dir: the folder; it stays as it is. None: this rank has nothing to store.
+        """
+        with self.store_path(metadata, shard=shard) as (folder, uuid):
+            if ckpt_dir is not None:
+                shutil.copytree(ckpt_dir, folder, dirs_exist_ok=True)
+        return uuid
+
+    def download(
+        self,
+        storage_id: str,
+        ckpt_dir: str | os.PathLike[str],
+        download_mode: DownloadMode = DownloadMode.LocalWorkersShareDownload,
+        *,
+        selector: Selector | None = None,
+    ) -> None:
+        """Copy a checkpoint's files into a folder, which is created. Called as `restore_path`.
+
+        Args:
+            ckpt_dir: the folder. Several ranks of a machine may name the same one: each replaces
+                whole files by equal ones.
+            selector: which paths to copy; all by default.
+        """
+        with self.restore_path(storage_id, download_mode) as folder:
+            for path in sorted(each for each in folder.rglob("*") if each.is_file()):
+                name = path.relative_to(folder).as_posix()
+                if selector is None or selector(name):
+                    # Atomic: another rank may already read its copy there.
+                    with (
+                        path.open("rb") as source,
+                        atomic_file(Path(ckpt_dir) / name, is_durable=False) as copy,
+                    ):
+                        shutil.copyfileobj(source, copy, READ_BYTES)
+
+    def get_metadata(self, storage_id: str) -> dict[str, Any]:
+        """The metadata that a checkpoint was stored with. Not collective."""
+        return self._host.checkpoints.metadata(storage_id)
+
+    def delete(self, storage_id: str) -> None:
+        """Delete a checkpoint from the storage. Call it on one rank.
+
+        Raises:
+            CheckpointNotFound: there is no such checkpoint.
+            CheckpointError: it is pinned, or a model's version.
+        """
+        self._host.checkpoints.delete(storage_id)
+
+
+def _checked(metadata: Mapping[str, Any] | None, source: str) -> tuple[int, str]:
+    """The steps that metadata names, and its text."""
+    given = dict(metadata or {})
+    if "steps_completed" not in given:
+        raise TrialError(
+            f'{source}: metadata needs "steps_completed", the steps trained so far: '
+            'store_path({"steps_completed": 100})'
+        )
+    steps_completed = checked_steps(given["steps_completed"], f"{source}: metadata")
+    try:
+        text = json.dumps(given, indent=2)
+    except (TypeError, ValueError) as error:
+        raise TrialError(f"{source}: metadata is no plain data: {error}") from error
+    if len(text) > MAX_OBJECT_BYTES:  # json.dumps writes ASCII
+        raise TrialError(
+            f"{source}: metadata has {len(text):,} bytes as JSON, expected at most "
+            f"{MAX_OBJECT_BYTES:,}: store more in a file of the checkpoint"
+        )
+    return steps_completed, text

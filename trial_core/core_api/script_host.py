@@ -1,0 +1,189 @@
+"""What a Core API script talks to: its driver commits checkpoints, keeps metrics, sends stops."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+from trial_core.cluster_info import ScriptInfo
+from trial_core.config.lengths import named_length
+from trial_core.context import RunInfo
+from trial_core.controller.checkpoint_files import CheckpointFiles
+from trial_core.controller.controller import AdapterBuilder, Controller
+from trial_core.core_api.stored_checkpoints import StoredCheckpoints
+from trial_core.distributed import DistributedContext
+from trial_core.errors import SlotsError
+from trial_core.messages import (
+    Activity,
+    BatchesTrained,
+    BatchesValidated,
+    CheckpointWritten,
+    FitBegun,
+    MetricsKind,
+    MetricsReported,
+    StopRequested,
+)
+from trial_core.run.run_loop import TrialResult
+from trial_core.slots.stop_barrier import StopBarrier
+
+ScriptMessage = (
+    Activity
+    | CheckpointWritten
+    | MetricsReported
+    | FitBegun
+    | BatchesTrained
+    | BatchesValidated
+    | StopRequested
+)
+
+
+class ScriptHost:
+    """Carries out what a script asks of its context, for one run of it. Every rank has one.
+
+    Args:
+        run: the trial's, with its TensorBoard files.
+        emit: sends to the driver.
+        stop_barrier: holds this rank's part of a stop.
+        serve_fit: serves the driver's requests with the trial of `Trainer.fit`, until its end.
+        on_first_question: called when the script asks for the first time whether to end.
+
+    Attributes:
+        info: what the script may know of its run.
+        distributed: this rank's place among all.
+        checkpoints: the stored ones.
+        max_length: where the experiment says that training ends; None: it does not say.
+        run: the trial's state, which its contexts read.
+        was_preempted: whether the script was told to save and end.
+    """
+
+    def __init__(
+        self,
+        info: ScriptInfo,
+        distributed: DistributedContext,
+        run: RunInfo,
+        files: CheckpointFiles,
+        checkpoints: StoredCheckpoints,
+        emit: Callable[[ScriptMessage], None],
+        stop_barrier: StopBarrier,
+        serve_fit: Callable[[Controller], None] | None = None,
+        on_first_question: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.info = info
+        self.distributed = distributed
+        self.checkpoints = checkpoints
+        self.max_length = named_length(run.experiment)
+        self.was_preempted = False
+        self.run = run
+        self._serve_fit = serve_fit
+        self._on_first_question = on_first_question
+        self._has_asked = False
+        self._error: BaseException | None = None
+        self._files = files
+        self._emit = emit
+        self._stop_barrier = stop_barrier
+        self._released: set[str] = set()
+        self._has_released = threading.Condition()
+
+    def staging(self, uuid: str) -> Path:
+        """This rank's folder for the files of a checkpoint."""
+        return self._files.staging(uuid)
+
+    def tensorboard_path(self) -> Path:
+        """This rank's folder for TensorBoard."""
+        return self.run.tensorboard.folder()
+
+    def report(self, kind: MetricsKind, steps_completed: int, metrics: Mapping[str, Any]) -> None:
+        """Report metrics. Rank 0 alone calls this. Does not wait."""
+        self.run.batches_trained = steps_completed
+        self.run.tensorboard.report(kind, steps_completed, metrics)
+        self._emit(
+            MetricsReported(kind=kind, steps_completed=steps_completed, metrics=dict(metrics))
+        )
+
+    def set_status(self, text: str) -> None:
+        """Tell people what the script is doing. Rank 0 alone calls this."""
+        self._emit(Activity(text=text))
+
+    def should_preempt(self) -> bool:
+        """Whether to save and end. Ranks that ask equally often get the same answers."""
+        if not self._has_asked:
+            self._has_asked = True
+            self._on_first_question()
+        # A call is a step: the ranks agree on the last one without a collective.
+        self.was_preempted = self.was_preempted or not self._stop_barrier.may_begin_step()
+        self._raise_error()
+        return self.was_preempted
+
+    def commit(self, uuid: str, steps_completed: int, shard: bool) -> None:
+        """Have what was written into `staging` uploaded and committed; waits for the end.
+
+        Args:
+            shard: whether every rank calls this. If not, rank 0 does.
+        """
+        if shard:
+            self.distributed.allgather(None)  # all ranks have written their parts
+        if self.distributed.get_rank() == 0:
+            self.run.batches_trained = steps_completed
+            self._emit(CheckpointWritten(uuid=uuid, steps_completed=steps_completed))
+        with self._has_released:
+            # Not collective: an upload may last longer than the deadline of collectives.
+            self._has_released.wait_for(lambda: uuid in self._released or self._error is not None)
+        self._raise_error()
+
+    def failed(self, error: BaseException) -> None:
+        """The run has failed elsewhere: the script's next question raises this. For any thread."""
+        with self._has_released:
+            self._error = error
+            self._has_released.notify_all()
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def fit(self, asked: FitBegun, adapt: AdapterBuilder, ranks: DistributedContext) -> TrialResult:
+        """Have the driver train a trial, and serve its requests until it has ended.
+
+        Every rank calls this.
+
+        Args:
+            asked: the arguments of `Trainer.fit`.
+            adapt: makes the adapter of the script's trial.
+        """
+        controller = Controller(
+            adapt, self._emit, ranks, self._stop_barrier, lambda: self._emit(StopRequested()),
+            self.run,
+        )  # fmt: skip
+        if self._serve_fit is None:
+            raise SlotsError("this script is not run in a slot")
+        if ranks.get_rank() == 0:
+            self._emit(asked)
+        with closing(controller):
+            self._serve_fit(controller)
+        return TrialResult(**(controller.fit_result or {}))
+
+    def released(self, uuid: str) -> None:
+        """Note that the driver has committed a checkpoint. Called in the I/O lane."""
+        with self._has_released:
+            self._released.add(uuid)
+            self._has_released.notify_all()
+
+
+_SLOTS: list[ScriptHost] = []
+
+
+def current_slot() -> ScriptHost | None:
+    """The host of the script that this process runs; None outside a slot."""
+    return _SLOTS[-1] if _SLOTS else None
+
+
+@contextmanager
+def in_slot(host: ScriptHost) -> Iterator[None]:
+    """Make `current_slot` return `host` during the block."""
+    _SLOTS.append(host)
+    try:
+        yield
+    finally:
+        _SLOTS.remove(host)

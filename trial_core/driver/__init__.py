@@ -1,0 +1,5 @@
+"""What drives a run: places and launches its ranks, and has them train, until it ends.
+
+`drive` has the story of a run, `stages` each of its stages. It knows neither Prefect nor torch: a
+flow gives its stages as Prefect tasks, and a script the stages themselves.
+"""

@@ -1,0 +1,68 @@
+"""Where the code of a run's trial comes from: the code folder, or a checkpoint."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+from trial_core.checkpoint.manifest import Manifest
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.config import ExperimentConfig
+from trial_core.driver.placement import choose_provider
+from trial_core.driver.run import Logger
+from trial_core.errors import ConfigError, LaunchError
+from trial_core.run.choose_resume_point import resume_points
+from trial_core.run.run_dirs import CODE
+from trial_core.transfer.code_folder import check_code_folder
+from trial_core.transfer.trial_code import TrialCode, code_of_checkpoint
+
+
+def refuse_missing_code(config: ExperimentConfig) -> None:
+    """Check the code folder before the run waits for accelerators that others could use.
+
+    Raises:
+        LaunchError: this machine does not have the folder.
+        ConfigError: its code has to be sent to nodes, and it holds much besides code.
+    """
+    if config.environment.code == "from_checkpoint":
+        return
+    if not os.path.isdir(config.code):  # `Path.is_dir` raises if the name is too long
+        raise LaunchError(
+            f"there is no code folder {config.code} on {socket.gethostname()}: it must be under "
+            "that path on the machine that trains (a shared file system, a checkout in the same "
+            "place, an image that holds it). A run that continues a checkpoint can use the code "
+            "that it was saved with: environment.code: from_checkpoint"
+        )
+    if config.environment.code != "shared" and choose_provider(config) is not None:
+        check_code_folder(config.code)
+
+
+def stored_trial_code(
+    config: ExperimentConfig, store: CheckpointStore, trial: str, run_dir: Path, logger: Logger
+) -> TrialCode | None:
+    """The code of the checkpoint that the run begins with; None: the code folder has it.
+
+    Raises:
+        ConfigError: ``environment.code`` is ``from_checkpoint``, and the run begins with nothing.
+        CheckpointError: the checkpoint has no code, or it is damaged.
+    """
+    if config.environment.code != "from_checkpoint":
+        return None
+    checkpoint = resume_points(store, config, trial)[0].checkpoint
+    if checkpoint is None:
+        raise ConfigError(
+            "environment.code: from_checkpoint takes the code of the checkpoint that a run begins "
+            f"with, and trial {trial} has none: give --resume or searcher.source_checkpoint_uuid, "
+            "or use the code folder (environment.code: folder)"
+        )
+    return fetched_code(store, checkpoint, run_dir, logger)
+
+
+def fetched_code(
+    store: CheckpointStore, checkpoint: Manifest, run_dir: Path, logger: Logger
+) -> TrialCode:
+    """Fetch the code of a checkpoint to the run's folder. Raises as `code_of_checkpoint`."""
+    code = code_of_checkpoint(store, checkpoint, run_dir / CODE)
+    logger.info("the ranks use the code of checkpoint %s", checkpoint.uuid)
+    return code

@@ -1,0 +1,430 @@
+"""The story of a run: its ranks are placed and launched, and train until the run ends.
+
+`drive_trial` opens what a run needs, and `Driver` takes it from state to state::
+
+    Launching ──► Completed ──► Ended
+                            └─► Moving ──► Launching        on other nodes
+              ──► Aborted ────► Ended, Moving, or raises `Stopped`
+              ──► RanksFailed ► Restarting ──► Launching, or raises the failure
+
+The failure policy decides what a failure costs, and the placement where ranks are launched. What
+happens between launch and end of the ranks is `Driver.train_once`: the run loop, or what a script
+asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from trial_core.checkpoint.fencing import Fence
+from trial_core.checkpoint.resume_point import ResumePoint
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.config import ExperimentConfig
+from trial_core.driver.code_source import stored_trial_code
+from trial_core.driver.failure_policy import Failure, FailurePolicy
+from trial_core.driver.follow_script import follow_script
+from trial_core.driver.launch_ranks import launch_slots, stopping_ranks
+from trial_core.driver.launch_stages import LaunchStages
+from trial_core.driver.observers import Observer
+from trial_core.driver.placement import Placement, announcer, place_ranks
+from trial_core.driver.run import HOW_TO_GO_ON, Launch, Logger, Run
+from trial_core.driver.stages import PLAIN_STAGES, Stages
+from trial_core.driver.stages.checkpoint import sweep_leftovers
+from trial_core.driver.uploads import Uploads
+from trial_core.errors import (
+    CheckpointError,
+    LaunchError,
+    RankFailed,
+    Stalled,
+    Stopped,
+    TopologyMismatch,
+    TrialError,
+)
+from trial_core.ledger.run_clock import RunClock
+from trial_core.ledger.stored_ledger import KeptLedger
+from trial_core.report.live_report import Report
+from trial_core.retention.trial_owner import own_trial
+from trial_core.run.known_storages import note_storage
+from trial_core.run.run_dirs import clear_kept, clear_rank_files, locked_run_dir
+from trial_core.run.run_loop import TrialResult, follow_schedule
+from trial_core.run.stop_requests import StopHandler, StopRequest
+from trial_core.transfer.trial_code import TrialCode, code_of_folder
+
+Resume = Callable[[CheckpointStore, Fence | None], list[ResumePoint]]
+"""Chooses what a run may resume from, best first; at least one."""
+
+Follow = Callable[[Launch, Stages, Uploads], TrialResult]
+"""Trains on the ranks of a launch, until the run ends, is stopped or moves."""
+
+
+@dataclass(frozen=True)
+class Script:
+    """What a script gives whose ranks another program has started, and which join its driver.
+
+    Attributes:
+        placement: has the ranks join.
+        follow: trains with them.
+        has_metric, how_to_go_on: as of `Run`.
+        resume_points: what the run may resume from; None: as `Run.choose_resume_points`.
+        has_code: whether its folder holds code that checkpoints should name.
+    """
+
+    placement: Placement
+    follow: Follow
+    has_metric: bool = True
+    how_to_go_on: str = HOW_TO_GO_ON
+    resume_points: Resume | None = None
+    has_code: bool = True
+
+
+@dataclass(frozen=True)
+class Caller:
+    """What a flow or a script gives the run that it starts.
+
+    Attributes:
+        attempt: identifies the start of the run; the same again continues what it has begun.
+        stopping: its stop requests.
+        find_logger: see `Run`.
+        stages: what executes the stages.
+        observer: gets the run's events.
+        publish: shows the text of the report; None: it is a file alone.
+        publish_errors: what `publish` raises when that fails, besides our own errors.
+        devices: environment variables that give the ranks this run's accelerators.
+        is_new: whether the trial is new, see `own_trial`.
+        storage: the mark of the storage, if the run has begun before.
+        begun: called with that mark once the run has its trial; not for ``memory://``.
+        take_over: whether to take the trial from another run that may be live.
+        takeover_wait_seconds: how long to wait for the trial's folder, which a run that is about to
+            end may hold.
+        waited_seconds: how long the run has waited for its devices.
+        script: whose ranks join; None: the run launches its ranks.
+    """
+
+    attempt: str
+    stopping: StopHandler
+    find_logger: Callable[[], Logger]
+    stages: Stages = PLAIN_STAGES
+    observer: Observer = field(default_factory=Observer)
+    publish: Callable[[str], None] | None = None
+    publish_errors: tuple[type[Exception], ...] = ()
+    devices: Mapping[str, str] = field(default_factory=dict)
+    is_new: bool | None = None
+    storage: str | None = None
+    begun: Callable[[str], None] = lambda mark: None
+    take_over: bool = False
+    takeover_wait_seconds: float = 0.0
+    waited_seconds: float = 0.0
+    script: Script | None = None
+
+
+def drive_trial(config: ExperimentConfig, trial: str, caller: Caller) -> TrialResult:
+    """Train a trial until it ends or is asked to stop; restart failed ranks.
+
+    Raises:
+        TrialflowError: another run that may be live has the trial; or its id is taken.
+        CheckpointNotFound, StorageError: it is not the storage that has the trial.
+        RankFailed, Stalled: the ranks failed, and no restart is left or would help.
+        Stopped: the run was asked to stop before it could save.
+    """
+    store = CheckpointStore(config.checkpoint_storage.url, config.checkpoint_storage.options)
+    store.check_writable()
+    clock, logger = RunClock(caller.waited_seconds), caller.find_logger()
+    with (
+        locked_run_dir(trial, caller.takeover_wait_seconds) as run_dir,
+        # Once, not per restart: a restart must not take the trial back from a newer run.
+        own_trial(
+            store, trial, caller.attempt, is_new=caller.is_new, take_over=caller.take_over,
+            source=config.searcher.source_checkpoint_uuid, mark=caller.storage,
+        ) as (claim, fence),
+        KeptLedger(store, trial, fence.number, clock, config.cost.per_slot_hour, logger) as ledger,
+        Report(
+            config, trial, run_dir, caller.observer, store, caller.stopping, ledger.read,
+            logger=logger, publish=caller.publish, publish_errors=caller.publish_errors,
+            has_metric=caller.script is None or caller.script.has_metric,
+        ) as report,
+        _placed(config, run_dir, caller) as placement,
+    ):  # fmt: skip
+        note_storage(store, fence.record.storage, logger)
+        if not store.is_process_local:  # a later attempt cannot find it in any case
+            caller.begun(fence.record.storage)
+        run = Run(
+            config, trial, run_dir, store, report, caller.stopping, claim, fence, caller.devices,
+            clock, find_logger=caller.find_logger,
+        )  # fmt: skip
+        follow: Follow = follow_run
+        if (script := caller.script) is not None:
+            follow, run.has_metric, run.how_to_go_on = (
+                script.follow, script.has_metric, script.how_to_go_on,
+            )  # fmt: skip
+            if (choose := script.resume_points) is not None:
+                run.choose_resume_points = lambda: choose(store, fence)
+        driver = Driver(
+            run, caller.stages, placement, FailurePolicy(placement, config.max_restarts), follow,
+            has_code=script is None or script.has_code,
+            last_checkpoint=lambda: report.last_checkpoint,
+        )  # fmt: skip
+        ended = driver.drive()
+        request = caller.stopping.final_request()
+        tensorboard_url = ended.launch.progress.tensorboard_url
+        report.ended(_ending(ended.result, request), tensorboard_url)
+        return replace(
+            ended.result,
+            stop_reason=str(request) if request else None,
+            tensorboard_url=tensorboard_url,
+            report_path=str(report.path),
+            run_dir=str(run_dir),
+            ledger=ledger.read().to_json(),
+        )
+
+
+def _placed(
+    config: ExperimentConfig, run_dir: Path, caller: Caller
+) -> AbstractContextManager[Placement]:
+    if caller.script is not None:
+        return nullcontext(caller.script.placement)
+    return place_ranks(config, run_dir, announcer(caller.find_logger(), caller.observer))
+
+
+def follow_run(launch: Launch, stages: Stages, uploads: Uploads) -> TrialResult:
+    """Build the trial on ranks that were launched, and train it; or run the experiment's script."""
+    stages.build_trial(launch)
+    if launch.run.config.is_script:
+        return follow_script(launch, stages, uploads)
+    return follow_schedule(LaunchStages(launch, stages, uploads))
+
+
+@dataclass(frozen=True)
+class Launching:
+    """The ranks are launched next.
+
+    Attributes:
+        saved: what the ranks before them have saved, to continue on other nodes.
+    """
+
+    saved: TrialResult | None = None
+
+
+@dataclass(frozen=True)
+class Completed:
+    """The ranks have trained until the run ended, was stopped, or moves."""
+
+    launch: Launch
+    result: TrialResult
+
+
+@dataclass(frozen=True)
+class Aborted:
+    """The ranks were ended without a result, by a stop request or to move.
+
+    Attributes:
+        saved: as of `Launching`.
+    """
+
+    launch: Launch
+    why: Stopped
+    saved: TrialResult | None
+
+
+@dataclass(frozen=True)
+class RanksFailed:
+    """The ranks have failed, or could not be launched."""
+
+    launch: Launch
+    failure: Failure
+
+
+@dataclass(frozen=True)
+class Restarting:
+    """The ranks are launched again after a failure, and a pause."""
+
+    failure: Failure
+    pause_seconds: int
+
+
+@dataclass(frozen=True)
+class Moving:
+    """The ranks are launched on other nodes next.
+
+    Attributes:
+        what: whether they have saved, and why they move, for people.
+        saved: as of `Launching`.
+    """
+
+    what: str
+    saved: TrialResult | None = None
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The run is over."""
+
+    launch: Launch
+    result: TrialResult
+
+
+State = Launching | Completed | Aborted | RanksFailed | Restarting | Moving | Ended
+
+
+class Driver:
+    """Takes a run from state to state.
+
+    Args:
+        stages: what executes the stages.
+        policy: decides what a failure costs.
+        follow: trains on ranks that were launched.
+        has_code: whether the code folder holds code that checkpoints should name.
+        last_checkpoint: names the newest checkpoint, to be appended to a sentence.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        stages: Stages,
+        placement: Placement,
+        policy: FailurePolicy,
+        follow: Follow = follow_run,
+        has_code: bool = True,
+        last_checkpoint: Callable[[], str] = lambda: "",
+    ) -> None:
+        self._run = run
+        self._stages = stages
+        self._placement = placement
+        self._policy = policy
+        self._follow = follow
+        self._has_code = has_code
+        self._last_checkpoint = last_checkpoint
+        self._stored_code: TrialCode | None = None
+
+    def drive(self) -> Ended:
+        """Drive the run to its end. Raises as `drive_trial`."""
+        run = self._run
+        run.clock.switch("launch")
+        self._stored_code = stored_trial_code(
+            run.config, run.store, run.trial, run.run_dir, run.logger
+        )
+        state: State = Launching()
+        while not isinstance(state, Ended):
+            state = self.next(state)
+        return state
+
+    def next(self, state: State) -> State:
+        """The state that follows."""
+        if isinstance(state, Launching):
+            return self._launch(state)
+        if isinstance(state, Completed):
+            return self._after_training(state)
+        if isinstance(state, Aborted):
+            return self._after_interruption(state)
+        if isinstance(state, RanksFailed):
+            return self._after_failure(state)
+        if isinstance(state, Restarting):
+            return self._restart(state)
+        if isinstance(state, Moving):
+            return self._move(state)
+        return state
+
+    # ------------------------------------------------------------------------------ the states
+
+    def _launch(self, state: Launching) -> State:
+        """Launch ranks, and have them train."""
+        run = self._run
+        run.clock.switch("launch")
+        code = self._stored_code
+        if code is None and self._has_code:  # again: it may have been corrected since
+            sends = self._placement.sends_code
+            code = code_of_folder(run.config, run.store, run.logger, sends)
+        launch = Launch(run, code)
+        if run.fence is not None:
+            sweep_leftovers(run.store, run.trial, run.fence, run.logger)
+        try:
+            return Completed(launch, self.train_once(launch))
+        except (RankFailed, Stalled, LaunchError, TopologyMismatch) as failure:
+            run.clock.switch("idle")
+            return RanksFailed(launch, failure)
+        except Stopped as stopped:
+            return Aborted(launch, stopped, state.saved)
+        except (CheckpointError, TrialError) as failure:
+            if run.stopping.request is None:
+                raise
+            raise type(failure)(f"{failure}{self._last_checkpoint()}") from failure
+
+    def train_once(self, launch: Launch) -> TrialResult:
+        """Launch the ranks, and train until the run ends, is stopped or moves to other nodes."""
+        run, stages = self._run, self._stages
+        # In this order: uploads need the ranks, and end before or (memory://) after them.
+        with (
+            Uploads(launch, stages) as uploads,
+            launch_slots(launch, self._placement) as launch.slots,
+            stopping_ranks(launch),
+            self._placement.watching(launch),
+        ):
+            try:
+                run.clock.switch("idle")
+                return self._follow(launch, stages, uploads)
+            except RankFailed as failure:
+                launch.note_failure(failure)
+                raise
+            finally:
+                self._policy.launch_ended(launch)
+
+    def _after_training(self, state: Completed) -> State:
+        launch, result = state.launch, state.result
+        moves = launch.progress.moves
+        is_asked = launch.answers.stop_requested or self._run.stopping.request is not None
+        if moves and result.stopped_early and not is_asked:
+            return Moving(f"saved, to continue on other nodes: {moves}", result)
+        if not result.stopped_early:
+            clear_kept(self._run.run_dir)
+        return Ended(launch, result)
+
+    def _after_interruption(self, state: Aborted) -> State:
+        progress = state.launch.progress
+        if progress.moves and self._run.stopping.request is None:
+            what = f"ended before training, to continue on other nodes: {progress.moves}"
+            return Moving(what, state.saved)
+        if state.saved is None or progress.can_save:
+            raise Stopped(f"{state.why}{self._last_checkpoint()}") from state.why
+        return Ended(state.launch, state.saved)
+
+    def _after_failure(self, state: RanksFailed) -> State:
+        run, failure = self._run, state.failure
+        if isinstance(failure, (RankFailed, Stalled)) and run.stopping.request is not None:
+            run.logger.error("%s", failure.report())
+            raise Stopped(f"{while_stopping(failure)}{self._last_checkpoint()}") from failure
+        granted = self._policy.grant(failure, state.launch)
+        if granted is None:
+            raise failure
+        return Restarting(failure, granted.pause_seconds)
+
+    def _restart(self, state: Restarting) -> State:
+        clear_rank_files(self._run.run_dir)
+        if self._run.stopping.wait(state.pause_seconds):
+            raise Stopped(f"no ranks ran{self._last_checkpoint()}") from state.failure
+        return Launching()  # there may be a newer checkpoint than a launch before has saved
+
+    def _move(self, state: Moving) -> State:
+        self._run.observer.moving(state.what)
+        clear_rank_files(self._run.run_dir)
+        return Launching(state.saved)
+
+
+def describe_saved(result: TrialResult) -> str:
+    """What a stopped run has saved, for people."""
+    if result.checkpoint_uuid is None:
+        return "nothing to save: no batch was trained"
+    return f"saved at batch {result.batches_trained}, checkpoint {result.checkpoint_uuid}"
+
+
+def while_stopping(failure: Exception) -> str:
+    """Why a stop ended with a failure, which may have come before or after the save."""
+    return f"failed while stopping: {failure}"
+
+
+def _ending(result: TrialResult, request: StopRequest | None) -> str:
+    if not result.stopped_early:
+        return "completed"
+    why = f"stopped: {request}" if request else "stopped: as the trial asked"
+    return f"{why}; {describe_saved(result)}"

@@ -1,0 +1,188 @@
+"""Decides whether ranks that have failed are launched again, when, where and how many.
+
+A number of ranks that has trained a batch works, and so do nodes on which one was trained: if they
+fail later, the cause is another one, and a restart may help. A number or a node that has not yet
+trained may be the cause itself. It is left, if the run can do without it, and that costs no
+restart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trial_core.driver.placement import Placement
+from trial_core.driver.run import Launch
+from trial_core.errors import LaunchError, RankFailed, Stalled, TopologyMismatch
+
+MAX_PAUSE_SECONDS = 60
+SAME_REFUSALS = 3
+"""A number of ranks that does not fit is usually part of the text."""
+
+Failure = RankFailed | Stalled | LaunchError | TopologyMismatch
+"""How a launch of ranks may fail, so that another one may not."""
+
+
+@dataclass(frozen=True)
+class Relaunch:
+    """The decision to launch the ranks again, after a pause."""
+
+    pause_seconds: int = 0
+
+
+class FailurePolicy:
+    """What follows the failed launches of one run.
+
+    Args:
+        placement: where the ranks are launched.
+        limit: how many restarts the run has.
+    """
+
+    def __init__(self, placement: Placement, limit: int) -> None:
+        self._placement = placement
+        self._restarts = Restarts(limit)
+        self._trained_slots: set[int] = set()
+        self._last_refusal = ""
+        self._refusals = 0
+
+    def launch_ended(self, launch: Launch) -> None:
+        """Note what has trained, when a launch has ended or failed."""
+        if launch.progress.has_trained:
+            self._trained_slots.add(launch.world_size)
+            self._placement.has_trained()
+
+    def grant(self, failure: Failure, launch: Launch) -> Relaunch | None:
+        """Decide whether to launch the ranks of the run again; None: the failure ends the run."""
+        if launch.run.stopping.request is not None:
+            return None
+        if not launch.progress.has_trained and (
+            self._has_fewer(failure, launch) or self._goes_back(failure, launch)
+        ):
+            return Relaunch()
+        return self._restart_after(failure, launch)
+
+    def _has_fewer(self, failure: Failure, launch: Launch) -> bool:
+        """Leave out the number of ranks if the trial refuses it, and other numbers are possible."""
+        if not self._is_refusal(failure, launch) or not self._placement.leave_out(
+            launch.world_size
+        ):
+            return False
+        what = f"the trial refuses {launch.world_size} slots, so it gets fewer: {failure}"
+        launch.run.logger.warning("%s", what)
+        launch.run.observer.moving(what)
+        return True
+
+    def _is_refusal(self, failure: Failure, launch: Launch) -> bool:
+        """Whether the trial may refuse the number of ranks, with a range of slots.
+
+        The global batch may not be divisible by such a number, or the ranks by the pipeline stages.
+        The largest number has to be right. The same text for `SAME_REFUSALS` numbers is a mistake.
+        """
+        may_be = isinstance(failure, TopologyMismatch) or (
+            isinstance(failure, RankFailed)
+            and failure.error_type is not None
+            and failure.during in ("build-trial", "attach-trial")
+        )
+        if not may_be or launch.world_size in self._trained_slots:
+            return False
+        what = str(getattr(failure, "error_message", failure))
+        self._refusals = self._refusals + 1 if what == self._last_refusal else 1
+        self._last_refusal = what
+        is_largest = launch.world_size == launch.run.config.resources.max_slots
+        return not is_largest and self._refusals < SAME_REFUSALS
+
+    def _goes_back(self, failure: Failure, launch: Launch) -> bool:
+        """Leave nodes that have not trained, if there are enough without them."""
+        if not self._placement.retreat(str(failure)):
+            return False
+        _log(failure, launch)
+        launch.run.observer.moving(f"back to the nodes that have trained, because {failure}")
+        return True
+
+    def _restart_after(self, failure: Failure, launch: Launch) -> Relaunch | None:
+        if isinstance(failure, TopologyMismatch):
+            return None
+        _log(failure, launch)
+        works = launch.progress.has_trained or launch.world_size in self._trained_slots
+        if isinstance(failure, LaunchError):  # the number of ranks is not the cause
+            works = bool(self._trained_slots)
+        restarts = self._restarts
+        if not restarts.grant(failure, launch.progress.batches_trained, works):
+            return None
+        if not launch.progress.has_trained and (node := _failed_node(failure)) is not None:
+            self._placement.leave(node, str(failure))
+        launch.run.observer.restarting(str(failure), restarts.count, restarts.limit)
+        return Relaunch(restarts.pause_seconds)
+
+
+def _log(failure: Failure, launch: Launch) -> None:
+    """Log the stacks or the log of the ranks, if there are any."""
+    if isinstance(failure, (RankFailed, Stalled)):
+        launch.run.logger.error("%s", failure.report())
+
+
+def _failed_node(failure: Failure) -> str | None:
+    """The node that has failed, if it is known."""
+    if isinstance(failure, RankFailed):
+        return failure.host
+    return failure.node if isinstance(failure, LaunchError) else None
+
+
+class Restarts:
+    """The restarts of one run.
+
+    Attributes:
+        count: how many were granted.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.count = 0
+        self._last_cause: tuple[object, ...] | None = None
+
+    def grant(
+        self, failure: RankFailed | Stalled | LaunchError, batches_trained: int, works: bool
+    ) -> bool:
+        """Decide whether to launch the ranks again after `failure`. Counts a granted restart.
+
+        Args:
+            batches_trained: where the last workload ended.
+            works: whether such ranks have trained a batch.
+        """
+        cause = _cause(failure, batches_trained)
+        if self.count == self.limit or cause == self._last_cause:
+            return False
+        if not _can_help(failure, works):
+            return False
+        self.count, self._last_cause = self.count + 1, cause
+        return True
+
+    @property
+    def pause_seconds(self) -> int:
+        """How long to wait before the last granted restart. The first restart has no pause."""
+        return 0 if self.count <= 1 else min(2 ** (self.count - 1), MAX_PAUSE_SECONDS)
+
+
+def _can_help(failure: RankFailed | Stalled | LaunchError, works: bool) -> bool:
+    """Whether a restart may succeed. A mistake in the trial would fail again at once."""
+    if isinstance(failure, Stalled):
+        return True
+    if isinstance(failure, LaunchError):  # of a node that has come later, or there are too few
+        return works and failure.node is not None
+    return not failure.is_trial_mistake and (works or failure.error_type is None)
+
+
+def _cause(failure: RankFailed | Stalled | LaunchError, batches_trained: int) -> tuple[object, ...]:
+    """Identifies the cause of a failure. A restart does not help against the same cause twice.
+
+    Two causes are equal if the same type of exception was raised at the same batch. The rank may
+    differ, since often all raise and one is first; the text, since torch's have sizes of memory and
+    process ids. A killed or hung rank equals
+    no earlier one: its cause (memory, preemption) is usually outside the trial.
+    """
+    if not isinstance(failure, RankFailed) or failure.error_type is None:
+        return (failure,)
+    trained = failure.batches_trained
+    return (
+        failure.error_type, failure.during,
+        batches_trained if trained is None else trained,
+    )  # fmt: skip

@@ -1,0 +1,167 @@
+"""The stages of a script's run, in place of `follow_schedule`.
+
+A trial is asked: the sequencer decides what its ranks do next. A script decides itself, and tells
+the driver. So there is no schedule to follow here::
+
+    fetch the resume point
+    until the script has ended:
+        run the script until it stores a checkpoint, or calls `Trainer.fit`
+        upload and commit the checkpoint                 the script waits for that
+        or follow the schedule of the fit                as for a trial; then `fit` returns
+
+Slots, restarts, stops, checkpoints and the report are those of every run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+
+from trial_core.checkpoint.resume_point import ResumePoint
+from trial_core.config.lengths import OPEN_END
+from trial_core.driver.launch_stages import LaunchStages, fetch
+from trial_core.driver.run import Launch, Run
+from trial_core.driver.stages import Stages
+from trial_core.driver.stages.script import RunningScript
+from trial_core.driver.uploads import Uploads
+from trial_core.errors import ConfigError
+from trial_core.messages import Done, EndFit, FitBegun, Length, RunScript, ScriptEnded
+from trial_core.run.choose_resume_point import fetch_first_intact
+from trial_core.run.run_loop import TrialResult, follow_schedule
+from trial_core.run.script_progress import ScriptProgress
+from trial_core.run.sequencer import CheckpointPolicy, Schedule
+from trial_core.transfer.staged_checkpoint import StagedCheckpoint
+from trial_core.units import Batch, Epoch, TrainUnit
+
+
+def follow_script(launch: Launch, stages: Stages, uploads: Uploads) -> TrialResult:
+    """Run the script of a trial on its ranks, to its end.
+
+    Raises:
+        RankFailed: the script raised, or exited with another code than 0.
+        CheckpointError: a checkpoint of the script could not be stored.
+        ConfigError: neither the experiment nor the script's fit says how long to train.
+    """
+    run, calls = launch.run, LaunchStages(launch, stages, uploads)
+    # Whether the ranks can restore it is the script's matter, or known when its trial is attached.
+    start = fetch_first_intact(calls.resume_points(), lambda point: fetch(launch, stages, point))
+    if start.checkpoint is not None:
+        run.logger.info("the script starts from checkpoint %s", start.uuid)
+    calls.metrics.clear()  # of steps that were lost with earlier ranks
+    calls.metrics.update(start.metrics)
+    searcher, begin = run.config.searcher, start.progress.batches_trained
+    progress = ScriptProgress(run.metric, searcher.smaller_is_better, start.progress, calls.metrics)
+    launch.progress.batches_trained = begin
+    run.clock.starts_at(begin)
+    launch.progress.end = _length(run)
+    run.observer.run_started(run.trial, launch.progress.end, begin, 0)
+    launch.may_save()
+    script = RunningScript(launch, RunScript(checkpoint=start.uuid, batches_trained=begin))
+    script.start()
+    fitted: TrialResult | None = None
+    while not isinstance(
+        event := stages.run_script(launch, script, progress, launch.progress.batches_trained), list
+    ):
+        if isinstance(event, FitBegun):
+            fitted = follow_fit(launch, stages, uploads, event, start if fitted is None else None)
+            progress.progress = progress.progress.after_training(fitted.batches_trained)
+            continue
+        launch.progress.batches_trained = event.steps_completed
+        launch.progress.has_trained = True
+        at = progress.stored(event.steps_completed)
+        folders = _folders(launch, event.uuid)
+        calls.start_upload(StagedCheckpoint.now(event.uuid, at, progress.metrics, folders))
+        calls.finish_upload()  # the script waits, too
+        launch.has_saved(event.steps_completed)
+    launch.answers.writes_run_files = any(rank.writes_run_files for rank in event)
+    calls.finish(launch.progress.batches_trained)
+    if fitted is not None:
+        return replace(fitted, stopped_early=fitted.stopped_early or _was_preempted(event))
+    newest = calls.newest_checkpoint or (start.uuid if start.restore == "everything" else None)
+    return TrialResult(
+        trial=run.trial,
+        batches_trained=launch.progress.batches_trained,
+        stopped_early=_was_preempted(event),
+        training_metrics=progress.metrics.get("training", {}),
+        validation_metrics=progress.metrics.get("validation", {}),
+        validated_at=progress.progress.validated_at,
+        checkpoint_uuid=newest,
+        checkpoint_url=run.store.files_url(newest) if newest else None,
+    )
+
+
+def follow_fit(
+    launch: Launch, stages: Stages, uploads: Uploads, fit: FitBegun, start: ResumePoint | None
+) -> TrialResult:
+    """Train as a script's `Trainer.fit` asks, and let it return.
+
+    Args:
+        start: the resume point, if its files are fetched already; None: it is to be chosen.
+    """
+    launch.answers.stop_requested = False  # by the trial, in an earlier fit
+    stages.attach_trial(launch)
+    if launch.should_stop:
+        launch.slots.stop()  # again: the trial's ranks begin without a request
+    schedule = _schedule(launch.run, fit)
+    result = follow_schedule(LaunchStages(launch, stages, uploads, schedule, start))
+    result = replace(result, run_dir=str(launch.run.run_dir))
+    launch.ask(EndFit(result=asdict(result)), Done)
+    return result
+
+
+def _schedule(run: Run, fit: FitBegun) -> Schedule:
+    """The schedule of a fit: its arguments, and the experiment where that says more."""
+    config = run.config
+    named = config.searcher.max_length if config.searcher.max_length != OPEN_END else None
+    given = _unit(fit.max_length)
+    max_length = named or given
+    if max_length is None:
+        raise ConfigError(
+            "fit needs max_length: Batch(1000) or Epoch(3), for example; or give the experiment "
+            "searcher.max_length"
+        )
+    if named is not None and given is not None and named != given:
+        run.logger.info("training ends at searcher.max_length, %r, not at fit's %r", named, given)
+    own = config.schedule()
+    return replace(
+        own,
+        max_length=max_length,
+        reporting_period=own.reporting_period or _unit(fit.reporting_period),
+        validation_period=_unit(fit.validation_period) or own.validation_period,
+        checkpoint_period=_unit(fit.checkpoint_period) or own.checkpoint_period,
+        checkpoint_policy=_policy(run, fit),
+        step_zero_validation=fit.step_zero_validation or own.step_zero_validation,
+    )
+
+
+def _policy(run: Run, fit: FitBegun) -> CheckpointPolicy:
+    policy = fit.checkpoint_policy or run.config.checkpoint_policy
+    return "all" if policy == "best" and run.metric is None else policy
+
+
+def _unit(length: Length | None) -> TrainUnit | None:
+    if length is None:
+        return None
+    return (Batch if length.unit == "batches" else Epoch)(length.value)
+
+
+def _was_preempted(ended: list[ScriptEnded]) -> bool:
+    return any(rank.was_preempted for rank in ended)
+
+
+def _length(run: Run) -> int:
+    """How many steps the experiment announces; 0: it does not."""
+    length = run.config.searcher.max_length
+    if length == OPEN_END or not isinstance(length, Batch):
+        return 0
+    return length.value if isinstance(length.value, int) else 0
+
+
+def _folders(launch: Launch, uuid: str) -> tuple[str, ...]:
+    """Each rank's staging folder, if the driver uploads; ranks that wrote nothing have one, too."""
+    if not launch.run.store.is_process_local:
+        return ()
+    ranks = range(launch.slots.world_size)
+    folders = [launch.run.run_dir / "staging" / uuid / f"rank-{rank}" for rank in ranks]
+    for folder in folders:
+        folder.mkdir(parents=True, exist_ok=True)
+    return tuple(map(str, folders))

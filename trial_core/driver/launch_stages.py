@@ -1,0 +1,162 @@
+"""What the run loop calls: the stages of one launch, with what each of them needs to know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from trial_core.checkpoint.manifest import Manifest
+from trial_core.checkpoint.resume_point import ResumePoint
+from trial_core.driver.run import Launch
+from trial_core.driver.stages import Stages
+from trial_core.driver.stages.validate import report_validation
+from trial_core.driver.uploads import Uploads
+from trial_core.errors import TrialError
+from trial_core.messages import Done, ReleaseStaging
+from trial_core.run.run_loop import Validation
+from trial_core.run.sequencer import Progress, Schedule
+from trial_core.transfer.staged_checkpoint import StagedCheckpoint
+from trial_core.units import Batch, EpochLength, in_batches
+
+
+class LaunchStages:
+    """The stages of a launch. See `RunStages` for what each method means.
+
+    Args:
+        stages: what executes them.
+        schedule: None: the experiment's.
+        fetched: the resume point, if its files are fetched already; None: it is to be chosen.
+    """
+
+    def __init__(
+        self,
+        launch: Launch,
+        stages: Stages,
+        uploads: Uploads,
+        schedule: Schedule | None = None,
+        fetched: ResumePoint | None = None,
+    ) -> None:
+        run = launch.run
+        self._launch = launch
+        self._stages = stages
+        self._uploads = uploads
+        self._schedule = schedule or run.config.schedule()
+        self._fetched = fetched
+        self.trial = run.trial
+        self.store = run.store
+        self.metrics = launch.answers.metrics
+        self.metric = run.metric
+        self.skips_when_busy = run.config.checkpointing.when_busy == "skip"
+        self.how_to_go_on = run.how_to_go_on
+        self.logger = run.logger
+
+    @property
+    def newest_checkpoint(self) -> str | None:
+        return self._uploads.newest.uuid if self._uploads.newest else None
+
+    @property
+    def is_uploading(self) -> bool:
+        return self._uploads.is_busy
+
+    def resume_points(self) -> Iterable[ResumePoint]:
+        run = self._launch.run
+        return [self._fetched] if self._fetched else run.resume_points()
+
+    def fetch(self, point: ResumePoint) -> str | None:
+        require_convertible(self._launch, point)
+        is_there = point is self._fetched
+        return None if is_there else fetch(self._launch, self._stages, point)
+
+    def schedule(self, progress: Progress) -> Schedule:
+        if self._launch.run.test_mode:
+            end = Batch(progress.batches_trained + 1)
+            self._schedule = Schedule(end, reporting_period=end, checkpoint_policy="none")
+        return self._schedule
+
+    def build_loaders(self, point: ResumePoint) -> EpochLength | None:
+        launch, begin = self._launch, point.progress.batches_trained
+        epoch = self._stages.build_loaders(launch, point)
+        end = launch.progress.end = in_batches(self._schedule.max_length, epoch)
+        samples = launch.answers.batch_samples
+        launch.run.observer.run_started(self.trial, end, begin, samples)
+        return epoch
+
+    def run_hook(self, hook: str, batches_trained: int, **arguments: Any) -> None:
+        if hook in self._launch.answers.hooks:
+            self._stages.callbacks(self._launch, hook, batches_trained, arguments)
+        if hook == "on_training_start":  # from here on a stop request saves first
+            self._launch.may_save()
+
+    def metric_names(self) -> list[str] | None:
+        if self._launch.run.test_mode:  # which validates after a single batch
+            return None
+        return self._stages.check_metrics(self._launch)
+
+    @property
+    def may_add_metrics(self) -> bool:
+        return "on_validation_end" in self._launch.answers.hooks
+
+    def train(self, begin: int, until: int) -> int:
+        return self._stages.train_workload(self._launch, begin, until)
+
+    def validate(self, batches_trained: int) -> bool:
+        return self._stages.validate(self._launch, batches_trained)
+
+    def report_validation(self, batches_trained: int) -> Validation:
+        try:
+            return Validation(report_validation(self._launch, batches_trained))
+        except TrialError as mistake:
+            return Validation(mistake=mistake)
+
+    def save(self, progress: Progress) -> StagedCheckpoint:
+        staged = self._stages.checkpoint_save(self._launch, progress)
+        self._launch.has_saved(progress.batches_trained)
+        return staged
+
+    def start_upload(self, staged: StagedCheckpoint) -> None:
+        if self._launch.run.test_mode:
+            self._launch.ask(ReleaseStaging(uuid=staged.uuid), Done)
+        else:
+            self._uploads.start(staged)
+
+    def finish_upload(self) -> None:
+        self._after_upload(self._uploads.wait())
+
+    def poll(self) -> bool:
+        self._after_upload(self._uploads.take_ended())
+        return self._launch.should_stop
+
+    def finish(self, batches_trained: int) -> None:
+        self._uploads.finish_pruning()
+        if self._launch.answers.writes_run_files:
+            url = self._stages.upload_run_files(self._launch, batches_trained)
+            self._launch.progress.tensorboard_url = url
+
+    def _after_upload(self, committed: Manifest | None) -> None:
+        if committed is not None:
+            at = committed.progress.batches_trained
+            self.run_hook("on_checkpoint_upload_end", at, uuid=committed.uuid)
+            self._uploads.prune(at)
+
+
+def require_convertible(launch: Launch, point: ResumePoint) -> None:
+    """Check that the ranks can restore a resume point's checkpoint.
+
+    Raises:
+        TopologyMismatch: they cannot.
+    """
+    if launch.answers.topology is not None:
+        point.require_convertible(launch.answers.topology)
+
+
+def fetch(launch: Launch, stages: Stages, point: ResumePoint) -> str | None:
+    """Fetch a resume point's checkpoint to the ranks. Return what is damaged; None if intact.
+
+    Raises:
+        StorageError: the storage failed.
+    """
+    if point.checkpoint is None:
+        return None
+    if launch.run.claim is not None:  # first, so that it is not pruned meanwhile
+        launch.run.claim.renew(point.checkpoint.name)
+    return stages.fetch_checkpoint(launch, point.checkpoint, point.restore)

@@ -1,0 +1,349 @@
+"""Where a run's ranks start: on this machine, or on nodes that a provider finds.
+
+A placement outlasts the launches of a run: interpreters that have imported PyTorch and DeepSpeed,
+and nodes, stay for the ranks of the next launch.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+
+from trial_core.checkpoint import layout
+from trial_core.config import ExperimentConfig
+from trial_core.driver.observers import Observer
+from trial_core.driver.run import Launch, Logger, Run
+from trial_core.errors import ConfigError, LaunchError
+from trial_core.nodes.hub import Hub
+from trial_core.nodes.join_provider import JoinProvider
+from trial_core.nodes.join_token import new_token, token_of_file, write_token
+from trial_core.nodes.node_launcher import NodeCode, NodeLauncher
+from trial_core.nodes.node_pool import NodePool
+from trial_core.nodes.node_provider import NodeProvider, NodeRequest
+from trial_core.nodes.ray_provider import RayProvider
+from trial_core.nodes.slurm_provider import SlurmProvider, in_allocation
+from trial_core.slots.accelerators import resolve_slot_count
+from trial_core.slots.fork_server import ForkServer
+from trial_core.slots.launcher import Launcher, LocalLauncher
+from trial_core.slots.listen_address import ListenAddress
+from trial_core.slots.rank_main import SCRIPT_MODULES, TRIAL_MODULES
+from trial_core.text_format import plural
+
+JOIN_TOKEN = "join-token"
+"""The file with the run's token, in the run's folder, unless the experiment names another."""
+
+
+ENGINE_VARIABLE = "TRIALFLOW_ENGINE"
+"""The environment variable that chooses the node provider where ``resources.engine`` is auto."""
+
+
+class Placement(ABC):
+    """Where the ranks of all launches of a run start. The defaults are those of one machine.
+
+    Attributes:
+        sends_code: whether the code has to be packed, to be sent to where they start.
+    """
+
+    sends_code = False
+
+    @abstractmethod
+    def prepare(self, launch: Launch) -> tuple[int, Launcher]:
+        """How many ranks to launch now, and what starts them.
+
+        Raises:
+            LaunchError: this machine, or the nodes that there are, have too few slots.
+            Stopped: the run was asked to stop while it waited for nodes.
+        """
+
+    def leave_out(self, slots: int) -> bool:
+        """Launch no longer this number of ranks, which the trial cannot be trained with.
+
+        Returns:
+            Whether another number is possible.
+        """
+        return False
+
+    def has_trained(self) -> None:  # noqa: B027 - one machine has nothing to note
+        """Note that the ranks of the last launch have trained a batch."""
+
+    def retreat(self, why: str) -> bool:
+        """Leave the nodes that were taken after the last launch that has trained.
+
+        Args:
+            why: what has failed with them.
+
+        Returns:
+            Whether there are such nodes, and enough without them.
+        """
+        return False
+
+    def leave(self, node: str, why: str) -> None:  # noqa: B027 - one machine has no other
+        """Leave a node if it was taken after the last launch that has trained.
+
+        Another one may be taken in its place.
+        """
+
+    def watching(self, launch: Launch) -> AbstractContextManager[None]:
+        """Tell the run during the block when its ranks should be launched on other nodes."""
+        return nullcontext()
+
+
+class ThisMachine(Placement):
+    """The ranks start on this machine.
+
+    Args:
+        fork_server: starts them; None: each launch starts one.
+    """
+
+    def __init__(self, fork_server: ForkServer | None = None) -> None:
+        self._fork_server = fork_server
+
+    def prepare(self, launch: Launch) -> tuple[int, Launcher]:
+        """Part of `Placement`."""
+        config = launch.run.config
+        variables = {**os.environ, **config.rank_variables, **launch.run.devices}
+        resources = config.resources
+        slots = resolve_slot_count(resources.min_slots, variables, resources.max_slots)
+        return slots, LocalLauncher(self._fork_server)
+
+
+class OnNodes(Placement):
+    """The ranks start on nodes.
+
+    Attributes:
+        pool: keeps the nodes.
+
+    Args:
+        wanted: what the run needs, for people.
+        sends_code: as in `Placement`; else every node has the folder under its path.
+    """
+
+    def __init__(self, pool: NodePool, wanted: str, sends_code: bool) -> None:
+        self.pool = pool
+        self.sends_code = sends_code
+        self._wanted = wanted
+
+    def prepare(self, launch: Launch) -> tuple[int, Launcher]:
+        """Part of `Placement`. Waits for the nodes."""
+        run = launch.run
+        run.clock.has_left(self.pool.slots_left)
+        with launch.stage("wait-for-nodes", self._wanted):
+            agents = self.pool.gather(
+                lambda: run.stopping.request is not None, on_activity=launch.note_activity
+            )
+        nodes = ", ".join(f"{agent.name} ({agent.slots} slots)" for agent in agents)
+        run.logger.info("the nodes of this launch: %s", nodes)
+        if self.sends_code and launch.code.archive is None:
+            raise LaunchError(
+                f"{launch.code.folder} holds no code that could be sent to the nodes: start the "
+                "run in the folder of its code, or mount that on every node (environment.code: "
+                "shared)"
+            )
+        code = NodeCode(launch.code.archive if self.sends_code else None, launch.code.folder)
+        launcher = NodeLauncher(agents, code, run.store.spec, _stored_object(run))
+        return self.pool.slots_of(agents), launcher
+
+    def leave_out(self, slots: int) -> bool:
+        """Part of `Placement`."""
+        return self.pool.leave_out(slots)
+
+    def has_trained(self) -> None:
+        """Part of `Placement`."""
+        self.pool.has_trained()
+
+    def retreat(self, why: str) -> bool:
+        """Part of `Placement`."""
+        return self.pool.retreat(why)
+
+    def leave(self, node: str, why: str) -> None:
+        """Part of `Placement`."""
+        self.pool.leave(node, why)
+
+    def watching(self, launch: Launch) -> AbstractContextManager[None]:
+        """Part of `Placement`."""
+        return self.pool.watching(launch.move_now, launch.move_at_checkpoint)
+
+
+def _stored_object(run: Run) -> str | None:
+    """The key of an object that the run has stored; None: it may have stored none yet."""
+    if run.fence is not None:
+        return layout.attempt_key(run.trial, run.fence.number)
+    has_claim = run.claim is not None and run.claim.is_written
+    return layout.claim_key(run.trial) if has_claim else None
+
+
+@contextmanager
+def place_ranks(
+    config: ExperimentConfig, run_dir: Path, announce: Callable[[str], None]
+) -> Iterator[Placement]:
+    """Where the ranks of a run start. At the end of the block they and their nodes are gone.
+
+    Args:
+        announce: told how nodes join, if people start them.
+
+    Raises:
+        ConfigError: the experiment cannot run on several machines.
+        LaunchError: the driver cannot listen for nodes.
+    """
+    provider = choose_provider(config)
+    preload = config.resources.preload
+    if provider is None:
+        modules = SCRIPT_MODULES if config.is_script else TRIAL_MODULES
+        with ForkServer(modules if preload else ()) as fork_server:
+            yield ThisMachine(fork_server)
+        return
+    what = ("script" if config.is_script else "trial") if preload else "none"
+    with on_nodes(config, provider, run_dir, announce, preload=what) as placement:
+        yield placement
+
+
+@contextmanager
+def on_nodes(
+    config: ExperimentConfig,
+    provider: NodeProvider,
+    run_dir: Path,
+    announce: Callable[[str], None],
+    *,
+    preload: str = "none",
+    same_versions: bool = True,
+) -> Iterator[OnNodes]:
+    """The nodes that a provider finds for a run. At the end of the block they are given back.
+
+    Args:
+        run_dir: where the token of a `JoinProvider` is written.
+        announce: told how nodes join, if people start them.
+        preload: what the agents' ranks import before they are forked, as in `agent_main.PRELOADS`.
+        same_versions: as for `Hub`.
+
+    Raises:
+        ConfigError: the experiment cannot run on several machines.
+        LaunchError: the driver cannot listen for nodes.
+    """
+    request = _request(config, provider)
+    token = _join_token(config, run_dir) if provider.name == JoinProvider.name else new_token()
+    resources = config.resources
+    channel = resources.channel
+    hub = Hub(
+        ListenAddress(channel.bind, channel.port_range, channel.advertise),
+        token,
+        slots_per_node=request.slots_per_node,
+        environment=config.rank_variables,
+        network=resources.network,
+        same_versions=same_versions,
+    )
+    with (
+        _deleted_at_end(config, provider, run_dir),
+        hub,
+        NodePool(
+            provider,
+            hub,
+            request,
+            token,
+            resources.max_wait_seconds,
+            resources.replace_seconds,
+            ("--preload", preload),
+        ) as pool,
+    ):
+        if provider.name == JoinProvider.name:
+            command = f"--driver {hub.address} --token-file {_token_path(config, run_dir)}"
+            announce(f"run this on each node: trialflow join {command}")
+        least = f"{request.min_slots} to " if request.min_slots < request.slots else ""
+        sends_code = config.environment.code != "shared"
+        yield OnNodes(pool, least + plural(request.slots, "slot"), sends_code)
+
+
+def announcer(logger: Logger, observer: Observer) -> Callable[[str], None]:
+    """Tells how nodes join, in the log and to the observer."""
+
+    def announce(how: str) -> None:
+        logger.info("%s", how)
+        observer.notice(how)
+
+    return announce
+
+
+def choose_provider(
+    config: ExperimentConfig, environment: Mapping[str, str] = os.environ
+) -> NodeProvider | None:
+    """What finds the run's nodes; None: the ranks start on this machine.
+
+    Raises:
+        ConfigError: the environment names an engine that there is not.
+    """
+    name: str = config.resources.engine
+    if name == "auto":  # it belongs to the place more than to the experiment
+        name = environment.get(ENGINE_VARIABLE) or _provider_here(environment)
+    if name == "join":
+        return JoinProvider()
+    if name == "ray":
+        return RayProvider(config.resources.ray.address, config.resources.ray.insecure)
+    if name == "slurm":
+        return SlurmProvider(environment)
+    if name != "local":
+        raise ConfigError(
+            f"the environment variable {ENGINE_VARIABLE} is {name!r}, expected local, join, ray "
+            "or slurm, as resources.engine"
+        )
+    return None
+
+
+def _provider_here(environment: Mapping[str, str]) -> str:
+    has_several = in_allocation(environment) and environment.get("SLURM_JOB_NUM_NODES") != "1"
+    return "slurm" if has_several else "local"
+
+
+def _request(config: ExperimentConfig, provider: NodeProvider) -> NodeRequest:
+    """The nodes that a run needs.
+
+    Raises:
+        ConfigError: the experiment does not say how many ranks; or its storage is no other
+            process's.
+    """
+    resources = config.resources
+    slots, min_slots, per_node = (
+        resources.max_slots, resources.min_slots, resources.slots_per_node,
+    )  # fmt: skip
+    if not isinstance(slots, int) or not isinstance(min_slots, int):
+        raise ConfigError(
+            f"resources.slots_per_trial: auto counts the accelerators of this machine; with "
+            f"resources.engine: {provider.name}, say how many slots the run needs on all machines "
+            "(--set resources.slots_per_trial=8)"
+        )
+    if config.checkpoint_storage.url.startswith("memory://"):
+        raise ConfigError(
+            "checkpoint_storage: memory:// is seen by this process alone, and not by the ranks of "
+            "other machines; use an object storage, or a folder that all machines mount"
+        )
+    return NodeRequest(
+        slots,
+        min_slots,
+        per_node if isinstance(per_node, int) else None,
+        on_cpu=resources.accelerator == "cpu",
+    )
+
+
+def _token_path(config: ExperimentConfig, run_dir: Path) -> Path:
+    given = config.resources.channel.token_file
+    return (given.expanduser() if given is not None else run_dir / JOIN_TOKEN).absolute()
+
+
+@contextmanager
+def _deleted_at_end(
+    config: ExperimentConfig, provider: NodeProvider, run_dir: Path
+) -> Iterator[None]:
+    """Delete the token in the run's folder when the run has ended."""
+    try:
+        yield
+    finally:
+        if provider.name == JoinProvider.name and config.resources.channel.token_file is None:
+            _token_path(config, run_dir).unlink(missing_ok=True)
+
+
+def _join_token(config: ExperimentConfig, run_dir: Path) -> str:
+    path = _token_path(config, run_dir)
+    if config.resources.channel.token_file is not None and path.exists():
+        return token_of_file(path)
+    return write_token(path)

@@ -1,0 +1,270 @@
+"""A run and its launches: what a run is given, what its ranks have said, and what came of it."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from trial_core.checkpoint.fencing import Fence
+from trial_core.checkpoint.manifest import Topology
+from trial_core.checkpoint.resume_point import ResumePoint
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.config import ExperimentConfig
+from trial_core.driver.observers import Observer
+from trial_core.errors import RankFailed
+from trial_core.ledger.run_clock import RunClock
+from trial_core.messages import AnyRequest, Result
+from trial_core.retention.claims import RunClaim
+from trial_core.run.choose_resume_point import resume_points
+from trial_core.run.stop_requests import StopHandler
+from trial_core.slots.slot_group import SlotGroup
+from trial_core.transfer.trial_code import TrialCode
+from trial_core.units import EpochLength
+
+R = TypeVar("R", bound=Result)
+Logger = logging.Logger | logging.LoggerAdapter[Any]
+
+
+HOW_TO_GO_ON = (
+    "to train it further, raise searcher.max_length; to begin a new trial, start a run without "
+    "`trial` (`trialflow train` without --resume)"
+)
+
+
+def _module_logger() -> Logger:
+    return logging.getLogger(__name__)
+
+
+@dataclass
+class Run:
+    """What a run is given. The same for all its launches.
+
+    Attributes:
+        config: the experiment.
+        trial: the trial's id.
+        run_dir: the trial's folder on this machine: logs, staged checkpoints, the report.
+        store: the trial's checkpoint storage.
+        observer: gets the run's events.
+        stopping: stop requests to this run.
+        claim: announces which checkpoints this run needs, so that they are not pruned. None: no
+            prune can come between.
+        fence: whether this run may still commit; None if no other run can take over the trial.
+        devices: environment variables that give the ranks this run's accelerators.
+        clock: measures what the run's slots do.
+        test_mode: whether to train and validate one batch, and keep no checkpoint.
+        has_metric: whether the experiment names a searcher metric; a script need not.
+        how_to_go_on: what to do with a trial that has reached its maximum length.
+        choose_resume_points: what the run may resume from, best first; None: its trial's
+            checkpoints, else the experiment's source.
+        find_logger: the log of the stage that the calling thread executes, else of the run.
+    """
+
+    config: ExperimentConfig
+    trial: str
+    run_dir: Path
+    store: CheckpointStore
+    observer: Observer = field(default_factory=Observer)
+    stopping: StopHandler = field(default_factory=lambda: StopHandler(0))
+    claim: RunClaim | None = None
+    fence: Fence | None = None
+    devices: Mapping[str, str] = field(default_factory=dict)
+    clock: RunClock = field(default_factory=RunClock)
+    test_mode: bool = False
+    has_metric: bool = True
+    how_to_go_on: str = HOW_TO_GO_ON
+    choose_resume_points: Callable[[], list[ResumePoint]] | None = None
+    find_logger: Callable[[], Logger] = _module_logger
+
+    def resume_points(self) -> list[ResumePoint]:
+        """What the run may resume from now, best first; at least one.
+
+        Raises:
+            Superseded: another run has taken over the trial.
+            StorageError: this is not the storage that the run began with: it may have none.
+        """
+        if self.choose_resume_points is not None:
+            points = self.choose_resume_points()
+        else:
+            points = resume_points(self.store, self.config, self.trial)
+        if self.fence is not None:  # afterwards: so it was the right storage then
+            self.fence.check(f"trial {self.trial} is not continued")
+        return points
+
+    @property
+    def metric(self) -> str | None:
+        """The name of the searcher metric; None: the run has none."""
+        return self.config.searcher.metric if self.has_metric else None
+
+    @property
+    def logger(self) -> Logger:
+        """The log of the stage that the calling thread executes, else of the run."""
+        return self.find_logger()
+
+
+@dataclass
+class RankAnswers:
+    """What the ranks of one launch have answered.
+
+    Attributes:
+        hooks: the callback hooks that the trial overrides, once it is built.
+        topology, versions, batch_samples: once the trial is built.
+        epoch: the length of an epoch, once the loaders are built; None if it is unknown.
+        metrics: the last ones of each kind.
+        validated: the metrics of the last validation, which may not be reported yet.
+        stop_requested: whether the trial has requested a stop.
+        writes_run_files: whether a rank writes files for TensorBoard.
+    """
+
+    hooks: frozenset[str] = frozenset()
+    topology: Topology | None = None
+    versions: dict[str, str] = field(default_factory=dict)
+    batch_samples: int = 0
+    epoch: EpochLength | None = None
+    metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
+    validated: dict[str, Any] = field(default_factory=dict)
+    stop_requested: bool = False
+    writes_run_files: bool = False
+
+
+@dataclass
+class LaunchProgress:
+    """What came of one launch so far.
+
+    Attributes:
+        can_save: whether a workload has begun. A stop request before that aborts the ranks.
+        end: the batch at which training ends, once it is known; 0: unknown.
+        has_trained: whether this launch has trained a batch.
+        batches_trained: where the last train-workload ended, or this launch began.
+        moves: why the ranks save and end now, to be launched on other nodes; None: they do not.
+        tensorboard_url: where the trial's files for TensorBoard are, once they are uploaded.
+    """
+
+    can_save: bool = False
+    end: int = 0
+    has_trained: bool = False
+    batches_trained: int = 0
+    moves: str | None = None
+    tensorboard_url: str | None = None
+
+
+class Launch:
+    """One launch of a run's ranks. Ranks that are launched again are another launch.
+
+    Attributes:
+        run: what the run is given.
+        code: the trial's code, which the ranks start in and checkpoints name.
+        attempt: a random id of this launch, stored as `Manifest.attempt`. The attempt of the run's
+            fence is the same for all launches.
+        slots: the ranks, once they are launched.
+        world_size: how many ranks this launch has; 0 before that is known.
+        script_events: what a script reports, and in the end its results.
+        answers: what the ranks have answered.
+        progress: what came of it so far.
+    """
+
+    slots: SlotGroup
+
+    def __init__(self, run: Run, code: TrialCode | None = None) -> None:
+        self.run = run
+        self.code = code or TrialCode(run.config.code)
+        self.attempt = uuid.uuid4().hex
+        self.world_size = 0
+        self.script_events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.answers = RankAnswers()
+        self.progress = LaunchProgress()
+        self._moves_at_checkpoint: str | None = None
+
+    def ask(
+        self,
+        request: AnyRequest,
+        expect: type[R],
+        stall_seconds: float | Literal["idle"] | None = "idle",
+    ) -> list[R]:
+        """Have every rank carry out a request; all results, in the order of ranks.
+
+        Args:
+            expect: the result type of this request.
+            stall_seconds: how long the ranks may make no progress; None: no limit. ``idle``: as for
+                stages that train no batch (`stopping.idle_timeout_seconds`).
+
+        Raises:
+            RankFailed, Stalled, Stopped: as `SlotGroup.request`.
+        """
+        if stall_seconds == "idle":
+            stall_seconds = self.run.config.stopping.idle_timeout_seconds
+        return self.slots.request(request, expect, stall_seconds=stall_seconds)
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether to save and end: the trial or a stop request asks for it, or the ranks move."""
+        is_asked = self.answers.stop_requested or self.run.stopping.request is not None
+        return is_asked or self.progress.moves is not None
+
+    def may_save(self) -> None:
+        """From now on, ranks that have to stop or move save first."""
+        self.progress.can_save = True
+        if self.progress.moves:
+            self.slots.stop()
+
+    def move_now(self, why: str) -> None:
+        """Have the ranks save and end, to be launched on other nodes. For any thread."""
+        if self.progress.moves is None:
+            self.progress.moves = why
+            self.run.clock.drains()
+            if self.progress.can_save:
+                self.run.logger.info("the run saves, to continue on other nodes: %s", why)
+                self.slots.stop()
+            else:
+                self.run.logger.info("the run continues on other nodes: %s", why)
+                self.slots.abort("nothing to save: training had not begun")
+
+    def move_at_checkpoint(self, why: str) -> None:
+        """As `move_now`, after the next checkpoint. For any thread."""
+        self.run.logger.info("%s: the run takes them after its next checkpoint", why)
+        self._moves_at_checkpoint = why
+
+    def has_saved(self, batches_trained: int) -> None:
+        """Note that a checkpoint is staged. The run may move now, if there is more to do."""
+        why, end = self._moves_at_checkpoint, self.progress.end
+        if why is not None and not (end and batches_trained >= end) and not self.should_stop:
+            self.move_now(why)
+
+    def note_batches(self, batches: int) -> None:
+        """Note that training has reached `batches`. Also called in the channel's thread."""
+        self._note_trained(batches)
+        self.run.clock.batches_trained(batches)
+        self.run.observer.batches_trained(batches)
+
+    def note_failure(self, failure: RankFailed) -> None:
+        """Note that a rank has raised, maybe after batches of a workload that has not ended."""
+        self._note_trained(failure.batches_trained or 0)
+
+    def _note_trained(self, batches: int) -> None:
+        progress = self.progress
+        progress.has_trained = progress.has_trained or batches > progress.batches_trained
+
+    def note_activity(self, text: str) -> None:
+        """Tell people what a stage does that takes long. Called in the channel's thread."""
+        self.run.logger.info("%s", text)
+        self.run.observer.stage_takes_long(text)
+
+    @contextmanager
+    def stage(self, name: str, detail: str) -> Iterator[None]:
+        """Report a stage's start and end to the observer, and count its time.
+
+        Args:
+            detail: of a hook's stage, begins with the hook's name.
+        """
+        observer = self.run.observer
+        observer.stage_started(name, detail)
+        began = time.monotonic()
+        with self.run.clock.in_stage(name, detail.partition(" ")[0]):
+            yield
+        observer.stage_ended(name, detail, time.monotonic() - began)

@@ -1,0 +1,292 @@
+"""The driver of a script whose ranks another program has started: a process beside rank 0.
+
+torchrun, `deepspeed`, srun, plain python or a notebook has started the ranks. Rank 0 starts this
+process (`trial_core/trainer/driver_process.py`) and writes an `Order` to its standard input. It
+gets back, as a line, the `Invitation` for all ranks, or the error that came first. Then the ranks
+join, and the driver drives them as any others. Only it cannot launch them again.
+
+Its log goes to rank 0, whose script decides where logs go. It ends with the run, and when rank 0,
+which holds its standard input, is gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from uuid import uuid4
+
+from trial_core.checkpoint.fencing import Fence
+from trial_core.checkpoint.resume_point import ResumePoint
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.config import ExperimentConfig
+from trial_core.decoding import decode
+from trial_core.driver.drive import (
+    Caller,
+    Driver,
+    Follow,
+    Resume,
+    Script,
+    drive_trial,
+    follow_run,
+)
+from trial_core.driver.failure_policy import FailurePolicy
+from trial_core.driver.follow_script import follow_fit
+from trial_core.driver.placement import Placement
+from trial_core.driver.run import Launch, Run
+from trial_core.driver.script_order import Order
+from trial_core.driver.stages import PLAIN_STAGES
+from trial_core.errors import ConfigError, TrialflowError
+from trial_core.messages import Abort, Invitation, Logged, encode
+from trial_core.report.live_report import REPORT
+from trial_core.run.choose_resume_point import resume_points
+from trial_core.run.known_storages import refuse_other_storage
+from trial_core.run.run_dirs import locked_run_dir, run_dir_of
+from trial_core.run.stop_requests import StopHandler
+from trial_core.slots.joined_launcher import JoinedLauncher
+from trial_core.slots.launcher import Launcher
+from trial_core.slots.listen_address import ListenAddress
+from trial_core.slots.rank_main import show_title
+from trial_core.storage.retrying import retry_storage
+from trial_core.transfer.checkpoint_source import copy_into, is_place, resume_manifest
+
+LATEST = "latest"
+NO_GRACE_SECONDS = 1e8
+"""Who stops a script decides how long to wait: a scheduler, a person."""
+RANK_0_GONE_SECONDS = 60.0
+"""How long the driver may take to write its report once rank 0 is gone."""
+
+HOW_TO_GO_ON = (
+    "to train it further, give fit a greater max_length; to begin a new trial, leave out "
+    "latest_checkpoint"
+)
+
+logger = logging.getLogger("trial_core.driver")
+
+
+class JoiningRanks(Placement):
+    """The ranks of a script, which join. The driver's log goes to them."""
+
+    def __init__(self, order: Order, listen: ListenAddress, log: ForwardedLog) -> None:
+        self._order = order
+        self._listen = listen
+        self._log = log
+
+    def prepare(self, launch: Launch) -> tuple[int, Launcher]:
+        """Part of `Placement`."""
+        listen = self._listen if self._order.has_other_machines else None
+        return self._order.world_size, JoinedLauncher(_answer, listen)
+
+    def watching(self, launch: Launch) -> AbstractContextManager[None]:
+        """Part of `Placement`."""
+        return self._log.sent_to(launch)
+
+
+class ForwardedLog(logging.Handler):
+    """Sends log lines to rank 0; before the ranks have joined it keeps them.
+
+    After they have left, lines go to standard error, which is rank 0's.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._launch: Launch | None = None
+        self._waiting: list[Logged] | None = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Part of `logging.Handler`."""
+        try:
+            self._forward(record)
+        except Exception:  # noqa: BLE001 - as other handlers: a line that cannot be sent ends no run
+            self.handleError(record)
+
+    def _forward(self, record: logging.LogRecord) -> None:
+        line = Logged(level=record.levelno, text=self.format(record))
+        if self._launch is not None:
+            self._launch.slots.tell(line)
+        elif self._waiting is not None:
+            self._waiting.append(line)
+        else:
+            print(line.text, file=sys.stderr, flush=True)
+
+    @contextmanager
+    def sent_to(self, launch: Launch) -> Iterator[None]:
+        """Send lines to the ranks during the block, first those that were kept."""
+        kept, self._waiting = self._waiting, None
+        for line in kept or ():
+            launch.slots.tell(line)
+        self._launch = launch
+        try:
+            yield
+        finally:
+            self._launch = None
+
+    def flush_kept(self) -> None:
+        """Write lines that no rank has got to standard error."""
+        kept, self._waiting = self._waiting, None
+        for line in kept or ():
+            print(line.text, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    """Drive the ranks of the order on standard input, until the run ends."""
+    show_title("trialflow: driver")
+    line = sys.stdin.buffer.readline()
+    if not line:
+        return  # the script has ended without an order
+    threading.Thread(target=_end_after_rank_0, daemon=True).start()
+    log = ForwardedLog()
+    ours = logging.getLogger("trial_core")
+    ours.setLevel(logging.INFO)
+    ours.addHandler(log)
+    try:
+        carry_out(decode(line, Order), log)
+    except TrialflowError as error:
+        _answer(Abort.of(error))  # if the ranks were invited, they know it already
+        sys.exit(1)
+    finally:
+        log.flush_kept()
+
+
+def carry_out(order: Order, log: ForwardedLog) -> None:
+    """Drive a script's ranks.
+
+    Raises:
+        TrialflowError: the run has failed, or could not begin.
+    """
+    # Its ranks cannot be launched again.
+    config = ExperimentConfig.from_mapping(order.experiment)
+    config = config.model_copy(update={"max_restarts": 0})
+    storage = config.checkpoint_storage
+    store = CheckpointStore(storage.url, storage.options)
+    if store.is_process_local:
+        raise ConfigError(
+            f"checkpoint_storage: {store.url} is in the memory of one process, and the driver of a "
+            "script is another process; use a folder that all ranks see, or an object storage"
+        )
+    points = first_points(store, config, order.latest_checkpoint)
+    found = points[0].checkpoint if points[0].restore == "everything" else None
+    trial = order.new_trial if found is None else found.trial
+    channel = config.resources.channel
+    listen = ListenAddress(channel.bind, channel.port_range, channel.advertise)
+    follow, placement = _follow(order), JoiningRanks(order, listen, log)
+    with StopHandler(NO_GRACE_SECONDS) as stopping:
+        if order.test_mode:
+            _try(config, trial, store, points, stopping, placement, follow, order)
+            return
+        script = Script(
+            placement,
+            follow,
+            has_metric=order.has_metric,
+            how_to_go_on=HOW_TO_GO_ON,
+            resume_points=_fixed(order.latest_checkpoint, points),
+            has_code=order.has_code,
+        )
+        logger.info("trial %s; its report: %s", trial, run_dir_of(trial) / REPORT)
+        caller = Caller(
+            attempt=uuid4().hex,
+            stopping=stopping,
+            find_logger=lambda: logger,
+            # The storage need not know the trial of a checkpoint in another place.
+            is_new=True if found is None else None,
+            take_over=order.take_over,
+            script=script,
+        )
+        drive_trial(config, trial, caller)
+
+
+def first_points(
+    store: CheckpointStore, config: ExperimentConfig, latest_checkpoint: str | None
+) -> list[ResumePoint]:
+    """What a run may resume from, before it has taken its trial over; at least one.
+
+    Raises:
+        CheckpointNotFound: there is no such checkpoint.
+        StorageError: there is none in a storage that has been replaced, or is not mounted.
+    """
+    if latest_checkpoint is not None and latest_checkpoint != LATEST:
+        of_place = is_place(latest_checkpoint)
+        found = (resume_manifest if of_place else CheckpointStore.open)(store, latest_checkpoint)
+        return [ResumePoint.continuing(found)]
+    trial = None
+    if latest_checkpoint == LATEST and (trial := store.newest_trial(config.name)) is None:
+        refuse_other_storage(store)
+    return resume_points(store, config, trial)
+
+
+def _fixed(latest_checkpoint: str | None, points: list[ResumePoint]) -> Resume | None:
+    """How to choose the resume points of a checkpoint that the script names; None: the run does.
+
+    A checkpoint in another place is copied to the run's own storage.
+    """
+    if latest_checkpoint is None or latest_checkpoint == LATEST:
+        return None
+    place = latest_checkpoint
+
+    def choose(store: CheckpointStore, fence: Fence | None) -> list[ResumePoint]:
+        if not is_place(place):
+            return points
+        return [ResumePoint.continuing(retry_storage(lambda: copy_into(store, place, fence)))]
+
+    return choose
+
+
+def _follow(order: Order) -> Follow:
+    """Trains on the ranks of the script: as its `fit` asks, or by its own loop."""
+    if (fit := order.fit) is None:
+        return follow_run
+    return lambda launch, stages, uploads: follow_fit(launch, stages, uploads, fit, None)
+
+
+def _try(
+    config: ExperimentConfig,
+    trial: str,
+    store: CheckpointStore,
+    points: list[ResumePoint],
+    stopping: StopHandler,
+    placement: Placement,
+    follow: Follow,
+    order: Order,
+) -> None:
+    """Train one batch in test mode: nothing is claimed, reported or stored."""
+    fixed = _fixed(order.latest_checkpoint, points)
+    with locked_run_dir(trial) as run_dir:
+        run = Run(
+            config,
+            trial,
+            run_dir,
+            store,
+            stopping=stopping,
+            test_mode=True,
+            has_metric=order.has_metric,
+            choose_resume_points=None if fixed is None else lambda: fixed(store, None),
+            find_logger=lambda: logger,
+        )
+        policy = FailurePolicy(placement, 0)
+        Driver(run, PLAIN_STAGES, placement, policy, follow, has_code=False).drive()
+
+
+def _answer(message: Invitation | Abort) -> None:
+    """Give rank 0 its line; only the first one is read, and rank 0 may be gone."""
+    with suppress(BrokenPipeError):
+        os.write(sys.stdout.fileno(), _line_of(message))
+
+
+def _line_of(message: Invitation | Abort) -> bytes:
+    """A message as a line of text."""
+    return encode(message).hex().encode() + b"\n"
+
+
+def _end_after_rank_0() -> None:
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    time.sleep(RANK_0_GONE_SECONDS)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

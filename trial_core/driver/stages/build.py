@@ -1,0 +1,155 @@
+"""build-trial, attach-trial, fetch-checkpoint, build-loaders: prepare the ranks for training."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trial_core.checkpoint.manifest import Manifest
+from trial_core.checkpoint.resume_point import Restore, ResumePoint
+from trial_core.driver.run import Launch
+from trial_core.errors import CheckpointDamaged, StorageError
+from trial_core.messages import (
+    AttachTrial,
+    BuildLoadersAndRestore,
+    BuildTrial,
+    FetchCheckpoint,
+    Fetched,
+    ReadyToTrain,
+    TrialBuilt,
+)
+from trial_core.text_format import plural, ranks_by_node
+from trial_core.transfer.fetch import fetch_files
+from trial_core.units import EpochLength
+
+logger = logging.getLogger(__name__)
+
+
+def build_trial(launch: Launch) -> None:
+    """Construct the user's trial, with its models and optimizers, on every rank."""
+    run = launch.run
+    with launch.stage("build-trial", ""):
+        request = BuildTrial(
+            trial=run.trial,
+            experiment=run.config.model_dump(mode="json"),
+            run_dir=str(run.run_dir),
+            storage=run.store.spec,
+        )
+        note_built(launch, launch.ask(request, TrialBuilt))
+    nodes = launch.slots.nodes
+    if len(set(nodes)) > 1:
+        run.logger.info("%s", ranks_by_node(nodes))
+    run.observer.ranks_placed(nodes)
+
+
+def attach_trial(launch: Launch) -> None:
+    """Take over the trial of a script whose ranks are in `Trainer.fit`, or will be."""
+    run = launch.run
+    with launch.stage("attach-trial", ""):
+        request = AttachTrial(trial=run.trial, run_dir=str(run.run_dir), storage=run.store.spec)
+        note_built(launch, launch.ask(request, TrialBuilt))
+
+
+def note_built(launch: Launch, ranks: Sequence[TrialBuilt]) -> None:
+    """Note what every rank has said of its trial."""
+    answers, built = launch.answers, ranks[0]
+    answers.hooks = frozenset(hook for rank in ranks for hook in rank.hooks)  # callbacks may differ
+    answers.topology, answers.versions = built.topology, built.versions
+    answers.batch_samples = built.batch_samples
+    _warn_of_another_batch_size(launch.run.config.hyperparameters, built)
+    launch.run.logger.info("trial %s on %s", launch.run.trial, _describe(built))
+
+
+def _warn_of_another_batch_size(hyperparameters: Mapping[str, Any], built: TrialBuilt) -> None:
+    """Warn if ranks cannot share ``global_batch_size`` equally, and a batch has other samples."""
+    wanted, ranks = hyperparameters.get("global_batch_size"), built.topology.data_parallel_size
+    has_remainder = isinstance(wanted, int) and wanted % ranks != 0
+    if has_remainder and built.batch_samples not in (0, wanted):
+        logger.warning(
+            "hyperparameters.global_batch_size is %d, but a batch on %s has %d samples; choose a "
+            "number that the ranks can share equally",
+            wanted, plural(ranks, "data-parallel rank"), built.batch_samples,
+        )  # fmt: skip
+
+
+def _describe(built: TrialBuilt) -> str:
+    """``4 ranks (2 data-parallel, 2 pipeline stages, ZeRO stage 1), 16 samples a batch``.
+
+    Leaves out what the trial does not use or does not say.
+    """
+    topology = built.topology
+    parts = [
+        f"{topology.data_parallel_size} data-parallel",
+        f"{topology.pipeline_parallel_size} pipeline stages",
+        f"{topology.model_parallel_size} model-parallel",
+    ]
+    shown = [part for part in parts if not part.startswith("1 ")]
+    if topology.is_state_divided:
+        shown.append(topology.state_division)
+    ranks = plural(topology.world_size, "rank") + (f" ({', '.join(shown)})" if shown else "")
+    if not built.batch_samples:
+        return ranks
+    return f"{ranks}, {plural(built.batch_samples, 'sample')} a batch"
+
+
+def fetch_checkpoint(
+    launch: Launch, manifest: Manifest, restore: Restore = "everything"
+) -> str | None:
+    """Fetch and verify a checkpoint. Return what is damaged; None if it is intact.
+
+    Args:
+        restore: how much of it will be restored.
+
+    Raises:
+        StorageError: the storage failed. A retry fetches only the missing files.
+    """
+    with launch.stage("fetch-checkpoint", f"@{manifest.progress.batches_trained}"):
+        damage = _fetch(launch, manifest, restore)
+    if damage:
+        launch.run.logger.error("checkpoint %s cannot be used: %s", manifest.uuid, damage)
+    return damage
+
+
+def _fetch(launch: Launch, manifest: Manifest, restore: Restore) -> str | None:
+    run = launch.run
+    if run.store.is_process_local:
+        # Only this process sees that storage. It fetches the files to where the ranks look.
+        try:
+            folder = run.run_dir / "restored" / manifest.uuid
+            fetch_files(run.store, manifest.uuid, manifest.files, folder)
+        except CheckpointDamaged as damage:
+            return str(damage)
+        return None
+    request = FetchCheckpoint(
+        uuid=manifest.uuid,
+        files=manifest.files,
+        saved_by=manifest.topology,
+        restore=restore,
+    )
+    fetched = launch.ask(request, Fetched)
+    for rank, result in enumerate(fetched):
+        if result.problem:
+            raise StorageError(
+                f"rank {rank}: checkpoint {manifest.uuid} cannot be fetched: {result.problem}"
+            )
+    return next((result.damage for result in fetched if result.damage), None)
+
+
+def build_loaders(launch: Launch, point: ResumePoint) -> EpochLength | None:
+    """Build the loaders and restore the checkpoint. Return the length of an epoch."""
+    begin = point.progress.batches_trained
+    launch.progress.batches_trained = begin
+    launch.run.clock.starts_at(begin)
+    with launch.stage("build-loaders", f"@{begin}"):
+        request = BuildLoadersAndRestore(
+            batches_trained=begin,
+            checkpoint=point.uuid,
+            restore=point.restore,
+            saved_by=point.saved_by,
+            validation_limit=1 if launch.run.test_mode else None,
+        )
+        ranks = launch.ask(request, ReadyToTrain)
+        launch.run.clock.count_as("restore", max(rank.restore_seconds for rank in ranks))
+    launch.answers.epoch = ranks[0].epoch
+    return launch.answers.epoch

@@ -1,0 +1,24 @@
+"""callbacks: one stage per hook, so that the run shows how long each hook takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trial_core.driver.run import Launch
+from trial_core.messages import HookDone, RunHook
+
+
+def callbacks(launch: Launch, hook: str, batches_trained: int, arguments: dict[str, Any]) -> None:
+    """Call one hook of every callback, on every rank.
+
+    After on_validation_end, `RankAnswers.validated` has the metrics as the callbacks have left
+    them.
+
+    Args:
+        arguments: those of the hook's arguments that the driver knows; the ranks add the rest.
+    """
+    with launch.stage("callbacks", f"{hook} @{batches_trained}"):
+        results = launch.ask(RunHook(hook=hook, arguments=arguments), HookDone)
+    launch.answers.stop_requested |= any(result.stop_requested for result in results)
+    if results[0].metrics is not None:
+        launch.answers.validated = results[0].metrics

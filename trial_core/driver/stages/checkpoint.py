@@ -1,0 +1,132 @@
+"""checkpoint-save, checkpoint-upload and checkpoint-prune: the stages of a checkpoint.
+
+The first takes a snapshot, and training waits for it. The second uploads the staged files and
+commits the manifest, and the third deletes what no rule keeps, both beside training.
+"""
+
+from __future__ import annotations
+
+import uuid as uuids
+from pathlib import Path
+
+from trial_core.checkpoint.fencing import Fence
+from trial_core.checkpoint.manifest import FileEntry, Manifest
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.driver.run import Launch, Logger
+from trial_core.errors import CheckpointError, SlotsError, StorageError
+from trial_core.messages import (
+    Done,
+    PersistCheckpoint,
+    Persisted,
+    ReleaseStaging,
+    SaveCheckpoint,
+    Saved,
+)
+from trial_core.retention.policy import RetentionPolicy
+from trial_core.retention.pruning import prune_trial
+from trial_core.run.sequencer import Progress
+from trial_core.text_format import plural, size
+from trial_core.transfer.staged_checkpoint import StagedCheckpoint
+from trial_core.transfer.trial_code import upload_code
+from trial_core.transfer.upload import prefix_rank, upload_files
+
+
+def sweep_leftovers(store: CheckpointStore, trial: str, fence: Fence, logger: Logger) -> None:
+    """Delete what dead attempts at the trial have stored and never committed.
+
+    A storage failure is a warning: the next run tries again.
+
+    Raises:
+        Superseded: another run has taken the trial over.
+    """
+    try:
+        for swept in store.sweep(trial, fence):
+            logger.info("deleted leftovers of a dead attempt: %s", swept)
+    except StorageError as error:
+        logger.warning("leftovers of dead attempts are not deleted: %s", error)
+
+
+def checkpoint_save(launch: Launch, progress: Progress) -> StagedCheckpoint:
+    """Stage a checkpoint on every rank. Training may continue when this returns."""
+    uuid, answers = str(uuids.uuid4()), launch.answers
+    with launch.stage("checkpoint-save", f"@{progress.batches_trained}"):
+        saved = launch.ask(SaveCheckpoint(uuid=uuid), Saved)
+    answers.writes_run_files |= any(rank.writes_run_files for rank in saved)
+    answers.stop_requested |= any(rank.stop_requested for rank in saved)
+    folders = tuple(rank.staging for rank in saved)
+    return StagedCheckpoint.now(uuid, progress, answers.metrics, folders)
+
+
+def checkpoint_upload(launch: Launch, staged: StagedCheckpoint) -> Manifest:
+    """Upload what every rank has staged, then commit. Runs beside training.
+
+    Raises:
+        StorageError: the storage failed on a rank or here. The staged files are still there.
+        CheckpointError: ranks wrote different files under one name, or a rank's files cannot be
+            part of a checkpoint. A retry would not help.
+        Superseded: another run has taken over the trial.
+    """
+    run, answers = launch.run, launch.answers
+    if answers.topology is None:
+        raise SlotsError("a checkpoint is saved only after the trial was built")
+    with launch.stage("checkpoint-upload", f"@{staged.progress.batches_trained}"):
+        run.store.announce_upload(run.trial, staged.uuid, launch.attempt, run.fence)
+        code = upload_code(run.store, staged.uuid, launch.code.archive)
+        manifest = staged.manifest(
+            _upload(launch, staged),
+            trial=run.trial,
+            attempt=launch.attempt,
+            config=run.config,
+            topology=answers.topology,
+            versions=answers.versions,
+            epoch=answers.epoch,
+            code=code,
+        )
+        run.store.commit(manifest, run.fence)
+        # Before the next request: the checkpoint is committed, even if that request fails.
+        run.observer.checkpoint_committed(
+            manifest.uuid, manifest.progress.batches_trained, manifest.total_bytes
+        )
+        launch.ask(ReleaseStaging(uuid=staged.uuid), Done, stall_seconds=None)
+    run.logger.info(
+        "checkpoint %s committed: %s, %s",
+        manifest.uuid, plural(len(manifest.all_files), "file"), size(manifest.total_bytes),
+    )  # fmt: skip
+    return manifest
+
+
+def checkpoint_prune(launch: Launch, policy: RetentionPolicy, batches_trained: int) -> None:
+    """Delete the checkpoints of the run's trial that its experiment does not keep."""
+    run = launch.run
+    prune_trial(
+        run.store, policy, run.config.name, run.trial, run.logger, run.observer.checkpoint_deleted
+    )
+
+
+def _upload(launch: Launch, staged: StagedCheckpoint) -> dict[int, list[FileEntry]]:
+    """Upload a staged checkpoint; return each rank's files."""
+    if launch.run.store.is_process_local:
+        # Only this process sees that storage, so it uploads the files itself.
+        return {
+            rank: upload_files(launch.run.store, staged.uuid, Path(folder), rank)
+            for rank, folder in enumerate(staged.folders)
+        }
+    request = PersistCheckpoint(uuid=staged.uuid)
+    persisted = launch.ask(request, Persisted, _upload_stall_seconds(launch))
+    for rank, result in enumerate(persisted):
+        if result.problem:
+            raise StorageError(prefix_rank(rank, result.problem))
+        if result.mistake:
+            raise CheckpointError(prefix_rank(rank, result.mistake))
+    return {rank: result.files for rank, result in enumerate(persisted)}
+
+
+def _upload_stall_seconds(launch: Launch) -> float | None:
+    """The stall timeout of the upload request; None: no limit.
+
+    Each rank detects a hung persister itself, within `checkpointing.stall_timeout_seconds`. This
+    timeout is longer. It detects a rank that is stopped, or that hangs outside the transfer.
+    """
+    silence = launch.run.config.stopping.idle_timeout_seconds
+    transfer = launch.run.config.checkpointing.stall_timeout_seconds
+    return None if silence is None or transfer is None else silence + transfer

@@ -1,0 +1,87 @@
+"""run-script: lets a script run until it stores a checkpoint, calls `Trainer.fit`, or ends."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from trial_core.driver.run import Launch
+from trial_core.errors import SlotsError
+from trial_core.messages import (
+    CheckpointWritten,
+    FitBegun,
+    MetricsReported,
+    RunScript,
+    ScriptEnded,
+    ScriptEvent,
+)
+from trial_core.run.script_progress import ScriptProgress
+from trial_core.text_format import metrics_line
+
+WhatHappened = CheckpointWritten | FitBegun | list[ScriptEnded]
+"""What a script waits for, or how it has ended on each rank."""
+
+
+class RunningScript:
+    """A script that runs on all ranks."""
+
+    def __init__(self, launch: Launch, request: RunScript) -> None:
+        self._launch = launch
+        self._request = request
+        self._happened = launch.script_events
+        self._thread = threading.Thread(target=self._wait, name="run-script", daemon=True)
+
+    def start(self) -> None:
+        """Start the script. Returns at once."""
+        self._thread.start()
+
+    def next_event(self) -> ScriptEvent | list[ScriptEnded]:
+        """Wait for what the script does next: its rank 0 reports, or all ranks have ended.
+
+        Raises:
+            RankFailed: the script raised, or exited with another code than 0.
+            Stalled, Stopped: as for any request.
+        """
+        event: ScriptEvent | list[ScriptEnded] | SlotsError = self._happened.get()
+        if isinstance(event, SlotsError):
+            raise event
+        return event
+
+    def _wait(self) -> None:
+        try:
+            self._happened.put(self._launch.ask(self._request, ScriptEnded))
+        except SlotsError as error:
+            self._happened.put(error)
+
+
+def run_script(
+    launch: Launch, script: RunningScript, progress: ScriptProgress, begin: int
+) -> WhatHappened:
+    """Let the script run on from step `begin`, and note what it reports.
+
+    Returns:
+        The checkpoint that it has written, or the fit that it has begun, which it waits for; or how
+        it ended on each rank.
+    """
+    began = time.monotonic()
+    with launch.stage("run-script", f"[{begin}→]"):
+        while isinstance(event := script.next_event(), MetricsReported):
+            _note(launch, progress, event)
+        if isinstance(event, CheckpointWritten):
+            launch.run.clock.batches_trained(event.steps_completed)
+        elif isinstance(event, FitBegun):  # until now the script has constructed its trial
+            launch.run.clock.count_as("build", time.monotonic() - began)
+    return event
+
+
+def _note(launch: Launch, progress: ScriptProgress, event: MetricsReported) -> None:
+    run, at = launch.run, launch.progress
+    kind, steps, metrics = event.kind, event.steps_completed, event.metrics
+    mistake = progress.reported(kind, steps, metrics)
+    at.has_trained = at.has_trained or steps > at.batches_trained
+    at.batches_trained = steps
+    run.clock.batches_trained(steps)
+    run.logger.info("%s metrics at %d: %s", kind, steps, metrics_line(metrics))
+    run.observer.metrics_reported(kind, steps, metrics)
+    if mistake is not None:
+        run.logger.warning("no checkpoint counts as the best: %s", mistake)

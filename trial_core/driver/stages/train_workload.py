@@ -1,0 +1,43 @@
+"""train-workload: trains up to a batch.
+
+The whole route of a stop: `trial_core/run/stop_requests.py`.
+"""
+
+from __future__ import annotations
+
+from trial_core.driver.run import Launch
+from trial_core.messages import TrainBatches, Trained
+from trial_core.text_format import metrics_line, training_speed
+
+
+def train_workload(launch: Launch, begin: int, until: int) -> int:
+    """Train from batch `begin` to `until`, or less far if the run is asked to stop.
+
+    Returns:
+        How many batches are then trained in all.
+    """
+    run, answers = launch.run, launch.answers
+    with launch.stage("train-workload", f"[{begin}→{until}]"):
+        stall_seconds = run.config.stopping.stall_timeout_seconds
+        results = launch.ask(TrainBatches(until=until), Trained, stall_seconds)
+        reached = results[0].batches_trained
+        run.clock.batches_trained(reached)
+    answers.stop_requested |= any(result.stop_requested for result in results)
+    if reached == begin:
+        return reached
+    launch.progress.has_trained = True
+    launch.progress.batches_trained = reached
+    answers.metrics["training"] = results[0].metrics
+    seconds = max(result.seconds for result in results)
+    run.logger.info(
+        "trained [%d→%d] at %s: %s",
+        begin, reached, training_speed(reached - begin, answers.batch_samples, seconds),
+        metrics_line(results[0].metrics),
+    )  # fmt: skip
+    run.observer.training_timed(
+        begin, reached, seconds,
+        [rank.data_seconds for rank in results], [rank.forward_seconds for rank in results],
+    )  # fmt: skip
+    run.observer.learning_rates_read(reached, results[0].learning_rates)
+    run.observer.metrics_reported("training", reached, results[0].metrics)
+    return reached

@@ -1,0 +1,50 @@
+"""validate: validates on the whole set, each rank on its shard. check-metrics: one batch, before.
+
+The names of the metrics are learnt from it, so that a missing searcher metric is found in time.
+"""
+
+from __future__ import annotations
+
+from trial_core.driver.run import Launch
+from trial_core.messages import MetricsNamed, NameMetrics, RunValidation, Validated
+from trial_core.run.searcher_metric import searcher_metric, with_single_number
+from trial_core.text_format import metrics_line
+
+
+def check_metrics(launch: Launch) -> list[str] | None:
+    """The names of the validation metrics; None if one batch does not tell them."""
+    with launch.stage("check-metrics", ""):
+        return launch.ask(NameMetrics(), MetricsNamed)[0].names
+
+
+def validate(launch: Launch, batches_trained: int) -> bool:
+    """Validate. Return False if a stop request ended it early."""
+    run, answers = launch.run, launch.answers
+    with launch.stage("validate", f"@{batches_trained}"):
+        stall_seconds = run.config.stopping.stall_timeout_seconds
+        results = launch.ask(RunValidation(), Validated, stall_seconds)
+    answers.stop_requested |= any(result.stop_requested for result in results)
+    if results[0].is_broken_off:
+        why = run.stopping.request or launch.progress.moves or "as the trial asked"
+        run.logger.info("validation at %d ended early: %s", batches_trained, why)
+        return False
+    answers.validated = results[0].metrics
+    return True
+
+
+def report_validation(launch: Launch, batches_trained: int) -> float | None:
+    """Report the metrics of a finished validation, once its hooks have run.
+
+    Returns:
+        The searcher metric; None: the run has none.
+
+    Raises:
+        TrialError: the trial does not report the searcher metric.
+    """
+    run, answers = launch.run, launch.answers
+    metrics = with_single_number(answers.validated, run.metric)
+    run.logger.info("validated at %d: %s", batches_trained, metrics_line(metrics))
+    run.observer.metrics_reported("validation", batches_trained, metrics)
+    value = None if run.metric is None else searcher_metric(metrics, run.metric)
+    answers.metrics["validation"] = metrics  # only now: without its metric it is no validation
+    return value

@@ -1,0 +1,247 @@
+"""`PyTorchTrialAdapter`: the `TrialAdapter` of a `PyTorchTrial`."""
+
+from __future__ import annotations
+
+import collections
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trial_core.accelerator import (
+    accelerator_rng_state,
+    has_accelerator,
+    restore_accelerator_rng,
+)
+from trial_core.checkpoint.manifest import FileEntry, Topology
+from trial_core.checkpoint.resume_point import Restore
+from trial_core.controller.rank_state import STATE_FOLDER
+from trial_core.controller.safe_load import Reader
+from trial_core.errors import TrialError
+from trial_core.pytorch.callback import PyTorchCallback
+from trial_core.pytorch.context import PyTorchTrialContext
+from trial_core.pytorch.distributed_model import broadcast_buffers
+from trial_core.pytorch.metric_reduction import Reducer
+from trial_core.pytorch.pytorch_state import (
+    GRADIENTS,
+    GRADIENTS_FOLDER,
+    MODELS,
+    OPTIMIZERS,
+    STATE_FILE,
+    load_gradients,
+    load_models,
+    load_state,
+    read_state,
+    state_of,
+    write_gradients,
+    write_state,
+)
+from trial_core.pytorch.sharded_model import is_sharded, mesh_shape, reshard
+from trial_core.pytorch.sharded_state import files_of_parts
+from trial_core.pytorch.trial import PyTorchTrial
+from trial_core.transfer.memory_files import MemoryFiles
+
+
+class PyTorchTrialAdapter:
+    """Drives a `PyTorchTrial`; `TrialAdapter` documents the members.
+
+    Collective: every rank constructs one.
+
+    Raises:
+        TrialError: the trial wrapped no model or no optimizer, or cannot be validated.
+    """
+
+    checkpoint_classes = (collections.Counter, collections.defaultdict)
+    chief_hooks = frozenset({"on_checkpoint_write_end", "on_checkpoint_end"})
+    micro_batches_per_batch = 1
+    micro_batches_per_evaluation = 1
+    pads_evaluation = True
+    reports_metrics = True
+    needs_data = True
+
+    def __init__(self, trial: PyTorchTrial, context: PyTorchTrialContext) -> None:
+        name = type(trial).__name__
+        for kind, wrapped in (("model", context.models), ("optimizer", context.optimizers)):
+            if not wrapped:
+                raise TrialError(
+                    f"{name}.__init__ wrapped no {kind}; pass each one to context.wrap_{kind}"
+                )
+        self._trial = trial
+        self._context = context
+        self.callbacks: Mapping[str, PyTorchCallback] = trial.build_callbacks()
+        self.reducers = context.reducers
+        self.data_parallel_rank = context.distributed.get_rank()
+        self.data_parallel_size = context.distributed.get_size()
+        averages = context.run_info.optimizations.average_training_metrics
+        self.reports_training_metrics = averages or self.data_parallel_rank == 0
+        self.batch_samples = _batch_samples(context)
+        self.requires_reproducible_loaders = context.reproducible_loaders
+        is_any_sharded = any(map(is_sharded, context.models))
+        self.evaluates_in_lockstep = is_any_sharded and self.data_parallel_size > 1
+        self.whole_models: Sequence[Any] = [] if is_any_sharded else context.models
+        self.evaluates_full_dataset = _evaluates_full_dataset(trial, self.evaluates_in_lockstep)
+        self._train_batch = _by_name_or_position(trial.train_batch)
+        self._evaluate_batch = _by_name_or_position(trial.evaluate_batch)
+        self._has_buffers = any(True for model in context.models for _ in model.buffers())
+
+    def training_loader(self) -> Any:
+        return self._trial.build_training_data_loader()
+
+    def validation_loader(self) -> Any:
+        return self._trial.build_validation_data_loader()
+
+    def train_batch(
+        self, micro_batches: Iterator[Any] | None, epoch_idx: int, batch_idx: int
+    ) -> list[Any]:
+        batch = self._next(micro_batches)
+        self._share_buffers()
+        with self._context.training_batch():
+            metrics = self._train_batch(
+                {"batch": batch, "epoch_idx": epoch_idx, "batch_idx": batch_idx}
+            )
+        return [metrics]
+
+    def learning_rates(self) -> list[float | None]:
+        return [float(each.param_groups[0]["lr"]) for each in self._context.optimizers]
+
+    def evaluate_batch(self, micro_batches: Iterator[Any] | None, batch_idx: int) -> Any:
+        batch = self._next(micro_batches)
+        with self._context.precision.autocast():
+            return self._evaluate_batch({"batch": batch, "batch_idx": batch_idx})
+
+    def evaluate_full_dataset(self, loader: Any) -> Any:
+        with self._context.precision.autocast():
+            return self._trial.evaluate_full_dataset(loader)
+
+    def evaluation_reducer(self) -> Reducer | Mapping[str, Reducer]:
+        return self._trial.evaluation_reducer()
+
+    def set_training(self, training: bool) -> None:
+        if not training:
+            self._share_buffers()  # ranks may call the models a different number of times
+        for model in self._context.models:
+            model.train(training)
+            if training:
+                reshard(model)
+
+    def accelerator_rng_state(self) -> dict[str, Any]:
+        return accelerator_rng_state()
+
+    def restore_accelerator_rng(self, states: Mapping[str, Any]) -> None:
+        restore_accelerator_rng(states)
+
+    def hook_state(self) -> dict[str, Any]:
+        return state_of(self._context)
+
+    def read_hook_state(self, folder: Path, reader: Reader) -> dict[str, Any]:
+        return read_state(folder, reader, (MODELS, OPTIMIZERS), self._context)
+
+    @property
+    def rehearses_save(self) -> bool:
+        return has_accelerator()
+
+    def save(
+        self,
+        folder: Path,
+        memory_files: MemoryFiles,
+        reader: Reader,
+        hook_state: Mapping[str, Any],
+    ) -> None:
+        write_state(self._context, folder, memory_files, reader, hook_state)
+        write_gradients(self._context, folder, memory_files)
+
+    def load(
+        self, folder: Path, reader: Reader, hook_state: Mapping[str, Any], reshape: bool = False
+    ) -> None:
+        load_state(self._context, hook_state)
+        load_gradients(self._context, folder, reader)
+
+    def load_weights(self, folder: Path, reader: Reader) -> None:
+        load_models(self._context, read_state(folder, reader, (MODELS,), self._context))
+
+    def files_read(
+        self, files: list[FileEntry], saved_by: Topology, restore: Restore, ranks: Sequence[int]
+    ) -> list[FileEntry]:
+        folders = {"everything": (STATE_FOLDER, GRADIENTS_FOLDER), "state": (STATE_FOLDER,)}
+        kinds = {"everything": (MODELS, OPTIMIZERS, GRADIENTS), "state": (MODELS, OPTIMIZERS)}
+        read = {STATE_FILE, *folders.get(restore, ())}
+        keeps_parts = saved_by.spreads_like(self.topology())
+        shards = files_of_parts(
+            files, kinds.get(restore, (MODELS,)), ranks if keeps_parts else None
+        )
+        return [each for each in files if each.path.partition("/")[0] in read] + shards
+
+    def topology(self) -> Topology:
+        ranks = self.data_parallel_size
+        shape = mesh_shape(self._context.models)
+        mesh = f" {'x'.join(map(str, shape))}" if len(shape) > 1 else ""
+        return Topology(
+            world_size=ranks,
+            data_parallel_size=ranks,
+            batch_samples=self.batch_samples,
+            sharding=f"fsdp2{mesh}" if shape else "none",
+        )
+
+    def destroy(self) -> None:
+        """Nothing to do: torch frees models that are not used any more."""
+
+    def _next(self, micro_batches: Iterator[Any] | None) -> Any:
+        if micro_batches is None:
+            raise TrialError("every rank of a PyTorchTrial needs a data loader; this one has none")
+        batch = next(micro_batches)
+        return self._context.to_device(batch) if self._context.moves_batches else batch
+
+    def _share_buffers(self) -> None:
+        if self._has_buffers and self.data_parallel_size > 1:
+            broadcast_buffers(self._context.models)
+
+
+def _batch_samples(context: PyTorchTrialContext) -> int:
+    """Samples of one batch on all ranks; 0: the experiment does not say."""
+    if "global_batch_size" not in context.get_hparams():
+        return 0
+    return context.get_per_slot_batch_size() * context.distributed.get_size()
+
+
+def _evaluates_full_dataset(trial: PyTorchTrial, needs_other_ranks: bool) -> bool:
+    """Whether the trial defines `evaluate_full_dataset`, not `evaluate_batch`."""
+    in_batches, in_one_call = (
+        getattr(type(trial), name) is not getattr(PyTorchTrial, name)
+        for name in ("evaluate_batch", "evaluate_full_dataset")
+    )
+    if in_batches == in_one_call:
+        defines = "both" if in_batches else "neither"
+        raise TrialError(
+            f"{type(trial).__name__} defines {defines} of evaluate_batch and "
+            "evaluate_full_dataset; define exactly one: evaluate_batch is called on every rank, "
+            "evaluate_full_dataset on a single one"
+        )
+    if in_one_call and needs_other_ranks:
+        raise TrialError(
+            f"{type(trial).__name__} defines evaluate_full_dataset, which runs on a single rank, "
+            "but a forward pass of models sharded with FSDP2 needs the other ranks and would wait "
+            "for them forever; define evaluate_batch instead"
+        )
+    return in_one_call
+
+
+def _by_name_or_position(method: Callable[..., Any]) -> Callable[[dict[str, Any]], Any]:
+    """Calls `method` with arguments by name, as the reference does.
+
+    A method with fewer parameters gets those that it names. One with other names gets the first
+    arguments in their order.
+    """
+    parameters = inspect.signature(method).parameters.values()
+    names = {each.name for each in parameters}
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    takes_all = any(each.kind is each.VAR_POSITIONAL for each in parameters)
+
+    def call(arguments: dict[str, Any]) -> Any:
+        if takes_any or arguments.keys() <= names:
+            return method(**arguments)
+        if not takes_all and names <= arguments.keys():
+            return method(**{name: arguments[name] for name in names})
+        values = list(arguments.values())
+        return method(*(values if takes_all else values[: len(names)]))
+
+    return call

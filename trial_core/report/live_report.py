@@ -1,0 +1,391 @@
+"""The live report: an observer that updates the report while its run trains."""
+
+from __future__ import annotations
+
+import contextvars
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from logging import Logger, LoggerAdapter
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from trial_core import text_format
+from trial_core.checkpoint import layout
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.config import ExperimentConfig
+from trial_core.driver.observers import Observer
+from trial_core.driver.run_status import UPLOAD
+from trial_core.errors import Stopped, TrialflowError
+from trial_core.ledger.time_ledger import TimeLedger
+from trial_core.messages import MetricsKind
+from trial_core.report.history import ReportHistory, SavedCheckpoint
+from trial_core.report.html_report import render_html
+from trial_core.report.rank_logs import LogLimits, StoredLogs
+from trial_core.report.trial_report import TrialFacts
+from trial_core.run.stop_requests import StopHandler
+from trial_core.slots.log_pump import WARNING_PATTERN
+
+UPDATE_SECONDS = 5.0
+# How long the end of the run waits for an update; what publishes it has timeouts as well.
+JOIN_SECONDS = 30.0
+REPORT, HISTORY, PAGE = "report.md", "report.json", "report.html"
+# The page has 5 MB, and its readers reload it by hand.
+PAGE_SECONDS = 60.0
+KILLED = "killed, or its machine was lost"
+# Validations and saves whose checkpoint is not committed yet.
+MAX_PENDING = 32
+
+
+class Report(Observer):
+    """Updates a trial's report, and forwards every call to `observer`.
+
+    A context manager. Inside the block a thread writes the report after changes, at most every 5 s.
+    After a commit it also stores the report and the ranks' logs. A report that cannot be written is
+    only a warning: it neither ends training nor hides why training ended.
+
+    Args:
+        run_dir: the trial's folder on this machine.
+        store: the trial's checkpoints; by default in the experiment's storage.
+        stopping: tells whether a stop was requested.
+        ledger: reads the trial's ledger of time; None: the report has none.
+        logger: gets warnings, and a limited number of the ranks' lines.
+        publish: shows the report's Markdown elsewhere too. Called in the context in which the
+            report was created.
+        publish_errors: what `publish` raises when that fails, besides OSError and TrialflowError.
+
+    Attributes:
+        path: the report's file. The report as a page is beside it.
+    """
+
+    def __init__(
+        self,
+        config: ExperimentConfig,
+        trial: str,
+        run_dir: Path,
+        observer: Observer,
+        store: CheckpointStore | None = None,
+        stopping: StopHandler | None = None,
+        ledger: Callable[[], TimeLedger] | None = None,
+        *,
+        logger: Logger | LoggerAdapter[Any],
+        publish: Callable[[str], None] | None = None,
+        publish_errors: tuple[type[Exception], ...] = (),
+        has_metric: bool = True,
+    ) -> None:
+        place = config.checkpoint_storage
+        store = store or CheckpointStore(place.url, place.options)
+        self.path = run_dir / REPORT
+        self._history_path = run_dir / HISTORY
+        self._page_path = run_dir / PAGE
+        self._page_is_due_at = 0.0
+        self._observer = observer
+        self._stopping = stopping
+        self._logger = logger
+        self._logs = StoredLogs(store, trial, run_dir, (REPORT, HISTORY, PAGE))
+        self._facts = TrialFacts(
+            config.name, trial, config.searcher.metric, config.searcher.smaller_is_better,
+            f"{store.url}/{layout.CHECKPOINTS}", self._logs.locations("HTML report", PAGE),
+            ledger=ledger, has_metric=has_metric,
+        )  # fmt: skip
+        self._publish = publish
+        self._errors: tuple[type[Exception], ...] = (OSError, TrialflowError, *publish_errors)
+        self._log_limits = LogLimits()
+        self._searcher_metrics: dict[int, float] = {}
+        self._blocked_seconds: dict[str, float] = {}
+        self._warned: set[str] = set()
+        self._placed: str | None = None
+        earlier = self._read_history()
+        # How the previous run ended; None if there was none, empty once this run trains.
+        self._previous_end: str | None = None
+        if earlier is not None:
+            self._previous_end = earlier.ended or KILLED
+            earlier.ended = ""
+            self._facts.history = earlier
+        self._lock = threading.RLock()
+        self._has_changed = threading.Event()
+        self._has_ended = threading.Event()
+        self._logs_are_due = False
+        # `publish` needs this context: Prefect's flow run and settings are context variables.
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(
+            target=lambda: context.run(self._keep_writing), name="report", daemon=True
+        )
+
+    # ------------------------------------------------------------------ observer
+
+    def run_started(
+        self, trial: str, total_batches: int, begins_at: int, batch_samples: int
+    ) -> None:
+        with self._update() as facts:
+            facts.history.go_back_to(begins_at)
+            if self._previous_end is not None or begins_at:
+                what = "resumed from the last checkpoint" if begins_at else "started from scratch"
+                end = f"; previous run: {self._previous_end}" if self._previous_end else ""
+                facts.history.add_event(begins_at, f"{what}{end}")
+            self._previous_end = ""
+            facts.run_status.run_started(trial, total_batches, begins_at, batch_samples)
+        self._observer.run_started(trial, total_batches, begins_at, batch_samples)
+
+    def ranks_placed(self, nodes: Sequence[str]) -> None:
+        placed = text_format.ranks_by_node(nodes)
+        with self._update() as facts:
+            if self._placed not in (None, placed):
+                facts.history.add_event(facts.run_status.batches, f"now {placed}")
+            self._placed = placed
+            facts.placed = placed if len(set(nodes)) > 1 else ""
+        self._observer.ranks_placed(nodes)
+
+    def stage_started(self, stage: str, detail: str) -> None:
+        with self._update() as facts:
+            facts.run_status.stage_started(stage, detail)
+        self._observer.stage_started(stage, detail)
+
+    def stage_takes_long(self, activity: str) -> None:
+        with self._update() as facts:
+            facts.run_status.stage_takes_long(activity)
+        self._observer.stage_takes_long(activity)
+
+    def stage_ended(self, stage: str, detail: str, seconds: float) -> None:
+        with self._update() as facts:
+            facts.run_status.stage_ended(stage, detail, seconds)
+            if stage == "checkpoint-save":
+                _remember(self._blocked_seconds, detail, seconds)
+        self._observer.stage_ended(stage, detail, seconds)
+
+    def batches_trained(self, batches: int) -> None:
+        with self._update() as facts:
+            facts.run_status.batches_trained(batches)
+        self._observer.batches_trained(batches)
+
+    def training_timed(
+        self,
+        begin: int,
+        reached: int,
+        seconds: float,
+        data_seconds: Sequence[float],
+        forward_seconds: Sequence[float] = (),
+    ) -> None:
+        with self._update() as facts:
+            facts.waits.append((seconds, tuple(data_seconds)))
+            facts.forward_seconds = tuple(forward_seconds)
+            samples = (reached - begin) * facts.run_status.batch_samples
+            if seconds > 0 and samples:
+                facts.history.add_point("speed", reached, {"samples/s": samples / seconds})
+        self._observer.training_timed(begin, reached, seconds, data_seconds, forward_seconds)
+
+    def learning_rates_read(self, batches: int, learning_rates: Sequence[float | None]) -> None:
+        names = ["learning rate"]
+        if len(learning_rates) > 1:
+            names = [f"learning rate of optimizer {i}" for i in range(len(learning_rates))]
+        with self._update() as facts:
+            rates = dict(zip(names, learning_rates, strict=False))
+            facts.history.add_point("learning_rate", batches, rates)
+        self._observer.learning_rates_read(batches, learning_rates)
+
+    def metrics_reported(self, kind: MetricsKind, batches: int, metrics: Mapping[str, Any]) -> None:
+        with self._update() as facts:
+            facts.run_status.metrics_reported(kind, batches, metrics)
+            facts.last[kind] = (batches, metrics)
+            facts.history.add_point(kind, batches, metrics)
+            metric = metrics.get(facts.searcher_metric)
+            if kind == "validation" and text_format.is_number(metric) and math.isfinite(metric):
+                _remember(self._searcher_metrics, batches, float(metric))
+        self._observer.metrics_reported(kind, batches, metrics)
+
+    def checkpoint_committed(self, uuid: str, batches: int, total_bytes: int) -> None:
+        with self._update() as facts:
+            upload = facts.run_status.running(UPLOAD, f"@{batches}")
+            saved = SavedCheckpoint(
+                uuid=uuid,
+                batches=batches,
+                total_bytes=total_bytes,
+                metric=self._searcher_metrics.get(batches),
+                blocked_seconds=self._blocked_seconds.pop(f"@{batches}", None),
+                upload_seconds=None if upload is None else facts.run_status.seconds_in(upload),
+            )
+            facts.run_status.checkpoint_committed(uuid, batches, total_bytes)
+            facts.history.add_checkpoint(saved, facts.smaller_is_better)
+            self._logs_are_due = True
+        self._observer.checkpoint_committed(uuid, batches, total_bytes)
+
+    def checkpoint_deleted(self, uuid: str) -> None:
+        with self._update() as facts:
+            facts.history.drop_checkpoint(uuid)
+        self._observer.checkpoint_deleted(uuid)
+
+    def rank_logged(self, rank: int, line: str) -> None:
+        is_alarming = WARNING_PATTERN.search(line) is not None
+        if self._log_limits.allows(rank, is_alarming):
+            self._log_dropped_lines()
+            log = self._logger.warning if is_alarming else self._logger.info
+            log("[rank %d] %s", rank, line)
+        self._observer.rank_logged(rank, line)
+
+    def stopping(self, why: str) -> None:
+        self._observer.stopping(why)
+
+    def moving(self, what: str) -> None:
+        with self._update() as facts:
+            facts.history.add_event(facts.run_status.batches, text_format.one_line(what))
+            facts.run_status.moving(what)
+        self._observer.moving(what)
+
+    def restarting(self, reason: str, attempt: int, max_restarts: int) -> None:
+        with self._update() as facts:
+            batches = facts.run_status.batches
+            what = f"restart {attempt} of at most {max_restarts}: {text_format.one_line(reason)}"
+            facts.history.add_event(batches, what)
+            facts.run_status.restarting(reason, attempt, max_restarts)
+        self._observer.restarting(reason, attempt, max_restarts)
+
+    @property
+    def last_checkpoint(self) -> str:
+        """Where the newest checkpoint is, to be appended to a sentence; empty if there is none."""
+        at = self._facts.run_status.committed_at
+        return "" if at is None else f"; the last checkpoint is at batch {at}"
+
+    def ended(self, status: str, tensorboard_url: str | None = None) -> None:
+        """Set the final status, and where the trial's TensorBoard files are, if it has any."""
+        with self._update() as facts:
+            facts.status, facts.is_over = status, True
+            facts.history.ended = status
+            if tensorboard_url:
+                facts.locations = {"TensorBoard": tensorboard_url, **facts.locations}
+
+    # ------------------------------------------------------------------------------ writing
+
+    def __enter__(self) -> Report:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Write the final report, also after a failure, and store it with the logs."""
+        if error is not None:
+            is_stop = isinstance(error, Stopped) or not isinstance(error, Exception)
+            reason = str(error) or type(error).__name__
+            request = self._stopping.final_request() if self._stopping is not None else None
+            if is_stop and request is not None:
+                reason = f"{request}; {reason}"
+            self.ended(f"{'stopped' if is_stop else 'failed'}: {reason}")
+        self._has_ended.set()
+        self._has_changed.set()
+        self._logs.cut_short()
+        self._thread.join(JOIN_SECONDS)
+        self._log_dropped_lines()
+        self.write()
+        is_urgent = error is not None or self._stop_request is not None
+        self._attempt("stored", lambda: self._logs.store_final(is_urgent))
+
+    def write(self) -> None:
+        """Write the report's present state: its files and its history. Publish it."""
+        with self._lock:
+            if not self._facts.is_over and (asked := self._stop_request):
+                self._facts.status = f"stopping: {asked}"
+            text, history = self._facts.render(), self._facts.history.to_json()
+            page = render_html(self._facts) if self._page_is_due() else None
+        self._attempt("up to date", lambda: _write_atomically(self.path, text.encode()))
+        self._attempt("up to date", lambda: _write_atomically(self._history_path, history))
+        if page is not None:
+            self._attempt("up to date", lambda: _write_atomically(self._page_path, page.encode()))
+        if (publish := self._publish) is not None:
+            self._attempt("up to date", lambda: publish(text))
+
+    def _page_is_due(self) -> bool:
+        """Whether to write the page now; asked once per write."""
+        now = time.monotonic()
+        if not self._facts.is_over and now < self._page_is_due_at:
+            return False
+        self._page_is_due_at = now + PAGE_SECONDS
+        return True
+
+    def _keep_writing(self) -> None:
+        while not self._has_ended.is_set():
+            self._has_changed.wait()
+            self._has_changed.clear()
+            if self._has_ended.is_set():
+                return
+            self.write()
+            if self._logs_are_due:
+                self._logs_are_due = False
+                self._attempt("stored", self._logs.store_changed)
+                self._attempt("complete", self._add_tensorboard)
+            self._has_ended.wait(UPDATE_SECONDS)
+
+    def _attempt(self, what: str, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except self._errors as error:
+            if what not in self._warned:
+                self._logger.warning(
+                    "the report is not %s (logged once; training continues): %s: %s",
+                    what, type(error).__name__, error,
+                )  # fmt: skip
+            self._warned.add(what)
+
+    # ---------------------------------------------------------------------------- internals
+
+    @contextmanager
+    def _update(self) -> Iterator[TrialFacts]:
+        """Lock the facts for the block, and have the report written afterwards.
+
+        The channel, the uploads and the flow each call the observer in their own thread.
+        """
+        with self._lock:
+            yield self._facts
+        self._has_changed.set()
+
+    @property
+    def _stop_request(self) -> str | None:
+        asked = self._stopping.request if self._stopping is not None else None
+        return None if asked is None else str(asked)
+
+    def _read_history(self) -> ReportHistory | None:
+        """The history of the trial's earlier runs: the local or the stored one, if newer."""
+        found: list[ReportHistory] = []
+
+        def read(source: Callable[[], bytes | None]) -> None:
+            try:
+                if data := source():
+                    found.append(ReportHistory.from_json(data))
+            except msgspec.MsgspecError as error:
+                self._logger.warning("the history of an earlier report cannot be read: %s", error)
+
+        if self._history_path.exists():
+            self._attempt("complete", lambda: read(self._history_path.read_bytes))
+        self._attempt("complete", lambda: read(lambda: self._logs.stored(HISTORY)))
+        return max(found, key=lambda history: history.written_at, default=None)
+
+    def _add_tensorboard(self) -> None:
+        """Add the TensorBoard files to the locations as soon as a checkpoint has stored them."""
+        if "TensorBoard" not in self._facts.locations and (url := self._logs.tensorboard()):
+            with self._update() as facts:
+                facts.locations = {"TensorBoard": url, **facts.locations}
+
+    def _log_dropped_lines(self) -> None:
+        if count := self._log_limits.dropped():
+            self._logger.info("… %d more lines of the ranks are only in their log files", count)
+
+
+def _remember(memory: dict[Any, float], key: int | str, value: float) -> None:
+    memory[key] = value
+    if len(memory) > MAX_PENDING:
+        del memory[next(iter(memory))]
+
+
+def _write_atomically(path: Path, data: bytes) -> None:
+    # A reader sees either the old or the new content, complete.
+    temporary = path.with_name(f".{path.name}.part")
+    temporary.write_bytes(data)
+    os.replace(temporary, path)
