@@ -7,18 +7,25 @@ and each test builds its own trial on them. A test that kills ranks starts its o
 from __future__ import annotations
 
 import json
+import os
+import threading
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
+import psutil
 import pytest
 
 from trial_core.checkpoint.manifest import FileEntry, Topology
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.messages import (
+    AnyRequest,
     BuildLoadersAndRestore,
     BuildTrial,
     Done,
@@ -31,6 +38,7 @@ from trial_core.messages import (
     Persisted,
     ReadyToTrain,
     ReleaseStaging,
+    Result,
     RunHook,
     RunValidation,
     SaveCheckpoint,
@@ -46,6 +54,7 @@ from trial_core.slots.fork_server import ForkServer
 from trial_core.slots.launcher import LocalLauncher
 from trial_core.slots.rank_main import TRIAL_MODULES
 from trial_core.slots.slot_group import SlotGroup
+from trial_core.slots.stacks import STACK_SIGNAL
 from trial_core.units import EpochLength
 
 ONE_TWO_FOUR = [
@@ -54,6 +63,10 @@ ONE_TWO_FOUR = [
 """World sizes: two ranks by default, one and four in the long tests."""
 
 TOY = Path(__file__).with_name("toy")
+HANG_SECONDS = 200
+"""Less than the time that pytest gives a test."""
+
+R = TypeVar("R", bound=Result)
 
 
 def toy_config(folder: Path, batches: int = 10, **changes: Any) -> ExperimentConfig:
@@ -152,6 +165,63 @@ def drive(
     return driver.run
 
 
+class WarmSlots(SlotGroup):
+    """A group of which a request that takes minutes fails, with the stacks of all its processes.
+
+    Else each later test of the group would wait until its own time is over, and none says why.
+
+    Attributes:
+        has_hung: whether that has happened.
+    """
+
+    has_hung = False
+
+    def submit(self, request: AnyRequest) -> Future[list[Result]]:
+        """As a group's, with the limit."""
+        return self._limited(super().submit(request), request.title)
+
+    def request(
+        self, request: AnyRequest, expect: type[R], stall_seconds: float | None = None
+    ) -> list[R]:
+        """As a group's, with the limit."""
+        if stall_seconds is not None:
+            return super().request(request, expect, stall_seconds)
+        results = self.submit(request).result()
+        assert all(isinstance(result, expect) for result in results)
+        return cast(list[R], results)
+
+    def _limited(self, future: Future[list[Result]], what: str) -> Future[list[Result]]:
+        timer = threading.Timer(HANG_SECONDS, self._end_hung, (what,))
+        timer.daemon = True
+        timer.start()
+        future.add_done_callback(lambda _: timer.cancel())
+        return future
+
+    def _end_hung(self, what: str) -> None:
+        self.has_hung = True
+        self.abort(f"{what} took over {HANG_SECONDS} s\n{stacks_of(self.pids)}")
+
+
+def stacks_of(pids: Sequence[int]) -> str:
+    """The end of the log of each of these ranks, after it and its forked children wrote stacks."""
+    logs, said = {}, []
+    for pid in pids:
+        with suppress(psutil.Error, OSError):
+            rank = psutil.Process(pid)
+            logs[pid] = Path(f"/proc/{pid}/fd/2")
+            for process in [rank, *rank.children(recursive=True)]:
+                status = Path(f"/proc/{process.pid}/status").read_text()
+                said.append(f"{process.pid} of {process.ppid()}: {process.status()}")
+                caught = int(status.partition("SigCgt:")[2].split()[0], 16)
+                if caught >> (STACK_SIGNAL - 1) & 1:
+                    os.kill(process.pid, STACK_SIGNAL)
+    time.sleep(3)  # each writes within a moment, if it can
+    for pid, log in logs.items():
+        with suppress(OSError):
+            said.append(f"rank process {pid}: " + log.read_text(errors="replace")[-12000:])
+    return "\n".join(said)
+
+
 class _Driver:
     """Runs the stages of a run and records their results."""
 
@@ -245,14 +315,17 @@ def lines(folder: Path, name: str, rank: int) -> list[Any]:
 
 @pytest.fixture(scope="session")
 def warm_slots() -> Iterator[Callable[[int], SlotGroup]]:
-    """Warm groups by number of ranks, each started on first use."""
-    groups: dict[int, SlotGroup] = {}
+    """Warm groups by number of ranks, each started on first use, and again after a hang."""
+    groups: dict[int, WarmSlots] = {}
     servers: dict[int, ForkServer] = {}
 
     def group(world_size: int) -> SlotGroup:
-        if world_size not in groups:
+        if world_size in groups and groups[world_size].has_hung:
+            groups.pop(world_size).close()
+        if world_size not in servers:
             servers[world_size] = ForkServer(TRIAL_MODULES)
-            groups[world_size] = SlotGroup(
+        if world_size not in groups:
+            groups[world_size] = WarmSlots(
                 world_size, working_dir=TOY, launcher=LocalLauncher(servers[world_size])
             )
         return groups[world_size]

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -49,6 +51,13 @@ _ERRORS: dict[str, type[CheckpointError]] = {
     "damage": CheckpointDamaged,
     "invalid": CheckpointError,
 }
+
+_starting = threading.Lock()
+"""Held while a process is started. A loader worker that is forked meanwhile would inherit pipes of
+`subprocess`, which waits until every copy is closed: until the worker ends."""
+os.register_at_fork(
+    before=_starting.acquire, after_in_parent=_starting.release, after_in_child=_starting.release
+)
 
 
 class Persister:
@@ -155,6 +164,10 @@ class _Process:
     """The persister process and the connection to it."""
 
     def __init__(self) -> None:
+        with _starting:
+            self._start()
+
+    def _start(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             self._popen = subprocess.Popen(

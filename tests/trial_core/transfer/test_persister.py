@@ -4,9 +4,11 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -48,6 +50,32 @@ def command(pid: int) -> list[str]:
 def staged(folder: Path, files: dict[str, bytes]) -> list[StagedFile]:
     stage(folder, files)
     return [StagedFile(name, str(folder / name), len(data)) for name, data in files.items()]
+
+
+def test_no_process_is_forked_while_the_persister_starts(
+    tmp_path: Path, persister: Persister, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would keep the pipes of `subprocess` open, and the upload would wait for its end."""
+    has_forked, popen = threading.Event(), subprocess.Popen
+
+    def fork() -> None:
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        has_forked.set()
+        os.waitpid(child, 0)
+
+    def start(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
+        forking.start()
+        assert not has_forked.wait(0.2)
+        return popen(*args, **options)
+
+    forking = threading.Thread(target=fork)
+    monkeypatch.setattr(subprocess, "Popen", start)
+    store = CheckpointStore(str(tmp_path / "store"))
+    persister.upload(store.spec, str(uuid.uuid4()), RANK, staged(tmp_path / "staging", FILES))
+    forking.join()
+    assert has_forked.is_set()
 
 
 def test_staged_files_are_uploaded(tmp_path: Path, persister: Persister) -> None:
