@@ -30,14 +30,23 @@ def waiting(folder: Path, **where: int) -> dict[str, Any]:
 
 
 def stop_at_wait(slots: SlotGroup, folder: Path, *besides: str) -> threading.Thread:
-    """Stop the run once rank 1 waits and the files `besides` exist; then let rank 1 continue."""
+    """Stop the run once rank 1 waits and the files `besides` exist; then let rank 1 continue.
+
+    Not before every rank has paused: on a busy machine rank 1 could finish its workload first.
+    """
+
+    def wait(is_so: Callable[[], bool], otherwise: str) -> None:
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while not is_so():
+            assert time.monotonic() < deadline, otherwise
+            time.sleep(0.01)
 
     def stop() -> None:
-        deadline = time.monotonic() + TIMEOUT_SECONDS
-        while not all((folder / name).exists() for name in ("there", *besides)):
-            assert time.monotonic() < deadline, "rank 1 never waited"
-            time.sleep(0.01)
+        there = [folder / name for name in ("there", *besides)]
+        wait(lambda: all(file.exists() for file in there), "rank 1 never waited")
         slots.stop()
+        paused = slots._stop_coordinator._positions
+        wait(lambda: len(paused) == slots.world_size, "a rank has not paused")
         (folder / "stopped").touch()
 
     thread = threading.Thread(target=stop)
