@@ -54,7 +54,7 @@ from trial_core.slots.fork_server import ForkServer
 from trial_core.slots.launcher import LocalLauncher
 from trial_core.slots.rank_main import TRIAL_MODULES
 from trial_core.slots.slot_group import SlotGroup
-from trial_core.slots.stacks import STACK_SIGNAL
+from trial_core.slots.stacks import STACK_SIGNAL, current_stacks
 from trial_core.units import EpochLength
 
 ONE_TWO_FOUR = [
@@ -199,7 +199,8 @@ class WarmSlots(SlotGroup):
 
     def _end_hung(self, what: str) -> None:
         self.has_hung = True
-        self.abort(f"{what} took over {HANG_SECONDS} s\n{stacks_of(self.pids)}")
+        ranks = stacks_of(self.pids)
+        self.abort(f"{what} took over {HANG_SECONDS} s\n{ranks}\nthe test: {current_stacks()}")
 
 
 def stacks_of(pids: Sequence[int]) -> str:
