@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 from uuid import UUID
 
 from prefect import runtime
@@ -38,7 +38,7 @@ from trial_core.errors import Stopped, Superseded
 from trial_core.run.stop_requests import StopHandler, StopRequest
 from trialflow.flows.lifecycle.detached_engine import has_lost_supervisor, ignore_broken_output
 from trialflow.flows.lifecycle.flow_run_reader import FlowRunReader
-from trialflow.flows.lifecycle.flow_run_state import set_state
+from trialflow.flows.lifecycle.flow_run_state import hold_suspended, set_state
 from trialflow.flows.lifecycle.requeue import has_queue, requeue
 from trialflow.flows.lifecycle.server_outage import NO_ANSWER, ServerOutage, reports_kept
 from trialflow.flows.lifecycle.stop_signals import Interrupted, StopSignals
@@ -212,10 +212,10 @@ class StopMonitor:
         self._logger.log(logging.ERROR if is_error else logging.INFO, "stopped: %s", reason)
         if run is not None and self._is_other_attempt(run):
             raise self._keep_state(f"{reason}: another attempt has started")
+        if state is not None and state.type == StateType.PAUSED:
+            self._end_paused(reason, state)
         if self._suspension is not None and (suspended := self._suspension.get_state()):
             raise Pause(f"suspended: {reason}", state=suspended)
-        if state is not None and state.type == StateType.PAUSED:
-            raise Pause(f"suspended: {reason}", state=state)
         if state is not None and state.type in _CANCEL_STATES:
             return self._cancelled(reason)
         if request.reason == "time budget":
@@ -230,6 +230,20 @@ class StopMonitor:
         if self._signals.received is not None:
             self._end_by_signal(self._signals.received, reason)
         raise self._keep_state(reason)
+
+    def _end_paused(self, reason: str, state: State[Any]) -> NoReturn:
+        """End a paused run; without a deployment as Cancelled, because nothing could resume it.
+
+        Raises:
+            Pause, Abort: see `final_state`.
+        """
+        if not (self._is_deployed or self._is_subflow):
+            why = f"{reason}. A run without a deployment cannot be resumed in Prefect"
+            set_state(Cancelled(message=f"Stopped: {why}"))
+            raise Abort(why)
+        with suppress(*NO_ANSWER):
+            hold_suspended(self._reader.flow_run_id)
+        raise Pause(f"suspended: {reason}", state=state)
 
     def _cancelled(self, reason: str) -> State[Any]:
         """The state Cancelled. In a deployment's run it is set here.
@@ -290,9 +304,10 @@ class StopMonitor:
                 self._stopping.clarified()
 
     def _check_state(self) -> None:
-        if self._suspension is not None and self._suspension.is_requested():
+        if self._suspension is not None and (suspended := self._suspension.get_state()):
             self._stopping.ask("suspended", "in Prefect")
-            return
+            # The run, or the one whose subflow it is.
+            hold_suspended(suspended.state_details.flow_run_id or self._reader.flow_run_id)
         run = self._read_run()
         state = None if run is None else run.state
         if run is None:
@@ -307,6 +322,7 @@ class StopMonitor:
             self._stopping.ask("cancelled", "in Prefect")
         elif state is not None and state.type == StateType.PAUSED:
             self._stopping.ask("suspended", "in Prefect")
+            hold_suspended(run.id)
         elif state is not None and state.type in _ENDED_STATES:
             self._stopping.ask("cancelled", f"its flow run was set to {state.name}")
 
