@@ -7,11 +7,9 @@ SIGTERM to its process on this machine.
 from __future__ import annotations
 
 import os
-import re
 import signal
-import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trial_core.errors import ConfigError
@@ -110,23 +108,17 @@ def _run_of(named: str) -> Iterator[_Run]:
     folders = [each for each in folders if each.name.startswith(named)]
     here = {each.name: holder for each in folders if (holder := holder_of(each))}
     with using_server_of_up():
-        if not get_current_settings().api.url:
-            trial = _known(named, here, "no Prefect server is configured (PREFECT_API_URL)")
-            yield _Run(trial, None, None, here[trial])
-            return
-        with configured_client() as client:
-            runs = _flow_runs(client, named)
-            trial = _known(named, [*runs, *here], f"none at {client.api_url}")
+        url = get_current_settings().api.url
+        with configured_client() if url else nullcontext() as client:
+            runs = _flow_runs(client, named) if client else {}
+            trial = named_trial(named, [*runs, *here])
+            if trial is None:
+                raise ConfigError(
+                    f"no run of a trial {named} is waiting, running or suspended: none at "
+                    f"{url or 'a Prefect server (PREFECT_API_URL is not set)'}, and none of this "
+                    f"machine in {home_folder()} (TRIALFLOW_HOME)"
+                )
             yield _Run(trial, client, runs.get(trial), here.get(trial, ""))
-
-
-def _known(named: str, trials: Any, server: str) -> str:
-    if (trial := named_trial(named, trials)) is None:
-        raise ConfigError(
-            f"no run of a trial {named} is waiting, running or suspended: {server}, and none of "
-            "this machine's in TRIALFLOW_HOME (./trialflow-runs)"
-        )
-    return trial
 
 
 def _flow_runs(client: SyncPrefectClient, named: str) -> dict[str, FlowRun]:
@@ -138,8 +130,7 @@ def _flow_runs(client: SyncPrefectClient, named: str) -> dict[str, FlowRun]:
     is_over = {"state": {"type": {"not_any_": list(TERMINAL_STATES)}}}
     wanted = FlowRunFilter.model_validate({"name": {"like_": named}, **is_over})
     found = client.read_flow_runs(flow_run_filter=wanted, sort=FlowRunSort.EXPECTED_START_TIME_ASC)
-    by_trial = {each.name.removeprefix(RETRAINING): each for each in found}
-    return {trial: run for trial, run in by_trial.items() if trial.startswith(named)}
+    return {each.name.removeprefix(RETRAINING): each for each in found}
 
 
 def _process_here(run: _Run) -> int:
@@ -152,18 +143,16 @@ def _process_here(run: _Run) -> int:
 
     from trial_core.run.run_dirs import LOCK, run_dir_of
 
-    held = re.fullmatch(r"process (\d+) on (.*)", run.holder)
-    with suppress(psutil.Error):
-        if held is not None and held[2] == socket.gethostname():
-            process = psutil.Process(int(held[1]))
-            files = [os.path.realpath(each.path) for each in process.open_files()]
-            if "PREFECT__FLOW_RUN_ID" in process.environ():
-                raise ConfigError(
-                    f"trial {run.trial} is a run of a Prefect server, which would start it again "
-                    "after a signal: set PREFECT_API_URL to that server"
-                )
-            if os.path.realpath(run_dir_of(run.trial) / LOCK) in files:
+    lock = os.path.realpath(run_dir_of(run.trial) / LOCK)
+    with suppress(psutil.Error, ValueError, IndexError):
+        process = psutil.Process(int(run.holder.split()[1]))
+        if lock in (os.path.realpath(each.path) for each in process.open_files()):
+            if "PREFECT__FLOW_RUN_ID" not in process.environ():
                 return process.pid
+            raise ConfigError(
+                f"trial {run.trial} is a run of a Prefect server, which would start it again after "
+                "a signal: set PREFECT_API_URL to that server"
+            )
     raise ConfigError(
         f"trial {run.trial} is trained by {run.holder}, which cannot be asked from here: give this "
         "command there, as the same user"

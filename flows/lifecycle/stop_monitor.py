@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 from uuid import UUID
 
 from prefect import runtime
@@ -212,8 +212,13 @@ class StopMonitor:
         self._logger.log(logging.ERROR if is_error else logging.INFO, "stopped: %s", reason)
         if run is not None and self._is_other_attempt(run):
             raise self._keep_state(f"{reason}: another attempt has started")
-        if state is not None and state.type == StateType.PAUSED:
-            self._end_paused(reason, state)
+        if run is not None and state is not None and state.type == StateType.PAUSED:
+            if not (self._is_deployed or self._is_subflow):
+                why = "a run without a deployment cannot be resumed in Prefect"
+                return self._cancelled(f"{reason}; {why}", is_forced=True)
+            with suppress(*NO_ANSWER):
+                hold_suspended(run.id)
+            raise Pause(f"suspended: {reason}", state=state)
         if self._suspension is not None and (suspended := self._suspension.get_state()):
             raise Pause(f"suspended: {reason}", state=suspended)
         if state is not None and state.type in _CANCEL_STATES:
@@ -231,28 +236,14 @@ class StopMonitor:
             self._end_by_signal(self._signals.received, reason)
         raise self._keep_state(reason)
 
-    def _end_paused(self, reason: str, state: State[Any]) -> NoReturn:
-        """End a paused run; without a deployment as Cancelled, because nothing could resume it.
-
-        Raises:
-            Pause, Abort: see `final_state`.
-        """
-        if not (self._is_deployed or self._is_subflow):
-            why = f"{reason}. A run without a deployment cannot be resumed in Prefect"
-            set_state(Cancelled(message=f"Stopped: {why}"))
-            raise Abort(why)
-        with suppress(*NO_ANSWER):
-            hold_suspended(self._reader.flow_run_id)
-        raise Pause(f"suspended: {reason}", state=state)
-
-    def _cancelled(self, reason: str) -> State[Any]:
-        """The state Cancelled. In a deployment's run it is set here.
+    def _cancelled(self, reason: str, is_forced: bool = False) -> State[Any]:
+        """The state Cancelled. In a deployment's run it is set here, and if Prefect forbids it.
 
         Raises:
             Abort: it is set. Prefect would log the traceback of a cancelled run as an error.
         """
         cancelled: State[Any] = Cancelled(message=f"Stopped: {reason}")
-        if self._is_deployed and set_state(cancelled):
+        if (self._is_deployed or is_forced) and set_state(cancelled):
             raise Abort(reason)
         return cancelled
 

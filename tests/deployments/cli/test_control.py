@@ -94,6 +94,7 @@ def test_a_run_of_a_deployment(server: PrefectServer) -> None:
     assert main(["cancel", TRIAL]) == 0
     assert run.state["name"] == "Cancelling"
     run.set_state("CANCELLED")
+    assert main(["cancel", TRIAL]) == REFUSED, "it is over"
 
 
 def test_what_is_refused(server: PrefectServer, capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,4 +132,4 @@ def test_a_run_without_a_server(
             assert main(["cancel", "of-a-script"]) == 0
             assert process.wait(30) == -signal.SIGTERM
         assert main(["cancel", "of-a-script"]) == REFUSED
-        assert "no Prefect server is configured" in capsys.readouterr().err
+        assert "PREFECT_API_URL is not set" in capsys.readouterr().err
