@@ -123,6 +123,7 @@ def test_the_report_of_a_resumed_trial(watched: Watched) -> None:
     keep(watched.browser, "report.png")
 
 
+@pytest.mark.timeout(600)  # a worker's start, three pages, two attempts
 def test_the_buttons_that_end_and_continue_a_run(scene: Scene) -> None:
     """Pause, pressed as it is, has no limit: the run saves and ends, and Resume continues it."""
     page = f"{scene.server.ui_url}/v2/runs/flow-run/{scene.run_id}"
@@ -140,7 +141,8 @@ def test_the_buttons_that_end_and_continue_a_run(scene: Scene) -> None:
         browser.open(page, "Suspended")
         browser.press("Open menu")
         browser.press("Resume")
-        browser.press("Resume Flow Run")
+        browser.wait_for(lambda: "Resume the paused flow run" in browser.text, "the dialog")
+        browser.press("Resume")
         scene.until_resumed(saved, saved)
 
 

@@ -114,7 +114,7 @@ def locked_run_dir(trial: str, timeout_seconds: float = 0.0) -> Iterator[Path]:
 
 @contextmanager
 def locked_if_ended(run_dir: Path) -> Iterator[bool]:
-    """Lock a run's folder for the block; False: a process trains the trial, or has no locks."""
+    """Lock a run's folder for the block. False: a process has it, or its disk has no locks."""
     lock = filelock.FileLock(run_dir / LOCK, thread_local=False, fallback_to_soft=False)
     with suppress(OSError):  # also filelock's `Timeout`
         lock.acquire(timeout=0)
