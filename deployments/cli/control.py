@@ -29,9 +29,9 @@ def suspend(trial: TrialId, /) -> int:
 
     For runs of a deployment, which a worker starts again. Other runs: `trialflow cancel`.
     """
-    from prefect.states import Suspended
-
     with _run_of(trial) as run:
+        from prefect.states import Suspended
+
         run.ask(Suspended(), "PAUSED")
         print(f"{run.trial} saves and ends; `trialflow resume {run.trial}` continues it")
     return 0
@@ -47,14 +47,14 @@ def resume(trial: TrialId, /) -> int:
 
 def cancel(trial: TrialId, /) -> int:
     """Have a trial's run save and end. `trialflow train --resume` continues the trial."""
-    from prefect.states import Cancelling
-
     with _run_of(trial) as run:
         if run.flow_run is None:
             os.kill(_process_here(run), signal.SIGTERM)
         else:
+            from prefect.states import Cancelling
+
             run.ask(Cancelling(), "CANCELLING", "CANCELLED")
-        print(f"{run.trial} saves and ends; {run.later}")
+        print(f"{run.trial} ends, and saves first what it has trained; {run.later}")
     return 0
 
 
