@@ -62,6 +62,24 @@ def note(text: str) -> None:
     print(text_format.clean(text), file=sys.stderr, flush=True)
 
 
+def is_confirmed(question: str, done: str, advice: str = "") -> bool:
+    """Ask on the terminal whether to do what cannot be undone; print if it is not done.
+
+    Raises:
+        ConfigError: stdin is not a terminal.
+    """
+    if not sys.stdin.isatty():
+        raise ConfigError(f"nothing was {done}: give --yes to {question}{advice}")
+    try:
+        answer = input(f"{question}? [y/N] ")
+    except EOFError:
+        answer = ""
+    if answer.strip().lower() in ("y", "yes"):
+        return True
+    note(f"nothing was {done}")
+    return False
+
+
 def status(text: str) -> AbstractContextManager[object]:
     """Show a spinner with `text` on stderr during the block, if stderr is a terminal."""
     if not is_interactive(sys.stderr):

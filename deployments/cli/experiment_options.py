@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -57,6 +57,7 @@ ConfigFile = Annotated[
         "there is one and --storage is not given.",
     ),
 ]
+TrialId = Annotated[str, Parameter(help="The trial's id, or the first characters of it.")]
 Checkpoint = Annotated[str, Parameter(help=CHECKPOINT)]
 Checkpoints = Annotated[str, Parameter(help=CHECKPOINT, required=True)]
 
@@ -92,6 +93,18 @@ def read_experiment(
 def with_engine(overrides: list[str] | None, engine: str | None) -> list[str]:
     """The overrides, and `--engine` as one of them, if it is given."""
     return [*(overrides or []), *([f"resources.engine={engine}"] if engine is not None else [])]
+
+
+def named_trial(named: str, trials: Iterable[str]) -> str | None:
+    """The trial with an id, else the only one whose id begins so; None: there is none.
+
+    Raises:
+        ConfigError: there are several.
+    """
+    found = sorted({trial for trial in trials if trial.startswith(named)})
+    if len(found) > 1 and named not in found:
+        raise ConfigError(f"{named} is not one trial, but {len(found)}: {', '.join(found)}")
+    return named if named in found else next(iter(found), None)
 
 
 def chosen_experiment(config_file: Path | None, storage: str | None) -> Path | None:

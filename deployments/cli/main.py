@@ -18,6 +18,7 @@ from trial_core.errors import TrialflowError
 from trialflow.deployments.cli import (
     config,
     console,
+    control,
     data_arrived,
     deploy,
     doctor,
@@ -26,6 +27,7 @@ from trialflow.deployments.cli import (
     init,
     jobset,
     join,
+    logs,
     models,
     retrain,
     runs,
@@ -55,6 +57,10 @@ app = App(
 )
 app.command(init.init)
 app.command(train.train)
+app.command(logs.logs)
+app.command(control.suspend)
+app.command(control.resume)
+app.command(control.cancel)
 app.command(evaluate.evaluate)
 app.command(retrain.retrain)
 app.command(config.config)

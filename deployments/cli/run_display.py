@@ -40,11 +40,15 @@ class Display(RunStatus):
 
     Args:
         preferred: the metrics to show where there is room for one only, in this order.
+
+    Attributes:
+        follows_ranks: whether it shows what rank 0 prints, and other ranks' warnings (`--follow`).
     """
 
     def __init__(self, preferred: tuple[str, ...] = ("loss",), **options: Any) -> None:
         super().__init__(**options)
         self.preferred = preferred
+        self.follows_ranks = False
         self._stop_note: str | None = None
         self._subject = ""
 
@@ -64,6 +68,10 @@ class Display(RunStatus):
 
     def notice(self, text: str) -> None:
         self.say(text)
+
+    def rank_logged(self, rank: int, line: str) -> None:
+        if self.follows_ranks:
+            self.say(f"rank {rank}: {line}")
 
     def stopping(self, why: str) -> None:
         """Note a stop request. Called in a signal handler, so it must not print."""

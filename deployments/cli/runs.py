@@ -9,6 +9,7 @@ from cyclopts import App
 
 from trial_core import text_format
 from trial_core.errors import ConfigError
+from trialflow.deployments.cli.clean_runs import clean
 from trialflow.deployments.cli.experiment_options import ConfigFile, Storage, open_store
 from trialflow.deployments.cli.tables import AsJson, local_time, print_table
 
@@ -17,9 +18,10 @@ if TYPE_CHECKING:
 
 app = App(
     name="runs",
-    help="Show the runs of a trial. The storage is that of --config or --storage; by default, of "
-    "./experiment.yaml, else ./trialflow-runs/checkpoints.",
+    help="Show the runs of a trial, and remove their folders. The storage is that of --config or "
+    "--storage; by default, of ./experiment.yaml, else ./trialflow-runs/checkpoints.",
 )
+app.command(clean)
 
 
 @app.command

@@ -80,6 +80,13 @@ def train(
     storage: Storage = None,
     engine: Engine = None,
     continuation: Continuation | None = None,
+    follow: Annotated[
+        bool,
+        Parameter(
+            name=["--follow", "-f"],
+            help="Print what rank 0 prints, and warnings of other ranks: up to 20 lines a second.",
+        ),
+    ] = False,
     quiet: Annotated[
         bool,
         Parameter(
@@ -103,10 +110,13 @@ def train(
     began = time.monotonic()
     continuation = continuation or Continuation()
     continuation.check()
+    if follow and quiet:
+        raise ConfigError("--follow prints what --quiet would leave out: give one of them")
     with JsonResult(is_printed=json_) as outcome:
         experiment = read_experiment(config, with_engine(set_, engine), storage)
         store = outcome.store = open_store_of(experiment)
         display = outcome.run_status = _display(quiet, json_, (experiment.searcher.metric, "loss"))
+        display.follows_ranks = follow
         say = console.note if quiet else display.say
         trial_run = _TrialRun(experiment, continuation, store, outcome, say)
         run: FlowRun[TrialResult] = FlowRun(display, experiment.code)

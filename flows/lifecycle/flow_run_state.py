@@ -8,10 +8,12 @@ from uuid import UUID
 import httpx
 from prefect import runtime
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.objects import State
+from prefect.client.schemas.objects import State, StateType
 from prefect.context import FlowRunContext
 from prefect.exceptions import PrefectException
 from prefect.logging import get_run_logger
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+from prefect.states import Suspended
 
 
 def set_state(state: State[Any]) -> bool:
@@ -27,3 +29,22 @@ def set_state(state: State[Any]) -> bool:
         # Prefect's last line in the log names this state, and a final one is no crash.
         context.flow_run.state = state
     return True
+
+
+def hold_suspended(flow_run_id: UUID) -> None:
+    """Have a paused flow run wait for its Resume without a limit. Raises as Prefect's client.
+
+    Prefect fails a run whose pause has expired: after 300 s, if the UI's Pause is pressed. A pause
+    that expects a living process becomes one that starts the run again.
+    """
+    with (
+        temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
+        get_client(sync_client=True) as client,
+    ):
+        state = client.read_flow_run(flow_run_id).state
+        if state is None or state.type != StateType.PAUSED:
+            return
+        details = state.state_details
+        if details.pause_timeout is not None or not details.pause_reschedule:
+            held: State[Any] = Suspended(message="It waits until it is resumed or cancelled")
+            client.set_flow_run_state(flow_run_id, held, force=True)

@@ -38,7 +38,7 @@ from trial_core.errors import Stopped, Superseded
 from trial_core.run.stop_requests import StopHandler, StopRequest
 from trialflow.flows.lifecycle.detached_engine import has_lost_supervisor, ignore_broken_output
 from trialflow.flows.lifecycle.flow_run_reader import FlowRunReader
-from trialflow.flows.lifecycle.flow_run_state import set_state
+from trialflow.flows.lifecycle.flow_run_state import hold_suspended, set_state
 from trialflow.flows.lifecycle.requeue import has_queue, requeue
 from trialflow.flows.lifecycle.server_outage import NO_ANSWER, ServerOutage, reports_kept
 from trialflow.flows.lifecycle.stop_signals import Interrupted, StopSignals
@@ -212,10 +212,15 @@ class StopMonitor:
         self._logger.log(logging.ERROR if is_error else logging.INFO, "stopped: %s", reason)
         if run is not None and self._is_other_attempt(run):
             raise self._keep_state(f"{reason}: another attempt has started")
+        if run is not None and state is not None and state.type == StateType.PAUSED:
+            if not (self._is_deployed or self._is_subflow):
+                why = "a run without a deployment cannot be resumed in Prefect"
+                return self._cancelled(f"{reason}; {why}", is_forced=True)
+            with suppress(*NO_ANSWER):
+                hold_suspended(run.id)
+            raise Pause(f"suspended: {reason}", state=state)
         if self._suspension is not None and (suspended := self._suspension.get_state()):
             raise Pause(f"suspended: {reason}", state=suspended)
-        if state is not None and state.type == StateType.PAUSED:
-            raise Pause(f"suspended: {reason}", state=state)
         if state is not None and state.type in _CANCEL_STATES:
             return self._cancelled(reason)
         if request.reason == "time budget":
@@ -231,14 +236,14 @@ class StopMonitor:
             self._end_by_signal(self._signals.received, reason)
         raise self._keep_state(reason)
 
-    def _cancelled(self, reason: str) -> State[Any]:
-        """The state Cancelled. In a deployment's run it is set here.
+    def _cancelled(self, reason: str, is_forced: bool = False) -> State[Any]:
+        """The state Cancelled. In a deployment's run it is set here, and if Prefect forbids it.
 
         Raises:
             Abort: it is set. Prefect would log the traceback of a cancelled run as an error.
         """
         cancelled: State[Any] = Cancelled(message=f"Stopped: {reason}")
-        if self._is_deployed and set_state(cancelled):
+        if (self._is_deployed or is_forced) and set_state(cancelled):
             raise Abort(reason)
         return cancelled
 
@@ -290,9 +295,10 @@ class StopMonitor:
                 self._stopping.clarified()
 
     def _check_state(self) -> None:
-        if self._suspension is not None and self._suspension.is_requested():
+        if self._suspension is not None and (suspended := self._suspension.get_state()):
             self._stopping.ask("suspended", "in Prefect")
-            return
+            # The run, or the one whose subflow it is.
+            hold_suspended(suspended.state_details.flow_run_id or self._reader.flow_run_id)
         run = self._read_run()
         state = None if run is None else run.state
         if run is None:
@@ -307,6 +313,7 @@ class StopMonitor:
             self._stopping.ask("cancelled", "in Prefect")
         elif state is not None and state.type == StateType.PAUSED:
             self._stopping.ask("suspended", "in Prefect")
+            hold_suspended(run.id)
         elif state is not None and state.type in _ENDED_STATES:
             self._stopping.ask("cancelled", f"its flow run was set to {state.name}")
 

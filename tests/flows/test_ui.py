@@ -13,7 +13,9 @@ import pytest
 from tests.support.browser import Browser, chromium
 from tests.support.flow import stages, train
 from tests.support.prefect import PrefectServer
+from tests.support.prefect_worker import Scene
 from tests.support.slots import toy_config
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.slots, pytest.mark.server, pytest.mark.browser, pytest.mark.long]
 
@@ -121,7 +123,30 @@ def test_the_report_of_a_resumed_trial(watched: Watched) -> None:
     keep(watched.browser, "report.png")
 
 
-def keep(browser: Browser, name: str) -> None:
-    """Save a screenshot if TRIALFLOW_SCREENSHOTS is set."""
+@pytest.mark.timeout(600)  # a worker's start, three pages, two attempts
+def test_the_buttons_that_end_and_continue_a_run(scene: Scene) -> None:
+    """Pause, pressed as it is, has no limit: the run saves and ends, and Resume continues it."""
+    page = f"{scene.server.ui_url}/v2/runs/flow-run/{scene.run_id}"
+    with chromium(height=560) as browser:
+        browser.open(page, "Running")
+        browser.press("Open menu")
+        keep(browser, "run-menu.png", is_changing=True)
+        browser.press("Pause")
+        browser.wait_for(lambda: "Timeout (seconds)" in browser.text, "the dialog")
+        keep(browser, "run-pause.png", is_changing=True)
+        browser.press("Pause Flow Run")
+        until(lambda: not scene.processes(), "no process", instead=scene.shown)
+        assert scene.run()["state"]["state_details"]["pause_timeout"] is None
+        saved = scene.saved()
+        browser.open(page, "Suspended")
+        browser.press("Open menu")
+        browser.press("Resume")
+        browser.wait_for(lambda: "Resume the paused flow run" in browser.text, "the dialog")
+        browser.press("Resume")
+        scene.until_resumed(saved, saved)
+
+
+def keep(browser: Browser, name: str, is_changing: bool = False) -> None:
+    """Save a screenshot if TRIALFLOW_SCREENSHOTS is set. A page of a run in progress changes."""
     if SCREENSHOTS:
-        browser.save_png(Path(SCREENSHOTS) / name)
+        browser.save_png(Path(SCREENSHOTS) / name, is_changing)

@@ -73,6 +73,12 @@ class Browser:
         except TimeoutException:
             raise TimeoutException(f"no {what}; the page says:\n{self.text}") from None
 
+    def press(self, text: str) -> None:
+        """Press the first button or menu item with exactly this text, once there is one."""
+        where = f"//*[self::button or @role='menuitem'][normalize-space()='{text}']"
+        self.wait_for(lambda: bool(self._driver.find_elements(By.XPATH, where)), text)
+        self._driver.find_element(By.XPATH, where).click()
+
     def wait_until_idle(self) -> None:
         """Wait until the page has handled all events and has been drawn, or some seconds.
 
@@ -84,8 +90,8 @@ class Browser:
             "requestIdleCallback(draw, {timeout: 5000});"
         )
 
-    def save_png(self, path: Path) -> None:
-        """Save a screenshot once the page has stopped changing. A running run's page never does.
+    def save_png(self, path: Path, is_changing: bool = False) -> None:
+        """Save a screenshot, once the page has stopped changing unless it always changes.
 
         A run's timeline is a canvas, so no text tells when it has been drawn.
         """
@@ -93,7 +99,8 @@ class Browser:
 
         def is_settled() -> bool:
             shots.append(self._driver.get_screenshot_as_png())
-            return len(set(shots[-SETTLED_SHOTS:])) == 1 and len(shots) >= SETTLED_SHOTS
+            is_same = is_changing or len(set(shots[-SETTLED_SHOTS:])) == 1
+            return is_same and len(shots) >= SETTLED_SHOTS
 
         self.wait_for(is_settled, "end of changes", poll_seconds=1.0)
         path.write_bytes(shots[-1])

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import threading
 import time
@@ -175,6 +176,7 @@ def carry_out(order: Order, log: ForwardedLog) -> None:
     listen = ListenAddress(channel.bind, channel.port_range, channel.advertise)
     follow, placement = _follow(order), JoiningRanks(order, listen, log)
     with StopHandler(NO_GRACE_SECONDS) as stopping:
+        signal.signal(signal.SIGTERM, lambda *_: stopping.ask("preempted", "SIGTERM"))
         if order.test_mode:
             _try(config, trial, store, points, stopping, placement, follow, order)
             return

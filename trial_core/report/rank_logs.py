@@ -30,6 +30,9 @@ LINES_PER_SECOND = 5.0
 SMALL_BYTES = 2**20
 GROWTH = 1.5
 
+PLACE = "logs-place"
+"""The file of a run's folder that has the name of its log folder in the storage."""
+
 FINAL_TIMEOUT_SECONDS = 60.0
 # A run that is stopping may be killed soon.
 URGENT_TIMEOUT_SECONDS = 3.0
@@ -102,7 +105,7 @@ class StoredLogs:
         self._run_dir = run_dir
         self._other_files = other_files
         self._logs = run_dir / "logs"
-        self._folder = _stored_folder(run_dir / "logs-place")
+        self._folder = _stored_folder(run_dir / PLACE)
         self._uploaded: dict[Path, tuple[int, int]] = {}
         self._stop = CancelSignal()
 
@@ -209,6 +212,17 @@ class StoredLogs:
         with tempfile.TemporaryDirectory(dir=scratch, prefix="logs-") as folder:
             copy = Path(shutil.copyfile(path, Path(folder) / path.name))
             self._store.storage.upload(copy, layout.run_file_key(self._trial, name), stop)
+
+
+def stored_name(run_dir: Path, file: Path) -> str | None:
+    """Where a file of a run's folder is stored, below the run's folder in the storage.
+
+    None: nowhere, because only this machine needs it.
+    """
+    if file.parts[0] != "logs":
+        return None if file.name == PLACE else file.as_posix()
+    place = run_dir / PLACE
+    return f"{place.read_text()}/{file.name}" if place.exists() else file.as_posix()
 
 
 def _stored_folder(name_file: Path) -> str:

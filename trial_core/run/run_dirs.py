@@ -112,6 +112,27 @@ def locked_run_dir(trial: str, timeout_seconds: float = 0.0) -> Iterator[Path]:
         lock.release()
 
 
+@contextmanager
+def locked_if_ended(run_dir: Path) -> Iterator[bool]:
+    """Lock a run's folder for the block. False: a process has it, or its disk has no locks."""
+    lock = filelock.FileLock(run_dir / LOCK, thread_local=False, fallback_to_soft=False)
+    with suppress(OSError):  # also filelock's `Timeout`
+        lock.acquire(timeout=0)
+    try:
+        yield lock.is_locked
+    finally:
+        lock.release()
+
+
+def holder_of(run_dir: Path) -> str | None:
+    """What trains the trial of a folder now: ``process 7 on node-1``; None: no process does."""
+    path = run_dir / LOCK
+    if not path.exists():
+        return None
+    with locked_if_ended(run_dir) as has_ended:
+        return None if has_ended else path.read_text(errors="replace")
+
+
 def _make_lock_file(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()

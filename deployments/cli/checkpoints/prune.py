@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -229,16 +228,7 @@ def _is_confirmed(plans: list[PruningPlan], leftovers: list[Leftover]) -> bool:
     shown = " and ".join(text_format.plural(count, noun) for noun, count in counts.items() if count)
     if not shown:
         return True  # nothing new to delete; interrupted deletions are completed
-    if not sys.stdin.isatty():
-        raise ConfigError("nothing was deleted: give --yes to delete, or --dry-run to see the plan")
-    try:
-        answer = input(f"delete {shown}? [y/N] ")
-    except EOFError:
-        answer = ""
-    if answer.strip().lower() in ("y", "yes"):
-        return True
-    console.note("nothing was deleted")
-    return False
+    return console.is_confirmed(f"delete {shown}", "deleted", "; or --dry-run to see the plan")
 
 
 def _delete(store: CheckpointStore, plans: list[PruningPlan], is_silent: bool) -> list[Pruned]:

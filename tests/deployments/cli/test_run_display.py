@@ -148,6 +148,16 @@ def test_plain_lines_hold_no_control_characters() -> None:
     assert "restart 1 of at most 5, from the beginning: rank 0 raised Boom: twice" in out.getvalue()
 
 
+def test_a_display_that_follows_the_ranks() -> None:
+    """It prints what rank 0 prints, and the warnings of other ranks that the driver gets."""
+    display, out, _ = plain()
+    display.rank_logged(0, "not shown")
+    display.follows_ranks = True
+    display.rank_logged(0, "\x1b[31mstep 10\x1b[0m")
+    display.rank_logged(3, "Warning: slow")
+    assert out.getvalue() == "rank 0: step 10\nrank 3: Warning: slow\n"
+
+
 def test_plain_lines_of_a_script() -> None:
     """It reports within its stage, and says neither its length nor its samples."""
     display, out, clock = plain()

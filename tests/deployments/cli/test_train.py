@@ -30,6 +30,7 @@ from tests.support.processes import descendants, wait_until_gone
 from tests.support.slots import lines as seen
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
+from trial_core.driver.observers import current_observer
 from trial_core.errors import ConfigError, StorageError
 from trial_core.run.known_storages import note_storage
 from trial_core.run.sequencer import Progress
@@ -428,6 +429,25 @@ def test_only_the_page_of_this_run_is_named(
     said = capsys.readouterr().err
     assert "503 SlowDown" in said
     assert (f"HTML report: {page}" in said) == has_written
+
+
+def test_follow_prints_what_rank_0_prints(
+    tmp_path: Path, prefect_server: PrefectServer, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Beside the lines of the run. With --quiet it would print nothing, and is refused."""
+
+    def print_and_stop() -> None:
+        current_observer().rank_logged(0, "step 7")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    path = write_experiment(tmp_path)
+    monkeypatch.setattr(flow_module, "train", FakeFlow(print_and_stop))
+    with prefect_server.configured():
+        assert train(path, follow=True) == 130
+    assert "rank 0: step 7\n" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="--follow prints what --quiet would leave out"):
+        train(path, follow=True, quiet=True)
 
 
 @pytest.mark.parametrize("option", ["take_over", "trial"])

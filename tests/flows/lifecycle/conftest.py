@@ -11,6 +11,7 @@ from uuid import UUID
 import pytest
 from prefect import runtime
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import State
 from prefect.exceptions import Abort, CancelledRun, Pause, TerminationSignal
 from prefect.flow_engine import run_flow
 from prefect.logging.loggers import flow_run_logger
@@ -33,8 +34,14 @@ def set_state(flow_run: UUID, state: Any) -> None:
 
 
 def state_of(flow_run: UUID) -> str:
+    return str(whole_state_of(flow_run).name)
+
+
+def whole_state_of(flow_run: UUID) -> State[Any]:
     with get_client(sync_client=True) as client:
-        return str(client.read_flow_run(flow_run).state_name)
+        state = client.read_flow_run(flow_run).state
+    assert state is not None
+    return state
 
 
 class Stage:

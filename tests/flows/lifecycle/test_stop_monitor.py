@@ -21,13 +21,20 @@ import pytest
 from prefect import flow, runtime, task
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.exceptions import Abort, ObjectNotFound, Pause, TerminationSignal
-from prefect.states import Cancelling, Crashed, Failed, Scheduled, Suspended
+from prefect.flow_runs import resume_flow_run
+from prefect.states import Cancelling, Crashed, Failed, Paused, Scheduled, Suspended
 
 import trial_core.driver.drive
 import trialflow.flows.lifecycle.flow_run_reader
 import trialflow.flows.lifecycle.stop_monitor
 import trialflow.flows.train
-from tests.flows.lifecycle.conftest import TIMEOUT_SECONDS, Stage, set_state, state_of
+from tests.flows.lifecycle.conftest import (
+    TIMEOUT_SECONDS,
+    Stage,
+    set_state,
+    state_of,
+    whole_state_of,
+)
 from trial_core.driver.launch_stages import LaunchStages
 from trial_core.errors import RankFailed, Stopped, StorageError
 from trial_core.run.stop_requests import StopHandler
@@ -255,7 +262,45 @@ def test_a_subflow_is_suspended_with_its_parent(stage: Stage) -> None:
     stage.act = lambda flow_run, stopping: suspended(parent, stopping)
     with pytest.raises(Pause):
         stage.execute(pipeline, parent)
-    assert state_of(parent) == "Suspended"
+    state = whole_state_of(parent)
+    assert (state.name, state.state_details.pause_timeout) == ("Suspended", None)
+
+
+@pytest.mark.parametrize(
+    "pause",
+    [
+        Suspended(timeout_seconds=300),  # the button Pause of the UI
+        Paused(timeout_seconds=300),  # `pause_flow_run`, which expects a living process
+    ],
+    ids=["by the UI", "blocking"],
+)
+def test_a_pause_has_no_limit(stage: Stage, pause: Any) -> None:
+    """A paused run saves and ends; Prefect never fails it, and Resume schedules it again."""
+
+    def paused(flow_run: UUID, stopping: StopHandler) -> None:
+        set_state(flow_run, pause)
+        assert stopping.wait(TIMEOUT_SECONDS)
+
+    stage.act = paused
+    run, end = stage.train()
+    assert isinstance(end, Pause)
+    assert str(end).startswith("suspended: suspended (in Prefect); saved at batch 10")
+    state = whole_state_of(run)
+    assert (state.name, state.state_details.pause_timeout) == ("Suspended", None)
+    resume_flow_run(run)
+    assert state_of(run) == "Resuming"
+
+
+def test_a_pause_of_a_run_without_a_deployment(stage: Stage) -> None:
+    """It is Cancelled, and its state says why: Prefect would refuse every Resume."""
+    stage.act = suspended
+    with pytest.raises(Abort, match="without a deployment cannot be resumed in Prefect"):
+        trialflow.flows.train.train(stage.config)
+    assert stage.training is not None
+    state = whole_state_of(stage.training)
+    assert state.name == "Cancelled"
+    assert state.message is not None
+    assert "saved at batch 10" in state.message
 
 
 def test_the_time_budget_needs_no_server(stage: Stage) -> None:

@@ -15,8 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.cli import trialflow
 from tests.support.fitting import WATCHED, Launcher, start, watched_ranks
 from tests.support.hosts import DRIVER, Hosts, new_hosts
+from tests.support.prefect import isolated
 from tests.support.processes import kill
 from tests.support.s3 import moto_server
 from tests.trial_core.trainer.fits import store
@@ -116,6 +118,24 @@ def test_ctrl_c_saves_and_returns(tmp_path: Path, launcher: Launcher) -> None:
         assert saved.uuid == ended["checkpoint_uuid"]
         assert saved.progress.batches_trained == ended["batches_trained"] > 3
         assert "stopped: interrupted (SIGINT)" in ranks.report()
+        assert ranks.left(pids) == []
+
+
+@pytest.mark.long
+def test_trialflow_cancel_saves_and_returns(tmp_path: Path) -> None:
+    """It signals the driver, which has all ranks save; no Prefect server knows the run."""
+    with watched_ranks(tmp_path) as ranks:
+        ranks.until_batch(3)
+        pids = ranks.pids()
+        nothing = {"PREFECT_API_URL": "", **isolated(tmp_path / "prefect")}
+        done = trialflow(tmp_path, "cancel", "watched", variables=nothing)
+        assert done.returncode == 0, done.stderr
+        ended = ranks.ended(0)
+        assert ended.get("stopped_early"), f"{ended}\n{ranks.logs()}"
+        (saved,) = store(tmp_path).list()
+        assert saved.progress.batches_trained == ended["batches_trained"] > 3
+        assert f"--trial {saved.trial}` continues the trial" in done.stdout
+        assert "stopped: preempted (SIGTERM)" in ranks.report()
         assert ranks.left(pids) == []
 
 

@@ -1,0 +1,92 @@
+"""`trialflow logs`: what a rank of a trial has printed."""
+
+from __future__ import annotations
+
+import io
+import sys
+import tempfile
+import time
+from typing import IO, TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from trial_core import text_format
+from trial_core.errors import ConfigError
+from trialflow.deployments.cli.experiment_options import (
+    ConfigFile,
+    Storage,
+    TrialId,
+    named_trial,
+    open_store,
+)
+
+if TYPE_CHECKING:
+    from trial_core.checkpoint.store import CheckpointStore
+
+FOLLOW_SECONDS = 0.5
+PIECE_BYTES = 4 * 2**20
+
+
+def logs(
+    trial: TrialId,
+    /,
+    *,
+    rank: Annotated[int, Parameter(help="The rank's number.")] = 0,
+    follow: Annotated[
+        bool,
+        Parameter(
+            name=["--follow", "-f"], help="Print what is added, until the run on this machine ends."
+        ),
+    ] = False,
+    config: ConfigFile = None,
+    storage: Storage = None,
+) -> int:
+    """Print the log of a rank, complete: from the run's folder, else what the storage has of it."""
+    from trial_core.run.run_dirs import holder_of, home_folder
+
+    name = f"rank-{rank}.log"
+    here = {path.parents[1].name: path for path in home_folder().glob(f"*/logs/{name}")}
+    found = named_trial(trial, here)
+    if found is None:
+        with tempfile.TemporaryFile() as fetched:
+            _fetch(open_store(config, storage), trial, name, fetched)
+            fetched.seek(0)
+            _print(io.TextIOWrapper(fetched, encoding="utf-8", errors="replace"))
+        return 0
+    with here[found].open(encoding="utf-8", errors="replace") as file:
+        while follow and holder_of(here[found].parents[1]) is not None:
+            _print(file)
+            time.sleep(FOLLOW_SECONDS)
+        _print(file)
+    return 0
+
+
+def _print(file: IO[str]) -> None:
+    """Print what is left of a file. A progress bar's carriage returns are ends of lines."""
+    for line in file:
+        sys.stdout.write(text_format.clean(line))
+    sys.stdout.flush()
+
+
+def _fetch(store: CheckpointStore, named: str, name: str, file: IO[bytes]) -> None:
+    """Fetch a log from its newest folder, whose name begins with its time.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    from trial_core.checkpoint import layout
+    from trial_core.storage.parallel import CancelSignal
+
+    trial = named_trial(named, store.trials()) or named
+    stored = store.storage.sizes(f"{layout.run_folder(trial)}/logs")
+    key = max((key for key in stored if key.endswith(f"/{name}")), default=None)
+    if key is None:
+        others = ", ".join(sorted({key.rpartition("/")[2] for key in stored}))
+        raise ConfigError(
+            f"trial {named} has no {name} on this machine or in {store.url}, which has: "
+            f"{others or 'no log of it'}. A script that you start prints where its launcher says"
+        )
+    for start in range(0, stored[key], PIECE_BYTES):
+        view = memoryview(bytearray(min(PIECE_BYTES, stored[key] - start)))
+        read = store.storage.read_into(key, start, view, CancelSignal())
+        file.write(view[: read.size_bytes])

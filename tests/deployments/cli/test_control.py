@@ -1,0 +1,135 @@
+"""`trialflow suspend`, `resume` and `cancel`: on a real server, and by a signal without one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.prefect import PrefectServer, isolated
+from trialflow.deployments.cli.console import REFUSED
+from trialflow.deployments.cli.main import main
+from trialflow.flows.server.prefect_settings import environment
+
+pytestmark = pytest.mark.server
+
+TRIAL = "controlled-4f0c21aa93b7"
+HOLDER = """
+import sys, time
+from trial_core.run.run_dirs import locked_run_dir
+
+with locked_run_dir(sys.argv[1]):
+    print("locked", flush=True)
+    time.sleep(600)
+"""
+
+
+class Run:
+    """A flow run on a real server that no process executes."""
+
+    def __init__(self, server: PrefectServer, name: str, is_deployed: bool = True) -> None:
+        self.server = server
+        flow = server.query("flows/", {"name": "train"})["id"]
+        where, deployment = "flow_runs/", {"flow_id": flow}
+        if is_deployed:
+            created = server.query("deployments/", {"name": "controlled", "flow_id": flow})
+            where, deployment = f"deployments/{created['id']}/create_flow_run", {}
+        self.id = server.query(where, {**deployment, "name": name, "state": {"type": "PENDING"}})[
+            "id"
+        ]
+        self.set_state("RUNNING")
+
+    def set_state(self, kind: str) -> None:
+        state = {"state": {"type": kind}, "force": True}
+        self.server.query(f"flow_runs/{self.id}/set_state", state)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.server.query(f"flow_runs/{self.id}")["state"]
+        return found
+
+
+@pytest.fixture
+def server(
+    prefect_server: PrefectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[PrefectServer]:
+    monkeypatch.setenv("TRIALFLOW_HOME", str(tmp_path))
+    with prefect_server.configured():
+        yield prefect_server
+
+
+@contextmanager
+def training(trial: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that has locked a trial's folder, as a driver does."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, trial],
+        env={**os.environ, **variables}, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "locked\n"
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_run_of_a_deployment(server: PrefectServer) -> None:
+    """It is suspended without a limit, resumed and cancelled, by the trial's first characters."""
+    Run(server, TRIAL).set_state("FAILED")  # an earlier run of the trial, which is over
+    run = Run(server, TRIAL)
+    assert main(["suspend", "controlled-4f"]) == 0
+    assert run.state["name"] == "Suspended"
+    assert run.state["state_details"]["pause_timeout"] is None
+    assert main(["resume", "controlled-4f"]) == 0
+    assert run.state["name"] == "Resuming"
+    run.set_state("RUNNING")
+    assert main(["cancel", TRIAL]) == 0
+    assert run.state["name"] == "Cancelling"
+    run.set_state("CANCELLED")
+    assert main(["cancel", TRIAL]) == REFUSED, "it is over"
+
+
+def test_what_is_refused(server: PrefectServer, capsys: pytest.CaptureFixture[str]) -> None:
+    """What Prefect cannot do; several trials; no run. The error says what to do in its place."""
+    first, second = Run(server, "refused-1", is_deployed=False), Run(server, "retrain refused-2")
+    for command, error in (
+        (("suspend", "refused-1"), "`trialflow cancel refused-1` saves, too"),
+        (("resume", "refused-2"), "the run of trial refused-2 is Running, and Cannot resume"),
+        (("cancel", "refused"), "refused is not one trial, but 2: refused-1, refused-2"),
+        (("cancel", "refused-3"), "no run of a trial refused-3 is waiting, running or suspended"),
+    ):
+        assert main(command) == REFUSED
+        assert error in capsys.readouterr().err
+    assert [first.state["name"], second.state["name"]] == ["Running", "Running"]
+    for run in (first, second):
+        run.set_state("FAILED")
+
+
+def test_a_run_without_a_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Cancel sends SIGTERM to its process. It does not if that belongs to a worker's server.
+
+    A worker would start the run again.
+    """
+    monkeypatch.setenv("TRIALFLOW_HOME", str(tmp_path))
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    with environment(isolated(tmp_path / "prefect")):
+        with training("of-a-worker-1", PREFECT__FLOW_RUN_ID="4f0c21aa") as process:
+            assert main(["cancel", "of-a-worker"]) == REFUSED
+            assert "set PREFECT_API_URL" in capsys.readouterr().err
+            assert process.poll() is None
+        with training("of-a-script-1") as process:
+            assert main(["suspend", "of-a-script"]) == REFUSED
+            assert main(["cancel", "of-a-script"]) == 0
+            assert process.wait(30) == -signal.SIGTERM
+        assert main(["cancel", "of-a-script"]) == REFUSED
+        assert "PREFECT_API_URL is not set" in capsys.readouterr().err
