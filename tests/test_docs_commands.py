@@ -61,6 +61,7 @@ NOT_RUN = {
     "export PREFECT_API_": "the tests' server has another address, and no password",
     "read -rs": "the same",
     "trialflow up": "serves until Ctrl-C: tests/deployments/test_up.py",
+    "trialflow logs mine-": "needs a run: tests/deployments/cli/test_logs.py",
     "trialflow jobset": "tests/deployments/test_kubernetes_run.py",
     "trialflow deploy --type": "tests/deployments/test_deploy_templates.py",
     "prefect worker start": "works until Ctrl-C: tests/deployments/test_deploy.py",
