@@ -24,6 +24,7 @@ from trial_core.deepspeed.mpu import forget_model_parallelism
 from trial_core.deepspeed.op_builds import op_being_built, prepare_op_builds
 from trial_core.deepspeed.trial import DeepSpeedTrial
 from trial_core.distributed import DistributedContext
+from trial_core.driver.entrypoint_check import no_such_module
 from trial_core.errors import TrialError
 from trial_core.process_group import init_distributed
 from trial_core.pytorch.context import PyTorchTrialContext
@@ -153,13 +154,7 @@ def _import(module_name: str, entrypoint: str) -> ModuleType:
                     "for determined (docs/guides/move-from-determined.md)"
                 ) from error
             raise  # the module exists, and imports another one that does not
-        modules = sorted(p.removesuffix(".py") for p in os.listdir(folder) if p.endswith(".py"))
-        near = difflib.get_close_matches(module_name, modules, n=1)
-        hint = f'; did you mean "{near[0]}"?' if near else ""
-        raise TrialError(
-            f'entrypoint "{entrypoint}": there is no module "{module_name}" in {folder} '
-            f"(modules there: {', '.join(modules) or 'none'}){hint}"
-        ) from error
+        raise TrialError(no_such_module(entrypoint, module_name, folder)) from error
 
 
 def _no_such_class(entrypoint: str, module: ModuleType, name: str) -> str:

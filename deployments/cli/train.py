@@ -22,6 +22,7 @@ from trialflow.deployments.cli.experiment_options import (
     Storage,
     open_store_of,
     read_experiment,
+    refuse_what_cannot_run,
     with_engine,
 )
 from trialflow.deployments.cli.flow_run import FlowRun, StateHook
@@ -106,6 +107,7 @@ def train(
     with JsonResult(is_printed=json_) as outcome:
         experiment = read_experiment(config, with_engine(set_, engine), storage)
         store = outcome.store = open_store_of(experiment)
+        refuse_what_cannot_run(experiment, store)
         display = outcome.run_status = _display(quiet, json_, (experiment.searcher.metric, "loss"))
         say = console.note if quiet else display.say
         trial_run = _TrialRun(experiment, continuation, store, outcome, say)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 
 from trial_core.config.command import ScriptCommand
+from trial_core.driver.entrypoint_check import no_such_script
 from trial_core.errors import TrialError
 
 
@@ -25,10 +26,7 @@ def run_script(command: ScriptCommand) -> None:
     path = os.path.join(folder, command.target)
     if not command.is_module:
         if not os.path.isfile(path):
-            raise TrialError(
-                f'entrypoint "{command.text}": there is no script {command.target} in {folder} '
-                f"(scripts there: {_scripts(folder)})"
-            )
+            raise TrialError(no_such_script(command.text, command.target, folder))
         folder = os.path.dirname(path)
     with _as_program(command, folder):
         try:
@@ -77,7 +75,3 @@ def _as_program(command: ScriptCommand, folder: str) -> Iterator[None]:
         yield
     finally:
         sys.argv, sys.path = argv, path
-
-
-def _scripts(folder: str) -> str:
-    return ", ".join(sorted(name for name in os.listdir(folder) if name.endswith(".py"))) or "none"
