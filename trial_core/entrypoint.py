@@ -24,7 +24,7 @@ from trial_core.deepspeed.mpu import forget_model_parallelism
 from trial_core.deepspeed.op_builds import op_being_built, prepare_op_builds
 from trial_core.deepspeed.trial import DeepSpeedTrial
 from trial_core.distributed import DistributedContext
-from trial_core.driver.entrypoint_check import no_such_module
+from trial_core.driver.entrypoint_check import entrypoint_problem
 from trial_core.errors import TrialError
 from trial_core.process_group import init_distributed
 from trial_core.pytorch.context import PyTorchTrialContext
@@ -154,7 +154,7 @@ def _import(module_name: str, entrypoint: str) -> ModuleType:
                     "for determined (docs/guides/move-from-determined.md)"
                 ) from error
             raise  # the module exists, and imports another one that does not
-        raise TrialError(no_such_module(entrypoint, module_name, folder)) from error
+        raise TrialError(entrypoint_problem(entrypoint, folder) or str(error)) from error
 
 
 def _no_such_class(entrypoint: str, module: ModuleType, name: str) -> str:

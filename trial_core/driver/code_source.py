@@ -9,7 +9,7 @@ from pathlib import Path
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
-from trial_core.driver.entrypoint_check import refuse_missing_entrypoint
+from trial_core.driver.entrypoint_check import entrypoint_problem
 from trial_core.driver.placement import choose_provider
 from trial_core.driver.run import Logger
 from trial_core.errors import ConfigError, LaunchError
@@ -39,7 +39,10 @@ def refuse_missing_code(config: ExperimentConfig) -> None:
     is_here = choose_provider(config) is None
     if config.environment.code != "shared" and not is_here:
         check_code_folder(config.code)
-    refuse_missing_entrypoint(config, is_here)
+    python_path = config.rank_variables.get("PYTHONPATH", "")
+    problem = entrypoint_problem(config.entrypoint, str(config.code), python_path, is_here)
+    if problem is not None:
+        raise ConfigError(problem)
 
 
 def stored_trial_code(

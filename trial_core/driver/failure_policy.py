@@ -3,7 +3,7 @@
 A number of ranks that has trained a batch works, and so do nodes on which one was trained: if they
 fail later, the cause is another one, and a restart may help. A number or a node that has not yet
 trained may be the cause itself. It is left, if the run can do without it, and that costs no
-restart. Ranks that fail twice at the same place before they have trained would fail again, anywhere.
+restart. Ranks that fail twice at the same place before they have trained would fail again.
 """
 
 from __future__ import annotations

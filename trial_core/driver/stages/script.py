@@ -67,7 +67,9 @@ def run_script(
     with launch.stage("run-script", f"[{begin}→]"):
         while isinstance(event := script.next_event(), MetricsReported):
             _note(launch, progress, event)
+            launch.stop_test()
         if isinstance(event, CheckpointWritten):
+            launch.stop_test()
             launch.run.clock.batches_trained(event.steps_completed)
         elif isinstance(event, FitBegun):  # until now the script has constructed its trial
             launch.run.clock.count_as("build", time.monotonic() - began)
