@@ -102,8 +102,7 @@ def refuse_what_cannot_run(
         store: to be written to; None: the run only reads. One that takes long has not failed.
 
     Raises:
-        ConfigError, LaunchError: there is no such entrypoint, or no such code folder.
-        StorageError: the storage cannot be used.
+        ConfigError, LaunchError, StorageError: entrypoint, code folder or storage cannot be used.
     """
     from concurrent.futures import TimeoutError as StillRunning
 

@@ -16,10 +16,11 @@ from pathlib import Path
 
 from trial_core.config.command import command_of
 
-_MAKE_NAMES = {"globals", "locals", "vars", "exec", "eval", "setattr", "__getattr__", "__path__"}
-_MAKE_NAMES |= {"*", "sys.modules"}
-_ANY = frozenset(_MAKE_NAMES)
-"""The names of a module whose text cannot be read."""
+_MAKE_NAMES = frozenset((
+    "*", "sys.modules", "globals", "locals", "vars", "exec", "eval", "setattr", "__getattr__",
+    "__path__",
+))  # fmt: skip
+"""What a module uses that may have names, or modules, that its text does not show."""
 
 
 def entrypoint_problem(
@@ -85,11 +86,11 @@ def _spec(name: str, search: Sequence[str] | None) -> ModuleSpec | None:
 def _names(spec: ModuleSpec) -> frozenset[str]:
     """The names in a module's text. Raises as `ast.parse` if that is no Python."""
     if spec.origin is None or not spec.origin.endswith(".py"):
-        return frozenset() if spec.submodule_search_locations else _ANY
+        return frozenset() if spec.submodule_search_locations else _MAKE_NAMES
     try:
         nodes = [*ast.walk(ast.parse(Path(spec.origin).read_bytes()))]
     except OSError:
-        return _ANY
+        return _MAKE_NAMES
     found = {getattr(node, kind, None) for node in nodes for kind in ("name", "asname", "id")}
     found |= {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)}
     return frozenset(filter(None, found))

@@ -49,7 +49,7 @@ class FailurePolicy:
         self._trained_slots: set[int] = set()
         self._last_refusal = ""
         self._refusals = 0
-        self._before_training: set[tuple[object, ...]] = set()
+        self._before_training: set[object] = set()
 
     def launch_ended(self, launch: Launch) -> None:
         """Note what has trained, when a launch has ended or failed."""
@@ -71,10 +71,9 @@ class FailurePolicy:
         return self._restart_after(failure, launch)
 
     def _comes_again(self, failure: Failure, launch: Launch) -> bool:
-        """Whether ranks of two launches have failed in this way before they trained anything."""
-        if (place := _place(failure, launch.progress.batches_trained)) is None:
-            return False
-        if place not in self._before_training:
+        """Whether an earlier launch has failed in this way, before it trained anything."""
+        place = _place(failure, launch.progress.batches_trained)
+        if place is None or place not in self._before_training:
             self._before_training.add(place)
             return False
         launch.run.logger.error(

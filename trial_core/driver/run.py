@@ -213,11 +213,6 @@ class Launch:
         if self.progress.moves:
             self.slots.stop()
 
-    def stop_test(self) -> None:
-        """Have a script save and end, if that is all that a test wants of it."""
-        if self.run.test_mode:
-            self.slots.stop()
-
     def move_now(self, why: str) -> None:
         """Have the ranks save and end, to be launched on other nodes. For any thread."""
         if self.progress.moves is None:

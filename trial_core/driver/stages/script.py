@@ -45,6 +45,8 @@ class RunningScript:
         event: ScriptEvent | list[ScriptEnded] | SlotsError = self._happened.get()
         if isinstance(event, SlotsError):
             raise event
+        if self._launch.run.test_mode and not isinstance(event, FitBegun):
+            self._launch.slots.stop()  # a test wants no more of it
         return event
 
     def _wait(self) -> None:
@@ -67,9 +69,7 @@ def run_script(
     with launch.stage("run-script", f"[{begin}→]"):
         while isinstance(event := script.next_event(), MetricsReported):
             _note(launch, progress, event)
-            launch.stop_test()
         if isinstance(event, CheckpointWritten):
-            launch.stop_test()
             launch.run.clock.batches_trained(event.steps_completed)
         elif isinstance(event, FitBegun):  # until now the script has constructed its trial
             launch.run.clock.count_as("build", time.monotonic() - began)
