@@ -78,7 +78,7 @@ def list_(*, config: ConfigFile = None, storage: Storage = None, json_: AsJson =
     found = [_read(store, trial) for trial in store.trials()]
     found.sort(key=lambda trial: trial.saved_at)
     if json_:
-        _print_json([{"trial": each.trial, **each.results} for each in found])
+        _print_json([{"trial": t.trial, "saved_at": t.saved_at, **t.results} for t in found])
         return 0
     rows = [
         (each.trial, local_time(each.saved_at), *map(_cell, [each.metric, *each.results.values()]))

@@ -57,7 +57,7 @@ def entrypoint_problem(
     if command is not None or wanted in names or not names.isdisjoint(_MAKE_NAMES):
         return None
     near = difflib.get_close_matches(wanted, names, n=1)
-    hint = f'; did you mean "{near[0]}"?' if near else f" ({spec.origin if spec else folder})"
+    hint = f'; did you mean "{near[0]}"?' if near else ""
     return f'entrypoint "{entrypoint}": module {name} has no "{wanted}"{hint}'
 
 

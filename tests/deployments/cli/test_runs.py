@@ -110,8 +110,8 @@ def test_trials_are_listed_with_their_best_metric(
     second, first = json.loads(capsys.readouterr().out)
     assert (first["trial"], first["ended"]) == ("gpt-a", "completed")
     assert second == {
-        "trial": "gpt-b", "batches": 14, "ended": None, "best loss": 0.3, "best at batch": 7,
-        "last loss": 0.7, "last worst": None,
+        "trial": "gpt-b", "saved_at": "2031-05-09T14:00:00Z", "batches": 14, "ended": None,
+        "best loss": 0.3, "best at batch": 7, "last loss": 0.7, "last worst": None,
     }  # fmt: skip
     assert main(["runs", "list", "--storage", compared]) == 0
     head, _, *rows = printed(capsys)

@@ -43,7 +43,7 @@ def refuse(code: Path, entrypoint: str, **fields: Any) -> None:
     [
         ("modle:MyTrial", r'no module "modle" in .*there: broken.*; did you mean "model"\?'),
         ("model:MyTrail", r'module model has no "MyTrail"; did you mean "MyTrial"\?'),
-        ("model:Unlike", r'module model has no "Unlike" \(.*model\.py\)'),
+        ("model:Unlike", r'module model has no "Unlike"$'),
         ("package.other:MyTrial", r'there is no module "package\.other"'),
         ("package:MyTrial", r'module package has no "MyTrial"'),
         ("spread:MyTrial", r'module spread has no "MyTrial"'),
