@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -24,6 +23,7 @@ from trial_core.deepspeed.mpu import forget_model_parallelism
 from trial_core.deepspeed.op_builds import op_being_built, prepare_op_builds
 from trial_core.deepspeed.trial import DeepSpeedTrial
 from trial_core.distributed import DistributedContext
+from trial_core.driver.entrypoint_check import entrypoint_problem
 from trial_core.errors import TrialError
 from trial_core.process_group import init_distributed
 from trial_core.pytorch.context import PyTorchTrialContext
@@ -50,7 +50,8 @@ def load_trial_class(entrypoint: str) -> type[Trial]:
     found: Any = module
     for part in class_name.split("."):
         if not hasattr(found, part):
-            raise TrialError(_no_such_class(entrypoint, module, part))
+            problem = entrypoint_problem(entrypoint, os.getcwd())
+            raise TrialError(problem or f'entrypoint "{entrypoint}": {found!r} has no "{part}"')
         found = getattr(found, part)
     if not inspect.isclass(found) or not issubclass(found, (DeepSpeedTrial, PyTorchTrial)):
         raise TrialError(
@@ -153,22 +154,7 @@ def _import(module_name: str, entrypoint: str) -> ModuleType:
                     "for determined (docs/guides/move-from-determined.md)"
                 ) from error
             raise  # the module exists, and imports another one that does not
-        modules = sorted(p.removesuffix(".py") for p in os.listdir(folder) if p.endswith(".py"))
-        near = difflib.get_close_matches(module_name, modules, n=1)
-        hint = f'; did you mean "{near[0]}"?' if near else ""
-        raise TrialError(
-            f'entrypoint "{entrypoint}": there is no module "{module_name}" in {folder} '
-            f"(modules there: {', '.join(modules) or 'none'}){hint}"
-        ) from error
-
-
-def _no_such_class(entrypoint: str, module: ModuleType, name: str) -> str:
-    classes = [n for n, value in vars(module).items() if inspect.isclass(value)]
-    trials = [n for n in classes if issubclass(vars(module)[n], (DeepSpeedTrial, PyTorchTrial))]
-    own = [n for n in trials if vars(module)[n].__module__ == module.__name__]
-    near = own or difflib.get_close_matches(name, classes, n=1)
-    hint = f'; did you mean "{near[0]}"?' if near else ""
-    return f'entrypoint "{entrypoint}": module {module.__name__} has no "{name}"{hint}'
+        raise TrialError(entrypoint_problem(entrypoint, folder) or str(error)) from error
 
 
 def _describe(found: Any) -> str:

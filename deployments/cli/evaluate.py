@@ -16,6 +16,7 @@ from trialflow.deployments.cli.experiment_options import (
     Overrides,
     Storage,
     read_experiment,
+    refuse_what_cannot_run,
     with_engine,
 )
 from trialflow.deployments.cli.flow_run import FlowRun, StateHook
@@ -47,6 +48,7 @@ def evaluate(
     Uses as many slots as the experiment names, whatever number saved the checkpoint.
     """
     experiment = read_experiment(config, with_engine(set_, engine), storage)
+    refuse_what_cannot_run(experiment)
 
     def call(on_running: StateHook) -> EvaluateResult:
         from trialflow.flows.evaluate import EvaluateResult

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import warnings
 from collections.abc import Iterable, Sequence
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 
 DEFAULT_EXPERIMENT = Path("experiment.yaml")
 """The experiment of commands that are not given one."""
+
+STORAGE_SECONDS = 15.0
+"""How long a command looks at its storage before it starts anything."""
 
 CHECKPOINT = (
     "The checkpoint: its uuid or the first characters of it; best (by searcher.metric) or latest "
@@ -88,6 +92,28 @@ def read_experiment(
         return experiment
     place = moved(experiment.checkpoint_storage, storage)
     return experiment.model_copy(update={"checkpoint_storage": place})
+
+
+def refuse_what_cannot_run(
+    experiment: ExperimentConfig, store: CheckpointStore | None = None
+) -> None:
+    """Find at once, before a server and ranks start, what would end the run later.
+
+    Args:
+        store: to be written to; None: the run only reads. One that takes long has not failed.
+
+    Raises:
+        ConfigError, LaunchError, StorageError: entrypoint, code folder or storage cannot be used.
+    """
+    from concurrent.futures import TimeoutError as StillRunning
+
+    from trial_core.background import in_background
+    from trial_core.driver.code_source import refuse_missing_code
+
+    refuse_missing_code(experiment)
+    if store is not None:
+        with contextlib.suppress(StillRunning):  # the run waits longer
+            in_background(store.check_writable, "storage-check").result(STORAGE_SECONDS)
 
 
 def with_engine(overrides: list[str] | None, engine: str | None) -> list[str]:

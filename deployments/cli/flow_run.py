@@ -47,15 +47,16 @@ class FlowRun(Generic[Result]):
         self._code_folder = code_folder
         self._is_on_terminal = sys.stdout.isatty()
 
-    def run(self, call: Callable[[StateHook], Result]) -> int:
+    def run(self, call: Callable[[StateHook], Result], has_server: bool = True) -> int:
         """Run the flow; report its failure on stderr; return the exit code.
 
         Args:
             call: imports the flow and calls it with the given ``on_running`` hook.
+            has_server: whether it needs a Prefect server. If not, the hook does nothing.
         """
         try:
             with stoppable(self._display.stopping):
-                result = self._run_on_server(call)
+                result = (self._run_on_server if has_server else self._run_alone)(call)
         except KeyboardInterrupt:
             return self._stopped("Ctrl-C", console.INTERRUPTED)
         except Terminated:
@@ -70,6 +71,11 @@ class FlowRun(Generic[Result]):
             return console.exit_code(failure, self._display.has_trained)
         self.result = result
         return 0
+
+    def _run_alone(self, call: Callable[[StateHook], Result]) -> Result:
+        with self._display, contextlib.redirect_stdout(sys.stderr):
+            self._display.waiting_for("starting the ranks")
+            return call(lambda *_: None)
 
     def _run_on_server(self, call: Callable[[StateHook], Result]) -> Result:
         from trialflow.flows.server.embedded_server import is_unauthorized, prefect_api

@@ -75,6 +75,9 @@ app.command(worker.worker)
 app.command(join.join)
 app.command(jobset.jobset)
 app.command(doctor.doctor)
+app.register_install_completion_command(
+    help="Write completion for the shell that calls this (bash, zsh, fish), and have it load that."
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

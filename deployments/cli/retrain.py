@@ -14,7 +14,9 @@ from trialflow.deployments.cli.experiment_options import (
     Experiment,
     Overrides,
     Storage,
+    open_store_of,
     read_experiment,
+    refuse_what_cannot_run,
 )
 from trialflow.deployments.cli.flow_run import FlowRun, StateHook
 from trialflow.deployments.cli.run_display import display_for_stdout
@@ -54,6 +56,7 @@ def retrain(
     experiment = read_experiment(config, set_ or [], storage)
     run_data = parse_data(data or [])
     render_data(experiment.data, datetime.now(timezone.utc))  # report errors before the start
+    refuse_what_cannot_run(experiment, open_store_of(experiment))
     display = display_for_stdout(quiet or json_, (experiment.searcher.metric, "loss"))
     run = _RetrainRun(experiment, run_data)
     flow_run = FlowRun[None](display, experiment.code)

@@ -1,11 +1,15 @@
-"""`trialflow runs`: what the runs of a trial have done with their time."""
+"""`trialflow runs`: the trials of a storage, compared, and the time that a trial's runs took."""
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
-from cyclopts import App
+from cyclopts import App, Parameter
 
 from trial_core import text_format
 from trial_core.errors import ConfigError
@@ -14,14 +18,144 @@ from trialflow.deployments.cli.experiment_options import ConfigFile, Storage, op
 from trialflow.deployments.cli.tables import AsJson, local_time, print_table
 
 if TYPE_CHECKING:
+    from trial_core.checkpoint.store import CheckpointStore
     from trial_core.ledger.time_ledger import RunTime, TimeLedger
 
 app = App(
     name="runs",
-    help="Show the runs of a trial, and remove their folders. The storage is that of --config or "
-    "--storage; by default, of ./experiment.yaml, else ./trialflow-runs/checkpoints.",
+    help="List and compare trials, show the runs of one, and remove folders of runs. The storage "
+    "is that of --config or --storage; by default, of ./experiment.yaml, else "
+    "./trialflow-runs/checkpoints.",
 )
 app.command(clean)
+
+
+@dataclass(frozen=True)
+class StoredTrial:
+    """What a storage has of a trial: its experiment's fields by their paths, and its results.
+
+    Attributes:
+        points: of its searcher metric in validations: (batches, value).
+    """
+
+    trial: str
+    saved_at: str
+    metric: str
+    settings: dict[str, Any]
+    results: dict[str, Any]
+    points: list[tuple[int, float]]
+
+
+def _read(store: CheckpointStore, trial: str) -> StoredTrial:
+    from trial_core.checkpoint import layout
+    from trial_core.checkpoint.json_objects import decode_json
+    from trial_core.report.history import ReportHistory
+    from trial_core.report.live_report import HISTORY
+    from trial_core.retention.policy import best_of_trial
+
+    saved = store.resume_candidates(trial)
+    if not saved:
+        there = ", ".join(store.trials()) or "none"
+        raise ConfigError(f"no checkpoint of trial {trial} in {store.url}; trials there: {there}")
+    newest, best = saved[0], best_of_trial(saved)
+    data = store.storage.read(layout.run_file_key(trial, HISTORY)) or b""
+    history = decode_json(data, ReportHistory) or ReportHistory()
+    settings = dict(_flat({**newest.config, "hyperparameters": newest.hyperparameters}))
+    metric = str(settings.get("searcher.metric"))
+    results = {
+        "batches": newest.progress.batches_trained,
+        "ended": history.ended or None,  # None: it trains, or was killed
+        f"best {metric}": best and best.metrics["validation"][metric],
+        "best at batch": best and best.progress.batches_trained,
+        **{f"last {name}": value for name, value in newest.last_validation.items()},
+    }
+    validations = history.curves.get("validation", [])
+    points = [(each.batches, each.values[metric]) for each in validations if metric in each.values]
+    return StoredTrial(trial, newest.created_at, metric, settings, results, points)
+
+
+@app.command(name="list")
+def list_(*, config: ConfigFile = None, storage: Storage = None, json_: AsJson = False) -> int:
+    """List the trials that have saved, the newest last, with their best searcher metric."""
+    store = open_store(config, storage)
+    found = [_read(store, trial) for trial in store.trials()]
+    found.sort(key=lambda trial: trial.saved_at)
+    if json_:
+        _print_json([{"trial": t.trial, "saved_at": t.saved_at, **t.results} for t in found])
+        return 0
+    rows = [
+        (each.trial, local_time(each.saved_at), *map(_cell, [each.metric, *each.results.values()]))
+        for each in found
+    ]
+    columns = ("trial", "last checkpoint", "metric", "batches", "ended", "best")
+    print_table(columns, [row[: len(columns)] for row in rows])
+    return 0
+
+
+@app.command
+def compare(
+    *trials: Annotated[
+        str, Parameter(required=True, help="Ids of trials: see `trialflow runs list`.")
+    ],
+    figure: Annotated[
+        Path | None,
+        Parameter(
+            help="Draw the searcher metrics of validations in this file (HTML). Default: no."
+        ),
+    ] = None,
+    config: ConfigFile = None,
+    storage: Storage = None,
+    json_: AsJson = False,
+) -> int:
+    """Compare trials: the fields of their experiments that differ, and their results."""
+    store = open_store(config, storage)
+    found = [_read(store, trial) for trial in trials]
+    rows: dict[str, list[Any]] = {}
+    for name in dict.fromkeys(name for each in found for name in (*each.settings, *each.results)):
+        row = [{**each.settings, **each.results}.get(name) for each in found]
+        if any(value != row[0] for value in row) or name not in found[0].settings:
+            rows[name] = row
+    if figure is not None:
+        _draw(found, figure)
+    if json_:
+        _print_json({"trials": trials, **rows})
+    else:
+        print_table(("", *trials), [(name, *map(_cell, row)) for name, row in rows.items()])
+    return 0
+
+
+def _draw(trials: Sequence[StoredTrial], path: Path) -> None:
+    from plotly.io import write_html
+
+    lines = [
+        # Plotly reads markup in texts.
+        {"type": "scatter", "name": f"{escape(each.metric)} of {each.trial}",
+         "x": [batches for batches, _ in each.points], "y": [value for _, value in each.points]}
+        for each in trials
+    ]  # fmt: skip
+    layout = {"xaxis": {"title": {"text": "batch"}}, "showlegend": True}
+    try:
+        write_html({"data": lines, "layout": layout}, path)
+    except OSError as error:
+        raise ConfigError(f"--figure {path}: {error.strerror}") from None
+
+
+def _flat(fields: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", value
+
+
+def _cell(value: Any) -> str:
+    return "" if value is None else text_format.one_line(text_format.number(value))
+
+
+def _print_json(value: object) -> None:
+    import msgspec
+
+    print(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())  # NaN is null
 
 
 @app.command

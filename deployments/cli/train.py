@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from logging import CRITICAL, Logger
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+from uuid import uuid4
 
 from cyclopts import Parameter
 
@@ -22,6 +25,7 @@ from trialflow.deployments.cli.experiment_options import (
     Storage,
     open_store_of,
     read_experiment,
+    refuse_what_cannot_run,
     with_engine,
 )
 from trialflow.deployments.cli.flow_run import FlowRun, StateHook
@@ -33,6 +37,7 @@ if TYPE_CHECKING:
     from trial_core.checkpoint.manifest import Manifest
     from trial_core.checkpoint.store import CheckpointStore
     from trial_core.config import ExperimentConfig
+    from trial_core.driver.observers import Observer
     from trialflow.flows.train import TrialResult
 
 
@@ -87,6 +92,14 @@ def train(
             help="Print what rank 0 prints, and warnings of other ranks: up to 20 lines a second.",
         ),
     ] = False,
+    test: Annotated[
+        bool,
+        Parameter(
+            help="Try the trial, without a Prefect server: train one batch, validate one, save, "
+            "restore that and train one more. Keeps nothing. A script with its own loop is told to "
+            "save and end when it first reports metrics, and once more after the restore."
+        ),
+    ] = False,
     quiet: Annotated[
         bool,
         Parameter(
@@ -112,17 +125,24 @@ def train(
     continuation.check()
     if follow and quiet:
         raise ConfigError("--follow prints what --quiet would leave out: give one of them")
+    if test and continuation.resume:
+        raise ConfigError("--test tries a new trial: leave out --resume")
     with JsonResult(is_printed=json_) as outcome:
         experiment = read_experiment(config, with_engine(set_, engine), storage)
         store = outcome.store = open_store_of(experiment)
+        refuse_what_cannot_run(experiment, store)
         display = outcome.run_status = _display(quiet, json_, (experiment.searcher.metric, "loss"))
         display.follows_ranks = follow
         say = console.note if quiet else display.say
-        trial_run = _TrialRun(experiment, continuation, store, outcome, say)
+        trial_run = _TrialRun(experiment, continuation, store, outcome, say, display)
         run: FlowRun[TrialResult] = FlowRun(display, experiment.code)
-        exit_code = run.run(trial_run.run)
+        exit_code = run.run(trial_run.test if test else trial_run.run, has_server=not test)
         if run.result is not None:
             outcome.completed(run.result)
+            if test:
+                took = text_format.duration(time.monotonic() - began)
+                print(f"{_tested(run.result)} ({took})", file=outcome.stream, flush=True)
+                return exit_code
             summary = _summary(
                 run.result, time.monotonic() - began, run.later_ui, continuation.option,
                 best=_other_best(store, run.result),
@@ -134,7 +154,8 @@ def train(
             outcome.failed(run.failure, exit_code)
         elif run.stopped_by is not None:
             outcome.stopped(run.stopped_by)
-        trial_run.note_what_is_left(display.committed_at, run.stopped_by is not None)
+        if not test:
+            trial_run.note_what_is_left(display.committed_at, run.stopped_by is not None)
         return exit_code
 
 
@@ -148,7 +169,9 @@ class _TrialRun:
         store: CheckpointStore,
         outcome: JsonResult,
         say: Callable[[str], None],
+        observer: Observer,
     ) -> None:
+        self._observer = observer
         self._experiment = experiment
         self._continuation = continuation
         self._store = store
@@ -179,6 +202,19 @@ class _TrialRun:
             raise Stopped(f"the run ended without a result: {result}")
         return result
 
+    def test(self, on_running: StateHook) -> TrialResult:
+        """Try the trial; delete what that wrote if nothing failed. Raises as `try_trial`."""
+        from trial_core.driver.drive import Caller, try_trial
+        from trial_core.run.run_dirs import run_dir_of, trial_id
+        from trial_core.run.stop_requests import StopHandler
+
+        trial = trial_id(f"{self._experiment.name} test", uuid4().hex)
+        logger = Logger(__name__, CRITICAL)  # the display and the error say what the log would
+        caller = Caller(trial, StopHandler(0), lambda: logger, observer=self._observer)
+        result = try_trial(self._experiment, trial, caller)
+        shutil.rmtree(run_dir_of(trial), ignore_errors=True)
+        return replace(result, checkpoint_url=None)
+
     def note_what_is_left(self, committed_at: int | None, was_interrupted: bool) -> None:
         """After a run without a result: print where its page is, and what --resume continues.
 
@@ -204,6 +240,16 @@ class _TrialRun:
 
         flow_run_id = self._outcome.flow_run_id = str(flow_run.id)
         self._outcome.trial = self._continued or trial_id(self._experiment.name, flow_run_id)
+
+
+def _tested(result: TrialResult) -> str:
+    """What a test has found."""
+    metrics = text_format.metrics_line(result.validation_metrics or result.training_metrics)
+    trained = text_format.plural(result.batches_trained, "batch")
+    saved = "a checkpoint saved, restored and deleted"
+    if result.checkpoint_uuid is None:
+        saved = "no checkpoint saved, so none restored"
+    return f"the test has passed: {trained} trained ({metrics or 'no metrics'}), {saved}"
 
 
 def _display(is_quiet: bool, as_json: bool, preferred: tuple[str, ...]) -> Display:

@@ -100,6 +100,7 @@ def test_a_run_is_refused_before_it_waits(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(LaunchError, match="there is no code folder"):
         refuse_missing_code(config)
     monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "renamed.py").write_text("class ToyTrial: ...")
     home = config.model_copy(update={"code": tmp_path})
     refuse_missing_code(home)  # on this machine alone, code need not be sent
     monkeypatch.setenv("TRIALFLOW_ENGINE", "join")

@@ -99,6 +99,14 @@ class CheckpointStore:
         """
         self.storage.check_usable()
 
+    def forget_trial(self, trial: str) -> None:
+        """Delete everything of a trial. It must be new, no run of it may be alive."""
+        for manifest in self.list(trial):
+            self.delete(manifest)
+        self.sweep(trial)
+        for folder in layout.trial_folders(trial):
+            self.storage.clear(folder)
+
     def check_clock(self) -> None:
         """Compare this machine's clock with the storage's. For commands that may only read.
 

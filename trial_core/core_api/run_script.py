@@ -7,9 +7,9 @@ import runpy
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 
 from trial_core.config.command import ScriptCommand
+from trial_core.driver.entrypoint_check import entrypoint_problem
 from trial_core.errors import TrialError
 
 
@@ -23,39 +23,18 @@ def run_script(command: ScriptCommand) -> None:
     """
     folder = os.getcwd()
     path = os.path.join(folder, command.target)
+    if (problem := entrypoint_problem(command.text, folder)) is not None:
+        raise TrialError(problem)
     if not command.is_module:
-        if not os.path.isfile(path):
-            raise TrialError(
-                f'entrypoint "{command.text}": there is no script {command.target} in {folder} '
-                f"(scripts there: {_scripts(folder)})"
-            )
         folder = os.path.dirname(path)
     with _as_program(command, folder):
         try:
             if command.is_module:
-                _check_module(command, folder)
                 runpy.run_module(command.target, run_name="__main__", alter_sys=True)
             else:
                 runpy.run_path(path, run_name="__main__")
         except SystemExit as end:
             _check_exit(end, command)
-
-
-def _check_module(command: ScriptCommand, folder: str) -> None:
-    """Refuse a module that is not there; errors of the packages that it is in are the script's."""
-    name = command.target
-    try:
-        is_there = find_spec(name) is not None
-    except ModuleNotFoundError as error:  # a package that it is in, or one that this imports
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise
-        is_there = False
-    if not is_there:
-        hint = f"; did you mean {name.removesuffix('.py')}?" if name.endswith(".py") else ""
-        raise TrialError(
-            f'entrypoint "{command.text}": there is no module {name} in {folder} or among the '
-            f"installed packages{hint}"
-        )
 
 
 def _check_exit(end: SystemExit, command: ScriptCommand) -> None:
@@ -77,7 +56,3 @@ def _as_program(command: ScriptCommand, folder: str) -> Iterator[None]:
         yield
     finally:
         sys.argv, sys.path = argv, path
-
-
-def _scripts(folder: str) -> str:
-    return ", ".join(sorted(name for name in os.listdir(folder) if name.endswith(".py"))) or "none"

@@ -9,6 +9,7 @@ from pathlib import Path
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
+from trial_core.driver.entrypoint_check import entrypoint_problem
 from trial_core.driver.placement import choose_provider
 from trial_core.driver.run import Logger
 from trial_core.errors import ConfigError, LaunchError
@@ -19,11 +20,12 @@ from trial_core.transfer.trial_code import TrialCode, code_of_checkpoint
 
 
 def refuse_missing_code(config: ExperimentConfig) -> None:
-    """Check the code folder before the run waits for accelerators that others could use.
+    """Check code folder and entrypoint before the run waits for accelerators, and starts ranks.
 
     Raises:
         LaunchError: this machine does not have the folder.
-        ConfigError: its code has to be sent to nodes, and it holds much besides code.
+        ConfigError: its code has to be sent to nodes, and it holds much besides code; or the
+            entrypoint is not there.
     """
     if config.environment.code == "from_checkpoint":
         return
@@ -34,8 +36,13 @@ def refuse_missing_code(config: ExperimentConfig) -> None:
             "place, an image that holds it). A run that continues a checkpoint can use the code "
             "that it was saved with: environment.code: from_checkpoint"
         )
-    if config.environment.code != "shared" and choose_provider(config) is not None:
+    is_here = choose_provider(config) is None
+    if config.environment.code != "shared" and not is_here:
         check_code_folder(config.code)
+    python_path = config.rank_variables.get("PYTHONPATH", "")
+    problem = entrypoint_problem(config.entrypoint, str(config.code), python_path, is_here)
+    if problem is not None:
+        raise ConfigError(problem)
 
 
 def stored_trial_code(

@@ -15,7 +15,7 @@ asks for.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -154,19 +154,7 @@ def drive_trial(config: ExperimentConfig, trial: str, caller: Caller) -> TrialRe
             config, trial, run_dir, store, report, caller.stopping, claim, fence, caller.devices,
             clock, find_logger=caller.find_logger,
         )  # fmt: skip
-        follow: Follow = follow_run
-        if (script := caller.script) is not None:
-            follow, run.has_metric, run.how_to_go_on = (
-                script.follow, script.has_metric, script.how_to_go_on,
-            )  # fmt: skip
-            if (choose := script.resume_points) is not None:
-                run.choose_resume_points = lambda: choose(store, fence)
-        driver = Driver(
-            run, caller.stages, placement, FailurePolicy(placement, config.max_restarts), follow,
-            has_code=script is None or script.has_code,
-            last_checkpoint=lambda: report.last_checkpoint,
-        )  # fmt: skip
-        ended = driver.drive()
+        ended = _driver(run, caller, placement, lambda: report.last_checkpoint).drive()
         request = caller.stopping.final_request()
         tensorboard_url = ended.launch.progress.tensorboard_url
         report.ended(_ending(ended.result, request), tensorboard_url)
@@ -178,6 +166,55 @@ def drive_trial(config: ExperimentConfig, trial: str, caller: Caller) -> TrialRe
             run_dir=str(run_dir),
             ledger=ledger.read().to_json(),
         )
+
+
+def try_trial(config: ExperimentConfig, trial: str, caller: Caller) -> TrialResult:
+    """Train a batch of a trial, validate one, save, and restore that to train one more.
+
+    Nothing is kept, claimed or reported. Ranks that have joined save without an upload, and restore
+    nothing. A script with its own loop is asked to end at its first report.
+
+    Raises:
+        RankFailed, Stalled, CheckpointError, TrialError: it failed.
+    """
+    store = CheckpointStore(config.checkpoint_storage.url, config.checkpoint_storage.options)
+    with (
+        locked_run_dir(trial) as run_dir,
+        _placed(config, run_dir, caller) as placement,
+        ExitStack() as at_end,
+    ):
+        run = Run(
+            config.model_copy(update={"max_restarts": 0}), trial, run_dir, store, caller.observer,
+            caller.stopping, devices=caller.devices, find_logger=caller.find_logger,
+            test_mode="keep nothing" if caller.script is not None else "restore",
+        )  # fmt: skip
+        driver = _driver(run, caller, placement)
+        if run.test_mode == "restore":
+            at_end.callback(store.forget_trial, trial)
+        result = driver.drive().result
+        if run.test_mode == "restore" and result.checkpoint_uuid is not None:
+            clear_rank_files(run_dir)
+            clear_kept(run_dir)  # else nothing is read from the storage
+            result = driver.drive().result
+        return result
+
+
+def _driver(
+    run: Run, caller: Caller, placement: Placement, last_checkpoint: Callable[[], str] = str
+) -> Driver:
+    """What drives a run; a script says what it is to do."""
+    follow: Follow = follow_run
+    if (script := caller.script) is not None:
+        follow, run.has_metric, run.how_to_go_on = (
+            script.follow, script.has_metric, script.how_to_go_on,
+        )  # fmt: skip
+        if (choose := script.resume_points) is not None:
+            run.choose_resume_points = lambda: choose(run.store, run.fence)
+    return Driver(
+        run, caller.stages, placement, FailurePolicy(placement, run.config.max_restarts), follow,
+        has_code=script is None or (script.has_code and not run.test_mode),
+        last_checkpoint=last_checkpoint,
+    )  # fmt: skip
 
 
 def _placed(

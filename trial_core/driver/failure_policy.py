@@ -3,11 +3,12 @@
 A number of ranks that has trained a batch works, and so do nodes on which one was trained: if they
 fail later, the cause is another one, and a restart may help. A number or a node that has not yet
 trained may be the cause itself. It is left, if the run can do without it, and that costs no
-restart.
+restart. Ranks that fail twice at the same place before they have trained would fail again.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from trial_core.driver.placement import Placement
@@ -17,6 +18,11 @@ from trial_core.errors import LaunchError, RankFailed, Stalled, TopologyMismatch
 MAX_PAUSE_SECONDS = 60
 SAME_REFUSALS = 3
 """A number of ranks that does not fit is usually part of the text."""
+
+CRASHES = frozenset(("SIGSEGV", "SIGABRT", "SIGFPE", "SIGILL", "SIGBUS"))
+"""Signals that a process gets for what it has done itself."""
+
+_LINE = re.compile(r'^ *File ".+", line \d+', re.MULTILINE)
 
 Failure = RankFailed | Stalled | LaunchError | TopologyMismatch
 """How a launch of ranks may fail, so that another one may not."""
@@ -43,6 +49,7 @@ class FailurePolicy:
         self._trained_slots: set[int] = set()
         self._last_refusal = ""
         self._refusals = 0
+        self._before_training: set[object] = set()
 
     def launch_ended(self, launch: Launch) -> None:
         """Note what has trained, when a launch has ended or failed."""
@@ -54,11 +61,26 @@ class FailurePolicy:
         """Decide whether to launch the ranks of the run again; None: the failure ends the run."""
         if launch.run.stopping.request is not None:
             return None
-        if not launch.progress.has_trained and (
-            self._has_fewer(failure, launch) or self._goes_back(failure, launch)
-        ):
-            return Relaunch()
+        if not launch.progress.has_trained:
+            if self._has_fewer(failure, launch):
+                return Relaunch()
+            if self._comes_again(failure, launch):
+                return None
+            if self._goes_back(failure, launch):
+                return Relaunch()
         return self._restart_after(failure, launch)
+
+    def _comes_again(self, failure: Failure, launch: Launch) -> bool:
+        """Whether an earlier launch has failed in this way, before it trained anything."""
+        place = _place(failure, launch.progress.batches_trained)
+        if place is None or place not in self._before_training:
+            self._before_training.add(place)
+            return False
+        launch.run.logger.error(
+            "the ranks are not launched again: they failed twice at the same place before they had "
+            "trained a batch"
+        )
+        return True
 
     def _has_fewer(self, failure: Failure, launch: Launch) -> bool:
         """Leave out the number of ranks if the trial refuses it, and other numbers are possible."""
@@ -112,6 +134,17 @@ class FailurePolicy:
             self._placement.leave(node, str(failure))
         launch.run.observer.restarting(str(failure), restarts.count, restarts.limit)
         return Relaunch(restarts.pause_seconds)
+
+
+def _place(failure: Failure, batches_trained: int) -> tuple[object, ...] | None:
+    """Where a program has raised, exited or crashed by itself; None: another cause is possible."""
+    if not isinstance(failure, RankFailed) or failure.node_lost is not None:
+        return None
+    how = failure.error_type, failure.exit_code, failure.signal_name
+    if how[:2] == (None, None) and failure.signal_name not in CRASHES:
+        return None
+    line = _LINE.findall(failure.rank_traceback or "")[-1:]
+    return (*how, failure.during, *line, failure.batches_trained or batches_trained)
 
 
 def _log(failure: Failure, launch: Launch) -> None:

@@ -58,7 +58,7 @@ class Run:
         fence: whether this run may still commit; None if no other run can take over the trial.
         devices: environment variables that give the ranks this run's accelerators.
         clock: measures what the run's slots do.
-        test_mode: whether to train and validate one batch, and keep no checkpoint.
+        test_mode: whether to train and validate one batch: and keep no checkpoint, or restore it.
         has_metric: whether the experiment names a searcher metric; a script need not.
         how_to_go_on: what to do with a trial that has reached its maximum length.
         choose_resume_points: what the run may resume from, best first; None: its trial's
@@ -76,7 +76,7 @@ class Run:
     fence: Fence | None = None
     devices: Mapping[str, str] = field(default_factory=dict)
     clock: RunClock = field(default_factory=RunClock)
-    test_mode: bool = False
+    test_mode: Literal["keep nothing", "restore", None] = None
     has_metric: bool = True
     how_to_go_on: str = HOW_TO_GO_ON
     choose_resume_points: Callable[[], list[ResumePoint]] | None = None

@@ -28,25 +28,23 @@ from trial_core.config import ExperimentConfig
 from trial_core.decoding import decode
 from trial_core.driver.drive import (
     Caller,
-    Driver,
     Follow,
     Resume,
     Script,
     drive_trial,
     follow_run,
+    try_trial,
 )
-from trial_core.driver.failure_policy import FailurePolicy
 from trial_core.driver.follow_script import follow_fit
 from trial_core.driver.placement import Placement
-from trial_core.driver.run import Launch, Run
+from trial_core.driver.run import Launch
 from trial_core.driver.script_order import Order
-from trial_core.driver.stages import PLAIN_STAGES
 from trial_core.errors import ConfigError, TrialflowError
 from trial_core.messages import Abort, Invitation, Logged, encode
 from trial_core.report.live_report import REPORT
 from trial_core.run.choose_resume_point import resume_points
 from trial_core.run.known_storages import refuse_other_storage
-from trial_core.run.run_dirs import locked_run_dir, run_dir_of
+from trial_core.run.run_dirs import run_dir_of
 from trial_core.run.stop_requests import StopHandler
 from trial_core.slots.joined_launcher import JoinedLauncher
 from trial_core.slots.launcher import Launcher
@@ -177,9 +175,6 @@ def carry_out(order: Order, log: ForwardedLog) -> None:
     follow, placement = _follow(order), JoiningRanks(order, listen, log)
     with StopHandler(NO_GRACE_SECONDS) as stopping:
         signal.signal(signal.SIGTERM, lambda *_: stopping.ask("preempted", "SIGTERM"))
-        if order.test_mode:
-            _try(config, trial, store, points, stopping, placement, follow, order)
-            return
         script = Script(
             placement,
             follow,
@@ -188,7 +183,6 @@ def carry_out(order: Order, log: ForwardedLog) -> None:
             resume_points=_fixed(order.latest_checkpoint, points),
             has_code=order.has_code,
         )
-        logger.info("trial %s; its report: %s", trial, run_dir_of(trial) / REPORT)
         caller = Caller(
             attempt=uuid4().hex,
             stopping=stopping,
@@ -198,6 +192,10 @@ def carry_out(order: Order, log: ForwardedLog) -> None:
             take_over=order.take_over,
             script=script,
         )
+        if order.test_mode:
+            try_trial(config, trial, caller)
+            return
+        logger.info("trial %s; its report: %s", trial, run_dir_of(trial) / REPORT)
         drive_trial(config, trial, caller)
 
 
@@ -242,34 +240,6 @@ def _follow(order: Order) -> Follow:
     if (fit := order.fit) is None:
         return follow_run
     return lambda launch, stages, uploads: follow_fit(launch, stages, uploads, fit, None)
-
-
-def _try(
-    config: ExperimentConfig,
-    trial: str,
-    store: CheckpointStore,
-    points: list[ResumePoint],
-    stopping: StopHandler,
-    placement: Placement,
-    follow: Follow,
-    order: Order,
-) -> None:
-    """Train one batch in test mode: nothing is claimed, reported or stored."""
-    fixed = _fixed(order.latest_checkpoint, points)
-    with locked_run_dir(trial) as run_dir:
-        run = Run(
-            config,
-            trial,
-            run_dir,
-            store,
-            stopping=stopping,
-            test_mode=True,
-            has_metric=order.has_metric,
-            choose_resume_points=None if fixed is None else lambda: fixed(store, None),
-            find_logger=lambda: logger,
-        )
-        policy = FailurePolicy(placement, 0)
-        Driver(run, PLAIN_STAGES, placement, policy, follow, has_code=False).drive()
 
 
 def _answer(message: Invitation | Abort) -> None:

@@ -11,6 +11,7 @@ from tests.support.cli import write_experiment
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.models.registry import Registry
+from trialflow.deployments.cli.flow_run import FlowRun
 from trialflow.deployments.cli.main import main
 
 
@@ -110,3 +111,31 @@ def test_the_metric_of_a_checkpoint_that_becomes_a_version(here: Path, has_versi
     version = Registry(CheckpointStore(str(here / "storage"))).versions(model)[-1]
     assert version.checkpoint == UUIDS[1]
     assert version.metric == ("val_loss" if has_versions else "loss")
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate", "retrain"])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--set", "entrypoint=toy_trail:ToyTrial"), 'did you mean "toy_trial"?'),
+        (("--storage", "/dev/null/runs"), "cannot write"),
+    ],
+    ids=["entrypoint", "storage"],
+)
+def test_a_run_that_cannot_begin_starts_no_server(
+    command: str,
+    arguments: tuple[str, ...],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It is refused at once. To evaluate, the storage need not be writable."""
+    monkeypatch.setattr(FlowRun, "run", lambda *_: print("runs") or 0)
+    code = main([command, str(write_experiment(tmp_path)), *arguments])
+    shown = capsys.readouterr()
+    if (command, arguments[0]) == ("evaluate", "--storage"):
+        assert shown.out == "runs\n"
+    else:
+        assert (code, shown.out) == (2, "")
+        assert message in shown.err

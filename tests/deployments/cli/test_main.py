@@ -80,6 +80,34 @@ def test_help_shows_the_default_of_every_value(
     assert entries.keys() - flags - told == set()
 
 
+COMPLETE = r"""
+. ~/.bashrc
+COMP_WORDS=("$@") COMP_CWORD=$(($# - 1))
+$(complete -p trialflow | sed 's/.*-F \([^ ]*\) .*/\1/') trialflow
+echo "${COMPREPLY[@]}"
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        (["ev"], "evaluate"),
+        (["runs", "co"], "compare"),
+        (["train", "x.yaml", "--te"], "--test"),
+        (["train", "--engine", "ra"], "ray"),
+    ],
+)
+def test_the_shell_completes_commands_and_options(
+    words: list[str], offered: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After `trialflow --install-completion`, in the shell that called it."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("SHELL", "/bin/bash")
+    assert main(["--install-completion"]) == 0
+    shown = subprocess.check_output(["bash", "-c", COMPLETE, "-", "trialflow", *words], text=True)
+    assert shown.split() == [offered]
+
+
 @pytest.mark.parametrize("module", ["trial_core.run.run_dirs", "trialflow.tasks.stages"])
 def test_the_terminal_shows_our_warnings(capsys: pytest.CaptureFixture[str], module: str) -> None:
     """Those that any module of both packages logs in the driver."""

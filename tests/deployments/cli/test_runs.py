@@ -1,4 +1,4 @@
-"""`trialflow runs show` on a local storage."""
+"""`trialflow runs` on a local storage."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from tests.trial_core.ledger.test_time_ledger import run_time
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.json_objects import encode_json
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.report.history import ReportHistory
+from trial_core.run.sequencer import Progress
 from trialflow.deployments.cli.json_result import JsonResult
 from trialflow.deployments.cli.main import main
 
@@ -72,3 +74,91 @@ def test_a_trial_without_a_ledger(
     assert "trials with checkpoints there: gpt-11" in error
     assert show(store, "../x") != 0
     assert "'../x' cannot be a trial's id" in capsys.readouterr().err
+
+
+@pytest.fixture
+def compared(tmp_path: Path) -> str:
+    """The URL of a storage with two trials, the second of which has improved and then not."""
+    store = CheckpointStore(f"file://{tmp_path}/storage")
+    for trial, lr, losses in (("gpt-a", 0.1, [0.5]), ("gpt-b", 0.25, [0.3, 0.7])):
+        history = ReportHistory(ended="completed" if trial == "gpt-a" else "")
+        for number, loss in enumerate(losses):
+            batches = 7 * (number + 1)
+            store.commit(
+                new_manifest(
+                    batches, trial=trial, progress=Progress(batches, validated_at=batches),
+                    metrics={"validation": {"loss": loss, "worst": float("nan")}},
+                    hyperparameters={"lr": lr, "width": 64, "of": {"optimizer": trial}},
+                    config={"searcher": {"metric": "loss"}, "name": "gpt"},
+                    created_at=f"2031-05-09T1{batches % 10}:00:00Z",
+                )
+            )  # fmt: skip
+            history.add_point("validation", batches, {"loss": loss})
+        store.storage.write(layout.run_file_key(trial, "report.json"), history.to_json())
+    return store.url
+
+
+def printed(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_trials_are_listed_with_their_best_metric(
+    compared: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The newest last: how far it is, and how its last run has ended, if it has."""
+    assert main(["runs", "list", "--storage", compared, "--json"]) == 0
+    second, first = json.loads(capsys.readouterr().out)
+    assert (first["trial"], first["ended"]) == ("gpt-a", "completed")
+    assert second == {
+        "trial": "gpt-b", "saved_at": "2031-05-09T14:00:00Z", "batches": 14, "ended": None,
+        "best loss": 0.3, "best at batch": 7, "last loss": 0.7, "last worst": None,
+    }  # fmt: skip
+    assert main(["runs", "list", "--storage", compared]) == 0
+    head, _, *rows = printed(capsys)
+    assert head == "trial last checkpoint metric batches ended best"
+    assert [row.split()[0] for row in rows] == ["gpt-b", "gpt-a"]
+    assert rows[0].endswith("loss 14 0.3")
+    assert rows[1].endswith("loss 7 completed 0.5")
+
+
+def test_trials_are_compared_by_what_differs_and_their_results(
+    compared: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fields with one value in all trials are left out; results are not. With a figure."""
+    page = tmp_path / "curves.html"
+    words = ["runs", "compare", "gpt-a", "gpt-b", "--storage", compared]
+    assert main([*words, "--figure", str(page)]) == 0
+    assert printed(capsys)[2:] == [
+        "hyperparameters.lr 0.1 0.25",
+        "hyperparameters.of.optimizer gpt-a gpt-b",
+        "batches 7 14",
+        "ended completed",
+        "best loss 0.5 0.3",
+        "best at batch 7 7",
+        "last loss 0.5 0.7",
+        "last worst nan nan",
+    ]
+    text = page.read_text()
+    assert '"name":"loss of gpt-b","x":[7,14],"y":[0.3,0.7]' in text.replace(" ", "").replace(
+        "lossofgpt-b", "loss of gpt-b"
+    )
+    assert main([*words, "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["trials"] == ["gpt-a", "gpt-b"]
+    assert shown["hyperparameters.lr"] == [0.1, 0.25]
+    assert "hyperparameters.width" not in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["gpt-c"], "no checkpoint of trial gpt-c in"),
+        (["gpt-a", "--figure", "/nowhere/a.html"], "--figure /nowhere/a.html: No such file"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(
+    words: list[str], error: str, compared: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the trials that there are."""
+    assert main(["runs", "compare", *words, "--storage", compared]) == 2
+    assert error in capsys.readouterr().err

@@ -201,6 +201,45 @@ def test_a_number_that_has_trained_is_no_refusal() -> None:
     assert not launches.fail(unfit("ConnectionError", host="here"), 24)
 
 
+def at_line(number: int, **fields: Any) -> RankFailed:
+    """An exception whose text differs each time."""
+    return RankFailed(
+        rank=1, host="here", during="build-loaders", error_type="OSError",
+        rank_traceback=f'Traceback:\n  File "/a.py", line {number}, in f\nOSError', **fields,
+    )  # fmt: skip
+
+
+EXITED = RankFailed(rank=0, host="here", during="build-trial", exit_code=3)
+CRASHED = RankFailed(rank=0, host="here", during="build-trial", signal_name="SIGSEGV")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "ends"),
+    [
+        (at_line(7, error_message="from here"), at_line(7, error_message="from there"), True),
+        (at_line(7), at_line(8), False),
+        (at_line(7, batches_trained=4), at_line(7, batches_trained=5), False),
+        (EXITED, EXITED, True),
+        (CRASHED, CRASHED, True),
+        (EXITED, CRASHED, False),
+        (killed("build-trial"), killed("build-trial"), False),
+        (Stalled("no batch has ended"), Stalled("no batch has ended"), False),
+    ],
+    ids=[
+        "line", "another line", "another batch", "exit", "crash", "both", "killed", "stalled"
+    ],
+)  # fmt: skip
+def test_the_same_failure_twice_before_training_ends_the_run(
+    first: Failure, second: Failure, ends: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also if there were other nodes, or restarts left: the log says why."""
+    launches = Launches(has_new=True)
+    assert launches.fail(first)
+    assert (launches.fail(second) is None) == ends
+    assert ("failed twice at the same place" in caplog.text) == ends
+    assert launches.fail(at_line(7), trained=5), "after training, another cause is possible"
+
+
 @pytest.mark.parametrize("failure", [killed("build-trial"), unfit(), LaunchError("full", "new")])
 def test_new_nodes_cost_no_restart(failure: Failure) -> None:
     """If the ranks fail with them before the first batch, and there are enough others."""

@@ -238,3 +238,21 @@ def test_ranks_are_told_their_accelerator_and_share_the_cores(
     assert (on_gpus["DS_ACCELERATOR"], on_gpus["OMP_NUM_THREADS"]) == ("cuda", "8")
     on_cpus = launcher.rank_environment(2, {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "3"})
     assert (on_cpus["DS_ACCELERATOR"], on_cpus["OMP_NUM_THREADS"]) == ("cpu", "3")
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize(
+    ("given", "policy"),
+    [
+        ({"DS_ACCELERATOR": "cpu"}, "PASSIVE"),
+        ({"DS_ACCELERATOR": "cpu", "OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE"),
+        ({}, None),
+    ],
+    ids=["CPU", "as the experiment sets it", "GPU"],
+)
+def test_threads_of_ranks_on_the_cpu_do_not_spin(
+    given: dict[str, str], policy: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Spinning threads take the cores that other processes and their own rank need."""
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    assert launcher.rank_environment(2, given).get("OMP_WAIT_POLICY") == policy

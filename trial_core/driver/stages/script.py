@@ -45,6 +45,8 @@ class RunningScript:
         event: ScriptEvent | list[ScriptEnded] | SlotsError = self._happened.get()
         if isinstance(event, SlotsError):
             raise event
+        if self._launch.run.test_mode and not isinstance(event, FitBegun):
+            self._launch.slots.stop()  # a test wants no more of it
         return event
 
     def _wait(self) -> None:

@@ -1,0 +1,96 @@
+"""Finds without ranks, and without torch, that an entrypoint's module, class or script is missing.
+
+Only what is certain is a problem: a module may make names in ways that its text does not show.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
+from pathlib import Path
+
+from trial_core.config.command import command_of
+
+_MAKE_NAMES = frozenset((
+    "*", "sys.modules", "globals", "locals", "vars", "exec", "eval", "setattr", "__getattr__",
+    "__path__",
+))  # fmt: skip
+"""What a module uses that may have names, or modules, that its text does not show."""
+
+
+def entrypoint_problem(
+    entrypoint: str, folder: str, python_path: str = "", has_all_packages: bool = True
+) -> str | None:
+    """Why ranks cannot find what an experiment runs, for people; None: they may.
+
+    Args:
+        folder: the code folder.
+        python_path: the ranks' PYTHONPATH, if they have another than this process.
+        has_all_packages: whether this process sees the packages that ranks have.
+    """
+    name, _, attributes = entrypoint.partition(":")
+    if (command := command_of(entrypoint)) is not None:
+        name = command.target
+        if not command.is_module:
+            is_there = os.path.isfile(os.path.join(folder, name))
+            return None if is_there else _missing(entrypoint, "script", name, folder)
+    names: frozenset[str] = frozenset()
+    search: Sequence[str] | None = [folder, *filter(None, python_path.split(os.pathsep))]
+    parts = name.split(".")
+    for end in range(1, len(parts) + 1):
+        spec = _spec(".".join(parts[:end]), search)
+        if spec is None:
+            is_certain = has_all_packages and names.isdisjoint(_MAKE_NAMES)
+            return _missing(entrypoint, "module", name, folder) if is_certain else None
+        try:
+            names = _names(spec)
+        except (SyntaxError, ValueError) as error:
+            what = f"{spec.origin}, line {getattr(error, 'lineno', None) or '?'}"
+            return f'entrypoint "{entrypoint}": {what}: {getattr(error, "msg", error)}'
+        search = spec.submodule_search_locations
+    wanted = attributes.partition(".")[0]
+    if command is not None or wanted in names or not names.isdisjoint(_MAKE_NAMES):
+        return None
+    near = difflib.get_close_matches(wanted, names, n=1)
+    hint = f'; did you mean "{near[0]}"?' if near else ""
+    return f'entrypoint "{entrypoint}": module {name} has no "{wanted}"{hint}'
+
+
+def _missing(entrypoint: str, kind: str, name: str, folder: str) -> str:
+    there = sorted(file for file in os.listdir(folder) if file.endswith(".py"))
+    if kind == "module":
+        there, name = [file.removesuffix(".py") for file in there], f'"{name}"'
+    near = difflib.get_close_matches(name.strip('"').removesuffix(".py"), there, n=1)
+    hint = f'; did you mean "{near[0]}"?' if near else ""
+    return (
+        f'entrypoint "{entrypoint}": there is no {kind} {name} in {folder} '
+        f"({kind}s there: {', '.join(there) or 'none'}){hint}"
+    )
+
+
+def _spec(name: str, search: Sequence[str] | None) -> ModuleSpec | None:
+    """Where a module is; imports nothing. None: nowhere, or the one before it is no package."""
+    PathFinder.invalidate_caches()
+    found = None if search is None else PathFinder.find_spec(name, search)
+    if found is None and "." not in name:
+        with suppress(ValueError):  # this process has a module of that name without a place
+            return find_spec(name)
+    return found
+
+
+def _names(spec: ModuleSpec) -> frozenset[str]:
+    """The names in a module's text. Raises as `ast.parse` if that is no Python."""
+    if spec.origin is None or not spec.origin.endswith(".py"):
+        return frozenset() if spec.submodule_search_locations else _MAKE_NAMES
+    try:
+        nodes = [*ast.walk(ast.parse(Path(spec.origin).read_bytes()))]
+    except OSError:
+        return _MAKE_NAMES
+    found = {getattr(node, kind, None) for node in nodes for kind in ("name", "asname", "id")}
+    found |= {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)}
+    return frozenset(filter(None, found))
