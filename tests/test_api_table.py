@@ -33,7 +33,7 @@ def exists(name: str) -> bool:
     found: Any = trial_core
     for part in name.split("."):
         if found is trial_core.pytorch and part == "samplers":
-            found = importlib.import_module("trial_core.pytorch.data.samplers")
+            found = importlib.import_module("trial_core.pytorch.samplers")
         elif not hasattr(found, part):
             return False
         else:

@@ -42,6 +42,11 @@ class StoredCheckpoints:
         self._sees_storage = sees_storage
         self._fetched = {fetched} - {None}
 
+    @property
+    def store(self) -> CheckpointStore:
+        """The storage."""
+        return self._store
+
     def fetch(self, uuid: str, alone: bool = False) -> Path:
         """Fetch a checkpoint, unless it was fetched; its folder.
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.cluster_info import ScriptInfo
+from trial_core.cluster_info import ClusterInfo
 from trial_core.config.checkpointing_section import CheckpointingConfig
 from trial_core.context import RunInfo
 from trial_core.controller.checkpoint_files import CheckpointFiles
@@ -39,7 +39,7 @@ class Slot:
         store = CheckpointStore("memory://slot-host")
         files = CheckpointFiles(run_dir, store, ranks, CheckpointingConfig())
         stored = StoredCheckpoints(files, store, ranks, sees_storage=False, fetched="0a")
-        info = ScriptInfo.of("a-0b", experiment, latest_checkpoint="0a")
+        info = ClusterInfo.of("a-0b", experiment, latest_checkpoint="0a")
         run = RunInfo("a-0b", experiment, tensorboard=tensorboard_in(run_dir, rank))
         self.run = run
         self.host = ScriptHost(info, ranks, run, files, stored, self.sent.append, self.barrier)

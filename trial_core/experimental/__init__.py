@@ -1,0 +1,8 @@
+"""What has a meaning without a server of ``determined.experimental``: see `client`."""
+
+from __future__ import annotations
+
+from trial_core.experimental import client
+from trial_core.experimental.client import Checkpoint, Determined, Model, ModelVersion, Trial
+
+__all__ = ["Checkpoint", "Determined", "Model", "ModelVersion", "Trial", "client"]
