@@ -48,7 +48,7 @@ _INSTEAD = {
         **dict.fromkeys(("start", "close"), "a block: with trial_core.init() as context"),
     },
     "TrainContext": dict.fromkeys(("set_metadata", "get_metadata"), _STORED),
-    "Checkpoint": {
+    "StoredCheckpoint": {
         "add_metadata": _STORED,
         "reload": "client.get_checkpoint",
         "load": "trial_core.pytorch.load_trial_from_checkpoint_path(checkpoint.download())",

@@ -36,7 +36,7 @@ class TrialMetrics:
 
 
 @dataclass(frozen=True)
-class Checkpoint(SaysWhatToUse):
+class StoredCheckpoint(SaysWhatToUse):
     """A checkpoint; `manifest` says what is known of it."""
 
     store: CheckpointStore = field(repr=False)
@@ -80,14 +80,14 @@ class Trial(SaysWhatToUse):
     def id(self) -> int:
         return trial_number(self.name)
 
-    def list_checkpoints(self, **order: Any) -> list[Checkpoint]:
+    def list_checkpoints(self, **order: Any) -> list[StoredCheckpoint]:
         """All checkpoints, oldest first, whatever `order` says."""
-        return [Checkpoint(self.store, each) for each in self.store.list(self.name)]
+        return [StoredCheckpoint(self.store, each) for each in self.store.list(self.name)]
 
-    def top_checkpoint(self, **order: Any) -> Checkpoint | None:
+    def top_checkpoint(self, **order: Any) -> StoredCheckpoint | None:
         """The best checkpoint by ``searcher.metric``, whatever `order` says."""
         best = best_of_trial(self.store.list(self.name))
-        return None if best is None else Checkpoint(self.store, best)
+        return None if best is None else StoredCheckpoint(self.store, best)
 
     def iter_metrics(self, group: str) -> Iterator[TrialMetrics]:
         """The points of the report's curves, ``"training"`` or ``"validation"``, in order."""
@@ -103,7 +103,7 @@ class ModelVersion(SaysWhatToUse):
 
     model_name: str
     model_version: int
-    checkpoint: Checkpoint
+    checkpoint: StoredCheckpoint
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Model(SaysWhatToUse):
         versions = reversed(Registry(self.store).versions(self.name))
         opened = ((each, self.store.open(each.checkpoint)) for each in versions)
         return [
-            ModelVersion(self.name, each.number, Checkpoint(self.store, manifest))
+            ModelVersion(self.name, each.number, StoredCheckpoint(self.store, manifest))
             for each, manifest in opened
         ]
 
@@ -144,9 +144,9 @@ class Determined(SaysWhatToUse):
         """Use another storage."""
         self.store = Determined(master).store
 
-    def get_checkpoint(self, uuid: str) -> Checkpoint:
+    def get_checkpoint(self, uuid: str) -> StoredCheckpoint:
         """A checkpoint by its uuid, or the first characters of it."""
-        return Checkpoint(self.store, self.store.open(uuid))
+        return StoredCheckpoint(self.store, self.store.open(uuid))
 
     def get_trial(self, trial_id: int | str) -> Trial:
         """The trial with this id or number that has stored a checkpoint."""
@@ -167,6 +167,7 @@ class Determined(SaysWhatToUse):
         return [Model(self.store, name) for name in Registry(self.store).models()]
 
 
+Checkpoint = StoredCheckpoint
 _client = Determined()
 login, get_checkpoint, get_trial = _client.login, _client.get_checkpoint, _client.get_trial
 get_model, list_models = _client.get_model, _client.list_models
