@@ -9,8 +9,9 @@ Names are imported on first use, so importing the package is cheap.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from trial_core.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from trial_core import core, deepspeed, errors, experimental, pytorch, transformers
@@ -50,20 +51,4 @@ _HOMES = {
     "init": "trial_core.core_api.init",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name in ("core", "deepspeed", "errors", "experimental", "pytorch", "transformers"):
-        return importlib.import_module(f"trial_core.{name}")
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
-    raise _unknown(name)
-
-
-def _unknown(name: str) -> AttributeError:
-    from trial_core.unknown_names import unknown_name
-
-    return unknown_name(__name__, name, __all__)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, __all__, _HOMES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -85,6 +84,8 @@ def unknown_name(of: str, name: str, known: Sequence[str]) -> AttributeError:
     """
     instead = _INSTEAD.get(of, {}).get(name)
     if instead is None:
+        import difflib
+
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
     else:

@@ -97,11 +97,7 @@ class TrainContext(SaysWhatToUse):
         )
 
     def report_progress(self, progress: float) -> None:
-        """Show how far the script is, from 0 to 1. Ranks other than 0 are not heard.
-
-        Raises:
-            TrialValueError: `progress` is no such number.
-        """
+        """Show how far the script is, from 0 to 1. Ranks other than 0 are not heard."""
         if not (isinstance(progress, (int, float)) and 0 <= progress <= 1):
             raise TrialValueError(f"train.report_progress: expected 0 to 1, got {progress!r}")
         self.set_status(f"{progress:.0%}")
@@ -111,10 +107,7 @@ class TrainContext(SaysWhatToUse):
         self.set_status(f"ends early: {EarlyExitReason(reason).name.lower()}")
 
     def get_experiment_best_validation(self) -> float | None:
-        """The best ``searcher.metric`` that this trial has reported; None: there is none.
-
-        Rank 0 knows it; other ranks know what was reported before the last start of the ranks.
-        """
+        """The best ``searcher.metric`` that this trial has reported, on rank 0; None: none yet."""
         return self._host.best_validation
 
     def set_status(self, status: str) -> None:

@@ -7,8 +7,9 @@ Names are imported when they are first used, so that importing the package stays
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from trial_core.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from trial_core import deepspeed
@@ -43,6 +44,8 @@ _HOMES = {
     "TrainUnit": "trial_core.units",
     "Trainer": "trial_core.trainer.trainer",
     "adapt_batch_sampler": "trial_core.pytorch.samplers",
+    "deepspeed": "trial_core:deepspeed",  # for ``from determined.pytorch import deepspeed``
+    "init": "trial_core.trainer.init:pytorch_init",
     "data_length": "trial_core.pytorch.batch_length",
     "to_device": "trial_core.pytorch.device_transfer",
     "load_trial_from_checkpoint_path": "trial_core.trainer.load_trial",
@@ -72,24 +75,4 @@ __all__ = [
     "to_device",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name in ("experimental", "samplers"):
-        return importlib.import_module(f"trial_core.pytorch.{name}")
-    if name == "deepspeed":  # for ``from determined.pytorch import deepspeed``
-        return importlib.import_module("trial_core.deepspeed")
-    if name == "init":
-        return importlib.import_module("trial_core.trainer.init").pytorch_init
-    if name not in _HOMES:
-        raise _unknown(name)
-    return getattr(importlib.import_module(_HOMES[name]), name)
-
-
-def _unknown(name: str) -> AttributeError:
-    from trial_core.unknown_names import unknown_name
-
-    return unknown_name(__name__, name, __all__)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, __all__, _HOMES)

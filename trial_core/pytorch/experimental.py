@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,25 +19,19 @@ from trial_core.accelerator import claim_accelerator
 from trial_core.core_api.context import Context
 from trial_core.core_api.init import init
 from trial_core.distributed import DistributedContext
-from trial_core.errors import StorageError, TrialTypeError, TrialValueError
+from trial_core.errors import StorageError, TrialValueError
 from trial_core.process_group import init_torch_distributed
 from trial_core.pytorch.custom_reducers import ReducerRegistry
 from trial_core.pytorch.data.dataloader import DataLoader
 from trial_core.pytorch.device_transfer import to_device
 from trial_core.transfer.run_files import RunFiles
 
-_OURS = ("shuffle", "sampler", "batch_sampler")
-
 
 class TorchBatchProcessorContext:
     """Passed to a `TorchBatchProcessor`'s ``__init__`` on every rank.
 
-    Attributes:
-        device: the device of this rank.
-        wrap_reducer: as that of a trial's context. What a run has processed is reported as a
-            validation's metrics, when it ends.
-        report_metrics, get_tensorboard_path: as those of `TrainContext`.
-        get_distributed_rank, get_distributed_size: this rank, and the number of slots.
+    `wrap_reducer` is that of trials: what a run has processed is reported as a validation's metrics
+    when it ends. `report_metrics` and `get_tensorboard_path` are those of `TrainContext`.
     """
 
     def __init__(self, core_context: Context) -> None:
@@ -47,16 +42,9 @@ class TorchBatchProcessorContext:
         self.get_tensorboard_path = core_context.train.get_tensorboard_path
         self.get_distributed_rank = core_context.distributed.get_rank
         self.get_distributed_size = core_context.distributed.get_size
+        self.get_hparams = lambda: core_context.info.trial.hparams
+        self.to_device = partial(to_device, device=self.device, warned_types=set())
         self._core = core_context
-        self._warned_types: set[type] = set()
-
-    def get_hparams(self) -> dict[str, Any]:
-        """The hyperparameters, by name."""
-        return self._core.info.trial.hparams
-
-    def to_device(self, data: Any, warned_types: set[type] | None = None) -> Any:
-        """`data` with all tensors and arrays on this rank's device, also in dicts and sequences."""
-        return to_device(data, self.device, warned_types or self._warned_types)
 
     def prepare_model_for_inference(self, model: torch.nn.Module) -> torch.nn.Module:
         """The model in evaluation mode, on this rank's device."""
@@ -68,14 +56,13 @@ class TorchBatchProcessorContext:
 
         They are in ``runs/{trial}/outputs/rank-N`` beside the checkpoints, until you delete them.
         """
-        host = self._core.host
-        store, into = host.checkpoints.store, f"outputs/rank-{self._core.distributed.rank}"
+        host, into = self._core.host, f"outputs/rank-{self.get_distributed_rank()}"
+        store = host.checkpoints.store
         if store.is_process_local:
             raise StorageError(f"context.upload_path: ranks cannot write into {store.url}")
         with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as copies:
             yield Path(folder)
-            files = RunFiles(store, host.run.trial, Path(folder), into, Path(copies))
-            files.upload_changed()
+            RunFiles(store, host.run.trial, Path(folder), into, Path(copies)).upload_changed()
 
 
 class TorchBatchProcessor(ABC):
@@ -116,32 +103,29 @@ def torch_batch_process(
     continues from its last checkpoint: a batch may be processed twice, and none is left out.
 
     Args:
-        batch_size: samples in a batch of one rank; 1 by default.
-        max_batches: of each rank; by default all.
-        checkpoint_interval: batches of each rank between two checkpoints, which hold the progress.
+        batch_size, max_batches, checkpoint_interval: of each rank; default: 1, all, 5.
         dataloader_kwargs: other arguments of `trial_core.pytorch.DataLoader`.
 
     Raises:
-        TrialValueError, TrialTypeError: an argument is invalid.
+        TrialValueError: an argument is invalid.
     """
     options = dict(dataloader_kwargs or {})
     size = batch_size or options.pop("batch_size", 1)
-    if "batch_size" in options or any(options.get(name) for name in _OURS):
+    if any(options.get(each) for each in ("batch_size", "shuffle", "sampler", "batch_sampler")):
         raise TrialValueError(
-            "torch_batch_process: batches are taken in their order, so dataloader_kwargs has none "
-            f"of {', '.join(_OURS)}, and batch_size is given once"
+            "torch_batch_process takes batches in their order: dataloader_kwargs has no shuffle, "
+            "sampler and batch_sampler, and batch_size is given once"
         )
-    if checkpoint_interval < 1:
-        raise TrialValueError(f"checkpoint_interval is at least 1, got {checkpoint_interval}")
-    if not isinstance(dataset, Sized):
-        raise TrialTypeError(
-            f"torch_batch_process needs a data set with a length; {type(dataset).__name__} has none"
+    if checkpoint_interval < 1 or not hasattr(dataset, "__len__"):
+        raise TrialValueError(
+            "torch_batch_process needs a data set with a length, and a checkpoint_interval of at "
+            f"least 1; got {type(dataset).__name__} and {checkpoint_interval}"
         )
     ranks = distributed_context or DistributedContext.from_environment()
     claim_accelerator(ranks.get_local_rank())
     if ranks.get_size() > 1 and not dist.is_initialized():
         init_torch_distributed()
-    loader = DataLoader(cast(Any, dataset), size, **options)
+    loader = DataLoader(dataset, size, **options)
     with init(distributed=ranks) as core_context:
         BatchRun(core_context, batch_processor_cls, loader, max_batches).run(checkpoint_interval)
 

@@ -82,7 +82,8 @@ def test_a_model_has_versions(store: CheckpointStore) -> None:
     assert [each.name for each in client.list_models()] == ["gpt"]
     assert [each.model_version for each in model.list_versions()] == [2, 1]
     newest, first = model.get_version(), model.get_version(1)
-    assert newest is not None and first is not None
+    assert newest is not None
+    assert first is not None
     assert (newest.model_version, first.checkpoint.manifest.progress.batches_trained) == (2, 3)
     assert model.get_version(3) is None
     with pytest.raises(ModelNotFound):

@@ -141,9 +141,9 @@ def test_a_script_that_fails_continues_where_it_stored_its_progress(
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ({"dataloader_kwargs": {"shuffle": True}}, "none of shuffle, sampler, batch_sampler"),
+        ({"dataloader_kwargs": {"shuffle": True}}, "has no shuffle, sampler"),
         ({"batch_size": 2, "dataloader_kwargs": {"batch_size": 3}}, "batch_size is given once"),
-        ({"checkpoint_interval": 0}, "checkpoint_interval is at least 1, got 0"),
+        ({"checkpoint_interval": 0}, r"of at least 1; got range and 0"),
     ],
 )
 def test_arguments_are_checked_before_the_run(arguments: dict[str, Any], error: str) -> None:
