@@ -59,10 +59,6 @@ class TrialValueError(TrialError, ValueError):
 class InvalidHP(TrialValueError):
     """Raised by a trial or script that cannot be trained with its hyperparameters: no restart."""
 
-    def __init__(self, msg: str = "the trial cannot be trained with these hyperparameters") -> None:
-        super().__init__(msg)
-        self.msg = msg
-
 
 InvalidExperimentException = TrialError
 """Determined's name, for trials that catch it."""

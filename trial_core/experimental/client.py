@@ -16,11 +16,11 @@ from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.cluster_info import trial_number
 from trial_core.config import StorageConfig
-from trial_core.errors import CheckpointNotFound
 from trial_core.models.registry import Registry
 from trial_core.report.history import ReportHistory
 from trial_core.retention.policy import best_of_trial
 from trial_core.retention.pruning import delete_checkpoint
+from trial_core.run.choose_resume_point import find_trial
 from trial_core.transfer.fetch import download
 from trial_core.unknown_names import SaysWhatToUse, unknown_name
 
@@ -150,12 +150,7 @@ class Determined(SaysWhatToUse):
 
     def get_trial(self, trial_id: int | str) -> Trial:
         """The trial with this id or number that has stored a checkpoint."""
-        trials = self.store.trials()
-        found = [each for each in trials if trial_id in (each, trial_number(each))]
-        if len(found) == 1:
-            return Trial(self.store, found[0])
-        seen = ", ".join(f"{each} ({trial_number(each)})" for each in trials) or "none"
-        raise CheckpointNotFound(f"no one trial {trial_id} in {self.store.url}; there: {seen}")
+        return Trial(self.store, find_trial(self.store, trial_id))
 
     def get_model(self, identifier: str) -> Model:
         """A model by its name."""

@@ -70,7 +70,7 @@ def test_a_trial_has_checkpoints_and_metrics(store: CheckpointStore, reference: 
 
 def test_a_trial_that_is_not_there_is_an_error(store: CheckpointStore) -> None:
     """It names those that are."""
-    with pytest.raises(CheckpointNotFound, match=rf"no one trial 5 in .*: {TRIAL} \({NUMBER}\)"):
+    with pytest.raises(CheckpointNotFound, match=rf"number 5 in .*: {TRIAL} \({NUMBER}\)"):
         client.get_trial(5)
 
 
