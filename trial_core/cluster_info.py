@@ -74,12 +74,9 @@ class ClusterInfo(SaysWhatToUse):
         machine: int = 0,
         machines: int = 1,
     ) -> ClusterInfo:
-        """The information about a run.
+        """The information about a run: of a trial's id, and of an experiment as plain data.
 
         Args:
-            trial: the trial's id, ``name-1a2b3c4d5e6f``.
-            experiment: the experiment configuration, as plain data.
-            seed: the experiment's.
             slots: of this machine, which is number `machine` of `machines`.
         """
         known = TrialInfo(

@@ -5,8 +5,6 @@ Follows ``determined.core``. docs/guides/core-api.md shows a script.
 
 from __future__ import annotations
 
-from typing import Any
-
 from trial_core.core_api.checkpoints import CheckpointContext, DownloadMode
 from trial_core.core_api.context import (
     Context,
@@ -20,7 +18,7 @@ from trial_core.core_api.context import (
 from trial_core.core_api.init import init
 from trial_core.core_api.searcher import SearcherContext, SearcherMode, SearcherOperation, Unit
 from trial_core.distributed import DistributedContext
-from trial_core.unknown_names import unknown_name
+from trial_core.lazy_names import lazy_names
 
 __all__ = [
     "CheckpointContext",
@@ -40,6 +38,4 @@ __all__ = [
     "init",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    raise unknown_name(__name__, name, __all__)
+__getattr__, __dir__ = lazy_names(__name__, __all__, {})

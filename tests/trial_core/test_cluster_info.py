@@ -10,7 +10,7 @@ import trial_core
 from trial_core.cluster_info import ClusterInfo, checkpoint_to_continue, trial_number
 
 
-def test_a_script_that_nobody_launched_has_no_information() -> None:
+def test_outside_a_run_there_is_no_information() -> None:
     """So that a script can ask whether it runs in a cluster, as Determined's tutorials do."""
     assert trial_core.get_cluster_info() is None
 

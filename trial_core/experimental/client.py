@@ -9,20 +9,21 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.cluster_info import trial_number
 from trial_core.config import StorageConfig
+from trial_core.lazy_names import lazy_names
 from trial_core.models.registry import Registry
 from trial_core.report.history import ReportHistory
 from trial_core.retention.policy import best_of_trial
 from trial_core.retention.pruning import delete_checkpoint
 from trial_core.run.choose_resume_point import find_trial
 from trial_core.transfer.fetch import download
-from trial_core.unknown_names import SaysWhatToUse, unknown_name
+from trial_core.unknown_names import SaysWhatToUse
 
 
 @dataclass(frozen=True)
@@ -167,6 +168,4 @@ _client = Determined()
 login, get_checkpoint, get_trial = _client.login, _client.get_checkpoint, _client.get_trial
 get_model, list_models = _client.get_model, _client.list_models
 
-
-def __getattr__(name: str) -> NoReturn:
-    raise unknown_name(__name__, name, list(globals()))
+__getattr__, __dir__ = lazy_names(__name__, list(globals()), {})
