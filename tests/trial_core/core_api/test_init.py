@@ -93,7 +93,9 @@ def test_a_script_continues_its_trial_with_latest(
         context.train.report_validation_metrics(4, {"loss": np.float32(0.25), "parts": [1, None]})
         uuid = store(context, 4, note="kept")
     monkeypatch.setenv("DET_LATEST_CHECKPOINT", "latest")  # as latest_checkpoint="latest"
-    with init() as context:
+    # Its own argument says where checkpoints are, too.
+    here = {"name": "core", "searcher": {"metric": "loss"}}
+    with init(checkpoint_storage=str(tmp_path / "stored"), exp_conf=here) as context:
         assert context.info.latest_checkpoint == uuid
         assert context.train.get_experiment_best_validation() == 0.25
         assert trial_core.get_cluster_info() is context.info

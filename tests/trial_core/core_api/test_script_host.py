@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import trial_core
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.cluster_info import ClusterInfo
 from trial_core.config.checkpointing_section import CheckpointingConfig
@@ -151,6 +152,16 @@ def test_storage_in_another_processs_memory_is_refused(tmp_path: Path) -> None:
     for call in (slot.context.checkpoint.get_metadata, slot.context.checkpoint.delete):
         with pytest.raises(StorageError, match="0c is in the memory of another process"):
             call("0c")
+
+
+def test_arguments_for_scripts_outside_a_slot_are_ignored_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The experiment file decides where checkpoints are stored."""
+    slot = Slot(tmp_path)
+    with in_slot(slot.host), trial_core.init(checkpoint_storage="/elsewhere") as context:
+        assert context.info is slot.host.info
+    assert "checkpoint_storage is not used: in a slot" in caplog.text
 
 
 def test_a_host_is_current_until_its_script_ends(tmp_path: Path) -> None:
