@@ -94,7 +94,7 @@ def init(
                 "init: checkpoint_storage is not used: in a slot of `trialflow train`, the "
                 "experiment file decides"
             )
-        yield Context(host, tensorboard_mode)
+        yield Context(host, tensorboard_mode=tensorboard_mode)
         return
     ranks = distributed or DistributedContext.from_environment()
     if ranks.get_size() > 1 and not dist.is_initialized():
@@ -124,7 +124,7 @@ def init(
             )
 
         with joined_script(ranks, order) as host:
-            yield Context(host, tensorboard_mode)
+            yield Context(host, tensorboard_mode=tensorboard_mode)
 
 
 def script_command() -> str:

@@ -42,11 +42,6 @@ class StoredCheckpoints:
         self._sees_storage = sees_storage
         self._fetched = {fetched} - {None}
 
-    @property
-    def store(self) -> CheckpointStore:
-        """The storage."""
-        return self._store
-
     def fetch(self, uuid: str, alone: bool = False) -> Path:
         """Fetch a checkpoint, unless it was fetched; its folder.
 
@@ -67,6 +62,11 @@ class StoredCheckpoints:
             uuid = run_on_all_ranks(self._distributed, lambda: self._fetch(uuid))[0]
             self._fetched.add(uuid)
         return self._files.restored(uuid)
+
+    @property
+    def store(self) -> CheckpointStore:
+        """The storage."""
+        return self._store
 
     def metadata(self, uuid: str) -> dict[str, Any]:
         """The metadata that was stored with a checkpoint. Not collective.

@@ -91,7 +91,7 @@ def test_the_best_validation_is_that_of_all_starts(tmp_path: Path) -> None:
 def test_files_for_tensorboard_are_stored_when_the_script_says_so(tmp_path: Path) -> None:
     """With `TensorboardMode.MANUAL`; else always."""
     slot = Slot(tmp_path)
-    context = Context(slot.host, TensorboardMode.MANUAL)
+    context = Context(slot.host, tensorboard_mode=TensorboardMode.MANUAL)
     context.train.get_tensorboard_path().mkdir(parents=True, exist_ok=True)
     assert not slot.run.tensorboard.has_files_to_upload
     context.train.upload_tensorboard_files()
