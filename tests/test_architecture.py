@@ -33,6 +33,7 @@ RANK_MODULES = {
     "trial_core.exchange",
     "trial_core.process_group",
     "trial_core.rendezvous",
+    "trial_core.transformers",
 }
 
 

@@ -9,48 +9,46 @@ Names are imported on first use, so importing the package is cheap.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from trial_core.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from trial_core import core, deepspeed, errors, pytorch
+    from trial_core import core, deepspeed, errors, experimental, pytorch, transformers
     from trial_core.checkpoint.store import CheckpointStore
-    from trial_core.cluster_info import get_cluster_info
+    from trial_core.cluster_info import ClusterInfo, TrialInfo, get_cluster_info
     from trial_core.core_api.init import init
     from trial_core.distributed import DistributedContext
+    from trial_core.errors import InvalidHP
 
 __all__ = [
     "CheckpointStore",
+    "ClusterInfo",
     "DistributedContext",
+    "InvalidHP",
+    "LOG_FORMAT",
+    "TrialInfo",
     "core",
     "deepspeed",
     "errors",
+    "experimental",
     "get_cluster_info",
     "init",
     "pytorch",
+    "transformers",
 ]
+
+LOG_FORMAT = "%(levelname)s: [%(process)s] %(name)s: %(message)s"
+"""A format for a script's `logging.basicConfig`; any other will do."""
 
 _HOMES = {
     "CheckpointStore": "trial_core.checkpoint.store",
+    "ClusterInfo": "trial_core.cluster_info",
     "DistributedContext": "trial_core.distributed",
+    "InvalidHP": "trial_core.errors",
+    "TrialInfo": "trial_core.cluster_info",
     "get_cluster_info": "trial_core.cluster_info",
     "init": "trial_core.core_api.init",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name in ("core", "deepspeed", "errors", "pytorch"):
-        return importlib.import_module(f"trial_core.{name}")
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
-    raise _unknown(name)
-
-
-def _unknown(name: str) -> AttributeError:
-    from trial_core.unknown_names import unknown_name
-
-    return unknown_name(__name__, name, __all__)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, __all__, _HOMES)

@@ -8,45 +8,14 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
-LATEST = "latest"
+from trial_core.text_format import trial_number as written_number
+from trial_core.unknown_names import SaysWhatToUse
+
 CHECKPOINT_VARIABLE = "DET_LATEST_CHECKPOINT"
 
-_INSTEAD = {
-    "trial": "context.get_trial_id(), get_experiment_id(), get_trial_seed() and get_hparams()",
-    "user_data": "context.get_data_config()",
-    "container_addrs": "context.distributed",
-    "container_rank": "context.distributed.cross_rank",
-    "container_slot_counts": "context.distributed.local_size",
-    "gpu_uuids": "CUDA_VISIBLE_DEVICES in os.environ",
-    "slot_ids": "context.distributed.local_ranks",
-}
-
-_PUBLISHED: list[ScriptInfo] = []
-
-
-class _Info:
-    """Says what to use in place of attributes of Determined's class that do not exist here."""
-
-    def __getattr__(self, name: str) -> NoReturn:
-        instead = f"use {_INSTEAD[name]}" if name in _INSTEAD else "there is no Determined cluster"
-        raise AttributeError(
-            f"get_cluster_info() has no {name!r} in trialflow; {instead}", name=name
-        )
-
-
-class ClusterInfo(_Info):
-    """The part of Determined's class that a script without `trial_core.init` can know."""
-
-    @property
-    def latest_checkpoint(self) -> str | None:
-        """What `Trainer.fit` continues from, as its argument `latest_checkpoint`.
-
-        The environment variable ``DET_LATEST_CHECKPOINT`` if it is set; empty means None. Else
-        ``"latest"``: the newest checkpoint of the experiment's newest trial, or a new trial.
-        """
-        return os.environ.get(CHECKPOINT_VARIABLE, LATEST) or None
+_PUBLISHED: list[ClusterInfo] = []
 
 
 @dataclass(frozen=True)
@@ -58,27 +27,40 @@ class TrialInfo:
         experiment_id: a number that identifies the experiment: equal for all runs with its name.
         trial_seed: the experiment's seed.
         hparams: the hyperparameters, by name.
+        _config: the experiment configuration, which Determined's examples read under this name.
     """
 
     trial_id: int
     experiment_id: int
     trial_seed: int = 0
     hparams: dict[str, Any] = field(default_factory=dict)
+    _config: dict[str, Any] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True)
-class ScriptInfo(_Info):
-    """The run of a Core API script, as one of its ranks sees it.
+class ClusterInfo(SaysWhatToUse):
+    """The run of a script, as one of its ranks sees it. Follows Determined's class.
 
     Attributes:
         trial: the trial.
         latest_checkpoint: uuid of the checkpoint to resume from; None: begin from scratch.
         user_data: the experiment's section `data`.
+        slot_ids: a number for each slot of this machine, from 0.
+        container_rank: the index of this machine.
+        container_slot_counts: the slots of each machine; all are taken to have as many as this one.
+        container_addrs: the address of rank 0's machine, then ``node-1``, …: only their number is
+            known here.
+        task_type: ``"TRIAL"``.
     """
 
     trial: TrialInfo
     latest_checkpoint: str | None = None
     user_data: dict[str, Any] = field(default_factory=dict)
+    slot_ids: list[int] = field(default_factory=lambda: [0])
+    container_rank: int = 0
+    container_slot_counts: list[int] = field(default_factory=lambda: [1])
+    container_addrs: list[str] = field(default_factory=lambda: ["127.0.0.1"])
+    task_type: str = "TRIAL"
 
     @classmethod
     def of(
@@ -87,35 +69,56 @@ class ScriptInfo(_Info):
         experiment: Mapping[str, Any],
         seed: int = 0,
         latest_checkpoint: str | None = None,
-    ) -> ScriptInfo:
-        """The information about a run.
+        *,
+        slots: int = 1,
+        machine: int = 0,
+        machines: int = 1,
+    ) -> ClusterInfo:
+        """The information about a run: of a trial's id, and of an experiment as plain data.
 
         Args:
-            trial: the trial's id, ``name-1a2b3c4d5e6f``.
-            experiment: the experiment configuration, as plain data.
-            seed: the experiment's.
+            slots: of this machine, which is number `machine` of `machines`.
         """
         known = TrialInfo(
             trial_number(trial),
             experiment_number(experiment),
             seed,
             copy.deepcopy(dict(experiment.get("hyperparameters") or {})),
+            copy.deepcopy(dict(experiment)),
         )
-        data = copy.deepcopy(dict(experiment.get("data") or {}))
-        return cls(known, latest_checkpoint, data)
+        first = os.environ.get("MASTER_ADDR", "127.0.0.1")
+        return cls(
+            known,
+            latest_checkpoint,
+            copy.deepcopy(dict(experiment.get("data") or {})),
+            slot_ids=list(range(slots)),
+            container_rank=machine,
+            container_slot_counts=[slots] * machines,
+            container_addrs=[first, *(f"node-{number}" for number in range(1, machines))],
+        )
 
 
-def get_cluster_info() -> ClusterInfo | ScriptInfo:
-    """Information for a script. Unlike Determined's function it never returns None.
+def get_cluster_info() -> ClusterInfo | None:
+    """The run of the script that calls this, on any rank; None outside a run.
 
-    In the slots of a Core API script and within `trial_core.init`: the run. Elsewhere only
-    `latest_checkpoint`.
+    A script that ``trialflow train`` runs is in a run from its first line; one that you start, in
+    the block of `trial_core.init`.
     """
-    return _PUBLISHED[-1] if _PUBLISHED else ClusterInfo()
+    return _PUBLISHED[-1] if _PUBLISHED else None
+
+
+def checkpoint_to_continue(given: str | None) -> str | None:
+    """The checkpoint from which a script that you start continues; None: it begins a trial.
+
+    Args:
+        given: its argument `latest_checkpoint`; None: the environment variable
+            ``DET_LATEST_CHECKPOINT``.
+    """
+    return os.environ.get(CHECKPOINT_VARIABLE) or None if given is None else given
 
 
 @contextmanager
-def published(info: ScriptInfo) -> Iterator[None]:
+def published(info: ClusterInfo) -> Iterator[None]:
     """Make `get_cluster_info` return `info` during the block."""
     _PUBLISHED.append(info)
     try:
@@ -126,9 +129,8 @@ def published(info: ScriptInfo) -> Iterator[None]:
 
 def trial_number(trial: str) -> int:
     """A number that identifies a trial, from the hexadecimal end of its id, if it has one."""
-    end = trial.rpartition("-")[2]
-    is_hexadecimal = bool(end) and set(end) <= set("0123456789abcdef")
-    return int(end, 16) if is_hexadecimal else zlib.crc32(trial.encode())
+    number = written_number(trial)
+    return zlib.crc32(trial.encode()) if number is None else number
 
 
 def experiment_number(experiment: Mapping[str, Any]) -> int:

@@ -5,6 +5,7 @@
     ├── TrialError             the user's trial breaks the trial API's rules
     │   ├── TrialTypeError     an argument has a wrong type; also a TypeError
     │   └── TrialValueError    an argument has a wrong value; also a ValueError
+    │       └── InvalidHP      the trial cannot be trained with its hyperparameters
     ├── SlotsError             the slot group could not be started or used
     │   ├── LaunchError        a slot group could not be started
     │   ├── RankFailed         a rank died, or its workload raised
@@ -55,10 +56,16 @@ class TrialValueError(TrialError, ValueError):
     """An argument has a wrong value."""
 
 
+class InvalidHP(TrialValueError):
+    """Raised by a trial or script that cannot be trained with its hyperparameters: no restart."""
+
+
 InvalidExperimentException = TrialError
 """Determined's name, for trials that catch it."""
 
-_TRIAL_MISTAKES = frozenset(each.__name__ for each in (TrialError, TrialTypeError, TrialValueError))
+_TRIAL_MISTAKES = frozenset(
+    each.__name__ for each in (TrialError, TrialTypeError, TrialValueError, InvalidHP)
+)
 
 
 class SlotsError(TrialflowError):

@@ -2,42 +2,64 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
+from typing import NoReturn
 
-_CONTEXT = "DeepSpeedTrialContext"
+_CLUSTER = "nothing: there is no Determined cluster"
+_STORED = "metadata of store_path: a checkpoint never changes"
+_TUNER = "DeepSpeed's own autotuner"
 
 _INSTEAD = {
     "trial_core": {
-        "ClusterInfo": "trial_core.get_cluster_info()",
         "TrialContext": "trial_core.deepspeed.DeepSpeedTrialContext, or that of trial_core.pytorch",
-        "InvalidHP": "trial_core.errors.TrialError",
         "keras": "trial_core.pytorch; only PyTorch and DeepSpeed trials exist",
+        "lightning": "trial_core.init in a Lightning callback",
     },
     "trial_core.pytorch": {
         "CheckpointLoadContext": "trial_core.pytorch.PyTorchTrialContext.from_config",
         "ClipGradsL2Norm": "context.step_optimizer(optimizer, clip_grads=...)",
         "ClipGradsL2Value": "context.step_optimizer(optimizer, clip_grads=...)",
         "lightning": "trial_core.pytorch.PyTorchTrial",
-        "dsat": "DeepSpeed's own autotuner",
+        "dsat": _TUNER,
     },
     "trial_core.deepspeed": {
-        "dsat": "DeepSpeed's own autotuner",
+        "dsat": _TUNER,
         "PyTorchTrial": "trial_core.pytorch.PyTorchTrial",
         "DataLoader": "trial_core.pytorch.DataLoader",
     },
+    "trial_core.experimental": {"core_v2": "trial_core.init(exp_conf=...)"},
+    "trial_core.experimental.client": {
+        "create_experiment": "trialflow train",
+        "create_model": "trialflow models promote",
+        "get_models": "list_models",
+        "iter_trials_metrics": "Trial.iter_metrics",
+    },
+    "ClusterInfo": {
+        "agent_id": "socket.gethostname()",
+        "gpu_uuids": "CUDA_VISIBLE_DEVICES in os.environ",
+        "task_id": "trial.trial_id",
+        **dict.fromkeys(("cluster_id", "allocation_id", "session_token"), _CLUSTER),
+        **dict.fromkeys(("master_url", "master_cert_file", "master_cert_name"), _CLUSTER),
+    },
     "Context": {
-        "profiler": "torch.profiler, with context.train.get_tensorboard_path()",
         "metrics": "context.train",
-        "experimental": "the script's own loop",
+        "experimental": "the hyperparameters, for the checkpoint that a script uses",
+        **dict.fromkeys(("start", "close"), "a block: with trial_core.init() as context"),
     },
-    "TrainContext": {
-        "report_metrics": "report_training_metrics or report_validation_metrics",
-        "report_progress": "searcher.max_length in batches: the report shows it",
-        "report_early_exit": "the script's end",
-        "upload_tensorboard_files": "get_tensorboard_path(): its files are always stored",
+    "TrainContext": dict.fromkeys(("set_metadata", "get_metadata"), _STORED),
+    "StoredCheckpoint": {
+        "add_metadata": _STORED,
+        "reload": "client.get_checkpoint",
+        "load": "trial_core.pytorch.load_trial_from_checkpoint_path(checkpoint.download())",
     },
-    _CONTEXT: {
+    "Trial": {
+        "get_checkpoints": "list_checkpoints",
+        "select_checkpoint": "top_checkpoint or list_checkpoints",
+        "logs": "the files of the run",
+    },
+    "Model": {"get_versions": "list_versions", "register_version": "trialflow models promote"},
+    "ModelVersion": {"iter_metrics": "checkpoint.get_metrics"},
+    "DeepSpeedTrialContext": {
         "wrap_mpu": "set_mpu",
         "wrap_model": "wrap_model_engine, with the engine of deepspeed.initialize",
         "wrap_optimizer": "deepspeed.initialize(optimizer=...): the engine has it",
@@ -62,9 +84,20 @@ def unknown_name(of: str, name: str, known: Sequence[str]) -> AttributeError:
     """
     instead = _INSTEAD.get(of, {}).get(name)
     if instead is None:
+        import difflib
+
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
     else:
         hint = f"; use {instead}"
     kind = f"module {of!r}" if of.startswith("trial_core") else f"{of!r} object"
     return AttributeError(f"{kind} has no attribute {name!r}{hint}", name=name)
+
+
+class SaysWhatToUse:
+    """Base of classes that follow one of Determined's: the error of a missing name says more."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        kinds = [kind.__name__ for kind in type(self).__mro__]
+        of = next((kind for kind in kinds if kind in _INSTEAD), kinds[0])
+        raise unknown_name(of, name, [*dir(type(self)), *vars(self)])

@@ -133,6 +133,23 @@ def test_a_script_stores_in_memory(here: Path) -> None:
     assert [line["resumed"] for line in resumptions(here)] == [4]
 
 
+@pytest.mark.long
+def test_batch_inference_continues_after_a_kill(here: Path) -> None:
+    """New ranks begin after the last stored progress; every result is there once."""
+    result = train(
+        toy_config(
+            here, entrypoint="python3 batch_script.py", searcher={"metric": "total"},
+            hyperparameters={"record": str(here), "kill_at": 3}, max_restarts=1,
+        )
+    )  # fmt: skip
+    assert (here / "once").exists()
+    assert result.batches_trained == 6  # 11 batches, 2 ranks
+    assert result.validation_metrics == {"total": 2 * sum(range(8, 21))}  # of the second start
+    outputs = (here / "checkpoints" / "runs" / result.trial / "outputs").rglob("*.txt")
+    numbers = [int(number) for path in outputs for number in path.read_text().split()]
+    assert sorted(numbers) == [2 * each for each in range(21)]
+
+
 def test_a_flow_that_validates_needs_a_trial(here: Path) -> None:
     """Evaluate and retrain say so, and start no rank."""
     from trialflow.flows.evaluate import evaluate

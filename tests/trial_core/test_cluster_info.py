@@ -7,35 +7,44 @@ import copy
 import pytest
 
 import trial_core
-from trial_core.cluster_info import ScriptInfo, trial_number
+from trial_core.cluster_info import ClusterInfo, checkpoint_to_continue, trial_number
 
 
-@pytest.mark.parametrize(("variable", "expected"), [(None, "latest"), ("0a1b", "0a1b"), ("", None)])
-def test_the_latest_checkpoint_is_an_argument_of_fit(
-    monkeypatch: pytest.MonkeyPatch, variable: str | None, expected: str | None
+def test_outside_a_run_there_is_no_information() -> None:
+    """So that a script can ask whether it runs in a cluster, as Determined's tutorials do."""
+    assert trial_core.get_cluster_info() is None
+
+
+@pytest.mark.parametrize(
+    ("given", "variable", "expected"),
+    [(None, None, None), (None, "latest", "latest"), (None, "", None), ("0a", "latest", "0a")],
+)
+def test_the_environment_names_what_a_script_continues(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, variable: str | None, expected: str | None
 ) -> None:
-    """By default a script that runs again continues; the environment may name a checkpoint."""
+    """Unless the script does."""
     monkeypatch.delenv("DET_LATEST_CHECKPOINT", raising=False)
     if variable is not None:
         monkeypatch.setenv("DET_LATEST_CHECKPOINT", variable)
-    assert trial_core.get_cluster_info().latest_checkpoint == expected
+    assert checkpoint_to_continue(given) == expected
 
 
 def test_other_names_say_what_to_use() -> None:
     """An AttributeError, so that `hasattr` works."""
-    info = trial_core.get_cluster_info()
-    with pytest.raises(AttributeError, match=r"no 'user_data' .* use context.get_data_config\(\)"):
-        info.user_data  # noqa: B018 - the access raises
-    assert not hasattr(info, "master_url")
-
-
-def test_a_scripts_information_says_what_to_use_for_other_names() -> None:
-    """As does that without `trial_core.init`."""
-    info = ScriptInfo.of("digits-0a", {"name": "digits"})
+    info = ClusterInfo.of("digits-0a", {"name": "digits"})
     assert (info.trial.trial_id, info.trial.trial_seed) == (10, 0)
-    with pytest.raises(AttributeError, match=r"no 'slot_ids' .* use context.distributed.local"):
-        info.slot_ids  # noqa: B018 - the access raises
+    with pytest.raises(AttributeError, match=r"no attribute 'task_id'; use trial\.trial_id"):
+        info.task_id  # noqa: B018 - the access raises
+    assert not hasattr(info, "master_url")
     assert copy.deepcopy(info) == info
+
+
+def test_a_script_knows_its_machines() -> None:
+    """How many there are, and the slots of this one."""
+    info = ClusterInfo.of("digits-0a", {"name": "digits"}, slots=3, machine=1, machines=2)
+    assert (info.slot_ids, info.container_slot_counts) == ([0, 1, 2], [3, 3])
+    assert (info.container_rank, len(info.container_addrs)) == (1, 2)
+    assert info.trial._config == {"name": "digits"}
 
 
 def test_a_script_may_change_what_it_is_told() -> None:
@@ -45,7 +54,7 @@ def test_a_script_may_change_what_it_is_told() -> None:
         "hyperparameters": {"layers": [1, 2]},
         "data": {"folders": ["a"]},
     }
-    info = ScriptInfo.of("digits-0a", experiment, 7, "0b")
+    info = ClusterInfo.of("digits-0a", experiment, 7, "0b")
     assert (info.trial.trial_seed, info.latest_checkpoint) == (7, "0b")
     info.trial.hparams["layers"].append(3)
     info.user_data["folders"].append("b")
@@ -56,7 +65,7 @@ def test_a_script_may_change_what_it_is_told() -> None:
 def test_ids_are_equal_for_equal_names() -> None:
     """Runs of an experiment have its number; each trial has another one."""
     one, two, other = (
-        ScriptInfo.of(trial, {"name": name}).trial
+        ClusterInfo.of(trial, {"name": name}).trial
         for trial, name in (("a-1f", "a"), ("a-2f", "a"), ("b-mine", "b"))
     )
     assert one.experiment_id == two.experiment_id != other.experiment_id

@@ -52,6 +52,7 @@ def test_rank_failed_keeps_all_its_arguments() -> None:
         ("TrialError", True, True),
         ("TrialTypeError", True, True),
         ("TrialValueError", True, True),
+        ("InvalidHP", True, True),
         ("TrialError", False, False),
         ("ConfigError", True, False),
     ],

@@ -11,6 +11,7 @@ import pytest
 import trial_core
 import trial_core.core
 import trial_core.deepspeed
+import trial_core.experimental.client
 import trial_core.pytorch
 
 
@@ -38,7 +39,10 @@ def test_unknown_names_are_refused(module: object) -> None:
 @pytest.mark.parametrize(
     ("module", "name", "hint"),
     [
-        (trial_core, "InvalidHP", "use trial_core.errors.TrialError"),
+        (trial_core, "TrialContext", "use trial_core.deepspeed.DeepSpeedTrialContext"),
+        (trial_core.core, "DummyTrainContext", "did you mean 'TrainContext'?"),
+        (trial_core.experimental, "core_v2", "use trial_core.init(exp_conf=...)"),
+        (trial_core.experimental.client, "create_experiment", "use trialflow train"),
         (trial_core.pytorch, "CheckpointLoadContext", "use trial_core.pytorch.PyTorchTrialContext"),
         (trial_core.pytorch, "Dataloader", "did you mean 'DataLoader'?"),
         (trial_core.deepspeed, "DataLoader", "use trial_core.pytorch.DataLoader"),
@@ -60,7 +64,13 @@ from trial_core.deepspeed import overwrite_deepspeed_config, DeepSpeedTrialContr
 import trial_core.pytorch.device_transfer
 from trial_core.pytorch import adapt_batch_sampler, data_length, to_device
 assert callable(to_device)
-det.errors.InvalidExperimentException; det.get_cluster_info().latest_checkpoint
+det.errors.InvalidExperimentException; assert det.get_cluster_info() is None
+import logging; logging.basicConfig(format=det.LOG_FORMAT); det.InvalidHP; det.ClusterInfo
+from trial_core.pytorch.samplers import RepeatSampler; import trial_core.pytorch.samplers
+from trial_core.pytorch import experimental; experimental.torch_batch_process
+from trial_core.pytorch.experimental import TorchBatchProcessor, TorchBatchProcessorContext
+from trial_core.experimental import client, Determined; client.get_checkpoint
+import trial_core.transformers; det.transformers.DetCallback
 det.core.init; det.core.DistributedContext; det.init
 from trial_core import core; core.PreemptMode.WorkersAskChief; core.DownloadMode.NoSharedDownload
 """

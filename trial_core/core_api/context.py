@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import enum
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from trial_core.cluster_info import ScriptInfo
+from trial_core.cluster_info import ClusterInfo
 from trial_core.core_api.checkpoints import CheckpointContext
 from trial_core.core_api.metrics import checked_steps, plain_metrics
 from trial_core.core_api.script_host import ScriptHost
 from trial_core.core_api.searcher import SearcherContext
 from trial_core.distributed import DistributedContext
-from trial_core.errors import TrialError
+from trial_core.errors import TrialError, TrialValueError
 from trial_core.messages import MetricsKind
-from trial_core.unknown_names import unknown_name
+from trial_core.unknown_names import SaysWhatToUse
+
+logger = logging.getLogger(__name__)
+
+_LEVELS = {"debug": logging.DEBUG, "warn": logging.WARNING, "error": logging.ERROR}
 
 
 class PreemptMode(enum.Enum):
@@ -29,7 +34,21 @@ class PreemptMode(enum.Enum):
     WorkersAskMaster = "WORKERS_ASK_MASTER"
 
 
-class TrainContext:
+class TensorboardMode(enum.Enum):
+    """Files for TensorBoard are stored always, or once `upload_tensorboard_files` is called."""
+
+    AUTO = "AUTO"
+    MANUAL = "MANUAL"
+
+
+class EarlyExitReason(enum.Enum):
+    """Why a script ends early, for `TrainContext.report_early_exit`."""
+
+    INVALID_HP = "EXITED_REASON_INVALID_HP"
+    USER_REQUESTED_STOP = "EXITED_REASON_USER_REQUESTED_STOP"
+
+
+class TrainContext(SaysWhatToUse):
     """Reports metrics to the run. Follows Determined's class."""
 
     def __init__(self, host: ScriptHost) -> None:
@@ -66,6 +85,31 @@ class TrainContext:
         """
         self._report("validation", steps_completed, metrics)
 
+    def report_metrics(self, group: str, steps_completed: int, metrics: Mapping[str, Any]) -> None:
+        """Report metrics of the group ``"training"`` or ``"validation"``, as the methods above.
+
+        Those of any other group are reported as training metrics, under ``group/name``.
+        """
+        if group not in ("training", "validation") and isinstance(metrics, Mapping):
+            metrics = {f"{group}/{name}": value for name, value in metrics.items()}
+        self._report(
+            "validation" if group == "validation" else "training", steps_completed, metrics
+        )
+
+    def report_progress(self, progress: float) -> None:
+        """Show how far the script is, from 0 to 1. Ranks other than 0 are not heard."""
+        if not (isinstance(progress, (int, float)) and 0 <= progress <= 1):
+            raise TrialValueError(f"train.report_progress: expected 0 to 1, got {progress!r}")
+        self.set_status(f"{progress:.0%}")
+
+    def report_early_exit(self, reason: EarlyExitReason) -> None:
+        """Show why the script is about to end. Ranks other than 0 are not heard."""
+        self.set_status(f"ends early: {EarlyExitReason(reason).name.lower()}")
+
+    def get_experiment_best_validation(self) -> float | None:
+        """The best ``searcher.metric`` that this trial has reported, on rank 0; None: none yet."""
+        return self._host.best_validation
+
     def set_status(self, status: str) -> None:
         """Tell people what the script is doing. Ranks other than 0 are not heard."""
         if self._host.distributed.get_rank() == 0:
@@ -75,8 +119,12 @@ class TrainContext:
         """This rank's folder for TensorBoard; its files are stored with the run."""
         return self._host.tensorboard_path()
 
-    def __getattr__(self, name: str) -> NoReturn:
-        raise unknown_name("TrainContext", name, dir(type(self)))
+    def upload_tensorboard_files(self, selector: Any = None, mangler: Any = None) -> None:
+        """Have this rank's files for TensorBoard stored, with each checkpoint and at the end.
+
+        Only needed with `TensorboardMode.MANUAL`. All files are stored, whatever `selector` says.
+        """
+        self._host.run.tensorboard.automatic = True
 
     def _report(self, kind: MetricsKind, steps_completed: int, metrics: Mapping[str, Any]) -> None:
         source = f"train.report_{kind}_metrics"
@@ -111,7 +159,18 @@ class PreemptContext:
         """Does nothing: a script that was told to stop, and ends, counts as stopped."""
 
 
-class Context:
+class ProfilerContext:
+    """Accepts the calls of Determined's class, which sampled the use of the machine."""
+
+    def on(self, sampling_interval: int = 1, samples_per_report: int = 10) -> None:
+        """Warns that it has no effect."""
+        logger.warning("profiler.on() has no effect; use torch.profiler")
+
+    def off(self) -> None:
+        """Does nothing."""
+
+
+class Context(SaysWhatToUse):
     """What a Core API script asks and tells its run. Follows ``determined.core.Context``.
 
     Attributes:
@@ -121,15 +180,28 @@ class Context:
         searcher: says how long to train.
         distributed: which rank this is, and collectives of small objects.
         info: the trial, its hyperparameters, and the checkpoint to resume from.
+        profiler: accepted as in the reference; has no effect.
+        host: for other parts of trialflow.
     """
 
-    def __init__(self, host: ScriptHost) -> None:
+    def __init__(
+        self, host: ScriptHost, tensorboard_mode: TensorboardMode = TensorboardMode.AUTO
+    ) -> None:
+        self.host = host
         self.train = TrainContext(host)
         self.checkpoint = CheckpointContext(host)
         self.preempt = PreemptContext(host)
         self.searcher = SearcherContext(host)
         self.distributed: DistributedContext = host.distributed
-        self.info: ScriptInfo = host.info
+        self.info: ClusterInfo = host.info
+        self.profiler = ProfilerContext()
+        if TensorboardMode(tensorboard_mode) is TensorboardMode.MANUAL:
+            host.run.tensorboard.set_automatic(False)
 
-    def __getattr__(self, name: str) -> NoReturn:
-        raise unknown_name("Context", name, [*vars(self)])
+    def alert(
+        self, title: str | None = None, description: str | None = None, level: str | None = "info"
+    ) -> None:
+        """Log a message, at a level such as ``"warn"``, and show it as the script's status."""
+        text = ": ".join(filter(None, (title, description)))
+        logger.log(_LEVELS.get(level or "info", logging.INFO), "%s", text)
+        self.train.set_status(text)

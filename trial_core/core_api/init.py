@@ -16,6 +16,7 @@ with plain ``python`` or ``torchrun``, without Prefect::
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from uuid import uuid4
 
 import torch.distributed as dist
 
+from trial_core.cluster_info import checkpoint_to_continue
 from trial_core.config.command import ScriptCommand, without_values
 from trial_core.config.lengths import OPEN_END
 from trial_core.config.script import (
@@ -34,7 +36,7 @@ from trial_core.config.script import (
     script_config,
     started_module,
 )
-from trial_core.core_api.context import Context, PreemptMode
+from trial_core.core_api.context import Context, PreemptMode, TensorboardMode
 from trial_core.core_api.script_host import current_slot
 from trial_core.core_api.script_outside_slot import joined_script
 from trial_core.distributed import DistributedContext
@@ -44,12 +46,16 @@ from trial_core.run.run_dirs import trial_id
 from trial_core.trainer import uncaught_errors
 from trial_core.trainer.visible_logs import visible_logs
 
+logger = logging.getLogger(__name__)
+
 
 @contextmanager
 def init(
     *,
     distributed: DistributedContext | None = None,
+    checkpoint_storage: str | Mapping[str, Any] | None = None,
     preempt_mode: PreemptMode = PreemptMode.WorkersAskChief,
+    tensorboard_mode: TensorboardMode = TensorboardMode.AUTO,
     exp_conf: Mapping[str, Any] | None = None,
     latest_checkpoint: str | None = None,
     take_over: bool = False,
@@ -58,15 +64,18 @@ def init(
 
     It does not initialise torch.distributed. Outside a slot, a script with several ranks does so
     first: there `init` is a collective. In a slot, the experiment file and the driver decide, and
-    the last three arguments are not used.
+    the arguments that are for scripts outside a slot are not used.
 
     Args:
         distributed: this rank's place among all; by default from the environment.
+        checkpoint_storage: outside a slot: in place of that of `exp_conf`.
         preempt_mode: accepted as in the reference: any ranks may ask `should_preempt`.
+        tensorboard_mode: what becomes of files for TensorBoard.
         exp_conf: outside a slot: any part of an experiment file, as plain data.
         latest_checkpoint: outside a slot: the checkpoint to resume from: its uuid or the first
             characters of it, or ``"latest"``, the newest intact one of this experiment's newest
-            trial. `Context.info` names what was found.
+            trial. Default: the environment variable ``DET_LATEST_CHECKPOINT``; without it a new
+            trial begins. `Context.info` names what was found.
         take_over: outside a slot: whether to continue a trial that another run may be training,
             which ends that run.
 
@@ -80,7 +89,12 @@ def init(
     host = current_slot()
     if host is not None:
         host.distributed = distributed or host.distributed
-        yield Context(host)
+        if checkpoint_storage is not None and host.distributed.get_rank() == 0:
+            logger.warning(
+                "init: checkpoint_storage is not used: in a slot of `trialflow train`, the "
+                "experiment file decides"
+            )
+        yield Context(host, tensorboard_mode=tensorboard_mode)
         return
     ranks = distributed or DistributedContext.from_environment()
     if ranks.get_size() > 1 and not dist.is_initialized():
@@ -91,8 +105,10 @@ def init(
     uncaught_errors.install()
     with visible_logs():
         given = dict(exp_conf or {})
+        if checkpoint_storage is not None:
+            given["checkpoint_storage"] = checkpoint_storage
         length = given_length(exp_conf)
-        config = script_config(exp_conf, max_length=OPEN_END if length is None else length)
+        config = script_config(given, max_length=OPEN_END if length is None else length)
         config = config.model_copy(update={"entrypoint": script_command()})
 
         def order() -> Order:
@@ -101,14 +117,14 @@ def init(
                 new_trial=trial_id(config.name, uuid4().hex),
                 world_size=ranks.get_size(),
                 has_other_machines=ranks.get_num_agents() > 1,
-                latest_checkpoint=latest_checkpoint,
+                latest_checkpoint=checkpoint_to_continue(latest_checkpoint),
                 take_over=take_over,
                 has_metric=named_metric(given) is not None,
                 has_code=has_code_folder("__main__"),
             )
 
         with joined_script(ranks, order) as host:
-            yield Context(host)
+            yield Context(host, tensorboard_mode=tensorboard_mode)
 
 
 def script_command() -> str:

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from trial_core.checkpoint.manifest import Topology
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.cluster_info import ScriptInfo, published
+from trial_core.cluster_info import ClusterInfo, published
 from trial_core.config.command import ScriptCommand, command_of
 from trial_core.context import RunInfo
 from trial_core.controller.checkpoint_files import CheckpointFiles
@@ -160,10 +160,13 @@ class ScriptController:
             fetched=request.checkpoint,
         )
         run = script.info
-        info = ScriptInfo.of(run.trial, run.experiment, run.experiment_seed, request.checkpoint)
+        info = ClusterInfo.of(
+            run.trial, run.experiment, run.experiment_seed, request.checkpoint,
+            slots=ranks.local_size, machine=ranks.cross_rank, machines=ranks.cross_size,
+        )  # fmt: skip
         host = ScriptHost(
             info, ranks, script.info, script.files, checkpoints, self._emit,
-            self._stop_barrier, self._serve_fit, self._on_first_question,
+            self._stop_barrier, self._serve_fit, self._on_first_question, request.best_metric,
         )  # fmt: skip
         script.host = host
         self._stop_barrier.begin_workload()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from trial_core.cluster_info import ScriptInfo
+from trial_core.cluster_info import ClusterInfo
 from trial_core.config.lengths import named_length
 from trial_core.context import RunInfo
 from trial_core.controller.checkpoint_files import CheckpointFiles
@@ -49,6 +50,7 @@ class ScriptHost:
         stop_barrier: holds this rank's part of a stop.
         serve_fit: serves the driver's requests with the trial of `Trainer.fit`, until its end.
         on_first_question: called when the script asks for the first time whether to end.
+        best_validation: see below; of the checkpoint that the script starts from.
 
     Attributes:
         info: what the script may know of its run.
@@ -57,11 +59,12 @@ class ScriptHost:
         max_length: where the experiment says that training ends; None: it does not say.
         run: the trial's state, which its contexts read.
         was_preempted: whether the script was told to save and end.
+        best_validation: the best searcher metric that this rank knows of.
     """
 
     def __init__(
         self,
-        info: ScriptInfo,
+        info: ClusterInfo,
         distributed: DistributedContext,
         run: RunInfo,
         files: CheckpointFiles,
@@ -70,12 +73,14 @@ class ScriptHost:
         stop_barrier: StopBarrier,
         serve_fit: Callable[[Controller], None] | None = None,
         on_first_question: Callable[[], None] = lambda: None,
+        best_validation: float | None = None,
     ) -> None:
         self.info = info
         self.distributed = distributed
         self.checkpoints = checkpoints
         self.max_length = named_length(run.experiment)
         self.was_preempted = False
+        self.best_validation = best_validation
         self.run = run
         self._serve_fit = serve_fit
         self._on_first_question = on_first_question
@@ -98,10 +103,19 @@ class ScriptHost:
     def report(self, kind: MetricsKind, steps_completed: int, metrics: Mapping[str, Any]) -> None:
         """Report metrics. Rank 0 alone calls this. Does not wait."""
         self.run.batches_trained = steps_completed
+        if kind == "validation":
+            self._note_validation(metrics)
         self.run.tensorboard.report(kind, steps_completed, metrics)
         self._emit(
             MetricsReported(kind=kind, steps_completed=steps_completed, metrics=dict(metrics))
         )
+
+    def _note_validation(self, metrics: Mapping[str, Any]) -> None:
+        searcher = self.run.experiment.get("searcher") or {}
+        value, best = metrics.get(searcher.get("metric", "")), self.best_validation
+        if isinstance(value, (int, float)) and math.isfinite(value):
+            better = min if searcher.get("smaller_is_better", True) else max
+            self.best_validation = float(value if best is None else better(value, best))
 
     def set_status(self, text: str) -> None:
         """Tell people what the script is doing. Rank 0 alone calls this."""

@@ -63,6 +63,11 @@ class StoredCheckpoints:
             self._fetched.add(uuid)
         return self._files.restored(uuid)
 
+    @property
+    def store(self) -> CheckpointStore:
+        """The storage."""
+        return self._store
+
     def metadata(self, uuid: str) -> dict[str, Any]:
         """The metadata that was stored with a checkpoint. Not collective.
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from trial_core.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from trial_core.controller.controller import Controller as DeepSpeedTrialController
@@ -22,8 +23,10 @@ if TYPE_CHECKING:
 _HOMES = {
     "DeepSpeedTrial": "trial_core.deepspeed.trial",
     "DeepSpeedTrialContext": "trial_core.deepspeed.context",
+    "DeepSpeedTrialController": "trial_core.controller.controller:Controller",
     "ModelParallelUnit": "trial_core.deepspeed.mpu",
     "Trainer": "trial_core.trainer.trainer",
+    "init": "trial_core.trainer.init:deepspeed_init",
     "load_trial_from_checkpoint_path": "trial_core.trainer.load_trial",
     "make_data_parallel_mpu": "trial_core.deepspeed.mpu",
     "make_deepspeed_mpu": "trial_core.deepspeed.mpu",
@@ -43,23 +46,4 @@ __all__ = [
     "overwrite_deepspeed_config",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    # Resolved on first use, so that importing the package costs nothing (PEP 562).
-    if name == "init":
-        return importlib.import_module("trial_core.trainer.init").deepspeed_init
-    if name == "DeepSpeedTrialController":
-        return importlib.import_module("trial_core.controller.controller").Controller
-    if name not in _HOMES:
-        raise _unknown(name)
-    return getattr(importlib.import_module(_HOMES[name]), name)
-
-
-def _unknown(name: str) -> AttributeError:
-    from trial_core.unknown_names import unknown_name
-
-    return unknown_name(__name__, name, __all__)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, __all__, _HOMES)

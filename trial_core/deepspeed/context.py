@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, NoReturn
+from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -23,12 +23,12 @@ from trial_core.distributed import DistributedContext, is_launched
 from trial_core.errors import TrialError, TrialTypeError
 from trial_core.pytorch.torch_context import TorchTrialContext
 from trial_core.rendezvous import host_single_rank
-from trial_core.unknown_names import unknown_name
+from trial_core.unknown_names import SaysWhatToUse
 
 logger = logging.getLogger(__name__)
 
 
-class DeepSpeedTrialContext(TorchTrialContext):
+class DeepSpeedTrialContext(SaysWhatToUse, TorchTrialContext):
     """Passed to a `DeepSpeedTrial`'s ``__init__`` on every rank.
 
     Follows ``determined.pytorch.deepspeed.DeepSpeedTrialContext``.
@@ -153,9 +153,6 @@ class DeepSpeedTrialContext(TorchTrialContext):
     def disable_auto_grad_accumulation(self) -> None:
         """Call `train_batch` once a batch; the trial then trains all its micro-batches itself."""
         self.auto_grad_accumulation = False
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise unknown_name("DeepSpeedTrialContext", name, dir(type(self)))
 
     def _first_engine(self, asked_for: str) -> DeepSpeedEngine:
         if not self.models:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -15,18 +15,7 @@ from trial_core.errors import TrialError
 from trial_core.pytorch.batch_length import data_length
 from trial_core.pytorch.callback import PyTorchCallback
 from trial_core.pytorch.metric_reduction import Reducer
-
-if TYPE_CHECKING:
-    from trial_core.controller.controller import Controller
-
-
-class _ControllerClass:
-    """A class attribute that imports the controller on first use: importing a trial stays cheap."""
-
-    def __get__(self, instance: object, owner: type) -> type[Controller]:
-        from trial_core.controller.controller import Controller
-
-        return Controller
+from trial_core.pytorch.trial import ControllerClass
 
 
 class DeepSpeedTrial(ABC):
@@ -37,7 +26,7 @@ class DeepSpeedTrial(ABC):
     """
 
     trial_context_class: ClassVar[type[DeepSpeedTrialContext]] = DeepSpeedTrialContext
-    trial_controller_class: ClassVar = _ControllerClass()
+    trial_controller_class: ClassVar = ControllerClass()
     """The class that drives the trial on every rank. Overriding it has no effect."""
 
     @abstractmethod

@@ -55,7 +55,9 @@ def follow_script(launch: Launch, stages: Stages, uploads: Uploads) -> TrialResu
     launch.progress.end = _length(run)
     run.observer.run_started(run.trial, launch.progress.end, begin, 0)
     launch.may_save()
-    script = RunningScript(launch, RunScript(checkpoint=start.uuid, batches_trained=begin))
+    best = start.progress.best_metric
+    ask = RunScript(checkpoint=start.uuid, batches_trained=begin, best_metric=best)
+    script = RunningScript(launch, ask)
     script.start()
     fitted: TrialResult | None = None
     while not isinstance(

@@ -313,11 +313,13 @@ class RunScript(Request):
     Attributes:
         checkpoint: uuid of a fetched checkpoint, for the script to resume from; None: none.
         batches_trained: the trial's, at that checkpoint.
+        best_metric: the best searcher metric until then; None: there is none.
     """
 
     stage: ClassVar[str] = "run-script"
     checkpoint: str | None
     batches_trained: int
+    best_metric: float | None = None
 
 
 class ScriptEnded(Result):

@@ -7,21 +7,22 @@ Names are imported when they are first used, so that importing the package stays
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from trial_core.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from trial_core import deepspeed
+    from trial_core.pytorch import experimental, samplers
     from trial_core.pytorch.batch_length import data_length
     from trial_core.pytorch.callback import PyTorchCallback
     from trial_core.pytorch.context import PyTorchExperimentalContext, PyTorchTrialContext
     from trial_core.pytorch.custom_reducers import MetricReducer
-    from trial_core.pytorch.data import samplers
     from trial_core.pytorch.data.dataloader import DataLoader
-    from trial_core.pytorch.data.samplers import adapt_batch_sampler
     from trial_core.pytorch.device_transfer import TorchData, to_device
     from trial_core.pytorch.lr_scheduler import LRScheduler
     from trial_core.pytorch.metric_reduction import Reducer
+    from trial_core.pytorch.samplers import adapt_batch_sampler
     from trial_core.pytorch.trial import PyTorchTrial
     from trial_core.trainer.init import pytorch_init as init
     from trial_core.trainer.load_trial import load_trial_from_checkpoint_path
@@ -42,7 +43,9 @@ _HOMES = {
     "TorchData": "trial_core.pytorch.device_transfer",
     "TrainUnit": "trial_core.units",
     "Trainer": "trial_core.trainer.trainer",
-    "adapt_batch_sampler": "trial_core.pytorch.data.samplers",
+    "adapt_batch_sampler": "trial_core.pytorch.samplers",
+    "deepspeed": "trial_core:deepspeed",  # for ``from determined.pytorch import deepspeed``
+    "init": "trial_core.trainer.init:pytorch_init",
     "data_length": "trial_core.pytorch.batch_length",
     "to_device": "trial_core.pytorch.device_transfer",
     "load_trial_from_checkpoint_path": "trial_core.trainer.load_trial",
@@ -65,30 +68,11 @@ __all__ = [
     "adapt_batch_sampler",
     "data_length",
     "deepspeed",
+    "experimental",
     "init",
     "load_trial_from_checkpoint_path",
     "samplers",
     "to_device",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name == "samplers":
-        return importlib.import_module("trial_core.pytorch.data.samplers")
-    if name == "deepspeed":  # for ``from determined.pytorch import deepspeed``
-        return importlib.import_module("trial_core.deepspeed")
-    if name == "init":
-        return importlib.import_module("trial_core.trainer.init").pytorch_init
-    if name not in _HOMES:
-        raise _unknown(name)
-    return getattr(importlib.import_module(_HOMES[name]), name)
-
-
-def _unknown(name: str) -> AttributeError:
-    from trial_core.unknown_names import unknown_name
-
-    return unknown_name(__name__, name, __all__)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, __all__, _HOMES)

@@ -84,6 +84,10 @@ class LRScheduler:
         """Step by hand, with the arguments of the scheduler's ``step``."""
         self._scheduler.step(*args, **kwargs)
 
+    def get_last_lr(self) -> list[Any]:
+        """The learning rate of each parameter group, as the scheduler set it last."""
+        return self._scheduler.get_last_lr()
+
     def state_dict(self) -> dict[str, Any]:
         """The scheduler's state."""
         return self._scheduler.state_dict()

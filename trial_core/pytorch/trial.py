@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -12,6 +12,18 @@ from trial_core.pytorch.batch_length import data_length
 from trial_core.pytorch.callback import PyTorchCallback
 from trial_core.pytorch.context import PyTorchTrialContext
 from trial_core.pytorch.metric_reduction import Reducer
+
+if TYPE_CHECKING:
+    from trial_core.controller.controller import Controller
+
+
+class ControllerClass:
+    """A class attribute that imports the controller on first use: importing a trial stays cheap."""
+
+    def __get__(self, instance: object, owner: type) -> type[Controller]:
+        from trial_core.controller.controller import Controller
+
+        return Controller
 
 
 class PyTorchTrial(ABC):
@@ -22,6 +34,8 @@ class PyTorchTrial(ABC):
     """
 
     trial_context_class: ClassVar[type[PyTorchTrialContext]] = PyTorchTrialContext
+    trial_controller_class: ClassVar = ControllerClass()
+    """The class that drives the trial on every rank. Overriding it has no effect."""
 
     @abstractmethod
     def __init__(self, context: PyTorchTrialContext) -> None:

@@ -43,15 +43,27 @@ def _sources(store: CheckpointStore, searcher: SearcherConfig) -> list[Manifest]
         return [store.open(searcher.source_checkpoint_uuid)]
     if searcher.source_trial_id is None:
         return []
-    wanted, trials = searcher.source_trial_id, store.trials()
+    try:
+        return store.resume_candidates(find_trial(store, searcher.source_trial_id))
+    except CheckpointNotFound as error:
+        problem = f"searcher.source_trial_id: {error}, or source_checkpoint_uuid"
+        raise CheckpointNotFound(problem) from None
+
+
+def find_trial(store: CheckpointStore, wanted: int | str) -> str:
+    """The id of the trial that has an id or number, and checkpoints.
+
+    Raises:
+        CheckpointNotFound: none has, or several have.
+    """
+    trials = store.trials()
     found = [trial for trial in trials if wanted in (trial, trial_number(trial))]
     if len(found) == 1:
-        return store.resume_candidates(found[0])
+        return found[0]
     seen = ", ".join(f"{trial} ({trial_number(trial)})" for trial in found or trials) or "none"
     problem = f"{len(found)} trials have the number" if found else "no trial has the id or number"
     raise CheckpointNotFound(
-        f"searcher.source_trial_id: {problem} {wanted} in {store.url}; there: {seen}. Give the id "
-        "of one of them, or source_checkpoint_uuid"
+        f"{problem} {wanted} in {store.url}; there: {seen}. Give the id of one of them"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from trial_core.cluster_info import checkpoint_to_continue
 from trial_core.config.script import has_code_folder, named_metric, script_config
 from trial_core.context import RunInfo
 from trial_core.controller.trial_adapter import TrialAdapter
@@ -116,7 +117,8 @@ class Trainer:
                 it; the folder of a downloaded checkpoint; or the URL of one in any storage, which
                 is copied to the run's. This continues the trial that saved it, bit for bit.
                 ``"latest"`` is the newest undamaged checkpoint of this experiment's newest trial,
-                or a new trial if there is none. By default a new trial begins, with the weights of
+                or a new trial if there is none. Default: the environment variable
+                ``DET_LATEST_CHECKPOINT``; without it a new trial begins, with the weights of
                 ``searcher.source_checkpoint_uuid`` if ``exp_conf`` names one.
             step_zero_validation: validate once before the first batch.
             test_mode: train one batch, validate one, and save without keeping the checkpoint.
@@ -161,7 +163,8 @@ class Trainer:
             return self._fit_in_slot(slot, asked, test_mode)
         if max_length is None:
             raise ConfigError("fit needs max_length: Batch(1000) or Epoch(3), for example")
-        return self._fit_here(asked, max_length, latest_checkpoint, test_mode, take_over)
+        start = checkpoint_to_continue(latest_checkpoint)
+        return self._fit_here(asked, max_length, start, test_mode, take_over)
 
     # ----------------------------------------------------------------------------- internals
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+import trial_core
 from trial_core import pytorch
 from trial_core.pytorch import Batch, DataLoader
 
@@ -56,6 +57,7 @@ class Line(pytorch.PyTorchTrial):
 def main() -> None:
     """Fit, and print the result on rank 0."""
     latest, batches = sys.argv[1:]
+    assert trial_core.get_cluster_info() is None
     with pytorch.init(hparams={"lr": 0.01}, aggregation_frequency=2) as context:
         trainer = pytorch.Trainer(Line(context), context)
         trainer.configure_profiler(sync_timings=True, enabled=True, begin_on_batch=3)

@@ -83,21 +83,27 @@ def manifests(tmp_path: Path) -> list[Any]:
     return CheckpointStore(str(tmp_path / "stored")).list()
 
 
-def test_a_script_continues_its_trial_with_latest(init: Init, tmp_path: Path) -> None:
+def test_a_script_continues_its_trial_with_latest(
+    init: Init, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The checkpoint holds the metrics that were reported before it."""
     with init() as context:
         assert context.info.latest_checkpoint is None
         context.train.report_training_metrics(4, {"loss": torch.tensor([0.5])})
         context.train.report_validation_metrics(4, {"loss": np.float32(0.25), "parts": [1, None]})
         uuid = store(context, 4, note="kept")
-    with init(latest_checkpoint="latest") as context:
+    monkeypatch.setenv("DET_LATEST_CHECKPOINT", "latest")  # as latest_checkpoint="latest"
+    # Its own argument says where checkpoints are, too.
+    here = {"name": "core", "searcher": {"metric": "loss"}}
+    with init(checkpoint_storage=str(tmp_path / "stored"), exp_conf=here) as context:
         assert context.info.latest_checkpoint == uuid
+        assert context.train.get_experiment_best_validation() == 0.25
         assert trial_core.get_cluster_info() is context.info
         with context.checkpoint.restore_path(uuid) as path:
             assert (path / "state").read_text() == "4"
         assert context.checkpoint.get_metadata(uuid) == {"steps_completed": 4, "note": "kept"}
         store(context, 8)
-    assert trial_core.get_cluster_info() is not context.info
+    assert trial_core.get_cluster_info() is None
     first, second = manifests(tmp_path)
     assert first.trial == second.trial
     assert first.metrics == {
@@ -246,10 +252,10 @@ def test_a_checkpoint_names_the_scripts_code(
 
 def test_names_of_determined_say_what_to_use(shared: Shared) -> None:
     """An AttributeError, so that `hasattr` works."""
-    with pytest.raises(AttributeError, match=r"no attribute 'profiler'; use torch\.profiler"):
-        shared.context.profiler  # noqa: B018 - the access raises
-    with pytest.raises(AttributeError, match="no attribute 'report_metrics'; use report_train"):
-        shared.context.train.report_metrics("training", 1, {})
+    with pytest.raises(AttributeError, match=r"no attribute 'start'; use a block: with trial_core"):
+        shared.context.start()
+    with pytest.raises(AttributeError, match="no attribute 'set_metadata'; use metadata of store"):
+        shared.context.train.set_metadata({})
     assert not hasattr(shared.context, "preemption")
 
 

@@ -8,17 +8,18 @@ from typing import Any
 
 import pytest
 
+import trial_core
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.cluster_info import ScriptInfo
+from trial_core.cluster_info import ClusterInfo
 from trial_core.config.checkpointing_section import CheckpointingConfig
 from trial_core.context import RunInfo
 from trial_core.controller.checkpoint_files import CheckpointFiles
 from trial_core.controller.run_file_upload import tensorboard_in
-from trial_core.core import Context
+from trial_core.core import Context, EarlyExitReason, TensorboardMode
 from trial_core.core_api.script_host import ScriptHost, current_slot, in_slot
 from trial_core.core_api.stored_checkpoints import StoredCheckpoints
 from trial_core.distributed import DistributedContext
-from trial_core.errors import StorageError
+from trial_core.errors import StorageError, TrialValueError
 from trial_core.messages import Activity, CheckpointWritten, MetricsReported
 from trial_core.slots.stop_barrier import Position, StopBarrier
 
@@ -39,7 +40,7 @@ class Slot:
         store = CheckpointStore("memory://slot-host")
         files = CheckpointFiles(run_dir, store, ranks, CheckpointingConfig())
         stored = StoredCheckpoints(files, store, ranks, sees_storage=False, fetched="0a")
-        info = ScriptInfo.of("a-0b", experiment, latest_checkpoint="0a")
+        info = ClusterInfo.of("a-0b", experiment, latest_checkpoint="0a")
         run = RunInfo("a-0b", experiment, tensorboard=tensorboard_in(run_dir, rank))
         self.run = run
         self.host = ScriptHost(info, ranks, run, files, stored, self.sent.append, self.barrier)
@@ -56,6 +57,45 @@ def test_reports_are_sent_and_do_not_wait(tmp_path: Path) -> None:
         MetricsReported(kind="training", steps_completed=3, metrics={"loss": 0.5}),
     ]
     assert slot.run.batches_trained == 3
+
+
+def test_groups_progress_and_messages_are_sent(tmp_path: Path) -> None:
+    """In the forms that a run has for them."""
+    slot = Slot(tmp_path)
+    slot.context.train.report_metrics("validation", 3, {"loss": 0.5})
+    slot.context.train.report_metrics("inference", 3, {"rate": 2})
+    slot.context.train.report_progress(0.25)
+    slot.context.train.report_early_exit(EarlyExitReason.INVALID_HP)
+    slot.context.alert("look", "a spike", level="warn")
+    assert slot.sent == [
+        MetricsReported(kind="validation", steps_completed=3, metrics={"loss": 0.5}),
+        MetricsReported(kind="training", steps_completed=3, metrics={"inference/rate": 2}),
+        Activity(text="25%"), Activity(text="ends early: invalid_hp"),
+        Activity(text="look: a spike"),
+    ]  # fmt: skip
+    with pytest.raises(TrialValueError, match=r"report_progress: expected 0 to 1, got 25"):
+        slot.context.train.report_progress(25)
+
+
+def test_the_best_validation_is_that_of_all_starts(tmp_path: Path) -> None:
+    """By the searcher metric; a number that is not finite does not count."""
+    experiment = {"name": "a", "searcher": {"metric": "acc", "smaller_is_better": False}}
+    slot = Slot(tmp_path, experiment=experiment)
+    seen = []
+    for metrics in ({"loss": 9.0}, {"acc": 0.5}, {"acc": float("nan")}, {"acc": 0.25}):
+        slot.context.train.report_validation_metrics(1, metrics)
+        seen.append(slot.context.train.get_experiment_best_validation())
+    assert seen == [None, 0.5, 0.5, 0.5]
+
+
+def test_files_for_tensorboard_are_stored_when_the_script_says_so(tmp_path: Path) -> None:
+    """With `TensorboardMode.MANUAL`; else always."""
+    slot = Slot(tmp_path)
+    context = Context(slot.host, tensorboard_mode=TensorboardMode.MANUAL)
+    context.train.get_tensorboard_path().mkdir(parents=True, exist_ok=True)
+    assert not slot.run.tensorboard.has_files_to_upload
+    context.train.upload_tensorboard_files()
+    assert slot.run.tensorboard.has_files_to_upload
 
 
 def test_the_status_of_another_rank_is_not_sent(tmp_path: Path) -> None:
@@ -112,6 +152,16 @@ def test_storage_in_another_processs_memory_is_refused(tmp_path: Path) -> None:
     for call in (slot.context.checkpoint.get_metadata, slot.context.checkpoint.delete):
         with pytest.raises(StorageError, match="0c is in the memory of another process"):
             call("0c")
+
+
+def test_arguments_for_scripts_outside_a_slot_are_ignored_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The experiment file decides where checkpoints are stored."""
+    slot = Slot(tmp_path)
+    with in_slot(slot.host), trial_core.init(checkpoint_storage="/elsewhere") as context:
+        assert context.info is slot.host.info
+    assert "checkpoint_storage is not used: in a slot" in caplog.text
 
 
 def test_a_host_is_current_until_its_script_ends(tmp_path: Path) -> None:

@@ -428,6 +428,7 @@ def test_step_modes() -> None:
                 own.batch_ended(batch, 2, EpochLength(10, 4))
                 counts.append(scheduler.last_epoch)
             seen[mode.name, frequency] = counts
+            assert own.get_last_lr() == scheduler.get_last_lr()
     assert seen == {
         ("STEP_EVERY_EPOCH", 1): [0, 0, 1, 1, 2, 2, 2, 3, 3, 4],
         ("STEP_EVERY_EPOCH", 2): [0, 0, 0, 0, 1, 1, 1, 1, 1, 2],

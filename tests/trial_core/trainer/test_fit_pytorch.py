@@ -24,9 +24,11 @@ def fit(launcher: Launcher, folder: Path, latest: str, batches: int, ranks: int 
 @pytest.mark.long
 @pytest.mark.parametrize(("launcher", "batches"), [("python", 5), ("torchrun", 4)])
 def test_a_pytorch_trial_resumes_in_a_script(
-    tmp_path: Path, launcher: Launcher, batches: int
+    tmp_path: Path, launcher: Launcher, batches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It ends as the uninterrupted run, also if it was saved between two optimizer steps.
+
+    The environment says that it continues, and the script's argument counts more.
 
     So does a run that continues from the URL of the checkpoint in another storage.
 
@@ -35,7 +37,8 @@ def test_a_pytorch_trial_resumes_in_a_script(
     """
     whole = fit(launcher, tmp_path / "whole", "", 9)
     part = fit(launcher, tmp_path / "parts", "", batches)
-    rest = fit(launcher, tmp_path / "parts", "latest", 9)
+    monkeypatch.setenv("DET_LATEST_CHECKPOINT", "latest")
+    rest = fit(launcher, tmp_path / "parts", "", 9)
     elsewhere = fit(launcher, tmp_path / "elsewhere", part["url"], 9)
     assert rest["uuid"] != part["uuid"]
     assert elsewhere["metrics"] == rest["metrics"]

@@ -14,9 +14,9 @@ from torch.utils import data
 from trial_core.errors import TrialError
 from trial_core.pytorch.data.iterable import ShardedIterable, micro_batches_in
 from trial_core.pytorch.data.loader_workers import init_worker
-from trial_core.pytorch.data.samplers import adapt_batch_sampler
 from trial_core.pytorch.data.seekable_samplers import length_of
 from trial_core.pytorch.data.worker_seeds import SeededBatches
+from trial_core.pytorch.samplers import adapt_batch_sampler
 from trial_core.pytorch.seeding import generator_for
 
 

@@ -22,8 +22,8 @@ from torch.utils.data import (
 from torch.utils.data import DistributedSampler as TorchDistributedSampler
 
 from trial_core.errors import TrialError
-from trial_core.pytorch.data import samplers
-from trial_core.pytorch.data.samplers import adapt_batch_sampler
+from trial_core.pytorch import samplers
+from trial_core.pytorch.samplers import adapt_batch_sampler
 
 SEED = 11
 
