@@ -151,7 +151,10 @@ class DeepSpeedTrialContext(TorchTrialContext):
         return self.get_global_batch_size() // self.mpu.data_parallel_world_size
 
     def disable_auto_grad_accumulation(self) -> None:
-        """Call `train_batch` once a batch; the trial then trains all its micro-batches itself."""
+        """Call `train_batch` once a batch; the trial then trains all its micro-batches itself.
+
+        A batch that is not a multiple of the first engine's accumulation steps ends the run.
+        """
         self.auto_grad_accumulation = False
 
     def __getattr__(self, name: str) -> NoReturn:
