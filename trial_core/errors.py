@@ -25,8 +25,9 @@
 
 ``RankFailed`` and ``Stalled`` have attributes; the other classes only have a message.
 Scripts written for Determined catch some mistakes as Python's own errors, so ``ConfigError`` is
-also a ValueError and a TypeError, ``TrialError`` a RuntimeError, ``TrialTypeError`` also a
-TypeError and an AssertionError, and ``TrialValueError`` also a ValueError and an AssertionError.
+also a ValueError and a TypeError, ``TrialError`` and ``CheckpointError`` a RuntimeError,
+``TrialTypeError`` also a TypeError and an AssertionError, and ``TrialValueError`` also a
+ValueError and an AssertionError.
 ``InvalidExperimentException``, Determined's name, is ``TrialError``.
 """
 
@@ -113,7 +114,7 @@ class Stopped(SlotsError):
     """
 
 
-class CheckpointError(TrialflowError):
+class CheckpointError(TrialflowError, RuntimeError):
     """An error of stored checkpoints."""
 
 

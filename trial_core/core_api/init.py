@@ -62,7 +62,7 @@ def init(
 
     Args:
         distributed: this rank's place among all; by default from the environment.
-        preempt_mode: accepted as in the reference: any ranks may ask `should_preempt`.
+        preempt_mode: which ranks may ask `should_preempt`.
         exp_conf: outside a slot: any part of an experiment file, as plain data.
         latest_checkpoint: outside a slot: the checkpoint to resume from: its uuid or the first
             characters of it, or ``"latest"``, the newest intact one of this experiment's newest
@@ -80,7 +80,7 @@ def init(
     host = current_slot()
     if host is not None:
         host.distributed = distributed or host.distributed
-        yield Context(host)
+        yield Context(host, preempt_mode)
         return
     ranks = distributed or DistributedContext.from_environment()
     if ranks.get_size() > 1 and not dist.is_initialized():
@@ -108,7 +108,7 @@ def init(
             )
 
         with joined_script(ranks, order) as host:
-            yield Context(host)
+            yield Context(host, preempt_mode)
 
 
 def script_command() -> str:

@@ -20,7 +20,7 @@ from trial_core.deepspeed.mpu import (
 )
 from trial_core.deepspeed.op_builds import prepare_op_builds
 from trial_core.distributed import DistributedContext, is_launched
-from trial_core.errors import TrialError, TrialTypeError
+from trial_core.errors import TrialError, TrialTypeError, TrialValueError
 from trial_core.pytorch.torch_context import TorchTrialContext
 from trial_core.rendezvous import host_single_rank
 from trial_core.unknown_names import unknown_name
@@ -162,7 +162,7 @@ class DeepSpeedTrialContext(TorchTrialContext):
 
     def _first_engine(self, asked_for: str) -> DeepSpeedEngine:
         if not self.models:
-            raise TrialError(
+            raise TrialValueError(
                 f"context.{asked_for} is the first engine's; call wrap_model_engine before"
             )
         return self.models[0]

@@ -29,6 +29,12 @@ def train(context: core.Context, folder: Path) -> dict[str, Any]:
         shared = folder / "shared"
         context.checkpoint.download(context.info.latest_checkpoint, shared)
         seen["parts"] = {path.name: path.read_text() for path in shared.glob("part-*")}
+        own = folder / f"own-{rank}"
+        mine = f"part-{rank}"
+        context.checkpoint.download(
+            context.info.latest_checkpoint, own, selector=lambda path: path == mine
+        )
+        seen["own"] = [path.name for path in own.iterdir()]
         seen["step"] = json.loads((shared / "metadata.json").read_text())["steps_completed"]
     while not context.preempt.should_preempt():
         dist.all_reduce(torch.ones(1))
@@ -37,8 +43,7 @@ def train(context: core.Context, folder: Path) -> dict[str, Any]:
             os.kill(os.getpid(), signal.SIGTERM)
     if rank == 0:
         context.train.report_validation_metrics(seen["step"], {"loss": 0.5})
-    # Only rank 0's metadata count.
-    metadata = {"steps_completed": seen["step"]} if rank == 0 else None
+    metadata = {"steps_completed": seen["step"]} if rank == 0 else {"rank": rank}
     with context.checkpoint.store_path(metadata, shard=True) as (path, seen["stored"]):
         (path / f"part-{rank}").write_text(f"{rank} at {seen['step']}")
     return seen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -26,14 +27,17 @@ def test_ranks_stop_at_one_step_store_their_parts_and_continue(tmp_path: Path) -
         output = start("torchrun", tmp_path, 2, str(SCRIPT), str(tmp_path))
     (first, second), (other_first, other_second) = (lines(tmp_path, "seen", r) for r in (0, 1))
     assert first == other_first, output
-    assert second == other_second
+    assert {**second, "own": None} == {**other_second, "own": None}
     assert (first["resumed"], first["parts"]) == (None, {})
     reached = first["step"]
     assert reached >= 5
     assert (second["trial"], second["resumed"]) == (first["trial"], first["stored"])
     assert second["parts"] == {"part-0": f"0 at {reached}", "part-1": f"1 at {reached}"}
+    assert (second["own"], other_second.pop("own")) == (["part-0"], ["part-1"])
     assert second["step"] > reached
     stored = CheckpointStore(str(tmp_path / "stored")).list()
+    metadata = json.loads((tmp_path / "shared" / "metadata.json").read_text())
+    assert metadata == {"steps_completed": reached, "rank": 1}
     assert [each.progress.batches_trained for each in stored] == [reached, second["step"]]
     assert [each.topology.world_size for each in stored] == [2, 2]
     assert [each.metrics["validation"] for each in stored] == [{"loss": 0.5}] * 2
