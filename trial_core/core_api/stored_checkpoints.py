@@ -97,17 +97,20 @@ class StoredCheckpoints:
         delete_checkpoint(self._store, self._store.open(uuid))
 
     def _fetch(self, uuid: str, selector: Selector | None) -> str:
-        manifest = run_on_all_ranks(self._distributed, lambda: self._store.open(uuid))[0]
-        chosen = self._distributed.allgather(
-            None if selector is None else [each.path for each in _wanted(manifest, selector)]
-        )
-        here = [chosen[rank] for rank in self._distributed.local_ranks]
-        paths = None if None in here else {path for each in here for path in each}
-        files = [each for each in manifest.files if paths is None or each.path in paths]
+        opened: list[Manifest] = []
+
+        def choose() -> list[str] | None:
+            opened.append(self._store.open(uuid))
+            return selector and [each.path for each in _wanted(opened[0], selector)]
+
+        chosen = run_on_all_ranks(self._distributed, choose)
+        manifest, here = opened[0], [chosen[rank] for rank in self._distributed.local_ranks]
+        paths = {path for each in here for path in each or ()}
+        files = [each for each in manifest.files if None in here or each.path in paths]
         # On all ranks: each fetches its share, and raises the error of any.
         run_on_all_ranks(self._distributed, lambda: self._files.fetch(manifest.uuid, files))
         self._files.restored(manifest.uuid).mkdir(parents=True, exist_ok=True)
-        if not any(each is not None for each in chosen):
+        if all(each is None for each in chosen):
             self._fetched.add(manifest.uuid)
         return manifest.uuid
 

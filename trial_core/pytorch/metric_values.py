@@ -141,8 +141,9 @@ def for_callbacks(name: str, value: Any, source: str) -> Any:
         TrialError: as `plain_value`.
     """
     plain_value(name, value, source)
-    array = numeric(value) if isinstance(value, torch.Tensor) else None
-    return value if array is None else array[()]
+    if isinstance(value, torch.Tensor):
+        value = numeric(value)
+    return value[()] if isinstance(value, np.ndarray) else value  # without a dimension: a number
 
 
 def plain_value(name: str, value: Any, source: str) -> Any:

@@ -131,7 +131,7 @@ def test_several_metrics_without_a_name() -> None:
     registry.wrap(lambda values: results)
     reduced = registry.reduce("training", alone)
     assert isinstance(reduced["a"], np.float64)
-    assert reduced["b"] is results["b"]
+    assert isinstance(reduced["b"], np.ndarray)
     assert as_reported(reduced, "a reducer") == {"a": 1.5, "b": [1, 2], "c": 0.5}
 
 

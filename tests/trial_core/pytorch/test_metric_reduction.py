@@ -154,16 +154,17 @@ def test_callbacks_get_numbers_and_arrays_of_numpy(value: Any, of_call: Any, of_
     They compare with numbers: ``metrics["accuracy"] > best``.
     """
     metrics = BatchMetrics()
-    metrics.add_batch([{"x": value, "y": None}])
+    metrics.add_batch([{"x": value, "y": None}, {"x": value, "y": 1.0}])
     partials = [metrics.partials(with_values=True)] * 2
     result = combine(partials)["x"]
     assert type(result) is type(of_all)
     assert np.array_equal(result, of_all)
     for calls in (metrics.per_call(), calls_over_ranks(partials)):
-        assert type(calls[0]["x"]) in (type(of_call), type(of_all))
+        assert isinstance(calls[0]["x"], (np.ndarray, np.generic))
         assert np.shape(calls[0]["x"]) == np.shape(of_call)
         assert np.array_equal(calls[0]["x"], of_call)
         assert calls[0]["y"] is None
+        assert isinstance(calls[1]["y"], np.float64)
     assert np.all(result > 0.25)
 
 
