@@ -190,13 +190,15 @@ def _after_trial_option(words: list[str]) -> str | None:
     return None
 
 
-def with_max_length(searcher: Mapping[str, Any]) -> Mapping[str, Any]:
+def with_max_length(searcher: Any) -> Any:
     """A searcher with `max_length`: `max_time`, counted in `time_metric`, unless it has a length.
 
-    Newer releases of Determined write it so. A script's experiment always has a length.
+    A script's experiment always has one.
     """
+    if not isinstance(searcher, Mapping) or searcher.get("max_length") is not None:
+        return searcher
     time, unit = searcher.get("max_time"), searcher.get("time_metric")
-    if time is None or searcher.get("max_length") is not None:
+    if time is None:
         return searcher
     if unit not in ("batches", "epochs"):
         raise validation_error(

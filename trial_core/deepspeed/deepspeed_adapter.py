@@ -82,7 +82,6 @@ class DeepSpeedTrialAdapter:
         self.micro_batches_per_batch = int(first.gradient_accumulation_steps())
         self.batch_samples = int(first.train_batch_size())
         self.requires_reproducible_loaders = context.reproducible_loaders
-        self._counts_micro_steps = not is_pipeline
         accumulates = context.auto_grad_accumulation and not is_pipeline
         self._calls_per_batch = self.micro_batches_per_batch if accumulates else 1
         self._has_warned_of_no_step = False
@@ -110,7 +109,7 @@ class DeepSpeedTrialAdapter:
         ]
         # Of two mistakes the controller reports the first one: a wrong return value.
         has_metrics = all(isinstance(each, (torch.Tensor, Mapping)) for each in metrics)
-        if self._counts_micro_steps and (has_metrics or not self.reports_metrics):
+        if not self._context.uses_pipeline and (has_metrics or not self.reports_metrics):
             self._check_micro_steps(int(engine.micro_steps) - before)
         return metrics
 

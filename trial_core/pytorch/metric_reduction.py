@@ -187,9 +187,7 @@ def combine(
 ) -> dict[str, Any]:
     """Reduce each metric over all batches of all ranks. Pure: the same result on every rank.
 
-    Returns:
-        The metrics as callbacks get them: a NumPy number, also of arrays of one element, or an
-        array. `as_reported` makes plain data of them.
+    Returns what callbacks get: NumPy's numbers and arrays.
 
     Args:
         partials: each rank's metrics, in the order of ranks. Ranks without batches do not count.

@@ -168,6 +168,14 @@ def test_callbacks_get_numbers_and_arrays_of_numpy(value: Any, of_call: Any, of_
     assert np.all(result > 0.25)
 
 
+def test_a_reported_metric_of_one_element_is_a_number() -> None:
+    """For everything that reads reported metrics, the searcher metric among them."""
+    given = {"loss": [[0.25]], "other": np.array([2]), "parts": [0.5, 1.5], "text": ["a"]}
+    reported = as_reported(given, "a hook")
+    assert reported == {"loss": 0.25, "other": 2, "parts": [0.5, 1.5], "text": ["a"]}
+    assert [type(each) for each in reported.values()] == [float, int, list, list]
+
+
 def test_collecting_never_waits() -> None:
     """Adding a batch copies on the device; one transfer moves all values to the host."""
     metrics = BatchMetrics()

@@ -29,7 +29,6 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from trial_core.errors import TrialValueError
 from trial_core.pytorch.seeding import derive_seed, generator_for, isolated, seed_globals
 
 T = TypeVar("T")
@@ -131,7 +130,7 @@ class ShuffledSampler(SamplerWrapper[T], Generic[T]):
     def __init__(self, base: Iterable[T], seed: int) -> None:
         super().__init__(base)
         if self.is_endless:
-            raise TrialValueError("cannot shuffle an endless sampler: shuffle before repeating")
+            raise ValueError("cannot shuffle an endless sampler: shuffle before repeating")
         self._seed = seed
 
     def iterate(self, epoch: int, start: int = 0, step: int = 1) -> Iterator[T]:
