@@ -148,8 +148,9 @@ class CheckpointContext:
                 )
             return ckpt_dir is not None
 
-        ranks = self._host.distributed
-        if not any(run_on_all_ranks(ranks, has_folder) if shard else [has_folder()]):
+        if not (
+            any(run_on_all_ranks(self._host.distributed, has_folder)) if shard else has_folder()
+        ):
             raise TrialError("checkpoint.upload: ckpt_dir is None on every rank; give a folder")
         with self.store_path(metadata, shard=shard) as (folder, uuid):
             if ckpt_dir is not None:
@@ -222,10 +223,7 @@ def _merged(parts: Sequence[dict[str, Any]], source: str) -> dict[str, Any]:
     return merged
 
 
-def _merge(
-    merged: dict[str, Any], part: dict[str, Any], path: str, rank: int,
-    conflicts: dict[str, list[int]],
-) -> None:  # fmt: skip
+def _merge(merged: Any, part: Any, path: str, rank: int, conflicts: dict[str, list[int]]) -> None:
     for key, value in part.items():
         known = merged.setdefault(key, value)
         if isinstance(known, dict) and isinstance(value, dict):
