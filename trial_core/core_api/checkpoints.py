@@ -148,9 +148,8 @@ class CheckpointContext:
                 )
             return ckpt_dir is not None
 
-        if not (
-            any(run_on_all_ranks(self._host.distributed, has_folder)) if shard else has_folder()
-        ):
+        ranks = self._host.distributed
+        if not (any(run_on_all_ranks(ranks, has_folder)) if shard else has_folder()):
             raise TrialError("checkpoint.upload: ckpt_dir is None on every rank; give a folder")
         with self.store_path(metadata, shard=shard) as (folder, uuid):
             if ckpt_dir is not None:

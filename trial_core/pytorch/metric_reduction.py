@@ -185,9 +185,7 @@ class BatchMetrics:
 def combine(
     partials: Sequence[Partials], reducers: Reducer | Mapping[str, Reducer] = Reducer.AVG
 ) -> dict[str, Any]:
-    """Reduce each metric over all batches of all ranks. Pure: the same result on every rank.
-
-    Returns what callbacks get: NumPy's numbers and arrays.
+    """Reduce each metric over all batches of all ranks, for callbacks. Pure: equal on every rank.
 
     Args:
         partials: each rank's metrics, in the order of ranks. Ranks without batches do not count.
