@@ -1,10 +1,10 @@
 """The errors of trialflow. Each message says what was seen, what was expected, and what to do::
 
     TrialflowError
-    ├── ConfigError            the experiment YAML cannot be used as written
+    ├── ConfigError            the experiment YAML, or an argument of fit, cannot be used as written
     ├── TrialError             the user's trial breaks the trial API's rules
-    │   ├── TrialTypeError     an argument has a wrong type; also a TypeError
-    │   └── TrialValueError    an argument has a wrong value; also a ValueError
+    │   ├── TrialTypeError     an argument has a wrong type
+    │   └── TrialValueError    an argument has a wrong value
     │       └── InvalidHP      the trial cannot be trained with its hyperparameters
     ├── SlotsError             the slot group could not be started or used
     │   ├── LaunchError        a slot group could not be started
@@ -25,6 +25,10 @@
         └── PromotionRefused   the model's aliases cannot be moved like this
 
 ``RankFailed`` and ``Stalled`` have attributes; the other classes only have a message.
+Scripts written for Determined catch some mistakes as Python's own errors, so ``ConfigError`` is
+also a ValueError and a TypeError, ``TrialError`` and ``CheckpointError`` a RuntimeError,
+``TrialTypeError`` also a TypeError and an AssertionError, and ``TrialValueError`` also a
+ValueError and an AssertionError.
 ``InvalidExperimentException``, Determined's name, is ``TrialError``.
 """
 
@@ -40,20 +44,20 @@ class TrialflowError(Exception):
     """Base of every error of trialflow."""
 
 
-class ConfigError(TrialflowError):
+class ConfigError(TrialflowError, ValueError, TypeError):
     """The experiment configuration cannot be used as written."""
 
 
-class TrialError(TrialflowError):
+class TrialError(TrialflowError, RuntimeError):
     """The user's trial breaks a rule of the trial API. Raised on a rank, reported by the driver."""
 
 
-class TrialTypeError(TrialError, TypeError):
-    """An argument has a wrong type."""
+class TrialTypeError(TrialError, TypeError, AssertionError):
+    """An argument, or what a method of the trial returns, has a wrong type."""
 
 
-class TrialValueError(TrialError, ValueError):
-    """An argument has a wrong value."""
+class TrialValueError(TrialError, ValueError, AssertionError):
+    """An argument, or what a method of the trial returns or does, has a wrong value."""
 
 
 class InvalidHP(TrialValueError):
@@ -117,7 +121,7 @@ class Stopped(SlotsError):
     """
 
 
-class CheckpointError(TrialflowError):
+class CheckpointError(TrialflowError, RuntimeError):
     """An error of stored checkpoints."""
 
 

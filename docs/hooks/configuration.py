@@ -7,16 +7,19 @@ from collections.abc import Iterator
 from typing import Any
 
 from trial_core.config import ExperimentConfig
+from trial_core.config.section_base import Section
 
 PAGE = "reference/configuration.md"
 MARKER = "<!-- fields -->"
+IGNORED_MARKER = "<!-- ignored -->"
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Part of MkDocs' hook interface."""
     if page.file.src_uri != PAGE:
         return markdown
-    return markdown.replace(MARKER, "\n".join(tables()))
+    markdown = markdown.replace(MARKER, "\n".join(tables()))
+    return markdown.replace(IGNORED_MARKER, "\n".join(ignored()))
 
 
 def tables() -> Iterator[str]:
@@ -33,6 +36,17 @@ def tables() -> Iterator[str]:
         for inner, field in section["properties"].items():
             if of_inner := _section(field):
                 yield from _table(f"`{name}.{inner}`", schema["$defs"][of_inner], schema["$defs"])
+
+
+def ignored() -> Iterator[str]:
+    """A table of Determined's fields that have no effect here."""
+    kinds = [field.annotation for field in ExperimentConfig.model_fields.values()]
+    yield "| field | reason |\n|---|---|"
+    for section in [ExperimentConfig, *kinds]:
+        if isinstance(section, type) and issubclass(section, Section):
+            for name, reason in section.ignored.items():
+                path = ".".join(filter(None, (section.yaml_path, name)))
+                yield f"| `{path}` | {reason} |"
 
 
 def _table(title: str, section: dict[str, Any], definitions: dict[str, Any]) -> Iterator[str]:

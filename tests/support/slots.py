@@ -48,7 +48,7 @@ from trial_core.messages import (
     TrialBuilt,
     Validated,
 )
-from trial_core.run.searcher_metric import searcher_metric, with_single_number
+from trial_core.run.searcher_metric import searcher_metric
 from trial_core.run.sequencer import Checkpoint, Finish, Progress, Train, Validate, next_workload
 from trial_core.slots.fork_server import ForkServer
 from trial_core.slots.launcher import LocalLauncher
@@ -276,7 +276,6 @@ class _Driver:
         done = self.hook("on_validation_end")
         metrics = done[0].metrics if done else results[0].metrics
         assert metrics is not None
-        metrics = with_single_number(metrics, self._config.searcher.metric)
         self.run.validation.append(metrics)
         metric = searcher_metric(metrics, self._config.searcher.metric)
         smaller_is_better = self._config.searcher.smaller_is_better

@@ -34,6 +34,7 @@ _CLUSTER = "trialflow manages no cluster; use Prefect's work pools and queues"
 _CONTAINER = "a slot is a process on its machine, not a container"
 _SERVER = "it belongs to Determined's server"
 _OTHER_SEARCHER = "only searchers that run several trials use it"
+_OTHER_LENGTH = "max_length, or the script itself, says how long to train"
 
 IGNORED = {
     "bind_mounts": "a slot is a process on its machine and sees that machine's folders",
@@ -96,7 +97,8 @@ IGNORED_ENVIRONMENT = dict.fromkeys(
     _CONTAINER,
 )
 
-IGNORED_SEARCHER = dict.fromkeys(
+_TIME = ("max_time", "time_metric")
+IGNORED_SEARCHER = dict.fromkeys(_TIME, _OTHER_LENGTH) | dict.fromkeys(
     (
         "bracket_rungs",
         "budget",
@@ -107,8 +109,8 @@ IGNORED_SEARCHER = dict.fromkeys(
         "mode",
         "num_rungs",
         "stop_once",
-        "time_metric",
         "train_stragglers",
+        "unit",
     ),
     _OTHER_SEARCHER,
 )
@@ -186,6 +188,28 @@ def _after_trial_option(words: list[str]) -> str | None:
         if word.startswith("--trial="):
             return word.removeprefix("--trial=")
     return None
+
+
+def with_max_length(searcher: Any) -> Any:
+    """A searcher with `max_length`: `max_time`, counted in `time_metric`, unless it has a length.
+
+    A script's experiment always has one.
+    """
+    if not isinstance(searcher, Mapping) or searcher.get("max_length") is not None:
+        return searcher
+    time, unit = searcher.get("max_time"), searcher.get("time_metric")
+    if time is None:
+        return searcher
+    if unit not in ("batches", "epochs"):
+        raise validation_error(
+            f'expected "batches" or "epochs", got {format_value(unit)}; or give the length of '
+            "training as max_length: {batches: 1000}",
+            "time_metric",
+        )
+    if type(time) is not int or time < 1:
+        raise validation_error(f"expected a positive integer, got {format_value(time)}", "max_time")
+    others = {name: each for name, each in searcher.items() if name not in _TIME}
+    return {**others, "max_length": {unit: time}}
 
 
 def hyperparameters(value: Any) -> Any:

@@ -95,7 +95,7 @@ class SearcherConfig(Section):
     @classmethod
     def prepare(cls, data: Any) -> dict[str, Any]:
         """Refuses `source_weights_only` without a source; warns of a doubtful direction."""
-        given = super().prepare(data)
+        given = super().prepare(determined.with_max_length(data))
         metric = given.get("metric")
         if (
             isinstance(metric, str)

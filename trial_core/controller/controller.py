@@ -311,14 +311,15 @@ class Controller:
         self._trial.forward_clock.begin_workload()
         began, waited = time.monotonic(), loaders.waited_seconds
         outcome = _require(self._training, BuildLoadersAndRestore).train(request.until)
-        info.tensorboard.report("training", info.batches_trained, outcome.avg_metrics)
+        metrics = as_reported(outcome.avg_metrics, "train_batch")
+        info.tensorboard.report("training", info.batches_trained, metrics)
         self._hook_arguments["on_training_workload_end"] = {
             "avg_metrics": outcome.avg_metrics,
             "batch_metrics": outcome.batch_metrics,
         }
         return Trained(
             batches_trained=info.batches_trained,
-            metrics=outcome.avg_metrics,
+            metrics=metrics,
             seconds=time.monotonic() - began,
             # Also if the trial has withdrawn its request: the other ranks have been told.
             stop_requested=info.stop_requested or self._has_requested_stop,
@@ -339,14 +340,15 @@ class Controller:
         began, rng = time.monotonic(), capture_rng(adapter)
         progress = ProgressReporter(self._send_progress(BatchesValidated))
         metrics = validate(adapter, loaders, self._distributed, progress, self._stop_barrier)
+        reported = as_reported(metrics or {}, "evaluate_batch")
         if metrics is None:
             restore_rng(rng, adapter)  # the resumed run repeats this validation
         else:
             self._hook_arguments["on_validation_end"] = {"metrics": metrics}
             if "on_validation_end" not in overridden_hooks(adapter.callbacks):
-                info.tensorboard.report("validation", info.batches_trained, metrics)
+                info.tensorboard.report("validation", info.batches_trained, reported)
         return Validated(
-            metrics=metrics or {},
+            metrics=reported,
             seconds=time.monotonic() - began,
             stop_requested=info.stop_requested,
             is_broken_off=metrics is None,

@@ -6,20 +6,19 @@ import enum
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from trial_core.controller.collective_errors import run_on_all_ranks
 from trial_core.core_api.metrics import checked_steps
 from trial_core.core_api.script_host import ScriptHost
-from trial_core.core_api.stored_checkpoints import METADATA
-from trial_core.errors import TrialError
+from trial_core.core_api.stored_checkpoints import METADATA, Selector
+from trial_core.errors import TrialError, TrialValueError
 from trial_core.storage.base import MAX_OBJECT_BYTES
 from trial_core.storage.local_files import READ_BYTES, atomic_file
-
-Selector = Callable[[str], bool]
 
 
 class DownloadMode(enum.Enum):
@@ -52,13 +51,15 @@ class CheckpointContext:
 
         Args:
             metadata: plain data; ``steps_completed`` is required. It is stored beside the files as
-                ``metadata.json``. With `shard`, rank 0's counts, and other ranks need none.
+                ``metadata.json``. With `shard`, that of all ranks is merged, also within mappings,
+                and a rank may give none.
             shard: whether every rank calls this and writes its own part. If not, rank 0 alone may
                 call it.
 
         Raises:
-            TrialError: `metadata` has no ``steps_completed``, is no plain data, or is too large; or
-                another rank than 0 calls this without `shard`.
+            TrialError: `metadata` has no ``steps_completed``, is no plain data, or is too large, or
+                ranks give different values under one name; or another rank than 0 calls this
+                without `shard`.
             CheckpointError: the checkpoint could not be stored.
         """
         host, rank = self._host, self._host.distributed.get_rank()
@@ -68,10 +69,13 @@ class CheckpointContext:
                 f"{source} was called on rank {rank} without shard=True: call it on rank 0 alone "
                 "(if context.distributed.rank == 0), or on every rank with shard=True"
             )
-        steps_completed, text = _checked(metadata, source) if rank == 0 else (0, "")
         uuid = str(uuid4())
         if shard:
+            parts = run_on_all_ranks(host.distributed, lambda: _plain(metadata, source))
             uuid = host.distributed.broadcast(uuid)
+        else:
+            parts = [_plain(metadata, source)]
+        steps_completed, text = _checked(_merged(parts, source), source)
         folder = host.staging(uuid)
         folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -91,7 +95,7 @@ class CheckpointContext:
         *,
         selector: Selector | None = None,
     ) -> Iterator[Path]:
-        """The folder of a checkpoint's files, all of them verified.
+        """The folder of a checkpoint's files, each of them verified.
 
         Collective, unless `download_mode` says otherwise: every rank calls this.
         `info.latest_checkpoint` is fetched already, so for this one any rank may call it. Ranks
@@ -100,14 +104,15 @@ class CheckpointContext:
         Args:
             storage_id: the checkpoint's uuid, or the beginning of it.
             download_mode: which ranks call this.
-            selector: accepted as in the reference; the folder holds all files.
+            selector: which paths are needed; all by default. Files that a rank of this machine
+                needs are fetched. Others may be there: those of `info.latest_checkpoint` are.
 
         Raises:
             CheckpointNotFound: there is no such checkpoint.
             CheckpointDamaged: a file is missing or differs.
         """
         alone = DownloadMode(download_mode) is DownloadMode.NoSharedDownload
-        yield self._host.checkpoints.fetch(storage_id, alone)
+        yield self._host.checkpoints.fetch(storage_id, alone, selector)
 
     def upload(
         self,
@@ -115,15 +120,40 @@ class CheckpointContext:
         metadata: Mapping[str, Any] | None = None,
         *,
         shard: bool = False,
+        selector: Selector | None = None,
     ) -> str:
         """Store a folder as a checkpoint, as `store_path` does; its uuid.
 
         Args:
             ckpt_dir: the folder; it stays as it is. None: this rank has nothing to store.
+            selector: which of the folder's files to store, by their paths below it; all by default.
+                ``metadata.json`` is stored in any case.
+
+        Raises:
+            TrialError: as `store_path`; or no rank has a folder, or one has a selector alone.
         """
+
+        def left_out(parent: str, names: list[str]) -> list[str]:
+            files = [Path(parent, name) for name in names if not Path(parent, name).is_dir()]
+            return [
+                file.name for file in files
+                if selector and not selector(file.relative_to(str(ckpt_dir)).as_posix())
+            ]  # fmt: skip
+
+        def has_folder() -> bool:
+            if ckpt_dir is None and (selector is not None or not shard):
+                raise TrialError(
+                    "checkpoint.upload: ckpt_dir is None; a rank without a folder calls "
+                    "upload(None, shard=True), without a selector, beside a rank that has one"
+                )
+            return ckpt_dir is not None
+
+        ranks = self._host.distributed
+        if not (any(run_on_all_ranks(ranks, has_folder)) if shard else has_folder()):
+            raise TrialError("checkpoint.upload: ckpt_dir is None on every rank; give a folder")
         with self.store_path(metadata, shard=shard) as (folder, uuid):
             if ckpt_dir is not None:
-                shutil.copytree(ckpt_dir, folder, dirs_exist_ok=True)
+                shutil.copytree(ckpt_dir, folder, ignore=left_out, dirs_exist_ok=True)
         return uuid
 
     def download(
@@ -141,7 +171,7 @@ class CheckpointContext:
                 whole files by equal ones.
             selector: which paths to copy; all by default.
         """
-        with self.restore_path(storage_id, download_mode) as folder:
+        with self.restore_path(storage_id, download_mode, selector=selector) as folder:
             for path in sorted(each for each in folder.rglob("*") if each.is_file()):
                 name = path.relative_to(folder).as_posix()
                 if selector is None or selector(name):
@@ -166,19 +196,50 @@ class CheckpointContext:
         self._host.checkpoints.delete(storage_id)
 
 
-def _checked(metadata: Mapping[str, Any] | None, source: str) -> tuple[int, str]:
-    """The steps that metadata names, and its text."""
-    given = dict(metadata or {})
-    if "steps_completed" not in given:
+def _plain(metadata: Mapping[str, Any] | None, source: str) -> dict[str, Any]:
+    """One rank's metadata, as JSON preserves it."""
+    try:
+        plain: dict[str, Any] = json.loads(json.dumps(dict(metadata or {})))
+    except (TypeError, ValueError) as error:
+        raise TrialError(f"{source}: metadata is no plain data: {error}") from error
+    return plain
+
+
+def _merged(parts: Sequence[dict[str, Any]], source: str) -> dict[str, Any]:
+    """The metadata of all ranks as one."""
+    merged: dict[str, Any] = {}
+    conflicts: dict[str, list[int]] = {}
+    for rank, part in enumerate(parts):
+        _merge(merged, part, "", rank, conflicts)
+    if conflicts:
+        names = ", ".join(
+            f'"{name}" of rank {", ".join(map(str, ranks))}' for name, ranks in conflicts.items()
+        )
         raise TrialError(
+            f"{source}: {names} in metadata differs from what an earlier rank gives; give each "
+            "name on one rank, or the same value on all"
+        )
+    return merged
+
+
+def _merge(merged: Any, part: Any, path: str, rank: int, conflicts: dict[str, list[int]]) -> None:
+    for key, value in part.items():
+        known = merged.setdefault(key, value)
+        if isinstance(known, dict) and isinstance(value, dict):
+            _merge(known, value, f"{path}{key}/", rank, conflicts)
+        elif json.dumps(known) != json.dumps(value):  # as JSON: NaN is not equal to itself
+            conflicts.setdefault(f"{path}{key}", []).append(rank)
+
+
+def _checked(given: Mapping[str, Any], source: str) -> tuple[int, str]:
+    """The steps that metadata names, and its text."""
+    if "steps_completed" not in given:
+        raise TrialValueError(
             f'{source}: metadata needs "steps_completed", the steps trained so far: '
             'store_path({"steps_completed": 100})'
         )
     steps_completed = checked_steps(given["steps_completed"], f"{source}: metadata")
-    try:
-        text = json.dumps(given, indent=2)
-    except (TypeError, ValueError) as error:
-        raise TrialError(f"{source}: metadata is no plain data: {error}") from error
+    text = json.dumps(given, indent=2)
     if len(text) > MAX_OBJECT_BYTES:  # json.dumps writes ASCII
         raise TrialError(
             f"{source}: metadata has {len(text):,} bytes as JSON, expected at most "

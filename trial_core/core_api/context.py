@@ -24,9 +24,12 @@ _LEVELS = {"debug": logging.DEBUG, "warn": logging.WARNING, "error": logging.ERR
 
 
 class PreemptMode(enum.Enum):
-    """Which ranks ask `PreemptContext.should_preempt`. It works in the same way in all modes.
+    """Which ranks ask `PreemptContext.should_preempt`. No mode makes ranks wait for each other.
 
-    Outside a slot every rank asks, whatever the mode.
+    Attributes:
+        WorkersAskChief: every rank, equally often.
+        ChiefOnly: rank 0 alone, which tells the others.
+        WorkersAskMaster: any rank.
     """
 
     WorkersAskChief = "WORKERS_ASK_CHIEF"
@@ -141,8 +144,11 @@ class TrainContext(SaysWhatToUse):
 class PreemptContext:
     """Tells whether to save and end. Follows Determined's class."""
 
-    def __init__(self, host: ScriptHost) -> None:
+    def __init__(self, host: ScriptHost, mode: PreemptMode) -> None:
         self._host = host
+        self._refuses = mode is PreemptMode.ChiefOnly and host.distributed.get_rank() != 0
+        if self._refuses:
+            host.expect_stops()
 
     def should_preempt(self, auto_ack: bool = True) -> bool:
         """Whether the run was asked to stop: store a checkpoint, then end the script.
@@ -152,7 +158,16 @@ class PreemptContext:
 
         Args:
             auto_ack: accepted as in the reference; there is nothing to acknowledge.
+
+        Raises:
+            TrialError: with `PreemptMode.ChiefOnly`, another rank than 0 calls this.
         """
+        if self._refuses:
+            raise TrialError(
+                "preempt.should_preempt was called on rank "
+                f"{self._host.distributed.get_rank()} with PreemptMode.ChiefOnly: call it on rank "
+                "0 alone and broadcast its answer, or enter init without this mode"
+            )
         return self._host.should_preempt()
 
     def acknowledge_preemption_signal(self) -> None:
@@ -185,12 +200,15 @@ class Context(SaysWhatToUse):
     """
 
     def __init__(
-        self, host: ScriptHost, tensorboard_mode: TensorboardMode = TensorboardMode.AUTO
+        self,
+        host: ScriptHost,
+        preempt_mode: PreemptMode = PreemptMode.WorkersAskChief,
+        tensorboard_mode: TensorboardMode = TensorboardMode.AUTO,
     ) -> None:
         self.host = host
         self.train = TrainContext(host)
         self.checkpoint = CheckpointContext(host)
-        self.preempt = PreemptContext(host)
+        self.preempt = PreemptContext(host, PreemptMode(preempt_mode))
         self.searcher = SearcherContext(host)
         self.distributed: DistributedContext = host.distributed
         self.info: ClusterInfo = host.info

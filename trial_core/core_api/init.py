@@ -69,7 +69,7 @@ def init(
     Args:
         distributed: this rank's place among all; by default from the environment.
         checkpoint_storage: outside a slot: in place of that of `exp_conf`.
-        preempt_mode: accepted as in the reference: any ranks may ask `should_preempt`.
+        preempt_mode: which ranks may ask `should_preempt`.
         tensorboard_mode: what becomes of files for TensorBoard.
         exp_conf: outside a slot: any part of an experiment file, as plain data.
         latest_checkpoint: outside a slot: the checkpoint to resume from: its uuid or the first
@@ -94,7 +94,7 @@ def init(
                 "init: checkpoint_storage is not used: in a slot of `trialflow train`, the "
                 "experiment file decides"
             )
-        yield Context(host, tensorboard_mode=tensorboard_mode)
+        yield Context(host, preempt_mode, tensorboard_mode)
         return
     ranks = distributed or DistributedContext.from_environment()
     if ranks.get_size() > 1 and not dist.is_initialized():
@@ -124,7 +124,7 @@ def init(
             )
 
         with joined_script(ranks, order) as host:
-            yield Context(host, tensorboard_mode=tensorboard_mode)
+            yield Context(host, preempt_mode, tensorboard_mode)
 
 
 def script_command() -> str:

@@ -121,11 +121,15 @@ class ScriptHost:
         """Tell people what the script is doing. Rank 0 alone calls this."""
         self._emit(Activity(text=text))
 
-    def should_preempt(self) -> bool:
-        """Whether to save and end. Ranks that ask equally often get the same answers."""
+    def expect_stops(self) -> None:
+        """From now on, a signal to this rank asks the run to stop."""
         if not self._has_asked:
             self._has_asked = True
             self._on_first_question()
+
+    def should_preempt(self) -> bool:
+        """Whether to save and end. Ranks that ask equally often get the same answers."""
+        self.expect_stops()
         # A call is a step: the ranks agree on the last one without a collective.
         self.was_preempted = self.was_preempted or not self._stop_barrier.may_begin_step()
         self._raise_error()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from trial_core.core_api.script_host import ScriptHost
-from trial_core.errors import TrialError
+from trial_core.errors import TrialError, TrialValueError
 
 
 class SearcherMode(enum.Enum):
@@ -132,7 +132,7 @@ class SearcherContext:
                 "it on rank 0 alone, or on every rank without this mode"
             )
         if length is None or not isinstance(length.value, int):
-            raise TrialError(
+            raise TrialValueError(
                 "searcher.operations: the experiment does not say how long to train; set "
                 "searcher.max_length, such as {batches: 1000}, in the experiment file or, without "
                 "a driver, in exp_conf; or take the length from the script's arguments"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from trial_core.checkpoint import layout
+from trial_core.checkpoint.manifest import FileEntry, Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.controller.checkpoint_files import CheckpointFiles
 from trial_core.controller.collective_errors import run_on_all_ranks
@@ -14,6 +16,9 @@ from trial_core.distributed import DistributedContext
 from trial_core.errors import StorageError
 from trial_core.retention.pruning import delete_checkpoint
 from trial_core.transfer.fetch import fetch_files
+
+Selector = Callable[[str], bool]
+"""Whether the file at a path below a checkpoint's folder is wanted."""
 
 METADATA = "metadata.json"
 """The file of a checkpoint that holds its metadata, as in Determined's."""
@@ -42,12 +47,14 @@ class StoredCheckpoints:
         self._sees_storage = sees_storage
         self._fetched = {fetched} - {None}
 
-    def fetch(self, uuid: str, alone: bool = False) -> Path:
+    def fetch(self, uuid: str, alone: bool = False, selector: Selector | None = None) -> Path:
         """Fetch a checkpoint, unless it was fetched; its folder.
 
         Args:
             uuid: the checkpoint's, or the beginning of it.
             alone: whether this rank alone calls this. If not, it is collective: every rank does.
+            selector: the files that this rank wants; None: all. The ranks of a machine share what
+                any of them wants.
 
         Raises:
             CheckpointNotFound: there is none with that uuid.
@@ -57,10 +64,8 @@ class StoredCheckpoints:
         if uuid not in self._fetched:
             self._refuse_unseen(uuid)
             if alone:
-                return self._fetch_alone(uuid)
-            # On all ranks: each fetches its share, and raises the error of any.
-            uuid = run_on_all_ranks(self._distributed, lambda: self._fetch(uuid))[0]
-            self._fetched.add(uuid)
+                return self._fetch_alone(uuid, selector)
+            uuid = self._fetch(uuid, selector)
         return self._files.restored(uuid)
 
     @property
@@ -96,15 +101,29 @@ class StoredCheckpoints:
         self._refuse_unseen(uuid)
         delete_checkpoint(self._store, self._store.open(uuid))
 
-    def _fetch(self, uuid: str) -> str:
-        manifest = self._store.open(uuid)
-        self._files.fetch(manifest.uuid, manifest.files)
+    def _fetch(self, uuid: str, selector: Selector | None) -> str:
+        opened: list[Manifest] = []
+
+        def choose() -> list[str] | None:
+            opened.append(self._store.open(uuid))
+            return selector and [each.path for each in _wanted(opened[0], selector)]
+
+        chosen = run_on_all_ranks(self._distributed, choose)
+        manifest, here = opened[0], [chosen[rank] for rank in self._distributed.local_ranks]
+        paths = {path for each in here for path in each or ()}
+        files = [each for each in manifest.files if None in here or each.path in paths]
+        # On all ranks: each fetches its share, and raises the error of any.
+        run_on_all_ranks(self._distributed, lambda: self._files.fetch(manifest.uuid, files))
+        self._files.restored(manifest.uuid).mkdir(parents=True, exist_ok=True)
+        if all(each is None for each in chosen):
+            self._fetched.add(manifest.uuid)
         return manifest.uuid
 
-    def _fetch_alone(self, uuid: str) -> Path:
+    def _fetch_alone(self, uuid: str, selector: Selector | None) -> Path:
         manifest, rank = self._store.open(uuid), self._distributed.get_rank()
         folder = self._files.restored(manifest.uuid).with_name(f"{manifest.uuid}-rank-{rank}")
-        fetch_files(self._store, manifest.uuid, manifest.files, folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        fetch_files(self._store, manifest.uuid, _wanted(manifest, selector), folder)
         return folder
 
     def _refuse_unseen(self, uuid: str) -> None:
@@ -113,3 +132,7 @@ class StoredCheckpoints:
                 f"checkpoint {uuid} is in the memory of another process ({self._store.url}); only "
                 "the checkpoint that the run resumes from can be read there"
             )
+
+
+def _wanted(manifest: Manifest, selector: Selector | None) -> list[FileEntry]:
+    return [each for each in manifest.files if selector is None or selector(each.path)]

@@ -20,7 +20,7 @@ from trial_core.deepspeed.mpu import (
 )
 from trial_core.deepspeed.op_builds import prepare_op_builds
 from trial_core.distributed import DistributedContext, is_launched
-from trial_core.errors import TrialError, TrialTypeError
+from trial_core.errors import TrialError, TrialTypeError, TrialValueError
 from trial_core.pytorch.torch_context import TorchTrialContext
 from trial_core.rendezvous import host_single_rank
 from trial_core.unknown_names import SaysWhatToUse
@@ -151,12 +151,15 @@ class DeepSpeedTrialContext(SaysWhatToUse, TorchTrialContext):
         return self.get_global_batch_size() // self.mpu.data_parallel_world_size
 
     def disable_auto_grad_accumulation(self) -> None:
-        """Call `train_batch` once a batch; the trial then trains all its micro-batches itself."""
+        """Call `train_batch` once a batch; the trial then trains all its micro-batches itself.
+
+        A batch that is not a multiple of the first engine's accumulation steps ends the run.
+        """
         self.auto_grad_accumulation = False
 
     def _first_engine(self, asked_for: str) -> DeepSpeedEngine:
         if not self.models:
-            raise TrialError(
+            raise TrialValueError(
                 f"context.{asked_for} is the first engine's; call wrap_model_engine before"
             )
         return self.models[0]

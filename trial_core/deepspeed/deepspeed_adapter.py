@@ -38,7 +38,7 @@ from trial_core.deepspeed.restore_files import (
     files_for_ranks,
 )
 from trial_core.deepspeed.trial import DeepSpeedTrial
-from trial_core.errors import CheckpointError, TrialError
+from trial_core.errors import CheckpointError, TrialError, TrialValueError
 from trial_core.pytorch.callback import PyTorchCallback
 from trial_core.pytorch.metric_reduction import Reducer
 from trial_core.transfer.memory_files import MemoryFiles
@@ -82,8 +82,8 @@ class DeepSpeedTrialAdapter:
         self.micro_batches_per_batch = int(first.gradient_accumulation_steps())
         self.batch_samples = int(first.train_batch_size())
         self.requires_reproducible_loaders = context.reproducible_loaders
-        self._accumulates = context.auto_grad_accumulation and not is_pipeline
-        self._calls_per_batch = self.micro_batches_per_batch if self._accumulates else 1
+        accumulates = context.auto_grad_accumulation and not is_pipeline
+        self._calls_per_batch = self.micro_batches_per_batch if accumulates else 1
         self._has_warned_of_no_step = False
         self.micro_batches_per_evaluation = self.micro_batches_per_batch if is_pipeline else 1
         self.evaluates_in_lockstep = _forward_needs_other_ranks(context)
@@ -109,19 +109,25 @@ class DeepSpeedTrialAdapter:
         ]
         # Of two mistakes the controller reports the first one: a wrong return value.
         has_metrics = all(isinstance(each, (torch.Tensor, Mapping)) for each in metrics)
-        if self._accumulates and (has_metrics or not self.reports_metrics):
+        if not self._context.uses_pipeline and (has_metrics or not self.reports_metrics):
             self._check_micro_steps(int(engine.micro_steps) - before)
         return metrics
 
     def _check_micro_steps(self, micro_steps: int) -> None:
         """Check that the first engine ended its batch, as far as it was trained in this one."""
         if micro_steps % self.micro_batches_per_batch:
-            raise TrialError(
+            advice = (
+                "Each call must run the engine's forward, backward and step once; to accumulate by "
+                "hand, call context.disable_auto_grad_accumulation()"
+                if self._context.auto_grad_accumulation
+                else "After context.disable_auto_grad_accumulation(), each call must take as many "
+                "micro-batches, and run the engine's forward, backward and step for each of them"
+            )
+            raise TrialValueError(
                 "DeepSpeed model engine did not train for gradient accumulation steps: "
                 f"{self._calls_per_batch} call(s) of train_batch led to {micro_steps} "
                 f"micro-step(s) of the first engine; expected {self.micro_batches_per_batch}, or a "
-                "multiple. Each call must run the engine's forward, backward and step once; to "
-                "accumulate by hand, call context.disable_auto_grad_accumulation()"
+                f"multiple. {advice}"
             )
         if micro_steps == 0 and not self._has_warned_of_no_step:
             self._has_warned_of_no_step = True

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trial_core.errors import TrialTypeError
+from trial_core.errors import TrialTypeError, TrialValueError
 
 
 def data_length(batch: Any) -> int:
@@ -18,11 +18,13 @@ def data_length(batch: Any) -> int:
 
     Raises:
         TrialTypeError: there is none.
+        TrialValueError: there is none in a dict, list or tuple.
     """
     for found in _tensors(batch):
         if found.ndim > 0:
             return int(found.shape[0])
-    raise TrialTypeError(
+    is_container = isinstance(batch, (Mapping, list, tuple))
+    raise (TrialValueError if is_container else TrialTypeError)(
         f"get_batch_length found no tensor or array with a first dimension in a batch of type "
         f"{type(batch).__module__}.{type(batch).__qualname__} (it searches dicts, lists and "
         "tuples); override get_batch_length to count the records of such a batch"

@@ -129,9 +129,11 @@ class PyTorchCallback:
         """Called after each train-workload, which has at most `scheduling_unit` batches.
 
         Args:
-            avg_metrics: metrics averaged over all its batches and ranks, and custom reducers'.
+            avg_metrics: metrics averaged over all its batches and ranks, and custom reducers'. Like
+                all metrics here NumPy's numbers and arrays; an array of one element is a number.
             batch_metrics: a list with a dict for each call of train_batch (each micro-batch, or
-                with pipelines each batch): its metrics averaged over all ranks.
+                with pipelines each batch): its metrics averaged over all ranks. Arrays keep their
+                shape, also (1,).
         """
 
     def on_validation_start(self) -> None:
@@ -147,16 +149,18 @@ class PyTorchCallback:
         """Called after the last batch of a validation.
 
         Args:
-            outputs: this rank's metrics, a dict for each batch, without custom reducers'. Empty on
-                a rank that reports none, and on all ranks but 0 with `evaluate_full_dataset`.
+            outputs: this rank's metrics, a dict for each batch, without custom reducers', of the
+                types in `batch_metrics`. Empty on a rank that reports none, and on all ranks but 0
+                with `evaluate_full_dataset`.
         """
 
     def on_validation_end(self, metrics: dict[str, Any]) -> None:
         """Called after each validation, in evaluation mode without gradients.
 
         Args:
-            metrics: metrics reduced over all batches and ranks, and custom reducers'. They are
-                reported after the hook, as rank 0's callbacks leave them.
+            metrics: metrics reduced over all batches and ranks, and custom reducers', of the types
+                in `avg_metrics`. They are reported after the hook, as rank 0's callbacks leave
+                them.
         """
 
     def on_checkpoint_save_start(self, checkpoint: dict[str, Any]) -> None:

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trial_core.errors import TrialError, TrialTypeError
+from trial_core.errors import TrialError, TrialTypeError, TrialValueError
 from trial_core.messages import MetricsKind
-from trial_core.pytorch.metric_values import plain_value
+from trial_core.pytorch.metric_values import for_callbacks
 
 
 class MetricReducer(ABC):
@@ -137,7 +137,7 @@ class ReducerRegistry:
         """Register a reducer; see `TorchTrialContext.wrap_reducer`."""
         # A function may be wrapped twice: its values are in the FunctionReducer.
         if any(reducer is wrapped.reducer for wrapped in self._wrapped):
-            raise TrialError(
+            raise TrialValueError(
                 f"{_name_of(reducer)} was passed to wrap_reducer twice; wrap each reducer once, "
                 "and choose the workloads with for_training and for_validation"
             )
@@ -180,7 +180,7 @@ class ReducerRegistry:
         counts: bool = True,
         contribution: list[Any] | None = None,
     ) -> dict[str, Any]:
-        """The metrics of a workload, as plain Python. Collective: every rank calls this.
+        """The metrics of a workload, as callbacks get them. Collective: every rank calls this.
 
         Args:
             allgather: returns the arguments of all ranks, in the order of ranks. Called once, or
@@ -246,14 +246,14 @@ def _named(wrapped: _Wrapped, reduced: Any) -> dict[str, Any]:
     """A reducer's result as metrics by name, checked against its wrapping."""
     if wrapped.name is not None:
         if isinstance(reduced, Mapping):
-            raise TrialError(
+            raise TrialTypeError(
                 f'the {wrapped.label} was wrapped with name="{wrapped.name}" but returned a dict '
                 f"(of {sorted(map(str, reduced))}); wrap it without a name if it "
                 "returns several metrics, or return a single metric"
             )
         reduced = {wrapped.name: reduced}
     elif not isinstance(reduced, Mapping):
-        raise TrialError(
+        raise TrialTypeError(
             f"the {wrapped.label} was wrapped without a name but did not return a dict (it "
             f"returned {_name_of(reduced)}); wrap it with a name if it returns a single metric, or "
             "return a dict of metrics by name"
@@ -264,7 +264,7 @@ def _named(wrapped: _Wrapped, reduced: Any) -> dict[str, Any]:
             f"the {wrapped.label} returned a dict with the key {invalid[0]!r}; the names of "
             "metrics must be strings"
         )
-    return {key: plain_value(key, value, wrapped.label) for key, value in reduced.items()}
+    return {key: for_callbacks(key, value, wrapped.label) for key, value in reduced.items()}
 
 
 def _name_of(value: Any) -> str:

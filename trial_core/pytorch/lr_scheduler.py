@@ -8,7 +8,7 @@ from typing import Any
 from torch.optim.lr_scheduler import LRScheduler as TorchScheduler
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from trial_core.errors import TrialError
+from trial_core.errors import TrialError, TrialTypeError
 from trial_core.units import EpochLength
 
 
@@ -42,12 +42,12 @@ class LRScheduler:
         self, scheduler: TorchScheduler, step_mode: LRScheduler.StepMode, frequency: int = 1
     ) -> None:
         if not isinstance(scheduler, (TorchScheduler, ReduceLROnPlateau)):
-            raise TrialError(
+            raise TrialTypeError(
                 "an LR scheduler is one of torch.optim.lr_scheduler, got "
                 f"{type(scheduler).__name__}"
             )
         if not isinstance(step_mode, LRScheduler.StepMode):
-            raise TrialError(
+            raise TrialTypeError(
                 f"step_mode is one of LRScheduler.StepMode's "
                 f"{', '.join(LRScheduler.StepMode.__members__)}; got {step_mode!r}"
             )

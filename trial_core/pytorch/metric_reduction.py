@@ -16,7 +16,7 @@ from typing import Any, Literal, TypedDict
 import numpy as np
 import torch
 
-from trial_core.errors import TrialError
+from trial_core.errors import TrialError, TrialTypeError, TrialValueError
 from trial_core.pytorch.metric_values import (
     Array,
     Collected,
@@ -118,15 +118,15 @@ class BatchMetrics:
         self._hosted = None
 
     def per_call(self) -> list[dict[str, Any]]:
-        """The metrics of each call, as plain data.
+        """The metrics of each call, as callbacks get them.
 
         The first call of this or `partials` waits for the accelerator.
 
         Raises:
             TrialError: a metric's shape differs between calls.
         """
-        return _by_call({name: column.plain() for name, column in self._on_host().items()},
-                        self._calls)  # fmt: skip
+        columns = {name: list(column.values) for name, column in self._on_host().items()}
+        return _by_call(columns, self._calls)
 
     def partials(self, with_values: bool = False) -> Partials:
         """Sums and extremes over this rank's calls.
@@ -152,7 +152,7 @@ class BatchMetrics:
         if isinstance(outcome, torch.Tensor):
             outcome = {"loss": outcome}
         if not isinstance(outcome, Mapping):
-            raise TrialError(
+            raise TrialTypeError(
                 f"{self._method} must return a dictionary mapping string names to metrics, or the "
                 f"loss as a tensor; it returned a value {type_of(outcome)}"
             )
@@ -170,7 +170,7 @@ class BatchMetrics:
                 f"{invalid[0]!r} ({type_of(invalid[0])})"
             )
         if self._columns is not None:
-            raise TrialError(
+            raise TrialValueError(
                 f"metric names must match across all batches of data, but {self._method} returned "
                 f"{_difference(outcome, self._columns)} in call {self._calls} of the workload, "
                 "compared with its first call"
@@ -185,7 +185,7 @@ class BatchMetrics:
 def combine(
     partials: Sequence[Partials], reducers: Reducer | Mapping[str, Reducer] = Reducer.AVG
 ) -> dict[str, Any]:
-    """Reduce each metric over all batches of all ranks. Pure: the same result on every rank.
+    """Reduce each metric over all batches of all ranks, for callbacks. Pure: equal on every rank.
 
     Args:
         partials: each rank's metrics, in the order of ranks. Ranks without batches do not count.
@@ -240,7 +240,7 @@ def _partial(column: HostColumn) -> Partial:
             max=as_plain(numbers.max(axis=0)),
             min=as_plain(numbers.min(axis=0)),
         )
-    present = [value for value in column.plain() if value is not None]
+    present = [value for value in column.values if value is not None]
     return Partial(unreduced=present[-1]) if present else Partial(count=0)
 
 
@@ -256,14 +256,20 @@ def _combine_one(name: str, by_rank: Mapping[int, Partials], reducer: Reducer) -
     if len(set(shapes.values())) > 1:
         raise TrialError(f'metric "{name}" differs in shape between ranks: {shapes}')
     if reducer is Reducer.MAX:
-        return as_plain(_over_ranks(numbers, "max").max(axis=0))
+        return _result(_over_ranks(numbers, "max").max(axis=0))
     if reducer is Reducer.MIN:
-        return as_plain(_over_ranks(numbers, "min").min(axis=0))
+        return _result(_over_ranks(numbers, "min").min(axis=0))
     total = sum_of(_over_ranks(numbers, "sum"))
     if reducer is Reducer.SUM:
         check_integers(total, f'the sum of metric "{name}" over all batches')
-        return as_plain(total)
-    return as_plain(total / sum(metric["count"] for metric in numbers.values()))
+        return _result(total)
+    return _result(total / sum(metric["count"] for metric in numbers.values()))
+
+
+def _result(reduced: Any) -> Any:
+    """A number if there is a single one, else an array. Determined made one number of any array."""
+    array = np.asarray(reduced)
+    return array.reshape(())[()] if array.size == 1 else array
 
 
 def _over_ranks(metrics: Mapping[int, Partial], key: Literal["sum", "max", "min"]) -> Array:

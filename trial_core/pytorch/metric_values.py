@@ -5,6 +5,8 @@ JSON can hold (text, None, dicts, lists of arrays) is reported, not reduced.
 
 Integers stay exact: an array of them has dtype int64, or object (Python's integers) if some do not
 fit. Those that messages between processes cannot hold are refused.
+
+Callbacks get NumPy's numbers and arrays, as in Determined. What is reported is plain Python.
 """
 
 from __future__ import annotations
@@ -40,17 +42,14 @@ class HostColumn:
     """A metric's values of all calls, on the host.
 
     Attributes:
-        values: one for each call, as plain data. An array if all values are numbers or arrays.
+        values: one for each call: NumPy's numbers and arrays, or plain data. An array if all are
+            numbers or arrays.
         numbers: those values that are numbers or arrays, stacked; None if others are not None, or
             if there are none.
     """
 
     values: Array | list[Any]
     numbers: Array | None
-
-    def plain(self) -> list[Any]:
-        """The values as plain data."""
-        return self.values if isinstance(self.values, list) else self.values.tolist()
 
 
 def collected(name: str, value: Any, source: str) -> Collected:
@@ -112,7 +111,7 @@ def sum_of(numbers: Array) -> Array:
 
 
 def as_reported(metrics: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Metrics that need no reduction, as JSON can hold them.
+    """Metrics that need no reduction, as JSON can hold them. An array of one element is a number.
 
     Args:
         source: the method, hook or reducer that gave the metrics, for the message.
@@ -127,7 +126,24 @@ def as_reported(metrics: Mapping[str, Any], source: str) -> dict[str, Any]:
             f"the names of metrics must be strings, but {source} gave a metric named "
             f"{invalid[0]!r} ({type_of(invalid[0])})"
         )
-    return {name: plain_value(name, value, source) for name, value in metrics.items()}
+    return {name: _single(plain_value(name, value, source)) for name, value in metrics.items()}
+
+
+def _single(plain: Any) -> Any:
+    array = numeric(plain)
+    return plain if array is None or array.size != 1 else array.item()
+
+
+def for_callbacks(name: str, value: Any, source: str) -> Any:
+    """A metric that needs no reduction: a tensor as an array, and other values unchanged.
+
+    Raises:
+        TrialError: as `plain_value`.
+    """
+    plain_value(name, value, source)
+    if isinstance(value, torch.Tensor):
+        value = numeric(value)
+    return value[()] if isinstance(value, np.ndarray) else value  # without a dimension: a number
 
 
 def plain_value(name: str, value: Any, source: str) -> Any:
@@ -220,8 +236,7 @@ def mean_over_ranks(columns: Sequence[Array | list[Any]]) -> list[Any]:
         columns: each rank's `HostColumn.values` of one metric, of equally many calls.
     """
     if all(isinstance(column, np.ndarray) for column in columns):
-        means: list[Any] = np.mean(columns, axis=0).tolist()
-        return means
+        return list(np.mean(columns, axis=0))
     return [_mean([value for value in values if value is not None])
             for values in zip(*columns, strict=True)]  # fmt: skip
 
@@ -230,7 +245,7 @@ def _mean(values: list[Any]) -> Any:
     arrays = [array for array in map(numeric, values) if array is not None]
     if not values or len(arrays) < len(values):
         return values[0] if values else None
-    return as_plain(np.mean(arrays, axis=0))
+    return np.mean(arrays, axis=0)
 
 
 def _host_column(name: str, column: list[Collected], method: str) -> HostColumn:
@@ -243,9 +258,13 @@ def _host_column(name: str, column: list[Collected], method: str) -> HostColumn:
         stacked = _stacked(name, arrays, method)
         return HostColumn(stacked, stacked)
     is_reduced = arrays and not any(isinstance(value, Unreduced) for value in column)
-    inside = (value.value if isinstance(value, Unreduced) else value for value in column)
     return HostColumn(
-        [plain_value(name, value, method) for value in inside],
+        [
+            plain_value(name, value.value, method)
+            if isinstance(value, Unreduced)
+            else for_callbacks(name, value, method)
+            for value in column
+        ],
         _stacked(name, arrays, method) if is_reduced else None,
     )
 

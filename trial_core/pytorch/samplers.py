@@ -3,8 +3,8 @@
 Follows ``determined.pytorch.samplers``: same names, same arguments. Three things differ, so that a
 resumed run equals the uninterrupted run:
 
-* A shuffle depends only on (seed, epoch). ``iter(sampler)`` gives the epoch that ``set_epoch``
-  chose; the repeating samplers advance through the epochs.
+* A shuffle depends only on (seed, epoch). The first ``iter(sampler)`` gives epoch 0, or the one
+  that ``set_epoch`` chose, and each further one the next epoch.
 * Sharding neither pads nor drops: ``len()`` is the number of items of this rank. If samplers are
   repeated before they are sharded, ranks take turns over the endless sequence. All ranks together
   then see each item of an epoch exactly once, whether or not the ranks divide its length.
@@ -23,7 +23,7 @@ from typing import Any, Generic, TypeVar
 
 from torch.utils.data import DistributedSampler as TorchDistributedSampler
 
-from trial_core.errors import TrialError
+from trial_core.errors import TrialError, TrialValueError
 from trial_core.pytorch.data.seekable_samplers import (
     Access,
     SamplerWrapper,
@@ -45,6 +45,14 @@ __all__ = [
     "SkipSampler",
     "adapt_batch_sampler",
 ]
+
+
+class _InTurn(SamplerWrapper[T], Generic[T]):
+    """``iter()`` gives the next epoch each time. A run does not use it: it names the epoch."""
+
+    def __iter__(self) -> Iterator[T]:
+        self.epoch += 1
+        return self.iterate(self.epoch - 1)
 
 
 class _Repeat(SamplerWrapper[T], Generic[T]):
@@ -103,7 +111,7 @@ class _Shard(SamplerWrapper[T], Generic[T]):
 
     def __init__(self, base: Iterable[T], num_workers: int, rank: int) -> None:
         if num_workers < 1 or not 0 <= rank < num_workers:
-            raise ValueError(
+            raise TrialValueError(
                 "a shard needs 0 <= rank < num_workers, got "
                 f"rank={rank} and num_workers={num_workers}"
             )
@@ -124,7 +132,7 @@ class _Skip(SamplerWrapper[T], Generic[T]):
 
     def __init__(self, base: Iterable[T], skip: int) -> None:
         if skip < 0:
-            raise ValueError(f"skip must not be negative, got {skip}")
+            raise TrialValueError(f"skip must not be negative, got {skip}")
         super().__init__(base)
         self.skip = skip
 
@@ -136,36 +144,36 @@ class _Skip(SamplerWrapper[T], Generic[T]):
         return self.base.iterate(epoch, self.skip + start, step)
 
 
-class RepeatSampler(_Repeat[int]):
+class RepeatSampler(_InTurn[int], _Repeat[int]):
     """A sampler's items, epoch after epoch without end. ``len()`` is one epoch."""
 
     def __init__(self, sampler: Iterable[int]) -> None:
         super().__init__(sampler)
 
 
-class RepeatBatchSampler(_Repeat[list[int]]):
+class RepeatBatchSampler(_InTurn[list[int]], _Repeat[list[int]]):
     """A batch sampler's batches, epoch after epoch without end. ``len()`` is one epoch."""
 
     def __init__(self, batch_sampler: Iterable[list[int]]) -> None:
         super().__init__(batch_sampler)
 
 
-class DistributedSampler(_Shard[int]):
+class DistributedSampler(_InTurn[int], _Shard[int]):
     """Every `num_workers`-th item of a sampler: the shard of data-parallel rank `rank`."""
 
     def __init__(self, sampler: Iterable[int], num_workers: int, rank: int) -> None:
         super().__init__(sampler, num_workers, rank)
 
 
-class DistributedBatchSampler(_Shard[list[int]]):
+class DistributedBatchSampler(_InTurn[list[int]], _Shard[list[int]]):
     """Every `num_workers`-th batch of a batch sampler: the shard of data-parallel rank `rank`."""
 
     def __init__(self, batch_sampler: Iterable[list[int]], num_workers: int, rank: int) -> None:
         super().__init__(batch_sampler, num_workers, rank)
 
 
-class SkipSampler(_Skip[int]):
-    """A sampler without its first `skip` items.
+class SkipSampler(_InTurn[int], _Skip[int]):
+    """A sampler without its first `skip` items. ``len()`` is that of the whole sampler.
 
     Repeat before you skip; otherwise every epoch loses its beginning. Prefer `SkipBatchSampler` to
     resume: progress is counted in batches.
@@ -174,9 +182,12 @@ class SkipSampler(_Skip[int]):
     def __init__(self, sampler: Iterable[int], skip: int) -> None:
         super().__init__(sampler, skip)
 
+    def __len__(self) -> int:
+        return self.base.length()
 
-class SkipBatchSampler(_Skip[list[int]]):
-    """A batch sampler without its first `skip` batches.
+
+class SkipBatchSampler(_InTurn[list[int]], _Skip[list[int]]):
+    """A batch sampler without its first `skip` batches. ``len()`` is that of the whole sampler.
 
     Repeat before you skip; otherwise every epoch loses its beginning. With gradient accumulation,
     `skip` counts micro-batches.
@@ -185,8 +196,11 @@ class SkipBatchSampler(_Skip[list[int]]):
     def __init__(self, batch_sampler: Iterable[list[int]], skip: int) -> None:
         super().__init__(batch_sampler, skip)
 
+    def __len__(self) -> int:
+        return self.base.length()
 
-class ReproducibleShuffleSampler(ShuffledSampler[int]):
+
+class ReproducibleShuffleSampler(_InTurn[int], ShuffledSampler[int]):
     """A sampler's items in an order that depends only on the seed and the epoch.
 
     Shuffle before repeating, sharding and skipping. All ranks must use the same seed.
@@ -196,7 +210,7 @@ class ReproducibleShuffleSampler(ShuffledSampler[int]):
         super().__init__(sampler, seed)
 
 
-class ReproducibleShuffleBatchSampler(ShuffledSampler[list[int]]):
+class ReproducibleShuffleBatchSampler(_InTurn[list[int]], ShuffledSampler[list[int]]):
     """A batch sampler's batches in an order that depends only on the seed and the epoch.
 
     The content of the batches stays the same: prefer `ReproducibleShuffleSampler`.

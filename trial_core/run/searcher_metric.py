@@ -24,17 +24,6 @@ def searcher_metric(metrics: Mapping[str, Any], name: str) -> float:
     return float(value)
 
 
-def with_single_number(metrics: dict[str, Any], name: str | None) -> dict[str, Any]:
-    """`metrics`, where the metric `name` is its number if it is an array of one element.
-
-    Trials return a loss of shape (1,), too. All readers of metrics look for a number.
-    """
-    value = metrics.get(name) if name is not None else None
-    while isinstance(value, list) and len(value) == 1:
-        value = value[0]
-    return metrics if name not in metrics else {**metrics, name: value}
-
-
 def not_reported(name: str, reported: Iterable[str]) -> TrialError:
     """The error of a trial that reports other validation metrics than `name`."""
     return TrialError(

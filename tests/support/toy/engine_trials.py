@@ -150,10 +150,12 @@ class ByHand(Independent):
 
 
 class ByHandTooLittle(ByHand):
-    """Disables auto accumulation, and does not accumulate."""
+    """Disables auto accumulation, and trains all micro-batches of a batch but one."""
 
     def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
-        return Independent.train_batch(self, dataloader_iter, epoch_idx, batch_idx)
+        for _ in range(self.hparams["accumulation"] - 1):
+            metrics = Independent.train_batch(self, dataloader_iter, epoch_idx, batch_idx)
+        return metrics
 
 
 class RareGenerator(Adversarial):

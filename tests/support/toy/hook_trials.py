@@ -14,6 +14,11 @@ from trial_core.deepspeed import DeepSpeedTrial, DeepSpeedTrialContext
 from trial_core.pytorch import DataLoader, PyTorchCallback
 
 
+def plain(value: Any) -> Any:
+    """A NumPy number or array that a callback gets, for JSON."""
+    return value.tolist()
+
+
 class CallLog:
     """One rank's log: a line for each call, with its name and arguments."""
 
@@ -25,7 +30,7 @@ class CallLog:
 
     def add(self, call: str, **details: Any) -> None:
         with self._path.open("a") as file:
-            file.write(json.dumps({"call": call, **details}) + "\n")
+            file.write(json.dumps({"call": call, **details}, default=plain) + "\n")
 
 
 class EveryHook(PyTorchCallback):

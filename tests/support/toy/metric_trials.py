@@ -14,13 +14,19 @@ from trial_core.pytorch import PyTorchCallback
 
 
 class LogsWorkloads(PyTorchCallback):
-    """Logs what it gets at the end of a train-workload."""
+    """Logs what it gets at the end of a train-workload, and of a validation."""
 
     def __init__(self, log: CallLog) -> None:
         self.log = log
 
     def on_training_workload_end(self, avg_metrics: dict[str, Any], batch_metrics: Any) -> None:
         self.log.add("workload", average=avg_metrics, batches=batch_metrics)
+
+    def on_validation_epoch_end(self, outputs: list[dict[str, Any]]) -> None:
+        self.log.add("outputs", shapes=[each["loss"].shape for each in outputs])
+
+    def on_validation_end(self, metrics: dict[str, Any]) -> None:
+        self.log.add("validated", is_best=bool(metrics["loss"] > -1.0), shape=metrics["loss"].shape)
 
 
 class EveryType(ToyTrial):

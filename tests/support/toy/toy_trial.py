@@ -34,8 +34,9 @@ class Recorder(PyTorchCallback):
         self.epochs = 0
 
     def _note(self, hook: str, **arguments: Any) -> None:
+        line = {"hook": hook, "at": time.time(), **arguments}
         with self.path.open("a") as file:
-            file.write(json.dumps({"hook": hook, "at": time.time(), **arguments}) + "\n")
+            file.write(json.dumps(line, default=lambda value: value.tolist()) + "\n")
 
     def on_trial_startup(self, first_batch_idx: int, checkpoint_uuid: str | None) -> None:
         self._note("on_trial_startup", first=first_batch_idx, uuid=checkpoint_uuid)

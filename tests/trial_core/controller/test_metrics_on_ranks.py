@@ -49,6 +49,10 @@ def test_metrics_of_every_type(warm_slots: Warm, tmp_path: Path, world_size: int
         assert [each["note"] for each in batches] == [f"rank 0, {call}" for call in range(6)]
         mean = sum(each["loss"] for each in batches) / 6
         assert mean == pytest.approx(average["loss"], rel=1e-6)
+        (outputs,) = logged(tmp_path, rank, "outputs")
+        (validated,) = logged(tmp_path, rank, "validated")
+        assert outputs["shapes"] == [[1]] * 3
+        assert (validated["is_best"], validated["shape"]) == (True, [])
 
     (validation,) = run.validation
     assert isinstance(validation["loss"], float)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.support.slots import ONE_TWO_FOUR, Driven, drive, lines, toy_config
+from trial_core.pytorch.metric_values import as_reported
 from trial_core.slots.slot_group import SlotGroup
 
 pytestmark = pytest.mark.slots
@@ -65,11 +66,11 @@ def run(
 def test_a_named_metric_reduces_all_values_of_its_workload(run: Run) -> None:
     """Not the mean of the ranks' means, and no values of an earlier workload or validation.
 
-    An array becomes a list.
+    An array of one element becomes a number.
     """
     for workload, metrics in zip(WORKLOADS, run.driven.training, strict=True):
         values = run.values(workload)
-        assert metrics["mean"] == [pytest.approx(sum(values) / len(values), abs=1e-4)]
+        assert metrics["mean"] == pytest.approx(sum(values) / len(values), abs=1e-4)
 
 
 def test_a_function_without_a_name_gives_several_metrics(run: Run) -> None:
@@ -110,11 +111,12 @@ def test_a_reducer_reports_only_in_its_kind_of_workload(run: Run) -> None:
         assert metrics["by_three"] == [5, 5, 4]
 
 
-def test_every_rank_gets_the_same_metrics_as_plain_data(run: Run) -> None:
-    """`on_training_workload_end` gets them, and JSON preserves them."""
+def test_every_rank_gets_the_same_metrics(run: Run) -> None:
+    """`on_training_workload_end` gets what the reducers returned, and reports are plain data."""
     for rank in run.ranks:
         seen = [line["average"] for line in lines(run.folder, "hooks", rank) if "average" in line]
-        assert seen == run.driven.training
+        assert [as_reported(each, "a hook") for each in seen] == run.driven.training
+        assert isinstance(seen[0]["mean"], list), "the array that the reducer returned"
     assert json.loads(json.dumps(run.driven.training)) == run.driven.training
 
 

@@ -107,7 +107,12 @@ REFUSED = {
         hparams={"accumulation": 2},
     ),
     "no step": Case("bad_trials:ForgetsToStep", "train", ACCEPTED),
-    "too little by hand": Case("engine_trials:ByHandTooLittle", "train", ACCEPTED),
+    "too little by hand": Case(
+        "engine_trials:ByHandTooLittle", "train",
+        NO_STEP + "1 call(s) of train_batch led to 3 micro-step(s) of the first engine; expected 4",
+        ("each call must take as many micro-batches",),
+        hparams={"accumulation": 4},
+    ),
     "an engine that is trained more rarely": Case(
         "engine_trials:RareGenerator", "train", ACCEPTED
     ),

@@ -144,6 +144,25 @@ def test_folders_are_uploaded_and_downloaded(shared: Shared, tmp_path: Path) -> 
     assert uuid not in [manifest.uuid for manifest in manifests(shared.folder)]
 
 
+def test_a_selector_chooses_files(shared: Shared, tmp_path: Path) -> None:
+    """Of an upload by their paths, and of a restore, which fetches no others."""
+    (tmp_path / "model" / "deep").mkdir(parents=True)
+    for name in ("deep/weights", "deep/log", "log"):
+        (tmp_path / "model" / name).write_text(name)
+    checkpoint, given = shared.context.checkpoint, {"steps_completed": 1}
+    uuid = checkpoint.upload(tmp_path / "model", given, selector=lambda path: path != "deep/log")
+    (stored,) = [each for each in manifests(shared.folder) if each.uuid == uuid]
+    assert {each.path for each in stored.files} == {"deep/weights", "log", "metadata.json"}
+    alone = trial_core.core.DownloadMode.NoSharedDownload
+    for mode in (trial_core.core.DownloadMode.LocalWorkersShareDownload, alone):
+        with checkpoint.restore_path(uuid, mode, selector=lambda path: path == "log") as folder:
+            assert [path.name for path in folder.rglob("*")] == ["log"]
+    with checkpoint.restore_path(uuid, selector=lambda path: False) as folder:
+        assert folder.is_dir()
+    with checkpoint.restore_path(uuid) as folder:
+        assert (folder / "deep" / "weights").read_text() == "deep/weights"
+
+
 def test_a_checkpoint_that_is_needed_is_not_deleted(shared: Shared) -> None:
     """Neither its manifest nor a file. The pin says who needs it."""
     uuid = store(shared.context, 1)

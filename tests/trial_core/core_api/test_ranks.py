@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -20,20 +21,30 @@ WATCHED = SCRIPT.with_name("core_watched.py")
 COLLECTIVE_SECONDS = 5
 
 
-def test_ranks_stop_at_one_step_store_their_parts_and_continue(tmp_path: Path) -> None:
-    """SIGTERM to one rank stops all. Each stores its part, and each downloads all parts."""
+@pytest.mark.parametrize("mode", ["WORKERS_ASK_CHIEF", "CHIEF_ONLY"])
+def test_ranks_stop_at_one_step_store_their_parts_and_continue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """SIGTERM to one rank stops all. Each stores its part, and each downloads all parts.
+
+    The rank that gets the signal is not the one that asks, if rank 0 alone does.
+    """
+    monkeypatch.setenv("PREEMPT_MODE", mode)
     for _ in range(2):
         output = start("torchrun", tmp_path, 2, str(SCRIPT), str(tmp_path))
     (first, second), (other_first, other_second) = (lines(tmp_path, "seen", r) for r in (0, 1))
     assert first == other_first, output
-    assert second == other_second
+    assert {**second, "own": None} == {**other_second, "own": None}
     assert (first["resumed"], first["parts"]) == (None, {})
     reached = first["step"]
     assert reached >= 5
     assert (second["trial"], second["resumed"]) == (first["trial"], first["stored"])
     assert second["parts"] == {"part-0": f"0 at {reached}", "part-1": f"1 at {reached}"}
+    assert (second["own"], other_second.pop("own")) == (["part-0"], ["part-1"])
     assert second["step"] > reached
     stored = CheckpointStore(str(tmp_path / "stored")).list()
+    metadata = json.loads((tmp_path / "shared" / "metadata.json").read_text())
+    assert metadata == {"steps_completed": reached, "rank": 1}
     assert [each.progress.batches_trained for each in stored] == [reached, second["step"]]
     assert [each.topology.world_size for each in stored] == [2, 2]
     assert [each.metrics["validation"] for each in stored] == [{"loss": 0.5}] * 2

@@ -15,7 +15,13 @@ from trial_core.config.checkpointing_section import CheckpointingConfig
 from trial_core.context import RunInfo
 from trial_core.controller.checkpoint_files import CheckpointFiles
 from trial_core.controller.run_file_upload import tensorboard_in
-from trial_core.core import Context, EarlyExitReason, TensorboardMode
+from trial_core.core import (
+    Context,
+    EarlyExitReason,
+    PreemptContext,
+    PreemptMode,
+    TensorboardMode,
+)
 from trial_core.core_api.script_host import ScriptHost, current_slot, in_slot
 from trial_core.core_api.stored_checkpoints import StoredCheckpoints
 from trial_core.distributed import DistributedContext
@@ -141,6 +147,18 @@ def test_each_question_is_a_step_of_the_stop_barrier(tmp_path: Path) -> None:
     assert [should_preempt(), slot.host.was_preempted] == [True, True]
     slot.barrier.reset()
     assert should_preempt(), "a script that was told to end is not told otherwise"
+
+
+def test_a_rank_that_may_not_ask_is_ready_for_a_signal(tmp_path: Path) -> None:
+    """As one that has asked. With `ChiefOnly`, rank 0 still says when."""
+    for rank, ready in ((0, []), (1, ["ready"])):
+        slot, seen = Slot(tmp_path, rank), []
+        slot.host._on_first_question = lambda seen=seen: seen.append("ready")
+        asked = PreemptContext(slot.host, PreemptMode.ChiefOnly)
+        assert seen == ready
+        if rank == 0:
+            assert not asked.should_preempt()
+            assert seen == ["ready"]
 
 
 def test_storage_in_another_processs_memory_is_refused(tmp_path: Path) -> None:

@@ -35,7 +35,15 @@ def rank_of(*batches: Any) -> Partials:
 
 
 def reduced(*ranks: list[Any], reducers: Any = Reducer.AVG) -> dict[str, Any]:
-    return combine([rank_of(*batches) for batches in ranks], reducers)
+    return as_reported(combine([rank_of(*batches) for batches in ranks], reducers), "train_batch")
+
+
+def plain(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What callbacks get of each call, as plain Python."""
+    return [
+        {name: each.tolist() if hasattr(each, "tolist") else each for name, each in call.items()}
+        for call in calls
+    ]
 
 
 class Recorder(TorchFunctionMode):
@@ -122,11 +130,50 @@ def test_results_are_plain(value: Any) -> None:
     """Results and partials are plain Python for every type of number, so that JSON takes them."""
     metrics = BatchMetrics()
     metrics.add_batch([{"x": value}])
-    result = combine([metrics.partials()])
+    result = as_reported(combine([metrics.partials()]), "train_batch")
     expected = value.tolist() if isinstance(value, (torch.Tensor, np.ndarray)) else value
     assert np.array_equal(np.asarray(result["x"]), np.asarray(expected, dtype=float))
-    for plain in (result, metrics.per_call(), metrics.partials()):
-        assert json.loads(json.dumps(plain)) == plain
+    for each in (result, plain(metrics.per_call()), metrics.partials()):
+        assert json.loads(json.dumps(each)) == each
+
+
+@pytest.mark.parametrize(
+    ("value", "of_call", "of_all"),
+    [
+        (torch.tensor([0.5]), np.array([0.5]), np.float64(0.5)),
+        (np.array([[3]]), np.array([[3]]), np.float64(3)),
+        (torch.tensor(0.5), np.float64(0.5), np.float64(0.5)),
+        (2, np.int64(2), np.float64(2)),
+        (torch.tensor([1, 2]), np.array([1, 2]), np.array([1.0, 2.0])),
+    ],
+    ids=repr,
+)
+def test_callbacks_get_numbers_and_arrays_of_numpy(value: Any, of_call: Any, of_all: Any) -> None:
+    """Of each call as the trial has returned them; reduced, an array of one element is a number.
+
+    They compare with numbers: ``metrics["accuracy"] > best``.
+    """
+    metrics = BatchMetrics()
+    metrics.add_batch([{"x": value, "y": None}, {"x": value, "y": 1.0}])
+    partials = [metrics.partials(with_values=True)] * 2
+    result = combine(partials)["x"]
+    assert type(result) is type(of_all)
+    assert np.array_equal(result, of_all)
+    for calls in (metrics.per_call(), calls_over_ranks(partials)):
+        assert isinstance(calls[0]["x"], (np.ndarray, np.generic))
+        assert np.shape(calls[0]["x"]) == np.shape(of_call)
+        assert np.array_equal(calls[0]["x"], of_call)
+        assert calls[0]["y"] is None
+        assert isinstance(calls[1]["y"], np.float64)
+    assert np.all(result > 0.25)
+
+
+def test_a_reported_metric_of_one_element_is_a_number() -> None:
+    """For everything that reads reported metrics, the searcher metric among them."""
+    given = {"loss": [[0.25]], "other": np.array([2]), "parts": [0.5, 1.5], "text": ["a"]}
+    reported = as_reported(given, "a hook")
+    assert reported == {"loss": 0.25, "other": 2, "parts": [0.5, 1.5], "text": ["a"]}
+    assert [type(each) for each in reported.values()] == [float, int, list, list]
 
 
 def test_collecting_never_waits() -> None:
@@ -138,7 +185,7 @@ def test_collecting_never_waits() -> None:
             metrics.add_batch([{"loss": loss, "twin": loss}])
     assert set(adding.names) == {"is_complex", "detach", "clone"}
     with Recorder() as ending:
-        assert metrics.per_call() == [{"loss": v, "twin": v} for v in (2.0, 4.0, 6.0)]
+        assert plain(metrics.per_call()) == [{"loss": v, "twin": v} for v in (2.0, 4.0, 6.0)]
         assert metrics.partials()["calls"] == 3
     assert [ending.names.count(name) for name in ("cpu", "item", "tolist")] == [1, 0, 0]
 
@@ -151,7 +198,7 @@ def test_values_are_copied() -> None:
         metrics.add_batch([{"t": tensor, "a": array}])
         tensor += 1
         array += 1
-    assert metrics.per_call() == [{"t": [0.0], "a": [0.0]}, {"t": [1.0], "a": [1.0]}]
+    assert plain(metrics.per_call()) == [{"t": [0.0], "a": [0.0]}, {"t": [1.0], "a": [1.0]}]
 
 
 def test_autograd_graphs_are_released() -> None:
@@ -166,7 +213,7 @@ def test_every_call_of_a_batch_counts() -> None:
     metrics = BatchMetrics()
     metrics.add_batch([torch.tensor(1.0), torch.tensor(2.0)])
     metrics.add_batch([torch.tensor(4.0), torch.tensor(9.0)])
-    assert metrics.per_call() == [{"loss": 1.0}, {"loss": 2.0}, {"loss": 4.0}, {"loss": 9.0}]
+    assert plain(metrics.per_call()) == [{"loss": 1.0}, {"loss": 2.0}, {"loss": 4.0}, {"loss": 9.0}]
     assert metrics.partials()["calls"] == 4
     assert combine([metrics.partials()]) == {"loss": 4.0}
 
@@ -179,7 +226,7 @@ def test_the_metrics_of_each_call_are_averaged_over_ranks() -> None:
         for call in range(3):
             metrics.add_batch([{"loss": torch.tensor(call + offset), "m": [call, 2 * offset]}])
         ranks.append(metrics.partials(with_values=True))
-    assert calls_over_ranks([Partials(), *ranks]) == [
+    assert plain(calls_over_ranks([Partials(), *ranks])) == [
         {"loss": 1.5 + call, "m": [call, 3.0]} for call in range(3)
     ]
     assert calls_over_ranks([Partials(), Partials()]) == []
@@ -197,8 +244,8 @@ OTHER_VALUES = [
 ]
 
 
-@pytest.mark.parametrize(("value", "plain"), OTHER_VALUES, ids=repr)
-def test_other_values_are_reported_and_not_reduced(value: Any, plain: Any) -> None:
+@pytest.mark.parametrize(("value", "given"), OTHER_VALUES, ids=repr)
+def test_other_values_are_reported_and_not_reduced(value: Any, given: Any) -> None:
     """The last one of the first rank, beside a loss that is averaged; and each call's."""
     ranks = []
     for rank in (0, 1):
@@ -206,12 +253,12 @@ def test_other_values_are_reported_and_not_reduced(value: Any, plain: Any) -> No
         metrics.add_batch([{"loss": 1.0 + rank, "odd": "first"}])
         metrics.add_batch([{"loss": 3.0 + rank, "odd": value if rank == 0 else "other"}])
         ranks.append(metrics.partials(with_values=True))
-        assert metrics.per_call()[0] == {"loss": 1.0 + rank, "odd": "first"}
-    result = combine(ranks)
-    assert result == {"loss": 2.5, "odd": plain}
+        assert plain(metrics.per_call())[0] == {"loss": 1.0 + rank, "odd": "first"}
+    result = as_reported(combine(ranks), "train_batch")
+    assert result == {"loss": 2.5, "odd": given}
     assert json.loads(json.dumps(result)) == result
-    assert calls_over_ranks(ranks) == [
-        {"loss": 1.5, "odd": "first"}, {"loss": 3.5, "odd": plain}
+    assert plain(calls_over_ranks(ranks)) == [
+        {"loss": 1.5, "odd": "first"}, {"loss": 3.5, "odd": given}
     ]  # fmt: skip
 
 
@@ -230,7 +277,7 @@ def test_none_does_not_count(reducer: Reducer) -> None:
         metrics = BatchMetrics()
         metrics.add_batch(batches)
         partials.append(metrics.partials(with_values=True))
-    assert calls_over_ranks(partials) == [{"x": 3.0, "y": None}, {"x": 9.0, "y": None}]
+    assert plain(calls_over_ranks(partials)) == [{"x": 3.0, "y": None}, {"x": 9.0, "y": None}]
 
 
 def test_a_dict_of_tensors_is_copied_and_does_not_wait() -> None:
@@ -240,7 +287,7 @@ def test_a_dict_of_tensors_is_copied_and_does_not_wait() -> None:
         metrics.add_batch([{"parts": {"a": tensor, "b": [tensor]}}])
     assert set(adding.names) == {"is_complex", "detach", "clone"}
     tensor += 1
-    assert metrics.per_call() == [{"parts": {"a": [0.0, 0.0], "b": [[0.0, 0.0]]}}]
+    assert plain(metrics.per_call()) == [{"parts": {"a": [0.0, 0.0], "b": [[0.0, 0.0]]}}]
 
 
 def test_partials_can_be_read_between_batches() -> None:
@@ -249,7 +296,7 @@ def test_partials_can_be_read_between_batches() -> None:
     metrics.add_batch([{"x": torch.tensor(1)}])
     metrics.partials()
     metrics.add_batch([{"x": torch.tensor(2)}])
-    assert metrics.per_call() == [{"x": 1}, {"x": 2}]
+    assert plain(metrics.per_call()) == [{"x": 1}, {"x": 2}]
 
 
 @pytest.mark.parametrize("reducer", list(Reducer))
@@ -362,8 +409,7 @@ def test_integers_are_exact(ranks: list[list[tuple[int, Any]]], are_lists: bool)
     ]
 
     def of_all(reducer: Reducer) -> Any:
-        result = reduced(*batches, reducers=reducer)["n"]
-        return result[0] if are_lists else result
+        return reduced(*batches, reducers=reducer)["n"]
 
     assert (of_all(Reducer.MAX), of_all(Reducer.MIN)) == (max(exact), min(exact))
     assert of_all(Reducer.AVG) == pytest.approx(sum(exact) / len(exact), rel=1e-15, abs=0)
@@ -391,12 +437,12 @@ def test_integers_of_single_batches_are_exact() -> None:
     metrics = BatchMetrics()
     metrics.add_batch([{"n": large, "list": [large, -1], "tensor": torch.tensor(2**63 - 1)}])
     metrics.add_batch([{"n": None, "list": [True, 1], "tensor": small}])
-    assert metrics.per_call() == [
+    assert plain(metrics.per_call()) == [
         {"n": large, "list": [large, -1], "tensor": 2**63 - 1},
         {"n": None, "list": [1, 1], "tensor": 5},
     ]
     partials = metrics.partials(with_values=True)
-    assert calls_over_ranks([partials, partials]) == [
+    assert plain(calls_over_ranks([partials, partials])) == [
         {"n": 2.0**63, "list": [2.0**63, -1.0], "tensor": 2.0**63},
         {"n": None, "list": [1.0, 1.0], "tensor": 5.0},
     ]

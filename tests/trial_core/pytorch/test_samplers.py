@@ -268,14 +268,34 @@ def test_a_samplers_own_generator_gives_the_seed() -> None:
     assert order(5, seed=1) != order(6, seed=1)
 
 
-def test_epoch_can_be_chosen() -> None:
-    """iter() gives the epoch of set_epoch every time."""
+def test_each_iteration_is_the_next_epoch() -> None:
+    """Of a sampler alone and of one below another; set_epoch chooses one."""
     sampler = samplers.ReproducibleShuffleSampler(range(20), seed=1)
-    first = list(sampler)
-    assert list(sampler) == first
+    first, second, third = (list(sampler) for _ in range(3))
+    assert sorted(first) == sorted(second) == list(range(20))
+    assert len({tuple(first), tuple(second), tuple(third)}) == 3
     sampler.set_epoch(1)
-    assert sorted(sampler) == sorted(first)
-    assert list(sampler) != first
+    assert [list(sampler), list(sampler)] == [second, third]
+    shard = samplers.DistributedSampler(sampler, num_workers=2, rank=1)
+    batches = BatchSampler(samplers.ReproducibleShuffleSampler(range(20), seed=1), 20, False)
+    assert [list(shard), list(shard)] == [first[1::2], second[1::2]]
+    assert [*batches, *batches] == [first, second]
+    repeated = samplers.RepeatSampler(samplers.ReproducibleShuffleSampler(range(20), seed=1))
+    assert take(repeated, 60) == first + second + third
+
+
+def test_lengths_are_those_of_the_reference() -> None:
+    """A repeated or skipped sampler is as long as an epoch, and shards differ by one at most."""
+    shuffled = samplers.ReproducibleShuffleSampler(range(7), seed=1)
+    assert len(samplers.RepeatSampler(shuffled)) == len(samplers.SkipSampler(shuffled, 3)) == 7
+    assert [len(samplers.DistributedSampler(shuffled, 3, rank)) for rank in range(3)] == [3, 2, 2]
+    batches = BatchSampler(range(7), 2, False)
+    shuffled_batches = samplers.ReproducibleShuffleBatchSampler(batches, seed=1)
+    assert len(samplers.SkipBatchSampler(shuffled_batches, 9)) == 4
+    assert len(samplers.RepeatBatchSampler(shuffled_batches)) == 4
+    assert len(samplers.DistributedBatchSampler(shuffled_batches, 3, 1)) == 1
+    # What is repeated has the items that are left.
+    assert take(samplers.RepeatSampler(samplers.SkipSampler(range(5), 3)), 4) == [3, 4, 3, 4]
 
 
 def test_any_items_can_be_shuffled() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from trial_core.driver.run import Launch
 from trial_core.messages import MetricsNamed, NameMetrics, RunValidation, Validated
-from trial_core.run.searcher_metric import searcher_metric, with_single_number
+from trial_core.run.searcher_metric import searcher_metric
 from trial_core.text_format import metrics_line
 
 
@@ -42,7 +42,7 @@ def report_validation(launch: Launch, batches_trained: int) -> float | None:
         TrialError: the trial does not report the searcher metric.
     """
     run, answers = launch.run, launch.answers
-    metrics = with_single_number(answers.validated, run.metric)
+    metrics = answers.validated
     run.logger.info("validated at %d: %s", batches_trained, metrics_line(metrics))
     run.observer.metrics_reported("validation", batches_trained, metrics)
     value = None if run.metric is None else searcher_metric(metrics, run.metric)

@@ -32,12 +32,3 @@ def test_metrics_without_the_searcher_metric_are_no_validation(tmp_path: Path) -
     with pytest.raises(TrialError, match="lost"):
         report_validation(launch, 6)
     assert launch.answers.metrics["validation"] == {"loss": 0.25}
-
-
-def test_a_searcher_metric_of_one_element_is_a_number(tmp_path: Path) -> None:
-    """For everything that reads the reported metrics. Other metrics keep their shape."""
-    store = CheckpointStore(str(tmp_path))
-    launch = Launch(Run(toy_config(tmp_path), "toy-0000beef", tmp_path, store, Observer()))
-    launch.answers.validated = {"loss": [[0.25]], "other": [0.5]}
-    assert report_validation(launch, 6) == 0.25
-    assert launch.answers.metrics["validation"] == {"loss": 0.25, "other": [0.5]}
