@@ -20,9 +20,15 @@ from trial_core.errors import (
     InvalidExperimentException,
     TrialflowError,
 )
-from trial_core.pytorch import Batch, DataLoader, LRScheduler, PyTorchTrialContext, data_length
+from trial_core.pytorch import (
+    Batch,
+    DataLoader,
+    LRScheduler,
+    PyTorchTrialContext,
+    data_length,
+    samplers,
+)
 from trial_core.pytorch.custom_reducers import ReducerRegistry
-from trial_core.pytorch.data import samplers
 from trial_core.pytorch.metric_reduction import BatchMetrics
 from trial_core.run.searcher_metric import searcher_metric
 from trial_core.trainer.fit_arguments import fit_begun
