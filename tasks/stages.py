@@ -5,8 +5,6 @@ What a stage does is in `trial_core/driver/stages`.
 
 from __future__ import annotations
 
-from typing import Any
-
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
@@ -14,7 +12,6 @@ from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.resume_point import Restore, ResumePoint
 from trial_core.driver.run import Launch
 from trial_core.driver.stages import build, checkpoint, script
-from trial_core.driver.stages.callbacks import callbacks as call_callbacks
 from trial_core.driver.stages.script import RunningScript, WhatHappened
 from trial_core.driver.stages.train_workload import train_workload as train
 from trial_core.driver.stages.upload_run_files import upload_run_files as upload_files
@@ -55,12 +52,6 @@ def fetch_checkpoint(
 def build_loaders(launch: Launch, point: ResumePoint) -> EpochLength | None:
     """Build the loaders and restore the checkpoint. Return the length of an epoch."""
     return build.build_loaders(launch, point)
-
-
-@task(name="callbacks", task_run_name="callbacks {hook} @{batches_trained}", cache_policy=NO_CACHE)
-def callbacks(launch: Launch, hook: str, batches_trained: int, arguments: dict[str, Any]) -> None:
-    """Call one hook of every callback, on every rank."""
-    call_callbacks(launch, hook, batches_trained, arguments)
 
 
 @task(name="check-metrics", task_run_name="check-metrics", cache_policy=NO_CACHE)

@@ -59,6 +59,10 @@ class Display(RunStatus):
     ) -> None:
         """The run is over."""
 
+    def _names_stage(self, activity: str) -> bool:
+        """Whether an activity says the stage: "starting the ranks, for 10 s"."""
+        return activity.startswith(str(self.stage))
+
     def say(self, line: str) -> None:
         """Show a line permanently."""
 
@@ -131,7 +135,7 @@ class PlainLines(Display):
 
     def stage_takes_long(self, activity: str) -> None:
         super().stage_takes_long(activity)
-        self.say(f"{self.stage}: {activity}")
+        self.say(activity if self._names_stage(activity) else f"{self.stage}: {activity}")
 
     def stage_ended(self, stage: str, detail: str, seconds: float) -> None:
         super().stage_ended(stage, detail, seconds)
@@ -234,7 +238,8 @@ class LiveDisplay(Display):
         return min(WIDEST_BAR, max(NARROWEST_BAR, self._console.width - 60))
 
     def _facts(self) -> list[str]:
-        facts = [note for note in (self._stop_note, text_format.clean(self.activity)) if note]
+        activity = "" if self._names_stage(self.activity) else text_format.clean(self.activity)
+        facts = [note for note in (self._stop_note, activity) if note]
         if self.samples_per_second is not None:
             facts.append(text_format.speed(self.samples_per_second))
         if training := text_format.main_metric(self.training, ("loss", *self.preferred)):

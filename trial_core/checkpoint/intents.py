@@ -20,6 +20,7 @@ from trial_core.checkpoint.json_objects import named_keys, read_json
 from trial_core.checkpoint.manifest import Count, is_tombstone, tombstone
 from trial_core.errors import CheckpointDamaged
 from trial_core.storage.base import Storage
+from trial_core.text_format import plural
 
 
 class Intent(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,8 +70,8 @@ class SweptUpload:
         what = f"checkpoint {self.uuid}" if self.uuid else "files beside checkpoints"
         attempt = f" of attempt {self.attempt}" if self.attempt else ""
         return (
-            f"{what}{attempt}, never committed: {self.files} files of {self.size_bytes} bytes, and "
-            f"{self.uploads} partial uploads"
+            f"{what}{attempt}, never committed: {plural(self.files, 'file')} of {self.size_bytes} "
+            f"bytes, and {plural(self.uploads, 'partial upload')}"
         )
 
 
