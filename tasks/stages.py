@@ -15,8 +15,10 @@ from trial_core.driver.stages import build, checkpoint, script
 from trial_core.driver.stages.script import RunningScript, WhatHappened
 from trial_core.driver.stages.train_workload import train_workload as train
 from trial_core.driver.stages.upload_run_files import upload_run_files as upload_files
-from trial_core.driver.stages.validate import check_metrics as name_metrics
-from trial_core.driver.stages.validate import validate as run_validation
+from trial_core.driver.stages.validate import (
+    check_metrics as name_metrics,
+    validate as run_validation,
+)
 from trial_core.retention.policy import RetentionPolicy
 from trial_core.run.script_progress import ScriptProgress
 from trial_core.run.sequencer import Progress

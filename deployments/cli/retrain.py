@@ -79,8 +79,7 @@ class _RetrainRun:
         Raises:
             Stopped: it ended without a result.
         """
-        from trialflow.flows.retrain import SKIPPED
-        from trialflow.flows.retrain import retrain as retrain_flow
+        from trialflow.flows.retrain import SKIPPED, retrain as retrain_flow
         from trialflow.flows.retraining.outcome import RetrainResult
 
         def on_completion(flow: Any, flow_run: Any, state: Any) -> None:

@@ -15,7 +15,6 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, TextIO, cast
 
 from typing_extensions import Self
@@ -51,12 +50,7 @@ class Display(RunStatus):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """The run is over."""
 
     def _names_stage(self, activity: str) -> bool:
@@ -191,12 +185,7 @@ class LiveDisplay(Display):
         self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._live.stop()
 
     def say(self, line: str) -> None:
