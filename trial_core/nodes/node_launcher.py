@@ -251,11 +251,7 @@ class NodeConnections:
                 raise RankFailed(rank=share[0], host=agent.name, during="its start", node_lost=why)
 
     def start(self, ranks: list[RankHandle]) -> None:
-        """Start the ranks. Each is added to `ranks` before.
-
-        Raises:
-            RankFailed: a node is lost.
-        """
+        """Start the ranks. Each is added to `ranks` before. Raises RankFailed if a node is lost."""
         launch, (first, _) = self._launch, self._shares[0]
         store = first.address, self._prepared[first.name].store_port
         with self._changed:
