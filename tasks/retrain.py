@@ -59,11 +59,6 @@ class RetrainingRun:
 
     Attributes:
         config: the experiment, with unrendered data.
-        settings: its `retraining` section.
-        model: name of the model.
-        rule: when a challenger is better.
-        store: the checkpoints.
-        registry: the models in that store.
         run_id: id of the flow run; the same for all attempts.
         journal: the results of completed stages.
     """
@@ -266,11 +261,7 @@ def promote_challenger(
     retries=STORAGE_RETRIES, retry_delay_seconds=STORAGE_RETRY_SECONDS,
 )  # fmt: skip
 def send_event(retraining: RetrainingRun, outcome: Mapping[str, Any]) -> None:
-    """Send the event of the outcome.
-
-    Raises:
-        httpx.HTTPError: the server did not accept the event.
-    """
+    """Send the event of the outcome. Raises httpx.HTTPError if the server did not accept it."""
     event = outcome_event(retraining.model, retraining.run_id, outcome)
     with get_client(sync_client=True) as client:
         send(client, event)

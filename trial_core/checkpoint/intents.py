@@ -27,8 +27,6 @@ class Intent(msgspec.Struct, frozen=True, kw_only=True):
     """The announcement that a checkpoint is being uploaded.
 
     Attributes:
-        trial: the trial's id.
-        uuid: the checkpoint's.
         attempt: `Manifest.attempt` of the checkpoint; empty if the intent is unreadable.
         created_at: start of the upload: ISO 8601, UTC; empty if the intent is unreadable.
         number: the attempt's number, 0 if it has not taken over the trial.

@@ -72,7 +72,6 @@ class KeptLedger:
         number: of the run's attempt.
         clock: measures the run. The block tells it what earlier runs have trained.
         per_slot_hour: price of an hour of one slot; None: unknown.
-        logger: gets warnings.
     """
 
     def __init__(

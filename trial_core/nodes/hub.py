@@ -111,8 +111,6 @@ class Hub:
     """Listens for agents. A context manager: at its end, all agents end.
 
     Args:
-        listen: where.
-        token: the run's token.
         slots_per_node, environment, network: as in `Welcome`.
         same_versions: whether all nodes must have the versions of the first one. Without it, they
             need only the driver's trialflow.

@@ -115,8 +115,6 @@ class NodeLauncher:
 
     Args:
         agents: the nodes' agents; ranks are numbered in this order.
-        code: the trial's code.
-        storage: where checkpoints are stored.
         storage_key: an object there that every node must see; None: they are not asked for one.
     """
 

@@ -70,13 +70,7 @@ class RankProcess(RankLog):
         self._ended = threading.Event()
 
     def start(self, variables: Mapping[str, str], folder: Path, descriptors: Sequence[int]) -> None:
-        """Have it forked. Returns at once.
-
-        Args:
-            variables: the environment variables that only this rank gets.
-            folder: its working directory.
-            descriptors: those of its standard input, its log and, for rank 0, its store's socket.
-        """
+        """Have it forked, with what `StartRank` has. Returns at once."""
         self._server.start(self._number, variables, folder, descriptors)
 
     def wait(self, timeout_seconds: float) -> bool:
@@ -160,11 +154,7 @@ class ForkServer:
     def new_rank(
         self, rank: int, log_path: Path, on_exit: Callable[[int, int], None]
     ) -> RankProcess:
-        """A rank that is not started yet. Call `prepare` first.
-
-        Args:
-            on_exit: called with the rank and its return code when it has ended.
-        """
+        """A rank that is not started yet. Call `prepare` first."""
         if self._process is None:
             raise SlotsError("a rank was made before the fork server was prepared")
         return self._process.new_rank(rank, log_path, on_exit)

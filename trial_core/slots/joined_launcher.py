@@ -76,12 +76,7 @@ class JoinedLauncher:
 
 
 class JoinedConnections:
-    """The connections to the ranks of one group, and the `Listener` of their channel.
-
-    Attributes:
-        ranks: the ranks, also before they have joined.
-        invitation: what a rank needs to join.
-    """
+    """The connections to the ranks of one group, and the `Listener` of their channel."""
 
     def __init__(self, launch: LaunchRequest, listen: ListenAddress | None) -> None:
         self._listener = launch.listener

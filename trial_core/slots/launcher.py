@@ -28,7 +28,6 @@ class LaunchRequest:
     """What a slot group wants to have started.
 
     Attributes:
-        world_size: how many ranks.
         working_dir: the folder of the user's code, on this machine.
         log_dir: the folder of the ``rank-N.log`` files, on this machine.
         environment: the experiment's variables; they override those of the process that starts
@@ -103,7 +102,6 @@ class MachineShare:
     """The ranks that a launch starts on one machine, among those of the run.
 
     Attributes:
-        ranks: the machine's ranks.
         world_size: the number of the run's ranks.
         store: address and port of torch.distributed's store, on the ranks' network.
         address: that of this machine there.

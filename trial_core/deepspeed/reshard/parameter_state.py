@@ -41,7 +41,6 @@ class ParameterState:
     """The optimizer's state of one parameter.
 
     Attributes:
-        shape: the parameter's shape.
         group: index of its optimizer group.
         fragments: for each fragment, the index of its first element in the flattened parameter, and
             its tensors by key: the fp32 weights (`MASTER`) and the optimizer's, such as
@@ -174,11 +173,7 @@ def parameters_from_full_state(
 
 
 def require_group_count(saved: int, now: int) -> None:
-    """Check that the optimizer has as many groups as it had.
-
-    Raises:
-        CheckpointError: the numbers differ.
-    """
+    """Check that the optimizer has as many groups as it had. Raises CheckpointError if not."""
     if saved != now:
         raise CheckpointError(
             f"the optimizer had {saved} groups of parameters when the checkpoint was saved, and "

@@ -22,7 +22,6 @@ class Fragment:
     """Consecutive elements of one parameter, in the partition of one rank.
 
     Attributes:
-        name: the parameter's name.
         first: index of the first of these elements in the flattened parameter.
         count: number of elements, at least 1.
         offset: index of the first of these elements in the partition.
