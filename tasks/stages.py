@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
+from prefect.context import FlowRunContext
 
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.resume_point import Restore, ResumePoint
@@ -24,7 +25,6 @@ from trial_core.run.script_progress import ScriptProgress
 from trial_core.run.sequencer import Progress
 from trial_core.transfer.staged_checkpoint import StagedCheckpoint
 from trial_core.units import EpochLength
-from trialflow.tasks.result_memory import forget_results
 from trialflow.tasks.retrying import TRANSFER
 
 
@@ -126,3 +126,17 @@ def attach_trial(launch: Launch) -> None:
 def upload_run_files(launch: Launch, batches_trained: int) -> str:
     """Upload the files that no checkpoint upload has taken along; the URL of all of them."""
     return upload_files(launch, batches_trained)
+
+
+def forget_results() -> None:
+    """Make Prefect forget which task has returned which result. Call in the flow's thread.
+
+    Prefect keeps the state of every task result while a flow runs, keyed by the result's address,
+    and a set of assets per task run. So memory would grow with every workload, and a result at a
+    reused address would get a wrong dependency arrow. Call this where no task takes an earlier
+    result any more.
+    """
+    context = FlowRunContext.get()
+    if context is not None:
+        context.run_results.clear()
+        context.task_run_assets.clear()
