@@ -5,12 +5,10 @@ The stages of a run are the tasks of `STAGES`. `trial_core/run/run_loop.py` has 
 them. A Core API script, or one with a `Trainer`, is run by `run-script` in place of a trial.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, get_type_hints
+from typing import Any
 
 from prefect import flow, runtime
 from prefect.client.schemas.objects import State
@@ -54,6 +52,7 @@ STAGES = Stages(
 """The stages of a run as Prefect tasks."""
 
 
+# flow.serve() pickles the flow without this module's names: no postponed annotations here.
 @flow(name="train", flow_run_name=train_name, validate_parameters=True)
 def train(
     config: ExperimentConfig, trial: str | None = None, take_over: bool = False
@@ -95,10 +94,6 @@ def train(
     if isinstance(result, State):
         return result
     return replace(result, flow_run_id=flow_run_id)
-
-
-# flow.serve() pickles the function without this module's names, which the annotations need.
-train.fn.__annotations__ = get_type_hints(train.fn)
 
 
 def train_trial(
