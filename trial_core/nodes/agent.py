@@ -110,7 +110,6 @@ class Agent:
 
     Args:
         folder: an empty folder for this agent alone.
-        fork_server: starts the ranks.
         name: the node's name among those of the provider; empty: the driver chooses one.
         slots: how many ranks this node offers; None: as the driver says.
 

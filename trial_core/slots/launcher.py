@@ -32,7 +32,6 @@ class LaunchRequest:
         log_dir: the folder of the ``rank-N.log`` files, on this machine.
         environment: the experiment's variables; they override those of the process that starts
             the ranks.
-        listener: gets the ranks' messages.
         on_exit: called with a rank and its return code when it and its children have ended.
         should_abort: asked while something takes long whether to give up.
     """
@@ -73,11 +72,7 @@ class Launcher(Protocol):
 
 
 class LocalLauncher:
-    """Starts ranks on this machine.
-
-    Args:
-        fork_server: forks the ranks, and stays for later groups; None: one for each group.
-    """
+    """Starts ranks on this machine, by a fork server that stays, or by one for each group."""
 
     def __init__(self, fork_server: ForkServer | None = None) -> None:
         self._fork_server = fork_server
@@ -117,11 +112,7 @@ class MachineShare:
 
 
 class LocalConnections:
-    """The connections to ranks of this machine.
-
-    Args:
-        fork_server: closed with them; None: stays.
-    """
+    """The connections to ranks of this machine. A fork server that is given is closed with them."""
 
     def __init__(self, channel: Channel, fork_server: ForkServer | None) -> None:
         self._channel = channel
@@ -153,7 +144,6 @@ def launch_here(
     """Start those ranks of a launch that this machine gets.
 
     Args:
-        fork_server: forks the ranks, and ends them when this process ends.
         store: the bound socket on which rank 0 hosts the store, if rank 0 is one of them.
         ranks: each rank is added here before it is started, so that none is lost.
         owned: a fork server that the result closes.
@@ -210,7 +200,6 @@ def rank_environment(
     Each rank gets its share of the cores: libraries would start a thread per core in every rank.
 
     Args:
-        local_size: how many ranks this machine gets.
         address: that of this machine on the ranks' network.
 
     Raises:

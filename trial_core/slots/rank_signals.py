@@ -62,10 +62,9 @@ class RankSignals:
             self._waker.send(b"\0")
 
     def wait(self, seconds: float) -> set[int] | None:
-        """Wait for signals, at most `seconds`. Called in one thread.
+        """The signals that came after at most `seconds`; None: the block has ended.
 
-        Returns:
-            The signals that came, perhaps none; None: the block has ended.
+        Called in one thread.
         """
         self._woken.settimeout(seconds)
         try:

@@ -59,11 +59,7 @@ class ParameterState:
         return {key: tensor.dtype for key, tensor in self.fragments[0][1].items()}
 
     def copy(self, key: str, first: int, target: torch.Tensor) -> None:
-        """Fill the flat tensor `target` with the elements from index `first` on.
-
-        Raises:
-            CheckpointError: the fragments do not hold all of these elements.
-        """
+        """Fill the flat `target` from index `first` on. CheckpointError: elements are missing."""
         last, copied = first + target.numel(), 0
         for begin, tensors in self.fragments:
             source = tensors[key]

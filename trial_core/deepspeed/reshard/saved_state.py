@@ -37,7 +37,6 @@ class SourceEngine:
 
     Args:
         folder: the files under the engine's tag.
-        model_rank: the model-parallel rank.
         target_groups: the parameters that the live engine trains, by optimizer group.
 
     Attributes:
