@@ -17,7 +17,7 @@ SHELL := bash
 
 # Trains the example through the whole DAG, then shows what it has learnt.
 run: $(VENV)/.installed
-	@echo "training examples/gpt_stdlib: about 80 seconds on 2 CPU cores"
+	@echo "training examples/gpt_stdlib; the display has the time that is left"
 	@$(BIN)/trialflow train examples/gpt_stdlib/experiment.yaml $(ARGS)
 	@$(BIN)/python examples/gpt_stdlib/sample.py
 
@@ -58,8 +58,8 @@ release: $(VENV)/.installed-release
 clean:
 	rm -rf $(VENV) build *.egg-info
 
-# What pip does, in few lines: large downloads, and the installation itself.
-PIP_LINES := sed -u -nE 's|^ *Downloading (.*/)?([^/ ]+) (\([0-9.]+ MB\)).*|  downloading \2 \3|p; s|^Installing collected packages.*|  unpacking all packages|p; s|^Successfully installed.*|  installed|p'
+# What pip does, in few lines: large downloads, and how far it has unpacked.
+PIP_LINES := $(BIN)/python .ci/pip_lines.py
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "trialflow needs Python 3.10 or newer, this is " + sys.version)'

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule
-from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader as TorchDataLoader, DistributedSampler, TensorDataset
 
 from benchmarks.models import MODELS, SAMPLES, Small, Tiny
 from trial_core.deepspeed import DeepSpeedTrial, DeepSpeedTrialContext

@@ -56,11 +56,7 @@ class DeploymentTarget:
 
 
 def check_pool_name(name: str) -> None:
-    """Refuse a name that Prefect does not accept for a work pool.
-
-    Raises:
-        ConfigError: the name is empty, or has a banned character.
-    """
+    """Refuse with ConfigError a name that Prefect does not accept for a work pool."""
     if not name.strip() or set(name) & set(BANNED_IN_NAMES):
         raise ConfigError(
             f"--pool {name!r} is not a valid work pool name: it must not be empty or contain any "

@@ -23,11 +23,7 @@ A_PAGE = 200
 
 
 class FlowDeployment(Resource):
-    """A deployment of one of our flows.
-
-    Args:
-        target: where its runs execute.
-    """
+    """A deployment of one of our flows."""
 
     def __init__(self, wanted: DesiredDeployment, target: DeploymentTarget) -> None:
         module, _, name = wanted.entrypoint.rpartition(".")

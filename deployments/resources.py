@@ -50,11 +50,7 @@ class Change:
 
 
 class Resource(ABC):
-    """Something that the server should have.
-
-    Attributes:
-        title: its name in the command's output.
-    """
+    """Something that the server should have; `title` is its name in the output."""
 
     title: str
 
@@ -121,11 +117,7 @@ def take_down(
 
 
 class Pool(Resource):
-    """A work pool with our job template.
-
-    Args:
-        overwrite: whether an existing pool receives our template.
-    """
+    """A work pool with our job template, which replaces an existing one's on `overwrite`."""
 
     def __init__(self, name: str, pool_type: PoolType, overwrite: bool = False) -> None:
         self.title = f"work pool {name} ({pool_type})"
@@ -172,11 +164,7 @@ class Pool(Resource):
 
 
 class GpuLimit(Resource):
-    """The concurrency limit that counts the GPUs that runs share.
-
-    Args:
-        count: how many; None: not given, so an existing limit is kept.
-    """
+    """The limit that counts the GPUs that runs share; without a count, keeps an existing one."""
 
     def __init__(self, count: int | None) -> None:
         self.title = f"concurrency limit {GPU_LIMIT}" + (f" of {count}" if count else "")

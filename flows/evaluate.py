@@ -5,11 +5,9 @@ The validation hooks of callbacks run, on_validation_end included, which may cha
 The slots may have another topology than those that saved the checkpoint.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, get_type_hints
+from typing import Any
 
 import httpx
 from prefect import flow, runtime
@@ -71,6 +69,7 @@ class EvaluateResult:
     flow_run_id: str | None = None
 
 
+# flow.serve() pickles the flow without this module's names: no postponed annotations here.
 @flow(name="evaluate", flow_run_name=evaluate_name, validate_parameters=True)
 def evaluate(
     config: ExperimentConfig, checkpoint: str | None = None
@@ -112,10 +111,6 @@ def evaluate(
         return result
     _show(config, result)
     return replace(result, flow_run_id=flow_run_id)
-
-
-# flow.serve() pickles the function without this module's names, which the annotations need.
-evaluate.fn.__annotations__ = get_type_hints(evaluate.fn)
 
 
 def evaluate_checkpoint(

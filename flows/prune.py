@@ -4,11 +4,8 @@ A run prunes its own trial after each commit. This flow does the rest: ended tri
 former best checkpoints of the experiment, and leftovers of trials that never run again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import get_type_hints
 
 from prefect import flow
 from prefect.artifacts import create_table_artifact
@@ -43,6 +40,7 @@ class PruneResult:
     is_dry_run: bool
 
 
+# flow.serve() pickles the flow without this module's names: no postponed annotations here.
 @flow(name="prune", flow_run_name="prune {config.name}", validate_parameters=True)
 def prune(
     config: ExperimentConfig,
@@ -85,10 +83,6 @@ def prune(
     if dry_run:
         return _planned(plan, leftovers)
     return _carry_out(store, plan, leftovers, leftovers_after_days)
-
-
-# flow.serve() pickles the function without this module's names: resolve the annotations now.
-prune.fn.__annotations__ = get_type_hints(prune.fn)
 
 
 def _planned(plan: PruningPlan | None, leftovers: list[Leftover]) -> PruneResult:

@@ -5,13 +5,11 @@
 a later attempt continues behind it (`trial_core.models.journal`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from typing import Any, get_type_hints
+from typing import Any
 from uuid import UUID
 
 from prefect import flow, runtime
@@ -74,6 +72,7 @@ from trialflow.tasks.retrain import (
 SKIPPED = "Skipped"
 
 
+# flow.serve() pickles the flow without this module's names: no postponed annotations here.
 @flow(name=FLOW, flow_run_name=retrain_name, validate_parameters=True)
 def retrain(
     config: ExperimentConfig, data: dict[str, Any] | None = None
@@ -124,10 +123,6 @@ def retrain(
             lambda: retrain_model(retraining, plan, stopping, devices, watch.await_server),
             describe_decision,
         )
-
-
-# flow.serve() pickles the flow without this module's names, which the annotations need.
-retrain.fn.__annotations__ = get_type_hints(retrain.fn)
 
 
 def describe_lateness(retraining: RetrainingRun, scheduled_time: datetime) -> str | None:

@@ -5,12 +5,10 @@ The stages of a run are the tasks of `STAGES`. `trial_core/run/run_loop.py` has 
 them. A Core API script, or one with a `Trainer`, is run by `run-script` in place of a trial.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, get_type_hints
+from typing import Any
 
 from prefect import flow, runtime
 from prefect.client.schemas.objects import State
@@ -22,7 +20,9 @@ from trial_core.driver.code_source import refuse_missing_code
 from trial_core.driver.drive import Caller, describe_saved, drive_trial
 from trial_core.driver.observers import current_observer
 from trial_core.driver.stages import Stages
-from trial_core.run.run_dirs import trial_id
+from trial_core.driver.stages.callbacks import callbacks
+from trial_core.report.live_report import PAGE
+from trial_core.run.run_dirs import run_dir_of, trial_id
 from trial_core.run.run_loop import TrialResult as TrialResult  # part of the flow's interface
 from trial_core.run.stop_requests import StopHandler
 from trialflow.flows.lifecycle.crash_limit import check_crash_limit
@@ -38,7 +38,7 @@ STAGES = Stages(
     build_trial=stages.build_trial,
     fetch_checkpoint=stages.fetch_checkpoint,
     build_loaders=stages.build_loaders,
-    callbacks=stages.callbacks,  # one for each hook that a callback of the trial overrides
+    callbacks=callbacks,  # no task: the timeline would have several for each workload
     check_metrics=stages.check_metrics,
     train_workload=stages.train_workload,
     validate=stages.validate,
@@ -52,6 +52,7 @@ STAGES = Stages(
 """The stages of a run as Prefect tasks."""
 
 
+# flow.serve() pickles the flow without this module's names: no postponed annotations here.
 @flow(name="train", flow_run_name=train_name, validate_parameters=True)
 def train(
     config: ExperimentConfig, trial: str | None = None, take_over: bool = False
@@ -74,8 +75,7 @@ def train(
     flow_run_id, is_new = str(runtime.flow_run.id), trial is None
     trial = checked_trial(trial or trial_id(config.name, flow_run_id))
     refuse_missing_code(config)
-    page = ReportArtifact(trial).url
-    get_run_logger().info("trial %s%s", trial, f"; its report is at {page}" if page else "")
+    _log_links(trial)
     settings, began = config.stopping, time.monotonic()
     check_crash_limit(config.max_restarts)
     with (
@@ -94,10 +94,6 @@ def train(
     if isinstance(result, State):
         return result
     return replace(result, flow_run_id=flow_run_id)
-
-
-# flow.serve() pickles the function without this module's names, which the annotations need.
-train.fn.__annotations__ = get_type_hints(train.fn)
 
 
 def train_trial(
@@ -140,6 +136,14 @@ def train_trial(
         waited_seconds=waited_seconds,
     )
     return drive_trial(config, trial, caller)
+
+
+def _log_links(trial: str) -> None:
+    """Log where the report will be: the file, which needs no server and no login, and the UI's."""
+    page = ReportArtifact(trial).url
+    shown = f", and in Prefect at {page}" if page else ""
+    file = (run_dir_of(trial) / PAGE).as_uri()
+    get_run_logger().info("trial %s; its report is at %s%s", trial, file, shown)
 
 
 def takeover_wait_seconds(config: ExperimentConfig) -> float:

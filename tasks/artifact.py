@@ -64,11 +64,7 @@ class MarkdownArtifact:
         _unsent.pop(self, None)
 
     def send_last(self) -> None:
-        """Write the text that the server has not taken, with Prefect's own retries.
-
-        Raises:
-            ARTIFACT_ERRORS: as `write`.
-        """
+        """Write what the server has not taken, with Prefect's own retries. Raises as `write`."""
         text = _unsent.get(self)
         if text is not None:
             self._send(text)

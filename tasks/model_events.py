@@ -41,11 +41,7 @@ def outcome_event(model: str, run_id: str, outcome: Mapping[str, Any]) -> Event:
 
 
 def send(client: SyncPrefectClient, event: Event) -> None:
-    """Send an event. Unlike Prefect's `emit_event`, fails if the server does not accept it.
-
-    Raises:
-        httpx.HTTPError: the server did not accept the event.
-    """
+    """Send an event. Unlike Prefect's `emit_event`, raises httpx.HTTPError if it is refused."""
     answer = client.request("POST", "/events", json=[event.model_dump(mode="json")])
     answer.raise_for_status()
 

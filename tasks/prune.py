@@ -28,11 +28,7 @@ from trialflow.tasks.retrying import TRANSFER
 def plan_prune(
     store: CheckpointStore, policy: RetentionPolicy, experiment: str, trial: str | None
 ) -> PruningPlan:
-    """Decide which of an experiment's checkpoints to delete, and log why.
-
-    Raises:
-        StorageError: the storage cannot be read.
-    """
+    """Decide which of an experiment's checkpoints to delete, and log why. Raises StorageError."""
     plan = plan_pruning(store, policy, experiment, trial=trial)
     logger = get_run_logger()
     logger.info("keeping %s", policy)

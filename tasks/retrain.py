@@ -5,7 +5,6 @@ Each task runs once per flow run: `trial_core.models.journal` keeps its result f
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
@@ -45,7 +44,7 @@ from trial_core.retention.policy import own_metric
 from trial_core.run.run_dirs import run_dir_of, trial_id
 from trial_core.run.stop_requests import StopHandler
 from trialflow.tasks.model_events import outcome_event, send
-from trialflow.tasks.retrying import STORAGE_RETRIES, STORAGE_RETRY_SECONDS, storage_failed
+from trialflow.tasks.retrying import STORAGE_RETRIES, STORAGE_RETRY_SECONDS, TRANSFER
 
 LOGS = "logs"
 
@@ -59,11 +58,6 @@ class RetrainingRun:
 
     Attributes:
         config: the experiment, with unrendered data.
-        settings: its `retraining` section.
-        model: name of the model.
-        rule: when a challenger is better.
-        store: the checkpoints.
-        registry: the models in that store.
         run_id: id of the flow run; the same for all attempts.
         journal: the results of completed stages.
     """
@@ -118,15 +112,7 @@ class RetrainingRun:
         return self.folder / LOGS / f"callback-{function.replace(':', '-')}.log"
 
 
-_STORAGE_TASK: dict[str, Any] = {
-    "cache_policy": NO_CACHE,
-    "retries": STORAGE_RETRIES,
-    "retry_delay_seconds": STORAGE_RETRY_SECONDS,
-    "retry_condition_fn": storage_failed,
-}
-
-
-@task(name="plan", task_run_name="plan", **_STORAGE_TASK)
+@task(name="plan", task_run_name="plan", **TRANSFER)
 def make_plan(
     retraining: RetrainingRun, scheduled_time: datetime, data: Mapping[str, Any] | None
 ) -> RetrainingPlan:
@@ -158,7 +144,7 @@ def make_plan(
     return plan
 
 
-@task(name="plan", task_run_name="plan", **_STORAGE_TASK)
+@task(name="plan", task_run_name="plan", **TRANSFER)
 def renew_plan(retraining: RetrainingRun, plan: RetrainingPlan) -> RetrainingPlan:
     """The plan of an earlier attempt; with the present champion if its own was never validated.
 
@@ -196,7 +182,7 @@ def _check_callbacks(retraining: RetrainingRun) -> None:
             )
 
 
-@task(name="register", task_run_name="register", **_STORAGE_TASK)
+@task(name="register", task_run_name="register", **TRANSFER)
 def register_challenger(retraining: RetrainingRun, plan: RetrainingPlan) -> Challenger:
     """Register the best checkpoint of the challenger's trial as a version of the model."""
     rule, manifests = retraining.rule, retraining.store.resume_candidates(plan.trial)
@@ -206,8 +192,7 @@ def register_challenger(retraining: RetrainingRun, plan: RetrainingPlan) -> Chal
     value = own_metric(best, rule.metric)
     version = retraining.registry.register(
         retraining.model, best, metric=rule.metric, smaller_is_better=rule.smaller_is_better,
-        value=value if value is not None and math.isfinite(value) else None,
-        run=retraining.run_id,
+        value=value, run=retraining.run_id,
     )  # fmt: skip
     get_run_logger().info("checkpoint %s is %s", best.uuid, version)
     return Challenger(
@@ -231,7 +216,7 @@ def compare(
     return PromotionDecision(promoted=verdict.is_better, why=verdict.why)
 
 
-@task(name="promote", task_run_name="promote", **_STORAGE_TASK)
+@task(name="promote", task_run_name="promote", **TRANSFER)
 def promote_challenger(
     retraining: RetrainingRun,
     plan: RetrainingPlan,
@@ -266,11 +251,7 @@ def promote_challenger(
     retries=STORAGE_RETRIES, retry_delay_seconds=STORAGE_RETRY_SECONDS,
 )  # fmt: skip
 def send_event(retraining: RetrainingRun, outcome: Mapping[str, Any]) -> None:
-    """Send the event of the outcome.
-
-    Raises:
-        httpx.HTTPError: the server did not accept the event.
-    """
+    """Send the event of the outcome. Raises httpx.HTTPError if the server did not accept it."""
     event = outcome_event(retraining.model, retraining.run_id, outcome)
     with get_client(sync_client=True) as client:
         send(client, event)

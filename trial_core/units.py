@@ -88,29 +88,44 @@ class _TrainUnit:
         Raises:
             ConfigError: the period is in epochs, but the loader has no length.
         """
-        counts = self._counts_at(batches_trained, epoch)
+        before = self._reached(max(batches_trained - 1, 0), epoch)
+        # Several counts when epochs are shorter than a batch.
+        counts = range(before + 1, self._reached(batches_trained, epoch) + 1)
         if isinstance(self.value, int):
             return any(count % self.value == 0 for count in counts)
         return any(count in self.value for count in counts)
-
-    def _counts_at(self, batches_trained: int, epoch: EpochLength | None) -> range:
-        """The counts of this unit that are reached exactly at `batches_trained`."""
-        raise NotImplementedError
 
     def next_due(
         self, batches_trained: int, until: int, epoch: EpochLength | None = None
     ) -> int | None:
         """The first due batch after `batches_trained` and up to `until`; None if there is none."""
-        candidates: Iterable[int] = range(batches_trained + 1, until + 1)
-        return next((b for b in candidates if self.is_due(b, epoch)), None)
+        if not isinstance(self.value, int):
+            candidates: Iterable[int] = range(batches_trained + 1, until + 1)
+            return next((b for b in candidates if self.is_due(b, epoch)), None)
+        times = self.times_due(batches_trained, epoch)
+        due = self._batches_until((times + 1) * self.value, epoch)
+        return due if due <= until else None
 
     def last_due(self, batches_trained: int, epoch: EpochLength | None = None) -> int:
         """The last due batch up to `batches_trained`; 0 if there is none, and for a container."""
-        return 0
+        if not isinstance(self.value, int):
+            return 0
+        times = self.times_due(batches_trained, epoch)
+        return self._batches_until(times * self.value, epoch)
 
     def times_due(self, batches_trained: int, epoch: EpochLength | None = None) -> int:
         """How often it was due after `batches_trained` batches; 0 for a container."""
-        return 0
+        if not isinstance(self.value, int):
+            return 0
+        return self._reached(batches_trained, epoch) // self.value
+
+    def _reached(self, batches_trained: int, epoch: EpochLength | None) -> int:
+        """How many of this unit are complete after `batches_trained` batches."""
+        raise NotImplementedError
+
+    def _batches_until(self, count: int, epoch: EpochLength | None) -> int:
+        """The number of batches after which `count` of this unit are complete."""
+        raise NotImplementedError
 
 
 class Batch(_TrainUnit):
@@ -118,26 +133,11 @@ class Batch(_TrainUnit):
 
     unit = "batches"
 
-    def _counts_at(self, batches_trained: int, epoch: EpochLength | None) -> range:
-        return range(max(batches_trained, 1), batches_trained + 1)
+    def _reached(self, batches_trained: int, epoch: EpochLength | None) -> int:
+        return batches_trained
 
-    def next_due(
-        self, batches_trained: int, until: int, epoch: EpochLength | None = None
-    ) -> int | None:
-        if not isinstance(self.value, int):
-            return super().next_due(batches_trained, until, epoch)
-        due = (batches_trained // self.value + 1) * self.value
-        return due if due <= until else None
-
-    def last_due(self, batches_trained: int, epoch: EpochLength | None = None) -> int:
-        if not isinstance(self.value, int):
-            return super().last_due(batches_trained, epoch)
-        return batches_trained // self.value * self.value
-
-    def times_due(self, batches_trained: int, epoch: EpochLength | None = None) -> int:
-        if not isinstance(self.value, int):
-            return super().times_due(batches_trained, epoch)
-        return batches_trained // self.value
+    def _batches_until(self, count: int, epoch: EpochLength | None) -> int:
+        return count
 
 
 class Epoch(_TrainUnit):
@@ -145,33 +145,11 @@ class Epoch(_TrainUnit):
 
     unit = "epochs"
 
-    def _counts_at(self, batches_trained: int, epoch: EpochLength | None) -> range:
-        # Several counts when epochs are shorter than a batch.
-        epoch = _require(epoch, self)
-        before = epoch.epochs_completed(max(batches_trained - 1, 0))
-        return range(before + 1, epoch.epochs_completed(batches_trained) + 1)
+    def _reached(self, batches_trained: int, epoch: EpochLength | None) -> int:
+        return _require(epoch, self).epochs_completed(batches_trained)
 
-    def next_due(
-        self, batches_trained: int, until: int, epoch: EpochLength | None = None
-    ) -> int | None:
-        if not isinstance(self.value, int):
-            return super().next_due(batches_trained, until, epoch)
-        epoch = _require(epoch, self)
-        done = epoch.epochs_completed(batches_trained)
-        due = epoch.batches_until((done // self.value + 1) * self.value)
-        return due if due <= until else None
-
-    def last_due(self, batches_trained: int, epoch: EpochLength | None = None) -> int:
-        if not isinstance(self.value, int):
-            return super().last_due(batches_trained, epoch)
-        epoch = _require(epoch, self)
-        done = epoch.epochs_completed(batches_trained)
-        return epoch.batches_until(done // self.value * self.value)
-
-    def times_due(self, batches_trained: int, epoch: EpochLength | None = None) -> int:
-        if not isinstance(self.value, int):
-            return super().times_due(batches_trained, epoch)
-        return _require(epoch, self).epochs_completed(batches_trained) // self.value
+    def _batches_until(self, count: int, epoch: EpochLength | None) -> int:
+        return _require(epoch, self).batches_until(count)
 
 
 TrainUnit = Batch | Epoch
@@ -195,6 +173,4 @@ def in_batches(length: TrainUnit, epoch: EpochLength | None) -> int:
     """
     if not isinstance(length.value, int):
         raise TypeError(f"a maximum length must be one number, got {length!r}")
-    if isinstance(length, Batch):
-        return length.value
-    return _require(epoch, length).batches_until(length.value)
+    return length._batches_until(length.value, epoch)

@@ -14,7 +14,6 @@ class Check:
 
     Attributes:
         status: ``fail``: training is impossible; ``warn``: a part of it is limited.
-        found: what the check saw.
         advice: what to do; empty if nothing.
         node: which node was checked; empty: this machine, or all nodes together.
     """

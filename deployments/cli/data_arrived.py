@@ -29,10 +29,6 @@ def data_arrived(
             "experiment's `data`.",
         ),
     ] = None,
-    set_: Annotated[
-        list[str] | None,
-        Parameter(name="--set", negative=(), show=False, help="The earlier name of --data."),
-    ] = None,
 ) -> int:
     """Tell the Prefect server that a model has new data, so that a worker retrains it.
 
@@ -58,7 +54,7 @@ def data_arrived(
     from trialflow.tasks.model_events import data_arrived_event, send
 
     checked_model(model)
-    new_data = parse_data([*(data or []), *(set_ or [])])
+    new_data = parse_data(data or [])
     event = data_arrived_event(model, new_data)
     with configured_client() as client:
         send(client, event)

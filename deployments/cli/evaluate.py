@@ -51,8 +51,7 @@ def evaluate(
     refuse_what_cannot_run(experiment)
 
     def call(on_running: StateHook) -> EvaluateResult:
-        from trialflow.flows.evaluate import EvaluateResult
-        from trialflow.flows.evaluate import evaluate as evaluate_flow
+        from trialflow.flows.evaluate import EvaluateResult, evaluate as evaluate_flow
 
         flow = evaluate_flow.with_options(on_running=[on_running])
         result = flow(experiment, checkpoint=checkpoint)

@@ -69,11 +69,7 @@ Checkpoints = Annotated[str, Parameter(help=CHECKPOINT, required=True)]
 def read_experiment(
     path: Path, overrides: list[str], storage: str | None = None
 ) -> ExperimentConfig:
-    """Read an experiment file; warn on stderr of what may not be meant.
-
-    Raises:
-        ConfigError: every mistake, one a line.
-    """
+    """Read an experiment file, with warnings on stderr. Raises ConfigError, one mistake a line."""
     from trial_core.config import ExperimentWarning, load_config
 
     with warnings.catch_warnings(record=True) as caught:

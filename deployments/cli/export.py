@@ -43,7 +43,6 @@ class ExportRequest:
     """The weights to export.
 
     Attributes:
-        manifest: the checkpoint.
         engine: index of the trial's engine, or of a PyTorchTrial's model.
         dtype: precision of the exported weights.
         is_trusted: whether to read objects of any class.

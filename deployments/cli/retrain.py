@@ -77,13 +77,8 @@ class _RetrainRun:
         self._skip_message: str | None = None
 
     def run(self, on_running: StateHook) -> None:
-        """Run the flow.
-
-        Raises:
-            Stopped: it ended without a result.
-        """
-        from trialflow.flows.retrain import SKIPPED
-        from trialflow.flows.retrain import retrain as retrain_flow
+        """Run the flow. Raises Stopped if it ended without a result."""
+        from trialflow.flows.retrain import SKIPPED, retrain as retrain_flow
         from trialflow.flows.retraining.outcome import RetrainResult
 
         def on_completion(flow: Any, flow_run: Any, state: Any) -> None:

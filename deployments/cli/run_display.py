@@ -15,7 +15,6 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, TextIO, cast
 
 from typing_extensions import Self
@@ -55,13 +54,12 @@ class Display(RunStatus):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """The run is over."""
+
+    def _names_stage(self, activity: str) -> bool:
+        """Whether an activity says the stage: "starting the ranks, for 10 s"."""
+        return activity.startswith(str(self.stage))
 
     def say(self, line: str) -> None:
         """Show a line permanently."""
@@ -139,7 +137,7 @@ class PlainLines(Display):
 
     def stage_takes_long(self, activity: str) -> None:
         super().stage_takes_long(activity)
-        self.say(f"{self.stage}: {activity}")
+        self.say(activity if self._names_stage(activity) else f"{self.stage}: {activity}")
 
     def stage_ended(self, stage: str, detail: str, seconds: float) -> None:
         super().stage_ended(stage, detail, seconds)
@@ -195,12 +193,7 @@ class LiveDisplay(Display):
         self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._live.stop()
 
     def say(self, line: str) -> None:
@@ -242,7 +235,8 @@ class LiveDisplay(Display):
         return min(WIDEST_BAR, max(NARROWEST_BAR, self._console.width - 60))
 
     def _facts(self) -> list[str]:
-        facts = [note for note in (self._stop_note, text_format.clean(self.activity)) if note]
+        activity = "" if self._names_stage(self.activity) else text_format.clean(self.activity)
+        facts = [note for note in (self._stop_note, activity) if note]
         if self.samples_per_second is not None:
             facts.append(text_format.speed(self.samples_per_second))
         if training := text_format.main_metric(self.training, ("loss", *self.preferred)):

@@ -188,8 +188,7 @@ class _TrialRun:
             ConfigError: the trial that was named has no checkpoint.
             Stopped: the flow ended without a result.
         """
-        from trialflow.flows.train import TrialResult
-        from trialflow.flows.train import train as train_flow
+        from trialflow.flows.train import TrialResult, train as train_flow
 
         wanted, name = self._continuation, self._experiment.name
         if wanted.resume:

@@ -41,7 +41,6 @@ class RetrainingRequest:
     """What the `retraining` section of one experiment requests.
 
     Attributes:
-        model: name of the model, and of its deployment.
         deployment: the deployment; its parameter is the experiment.
         schedule: when it runs; None: only when started.
         on_data_arrived: whether it also runs when data arrives.

@@ -19,11 +19,7 @@ DELETION_SECONDS = 60.0
 
 
 class FlowRunReader:
-    """Reads one flow run. For several threads.
-
-    Args:
-        clock: seconds that never go backwards.
-    """
+    """Reads one flow run. For several threads."""
 
     def __init__(self, flow_run_id: UUID, clock: Callable[[], float] = time.monotonic) -> None:
         self.flow_run_id = flow_run_id

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx
+from prefect.client.orchestration import get_client
 from prefect.events import clients
 from prefect.events.worker import EventsWorker, emit_events_to_cloud
 from prefect.exceptions import PrefectException
@@ -124,7 +125,11 @@ def _install(outage: ServerOutage) -> None:
         clients.RETRYABLE_EXCEPTIONS = (*clients.RETRYABLE_EXCEPTIONS, InvalidHandshake)
     # At least a second each. A subclass would not do: Prefect sends nothing by unknown clients.
     attempts = sys.maxsize if outage.limit_seconds is None else math.ceil(outage.limit_seconds)
-    EventsWorker.set_client_override(clients.PrefectEventsClient, reconnection_attempts=attempts)
+    EventsWorker.set_client_override(
+        clients.PrefectEventsClient,
+        api_url=str(get_client(sync_client=True).api_url),  # no setting has a temporary server's
+        reconnection_attempts=attempts,
+    )
     set_api_log_sink(lambda log: PatientLogWorker.instance().send(log))
 
 

@@ -9,8 +9,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from uuid import UUID
 
+from prefect import runtime
 from prefect.client.orchestration import get_client
+from prefect.concurrency.context import ConcurrencyContext
+from prefect.concurrency.sync import concurrency
 from prefect.context import FlowRunContext
 from prefect.exceptions import ObjectNotFound
 from prefect.logging import get_run_logger
@@ -20,12 +24,14 @@ from trial_core.driver.placement import choose_provider
 from trial_core.errors import LaunchError
 from trial_core.slots.accelerators import count_accelerators, resolve_slot_count
 from trial_core.slots.device_locks import reserve_devices
-from trialflow.flows.lifecycle.concurrency_limits import concurrency_slots
 from trialflow.flows.lifecycle.flow_run_reader import is_healthy
 from trialflow.flows.lifecycle.requeue import requeue_if_stopped
 
 GPU_LIMIT = "gpu"
 LEASE_LABEL = "trialflow.gpu-lease"
+"""The flow run's label that stores the lease."""
+# How long a killed run's slots stay occupied for other runs; Prefect's minimum.
+LEASE_SECONDS = 60.0
 
 
 @contextmanager
@@ -59,7 +65,7 @@ def _acquire(config: ExperimentConfig, held: ExitStack) -> dict[str, str]:
     count = resolve_slot_count(resources.min_slots, variables, resources.max_slots)
     if not _has_limit(count):
         return {}
-    held.enter_context(concurrency_slots(GPU_LIMIT, count, LEASE_LABEL))
+    held.enter_context(_counted_slots(count))
     return held.enter_context(reserve_devices(count, variables, _log_waiting))
 
 
@@ -88,3 +94,42 @@ def _has_limit(count: int) -> bool:
             "waiting for %d GPUs: %d of %d are in use", count, limit.active_slots, limit.limit
         )
     return True
+
+
+@contextmanager
+def _counted_slots(slots: int) -> Iterator[None]:
+    """Wait for slots of the limit, and hold them for the block.
+
+    A lease that cannot be renewed is only a warning: it is no reason to lose training. The next
+    attempt releases a killed attempt's lease, instead of waiting for its own slots.
+    """
+    _release_previous_lease()
+    with (
+        ConcurrencyContext() as held,
+        concurrency(
+            GPU_LIMIT,
+            occupy=slots,
+            lease_duration=LEASE_SECONDS,
+            raise_on_lease_renewal_failure=False,
+        ),
+    ):
+        _store_lease(held)
+        yield
+
+
+def _release_previous_lease() -> None:
+    """Release what an attempt of this run held when it was killed."""
+    if runtime.flow_run.id is None:
+        return
+    with get_client(sync_client=True) as client:
+        lease = client.read_flow_run(UUID(str(runtime.flow_run.id))).labels.get(LEASE_LABEL)
+        if lease is not None:
+            client.release_concurrency_slots_with_lease(UUID(str(lease)))
+
+
+def _store_lease(held: ConcurrencyContext) -> None:
+    if runtime.flow_run.id is None:
+        return
+    with get_client(sync_client=True) as client:
+        for lease in held.cleanup_lease_ids:
+            client.update_flow_run_labels(UUID(str(runtime.flow_run.id)), {LEASE_LABEL: str(lease)})

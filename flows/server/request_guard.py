@@ -47,7 +47,6 @@ class RequestGuard:
     """An ASGI application in front of Prefect's.
 
     Args:
-        app: Prefect's API and UI.
         own_url: the server's only address, for example ``http://127.0.0.1:4200``.
     """
 

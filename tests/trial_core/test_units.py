@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from trial_core.errors import ConfigError
 from trial_core.units import Batch, Epoch, EpochLength, TrainUnit, in_batches

@@ -43,7 +43,6 @@ class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The record that an attempt has taken over a trial.
 
     Attributes:
-        trial: the trial's id.
         number: the attempt's number among all attempts at the trial. The highest may commit.
         attempt: the attempt's id. In a flow it is the flow run's id, which all its attempts share;
             in a script it is random. `Manifest.attempt` differs from it in a flow.

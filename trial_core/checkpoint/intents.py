@@ -20,14 +20,13 @@ from trial_core.checkpoint.json_objects import named_keys, read_json
 from trial_core.checkpoint.manifest import Count, is_tombstone, tombstone
 from trial_core.errors import CheckpointDamaged
 from trial_core.storage.base import Storage
+from trial_core.text_format import plural
 
 
 class Intent(msgspec.Struct, frozen=True, kw_only=True):
     """The announcement that a checkpoint is being uploaded.
 
     Attributes:
-        trial: the trial's id.
-        uuid: the checkpoint's.
         attempt: `Manifest.attempt` of the checkpoint; empty if the intent is unreadable.
         created_at: start of the upload: ISO 8601, UTC; empty if the intent is unreadable.
         number: the attempt's number, 0 if it has not taken over the trial.
@@ -69,8 +68,8 @@ class SweptUpload:
         what = f"checkpoint {self.uuid}" if self.uuid else "files beside checkpoints"
         attempt = f" of attempt {self.attempt}" if self.attempt else ""
         return (
-            f"{what}{attempt}, never committed: {self.files} files of {self.size_bytes} bytes, and "
-            f"{self.uploads} partial uploads"
+            f"{what}{attempt}, never committed: {plural(self.files, 'file')} of {self.size_bytes} "
+            f"bytes, and {plural(self.uploads, 'partial upload')}"
         )
 
 

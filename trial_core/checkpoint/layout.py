@@ -307,11 +307,7 @@ def checked_trial(trial: str) -> str:
 
 
 def checked_model(model: str) -> str:
-    """`model`, which becomes part of keys.
-
-    Raises:
-        RegistryError: no model may have this name.
-    """
+    """`model`, which becomes part of keys. Raises RegistryError if no model may have this name."""
     if not is_name(model):
         raise RegistryError(f"{model!r} is not a valid model name: {_NAME_RULE}")
     return model

@@ -15,32 +15,25 @@ a Prefect server that validates parameters refuses them.
 
 from __future__ import annotations
 
-from trial_core.config.checkpoint_storage import StorageConfig
-from trial_core.config.error_text import ExperimentWarning, IgnoredFieldWarning, error_lines
-from trial_core.config.experiment import ExperimentConfig, load_config
-from trial_core.config.resources_section import ResourcesConfig
-from trial_core.config.retraining_section import RetrainingConfig, ScheduleConfig
-from trial_core.config.sections import (
-    EnvironmentConfig,
-    OptimizationsConfig,
-    ProfilingConfig,
-    ReproducibilityConfig,
-    SearcherConfig,
+from trial_core.config.checkpoint_storage import StorageConfig as StorageConfig
+from trial_core.config.error_text import (
+    ExperimentWarning as ExperimentWarning,
+    IgnoredFieldWarning as IgnoredFieldWarning,
+    error_lines as error_lines,
 )
-
-__all__ = [
-    "EnvironmentConfig",
-    "ExperimentConfig",
-    "ExperimentWarning",
-    "IgnoredFieldWarning",
-    "OptimizationsConfig",
-    "ProfilingConfig",
-    "ReproducibilityConfig",
-    "ResourcesConfig",
-    "RetrainingConfig",
-    "ScheduleConfig",
-    "SearcherConfig",
-    "StorageConfig",
-    "error_lines",
-    "load_config",
-]
+from trial_core.config.experiment import (
+    ExperimentConfig as ExperimentConfig,
+    load_config as load_config,
+)
+from trial_core.config.resources_section import ResourcesConfig as ResourcesConfig
+from trial_core.config.retraining_section import (
+    RetrainingConfig as RetrainingConfig,
+    ScheduleConfig as ScheduleConfig,
+)
+from trial_core.config.sections import (
+    EnvironmentConfig as EnvironmentConfig,
+    OptimizationsConfig as OptimizationsConfig,
+    ProfilingConfig as ProfilingConfig,
+    ReproducibilityConfig as ReproducibilityConfig,
+    SearcherConfig as SearcherConfig,
+)

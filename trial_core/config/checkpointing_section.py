@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from trial_core.config.section_base import Section
-from trial_core.config.values import MAX_SECONDS, Flag
+from trial_core.config.values import Flag, Seconds
 
 _MAX_MEMORY_GIB = 2.0**20  # 1 PiB
 
@@ -40,12 +40,9 @@ class CheckpointingConfig(Section):
         description="Whether checkpoints omit frozen weights; a resumed run uses the weights that "
         "the trial builds. Only for trials that do not override save.",
     )
-    stall_timeout_seconds: float | None = Field(
+    stall_timeout_seconds: Seconds | None = Field(
         # A disk with much cached data may need minutes to write it, and shows no progress then.
         default=900.0,
-        gt=0,
-        le=MAX_SECONDS,
-        allow_inf_nan=False,
         title="Stall timeout of transfers",
         description="Seconds without a byte moved after which a rank's upload or fetch counts as "
         "hung. It is killed and retried like a failed transfer. null: no limit.",

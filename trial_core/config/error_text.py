@@ -30,8 +30,12 @@ class IgnoredFieldWarning(ExperimentWarning):
 
 def warn_ignored(message: str) -> None:
     """Warn that a field of the experiment has no effect."""
+    _warn(message, IgnoredFieldWarning)
+
+
+def _warn(message: str, category: type[ExperimentWarning]) -> None:
     # `warn_explicit`, because no stack level points to the experiment: the stack is pydantic's.
-    warnings.warn_explicit(message, IgnoredFieldWarning, filename="<experiment>", lineno=1)
+    warnings.warn_explicit(message, category, filename="<experiment>", lineno=1)
 
 
 class MetricDirectionWarning(ExperimentWarning):
@@ -40,12 +44,10 @@ class MetricDirectionWarning(ExperimentWarning):
 
 def warn_of_direction(metric: str) -> None:
     """Warn that the worst value of a metric would count as the best."""
-    warnings.warn_explicit(
+    _warn(
         f"searcher.smaller_is_better is not set, so the smallest {metric} counts as the best; set "
         "it to false if greater is better, else to true",
         MetricDirectionWarning,
-        filename="<experiment>",
-        lineno=1,
     )
 
 
@@ -60,12 +62,10 @@ def warn_of_new_hyperparameter(section: str, name: str, names: Sequence[str]) ->
         section: the path of the mapping that the name is set in.
         names: those that the file has there.
     """
-    warnings.warn_explicit(
+    _warn(
         f"--set {section}.{name}: the file has no such hyperparameter, so it has no effect unless "
         f"the trial reads it{did_you_mean(name, names)}",
         NewHyperparameterWarning,
-        filename="<experiment>",
-        lineno=1,
     )
 
 
@@ -75,12 +75,10 @@ class UnitWarning(ExperimentWarning):
 
 def warn_of_missing_unit(path: str, batches: int) -> None:
     """Warn of a number that may have been meant in epochs."""
-    warnings.warn_explicit(
+    _warn(
         f"{path}: {batches} has no unit and counts batches; to say so, write {{batches: {batches}}}"
         f", or else {{epochs: {batches}}}",
         UnitWarning,
-        filename="<experiment>",
-        lineno=1,
     )
 
 

@@ -16,7 +16,6 @@ from trial_core.config import determined
 from trial_core.config.checkpoint_storage import StorageConfig
 from trial_core.config.checkpointing_section import CheckpointingConfig
 from trial_core.config.command import is_command
-from trial_core.config.cost_section import CostConfig
 from trial_core.config.error_text import (
     error_lines,
     format_value,
@@ -29,6 +28,7 @@ from trial_core.config.resources_section import ResourcesConfig
 from trial_core.config.retraining_section import RetrainingConfig
 from trial_core.config.section_base import Section
 from trial_core.config.sections import (
+    CostConfig,
     EnvironmentConfig,
     OptimizationsConfig,
     ProfilingConfig,

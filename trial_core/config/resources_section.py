@@ -21,7 +21,7 @@ from typing_extensions import Self
 from trial_core.config import determined
 from trial_core.config.error_text import format_value, validation_error
 from trial_core.config.section_base import Section
-from trial_core.config.values import MAX_SECONDS, Flag, Text
+from trial_core.config.values import MAX_SECONDS, Flag, Seconds, Text
 
 MAX_SLOTS = 1024
 """More than the driver's connections were measured with."""
@@ -211,11 +211,8 @@ class ResourcesConfig(Section):
         "10.0.0.0/16, or an interface such as eth1. Default: that on which a node reaches the "
         "driver.",
     )
-    max_wait_seconds: float = Field(
+    max_wait_seconds: Seconds = Field(
         default=600.0,
-        gt=0,
-        le=MAX_SECONDS,
-        allow_inf_nan=False,
         title="Longest wait",
         description="Seconds that a run waits for its machines, at its start and after it has "
         "lost one.",

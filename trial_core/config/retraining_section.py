@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 from trial_core.checkpoint.layout import is_name
 from trial_core.config.error_text import format_value, validation_error
 from trial_core.config.section_base import Section
-from trial_core.config.values import MAX_SECONDS, Flag, Text
+from trial_core.config.values import Flag, Seconds, Text
 
 Start = Literal["scratch", "warm", "continue"]
 
@@ -50,11 +50,8 @@ class ScheduleConfig(Section):
         description="Time zone of `cron`, as an IANA name. Default: UTC.",
         examples=["Europe/Berlin"],
     )
-    interval_seconds: float | None = Field(
+    interval_seconds: Seconds | None = Field(
         default=None,
-        gt=0,
-        le=MAX_SECONDS,
-        allow_inf_nan=False,
         title="Interval",
         description="Seconds from the start of one run to the start of the next.",
     )
@@ -98,11 +95,8 @@ class RetrainingConfig(Section):
         description="A challenger is promoted if searcher.metric is better than the champion's by "
         "more than this.",
     )
-    max_lateness_seconds: float | None = Field(
+    max_lateness_seconds: Seconds | None = Field(
         default=None,
-        gt=0,
-        le=MAX_SECONDS,
-        allow_inf_nan=False,
         title="Longest delay",
         description="A run that starts later than this after its scheduled time is skipped. "
         "Default: no limit.",
@@ -113,11 +107,8 @@ class RetrainingConfig(Section):
         description="Functions in the code folder, as module:function, that are called with the "
         "outcome. Each runs in a separate process.",
     )
-    callback_timeout_seconds: float | None = Field(
+    callback_timeout_seconds: Seconds | None = Field(
         default=600.0,
-        gt=0,
-        le=MAX_SECONDS,
-        allow_inf_nan=False,
         title="Callback timeout",
         description="A callback that takes longer is killed and counts as failed. Null: no limit.",
     )

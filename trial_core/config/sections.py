@@ -218,3 +218,19 @@ class EnvironmentConfig(Section):
     def __repr_args__(self) -> list[tuple[str | None, Any]]:
         """Names without values: some are credentials."""
         return [("environment_variables", dict.fromkeys(self.environment_variables, "***"))]
+
+
+class CostConfig(Section):
+    """What a run's slots cost."""
+
+    yaml_path: ClassVar[str] = "cost"
+
+    per_slot_hour: float | None = Field(
+        default=None,
+        ge=0,
+        le=1e9,
+        allow_inf_nan=False,
+        title="Price of a slot",
+        description="Price of one slot for an hour, in any currency. The ledger of time then tells "
+        "what the trial has cost.",
+    )

@@ -7,7 +7,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from trial_core.config.section_base import Section
-from trial_core.config.values import MAX_SECONDS
+from trial_core.config.values import MAX_SECONDS, Seconds
 from trial_core.run.timeouts import RANK_STALL_SECONDS
 
 MIN_IDLE_TIMEOUT_SECONDS = 1800.0
@@ -27,19 +27,13 @@ class StoppingConfig(Section):
         description="Seconds that a run may take to save after Cancel, SIGTERM or Ctrl-C; then its "
         "ranks are killed. Prefect's workers kill after 30.",
     )
-    time_budget_seconds: float | None = Field(
+    time_budget_seconds: Seconds | None = Field(
         default=None,
-        gt=0,
-        le=MAX_SECONDS,
-        allow_inf_nan=False,
         title="Time budget",
         description="Seconds after which a run saves and ends; resume it later. Default: no limit.",
     )
-    stall_timeout_seconds: float | None = Field(
+    stall_timeout_seconds: Seconds | None = Field(
         default=RANK_STALL_SECONDS,
-        gt=0,
-        le=MAX_SECONDS,
-        allow_inf_nan=False,
         title="Stall timeout",
         description="Seconds without a trained or validated batch after which the ranks count as "
         "hung: their stacks are logged, and they are restarted. Stages without batches (building, "
@@ -48,11 +42,8 @@ class StoppingConfig(Section):
         "limit.",
     )
 
-    server_outage_seconds: float | None = Field(
+    server_outage_seconds: Seconds | None = Field(
         default=3600.0,
-        gt=0,
-        le=MAX_SECONDS,
-        allow_inf_nan=False,
         title="Server outage",
         description="Seconds without an answer of the Prefect server after which a run saves and "
         "ends. Until then it trains, and reports later what it could not report. null: no limit.",

@@ -7,8 +7,15 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Le
-from pydantic import BeforeValidator, PlainValidator, Strict, StringConstraints, WithJsonSchema
+from annotated_types import Ge, Gt, Le
+from pydantic import (
+    AllowInfNan,
+    BeforeValidator,
+    PlainValidator,
+    Strict,
+    StringConstraints,
+    WithJsonSchema,
+)
 
 from trial_core.config.error_text import (
     Location,
@@ -76,6 +83,7 @@ PositiveOrAuto = Annotated[
         }
     ),
 ]
+Seconds = Annotated[float, Gt(0), Le(MAX_SECONDS), AllowInfNan(False)]
 Text = Annotated[str, StringConstraints(strict=True, min_length=1)]
 Flag = Annotated[bool, Strict()]
 

@@ -148,11 +148,7 @@ def _load_module(src: Mapping[str, Any], dst: torch.nn.Module) -> None:
 def _require_same_model(
     module: torch.nn.Module, own: Mapping[str, torch.Tensor], weights: Mapping[str, SavedWeight]
 ) -> None:
-    """Check the names and shapes of saved weights.
-
-    Raises:
-        CheckpointError: they differ.
-    """
+    """Check the names and shapes of saved weights. Raises CheckpointError if they differ."""
     _require_same_names(module, own.keys() - weights.keys(), weights.keys() - own.keys())
     shapes = {name: getattr(each, "ds_shape", each.shape) for name, each in own.items()}
     for name, weight in weights.items():

@@ -10,7 +10,6 @@ import logging
 import threading
 from collections.abc import Sequence
 from datetime import datetime, timedelta, timezone
-from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -73,7 +72,6 @@ class KeptLedger:
         number: of the run's attempt.
         clock: measures the run. The block tells it what earlier runs have trained.
         per_slot_hour: price of an hour of one slot; None: unknown.
-        logger: gets warnings.
     """
 
     def __init__(
@@ -110,12 +108,7 @@ class KeptLedger:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._has_ended.set()
         self._thread.join(END_SECONDS)
         if self._thread.is_alive():

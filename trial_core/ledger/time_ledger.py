@@ -24,7 +24,6 @@ class RunTime(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         number: of the run's attempt; later runs have greater ones.
         by: user and machine of the driver: ``user@host``.
-        began_at: when the run began.
         until: up to when its time is counted.
         is_over: whether that is its end. If not, the run lives, or it was killed.
         slots: of its last launch.
@@ -60,12 +59,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class TimeLedger:
-    """The time of a trial's runs.
-
-    Attributes:
-        trial: the trial's id.
-        runs: oldest first.
-    """
+    """The time of a trial's runs, oldest first."""
 
     trial: str
     runs: Sequence[RunTime]

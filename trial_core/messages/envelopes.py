@@ -127,7 +127,6 @@ class Abort(Message):
 
     Attributes:
         error_type: the name of the error's class.
-        message: of the error.
         details: its other attributes, if the class has some.
     """
 
@@ -175,12 +174,7 @@ class BytesWritten(Message):
 
 
 class Logged(Message):
-    """A line of the driver's log, for ranks that have joined: rank 0 logs it.
-
-    Attributes:
-        level: of Python's logging.
-        text: the line.
-    """
+    """A line of the driver's log, for ranks that have joined: rank 0 logs it."""
 
     level: int
     text: str

@@ -56,10 +56,8 @@ class BuildTrial(Request):
     """Import the entrypoint, initialise torch.distributed, and construct the user's trial.
 
     Attributes:
-        trial: the trial's id.
         experiment: the validated experiment configuration, as plain data.
         run_dir: the run's folder on the driver's machine: logs, staging, restored files.
-        storage: where checkpoints are stored.
     """
 
     stage: ClassVar[str] = "build-trial"
@@ -159,8 +157,6 @@ class Trained(Result):
     Attributes:
         batches_trained: of the trial; less than `until` if a stop was requested.
         metrics: averaged over the workload's batches and all ranks; the same on every rank.
-        seconds: wall time of the workload on this rank.
-        stop_requested: whether the trial requested a stop.
         data_seconds: how long this rank waited for data.
         forward_seconds: how long a forward pass of this rank took; 0: unknown.
         learning_rates: of the next batch, one per optimizer; None: an engine has none.
@@ -198,8 +194,6 @@ class Validated(Result):
 
     Attributes:
         metrics: reduced over all ranks, the same on every rank.
-        seconds: wall time of the validation on this rank.
-        stop_requested: whether the trial requested a stop.
         is_broken_off: whether it ended early, without metrics, because of a stop request.
     """
 
@@ -220,9 +214,7 @@ class Saved(Result):
     """The rank's state is staged; training may continue.
 
     Attributes:
-        staging: the staging folder.
         writes_run_files: whether the rank has TensorBoard files to upload.
-        stop_requested: whether the trial on this rank requested a stop.
     """
 
     staging: str
@@ -335,11 +327,7 @@ class ScriptEnded(Result):
 
 
 class AttachTrial(Request):
-    """Take over the trial of the script that is in `Trainer.fit`. The result is `TrialBuilt`.
-
-    Attributes:
-        trial, run_dir, storage: as of `BuildTrial`.
-    """
+    """Take over the trial of the script that is in `Trainer.fit`. The result is `TrialBuilt`."""
 
     stage: ClassVar[str] = "attach-trial"
     trial: str
@@ -348,11 +336,7 @@ class AttachTrial(Request):
 
 
 class EndFit(Request):
-    """Let `Trainer.fit` return.
-
-    Attributes:
-        result: the fields of its `TrialResult`, as plain data.
-    """
+    """Let `Trainer.fit` return the `TrialResult` with these fields, as plain data."""
 
     stage: ClassVar[str] = "the end of fit"
     result: dict[str, Any]

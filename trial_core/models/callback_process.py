@@ -46,7 +46,6 @@ def call_function(
         function: ``module:function``; a coroutine function is awaited.
         argument: its only argument, plain data. None: import the function without calling it.
         code: first folder on the import path, and working folder.
-        log: file for the output.
         environment: variables in addition to those of this process.
         timeout_seconds: the process is killed after this time; None: never.
         should_cancel: polled; the process is killed when it returns True.

@@ -26,14 +26,7 @@ _VERSION = re.compile(r"[0-9]{1,18}")
 
 
 def open_checkpoint(store: CheckpointStore, reference: str) -> Manifest:
-    """The checkpoint that a reference names.
-
-    Raises:
-        CheckpointNotFound: there is no such checkpoint, or several begin with the given uuid.
-        CheckpointDamaged: its manifest cannot be read.
-        ModelNotFound: there is no such model, alias or version.
-        RegistryError: no model may have that name.
-    """
+    """The checkpoint that a reference names. Raises as `referenced_uuid`, and CheckpointDamaged."""
     return store.open(referenced_uuid(store, reference))
 
 

@@ -75,11 +75,7 @@ def check_plain_data(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_data(assignments: Sequence[str]) -> dict[str, Any]:
-    """The data given to a single run on a command line, as ``--data KEY=VALUE``.
-
-    Raises:
-        ConfigError: an assignment cannot be parsed, or a value cannot be stored as JSON.
-    """
+    """The data given to a single run by ``--data KEY=VALUE``. Raises as `check_plain_data`."""
     return check_plain_data(override({}, assignments, "--data"))
 
 

@@ -85,12 +85,7 @@ class RetrainingPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Champion(msgspec.Struct, frozen=True, kw_only=True):
-    """The champion on the plan's data.
-
-    Attributes:
-        metrics: of its validation.
-        value: the searcher metric.
-    """
+    """The champion on the plan's data."""
 
     metrics: dict[str, Any]
     value: float
@@ -102,9 +97,6 @@ class Challenger(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         version: its number in the registry; None: it has no checkpoint to compare.
         checkpoint: uuid of its best checkpoint.
-        batches_trained: progress of that checkpoint.
-        metrics: of that checkpoint's validation.
-        value: the searcher metric.
         why_none: why there is no version.
     """
 
@@ -117,24 +109,14 @@ class Challenger(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PromotionDecision(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether the challenger is to be promoted (verdict), or was promoted (outcome).
-
-    Attributes:
-        promoted: the decision.
-        why: reason, for people.
-    """
+    """Whether the challenger is to be promoted (verdict), or was promoted (outcome)."""
 
     promoted: bool
     why: str
 
 
 class StageRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A completed stage without a result.
-
-    Attributes:
-        what: description, for people.
-        at: when: ISO 8601, UTC.
-    """
+    """A completed stage without a result."""
 
     what: str
     at: str

@@ -28,13 +28,7 @@ Entry = TypeVar("Entry", bound=Numbered)
 
 
 class NumberedLog(Generic[Entry]):
-    """The numbered objects of a folder. Every method may raise `StorageError`.
-
-    Args:
-        model: the model that all entries belong to.
-        folder: key prefix of the objects.
-        kind: type of the objects.
-    """
+    """The numbered objects of a model in a folder. Every method may raise `StorageError`."""
 
     def __init__(self, storage: Storage, model: str, folder: str, kind: type[Entry]) -> None:
         self._storage = storage
@@ -43,11 +37,7 @@ class NumberedLog(Generic[Entry]):
         self._kind = kind
 
     def read(self, number: int) -> Entry | None:
-        """The entry with that number, or None.
-
-        Raises:
-            RegistryError: the object is not a valid entry.
-        """
+        """The entry with that number, or None. Raises RegistryError if it is not a valid entry."""
         key = layout.numbered_key(self._folder, number)
         url = f"{self._storage.url}/{key}"
         try:

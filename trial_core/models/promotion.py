@@ -62,10 +62,7 @@ class PromotionRequest:
     """A requested move.
 
     Attributes:
-        kind: promotion or rollback.
-        version: the version to make champion.
         run: id of the run that requests it; empty: a person.
-        why: reason, for people.
         expected_champion: the version that must be champion just before the move.
     """
 

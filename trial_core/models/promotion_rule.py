@@ -13,12 +13,7 @@ from trial_core.retention.policy import own_metric
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result of a comparison.
-
-    Attributes:
-        is_better: whether the challenger should become champion.
-        why: reason, for people.
-    """
+    """Result of a comparison."""
 
     is_better: bool
     why: str
@@ -29,8 +24,6 @@ class PromotionRule:
     """When a challenger is better than the champion.
 
     Attributes:
-        metric: the validation metric to compare.
-        smaller_is_better: direction of the metric.
         margin: minimum improvement, exclusive, in units of the metric. At least 0.
     """
 

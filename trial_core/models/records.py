@@ -14,12 +14,7 @@ Alias = Literal["champion", "previous"]
 
 
 class Numbered(msgspec.Struct, frozen=True, kw_only=True):
-    """A numbered record of a model.
-
-    Attributes:
-        number: counted from 1, without gaps.
-        model: name of the model.
-    """
+    """A numbered record of a model, counted from 1 without gaps."""
 
     number: Number
     model: str
@@ -30,16 +25,12 @@ class Version(Numbered, frozen=True, kw_only=True):
 
     Attributes:
         checkpoint: uuid of the checkpoint.
-        trial: the trial that saved the checkpoint.
-        experiment: the experiment of that trial.
         batches_trained: progress of the checkpoint.
         metric: the validation metric that versions are compared by; None: not compared.
-        smaller_is_better: direction of the metric.
         value: the metric at registration; None: there was no finite number.
         at: time of registration: ISO 8601, UTC.
         by: who registered it: ``user@host``.
         run: id of the run that registered it; empty: a person did.
-        note: free text for people.
     """
 
     checkpoint: str
@@ -68,13 +59,11 @@ class Move(Numbered, frozen=True, kw_only=True):
     applies.
 
     Attributes:
-        kind: what was requested.
         champion: number of the champion version.
         previous: number of the champion before it; None: there was none.
         at: time of the move: ISO 8601, UTC.
         by: who moved the aliases: ``user@host``.
         run: id of the run that moved them; empty: a person did.
-        why: reason, for people.
         unique: distinguishes this move from a losing one with the same number.
     """
 

@@ -35,7 +35,6 @@ from trial_core.errors import LaunchError, TrialflowError
 from trial_core.messages import FromRank, Message, Peer, encode
 from trial_core.nodes.agent_connection import join
 from trial_core.nodes.examination import Examination, check_storage
-from trial_core.nodes.frames import read_frame
 from trial_core.nodes.node_messages import (
     ALIVE_SECONDS,
     SILENCE_SECONDS,
@@ -67,7 +66,7 @@ from trial_core.nodes.versions import own_versions
 from trial_core.run.run_dirs import RUN_DIR_VARIABLE, clear_rank_files
 from trial_core.slots.accelerators import resolve_slot_count
 from trial_core.slots.fork_server import ForkServer, disk_bytes
-from trial_core.slots.framing import ProtocolError, frame
+from trial_core.slots.framing import ProtocolError, frame, read_frame
 from trial_core.slots.launcher import (
     LaunchRequest,
     LocalConnections,
@@ -111,7 +110,6 @@ class Agent:
 
     Args:
         folder: an empty folder for this agent alone.
-        fork_server: starts the ranks.
         name: the node's name among those of the provider; empty: the driver chooses one.
         slots: how many ranks this node offers; None: as the driver says.
 

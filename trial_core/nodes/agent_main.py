@@ -48,7 +48,6 @@ def run_agent(
 
     Args:
         driver: its address, as it shows it.
-        token: that of its run.
         node: the node's name among those of the provider.
         slots: how many ranks this node offers; None: as the experiment says.
         preload: a name in `PRELOADS`.

@@ -48,22 +48,14 @@ CONNECT_THREADS = 64
 
 
 class Examination:
-    """Answers the driver's questions, in the agent's thread for what may take long.
-
-    Args:
-        folder: the node's.
-    """
+    """Answers the driver's questions, in the agent's thread for what may take long."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._greeter: _Greeter | None = None
 
     def answer(self, question: Question, address: str) -> Answer:
-        """Find out what the driver asks.
-
-        Args:
-            address: the node's, on the ranks' network.
-        """
+        """Find out what the driver asks. `address`: the node's, on the ranks' network."""
         if isinstance(question, Examine):
             return self._examine(question, address)
         if isinstance(question, Reach):
@@ -175,12 +167,7 @@ def _other_storage(store: CheckpointStore, key: str) -> LaunchError:
 
 
 def _read(store: CheckpointStore, question: TryStorage) -> float:
-    """How long the driver's object takes; no cache of this node has it.
-
-    Raises:
-        LaunchError: it is not there, or is another one.
-        StorageError: the storage has failed.
-    """
+    """How long the driver's object takes; no cache of this node has it. Raises LaunchError."""
     key, damaged = f"{question.folder}/{question.object.path}", list[Damage]()
     if key not in store.storage.sizes(question.folder):
         raise _other_storage(store, key)
@@ -192,11 +179,7 @@ def _read(store: CheckpointStore, question: TryStorage) -> float:
 
 
 def _write(store: CheckpointStore, question: TryStorage, folder: Path) -> float:
-    """How long an object takes, which the driver deletes.
-
-    Raises:
-        StorageError: the storage has failed.
-    """
+    """How long an object takes, which the driver deletes. Raises StorageError."""
     with tempfile.NamedTemporaryFile(dir=folder) as file:
         file.write(os.urandom(question.object.size_bytes))
         file.flush()

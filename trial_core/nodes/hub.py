@@ -19,7 +19,6 @@ from typing import Any
 import msgspec
 
 from trial_core.messages import Message, encode
-from trial_core.nodes.frames import read_frame
 from trial_core.nodes.node_messages import (
     ALIVE_SECONDS,
     SILENCE_SECONDS,
@@ -36,7 +35,7 @@ from trial_core.nodes.node_messages import (
 )
 from trial_core.nodes.versions import describe_difference, own_versions
 from trial_core.slots.acceptor import Acceptor
-from trial_core.slots.framing import ProtocolError, frame
+from trial_core.slots.framing import ProtocolError, frame, read_frame
 from trial_core.slots.listen_address import ListenAddress
 from trial_core.slots.tls import make_certificate
 
@@ -111,8 +110,6 @@ class Hub:
     """Listens for agents. A context manager: at its end, all agents end.
 
     Args:
-        listen: where.
-        token: the run's token.
         slots_per_node, environment, network: as in `Welcome`.
         same_versions: whether all nodes must have the versions of the first one. Without it, they
             need only the driver's trialflow.

@@ -35,11 +35,7 @@ def checked_token(text: str, source: str) -> str:
 
 
 def token_of_file(path: Path) -> str:
-    """The token in a file.
-
-    Raises:
-        LaunchError: it cannot be read, or it is too short.
-    """
+    """The token in a file. Raises LaunchError if it cannot be read, or it is too short."""
     try:
         text = path.read_text(errors="replace")
     except OSError as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -36,7 +35,7 @@ from trial_core.nodes.node_messages import (
     ToRanks,
 )
 from trial_core.slots.launcher import LaunchRequest
-from trial_core.slots.rank_handle import RankHandle, RankLog
+from trial_core.slots.rank_handle import LaunchedRank, RankHandle
 
 PREPARE_SECONDS = 120.0
 """How long a node may take to unpack the code and to look into the storage."""
@@ -46,7 +45,7 @@ POLL_SECONDS = 0.2
 _LAUNCHES = itertools.count(1)
 
 
-class RemoteRank(RankLog):
+class RemoteRank(LaunchedRank):
     """A rank of another machine. Its log is also written here, as its agent sends it."""
 
     def __init__(
@@ -57,24 +56,11 @@ class RemoteRank(RankLog):
         launch: int,
         on_exit: Callable[[int, int], None],
     ) -> None:
-        super().__init__(log_path)
-        self.rank = rank
-        self.host = agent.name
-        self.pid: int | None = None
+        super().__init__(rank, agent.name, log_path, on_exit)
         self.disk_bytes = 0
         self.agent = agent
         self._launch = launch
-        self._on_exit = on_exit
-        self._ended = threading.Event()
         log_path.touch()
-
-    def wait(self, timeout_seconds: float) -> bool:
-        """Wait until the rank has ended, or its node is lost. Return whether that is so."""
-        return self._ended.wait(timeout_seconds)
-
-    def kill(self) -> None:
-        """SIGKILL the rank and its children."""
-        self.signal(signal.SIGKILL)
 
     def signal(self, number: int) -> None:
         """Send the rank a signal, if it still runs."""
@@ -85,12 +71,6 @@ class RemoteRank(RankLog):
         with suppress(OSError):  # the log was deleted
             return self.disk_bytes + self.log_size()
         return self.disk_bytes
-
-    def ended(self, code: int) -> None:
-        """Note that the rank and its children have ended."""
-        if not self._ended.is_set():
-            self._ended.set()
-            self._on_exit(self.rank, code)
 
     def lost(self) -> None:
         """Note that its node is lost: the agent, if it lives, ends the rank."""
@@ -115,8 +95,6 @@ class NodeLauncher:
 
     Args:
         agents: the nodes' agents; ranks are numbered in this order.
-        code: the trial's code.
-        storage: where checkpoints are stored.
         storage_key: an object there that every node must see; None: they are not asked for one.
     """
 
@@ -251,11 +229,7 @@ class NodeConnections:
                 raise RankFailed(rank=share[0], host=agent.name, during="its start", node_lost=why)
 
     def start(self, ranks: list[RankHandle]) -> None:
-        """Start the ranks. Each is added to `ranks` before.
-
-        Raises:
-            RankFailed: a node is lost.
-        """
+        """Start the ranks. Each is added to `ranks` before. Raises RankFailed if a node is lost."""
         launch, (first, _) = self._launch, self._shares[0]
         store = first.address, self._prepared[first.name].store_port
         with self._changed:

@@ -33,8 +33,6 @@ class AgentHello(Message):
 
     Attributes:
         node: the name that the provider has given its node; empty: the agent was started by hand.
-        host: the machine's name.
-        pid: of the agent.
         slots: how many ranks it was told to offer; None: as the driver says.
         versions: of Python and of the packages that have to be the same everywhere.
     """
@@ -93,11 +91,9 @@ class PrepareRanks(Message):
 
     Attributes:
         launch: the number of this launch, which all later messages have.
-        environment: the experiment's variables.
         code_digest: SHA-256 of the archive of the code folder; None: `code_folder` is mounted.
         code: that archive; None: it came with an earlier launch.
         code_folder: the code folder on a file system that all machines share.
-        storage: where checkpoints are stored.
         storage_key: an object that this node must see there; None: none is known.
         hosts_store: whether rank 0 is on this node.
     """
@@ -226,11 +222,7 @@ class ListeningNode(msgspec.Struct, frozen=True):
 
 
 class Examine(Message):
-    """Tell what this node has, and listen for the other nodes.
-
-    Attributes:
-        environment: the experiment's variables.
-    """
+    """Tell what this node has, and listen for the other nodes."""
 
     environment: dict[str, str]
 
@@ -281,7 +273,6 @@ class TryStorage(Message):
     """Read an object of the driver's, and write one of the same size.
 
     Attributes:
-        storage: where checkpoints are stored.
         folder: where both objects are, and others that nodes write.
         object: the driver's.
     """

@@ -42,10 +42,6 @@ class NodePool:
     One thread uses it, and the thread of `watching`.
 
     Args:
-        provider: finds the nodes.
-        hub: which their agents join.
-        request: what the run needs.
-        token: that of the hub.
         max_wait_seconds: how long to wait for nodes, before the first launch and after a loss.
         replace_seconds: how long to wait for more nodes than the run needs.
         agent_arguments: of `AGENT_MODULE`, besides those that the pool gives it.

@@ -56,7 +56,6 @@ class AgentEnded:
     """The agent of a node has ended, could not be started, or the provider has lost the node.
 
     Attributes:
-        node: the node's name.
         why: what the provider knows, for people: an exit code, the last lines of what it wrote.
     """
 
@@ -69,7 +68,6 @@ class NodeDraining:
     """A node will be taken away. Its agent still runs.
 
     Attributes:
-        node: the node's name.
         why: what the provider knows, for people.
         can_stay: whether the provider waits until the run leaves the node.
     """

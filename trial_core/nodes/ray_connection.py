@@ -179,11 +179,7 @@ connection = Connection()
 
 
 def import_ray() -> Any:
-    """Ray, which only this provider needs.
-
-    Raises:
-        LaunchError: it is not installed.
-    """
+    """Ray, which only this provider needs. Raises LaunchError if it is not installed."""
     # Ray prints pages about a dead machine, also if log_to_driver=False; the run says it in a line.
     # The variable is read when Ray is imported.
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "^Raylet is terminated|marked dead because")

@@ -440,13 +440,19 @@ class PyTorchExperimentalContext:
     def __init__(self, parent: PyTorchTrialContext) -> None:
         self._parent = parent
 
-    def use_amp(self) -> None:
-        """Train and validate in mixed precision, with a gradient scaler, without further calls.
+    def use_amp(self, dtype: torch.dtype | None = None) -> None:
+        """Train and validate in mixed precision, without further calls.
+
+        Args:
+            dtype: of computations that are safe in less precision; None: torch's default, float16
+                on GPUs. Losses are scaled, except for ``torch.bfloat16``, which does not need it.
 
         Raises:
             TrialError: the trial has wrapped a scaler.
         """
-        self._parent._use_amp(GradScaler(self._parent.device.type))
+        scaled = dtype is not torch.bfloat16
+        scaler = GradScaler(self._parent.device.type) if scaled else None
+        self._parent._use_amp(scaler, dtype)
 
     def disable_auto_to_device(self) -> None:
         """Leave batches where the loaders put them; the trial calls ``context.to_device``."""

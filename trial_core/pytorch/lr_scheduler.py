@@ -5,8 +5,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import Any
 
-from torch.optim.lr_scheduler import LRScheduler as TorchScheduler
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler as TorchScheduler, ReduceLROnPlateau
 
 from trial_core.errors import TrialError, TrialTypeError
 from trial_core.units import EpochLength

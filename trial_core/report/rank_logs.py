@@ -124,19 +124,11 @@ class StoredLogs:
         return {title: f"{run}/{name}", "Logs": f"{run}/{self._folder}", **local}
 
     def stored(self, name: str) -> bytes | None:
-        """The stored content of one of the other files, from this run or an earlier one.
-
-        Raises:
-            StorageError: the storage failed.
-        """
+        """The stored content of one of the other files, of any run. Raises StorageError."""
         return self._store.storage.read(layout.run_file_key(self._trial, name))
 
     def tensorboard(self) -> str | None:
-        """Where the trial's TensorBoard files are; None if none are stored.
-
-        Raises:
-            StorageError: the storage failed.
-        """
+        """Where the trial's TensorBoard files are; None: none are stored. Raises StorageError."""
         # A trial that writes none does not cost a request.
         if self._store.is_process_local or not (self._run_dir / TENSORBOARD).exists():
             return None

@@ -41,14 +41,10 @@ class RetrainingFacts:
     """The contents of the report, filled in as the run proceeds.
 
     Attributes:
-        model: name of the model.
         start: what the challenger starts from.
         rule: when a challenger is better.
-        plan: the plan of the run.
         champion: the version to compare with; None: there is none.
         champion_result: its validation on the run's data.
-        challenger: the trained challenger.
-        outcome: whether it was promoted.
         ended: how the run ended without an outcome, or failed after it.
         failed_callbacks: what failed, by callback.
         places: related objects and where they are.

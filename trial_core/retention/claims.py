@@ -54,7 +54,6 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     """The announcement that a trial runs.
 
     Attributes:
-        trial: the trial's id.
         by: user and machine of its driver: ``user@host``.
         at: when the claim was last written: ISO 8601, UTC.
         needs: uuids, or prefixes of uuids, of the checkpoints that the run has started from.
@@ -197,11 +196,7 @@ def claimed_checkpoints(claims: Iterable[Claim], manifests: Collection[Manifest]
 
 
 def uploading_trials(store: CheckpointStore, trial: str | None = None) -> set[str]:
-    """The trials with an upload in progress: those with an intent that is not too old.
-
-    Args:
-        trial: look at this trial only.
-    """
+    """The trials with an upload in progress, or only this one: with an intent not too old."""
     found = set()
     folder = layout.UPLOADS if trial is None else layout.intents_folder(trial)
     for _, name in named_keys(store.storage, folder, layout.parse_intent_key):

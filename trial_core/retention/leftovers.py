@@ -105,7 +105,6 @@ def find_leftovers(
 
     Args:
         after_days: how long a trial must have been inactive.
-        trial: look at this trial only.
         experiment: skip trials whose checkpoints belong to another experiment. (A trial without
             checkpoints, and orphaned files, are not skipped: nothing says which experiment they
             belong to.)

@@ -32,8 +32,6 @@ class Protection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A person's pin on a checkpoint, or the registry's hold.
 
     Attributes:
-        uuid: the checkpoint's.
-        kind: a person's pin, or the registry's hold.
         by: who made it: ``user@host``.
         at: when: ISO 8601, UTC.
         reason: the person's reason; may be empty.

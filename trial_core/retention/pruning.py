@@ -76,7 +76,6 @@ class Pruned:
     """The result of a prune.
 
     Attributes:
-        deleted: the deleted checkpoints.
         spared: those that are needed since the plan was made, and why.
     """
 
@@ -220,11 +219,7 @@ def describe(decision: RetentionDecision) -> str:
 
 
 def _experiments_of_trials(manifests: Iterable[Manifest]) -> dict[str, str]:
-    """The experiment of each trial: the last one, if it was renamed between runs.
-
-    Args:
-        manifests: oldest first.
-    """
+    """The experiment of each trial, the last one if it was renamed; oldest manifests first."""
     return {manifest.trial: manifest.experiment for manifest in manifests}
 
 

@@ -37,11 +37,7 @@ RUN_DIR_VARIABLE = "TRIALFLOW_RUN_DIR"
 
 
 def rank_run_dir(on_driver: str) -> Path:
-    """The run's folder on the machine of the rank that calls this.
-
-    Args:
-        on_driver: the folder on the driver's machine.
-    """
+    """The run's folder on the calling rank's machine; `on_driver` is that on the driver's."""
     return Path(os.environ.get(RUN_DIR_VARIABLE, on_driver))
 
 

@@ -100,9 +100,7 @@ class RunStages(Protocol):
     """The stages of one launch of a run.
 
     Attributes:
-        trial: the trial's id.
         store: the trial's checkpoint storage.
-        logger: the run's log.
         metrics: the last metrics of each kind.
         metric: the name of the searcher metric; None if the run has none.
         skips_when_busy: whether to skip an optional checkpoint during an upload

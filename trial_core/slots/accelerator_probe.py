@@ -35,12 +35,7 @@ class AcceleratorProblems(NamedTuple):
 def try_accelerators(
     visible: Accelerators, environment: Mapping[str, str] = os.environ
 ) -> AcceleratorProblems:
-    """Have a process claim the accelerators as ranks do. Takes some seconds.
-
-    Args:
-        visible: the accelerators, at least one.
-        environment: of that process.
-    """
+    """Have a process claim the accelerators as ranks do. Takes some seconds."""
     if (problem := torch_problem()) is not None:
         return AcceleratorProblems(problem)
     try:

@@ -81,11 +81,7 @@ CPU_ONLY = Accelerators()
 
 
 def count_accelerators(environment: Mapping[str, str] = os.environ) -> int:
-    """How many accelerators the ranks would use; 0 means CPU ranks.
-
-    Raises:
-        LaunchError: see `visible_accelerators`.
-    """
+    """How many accelerators the ranks would use; 0: CPU ranks. Raises as `visible_accelerators`."""
     return len(visible_accelerators(environment).devices)
 
 

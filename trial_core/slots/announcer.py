@@ -21,11 +21,7 @@ REPEAT_SECONDS = 15.0
 
 
 class AnnouncementTimer:
-    """Decides when to announce.
-
-    Args:
-        what: what the rank is doing.
-    """
+    """Decides when to announce what a rank is doing."""
 
     def __init__(self, what: str, now: float) -> None:
         self._what = what
@@ -54,12 +50,7 @@ class AnnouncementTimer:
 
 
 class Announcer:
-    """Announces what the rank is doing, from a separate thread.
-
-    Args:
-        send: sends a message to the driver.
-        is_silent: whether to announce nothing, on the ranks other than 0.
-    """
+    """Announces what the rank is doing, from a separate thread; nothing if `is_silent`."""
 
     def __init__(self, send: Callable[[Activity], None], is_silent: bool) -> None:
         self._send = send

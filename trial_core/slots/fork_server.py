@@ -12,7 +12,6 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 
 import msgspec
 
@@ -32,7 +31,7 @@ from trial_core.slots.fork_server_main import (
     StartRank,
     kill_sessions,
 )
-from trial_core.slots.rank_handle import RankLog
+from trial_core.slots.rank_handle import LaunchedRank
 
 PRELOADED_KINDS = ("cpu", "cuda")
 """The accelerators that a forked process can use if the process that forked it has not used one."""
@@ -40,7 +39,7 @@ PRELOADED_KINDS = ("cpu", "cuda")
 logger = logging.getLogger(__name__)
 
 
-class RankProcess(RankLog):
+class RankProcess(LaunchedRank):
     """A rank that the fork server starts and watches.
 
     The process is watched, not only its connection: its forked children hold copies of that.
@@ -48,8 +47,6 @@ class RankProcess(RankLog):
     Args:
         server: starts the process.
         number: its number there.
-        on_exit: called with rank and return code when the process and all its children have
-            ended, in the thread that listens to the fork server.
     """
 
     def __init__(
@@ -60,43 +57,17 @@ class RankProcess(RankLog):
         number: int,
         on_exit: Callable[[int, int], None],
     ) -> None:
-        super().__init__(log_path)
-        self.rank = rank
-        self.host = socket.gethostname()
-        self.pid: int | None = None
-        """Its process id, and that of its session; None until it was forked."""
+        super().__init__(rank, socket.gethostname(), log_path, on_exit)
         self._server = server
         self._number = number
-        self._on_exit = on_exit
-        self._ended = threading.Event()
 
     def start(self, variables: Mapping[str, str], folder: Path, descriptors: Sequence[int]) -> None:
-        """Have it forked. Returns at once.
-
-        Args:
-            variables: the environment variables that only this rank gets.
-            folder: its working directory.
-            descriptors: those of its standard input, its log and, for rank 0, its store's socket.
-        """
+        """Have it forked, with what `StartRank` has. Returns at once."""
         self._server.start(self._number, variables, folder, descriptors)
-
-    def wait(self, timeout_seconds: float) -> bool:
-        """Wait until the rank and its children have ended. Return whether they have."""
-        return self._ended.wait(timeout_seconds)
-
-    def kill(self) -> None:
-        """SIGKILL the rank and its children (data loader workers, compilers)."""
-        self._server.signal(self._number, signal.SIGKILL)
 
     def signal(self, number: int) -> None:
         """Send the rank a signal, if it still runs."""
         self._server.signal(self._number, number)
-
-    def ended(self, code: int) -> None:
-        """Note that the rank and its children have ended."""
-        if not self._ended.is_set():
-            self._ended.set()
-            self._on_exit(self.rank, code)
 
     def written_bytes(self) -> int:
         """Grows when the rank writes to a disk, or when it or a child writes to its log."""
@@ -137,12 +108,7 @@ class ForkServer:
     def __enter__(self) -> ForkServer:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def prepare(self, environment: Mapping[str, str], working_dir: Path, log: Path) -> None:
@@ -166,11 +132,7 @@ class ForkServer:
     def new_rank(
         self, rank: int, log_path: Path, on_exit: Callable[[int, int], None]
     ) -> RankProcess:
-        """A rank that is not started yet. Call `prepare` first.
-
-        Args:
-            on_exit: called with the rank and its return code when it has ended.
-        """
+        """A rank that is not started yet. Call `prepare` first."""
         if self._process is None:
             raise SlotsError("a rank was made before the fork server was prepared")
         return self._process.new_rank(rank, log_path, on_exit)

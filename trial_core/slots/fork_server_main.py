@@ -87,12 +87,7 @@ Event = Ready | RankStarted | RankEnded
 
 
 class Server:
-    """Carries out the driver's commands until the driver ends.
-
-    Args:
-        control: a socket that keeps the boundaries of messages.
-        driver: the driver's process id.
-    """
+    """Carries out the driver's commands until the driver ends."""
 
     def __init__(self, control: socket.socket, driver: int) -> None:
         self._control = control
@@ -209,9 +204,7 @@ class Forked:
     """What a forked rank was given.
 
     Args:
-        variables: the environment variables that only this rank gets.
-        folder: its working directory.
-        descriptors: of its standard input, its log and, for rank 0, its store's socket.
+        variables, folder, descriptors: as of `StartRank`.
         keeper: the descriptor of its socket to the keeper of memory files.
         can_use_imported: whether the modules were imported without an error.
     """

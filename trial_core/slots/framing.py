@@ -14,9 +14,11 @@ both. The frames of an unauthenticated peer are limited to a few bytes.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import secrets
 import struct
+from collections.abc import Callable
 
 # Timeout of the whole handshake.
 HANDSHAKE_SECONDS = 10.0
@@ -68,3 +70,28 @@ def check_proof(
     """Raise ProtocolError unless `seen` is the correct proof."""
     if not hmac.compare_digest(proof(secret, role, nonce, certificate), seen):
         raise ProtocolError(f"the {role} does not know this run's secret")
+
+
+async def read_frame(reader: asyncio.StreamReader, heard: Callable[[], None]) -> bytes:
+    """The next frame's payload.
+
+    Args:
+        heard: called whenever bytes come: a large frame on a slow network is no silence.
+
+    Raises:
+        EOFError, OSError: the connection has ended.
+        ProtocolError: the frame is too long.
+    """
+    length = frame_length(await _read(reader, HEADER.size, heard))
+    return await _read(reader, length, heard)
+
+
+async def _read(reader: asyncio.StreamReader, count: int, heard: Callable[[], None]) -> bytes:
+    data = bytearray()
+    while len(data) < count:
+        part = await reader.read(count - len(data))
+        if not part:
+            raise EOFError("the connection was closed")
+        data += part
+        heard()
+    return bytes(data)

@@ -33,7 +33,7 @@ from trial_core.messages import (
 from trial_core.slots.channel import Channel
 from trial_core.slots.launcher import LaunchRequest
 from trial_core.slots.listen_address import ListenAddress
-from trial_core.slots.rank_handle import RankHandle, RankLog
+from trial_core.slots.rank_handle import RankHandle
 from trial_core.slots.stacks import STACK_SIGNAL, stack_log
 
 LEAVE_SECONDS = 10.0
@@ -76,12 +76,7 @@ class JoinedLauncher:
 
 
 class JoinedConnections:
-    """The connections to the ranks of one group, and the `Listener` of their channel.
-
-    Attributes:
-        ranks: the ranks, also before they have joined.
-        invitation: what a rank needs to join.
-    """
+    """The connections to the ranks of one group, and the `Listener` of their channel."""
 
     def __init__(self, launch: LaunchRequest, listen: ListenAddress | None) -> None:
         self._listener = launch.listener
@@ -138,7 +133,7 @@ class JoinedConnections:
             self._listener.rank_disconnected(rank, protocol_error)
 
 
-class JoinedProcess(RankLog):
+class JoinedProcess(RankHandle):
     """A rank's process, which another program has started.
 
     What it writes to stdout and stderr is not the run's: its log here has its stacks alone.
@@ -147,11 +142,8 @@ class JoinedProcess(RankLog):
     is_launched = False
 
     def __init__(self, rank: int, log_dir: Path, channel: Channel) -> None:
-        super().__init__(stack_log(log_dir, rank))
+        super().__init__(rank, "a machine that is not known yet", stack_log(log_dir, rank))
         self.log_path.touch()
-        self.rank = rank
-        self.host = "a machine that is not known yet"
-        self.pid: int | None = None
         self.bytes_written = 0
         self._channel = channel
         self._lock = threading.Lock()
@@ -159,7 +151,6 @@ class JoinedProcess(RankLog):
         self._is_interactive = False
         self._is_given_up = False
         self._leaves_until: float | None = None
-        self._ended = threading.Event()
         self._ended.set()  # there is nothing to wait for before it has joined
 
     def wait(self, timeout_seconds: float) -> bool:

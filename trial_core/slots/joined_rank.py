@@ -71,8 +71,6 @@ class JoinedRank:
     thread, or from `handle_signals` on. An error that ends the block is reported, too.
 
     Args:
-        invitation: the driver's.
-        rank: this process's among the run's.
         is_interactive: whether a person uses this process; None: if Python is interactive.
         handles_signals: whether it does so from the beginning of the block on.
 

@@ -44,12 +44,7 @@ class Keep(msgspec.Struct):
 
 
 class Keeper:
-    """The end of the fork server.
-
-    Attributes:
-        inbox: readable when a rank has sent something.
-        ranks_end: what ranks get.
-    """
+    """The end of the fork server. `inbox` is readable when a rank has sent something."""
 
     def __init__(self) -> None:
         # Keeps the boundaries of messages, so that all ranks can share an end.

@@ -33,12 +33,10 @@ class LaunchRequest:
     """What a slot group wants to have started.
 
     Attributes:
-        world_size: how many ranks.
         working_dir: the folder of the user's code, on this machine.
         log_dir: the folder of the ``rank-N.log`` files, on this machine.
         environment: the experiment's variables; they override those of the process that starts
             the ranks.
-        listener: gets the ranks' messages.
         on_exit: called with a rank and its return code when it and its children have ended.
         should_abort: asked while something takes long whether to give up.
     """
@@ -79,11 +77,7 @@ class Launcher(Protocol):
 
 
 class LocalLauncher:
-    """Starts ranks on this machine.
-
-    Args:
-        fork_server: forks the ranks, and stays for later groups; None: one for each group.
-    """
+    """Starts ranks on this machine, by a fork server that stays, or by one for each group."""
 
     def __init__(self, fork_server: ForkServer | None = None) -> None:
         self._fork_server = fork_server
@@ -108,7 +102,6 @@ class MachineShare:
     """The ranks that a launch starts on one machine, among those of the run.
 
     Attributes:
-        ranks: the machine's ranks.
         world_size: the number of the run's ranks.
         store: address and port of torch.distributed's store, on the ranks' network.
         address: that of this machine there.
@@ -124,11 +117,7 @@ class MachineShare:
 
 
 class LocalConnections:
-    """The connections to ranks of this machine.
-
-    Args:
-        fork_server: closed with them; None: stays.
-    """
+    """The connections to ranks of this machine. A fork server that is given is closed with them."""
 
     def __init__(self, channel: Channel, fork_server: ForkServer | None) -> None:
         self._channel = channel
@@ -160,7 +149,6 @@ def launch_here(
     """Start those ranks of a launch that this machine gets.
 
     Args:
-        fork_server: forks the ranks, and ends them when this process ends.
         store: the bound socket on which rank 0 hosts the store, if rank 0 is one of them.
         ranks: each rank is added here before it is started, so that none is lost.
         owned: a fork server that the result closes.
@@ -219,7 +207,6 @@ def rank_environment(
     default, and another process has a core, a batch takes many times as long.
 
     Args:
-        local_size: how many ranks this machine gets.
         address: that of this machine on the ranks' network.
 
     Raises:

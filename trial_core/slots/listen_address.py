@@ -73,11 +73,7 @@ def driver_address(hosts: list[str], port: int) -> str:
 
 
 def parse_driver_address(text: str) -> list[tuple[str, int]]:
-    """The hosts and ports in ``tls://HOST:PORT,…``.
-
-    Raises:
-        LaunchError: it is something else.
-    """
+    """The hosts and ports in ``tls://HOST:PORT,…``. Raises LaunchError if it is something else."""
     scheme, _, rest = text.partition("://")
     found = []
     for part in rest.split(","):

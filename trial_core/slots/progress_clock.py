@@ -27,11 +27,7 @@ class MonitoredRank(Protocol):
 
 
 class ProgressClock:
-    """The time of a slot group's last progress. Thread-safe.
-
-    Args:
-        ranks: the group's ranks; the group adds them while they start.
-    """
+    """The time of a slot group's last progress. Thread-safe."""
 
     def __init__(self, ranks: Sequence[MonitoredRank]) -> None:
         self._ranks = ranks

@@ -2,57 +2,48 @@
 
 from __future__ import annotations
 
+import signal
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 
-class RankHandle(Protocol):
-    """The process of one rank."""
+class RankHandle(ABC):
+    """The process of one rank.
 
-    rank: int
-    is_launched: bool
-    """Whether the run has started it: then it ends with the run, its return code will be known, and
-    its log is the run's. Another program has started it otherwise, and it leaves by itself."""
-    host: str
-    """The name of its machine."""
-    pid: int | None
-    """Its process id on its machine, and that of its session; None until it was forked."""
-    log_path: Path
-    """Its log on this machine."""
-
-    def wait(self, timeout_seconds: float) -> bool:
-        """Wait until the rank and its children have ended. Return whether they have."""
-
-    def kill(self) -> None:
-        """SIGKILL the rank and its children (data loader workers, compilers)."""
-
-    def signal(self, number: int) -> None:
-        """Send the rank a signal, if it still runs."""
-
-    def written_bytes(self) -> int:
-        """Grows when the rank writes to a disk, or when it or a child writes to its log."""
-
-    def log_size(self) -> int:
-        """The size of the rank's log in bytes."""
-
-    def log_from(self, start: int) -> str:
-        """The rank's log from byte `start`."""
-
-    def log_tail(self) -> str:
-        """The last lines of the rank's log."""
-
-
-class RankLog:
-    """The log of a rank.
-
-    Args:
-        path: where it is on this machine.
+    Attributes:
+        host: the name of its machine.
+        pid: its process id on its machine, and that of its session; None until it was forked.
+        log_path: its log on this machine.
     """
 
     is_launched = True
+    """Whether the run has started it: then it ends with the run, its return code will be known, and
+    its log is the run's. Another program has started it otherwise, and it leaves by itself."""
 
-    def __init__(self, path: Path) -> None:
-        self.log_path = path
+    def __init__(self, rank: int, host: str, log_path: Path) -> None:
+        self.rank = rank
+        self.host = host
+        self.pid: int | None = None
+        self.log_path = log_path
+        self._ended = threading.Event()
+
+    def wait(self, timeout_seconds: float) -> bool:
+        """Wait until the rank and its children have ended. Return whether they have."""
+        return self._ended.wait(timeout_seconds)
+
+    def kill(self) -> None:
+        """SIGKILL the rank and its children (data loader workers, compilers)."""
+        self.signal(signal.SIGKILL)
+
+    @abstractmethod
+    def signal(self, number: int) -> None:
+        """Send the rank a signal, if it still runs."""
+
+    @abstractmethod
+    def written_bytes(self) -> int:
+        """Grows when the rank writes to a disk, or when it or a child writes to its log."""
 
     def log_size(self) -> int:
         """The size of the rank's log in bytes."""
@@ -67,9 +58,29 @@ class RankLog:
     def log_tail(self, lines: int = 20, limit_bytes: int = 16384) -> str:
         """The last lines of the rank's log."""
         try:
-            with self.log_path.open("rb") as log:
-                log.seek(max(0, self.log_path.stat().st_size - limit_bytes))
-                text = log.read().decode(errors="replace")
+            return "\n".join(
+                self.log_from(max(0, self.log_size() - limit_bytes)).splitlines()[-lines:]
+            )
         except OSError:
             return ""
-        return "\n".join(text.splitlines()[-lines:])
+
+
+class LaunchedRank(RankHandle):
+    """A rank that the run has started.
+
+    Args:
+        on_exit: called with rank and return code when the process and all its children have ended,
+            in the thread that is told of it.
+    """
+
+    def __init__(
+        self, rank: int, host: str, log_path: Path, on_exit: Callable[[int, int], None]
+    ) -> None:
+        super().__init__(rank, host, log_path)
+        self._on_exit = on_exit
+
+    def ended(self, code: int) -> None:
+        """Note that the rank and its children have ended."""
+        if not self._ended.is_set():
+            self._ended.set()
+            self._on_exit(self.rank, code)

@@ -64,11 +64,7 @@ SCRIPT_MODULES = ("trial_core.core_api.script_controller",)
 
 
 class Rank:
-    """One rank: its connection, its two lanes and its controller. It is its own `Workloads`.
-
-    Args:
-        leave: ends this process, after `Shutdown`.
-    """
+    """One rank: its connection, its two lanes and its controller. It is its own `Workloads`."""
 
     def __init__(
         self, connection: RankConnection, rank: int, leave: Callable[[], NoReturn]

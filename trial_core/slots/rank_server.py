@@ -212,7 +212,7 @@ def to_rank_error(error: BaseException, batches_trained: int | None = None) -> R
     return RankError(
         error_type=type(error).__name__,
         is_ours=isinstance(error, TrialflowError),
-        message=_encodable(str(error)),
+        message=_encodable(str(error) or "without a message"),
         traceback=_encodable("".join(report.format())),
         batches_trained=batches_trained,
     )

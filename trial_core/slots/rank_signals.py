@@ -13,7 +13,7 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, ClassVar
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -53,12 +53,7 @@ class RankSignals:
             RankSignals._current = self
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         with self._lock:
             self._has_ended = True
         if RankSignals._current is self:
@@ -67,10 +62,9 @@ class RankSignals:
             self._waker.send(b"\0")
 
     def wait(self, seconds: float) -> set[int] | None:
-        """Wait for signals, at most `seconds`. Called in one thread.
+        """The signals that came after at most `seconds`; None: the block has ended.
 
-        Returns:
-            The signals that came, perhaps none; None: the block has ended.
+        Called in one thread.
         """
         self._woken.settimeout(seconds)
         try:

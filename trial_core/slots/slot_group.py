@@ -22,8 +22,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import Future, TimeoutError as FutureTimeout
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
@@ -77,10 +76,8 @@ class SlotGroup:
     """The driver's handle on a trial's ranks. A context manager: no process outlives the block.
 
     Args:
-        world_size: how many ranks to start.
         working_dir: the ranks' working directory (the folder of the user's code).
         log_dir: the folder of the ``rank-N.log`` files; None: a temporary folder.
-        environment: the experiment's environment variables.
         launcher: starts the ranks; None: on this machine, by a fork server for this group alone.
         on_batches: called with the number of trained batches, a few times a second.
         on_log: called with new lines of a rank's log, which the rank rate-limits.
@@ -213,7 +210,6 @@ class SlotGroup:
         """Send `request` to every rank and wait for all results, in the order of ranks.
 
         Args:
-            expect: the result type of this request.
             stall_seconds: the stall timeout (see `trial_core.slots.progress_clock`); None: no
                 limit.
 

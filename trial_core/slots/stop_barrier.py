@@ -105,12 +105,7 @@ class StopBarrier:
 
 
 class StopCoordinator:
-    """Has all ranks end at the greatest position of any rank.
-
-    Args:
-        pause: tells every rank to pause and to report its position.
-        resume_until: tells every rank where to end.
-    """
+    """Has all ranks end at the greatest position of any rank."""
 
     def __init__(
         self, world_size: int, pause: Callable[[], None], resume_until: Callable[[Position], None]

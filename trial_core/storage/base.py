@@ -97,7 +97,6 @@ class StoredObject(NamedTuple):
     """What a listing tells of an object.
 
     Attributes:
-        size_bytes: its size.
         modified_at: when it was last written, by the storage's clock; None: the storage does not
             tell.
     """
@@ -107,13 +106,7 @@ class StoredObject(NamedTuple):
 
 
 class DeletedFiles(NamedTuple):
-    """What `Storage.clear` has deleted.
-
-    Attributes:
-        files: number of objects.
-        size_bytes: their total size.
-        uploads: number of unfinished uploads.
-    """
+    """What `Storage.clear` has deleted: objects, their total size, unfinished uploads."""
 
     files: int
     size_bytes: int

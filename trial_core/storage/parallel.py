@@ -34,11 +34,7 @@ class CancelSignal:
             callback()
 
     def check(self) -> None:
-        """Call between pieces of long work.
-
-        Raises:
-            WorkCancelled: the signal is set.
-        """
+        """Call between pieces of long work. Raises WorkCancelled if the signal is set."""
         if self._event.is_set():
             raise WorkCancelled
 

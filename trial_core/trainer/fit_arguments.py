@@ -20,11 +20,7 @@ def fit_begun(
     checkpoint_policy: CheckpointPolicy | None,
     step_zero_validation: bool,
 ) -> FitBegun:
-    """`fit`'s arguments, for its driver.
-
-    Raises:
-        ConfigError: an argument is invalid.
-    """
+    """`fit`'s arguments, for its driver. Raises ConfigError if an argument is invalid."""
     if max_length is not None:
         _check_unit("max_length", max_length)
         if not isinstance(max_length.value, int):

@@ -216,7 +216,6 @@ class _File:
     """A file that may be packed.
 
     Attributes:
-        size_bytes: its size.
         name: its path in the code folder.
         real: the same, of the file that a link leads to.
         mode: its permissions and type.

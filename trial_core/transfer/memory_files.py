@@ -77,13 +77,7 @@ class MemoryFiles:
         self.end()
 
     def write(self, folder: Path, name: str, write: Callable[[IO[bytes]], None]) -> None:
-        """Write a file of a snapshot: to memory, or to disk if it does not fit.
-
-        Args:
-            folder: the staging folder.
-            name: POSIX path below it.
-            write: called with the empty file.
-        """
+        """Have `write` fill a file of a snapshot: in memory, or on disk if it does not fit."""
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)

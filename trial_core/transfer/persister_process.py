@@ -69,12 +69,7 @@ class Stored(msgspec.Struct, frozen=True, tag=True):
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True):
-    """All files of a request are uploaded or fetched.
-
-    Attributes:
-        files: the entries of the uploaded files.
-        fetched_bytes: the bytes fetched.
-    """
+    """All files of a request are fetched, or uploaded: then `files` has their entries."""
 
     files: list[FileEntry] = []
     fetched_bytes: int = 0

@@ -10,7 +10,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 
 import psutil
 
@@ -55,12 +54,7 @@ class StallWatch:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._is_over.set()
         self._thread.join()
 

@@ -37,8 +37,6 @@ class RunFiles:
     """Uploads the files of a folder that are new or have changed. For one thread at a time.
 
     Args:
-        store: the store of the trial's checkpoints.
-        trial: the trial's id.
         folder: the folder to upload; need not exist yet.
         into: the target below the trial's folder in the storage.
         scratch: a folder for temporary copies, on a disk with room for one file.

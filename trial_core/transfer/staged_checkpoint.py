@@ -18,7 +18,6 @@ class StagedCheckpoint:
     """A checkpoint that every rank has staged.
 
     Attributes:
-        uuid: its id.
         saved_at: when it was staged; a retry of the upload must give the same manifest.
         progress: the run's progress, this checkpoint included.
         metrics: the last metrics of each kind.

@@ -144,11 +144,7 @@ def summary(store: CheckpointStore, manifest: Manifest) -> dict[str, Any]:
 
 
 def description(store: CheckpointStore, manifest: Manifest, kept: list[str]) -> list[str]:
-    """A checkpoint in full, as lines.
-
-    Args:
-        kept: the reasons why no rule deletes it.
-    """
+    """A checkpoint in full, as lines; `kept`: the reasons why no rule deletes it."""
     topology = manifest.topology
     facts = {
         "checkpoint": manifest.uuid,

@@ -216,11 +216,7 @@ def _deletions(plans: list[PruningPlan]) -> int:
 
 
 def _is_confirmed(plans: list[PruningPlan], leftovers: list[Leftover]) -> bool:
-    """Ask whether to delete.
-
-    Raises:
-        ConfigError: stdin is not a terminal.
-    """
+    """Ask whether to delete. Raises ConfigError if stdin is not a terminal."""
     counts = {
         "checkpoint": _deletions(plans),
         "leftover": sum(not each.keep for each in leftovers),

@@ -117,11 +117,7 @@ def summary(found: Verified) -> dict[str, Any]:
 
 
 def _named(store: CheckpointStore, checkpoints: tuple[str, ...]) -> list[ManifestName]:
-    """Those checkpoints, each once.
-
-    Raises:
-        CheckpointNotFound: there is no such checkpoint, or more than one.
-    """
+    """Those checkpoints, each once. Raises CheckpointNotFound: there is none, or several."""
     from trial_core.models.checkpoint_reference import open_checkpoint
 
     return [*dict.fromkeys(open_checkpoint(store, each).name for each in checkpoints)]

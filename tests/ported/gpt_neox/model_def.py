@@ -8,8 +8,7 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
-from determined.pytorch import DataLoader, MetricReducer, PyTorchCallback
-from determined.pytorch import deepspeed as det_ds
+from determined.pytorch import DataLoader, MetricReducer, PyTorchCallback, deepspeed as det_ds
 
 VOCABULARY, WINDOW = 16, 8
 

@@ -162,7 +162,9 @@ def test_a_sweep_aborts_multipart_uploads(s3_store: CheckpointStore) -> None:
     for key in (*mine, *others):
         leave_open(s3_store, key)
     leave_open(s3_store, "checkpoints/u1/x")  # a second upload of the same key
-    assert sum(each.uploads for each in s3_store.sweep("a")) == len(mine) + 1
+    swept = s3_store.sweep("a")
+    assert sum(each.uploads for each in swept) == len(mine) + 1
+    assert str(swept[-1]).endswith("0 files of 0 bytes, and 1 partial upload")
     assert left_open(s3_store) == others
 
 

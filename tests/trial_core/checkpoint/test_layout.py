@@ -5,8 +5,7 @@ from __future__ import annotations
 import posixpath
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from trial_core.checkpoint import layout
 from trial_core.errors import CheckpointError, RegistryError

@@ -144,7 +144,7 @@ def test_the_stages_of_a_run_have_buckets() -> None:
         stages.check_metrics,
     )  # fmt: skip
     assert None not in [bucket_of(task.name) for task in tasks]
-    assert bucket_of(stages.callbacks.name, "on_checkpoint_upload_end") == "checkpoint_stall"
+    assert bucket_of("callbacks", "on_checkpoint_upload_end") == "checkpoint_stall"
     assert bucket_of(stages.checkpoint_upload.name) is None  # beside training
 
 

@@ -18,7 +18,6 @@ TASKS = (
     stages.validate,
     stages.checkpoint_save,
     stages.checkpoint_upload,
-    stages.callbacks,
     stages.upload_run_files,
 )
 
@@ -28,6 +27,7 @@ def test_messages_name_stages_as_the_ui_does() -> None:
     titles = {request.__name__: request.stage for request in get_args(AnyRequest)}
     others = {
         titles.pop("Ping"): "a check of the channel",
+        titles.pop("RunHook"): "callbacks",
         titles.pop("EndFit"): "the end of fit",
         titles.pop("Shutdown"): "the shutdown",
     }

@@ -372,6 +372,17 @@ def test_mixed_precision_without_further_calls() -> None:
     assert norms[0] == pytest.approx([2**0.5, 1.0])
 
 
+def test_mixed_precision_of_a_type() -> None:
+    """bfloat16 has the range of float32: the loss is not scaled."""
+    context = context_of()
+    context.experimental.use_amp(dtype=torch.bfloat16)
+    assert (autocast_type(context), context.scaler) == (torch.bfloat16, None)
+    context = context_of()
+    context.experimental.use_amp(dtype=torch.float16)
+    assert autocast_type(context) is torch.float16
+    assert context.scaler is not None
+
+
 def test_a_model_with_the_names_of_a_replica(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:

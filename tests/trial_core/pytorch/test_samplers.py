@@ -10,16 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch.utils.data import (
     BatchSampler,
+    DistributedSampler as TorchDistributedSampler,
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
-from torch.utils.data import DistributedSampler as TorchDistributedSampler
 
 from trial_core.errors import TrialError
 from trial_core.pytorch import samplers

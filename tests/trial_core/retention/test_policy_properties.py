@@ -6,8 +6,7 @@ import math
 from random import Random
 from typing import Any
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from tests.trial_core.retention.histories import kept, saved
 from trial_core.checkpoint.manifest import Manifest

@@ -6,8 +6,7 @@ import itertools
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from tests.trial_core.run.test_sequencer import at, simulate
 from trial_core.run.sequencer import Checkpoint, Progress, Schedule, Train, Validate, next_workload

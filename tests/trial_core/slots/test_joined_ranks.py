@@ -13,8 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.support.hosts import DRIVER as DRIVER_ADDRESS
-from tests.support.hosts import new_hosts
+from tests.support.hosts import DRIVER as DRIVER_ADDRESS, new_hosts
 from tests.support.joined_ranks import JoinedRanks, group_of, joined_group, joined_ranks
 from tests.support.processes import alive
 from tests.support.ranks import ROOT

@@ -37,6 +37,11 @@ def test_is_ours_depends_on_the_class(error: Exception, error_type: str, is_ours
     assert (rank_error.error_type, rank_error.is_ours) == (error_type, is_ours)
 
 
+def test_an_error_without_a_message_says_so() -> None:
+    """As a MemoryError of Python's own has none."""
+    assert to_rank_error(MemoryError()).message == "without a message"
+
+
 def test_an_error_message_with_invalid_unicode_can_be_sent() -> None:
     """A lone surrogate, from an undecodable file name, is replaced."""
     error = to_rank_error(OSError("no file \udcff"))

@@ -55,11 +55,7 @@ def consolidated(folder: Path, read: Callable[[Path], Any]) -> dict[str, Paramet
 def _trained(
     masters: Sequence[Sequence[torch.Tensor]], partitions: Partitions
 ) -> dict[str, ParameterState]:
-    """The trained parameters.
-
-    Args:
-        masters: each rank's flat partitions.
-    """
+    """The trained parameters, from each rank's flat partitions."""
     found = {
         # With an empty fragment: a parameter may have no elements.
         name: ParameterState(shape, buffer, [(0, {MASTER: masters[0][buffer][:0]})])

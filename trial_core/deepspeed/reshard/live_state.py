@@ -27,11 +27,7 @@ _ZERO_OPTIMIZERS = (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3, BF16_
 
 
 def check_engine(engine: DeepSpeedEngine) -> None:
-    """Check that the engine's state has a layout that can be resharded.
-
-    Raises:
-        CheckpointError: names the feature that cannot.
-    """
+    """Check that an engine's state can be resharded. Raises CheckpointError, which says why not."""
     unsupported = None
     if engine.has_moe_layers:
         unsupported = "a mixture of experts"
@@ -204,11 +200,7 @@ def _dtypes(parameters: Iterable[ParameterState]) -> dict[str, torch.dtype]:
 
 
 def _common_scalars(parameters: Iterable[ParameterState]) -> dict[str, Any]:
-    """The scalars that the parameters of a buffer share: the number of steps.
-
-    Raises:
-        CheckpointError: they differ between parameters.
-    """
+    """The number of steps of a buffer's parameters. Raises CheckpointError if not."""
     scalars = [each.scalars for each in parameters if each.scalars]
     for other in scalars:
         if other != scalars[0]:

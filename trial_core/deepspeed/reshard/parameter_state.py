@@ -41,7 +41,6 @@ class ParameterState:
     """The optimizer's state of one parameter.
 
     Attributes:
-        shape: the parameter's shape.
         group: index of its optimizer group.
         fragments: for each fragment, the index of its first element in the flattened parameter, and
             its tensors by key: the fp32 weights (`MASTER`) and the optimizer's, such as
@@ -60,11 +59,7 @@ class ParameterState:
         return {key: tensor.dtype for key, tensor in self.fragments[0][1].items()}
 
     def copy(self, key: str, first: int, target: torch.Tensor) -> None:
-        """Fill the flat tensor `target` with the elements from index `first` on.
-
-        Raises:
-            CheckpointError: the fragments do not hold all of these elements.
-        """
+        """Fill the flat `target` from index `first` on. CheckpointError: elements are missing."""
         last, copied = first + target.numel(), 0
         for begin, tensors in self.fragments:
             source = tensors[key]
@@ -174,11 +169,7 @@ def parameters_from_full_state(
 
 
 def require_group_count(saved: int, now: int) -> None:
-    """Check that the optimizer has as many groups as it had.
-
-    Raises:
-        CheckpointError: the numbers differ.
-    """
+    """Check that the optimizer has as many groups as it had. Raises CheckpointError if not."""
     if saved != now:
         raise CheckpointError(
             f"the optimizer had {saved} groups of parameters when the checkpoint was saved, and "

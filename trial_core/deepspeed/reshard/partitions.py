@@ -22,9 +22,7 @@ class Fragment:
     """Consecutive elements of one parameter, in the partition of one rank.
 
     Attributes:
-        name: the parameter's name.
         first: index of the first of these elements in the flattened parameter.
-        count: number of elements, at least 1.
         offset: index of the first of these elements in the partition.
     """
 
@@ -42,7 +40,6 @@ class Partitions:
         buffers: the parameters of each flat buffer. A buffer is an optimizer group; under ZeRO-3
             it is a part of one.
         paddings: number of elements after each parameter of each buffer; None means no padding.
-        ranks: number of data-parallel ranks.
         is_zero3: whether each parameter is cut, not the buffer.
     """
 

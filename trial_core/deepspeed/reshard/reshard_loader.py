@@ -64,13 +64,7 @@ def resharded(engines: Sequence[DeepSpeedEngine], folder: Path, read: ReadFile) 
 
 
 class _ReshardingCheckpointEngine(CheckpointEngine):
-    """Assembles the files that DeepSpeed loads.
-
-    Args:
-        engine: the live engine.
-        source_folder: the saved files of the engine's tag.
-        target_folder: created here; holds the names that DeepSpeed looks for.
-    """
+    """Assembles the saved files of an engine's tag; `target_folder` gets the names to look for."""
 
     def __init__(
         self, engine: DeepSpeedEngine, source_folder: Path, target_folder: Path, read: ReadFile

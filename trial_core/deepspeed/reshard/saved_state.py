@@ -37,9 +37,7 @@ class SourceEngine:
 
     Args:
         folder: the files under the engine's tag.
-        model_rank: the model-parallel rank.
         target_groups: the parameters that the live engine trains, by optimizer group.
-        read: reads a file.
 
     Attributes:
         model: content of the model-states file: module, schedules, counters, client state.

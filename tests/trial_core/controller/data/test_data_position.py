@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import assume, given
-from hypothesis import strategies as st
+from hypothesis import assume, given, strategies as st
 
 from trial_core.controller.data.data_position import micro_batches_drawn
 from trial_core.units import EpochLength
