@@ -58,6 +58,8 @@ def follow_script(launch: Launch, stages: Stages, uploads: Uploads) -> TrialResu
     script = RunningScript(launch, RunScript(checkpoint=start.uuid, batches_trained=begin))
     script.start()
     fitted: TrialResult | None = None
+    newest = start.uuid if start.restore == "everything" else None
+    saved_at = begin if newest else None
     while not isinstance(
         event := stages.run_script(launch, script, progress, launch.progress.batches_trained), list
     ):
@@ -71,12 +73,12 @@ def follow_script(launch: Launch, stages: Stages, uploads: Uploads) -> TrialResu
         folders = _folders(launch, event.uuid)
         calls.start_upload(StagedCheckpoint.now(event.uuid, at, progress.metrics, folders))
         calls.finish_upload()  # the script waits, too
+        newest, saved_at = event.uuid, event.steps_completed
         launch.has_saved(event.steps_completed)
     launch.answers.writes_run_files = any(rank.writes_run_files for rank in event)
     calls.finish(launch.progress.batches_trained)
     if fitted is not None:
         return replace(fitted, stopped_early=fitted.stopped_early or _was_preempted(event))
-    newest = calls.newest_checkpoint or (start.uuid if start.restore == "everything" else None)
     return TrialResult(
         trial=run.trial,
         batches_trained=launch.progress.batches_trained,
@@ -85,6 +87,7 @@ def follow_script(launch: Launch, stages: Stages, uploads: Uploads) -> TrialResu
         validation_metrics=progress.metrics.get("validation", {}),
         validated_at=progress.progress.validated_at,
         checkpoint_uuid=newest,
+        checkpoint_at=saved_at,
         checkpoint_url=run.store.files_url(newest) if newest else None,
     )
 
@@ -97,13 +100,14 @@ def follow_fit(
     Args:
         start: the resume point, if its files are fetched already; None: it is to be chosen.
     """
-    launch.answers.stop_requested = False  # by the trial, in an earlier fit
+    answers = launch.answers
+    answers.stop_requested, answers.stop_reason = False, None  # by the trial, in an earlier fit
     stages.attach_trial(launch)
     if launch.should_stop:
         launch.slots.stop()  # again: the trial's ranks begin without a request
     schedule = _schedule(launch.run, fit)
     result = follow_schedule(LaunchStages(launch, stages, uploads, schedule, start))
-    result = replace(result, run_dir=str(launch.run.run_dir))
+    result = replace(result, run_dir=str(launch.run.run_dir), trial_stop_reason=answers.stop_reason)
     launch.ask(EndFit(result=asdict(result)), Done)
     return result
 

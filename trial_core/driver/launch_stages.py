@@ -94,7 +94,7 @@ class LaunchStages:
 
     @property
     def may_add_metrics(self) -> bool:
-        return "on_validation_end" in self._launch.answers.hooks
+        return self._launch.answers.may_add_metrics
 
     def train(self, begin: int, until: int) -> int:
         return self._stages.train_workload(self._launch, begin, until)

@@ -6,7 +6,7 @@ import logging
 import queue
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,10 +20,10 @@ from trial_core.config import ExperimentConfig
 from trial_core.driver.observers import Observer
 from trial_core.errors import RankFailed
 from trial_core.ledger.run_clock import RunClock
-from trial_core.messages import AnyRequest, Result
+from trial_core.messages import AnyRequest, MayStop, Result
 from trial_core.retention.claims import RunClaim
 from trial_core.run.choose_resume_point import resume_points
-from trial_core.run.stop_requests import StopHandler
+from trial_core.run.stop_requests import StopHandler, as_the_trial_asked
 from trial_core.slots.slot_group import SlotGroup
 from trial_core.transfer.trial_code import TrialCode
 from trial_core.units import EpochLength
@@ -116,9 +116,11 @@ class RankAnswers:
         hooks: the callback hooks that the trial overrides, once it is built.
         topology, versions, batch_samples: once the trial is built.
         epoch: the length of an epoch, once the loaders are built; None if it is unknown.
+        may_add_metrics: whether a callback may add validation metrics, once check-metrics has run.
         metrics: the last ones of each kind.
         validated: the metrics of the last validation, which may not be reported yet.
         stop_requested: whether the trial has requested a stop.
+        stop_reason: why, if the trial says so.
         writes_run_files: whether a rank writes files for TensorBoard.
     """
 
@@ -127,9 +129,11 @@ class RankAnswers:
     versions: dict[str, str] = field(default_factory=dict)
     batch_samples: int = 0
     epoch: EpochLength | None = None
+    may_add_metrics: bool = False
     metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
     validated: dict[str, Any] = field(default_factory=dict)
     stop_requested: bool = False
+    stop_reason: str | None = None
     writes_run_files: bool = False
 
 
@@ -206,6 +210,16 @@ class Launch:
         """Whether to save and end: the trial or a stop request asks for it, or the ranks move."""
         is_asked = self.answers.stop_requested or self.run.stopping.request is not None
         return is_asked or self.progress.moves is not None
+
+    def note_stop_requests(self, ranks: Sequence[MayStop]) -> None:
+        """Note whether the trial has requested a stop on a rank; log the request once."""
+        answers, asking = self.answers, [rank for rank in ranks if rank.stop_requested]
+        if asking and not answers.stop_requested:
+            answers.stop_requested = True
+            answers.stop_reason = next((r.stop_reason for r in asking if r.stop_reason), None)
+            self.run.logger.info(
+                "the run saves and ends, %s", as_the_trial_asked(answers.stop_reason)
+            )
 
     def may_save(self) -> None:
         """From now on, ranks that have to stop or move save first."""

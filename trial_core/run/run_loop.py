@@ -55,9 +55,11 @@ class TrialResult:
         batches_trained: over all runs of the trial.
         stopped_early: whether the run ended before its maximum length, or its last validation.
         stop_reason: why the flow run was stopped; None if the trial requested the stop.
+        trial_stop_reason: why the trial requested it, if it says so.
         training_metrics, validation_metrics: the last ones.
         validated_at: the batch of the last validation; None: there was none.
         checkpoint_uuid: the trial's newest committed checkpoint.
+        checkpoint_at: how many batches were trained when it was saved.
         checkpoint_url: where its files are.
         tensorboard_url: where the flow run's files for TensorBoard are, if the trial writes any.
         report_path: the flow run's report, as a Markdown file.
@@ -70,10 +72,12 @@ class TrialResult:
     batches_trained: int
     stopped_early: bool
     stop_reason: str | None = None
+    trial_stop_reason: str | None = None
     training_metrics: dict[str, Any] = field(default_factory=dict)
     validation_metrics: dict[str, Any] = field(default_factory=dict)
     validated_at: int | None = None
     checkpoint_uuid: str | None = None
+    checkpoint_at: int | None = None
     checkpoint_url: str | None = None
     tensorboard_url: str | None = None
     report_path: str | None = None
@@ -149,7 +153,7 @@ class RunStages(Protocol):
 
     @property
     def may_add_metrics(self) -> bool:
-        """Whether a callback overrides `on_validation_end`, and so may add metrics."""
+        """After `metric_names`: whether a callback may add others in `on_validation_end`."""
 
     def train(self, begin: int, until: int) -> int:
         """Train from batch `begin` to `until`. Return how many batches are trained in all."""
@@ -203,6 +207,8 @@ def follow_schedule(stages: RunStages) -> TrialResult:
             "trial %s is already at %d of %d batches; %s",
             stages.trial, progress.batches_trained, end, stages.how_to_go_on,
         )  # fmt: skip
+    continues = start.checkpoint is not None and start.restore == "everything"
+    saved_at = progress.batches_trained if continues else None
     mistake = _missing_metric(stages, first)
     if mistake is not None:
         progress = progress.stopping()
@@ -219,10 +225,7 @@ def follow_schedule(stages: RunStages) -> TrialResult:
                 stages.run_hook("on_validation_end", trained)
                 validation = stages.report_validation(trained)
                 mistake = validation.mistake  # raised once what has been trained is saved
-                if mistake is None:
-                    progress = progress.after_validation(
-                        validation.metric, schedule.smaller_is_better
-                    )
+                progress = progress.after_validation(validation.metric, schedule.smaller_is_better)
         elif isinstance(work, Checkpoint):
             if not _has_room(stages, work, trained):
                 progress = progress.skipping_checkpoint()
@@ -231,7 +234,7 @@ def follow_schedule(stages: RunStages) -> TrialResult:
             stages.run_hook("on_checkpoint_write_end", trained)
             stages.run_hook("on_checkpoint_end", trained)
             stages.start_upload(staged)
-            progress = progress.after_checkpoint()
+            progress, saved_at = progress.after_checkpoint(), trained
         progress = progress.stopping(stages.poll() or mistake is not None)
 
     stages.finish_upload()
@@ -239,7 +242,7 @@ def follow_schedule(stages: RunStages) -> TrialResult:
     stages.finish(progress.batches_trained)
     if mistake is not None:
         raise mistake
-    newest = stages.newest_checkpoint or (start.uuid if start.restore == "everything" else None)
+    newest = stages.newest_checkpoint or (start.uuid if continues else None)
     return TrialResult(
         trial=stages.trial,
         batches_trained=progress.batches_trained,
@@ -248,6 +251,7 @@ def follow_schedule(stages: RunStages) -> TrialResult:
         validation_metrics=stages.metrics.get("validation", {}),
         validated_at=progress.validated_at,
         checkpoint_uuid=newest,
+        checkpoint_at=saved_at if newest else None,
         checkpoint_url=stages.store.files_url(newest) if newest else None,
     )
 

@@ -22,7 +22,7 @@ def train_workload(launch: Launch, begin: int, until: int) -> int:
         results = launch.ask(TrainBatches(until=until), Trained, stall_seconds)
         reached = results[0].batches_trained
         run.clock.batches_trained(reached)
-    answers.stop_requested |= any(result.stop_requested for result in results)
+    launch.note_stop_requests(results)
     if reached == begin:
         return reached
     launch.progress.has_trained = True
