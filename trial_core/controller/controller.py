@@ -310,6 +310,7 @@ class Controller:
         info.tensorboard.start()
         self._trial.forward_clock.begin_workload()
         began, waited = time.monotonic(), loaders.waited_seconds
+        steps, skipped = adapter.scaled_steps()
         outcome = _require(self._training, BuildLoadersAndRestore).train(request.until)
         info.tensorboard.report("training", info.batches_trained, outcome.avg_metrics)
         self._hook_arguments["on_training_workload_end"] = {
@@ -326,6 +327,9 @@ class Controller:
             data_seconds=loaders.waited_seconds - waited,
             forward_seconds=self._trial.forward_clock.seconds(),
             learning_rates=adapter.learning_rates(),
+            non_finite=outcome.non_finite,
+            scaled_steps=adapter.scaled_steps()[0] - steps,
+            skipped_steps=adapter.scaled_steps()[1] - skipped,
         )
 
     def name_metrics(self, request: NameMetrics) -> MetricsNamed:

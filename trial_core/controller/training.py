@@ -27,6 +27,7 @@ from trial_core.controller.data.loaders import MicroBatches
 from trial_core.controller.trial_adapter import TrialAdapter
 from trial_core.controller.workload_metrics import reduce_training
 from trial_core.distributed import DistributedContext
+from trial_core.messages import NonFinite
 from trial_core.pytorch.callback import PyTorchCallback
 from trial_core.pytorch.metric_reduction import BatchMetrics
 from trial_core.slots.stop_barrier import StopBarrier
@@ -42,10 +43,12 @@ class TrainOutcome:
     Attributes:
         avg_metrics: averaged over the workload's batches and all ranks.
         batch_metrics: of each call of train_batch, averaged over all ranks, if they are wanted.
+        non_finite: this rank's that were NaN or infinite in some batch.
     """
 
     avg_metrics: dict[str, Any]
     batch_metrics: list[dict[str, Any]]
+    non_finite: dict[str, NonFinite]
 
 
 class ProgressReporter:
@@ -113,10 +116,10 @@ class TrainingLoop:
             if info.stop_requested:
                 self.on_stop_requested()
         if info.batches_trained == first_batch:
-            return TrainOutcome({}, [])  # nothing to average
-        return TrainOutcome(
-            *reduce_training(metrics, adapter, self.distributed, self.wants_batch_metrics)
-        )
+            return TrainOutcome({}, [], {})  # nothing to average
+        reduced = reduce_training(metrics, adapter, self.distributed, self.wants_batch_metrics)
+        batches = info.batches_trained - first_batch
+        return TrainOutcome(*reduced, metrics.non_finite(first_batch, batches))
 
 
 def _begin_epochs(

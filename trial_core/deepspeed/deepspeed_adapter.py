@@ -133,6 +133,11 @@ class DeepSpeedTrialAdapter:
     def learning_rates(self) -> list[float | None]:
         return [next(map(float, engine.get_lr()), None) for engine in self._context.models]
 
+    def scaled_steps(self) -> tuple[int, int]:
+        engines = [engine for engine in self._context.models if engine.fp16_enabled()]
+        steps = sum(int(engine.global_steps) for engine in engines)
+        return steps, sum(int(engine.skipped_steps) for engine in engines)
+
     def evaluate_batch(self, micro_batches: Iterator[Any] | None, batch_idx: int) -> Any:
         if self._evaluate_takes_index:
             return self._trial.evaluate_batch(micro_batches, batch_idx)

@@ -24,7 +24,15 @@ from trial_core.driver.stages import Stages
 from trial_core.driver.stages.script import RunningScript
 from trial_core.driver.uploads import Uploads
 from trial_core.errors import ConfigError
-from trial_core.messages import Done, EndFit, FitBegun, Length, RunScript, ScriptEnded
+from trial_core.messages import (
+    Done,
+    EndFit,
+    FitBegun,
+    Length,
+    ReleaseStaging,
+    RunScript,
+    ScriptEnded,
+)
 from trial_core.run.choose_resume_point import fetch_first_intact
 from trial_core.run.run_loop import TrialResult, follow_schedule
 from trial_core.run.script_progress import ScriptProgress
@@ -59,7 +67,7 @@ def follow_script(launch: Launch, stages: Stages, uploads: Uploads) -> TrialResu
     script.start()
     fitted: TrialResult | None = None
     newest = start.uuid if start.restore == "everything" else None
-    saved_at = begin if newest else None
+    launch.progress.saved_at = begin if newest else None
     while not isinstance(
         event := stages.run_script(launch, script, progress, launch.progress.batches_trained), list
     ):
@@ -69,11 +77,14 @@ def follow_script(launch: Launch, stages: Stages, uploads: Uploads) -> TrialResu
             continue
         launch.progress.batches_trained = event.steps_completed
         launch.progress.has_trained = True
+        if launch.withholds_checkpoint(event.steps_completed, is_last=False):
+            launch.ask(ReleaseStaging(uuid=event.uuid), Done)  # and the script continues
+            continue
         at = progress.stored(event.steps_completed)
         folders = _folders(launch, event.uuid)
         calls.start_upload(StagedCheckpoint.now(event.uuid, at, progress.metrics, folders))
         calls.finish_upload()  # the script waits, too
-        newest, saved_at = event.uuid, event.steps_completed
+        newest = event.uuid
         launch.has_saved(event.steps_completed)
     launch.answers.writes_run_files = any(rank.writes_run_files for rank in event)
     calls.finish(launch.progress.batches_trained)
@@ -87,7 +98,7 @@ def follow_script(launch: Launch, stages: Stages, uploads: Uploads) -> TrialResu
         validation_metrics=progress.metrics.get("validation", {}),
         validated_at=progress.progress.validated_at,
         checkpoint_uuid=newest,
-        checkpoint_at=saved_at,
+        checkpoint_at=launch.progress.saved_at,
         checkpoint_url=run.store.files_url(newest) if newest else None,
     )
 

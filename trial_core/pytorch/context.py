@@ -360,7 +360,7 @@ class PyTorchTrialContext(TorchTrialContext):
             optimizer.step()
         else:
             scaler.step(optimizer)
-            self.precision.has_stepped = True
+            self.precision.note_step(scaler, optimizer)
         # Autocast keeps copies of the weights in less precision until the batch ends.
         torch.clear_autocast_cache()
         if auto_zero_grads:

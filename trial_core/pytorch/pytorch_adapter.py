@@ -104,6 +104,9 @@ class PyTorchTrialAdapter:
     def learning_rates(self) -> list[float | None]:
         return [float(each.param_groups[0]["lr"]) for each in self._context.optimizers]
 
+    def scaled_steps(self) -> tuple[int, int]:
+        return self._context.precision.steps, int(self._context.precision.skipped)
+
     def evaluate_batch(self, micro_batches: Iterator[Any] | None, batch_idx: int) -> Any:
         batch = self._next(micro_batches)
         with self._context.precision.autocast():

@@ -9,7 +9,7 @@ in their places::
     on_training_start
     find the names of the validation metrics, if the searcher metric may be missing
     until the sequencer says that the run is finished:
-        train           on_training_workload_end
+        train           on_training_workload_end; the run ends if its losses stay non-finite
         validate        on_validation_end, then the metrics are reported
         save            on_checkpoint_write_end, on_checkpoint_end
                         (the upload runs beside training; on_checkpoint_upload_end follows it)
@@ -22,7 +22,7 @@ The whole route of a stop: `trial_core/run/stop_requests.py`.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from logging import Logger, LoggerAdapter
 from typing import Any, Protocol
 
@@ -127,6 +127,10 @@ class RunStages(Protocol):
         """The uuid of the newest checkpoint that this run has committed."""
 
     @property
+    def saved_at(self) -> int | None:
+        """Batches trained at the last checkpoint that the trial can continue from; None: none."""
+
+    @property
     def is_uploading(self) -> bool:
         """Whether the last checkpoint is still being uploaded."""
 
@@ -164,6 +168,12 @@ class RunStages(Protocol):
     def report_validation(self, batches_trained: int) -> Validation:
         """Report the metrics of a finished validation, as on_validation_end has left them."""
 
+    def loss_failure(self, batches_trained: int) -> TrialError | None:
+        """After a train-workload: the error, if the run must end because of its losses."""
+
+    def withholds_checkpoint(self, batches_trained: int) -> bool:
+        """Whether to save nothing now, because the losses are not finite. Logs it."""
+
     def save(self, progress: Progress) -> StagedCheckpoint:
         """Stage a checkpoint. Training may continue when this returns."""
 
@@ -193,6 +203,9 @@ def follow_schedule(stages: RunStages) -> TrialResult:
     stages.metrics.clear()  # of batches that were lost with earlier ranks
     stages.metrics.update(start.metrics)
     progress = start.progress
+    if progress.best_metric is None and progress.validated_at == progress.batches_trained:
+        # That validation did not have the searcher metric, which may have been corrected.
+        progress = replace(progress, validated_at=None)
     schedule = stages.schedule(progress)
     stages.run_hook(
         "on_trial_startup", progress.batches_trained,
@@ -207,8 +220,6 @@ def follow_schedule(stages: RunStages) -> TrialResult:
             "trial %s is already at %d of %d batches; %s",
             stages.trial, progress.batches_trained, end, stages.how_to_go_on,
         )  # fmt: skip
-    continues = start.checkpoint is not None and start.restore == "everything"
-    saved_at = progress.batches_trained if continues else None
     mistake = _missing_metric(stages, first)
     if mistake is not None:
         progress = progress.stopping()
@@ -220,6 +231,7 @@ def follow_schedule(stages: RunStages) -> TrialResult:
             progress = progress.after_training(reached)
             if reached > trained:
                 stages.run_hook("on_training_workload_end", reached)
+                mistake = stages.loss_failure(reached)
         elif isinstance(work, Validate):
             if stages.validate(trained):
                 stages.run_hook("on_validation_end", trained)
@@ -227,6 +239,9 @@ def follow_schedule(stages: RunStages) -> TrialResult:
                 mistake = validation.mistake  # raised once what has been trained is saved
                 progress = progress.after_validation(validation.metric, schedule.smaller_is_better)
         elif isinstance(work, Checkpoint):
+            if stages.withholds_checkpoint(trained):
+                progress = progress.after_checkpoint()  # as if there were nothing to save
+                continue
             if not _has_room(stages, work, trained):
                 progress = progress.skipping_checkpoint()
                 continue
@@ -234,7 +249,7 @@ def follow_schedule(stages: RunStages) -> TrialResult:
             stages.run_hook("on_checkpoint_write_end", trained)
             stages.run_hook("on_checkpoint_end", trained)
             stages.start_upload(staged)
-            progress, saved_at = progress.after_checkpoint(), trained
+            progress = progress.after_checkpoint()
         progress = progress.stopping(stages.poll() or mistake is not None)
 
     stages.finish_upload()
@@ -242,7 +257,7 @@ def follow_schedule(stages: RunStages) -> TrialResult:
     stages.finish(progress.batches_trained)
     if mistake is not None:
         raise mistake
-    newest = stages.newest_checkpoint or (start.uuid if continues else None)
+    newest = stages.newest_checkpoint or (start.uuid if start.restore == "everything" else None)
     return TrialResult(
         trial=stages.trial,
         batches_trained=progress.batches_trained,
@@ -251,7 +266,7 @@ def follow_schedule(stages: RunStages) -> TrialResult:
         validation_metrics=stages.metrics.get("validation", {}),
         validated_at=progress.validated_at,
         checkpoint_uuid=newest,
-        checkpoint_at=saved_at if newest else None,
+        checkpoint_at=stages.saved_at,
         checkpoint_url=stages.store.files_url(newest) if newest else None,
     )
 

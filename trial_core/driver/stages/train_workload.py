@@ -27,7 +27,9 @@ def train_workload(launch: Launch, begin: int, until: int) -> int:
         return reached
     launch.progress.has_trained = True
     launch.progress.batches_trained = reached
-    answers.metrics["training"] = results[0].metrics
+    answers.metrics["training"] = metrics = results[0].metrics
+    warnings = launch.losses.trained(begin, reached, metrics, [each.non_finite for each in results])
+    launch.warn(warnings + launch.losses.stepped(results[0]))
     seconds = max(result.seconds for result in results)
     run.logger.info(
         "trained [%d→%d] at %s: %s",

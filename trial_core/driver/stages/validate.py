@@ -50,5 +50,6 @@ def report_validation(launch: Launch, batches_trained: int) -> float | None:
     metrics = with_single_number(answers.validated, run.metric)
     run.logger.info("validated at %d: %s", batches_trained, metrics_line(metrics))
     run.observer.metrics_reported("validation", batches_trained, metrics)
+    launch.warn(launch.losses.validated(batches_trained, metrics))
     answers.metrics["validation"] = metrics
     return None if run.metric is None else searcher_metric(metrics, run.metric)
