@@ -42,6 +42,7 @@ class RunInfo:
         initial_batch: how many batches earlier runs have trained.
         current_batch: index of the batch that is being trained, or was trained last; None before
             training.
+        batch_samples: samples of one batch, over all ranks; 0: unknown.
         epoch: the length of an epoch; None before the loaders are built, or if they have none.
         stop_requested: whether the trial has asked to save and end.
         stop_reason: why it has, if it says so.
@@ -53,6 +54,7 @@ class RunInfo:
     batches_trained: int = 0
     initial_batch: int = 0
     current_batch: int | None = None
+    batch_samples: int = 0
     epoch: EpochLength | None = None
     stop_requested: bool = False
     stop_reason: str | None = None

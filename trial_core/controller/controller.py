@@ -229,6 +229,7 @@ class Controller:
         """
         if self._attached is not None:
             self._attached.close()
+        info.batch_samples = adapter.batch_samples
         settings = info.checkpointing
         files = CheckpointFiles(run_dir, store, self._distributed, settings)
         self._attached = _AttachedTrial(

@@ -28,7 +28,7 @@ from trial_core.controller.trial_adapter import TrialAdapter
 from trial_core.controller.workload_metrics import reduce_training
 from trial_core.distributed import DistributedContext
 from trial_core.messages import NonFinite
-from trial_core.pytorch.callback import PyTorchCallback
+from trial_core.pytorch.callback import PyTorchCallback, trial_callbacks
 from trial_core.pytorch.metric_reduction import BatchMetrics
 from trial_core.slots.stop_barrier import StopBarrier
 from trial_core.units import EpochLength
@@ -99,6 +99,7 @@ class TrainingLoop:
         metrics = BatchMetrics()
         adapter.reducers.reset(for_training=True)
         adapter.set_training(True)
+        ready_made = trial_callbacks(adapter.callbacks)
         while info.batches_trained < until and stop_barrier.may_begin_step():
             batch_idx = info.current_batch = info.batches_trained
             epoch_idx = _begin_epochs(adapter.callbacks, info.epoch, batch_idx)
@@ -107,6 +108,8 @@ class TrainingLoop:
                 micro_batches.batch_ended()
             if adapter.reports_training_metrics:
                 metrics.add_batch(calls)
+            for callback in ready_made:
+                callback.batch_ended()
             _end_epochs(adapter.callbacks, info.epoch, batch_idx)
             info.batches_trained = batch_idx + 1
             info.tensorboard.batch_ended()

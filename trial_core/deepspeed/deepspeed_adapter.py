@@ -39,7 +39,7 @@ from trial_core.deepspeed.restore_files import (
 )
 from trial_core.deepspeed.trial import DeepSpeedTrial
 from trial_core.errors import CheckpointError, TrialError
-from trial_core.pytorch.callback import PyTorchCallback
+from trial_core.pytorch.callback import built_callbacks
 from trial_core.pytorch.metric_reduction import Reducer
 from trial_core.transfer.memory_files import MemoryFiles
 
@@ -72,7 +72,7 @@ class DeepSpeedTrialAdapter:
         self._context = context
         first = context.models[0]
         is_pipeline = context.uses_pipeline
-        self.callbacks: Mapping[str, PyTorchCallback] = trial.build_callbacks()
+        self.callbacks = built_callbacks(trial, context)
         self.reducers = context.reducers
         self.data_parallel_rank = context.mpu.data_parallel_rank
         self.data_parallel_size = context.mpu.data_parallel_world_size

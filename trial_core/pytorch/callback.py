@@ -10,6 +10,7 @@ import inspect
 import textwrap
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from trial_core.errors import TrialError
@@ -200,6 +201,41 @@ class PyTorchCallback:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a state that `state_dict` returned. Its tensors are on the CPU."""
+
+
+class TrialCallback(PyTorchCallback):
+    """A callback that finds its trial's context: the base of those in `trial_core.callbacks`.
+
+    Attributes:
+        context: the trial's, once it is constructed.
+    """
+
+    context: Any
+
+    def attach(self, context: Any) -> None:
+        """Called once on every rank, before all hooks, with the trial's context."""
+        self.context = context
+
+    def batch_ended(self) -> None:
+        """Called after each trained batch. Must not wait for the accelerator."""
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Surrounds each validation and its hooks, also one that a stop ends early."""
+        return nullcontext()
+
+
+def built_callbacks(trial: Any, context: Any) -> Mapping[str, PyTorchCallback]:
+    """The trial's callbacks. Raises as `overridden_hooks`."""
+    callbacks: Mapping[str, PyTorchCallback] = trial.build_callbacks()
+    _check(callbacks)
+    for callback in trial_callbacks(callbacks):
+        callback.attach(context)
+    return callbacks
+
+
+def trial_callbacks(callbacks: Mapping[str, PyTorchCallback]) -> list[TrialCallback]:
+    """Those that are more than the reference's."""
+    return [each for each in callbacks.values() if isinstance(each, TrialCallback)]
 
 
 def overridden_hooks(callbacks: Mapping[str, PyTorchCallback]) -> frozenset[str]:

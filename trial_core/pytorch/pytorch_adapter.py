@@ -18,7 +18,7 @@ from trial_core.checkpoint.resume_point import Restore
 from trial_core.controller.rank_state import STATE_FOLDER
 from trial_core.controller.safe_load import Reader
 from trial_core.errors import TrialError
-from trial_core.pytorch.callback import PyTorchCallback
+from trial_core.pytorch.callback import built_callbacks
 from trial_core.pytorch.context import PyTorchTrialContext
 from trial_core.pytorch.distributed_model import broadcast_buffers
 from trial_core.pytorch.metric_reduction import Reducer
@@ -28,6 +28,7 @@ from trial_core.pytorch.pytorch_state import (
     MODELS,
     OPTIMIZERS,
     STATE_FILE,
+    WEIGHTS,
     load_gradients,
     load_models,
     load_state,
@@ -68,7 +69,7 @@ class PyTorchTrialAdapter:
                 )
         self._trial = trial
         self._context = context
-        self.callbacks: Mapping[str, PyTorchCallback] = trial.build_callbacks()
+        self.callbacks = built_callbacks(trial, context)
         self.reducers = context.reducers
         self.data_parallel_rank = context.distributed.get_rank()
         self.data_parallel_size = context.distributed.get_size()
@@ -137,7 +138,7 @@ class PyTorchTrialAdapter:
         return state_of(self._context)
 
     def read_hook_state(self, folder: Path, reader: Reader) -> dict[str, Any]:
-        return read_state(folder, reader, (MODELS, OPTIMIZERS), self._context)
+        return read_state(folder, reader, (MODELS, WEIGHTS, OPTIMIZERS), self._context)
 
     @property
     def rehearses_save(self) -> bool:
@@ -166,7 +167,8 @@ class PyTorchTrialAdapter:
         self, files: list[FileEntry], saved_by: Topology, restore: Restore, ranks: Sequence[int]
     ) -> list[FileEntry]:
         folders = {"everything": (STATE_FOLDER, GRADIENTS_FOLDER), "state": (STATE_FOLDER,)}
-        kinds = {"everything": (MODELS, OPTIMIZERS, GRADIENTS), "state": (MODELS, OPTIMIZERS)}
+        state = (MODELS, WEIGHTS, OPTIMIZERS)
+        kinds = {"everything": (*state, GRADIENTS), "state": state}
         read = {STATE_FILE, *folders.get(restore, ())}
         keeps_parts = saved_by.spreads_like(self.topology())
         shards = files_of_parts(
