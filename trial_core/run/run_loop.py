@@ -55,35 +55,35 @@ class TrialResult:
         batches_trained: over all runs of the trial.
         stopped_early: whether the run ended before its maximum length, or its last validation.
         stop_reason: why the flow run was stopped; None if the trial requested the stop.
-        trial_stop_reason: why the trial requested it, if it says so.
         training_metrics, validation_metrics: the last ones.
         validated_at: the batch of the last validation; None: there was none.
         checkpoint_uuid: the trial's newest committed checkpoint.
-        checkpoint_at: how many batches were trained when it was saved.
         checkpoint_url: where its files are.
         tensorboard_url: where the flow run's files for TensorBoard are, if the trial writes any.
         report_path: the flow run's report, as a Markdown file.
         run_dir: the flow run's folder on this machine, with its logs.
         flow_run_id: Prefect's id of the flow run.
         ledger: the trial's ledger of time until then, as `trialflow runs show --json` prints it.
+        trial_stop_reason: why the trial requested a stop, if it says so.
+        checkpoint_at: how many batches were trained when the checkpoint was saved.
     """
 
     trial: str
     batches_trained: int
     stopped_early: bool
     stop_reason: str | None = None
-    trial_stop_reason: str | None = None
     training_metrics: dict[str, Any] = field(default_factory=dict)
     validation_metrics: dict[str, Any] = field(default_factory=dict)
     validated_at: int | None = None
     checkpoint_uuid: str | None = None
-    checkpoint_at: int | None = None
     checkpoint_url: str | None = None
     tensorboard_url: str | None = None
     report_path: str | None = None
     run_dir: str | None = None
     flow_run_id: str | None = None
     ledger: dict[str, Any] | None = None
+    trial_stop_reason: str | None = None
+    checkpoint_at: int | None = None
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,8 @@ def follow_schedule(stages: RunStages) -> TrialResult:
     stages.metrics.clear()  # of batches that were lost with earlier ranks
     stages.metrics.update(start.metrics)
     progress = start.progress
-    if progress.best_metric is None and progress.validated_at == progress.batches_trained:
+    has_metric, at = stages.metric is not None, progress.batches_trained
+    if has_metric and progress.best_metric is None and progress.validated_at == at:
         # That validation did not have the searcher metric, which may have been corrected.
         progress = replace(progress, validated_at=None)
     schedule = stages.schedule(progress)
