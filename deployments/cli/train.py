@@ -15,7 +15,8 @@ from uuid import uuid4
 from cyclopts import Parameter
 
 from trial_core import text_format
-from trial_core.errors import CheckpointError, ConfigError, Stopped
+from trial_core.errors import CheckpointError, ConfigError, Stopped, TrialError, TrialflowError
+from trial_core.run.stop_requests import as_the_trial_asked
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.experiment_options import (
     DEFAULT_EXPERIMENT,
@@ -155,7 +156,9 @@ def train(
         elif run.stopped_by is not None:
             outcome.stopped(run.stopped_by)
         if not test:
-            trial_run.note_what_is_left(display.committed_at, run.stopped_by is not None)
+            trial_run.note_what_is_left(
+                display.committed_at, run.stopped_by is not None, _is_mistake(run.failure)
+            )
         return exit_code
 
 
@@ -214,12 +217,15 @@ class _TrialRun:
         shutil.rmtree(run_dir_of(trial), ignore_errors=True)
         return replace(result, checkpoint_url=None)
 
-    def note_what_is_left(self, committed_at: int | None, was_interrupted: bool) -> None:
+    def note_what_is_left(
+        self, committed_at: int | None, was_interrupted: bool, is_mistake: bool
+    ) -> None:
         """After a run without a result: print where its page is, and what --resume continues.
 
         Args:
             committed_at: batches at the run's last committed checkpoint; None: it has none.
             was_interrupted: whether a signal has ended the run.
+            is_mistake: whether the run would fail again as it is.
         """
         trial, option = self._outcome.trial, self._continuation.option
         if trial is not None and _page_written_at(trial) != self._earlier_page:
@@ -227,7 +233,8 @@ class _TrialRun:
         if committed_at is not None:
             console.note(
                 f"the last checkpoint of trial {trial} is at batch {committed_at}; "
-                f"to continue from it, repeat the command with {option}"
+                f"to continue from it, {'correct this first, and ' if is_mistake else ''}"
+                f"repeat the command with {option}"
             )
         elif was_interrupted and self._continued is not None:
             console.note(f"to continue trial {self._continued}, repeat the command with {option}")
@@ -249,6 +256,11 @@ def _tested(result: TrialResult) -> str:
     if result.checkpoint_uuid is None:
         saved = "no checkpoint saved, so none restored"
     return f"the test has passed: {trained} trained ({metrics or 'no metrics'}), {saved}"
+
+
+def _is_mistake(failure: TrialflowError | None) -> bool:
+    """Whether the user's trial is the cause, so that the run would fail again as it is."""
+    return isinstance(failure, TrialError) or getattr(failure, "is_trial_mistake", False)
 
 
 def _display(is_quiet: bool, as_json: bool, preferred: tuple[str, ...]) -> Display:
@@ -332,7 +344,7 @@ def _summary(
         longer = f"{resume_option} --set searcher.max_length.batches={2 * trained}, for example"
         continue_with: str | None = f"{longer}; without --resume a new trial begins"
     else:
-        why = result.stop_reason or "as the trial asked"
+        why = result.stop_reason or as_the_trial_asked(result.trial_stop_reason)
         how = f"stopped early, {why}," if result.stopped_early else "completed"
         ending = f"{how} after {text_format.plural(trained, 'batch')}"
         continue_with = resume_option if result.stop_reason else None

@@ -50,7 +50,7 @@ class SavedCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """A restart or a resume, after so many `batches`; `at` is ISO 8601, UTC."""
+    """A restart, a resume or a warning, after so many `batches`; `at` is ISO 8601, UTC."""
 
     at: str
     batches: int
