@@ -26,6 +26,7 @@ from trialflow.deployments.cli import (
     init,
     jobset,
     join,
+    migrate,
     models,
     retrain,
     runs,
@@ -54,6 +55,7 @@ app = App(
     suppress_keyboard_interrupt=False,
 )
 app.command(init.init)
+app.command(migrate.migrate)
 app.command(train.train)
 app.command(evaluate.evaluate)
 app.command(retrain.retrain)

@@ -1,0 +1,119 @@
+"""`trialflow migrate`: moves a folder of trials from Determined."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from trial_core.errors import ConfigError
+from trial_core.text_format import plural
+from trialflow.deployments.cli import console
+
+if TYPE_CHECKING:
+    from trialflow.deployments.migration.findings import Migrated
+
+_LEFT_OUT = {"__pycache__", "node_modules", "trialflow-runs"}
+_ENVIRONMENT = "pyvenv.cfg"
+"""The file that makes a folder a virtual environment."""
+
+
+def migrate(
+    folder: Annotated[Path, Parameter(help="A folder with all that is below it, or a file.")],
+    /,
+    *,
+    diff: Annotated[
+        bool, Parameter(negative=(), help="Print the changes, and do not make them.")
+    ] = False,
+) -> int:
+    """Move trials and scripts from Determined.
+
+    Changes the imports of Python files, and entrypoints with a launcher of Determined in experiment
+    files; all other text, comments included, stays as it is. Lists what it could not change: names
+    without a counterpart and what to use instead, fields without an effect, and files that it
+    cannot read. Notebooks are not changed. A second call lists what is still left.
+    """
+    if importlib.util.find_spec("libcst") is None:
+        raise ConfigError("migrate needs libcst: pip install 'trialflow[migrate]'")
+    if not folder.exists():
+        raise ConfigError(f"{folder}: no such folder or file")
+    changed = left = 0
+    for path in _files(folder):
+        old = path.read_bytes()
+        try:
+            migrated = _migrated(path, old)
+        except _unreadable() as error:
+            console.warning(f"{path}: not changed: {' '.join(str(error).split())}")
+            left += 1
+            continue
+        if migrated is None:
+            continue
+        if migrated.content != old:
+            changed += 1
+            if diff:
+                print(_difference(path, old, migrated.content), end="")
+            else:
+                _replace(path, migrated.content)
+                print(f"changed {path}")
+        for finding in migrated.findings:
+            console.note(f"{path}{f':{finding.line}' if finding.line else ''}: {finding.text}")
+        left += len(migrated.findings)
+    verb = "would change" if diff else "changed"
+    console.note(f"{verb} {plural(changed, 'file')}; {plural(left, 'line')} to look at")
+    return 0
+
+
+def _migrated(path: Path, source: bytes) -> Migrated | None:
+    from trialflow.deployments.migration.experiment_files import migrate_experiment
+    from trialflow.deployments.migration.imports import migrate_source
+
+    if path.suffix != ".py":
+        return migrate_experiment(path)
+    return migrate_source(source) if b"determined" in source else None
+
+
+def _unreadable() -> tuple[type[Exception], ...]:
+    """The errors for a file that is no valid Python or YAML."""
+    from libcst import ParserSyntaxError
+
+    return ParserSyntaxError, ConfigError, UnicodeDecodeError, LookupError
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """The Python and YAML files in a folder, without hidden ones, links and environments."""
+    if folder.is_file():
+        yield folder
+    for here, folders, names in os.walk(folder):
+        folders[:] = sorted(
+            each
+            for each in folders
+            if each not in _LEFT_OUT
+            and not each.startswith(".")
+            and not Path(here, each, _ENVIRONMENT).exists()
+        )
+        for path in (Path(here, name) for name in sorted(names)):
+            if path.suffix in (".py", ".yaml", ".yml") and not path.is_symlink():
+                yield path
+
+
+def _difference(path: Path, old: bytes, new: bytes) -> str:
+    """The changes as a patch, for ``git apply`` or ``patch -p1``."""
+    lines = (text.decode(errors="replace").splitlines(keepends=True) for text in (old, new))
+    return "".join(difflib.unified_diff(*lines, f"a/{path}", f"b/{path}"))
+
+
+def _replace(path: Path, content: bytes) -> None:
+    from trial_core.storage.local_files import atomic_file
+    from trial_core.storage.storage_errors import ErrorTranslator
+
+    with (
+        ErrorTranslator(str(path)).translated("write to"),
+        atomic_file(path, is_durable=True) as file,
+    ):
+        file.write(content)
+        os.chmod(file.fileno(), path.stat().st_mode)
