@@ -13,6 +13,7 @@ _INSTEAD = {
         "TrialContext": "trial_core.deepspeed.DeepSpeedTrialContext, or that of trial_core.pytorch",
         "InvalidHP": "trial_core.errors.TrialError",
         "keras": "trial_core.pytorch; only PyTorch and DeepSpeed trials exist",
+        "launch": "what it starts: trialflow runs the script once in each slot",
     },
     "trial_core.pytorch": {
         "CheckpointLoadContext": "trial_core.pytorch.PyTorchTrialContext.from_config",

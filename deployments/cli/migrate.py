@@ -5,7 +5,9 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import os
+import sys
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,11 +18,13 @@ from trial_core.text_format import plural
 from trialflow.deployments.cli import console
 
 if TYPE_CHECKING:
-    from trialflow.deployments.migration.findings import Migrated
+    from trialflow.deployments.migration.imports import Migrated
 
 _LEFT_OUT = {"__pycache__", "node_modules", "trialflow-runs"}
 _ENVIRONMENT = "pyvenv.cfg"
 """The file that makes a folder a virtual environment."""
+_STARTUP_HOOK = "startup-hook.sh"
+_NO_HOOK = "trialflow does not run it: install packages and fetch data before a run"
 
 
 def migrate(
@@ -44,16 +48,16 @@ def migrate(
         raise ConfigError(f"{folder}: no such folder or file")
     changed = left = 0
     for path in _files(folder):
-        old = path.read_bytes()
         try:
-            migrated = _migrated(path, old)
-        except _unreadable() as error:
-            console.warning(f"{path}: not changed: {' '.join(str(error).split())}")
+            with redirect_stdout(sys.stderr):  # DeepSpeed prints when it is imported
+                migrated = _migrated(path)
+        except ConfigError as error:
+            console.warning(f"not changed: {error}")
             left += 1
             continue
         if migrated is None:
             continue
-        if migrated.content != old:
+        if migrated.content != (old := path.read_bytes()):
             changed += 1
             if diff:
                 print(_difference(path, old, migrated.content), end="")
@@ -68,20 +72,13 @@ def migrate(
     return 0
 
 
-def _migrated(path: Path, source: bytes) -> Migrated | None:
+def _migrated(path: Path) -> Migrated | None:
     from trialflow.deployments.migration.experiment_files import migrate_experiment
-    from trialflow.deployments.migration.imports import migrate_source
+    from trialflow.deployments.migration.imports import Finding, Migrated, migrate_source
 
-    if path.suffix != ".py":
-        return migrate_experiment(path)
-    return migrate_source(source) if b"determined" in source else None
-
-
-def _unreadable() -> tuple[type[Exception], ...]:
-    """The errors for a file that is no valid Python or YAML."""
-    from libcst import ParserSyntaxError
-
-    return ParserSyntaxError, ConfigError, UnicodeDecodeError, LookupError
+    if path.name == _STARTUP_HOOK:
+        return Migrated(path.read_bytes(), [Finding(0, _NO_HOOK)])
+    return migrate_source(path) if path.suffix == ".py" else migrate_experiment(path)
 
 
 def _files(folder: Path) -> Iterator[Path]:
@@ -97,14 +94,15 @@ def _files(folder: Path) -> Iterator[Path]:
             and not Path(here, each, _ENVIRONMENT).exists()
         )
         for path in (Path(here, name) for name in sorted(names)):
-            if path.suffix in (".py", ".yaml", ".yml") and not path.is_symlink():
+            is_read = path.suffix in (".py", ".yaml", ".yml") or path.name == _STARTUP_HOOK
+            if is_read and not path.is_symlink():
                 yield path
 
 
 def _difference(path: Path, old: bytes, new: bytes) -> str:
     """The changes as a patch, for ``git apply`` or ``patch -p1``."""
-    lines = (text.decode(errors="replace").splitlines(keepends=True) for text in (old, new))
-    return "".join(difflib.unified_diff(*lines, f"a/{path}", f"b/{path}"))
+    before, after = (text.decode(errors="replace").splitlines(keepends=True) for text in (old, new))
+    return "".join(difflib.unified_diff(before, after, f"a/{path}", f"b/{path}"))
 
 
 def _replace(path: Path, content: bytes) -> None:

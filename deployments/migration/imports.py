@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 
 import libcst as cst
 from libcst.helpers import get_full_name_for_node
@@ -15,22 +18,44 @@ from libcst.metadata import (
     QualifiedNameSource,
 )
 
-from trialflow.deployments.migration.findings import Finding, Migrated
+from trial_core.errors import ConfigError
 
 _OLD, _NEW = "determined", "trial_core"
-_MOVED = {f"{_OLD}.pytorch.deepspeed": f"{_NEW}.deepspeed", _OLD: _NEW}
-"""Where the names below a module are; the first one that fits counts."""
+_MOVED_FROM = re.compile(rf"^{_OLD}(\.pytorch(?=\.deepspeed\b))?")
+"""The beginning of a name of Determined; `_NEW` takes its place."""
 _MODULE_IN_TEXT = re.compile(rf"{_OLD}(\.[A-Za-z_]\w*)+")
 
 
-def migrate_source(source: bytes) -> Migrated:
-    """A Python source file with trialflow's imports.
+@dataclass(frozen=True, order=True)
+class Finding:
+    """A line that a person has to look at; line 0 stands for the whole file."""
+
+    line: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Migrated:
+    """A file's new content, which may be its old one, and what could not be changed."""
+
+    content: bytes
+    findings: list[Finding]
+
+
+def migrate_source(path: Path) -> Migrated | None:
+    """A Python file with trialflow's imports; None: it does not use Determined.
 
     Raises:
-        libcst.ParserSyntaxError: it is not valid Python.
-        UnicodeDecodeError: it is not text in its encoding.
+        ConfigError: it is not valid Python.
     """
-    wrapper = MetadataWrapper(cst.parse_module(source))
+    source = path.read_bytes()
+    if _OLD.encode() not in source:
+        return None
+    try:
+        wrapper = MetadataWrapper(cst.parse_module(source))
+    except (cst.ParserSyntaxError, SyntaxError, UnicodeDecodeError) as error:
+        problem = " ".join(str(getattr(error, "message", error)).split())
+        raise ConfigError(f"{path}: not valid Python: {problem}") from None
     imports = _Imports()
     moved = wrapper.visit(imports)
     return Migrated(moved.bytes, sorted(set(imports.findings)))
@@ -44,7 +69,7 @@ def advice(name: str) -> str | None:
     found: object = importlib.import_module(_NEW)
     path = _moved(name).split(".")
     for i, part in enumerate(path[1:], 1):
-        if not isinstance(found, type) and i == len(path) - 1 and part in dir(found):
+        if isinstance(found, ModuleType) and i == len(path) - 1 and part in dir(found):
             return None  # without an import of what it is, which may need torch
         try:
             found = getattr(found, part)
@@ -53,7 +78,9 @@ def advice(name: str) -> str | None:
                 found = importlib.import_module(".".join(path[: i + 1]))
             except ModuleNotFoundError:
                 return str(error).partition("; ")[2] or "it has no counterpart"
-        if not isinstance(found, type) and not hasattr(found, "__path__"):
+        except ImportError:
+            return None  # it needs a package that is not installed here
+        if not isinstance(found, (type, ModuleType)):
             return None  # the attributes of an object are not known before a run
     return None
 
@@ -67,7 +94,9 @@ class _Imports(cst.CSTTransformer):
         super().__init__()
         self.findings: list[Finding] = []
         self._parts: set[cst.CSTNode] = set()
-        """Attributes and names inside an attribute: ``det.core`` in ``det.core.init``."""
+        """What is inside an attribute: ``det.core`` in ``det.core.init``."""
+        self._labels: set[cst.CSTNode | None] = set()
+        """Names that stand for nothing by themselves: ``x`` in ``det.x`` and ``call(x=1)``."""
 
     def visit_Import(self, node: cst.Import) -> bool:
         return False  # its names are no uses
@@ -88,9 +117,8 @@ class _Imports(cst.CSTTransformer):
         self, original_node: cst.ImportFrom, updated_node: cst.ImportFrom
     ) -> cst.ImportFrom:
         module = get_full_name_for_node(original_node.module) if original_node.module else None
-        if original_node.relative or not module or not _is_determined(module):
-            return updated_node
-        if not self._exists(module, original_node):
+        is_ours = module and not original_node.relative and _is_determined(module)
+        if not module or not is_ours or not self._exists(module, original_node):
             return updated_node
         names = original_node.names
         if not isinstance(names, cst.ImportStar):
@@ -100,29 +128,25 @@ class _Imports(cst.CSTTransformer):
         return updated_node.with_changes(module=cst.parse_expression(_moved(module)))
 
     def visit_Attribute(self, node: cst.Attribute) -> None:
-        self._parts.update((node.value, node.attr))
-        if node in self._parts or not _is_dotted(node):
-            return
-        for name in self._imported(node):
-            self._exists(name, node)
+        self._parts.add(node.value)
+        self._labels.add(node.attr)
+        if node not in self._parts and _is_dotted(node):
+            for name in self._imported(node):
+                self._exists(name, node)
 
-    def leave_Attribute(
-        self, original_node: cst.Attribute, updated_node: cst.Attribute
-    ) -> cst.Attribute:
-        return updated_node.with_changes(attr=original_node.attr)
-
-    def leave_Arg(self, original_node: cst.Arg, updated_node: cst.Arg) -> cst.Arg:
-        return updated_node.with_changes(keyword=original_node.keyword)
+    def visit_Arg(self, node: cst.Arg) -> None:
+        self._labels.add(node.keyword)
 
     def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.Name:
-        if original_node.value == _OLD and _OLD in self._imported(original_node):
+        is_use = original_node.value == _OLD and original_node not in self._labels
+        if is_use and _OLD in self._imported(original_node):
             return updated_node.with_changes(value=_NEW)
         return updated_node
 
     def visit_SimpleString(self, node: cst.SimpleString) -> None:
         text = node.evaluated_value
         if isinstance(text, str) and _MODULE_IN_TEXT.fullmatch(text):
-            self._exists(text, node, "the text {}")
+            self._note(node, f"the text {text}: {advice(text) or f'write {_moved(text)}'}")
 
     def _imported(self, node: cst.CSTNode) -> Sequence[str]:
         """The names of Determined that a name in the source stands for."""
@@ -133,14 +157,15 @@ class _Imports(cst.CSTTransformer):
             if each.source is QualifiedNameSource.IMPORT and _is_determined(each.name)
         )
 
-    def _exists(self, name: str, node: cst.CSTNode, form: str = "{}") -> bool:
+    def _exists(self, name: str, node: cst.CSTNode) -> bool:
         """Whether trialflow has a name; if not, it becomes a finding."""
-        instead = advice(name)
-        if instead is not None or form != "{}":
-            line = self.get_metadata(PositionProvider, node).start.line
-            text = instead or f"replace it by {_moved(name)}"
-            self.findings.append(Finding(line, f"{form.format(name)}: {text}"))
+        if (instead := advice(name)) is not None:
+            self._note(node, f"{name}: {instead}")
         return instead is None
+
+    def _note(self, node: cst.CSTNode, text: str) -> None:
+        line = self.get_metadata(PositionProvider, node).start.line
+        self.findings.append(Finding(line, text))
 
 
 def _is_determined(name: str) -> bool:
@@ -156,7 +181,4 @@ def _is_dotted(node: cst.CSTNode) -> bool:
 
 def _moved(name: str) -> str:
     """The name in trialflow of a name of Determined, whether it exists or not."""
-    for old, new in _MOVED.items():
-        if name == old or name.startswith(f"{old}."):
-            return new + name.removeprefix(old)
-    return name
+    return _MOVED_FROM.sub(_NEW, name)

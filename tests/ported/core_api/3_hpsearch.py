@@ -4,7 +4,7 @@ A checkpoint of another trial gives the value, and not the count of batches."""
 
 import logging
 import pathlib
-from typing import Any, Optional, Tuple
+from typing import Any
 
 import determined as det
 
@@ -14,7 +14,7 @@ def save_state(x: int, steps_completed: int, trial_id: int, folder: pathlib.Path
         f.write(f"{x},{steps_completed},{trial_id}")
 
 
-def load_state(trial_id: int, folder: pathlib.Path) -> Tuple[int, int]:
+def load_state(trial_id: int, folder: pathlib.Path) -> tuple[int, int]:
     folder = pathlib.Path(folder)
     with folder.joinpath("state").open("r") as f:
         x, steps_completed, ckpt_trial_id = [int(field) for field in f.read().split(",")]
@@ -22,7 +22,7 @@ def load_state(trial_id: int, folder: pathlib.Path) -> Tuple[int, int]:
 
 
 def main(
-    core_context: det.core.Context, latest_checkpoint: Optional[str], trial_id: int, hparams: Any
+    core_context: det.core.Context, latest_checkpoint: str | None, trial_id: int, hparams: Any
 ) -> None:
     x, starting_batch, max_length = 0, 0, hparams.get("length", 12)
     if latest_checkpoint is not None:
@@ -41,7 +41,7 @@ def main(
             )
             with core_context.checkpoint.store_path({"steps_completed": steps_completed}) as (
                 path,
-                uuid,
+                _,
             ):
                 save_state(x, steps_completed, trial_id, path)
             if core_context.preempt.should_preempt():

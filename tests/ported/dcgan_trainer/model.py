@@ -2,7 +2,8 @@
 passes and steps, with gradients that the trial accumulates itself."""
 
 import logging
-from typing import Any, Dict, Iterator, Optional
+from collections.abc import Iterator
+from typing import Any
 
 import deepspeed
 import torch
@@ -39,8 +40,8 @@ class DCGANTrial(det_ds.DeepSpeedTrial):
             self.context.disable_auto_grad_accumulation()
 
     def train_batch(
-        self, iter_dataloader: Optional[Iterator[TorchData]], epoch_idx: int, batch_idx: int
-    ) -> Dict[str, Any]:
+        self, iter_dataloader: Iterator[TorchData] | None, epoch_idx: int, batch_idx: int
+    ) -> dict[str, Any]:
         assert iter_dataloader is not None
         size = self.context.train_micro_batch_size_per_gpu
         real_label, fake_label = torch.ones(size, 1), torch.zeros(size, 1)
@@ -62,14 +63,14 @@ class DCGANTrial(det_ds.DeepSpeedTrial):
             loss = self.criterion(self.discriminator(fake), real_label)
             self.generator.backward(loss)
             self.generator.step()
-            loss_g += loss.item()
+            loss_g += loss.item() * self.context._train_micro_batch_size_per_gpu
         if batch_idx % 100 == 0:
             self.logger.add_scalar("real_mean", real.mean(), batch_idx)
         return {"errD": loss_d, "errG": loss_g}
 
     def evaluate_batch(
-        self, dataloader_iter: Optional[Iterator[TorchData]], batch_idx: int
-    ) -> Dict[str, Any]:
+        self, dataloader_iter: Iterator[TorchData] | None, batch_idx: int
+    ) -> dict[str, Any]:
         assert dataloader_iter is not None
         next(dataloader_iter)
         return {"no_validation_metric": 0.0}

@@ -12,7 +12,7 @@ from determined.pytorch import deepspeed as det_ds
 def main(config_file: str, local: bool) -> None:
     info = det.get_cluster_info()
     if local:
-        with open(config_file, "r") as f:
+        with open(config_file) as f:
             experiment_config = yaml.load(f, Loader=yaml.SafeLoader)
         hparams = experiment_config["hyperparameters"]
         data_config = experiment_config["data"]

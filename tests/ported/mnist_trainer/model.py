@@ -1,13 +1,13 @@
 """The network, and the data: pictures whose label is their brightest corner."""
 
-from typing import Any, Dict
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
 
-def build_model(hparams: Dict[str, Any]) -> nn.Module:
+def build_model(hparams: dict[str, Any]) -> nn.Module:
     filters = hparams["n_filters1"]
     return nn.Sequential(
         nn.Conv2d(1, filters, 3),

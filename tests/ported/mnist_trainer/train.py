@@ -4,7 +4,7 @@ runs in a cluster and locally, and takes its length from its arguments."""
 import argparse
 import logging
 import pathlib
-from typing import Any, Dict
+from typing import Any
 
 import determined as det
 import model
@@ -15,7 +15,7 @@ from torch import nn
 
 
 class MNistTrial(pytorch.PyTorchTrial):
-    def __init__(self, context: pytorch.PyTorchTrialContext, hparams: Dict) -> None:
+    def __init__(self, context: pytorch.PyTorchTrialContext, hparams: dict) -> None:
         self.context = context
         self.per_slot_batch_size = 16 // self.context.distributed.get_size()
         self.loss_fn = nn.NLLLoss()
@@ -32,14 +32,14 @@ class MNistTrial(pytorch.PyTorchTrial):
 
     def train_batch(
         self, batch: pytorch.TorchData, epoch_idx: int, batch_idx: int
-    ) -> Dict[str, torch.Tensor]:
+    ) -> dict[str, torch.Tensor]:
         images, labels = batch
         loss = self.loss_fn(self.model(images), labels)
         self.context.backward(loss)
         self.context.step_optimizer(self.optimizer)
         return {"loss": loss}
 
-    def evaluate_batch(self, batch: pytorch.TorchData, batch_idx: int) -> Dict[str, Any]:
+    def evaluate_batch(self, batch: pytorch.TorchData, batch_idx: int) -> dict[str, Any]:
         images, labels = batch
         output = self.model(images)
         correct = output.argmax(dim=1).eq(labels).sum().item()
