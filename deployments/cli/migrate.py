@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from trialflow.deployments.migration.imports import Migrated
 
 _LEFT_OUT = {"__pycache__", "node_modules", "trialflow-runs"}
-_ENVIRONMENT = "pyvenv.cfg"
-"""The file that makes a folder a virtual environment."""
 _STARTUP_HOOK = "startup-hook.sh"
 _NO_HOOK = "trialflow does not run it: install packages and fetch data before a run"
 
@@ -51,7 +49,7 @@ def migrate(
         try:
             with redirect_stdout(sys.stderr):  # DeepSpeed prints when it is imported
                 migrated = _migrated(path)
-        except ConfigError as error:
+        except (ConfigError, OSError) as error:
             console.warning(f"not changed: {error}")
             left += 1
             continue
@@ -60,7 +58,10 @@ def migrate(
         if migrated.content != (old := path.read_bytes()):
             changed += 1
             if diff:
-                print(_difference(path, old, migrated.content), end="")
+                texts = [each.decode(errors="replace") for each in (old, migrated.content)]
+                before, after = (each.splitlines(keepends=True) for each in texts)
+                patch = difflib.unified_diff(before, after, f"a/{path}", f"b/{path}")
+                print(*patch, sep="", end="")
             else:
                 _replace(path, migrated.content)
                 print(f"changed {path}")
@@ -91,18 +92,12 @@ def _files(folder: Path) -> Iterator[Path]:
             for each in folders
             if each not in _LEFT_OUT
             and not each.startswith(".")
-            and not Path(here, each, _ENVIRONMENT).exists()
+            and not Path(here, each, "pyvenv.cfg").exists()  # of a virtual environment
         )
         for path in (Path(here, name) for name in sorted(names)):
             is_read = path.suffix in (".py", ".yaml", ".yml") or path.name == _STARTUP_HOOK
             if is_read and not path.is_symlink():
                 yield path
-
-
-def _difference(path: Path, old: bytes, new: bytes) -> str:
-    """The changes as a patch, for ``git apply`` or ``patch -p1``."""
-    before, after = (text.decode(errors="replace").splitlines(keepends=True) for text in (old, new))
-    return "".join(difflib.unified_diff(before, after, f"a/{path}", f"b/{path}"))
 
 
 def _replace(path: Path, content: bytes) -> None:

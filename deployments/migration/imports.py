@@ -23,6 +23,7 @@ from trial_core.errors import ConfigError
 _OLD, _NEW = "determined", "trial_core"
 _MOVED_FROM = re.compile(rf"^{_OLD}(\.pytorch(?=\.deepspeed\b))?")
 """The beginning of a name of Determined; `_NEW` takes its place."""
+_DOTTED = re.compile(r"[\w.\s]+")
 _MODULE_IN_TEXT = re.compile(rf"{_OLD}(\.[A-Za-z_]\w*)+")
 
 
@@ -130,7 +131,7 @@ class _Imports(cst.CSTTransformer):
     def visit_Attribute(self, node: cst.Attribute) -> None:
         self._parts.add(node.value)
         self._labels.add(node.attr)
-        if node not in self._parts and _is_dotted(node):
+        if node not in self._parts and _DOTTED.fullmatch(cst.Module([]).code_for_node(node)):
             for name in self._imported(node):
                 self._exists(name, node)
 
@@ -170,13 +171,6 @@ class _Imports(cst.CSTTransformer):
 
 def _is_determined(name: str) -> bool:
     return name == _OLD or name.startswith(f"{_OLD}.")
-
-
-def _is_dotted(node: cst.CSTNode) -> bool:
-    """Whether a node is a name, or an attribute of names alone."""
-    while isinstance(node, cst.Attribute):
-        node = node.value
-    return isinstance(node, cst.Name)
 
 
 def _moved(name: str) -> str:
