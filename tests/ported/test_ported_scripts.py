@@ -7,11 +7,14 @@ The scripts of this folder are written as the pages of Determined's tutorials de
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.cli import environment_in
 from tests.support.flow import train
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import load_config
@@ -45,6 +48,16 @@ def test_a_trainer_script_takes_its_length_from_its_arguments(here: Path) -> Non
     newest = store.newest(result.trial)
     assert newest is not None
     assert newest.progress.batches_trained == 6
+
+
+@pytest.mark.long
+def test_a_trainer_script_runs_locally(tmp_path: Path) -> None:
+    """The same file, started by python: no run has started it, so it is local."""
+    folder = moved("mnist_trainer", tmp_path)
+    command = [sys.executable, "train.py", "--batches", "3"]
+    subprocess.run(command, cwd=folder, env=environment_in(tmp_path), check=True)
+    (manifest,) = CheckpointStore(f"file://{tmp_path}/home/checkpoints").list()
+    assert manifest.progress.batches_trained == 3
 
 
 @pytest.mark.long
