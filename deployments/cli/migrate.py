@@ -53,14 +53,13 @@ def migrate(
             console.warning(f"not changed: {error}")
             left += 1
             continue
-        if migrated is None:
-            continue
         if migrated.content != (old := path.read_bytes()):
             changed += 1
             if diff:
                 texts = [each.decode(errors="replace") for each in (old, migrated.content)]
                 before, after = (each.splitlines(keepends=True) for each in texts)
-                patch = difflib.unified_diff(before, after, f"a/{path}", f"b/{path}")
+                name = os.path.relpath(path)
+                patch = difflib.unified_diff(before, after, f"a/{name}", f"b/{name}")
                 print(*patch, sep="", end="")
             else:
                 _replace(path, migrated.content)
@@ -73,7 +72,7 @@ def migrate(
     return 0
 
 
-def _migrated(path: Path) -> Migrated | None:
+def _migrated(path: Path) -> Migrated:
     from trialflow.deployments.migration.experiment_files import migrate_experiment
     from trialflow.deployments.migration.imports import Finding, Migrated, migrate_source
 

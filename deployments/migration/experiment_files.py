@@ -20,19 +20,20 @@ _ENTRYPOINT = "entrypoint"
 _NEEDS_QUOTES = re.compile(r":( |$)| #")
 
 
-def migrate_experiment(path: Path) -> Migrated | None:
-    """An experiment file with the entrypoint that trialflow reads; None: it is no experiment.
+def migrate_experiment(path: Path) -> Migrated:
+    """An experiment file with the entrypoint that trialflow reads; other YAML files as they are.
 
     Raises:
         ConfigError: it is not valid YAML.
     """
-    text = path.read_bytes().decode(errors="surrogateescape")
+    source = path.read_bytes()
+    text = source.decode(errors="surrogateescape")
     if _ENTRYPOINT not in text:
-        return None
+        return Migrated(source, [])
     given = parse_yaml(text, str(path))
     root = yaml.compose(text, Loader=yaml.SafeLoader)
     if not isinstance(root, yaml.MappingNode) or _ENTRYPOINT not in given:
-        return None
+        return Migrated(source, [])
     nodes = {key.value: value for key, value in root.value}
     lines = {key.value: key.start_mark.line + 1 for key, _ in root.value}
     moved, content = _entrypoint(given[_ENTRYPOINT]), text

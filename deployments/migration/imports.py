@@ -43,15 +43,15 @@ class Migrated:
     findings: list[Finding]
 
 
-def migrate_source(path: Path) -> Migrated | None:
-    """A Python file with trialflow's imports; None: it does not use Determined.
+def migrate_source(path: Path) -> Migrated:
+    """A Python file with trialflow's imports.
 
     Raises:
         ConfigError: it is not valid Python.
     """
     source = path.read_bytes()
     if _OLD.encode() not in source:
-        return None
+        return Migrated(source, [])
     try:
         wrapper = MetadataWrapper(cst.parse_module(source))
     except (cst.ParserSyntaxError, SyntaxError, UnicodeDecodeError) as error:
@@ -96,8 +96,6 @@ class _Imports(cst.CSTTransformer):
         self.findings: list[Finding] = []
         self._parts: set[cst.CSTNode] = set()
         """What is inside an attribute: ``det.core`` in ``det.core.init``."""
-        self._labels: set[cst.CSTNode | None] = set()
-        """Names that stand for nothing by themselves: ``x`` in ``det.x`` and ``call(x=1)``."""
 
     def visit_Import(self, node: cst.Import) -> bool:
         return False  # its names are no uses
@@ -130,17 +128,12 @@ class _Imports(cst.CSTTransformer):
 
     def visit_Attribute(self, node: cst.Attribute) -> None:
         self._parts.add(node.value)
-        self._labels.add(node.attr)
         if node not in self._parts and _DOTTED.fullmatch(cst.Module([]).code_for_node(node)):
             for name in self._imported(node):
                 self._exists(name, node)
 
-    def visit_Arg(self, node: cst.Arg) -> None:
-        self._labels.add(node.keyword)
-
     def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.Name:
-        is_use = original_node.value == _OLD and original_node not in self._labels
-        if is_use and _OLD in self._imported(original_node):
+        if original_node.value == _OLD and _OLD in self._imported(original_node):
             return updated_node.with_changes(value=_NEW)
         return updated_node
 

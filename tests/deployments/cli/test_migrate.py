@@ -164,14 +164,15 @@ def test_mistakes_of_an_experiment_are_listed(
 
 
 def test_a_difference_is_printed_and_no_file_is_changed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a patch on stdout."""
+    """As a patch on stdout, with paths from the current folder."""
+    monkeypatch.chdir(tmp_path)
     path = tmp_path / "model_def.py"
     path.write_bytes(b"import determined as det\r\n")
     migrate(tmp_path, diff=True)
     assert capsys.readouterr().out == (
-        f"--- a/{path}\n+++ b/{path}\n@@ -1 +1 @@\n"
+        "--- a/model_def.py\n+++ b/model_def.py\n@@ -1 +1 @@\n"
         "-import determined as det\r\n+import trial_core as det\r\n"
     )
     assert path.read_bytes() == b"import determined as det\r\n"
