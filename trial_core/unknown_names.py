@@ -14,6 +14,7 @@ _INSTEAD = {
         "TrialContext": "trial_core.deepspeed.DeepSpeedTrialContext, or that of trial_core.pytorch",
         "keras": "trial_core.pytorch; only PyTorch and DeepSpeed trials exist",
         "lightning": "trial_core.init in a Lightning callback",
+        "launch": "what it starts: trialflow runs the script once in each slot",
     },
     "trial_core.pytorch": {
         "CheckpointLoadContext": "trial_core.pytorch.PyTorchTrialContext.from_config",

@@ -28,6 +28,7 @@ from trialflow.deployments.cli import (
     jobset,
     join,
     logs,
+    migrate,
     models,
     retrain,
     runs,
@@ -56,6 +57,7 @@ app = App(
     suppress_keyboard_interrupt=False,
 )
 app.command(init.init)
+app.command(migrate.migrate)
 app.command(train.train)
 app.command(logs.logs)
 app.command(control.suspend)

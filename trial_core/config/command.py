@@ -37,10 +37,13 @@ class ScriptCommand:
 
     @classmethod
     def parse(cls, words: Sequence[str]) -> Self | None:
-        """The command in the words of a command line; None if they are no such command."""
-        if not words or not PYTHON.fullmatch(words[0]):
+        """The command in the words of a command line; None if they are no such command.
+
+        A script may be named alone, as ``./train.py``.
+        """
+        if not words or not (PYTHON.fullmatch(words[0]) or words[0].endswith(".py")):
             return None
-        rest = [*words[1:]]
+        rest = [*words] if words[0].endswith(".py") else [*words[1:]]
         while rest[:1] == [_UNBUFFERED]:  # ranks never buffer their output
             del rest[0]
         is_module = rest[:1] == ["-m"]
@@ -92,5 +95,5 @@ def without_launcher(words: Sequence[str]) -> tuple[str | None, list[str]]:
     rest = [*outer.arguments]
     if "--" in rest:
         return outer.target, rest[rest.index("--") + 1 :]
-    first = next((i for i, word in enumerate(rest) if PYTHON.fullmatch(word)), len(rest))
-    return outer.target, rest[first:]
+    starts = (i for i, word in enumerate(rest) if PYTHON.fullmatch(word) or word.endswith(".py"))
+    return outer.target, rest[next(starts, len(rest)) :]

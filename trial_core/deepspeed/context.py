@@ -129,6 +129,9 @@ class DeepSpeedTrialContext(SaysWhatToUse, TorchTrialContext):
             self._first_engine("train_micro_batch_size_per_gpu").train_micro_batch_size_per_gpu()
         )
 
+    _train_micro_batch_size_per_gpu = train_micro_batch_size_per_gpu
+    """Determined's example `dcgan` reads it by this name."""
+
     @property
     def num_micro_batches_per_slot(self) -> int:
         """Micro-batches of one batch on one rank."""

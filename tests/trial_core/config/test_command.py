@@ -24,6 +24,7 @@ def experiment(entrypoint: object, **searcher: object) -> ExperimentConfig:
     ("entrypoint", "expected"),
     [
         ("python3 train.py --lr 1", ScriptCommand("train.py", False, ("--lr", "1"))),
+        ("./train.py --lr 1", ScriptCommand("./train.py", False, ("--lr", "1"))),
         ("/usr/bin/python3.11 -u -u sub/train.py", ScriptCommand("sub/train.py", False, ())),
         (["python", "-m", "pkg.train", "a b"], ScriptCommand("pkg.train", True, ("a b",))),
     ],
@@ -43,6 +44,7 @@ def test_a_command_is_read(entrypoint: object, expected: ScriptCommand) -> None:
         "python3 -m determined.launch.torch_distributed python3 train.py --trial 3",
         "python3 -m determined.launch.torch_distributed --nnodes 1 -- python3 train.py --trial 3",
         "python3 -m determined.launch.deepspeed python3 train.py --trial 3",
+        "python3 -m determined.launch.torch_distributed train.py --trial 3",
     ],
 )
 def test_a_launcher_before_the_command_is_left_out(entrypoint: str) -> None:

@@ -1,0 +1,111 @@
+"""`trialflow migrate`: moves a folder of trials from Determined."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from trial_core.errors import ConfigError
+from trial_core.text_format import plural
+from trialflow.deployments.cli import console
+
+if TYPE_CHECKING:
+    from trialflow.deployments.migration.imports import Migrated
+
+_LEFT_OUT = {"__pycache__", "node_modules", "trialflow-runs"}
+_STARTUP_HOOK = "startup-hook.sh"
+_NO_HOOK = "trialflow does not run it: install packages and fetch data before a run"
+
+
+def migrate(
+    folder: Annotated[Path, Parameter(help="A folder with all that is below it, or a file.")],
+    /,
+    *,
+    diff: Annotated[
+        bool, Parameter(negative=(), help="Print the changes, and do not make them.")
+    ] = False,
+) -> int:
+    """Move trials and scripts from Determined.
+
+    Changes the imports of Python files, and entrypoints with a launcher of Determined in experiment
+    files; all other text, comments included, stays as it is. Lists what it could not change: names
+    without a counterpart and what to use instead, fields without an effect, and files that it
+    cannot read. Notebooks are not changed. A second call lists what is still left.
+    """
+    if importlib.util.find_spec("libcst") is None:
+        raise ConfigError("migrate needs libcst: pip install 'trialflow[migrate]'")
+    if not folder.exists():
+        raise ConfigError(f"{folder}: no such folder or file")
+    changed = left = 0
+    for path in _files(folder):
+        try:
+            with redirect_stdout(sys.stderr):  # DeepSpeed prints when it is imported
+                migrated = _migrated(path)
+        except (ConfigError, OSError) as error:
+            console.warning(f"not changed: {error}")
+            left += 1
+            continue
+        if migrated.content != (old := path.read_bytes()):
+            changed += 1
+            if diff:
+                texts = [each.decode(errors="replace") for each in (old, migrated.content)]
+                before, after = (each.splitlines(keepends=True) for each in texts)
+                name = os.path.relpath(path)
+                patch = difflib.unified_diff(before, after, f"a/{name}", f"b/{name}")
+                print(*patch, sep="", end="")
+            else:
+                _replace(path, migrated.content)
+                print(f"changed {path}")
+        for finding in migrated.findings:
+            console.note(f"{path}{f':{finding.line}' if finding.line else ''}: {finding.text}")
+        left += len(migrated.findings)
+    verb = "would change" if diff else "changed"
+    console.note(f"{verb} {plural(changed, 'file')}; {plural(left, 'line')} to look at")
+    return 0
+
+
+def _migrated(path: Path) -> Migrated:
+    from trialflow.deployments.migration.experiment_files import migrate_experiment
+    from trialflow.deployments.migration.imports import Finding, Migrated, migrate_source
+
+    if path.name == _STARTUP_HOOK:
+        return Migrated(path.read_bytes(), [Finding(0, _NO_HOOK)])
+    return migrate_source(path) if path.suffix == ".py" else migrate_experiment(path)
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """The Python and YAML files in a folder, without hidden ones, links and environments."""
+    if folder.is_file():
+        yield folder
+    for here, folders, names in os.walk(folder):
+        folders[:] = sorted(
+            each
+            for each in folders
+            if each not in _LEFT_OUT
+            and not each.startswith(".")
+            and not Path(here, each, "pyvenv.cfg").exists()  # of a virtual environment
+        )
+        for path in (Path(here, name) for name in sorted(names)):
+            is_read = path.suffix in (".py", ".yaml", ".yml") or path.name == _STARTUP_HOOK
+            if is_read and not path.is_symlink():
+                yield path
+
+
+def _replace(path: Path, content: bytes) -> None:
+    from trial_core.storage.local_files import atomic_file
+    from trial_core.storage.storage_errors import ErrorTranslator
+
+    with (
+        ErrorTranslator(str(path)).translated("write to"),
+        atomic_file(path, is_durable=True) as file,
+    ):
+        file.write(content)
+        os.chmod(file.fileno(), path.stat().st_mode)
