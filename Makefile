@@ -17,13 +17,13 @@ SHELL := bash
 
 # Trains the example through the whole DAG, then shows what it has learnt.
 run: $(VENV)/.installed
-	@echo "training examples/gpt_stdlib: about 80 seconds on 2 CPU cores"
+	@echo "training examples/gpt_stdlib; the display has the time that is left"
 	@$(BIN)/trialflow train examples/gpt_stdlib/experiment.yaml $(ARGS)
 	@$(BIN)/python examples/gpt_stdlib/sample.py
 
 # The default tests: one representative of each behaviour.
 test: $(VENV)/.installed-dev
-	@echo "about 8 minutes on 2 CPU cores"
+	@echo "the default tests; the percentage at the end of a line is the share that has run"
 	@$(PYTEST) $(ARGS)
 
 # Its variations (node providers, storages, ranks, ZeRO stages, faults), in parts with as many tests of each folder: make test-long PART=2/8.
