@@ -1,4 +1,4 @@
-"""The documentation site, built as `make docs` does and read in a browser. Needs the extra `docs`."""
+"""The documentation site, built as `make docs` does and read in a browser; needs the extra docs."""
 
 from __future__ import annotations
 
