@@ -68,7 +68,7 @@ def test_the_language_model_validates_on_text_that_it_has_not_read() -> None:
 
     training, validation = lines(slice(None, -500)), lines(slice(-500, None))
     assert len(validation) > 300
-    assert len(validation & training) < 0.02 * len(validation)
+    assert len(validation & training) < 0.05 * len(validation)
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
