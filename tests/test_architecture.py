@@ -25,6 +25,7 @@ RANK_HALF = (
 )
 RANK_MODULES = {
     "trial_core.accelerator",
+    "trial_core.callbacks",
     "trial_core.context",
     "trial_core.core",
     "trial_core.cpu_pickle",

@@ -42,8 +42,10 @@ class RunInfo:
         initial_batch: how many batches earlier runs have trained.
         current_batch: index of the batch that is being trained, or was trained last; None before
             training.
+        batch_samples: samples of one batch, over all ranks; 0: unknown.
         epoch: the length of an epoch; None before the loaders are built, or if they have none.
         stop_requested: whether the trial has asked to save and end.
+        stop_reason: why it has, if it says so.
         tensorboard: this rank's TensorBoard writer and profiler.
     """
 
@@ -52,8 +54,10 @@ class RunInfo:
     batches_trained: int = 0
     initial_batch: int = 0
     current_batch: int | None = None
+    batch_samples: int = 0
     epoch: EpochLength | None = None
     stop_requested: bool = False
+    stop_reason: str | None = None
     tensorboard: TensorBoard = field(default_factory=TensorBoard)
 
     @property
@@ -184,18 +188,25 @@ class TrialContext:
         """
         return self._info.stop_requested
 
-    def set_stop_requested(self, stop_requested: bool) -> None:
+    def set_stop_requested(self, stop_requested: bool = True, reason: str | None = None) -> None:
         """Have the run finish its batch, save a checkpoint and end. Any rank may call it.
 
         All ranks end after the same batch: this one, or the next if a rank has begun it already.
         A validation is finished first. The request cannot be withdrawn after the batch has ended.
 
+        Args:
+            reason: why, in a few words; the log, the report and the end of the run show the first.
+
         Raises:
-            TrialTypeError: `stop_requested` is not a bool.
+            TrialTypeError: `stop_requested` is not a bool, or `reason` is not text.
         """
         if not isinstance(stop_requested, bool):
             raise TrialTypeError(f"set_stop_requested takes a bool, got {stop_requested!r}")
-        self._info.stop_requested = stop_requested
+        if reason is not None and not isinstance(reason, str):
+            raise TrialTypeError(f"set_stop_requested: reason is text, got {reason!r}")
+        info = self._info
+        first = info.stop_reason if info.stop_requested and stop_requested else None
+        info.stop_requested, info.stop_reason = stop_requested, first or reason
 
     def current_train_batch(self) -> int:
         """Index of the current batch, from 0, counted over all runs of the trial.

@@ -13,6 +13,7 @@ from trial_core.errors import CheckpointError, Stopped, TrialflowError
 from trialflow.deployments.cli import console
 
 if TYPE_CHECKING:
+    from trial_core.checkpoint.manifest import Manifest
     from trial_core.checkpoint.store import CheckpointStore
     from trialflow.flows.train import TrialResult
 
@@ -102,16 +103,19 @@ class JsonResult:
 
         run_dir = run_dir_of(self.trial) if self.trial else None
         report = run_dir / "report.md" if run_dir else None
-        uuid = self._newest_checkpoint()
+        newest = self._newest_checkpoint()
+        uuid = newest.uuid if newest else None
         return {
             "trial": self.trial,
             "batches_trained": self.run_status.batches,
             "stopped_early": self.status == "stopped",
             "stop_reason": self.stop_reason,
+            "trial_stop_reason": None,
             "training_metrics": dict(self.run_status.training),
             "validation_metrics": dict(self.run_status.validation),
             "validated_at": self.run_status.validated_at,
             "checkpoint_uuid": uuid,
+            "checkpoint_at": newest.progress.batches_trained if newest else None,
             "checkpoint_url": self.store.files_url(uuid) if self.store and uuid else None,
             "tensorboard_url": None,
             "report_path": str(report) if report and report.exists() else None,
@@ -132,12 +136,11 @@ class JsonResult:
             return None  # the storage may be what has failed
         return ledger.to_json() if ledger.runs else None
 
-    def _newest_checkpoint(self) -> str | None:
-        """The uuid of the checkpoint that the trial would continue from."""
+    def _newest_checkpoint(self) -> Manifest | None:
+        """The checkpoint that the trial would continue from."""
         if self.store is None or self.trial is None:
             return None
         try:
-            newest = self.store.newest(self.trial)
+            return self.store.newest(self.trial)
         except CheckpointError:
             return None  # the storage may be what has failed
-        return newest.uuid if newest else None

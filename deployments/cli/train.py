@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from trial_core import text_format
-from trial_core.errors import CheckpointError, ConfigError, Stopped
+from trial_core.errors import CheckpointError, ConfigError, Stopped, TrialError, TrialflowError
+from trial_core.run.stop_requests import as_the_trial_asked
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.experiment_options import (
     DEFAULT_EXPERIMENT,
@@ -124,7 +125,9 @@ def train(
             outcome.failed(run.failure, exit_code)
         elif run.stopped_by is not None:
             outcome.stopped(run.stopped_by)
-        trial_run.note_what_is_left(display.committed_at, run.stopped_by is not None)
+        trial_run.note_what_is_left(
+            display.committed_at, run.stopped_by is not None, _is_mistake(run.failure)
+        )
         return exit_code
 
 
@@ -169,12 +172,15 @@ class _TrialRun:
             raise Stopped(f"the run ended without a result: {result}")
         return result
 
-    def note_what_is_left(self, committed_at: int | None, was_interrupted: bool) -> None:
+    def note_what_is_left(
+        self, committed_at: int | None, was_interrupted: bool, is_mistake: bool
+    ) -> None:
         """After a run without a result: print where its page is, and what --resume continues.
 
         Args:
             committed_at: batches at the run's last committed checkpoint; None: it has none.
             was_interrupted: whether a signal has ended the run.
+            is_mistake: whether the run would fail again as it is.
         """
         trial, option = self._outcome.trial, self._continuation.option
         if trial is not None and _page_written_at(trial) != self._earlier_page:
@@ -182,7 +188,8 @@ class _TrialRun:
         if committed_at is not None:
             console.note(
                 f"the last checkpoint of trial {trial} is at batch {committed_at}; "
-                f"to continue from it, repeat the command with {option}"
+                f"to continue from it, {'correct this first, and ' if is_mistake else ''}"
+                f"repeat the command with {option}"
             )
         elif was_interrupted and self._continued is not None:
             console.note(f"to continue trial {self._continued}, repeat the command with {option}")
@@ -194,6 +201,11 @@ class _TrialRun:
 
         flow_run_id = self._outcome.flow_run_id = str(flow_run.id)
         self._outcome.trial = self._continued or trial_id(self._experiment.name, flow_run_id)
+
+
+def _is_mistake(failure: TrialflowError | None) -> bool:
+    """Whether the user's trial is the cause, so that the run would fail again as it is."""
+    return isinstance(failure, TrialError) or getattr(failure, "is_trial_mistake", False)
 
 
 def _display(is_quiet: bool, as_json: bool, preferred: tuple[str, ...]) -> Display:
@@ -277,7 +289,7 @@ def _summary(
         longer = f"{resume_option} --set searcher.max_length.batches={2 * trained}, for example"
         continue_with: str | None = f"{longer}; without --resume a new trial begins"
     else:
-        why = result.stop_reason or "as the trial asked"
+        why = result.stop_reason or as_the_trial_asked(result.trial_stop_reason)
         how = f"stopped early, {why}," if result.stopped_early else "completed"
         ending = f"{how} after {text_format.plural(trained, 'batch')}"
         continue_with = resume_option if result.stop_reason else None

@@ -7,7 +7,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from trial_core.config.section_base import Section
-from trial_core.config.values import MAX_SECONDS
+from trial_core.config.values import MAX_SECONDS, Flag
 from trial_core.run.timeouts import RANK_STALL_SECONDS
 
 MIN_IDLE_TIMEOUT_SECONDS = 1800.0
@@ -46,6 +46,15 @@ class StoppingConfig(Section):
         "fetching, saving, callbacks) count as hung after as long, and at least half an hour, "
         "without a write to a log or disk. An evaluate_full_dataset counts as one batch. null: no "
         "limit.",
+    )
+
+    fail_on_non_finite_loss: Flag = Field(
+        default=True,
+        title="Fail if the loss is not finite",
+        description="Whether a run ends as failed whose training loss is NaN or infinite in all "
+        "batches of a train-workload, and in at least 5. From the first such batch on, no "
+        "checkpoint is stored, so that the last one is from before it. false: such a run trains "
+        "on. Metrics that are not finite are warned of in any case.",
     )
 
     server_outage_seconds: float | None = Field(

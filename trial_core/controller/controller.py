@@ -62,7 +62,7 @@ from trial_core.messages import (
     TrialBuilt,
     Validated,
 )
-from trial_core.pytorch.callback import HOOKS, overridden_hooks
+from trial_core.pytorch.callback import HOOKS, may_change_metrics, overridden_hooks
 from trial_core.pytorch.metric_values import as_reported
 from trial_core.run.run_dirs import rank_run_dir
 from trial_core.slots.stop_barrier import StopBarrier
@@ -229,6 +229,7 @@ class Controller:
         """
         if self._attached is not None:
             self._attached.close()
+        info.batch_samples = adapter.batch_samples
         settings = info.checkpointing
         files = CheckpointFiles(run_dir, store, self._distributed, settings)
         self._attached = _AttachedTrial(
@@ -310,6 +311,7 @@ class Controller:
         info.tensorboard.start()
         self._trial.forward_clock.begin_workload()
         began, waited = time.monotonic(), loaders.waited_seconds
+        steps, skipped = adapter.scaled_steps()
         outcome = _require(self._training, BuildLoadersAndRestore).train(request.until)
         info.tensorboard.report("training", info.batches_trained, outcome.avg_metrics)
         self._hook_arguments["on_training_workload_end"] = {
@@ -322,15 +324,22 @@ class Controller:
             seconds=time.monotonic() - began,
             # Also if the trial has withdrawn its request: the other ranks have been told.
             stop_requested=info.stop_requested or self._has_requested_stop,
+            stop_reason=info.stop_reason,
             data_seconds=loaders.waited_seconds - waited,
             forward_seconds=self._trial.forward_clock.seconds(),
             learning_rates=adapter.learning_rates(),
+            non_finite=outcome.non_finite,
+            scaled_steps=adapter.scaled_steps()[0] - steps,
+            skipped_steps=adapter.scaled_steps()[1] - skipped,
         )
 
     def name_metrics(self, request: NameMetrics) -> MetricsNamed:
         """Find the names of the validation metrics. Collective."""
         adapter, loaders = self._trial.adapter, self._built_loaders
-        return MetricsNamed(names=metric_names(adapter, loaders, self._distributed))
+        return MetricsNamed(
+            names=metric_names(adapter, loaders, self._distributed),
+            may_be_more=any(map(may_change_metrics, adapter.callbacks.values())),
+        )
 
     def validate(self, request: RunValidation) -> Validated:
         """Validate. Collective."""
@@ -349,6 +358,7 @@ class Controller:
             metrics=metrics or {},
             seconds=time.monotonic() - began,
             stop_requested=info.stop_requested,
+            stop_reason=info.stop_reason,
             is_broken_off=metrics is None,
         )
 
@@ -364,6 +374,7 @@ class Controller:
             seconds=time.monotonic() - began,
             writes_run_files=info.tensorboard.has_files_to_upload,
             stop_requested=info.stop_requested,
+            stop_reason=info.stop_reason,
         )
 
     def persist_checkpoint(self, request: PersistCheckpoint) -> Persisted:
@@ -397,7 +408,9 @@ class Controller:
             metrics = as_reported(arguments["metrics"], "on_validation_end")
             if "on_validation_end" in overridden_hooks(adapter.callbacks):
                 info.tensorboard.report("validation", info.batches_trained, metrics)
-        return HookDone(stop_requested=info.stop_requested, metrics=metrics)
+        return HookDone(
+            stop_requested=info.stop_requested, stop_reason=info.stop_reason, metrics=metrics
+        )
 
     def finish_run_files(self, request: FinishRunFiles) -> RunFilesStored:
         """Stop the profiler, and upload the remaining files for TensorBoard."""

@@ -27,7 +27,8 @@ from trial_core.controller.data.loaders import MicroBatches
 from trial_core.controller.trial_adapter import TrialAdapter
 from trial_core.controller.workload_metrics import reduce_training
 from trial_core.distributed import DistributedContext
-from trial_core.pytorch.callback import PyTorchCallback
+from trial_core.messages import NonFinite
+from trial_core.pytorch.callback import PyTorchCallback, trial_callbacks
 from trial_core.pytorch.metric_reduction import BatchMetrics
 from trial_core.slots.stop_barrier import StopBarrier
 from trial_core.units import EpochLength
@@ -42,10 +43,12 @@ class TrainOutcome:
     Attributes:
         avg_metrics: averaged over the workload's batches and all ranks.
         batch_metrics: of each call of train_batch, averaged over all ranks, if they are wanted.
+        non_finite: this rank's that were NaN or infinite in some batch.
     """
 
     avg_metrics: dict[str, Any]
     batch_metrics: list[dict[str, Any]]
+    non_finite: dict[str, NonFinite]
 
 
 class ProgressReporter:
@@ -96,6 +99,7 @@ class TrainingLoop:
         metrics = BatchMetrics()
         adapter.reducers.reset(for_training=True)
         adapter.set_training(True)
+        ready_made = trial_callbacks(adapter.callbacks)
         while info.batches_trained < until and stop_barrier.may_begin_step():
             batch_idx = info.current_batch = info.batches_trained
             epoch_idx = _begin_epochs(adapter.callbacks, info.epoch, batch_idx)
@@ -104,6 +108,8 @@ class TrainingLoop:
                 micro_batches.batch_ended()
             if adapter.reports_training_metrics:
                 metrics.add_batch(calls)
+            for callback in ready_made:
+                callback.batch_ended()
             _end_epochs(adapter.callbacks, info.epoch, batch_idx)
             info.batches_trained = batch_idx + 1
             info.tensorboard.batch_ended()
@@ -113,10 +119,10 @@ class TrainingLoop:
             if info.stop_requested:
                 self.on_stop_requested()
         if info.batches_trained == first_batch:
-            return TrainOutcome({}, [])  # nothing to average
-        return TrainOutcome(
-            *reduce_training(metrics, adapter, self.distributed, self.wants_batch_metrics)
-        )
+            return TrainOutcome({}, [], {})  # nothing to average
+        reduced = reduce_training(metrics, adapter, self.distributed, self.wants_batch_metrics)
+        batches = info.batches_trained - first_batch
+        return TrainOutcome(*reduced, metrics.non_finite(first_batch, batches))
 
 
 def _begin_epochs(

@@ -86,6 +86,12 @@ class TrialAdapter(Protocol):
     def learning_rates(self) -> list[float | None]:
         """Of the first parameter group of each optimizer; None for an engine without one."""
 
+    def scaled_steps(self) -> tuple[int, int]:
+        """Optimizer steps with a loss scaler so far, and how many of them the scaler skipped.
+
+        May wait for the accelerator.
+        """
+
     def evaluate_batch(self, micro_batches: Iterator[Any] | None, batch_idx: int) -> Any:
         """The metrics of one of the trial's `evaluate_batch` calls."""
 

@@ -17,7 +17,7 @@ All of it, on_validation_end included, runs with the models in evaluation mode, 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +31,7 @@ from trial_core.controller.trial_adapter import TrialAdapter
 from trial_core.controller.workload_metrics import reduce_validation
 from trial_core.distributed import DistributedContext
 from trial_core.errors import TrialError
-from trial_core.pytorch.callback import overridden_hooks
+from trial_core.pytorch.callback import overridden_hooks, trial_callbacks
 from trial_core.pytorch.metric_reduction import BatchMetrics, Reducer
 from trial_core.slots.stop_barrier import StopBarrier
 
@@ -49,11 +49,12 @@ class _Interrupted(Exception):
 def evaluating(adapter: TrialAdapter) -> Iterator[None]:
     """Inside the block, models are in evaluation mode, and torch records no gradients."""
     adapter.set_training(False)
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        adapter.set_training(True)
+    with ExitStack() as stack:
+        for callback in trial_callbacks(adapter.callbacks):
+            stack.enter_context(callback.evaluating())
+        stack.callback(adapter.set_training, True)
+        stack.enter_context(torch.no_grad())
+        yield
 
 
 def validate(

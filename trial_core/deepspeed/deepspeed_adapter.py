@@ -39,7 +39,7 @@ from trial_core.deepspeed.restore_files import (
 )
 from trial_core.deepspeed.trial import DeepSpeedTrial
 from trial_core.errors import CheckpointError, TrialError
-from trial_core.pytorch.callback import PyTorchCallback
+from trial_core.pytorch.callback import built_callbacks
 from trial_core.pytorch.metric_reduction import Reducer
 from trial_core.transfer.memory_files import MemoryFiles
 
@@ -72,7 +72,7 @@ class DeepSpeedTrialAdapter:
         self._context = context
         first = context.models[0]
         is_pipeline = context.uses_pipeline
-        self.callbacks: Mapping[str, PyTorchCallback] = trial.build_callbacks()
+        self.callbacks = built_callbacks(trial, context)
         self.reducers = context.reducers
         self.data_parallel_rank = context.mpu.data_parallel_rank
         self.data_parallel_size = context.mpu.data_parallel_world_size
@@ -132,6 +132,11 @@ class DeepSpeedTrialAdapter:
 
     def learning_rates(self) -> list[float | None]:
         return [next(map(float, engine.get_lr()), None) for engine in self._context.models]
+
+    def scaled_steps(self) -> tuple[int, int]:
+        engines = [engine for engine in self._context.models if engine.fp16_enabled()]
+        steps = sum(int(engine.global_steps) for engine in engines)
+        return steps, sum(int(engine.skipped_steps) for engine in engines)
 
     def evaluate_batch(self, micro_batches: Iterator[Any] | None, batch_idx: int) -> Any:
         if self._evaluate_takes_index:

@@ -50,7 +50,7 @@ from trial_core.retention.trial_owner import own_trial
 from trial_core.run.known_storages import note_storage
 from trial_core.run.run_dirs import clear_kept, clear_rank_files, locked_run_dir
 from trial_core.run.run_loop import TrialResult, follow_schedule
-from trial_core.run.stop_requests import StopHandler, StopRequest
+from trial_core.run.stop_requests import StopHandler, StopRequest, as_the_trial_asked
 from trial_core.transfer.trial_code import TrialCode, code_of_folder
 
 Resume = Callable[[CheckpointStore, Fence | None], list[ResumePoint]]
@@ -167,17 +167,17 @@ def drive_trial(config: ExperimentConfig, trial: str, caller: Caller) -> TrialRe
             last_checkpoint=lambda: report.last_checkpoint,
         )  # fmt: skip
         ended = driver.drive()
-        request = caller.stopping.final_request()
-        tensorboard_url = ended.launch.progress.tensorboard_url
-        report.ended(_ending(ended.result, request), tensorboard_url)
-        return replace(
+        launch, request = ended.launch, caller.stopping.final_request()
+        result = replace(
             ended.result,
             stop_reason=str(request) if request else None,
-            tensorboard_url=tensorboard_url,
+            trial_stop_reason=launch.answers.stop_reason,
+            tensorboard_url=launch.progress.tensorboard_url,
             report_path=str(report.path),
             run_dir=str(run_dir),
-            ledger=ledger.read().to_json(),
         )
+        report.ended(_ending(result, request), result.tensorboard_url)
+    return replace(result, ledger=ledger.read().to_json())  # only now it says that the run is over
 
 
 def _placed(
@@ -415,7 +415,7 @@ def describe_saved(result: TrialResult) -> str:
     """What a stopped run has saved, for people."""
     if result.checkpoint_uuid is None:
         return "nothing to save: no batch was trained"
-    return f"saved at batch {result.batches_trained}, checkpoint {result.checkpoint_uuid}"
+    return f"saved at batch {result.checkpoint_at}, checkpoint {result.checkpoint_uuid}"
 
 
 def while_stopping(failure: Exception) -> str:
@@ -426,5 +426,5 @@ def while_stopping(failure: Exception) -> str:
 def _ending(result: TrialResult, request: StopRequest | None) -> str:
     if not result.stopped_early:
         return "completed"
-    why = f"stopped: {request}" if request else "stopped: as the trial asked"
-    return f"{why}; {describe_saved(result)}"
+    why = request or as_the_trial_asked(result.trial_stop_reason)
+    return f"stopped: {why}; {describe_saved(result)}"

@@ -24,7 +24,15 @@ from trial_core.driver.stages import Stages
 from trial_core.driver.stages.script import RunningScript
 from trial_core.driver.uploads import Uploads
 from trial_core.errors import ConfigError
-from trial_core.messages import Done, EndFit, FitBegun, Length, RunScript, ScriptEnded
+from trial_core.messages import (
+    Done,
+    EndFit,
+    FitBegun,
+    Length,
+    ReleaseStaging,
+    RunScript,
+    ScriptEnded,
+)
 from trial_core.run.choose_resume_point import fetch_first_intact
 from trial_core.run.run_loop import TrialResult, follow_schedule
 from trial_core.run.script_progress import ScriptProgress
@@ -58,6 +66,8 @@ def follow_script(launch: Launch, stages: Stages, uploads: Uploads) -> TrialResu
     script = RunningScript(launch, RunScript(checkpoint=start.uuid, batches_trained=begin))
     script.start()
     fitted: TrialResult | None = None
+    newest = start.uuid if start.restore == "everything" else None
+    launch.progress.saved_at = begin if newest else None
     while not isinstance(
         event := stages.run_script(launch, script, progress, launch.progress.batches_trained), list
     ):
@@ -67,16 +77,19 @@ def follow_script(launch: Launch, stages: Stages, uploads: Uploads) -> TrialResu
             continue
         launch.progress.batches_trained = event.steps_completed
         launch.progress.has_trained = True
+        if launch.withholds_checkpoint(event.steps_completed, is_last=False):
+            launch.ask(ReleaseStaging(uuid=event.uuid), Done)  # and the script continues
+            continue
         at = progress.stored(event.steps_completed)
         folders = _folders(launch, event.uuid)
         calls.start_upload(StagedCheckpoint.now(event.uuid, at, progress.metrics, folders))
         calls.finish_upload()  # the script waits, too
+        newest = event.uuid
         launch.has_saved(event.steps_completed)
     launch.answers.writes_run_files = any(rank.writes_run_files for rank in event)
     calls.finish(launch.progress.batches_trained)
     if fitted is not None:
         return replace(fitted, stopped_early=fitted.stopped_early or _was_preempted(event))
-    newest = calls.newest_checkpoint or (start.uuid if start.restore == "everything" else None)
     return TrialResult(
         trial=run.trial,
         batches_trained=launch.progress.batches_trained,
@@ -85,6 +98,7 @@ def follow_script(launch: Launch, stages: Stages, uploads: Uploads) -> TrialResu
         validation_metrics=progress.metrics.get("validation", {}),
         validated_at=progress.progress.validated_at,
         checkpoint_uuid=newest,
+        checkpoint_at=launch.progress.saved_at,
         checkpoint_url=run.store.files_url(newest) if newest else None,
     )
 
@@ -97,13 +111,14 @@ def follow_fit(
     Args:
         start: the resume point, if its files are fetched already; None: it is to be chosen.
     """
-    launch.answers.stop_requested = False  # by the trial, in an earlier fit
+    answers = launch.answers
+    answers.stop_requested, answers.stop_reason = False, None  # by the trial, in an earlier fit
     stages.attach_trial(launch)
     if launch.should_stop:
         launch.slots.stop()  # again: the trial's ranks begin without a request
     schedule = _schedule(launch.run, fit)
     result = follow_schedule(LaunchStages(launch, stages, uploads, schedule, start))
-    result = replace(result, run_dir=str(launch.run.run_dir))
+    result = replace(result, run_dir=str(launch.run.run_dir), trial_stop_reason=answers.stop_reason)
     launch.ask(EndFit(result=asdict(result)), Done)
     return result
 

@@ -55,6 +55,10 @@ class LaunchStages:
         return self._uploads.newest.uuid if self._uploads.newest else None
 
     @property
+    def saved_at(self) -> int | None:
+        return self._launch.progress.saved_at
+
+    @property
     def is_uploading(self) -> bool:
         return self._uploads.is_busy
 
@@ -76,6 +80,8 @@ class LaunchStages:
     def build_loaders(self, point: ResumePoint) -> EpochLength | None:
         launch, begin = self._launch, point.progress.batches_trained
         epoch = self._stages.build_loaders(launch, point)
+        continues = point.checkpoint is not None and point.restore == "everything"
+        launch.progress.saved_at = begin if continues else None
         end = launch.progress.end = in_batches(self._schedule.max_length, epoch)
         samples = launch.answers.batch_samples
         launch.run.observer.run_started(self.trial, end, begin, samples)
@@ -94,7 +100,7 @@ class LaunchStages:
 
     @property
     def may_add_metrics(self) -> bool:
-        return "on_validation_end" in self._launch.answers.hooks
+        return self._launch.answers.may_add_metrics
 
     def train(self, begin: int, until: int) -> int:
         return self._stages.train_workload(self._launch, begin, until)
@@ -107,6 +113,20 @@ class LaunchStages:
             return Validation(report_validation(self._launch, batches_trained))
         except TrialError as mistake:
             return Validation(mistake=mistake)
+
+    def loss_failure(self, batches_trained: int) -> TrialError | None:
+        if self._launch.answers.stop_requested:  # the trial has decided how the run ends
+            return None
+        return self._launch.losses.failure(self._is_last(batches_trained), self.saved_at)
+
+    def withholds_checkpoint(self, batches_trained: int) -> bool:
+        return self._launch.withholds_checkpoint(batches_trained, self._is_last(batches_trained))
+
+    def _is_last(self, batches_trained: int) -> bool:
+        """Whether training ends here, other than by the trial's own request."""
+        launch = self._launch
+        is_stopped = launch.should_stop and not launch.answers.stop_requested
+        return is_stopped or batches_trained >= launch.progress.end
 
     def save(self, progress: Progress) -> StagedCheckpoint:
         staged = self._stages.checkpoint_save(self._launch, progress)

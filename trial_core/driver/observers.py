@@ -46,7 +46,7 @@ class Observer:
         """What rank 0 is doing in a stage that takes long, and for how long it has."""
 
     def notice(self, text: str) -> None:
-        """What a person has to know or do now, for the run to continue."""
+        """What a person has to know or do now."""
 
     def batches_trained(self, batches: int) -> None:
         """Training has reached `batches`; called a few times a second."""

@@ -6,7 +6,7 @@ import logging
 import queue
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,10 +20,11 @@ from trial_core.config import ExperimentConfig
 from trial_core.driver.observers import Observer
 from trial_core.errors import RankFailed
 from trial_core.ledger.run_clock import RunClock
-from trial_core.messages import AnyRequest, Result
+from trial_core.messages import AnyRequest, MayStop, Result
 from trial_core.retention.claims import RunClaim
 from trial_core.run.choose_resume_point import resume_points
-from trial_core.run.stop_requests import StopHandler
+from trial_core.run.loss_watch import LossWatch
+from trial_core.run.stop_requests import StopHandler, as_the_trial_asked
 from trial_core.slots.slot_group import SlotGroup
 from trial_core.transfer.trial_code import TrialCode
 from trial_core.units import EpochLength
@@ -116,9 +117,11 @@ class RankAnswers:
         hooks: the callback hooks that the trial overrides, once it is built.
         topology, versions, batch_samples: once the trial is built.
         epoch: the length of an epoch, once the loaders are built; None if it is unknown.
+        may_add_metrics: whether a callback may add validation metrics, once check-metrics has run.
         metrics: the last ones of each kind.
         validated: the metrics of the last validation, which may not be reported yet.
         stop_requested: whether the trial has requested a stop.
+        stop_reason: why, if the trial says so.
         writes_run_files: whether a rank writes files for TensorBoard.
     """
 
@@ -127,9 +130,11 @@ class RankAnswers:
     versions: dict[str, str] = field(default_factory=dict)
     batch_samples: int = 0
     epoch: EpochLength | None = None
+    may_add_metrics: bool = False
     metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
     validated: dict[str, Any] = field(default_factory=dict)
     stop_requested: bool = False
+    stop_reason: str | None = None
     writes_run_files: bool = False
 
 
@@ -142,6 +147,7 @@ class LaunchProgress:
         end: the batch at which training ends, once it is known; 0: unknown.
         has_trained: whether this launch has trained a batch.
         batches_trained: where the last train-workload ended, or this launch began.
+        saved_at: batches trained at the last checkpoint that the trial can continue from.
         moves: why the ranks save and end now, to be launched on other nodes; None: they do not.
         tensorboard_url: where the trial's files for TensorBoard are, once they are uploaded.
     """
@@ -150,6 +156,7 @@ class LaunchProgress:
     end: int = 0
     has_trained: bool = False
     batches_trained: int = 0
+    saved_at: int | None = None
     moves: str | None = None
     tensorboard_url: str | None = None
 
@@ -167,6 +174,7 @@ class Launch:
         script_events: what a script reports, and in the end its results.
         answers: what the ranks have answered.
         progress: what came of it so far.
+        losses: whether the losses are finite.
     """
 
     slots: SlotGroup
@@ -179,6 +187,7 @@ class Launch:
         self.script_events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.answers = RankAnswers()
         self.progress = LaunchProgress()
+        self.losses = LossWatch(run.config.stopping.fail_on_non_finite_loss)
         self._moves_at_checkpoint: str | None = None
 
     def ask(
@@ -207,6 +216,32 @@ class Launch:
         is_asked = self.answers.stop_requested or self.run.stopping.request is not None
         return is_asked or self.progress.moves is not None
 
+    def note_stop_requests(self, ranks: Sequence[MayStop]) -> None:
+        """Note whether the trial has requested a stop on a rank; log the request once."""
+        answers, asking = self.answers, [rank for rank in ranks if rank.stop_requested]
+        if asking and not answers.stop_requested:
+            answers.stop_requested = True
+            answers.stop_reason = next((r.stop_reason for r in asking if r.stop_reason), None)
+            self.run.logger.info(
+                "the run saves and ends, %s", as_the_trial_asked(answers.stop_reason)
+            )
+
+    def warn(self, warnings: Sequence[str]) -> None:
+        """Log warnings, and show them in the report and to the observer."""
+        for warning in warnings:
+            self.run.logger.warning("%s", warning)
+            self.run.observer.notice(warning)
+
+    def withholds_checkpoint(self, batches_trained: int, is_last: bool) -> bool:
+        """Whether no checkpoint is stored now, because the losses are not finite. Logs it."""
+        withholds = self.losses.withholds_checkpoint(is_last)
+        if withholds:
+            self.run.logger.warning(
+                "no checkpoint is stored at batch %d: the loss is not finite since batch %d",
+                batches_trained, self.losses.since,
+            )  # fmt: skip
+        return withholds
+
     def may_save(self) -> None:
         """From now on, ranks that have to stop or move save first."""
         self.progress.can_save = True
@@ -232,6 +267,7 @@ class Launch:
 
     def has_saved(self, batches_trained: int) -> None:
         """Note that a checkpoint is staged. The run may move now, if there is more to do."""
+        self.progress.saved_at = batches_trained
         why, end = self._moves_at_checkpoint, self.progress.end
         if why is not None and not (end and batches_trained >= end) and not self.should_stop:
             self.move_now(why)

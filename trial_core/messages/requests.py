@@ -42,6 +42,31 @@ class Result(Message):
     """What a rank returns for a request."""
 
 
+class MayStop(Result):
+    """The result of a request during which the trial may request a stop.
+
+    Attributes:
+        stop_requested: whether the trial on this rank has requested one.
+        stop_reason: why, if the trial says so.
+    """
+
+    stop_requested: bool = False
+    stop_reason: str | None = None
+
+
+class NonFinite(msgspec.Struct, frozen=True):
+    """Where a metric of a train-workload was NaN or infinite on a rank.
+
+    Attributes:
+        first: index of the first such batch.
+        since: index of the batch since which it was so until the workload's end; None: the last
+            batch's was finite.
+    """
+
+    first: int
+    since: int | None
+
+
 class Done(Result):
     """The request is done; there is nothing else to report."""
 
@@ -153,26 +178,29 @@ class TrainBatches(Request):
     until: int
 
 
-class Trained(Result):
+class Trained(MayStop, kw_only=True):
     """A train-workload has ended.
 
     Attributes:
         batches_trained: of the trial; less than `until` if a stop was requested.
         metrics: averaged over the workload's batches and all ranks; the same on every rank.
         seconds: wall time of the workload on this rank.
-        stop_requested: whether the trial requested a stop.
         data_seconds: how long this rank waited for data.
         forward_seconds: how long a forward pass of this rank took; 0: unknown.
         learning_rates: of the next batch, one per optimizer; None: an engine has none.
+        non_finite: this rank's metrics that were NaN or infinite in some batch.
+        scaled_steps, skipped_steps: optimizer steps with a loss scaler, and how many it skipped.
     """
 
     batches_trained: int
     metrics: dict[str, Any]
     seconds: float
-    stop_requested: bool
     data_seconds: float = 0.0
     forward_seconds: float = 0.0
     learning_rates: list[float | None] = []
+    non_finite: dict[str, NonFinite] = {}
+    scaled_steps: int = 0
+    skipped_steps: int = 0
 
 
 class NameMetrics(Request):
@@ -182,9 +210,14 @@ class NameMetrics(Request):
 
 
 class MetricsNamed(Result):
-    """The names of the validation metrics; None if one batch does not tell them."""
+    """The names of the validation metrics; None if one batch does not tell them.
+
+    Attributes:
+        may_be_more: whether a callback may add others in on_validation_end.
+    """
 
     names: list[str] | None
+    may_be_more: bool = False
 
 
 class RunValidation(Request):
@@ -193,19 +226,17 @@ class RunValidation(Request):
     stage: ClassVar[str] = "validate"
 
 
-class Validated(Result):
+class Validated(MayStop, kw_only=True):
     """A validation has ended.
 
     Attributes:
         metrics: reduced over all ranks, the same on every rank.
         seconds: wall time of the validation on this rank.
-        stop_requested: whether the trial requested a stop.
         is_broken_off: whether it ended early, without metrics, because of a stop request.
     """
 
     metrics: dict[str, Any]
     seconds: float
-    stop_requested: bool
     is_broken_off: bool = False
 
 
@@ -216,19 +247,17 @@ class SaveCheckpoint(Request):
     uuid: str
 
 
-class Saved(Result):
+class Saved(MayStop, kw_only=True):
     """The rank's state is staged; training may continue.
 
     Attributes:
         staging: the staging folder.
         writes_run_files: whether the rank has TensorBoard files to upload.
-        stop_requested: whether the trial on this rank requested a stop.
     """
 
     staging: str
     seconds: float
     writes_run_files: bool = False
-    stop_requested: bool = False
 
 
 class PersistCheckpoint(Request):
@@ -278,14 +307,13 @@ class RunHook(Request):
         return f"{self.stage} {self.hook}"
 
 
-class HookDone(Result):
+class HookDone(MayStop, kw_only=True):
     """The callbacks have run.
 
     Attributes:
         metrics: after on_validation_end, from rank 0: the metrics as the callbacks have left them.
     """
 
-    stop_requested: bool
     metrics: dict[str, Any] | None = None
 
 

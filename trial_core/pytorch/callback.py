@@ -5,8 +5,12 @@ Follows ``determined.pytorch.PyTorchCallback``.
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from trial_core.errors import TrialError
@@ -199,6 +203,41 @@ class PyTorchCallback:
         """Restore a state that `state_dict` returned. Its tensors are on the CPU."""
 
 
+class TrialCallback(PyTorchCallback):
+    """A callback that finds its trial's context: the base of those in `trial_core.callbacks`.
+
+    Attributes:
+        context: the trial's, once it is constructed.
+    """
+
+    context: Any
+
+    def attach(self, context: Any) -> None:
+        """Called once on every rank, before all hooks, with the trial's context."""
+        self.context = context
+
+    def batch_ended(self) -> None:
+        """Called after each trained batch. Must not wait for the accelerator."""
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Surrounds each validation and its hooks, also one that a stop ends early."""
+        return nullcontext()
+
+
+def built_callbacks(trial: Any, context: Any) -> Mapping[str, PyTorchCallback]:
+    """The trial's callbacks. Raises as `overridden_hooks`."""
+    callbacks: Mapping[str, PyTorchCallback] = trial.build_callbacks()
+    _check(callbacks)
+    for callback in trial_callbacks(callbacks):
+        callback.attach(context)
+    return callbacks
+
+
+def trial_callbacks(callbacks: Mapping[str, PyTorchCallback]) -> list[TrialCallback]:
+    """Those that are more than the reference's."""
+    return [each for each in callbacks.values() if isinstance(each, TrialCallback)]
+
+
 def overridden_hooks(callbacks: Mapping[str, PyTorchCallback]) -> frozenset[str]:
     """The names of the hooks that at least one callback overrides.
 
@@ -209,6 +248,45 @@ def overridden_hooks(callbacks: Mapping[str, PyTorchCallback]) -> frozenset[str]
     return frozenset(
         hook for hook in HOOKS for callback in callbacks.values() if _overrides(callback, hook)
     )
+
+
+def may_change_metrics(callback: PyTorchCallback) -> bool:
+    """Whether `on_validation_end` may change the metrics it gets, as far as its source tells.
+
+    It does not if it only looks into them: ``metrics["loss"]``, ``metrics.get("loss")``.
+    """
+    if not _overrides(callback, "on_validation_end"):
+        return False
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(callback.on_validation_end)))
+    except (OSError, TypeError, SyntaxError):
+        return True  # no source
+    function = tree.body[0]
+    if not isinstance(function, ast.FunctionDef) or len(function.args.args) < 2:
+        return True
+    metrics, nodes = function.args.args[1].arg, list(ast.walk(function))
+    only_read = {id(child) for node in nodes for child in _only_read(node)}
+    named = [each for each in nodes if isinstance(each, ast.Name) and each.id == metrics]
+    return any(id(each) not in only_read for each in named)
+
+
+def _only_read(node: ast.AST) -> Sequence[ast.AST]:
+    """The parts of an expression or statement that it does not change."""
+    match node:
+        case ast.Subscript(value=value, ctx=ast.Load()):
+            return [value]
+        case ast.Attribute(value=value, attr="get" | "items" | "keys" | "values"):
+            return [value]
+        case ast.Call(func=ast.Name(id=name), args=arguments) if name in _READERS:
+            return arguments
+        case ast.Compare(comparators=operands):
+            return operands
+        case ast.FormattedValue(value=part) | ast.For(iter=part):
+            return [part]
+    return []
+
+
+_READERS = frozenset({"dict", "float", "len", "list", "print", "repr", "sorted", "str"})
 
 
 def _overrides(callback: PyTorchCallback, hook: str) -> bool:

@@ -39,6 +39,7 @@ class PyTorchTrialContext(TorchTrialContext):
         optimizers: the wrapped optimizers, in the order of wrapping.
         lr_schedulers: the wrapped schedulers, in the order of wrapping.
         scaler: the loss scaler that checkpoints hold; None if there is none.
+        averages: the callback whose averages of the weights checkpoints hold; None: there is none.
         aggregation_frequency: optimizers step once in so many batches
             (``optimizations.aggregation_frequency``).
         experimental: less common settings.
@@ -51,6 +52,7 @@ class PyTorchTrialContext(TorchTrialContext):
         self.optimizers: list[Optimizer] = []
         self.lr_schedulers: list[LRScheduler] = []
         self.scaler: Any = None
+        self.averages: Any = None
         self.aggregation_frequency = settings.aggregation_frequency
         self.experimental = PyTorchExperimentalContext(self)
         self.moves_batches = True
@@ -360,7 +362,7 @@ class PyTorchTrialContext(TorchTrialContext):
             optimizer.step()
         else:
             scaler.step(optimizer)
-            self.precision.has_stepped = True
+            self.precision.note_step(scaler, optimizer)
         # Autocast keeps copies of the weights in less precision until the batch ends.
         torch.clear_autocast_cache()
         if auto_zero_grads:

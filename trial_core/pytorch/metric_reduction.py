@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from trial_core.errors import TrialError
+from trial_core.messages import NonFinite
 from trial_core.pytorch.metric_values import (
     Array,
     Collected,
@@ -144,6 +145,25 @@ class BatchMetrics:
         if with_values:
             partials["values"] = {name: column.values for name, column in columns.items()}
         return partials
+
+    def non_finite(self, first_batch: int, batches: int) -> dict[str, NonFinite]:
+        """Where metrics were NaN or infinite.
+
+        Args:
+            first_batch, batches: the workload's; all have equally many calls.
+        """
+        found = {}
+        for name, column in self._on_host().items():
+            calls = column.non_finite()
+            if calls.any():
+                finite = np.flatnonzero(~calls)
+                since = int(finite[-1]) + 1 if finite.size else 0
+                first, last = (
+                    first_batch + call * batches // len(calls)
+                    for call in (int(calls.argmax()), since)
+                )
+                found[name] = NonFinite(first, last if since < len(calls) else None)
+        return found
 
     def _checked(
         self, outcome: torch.Tensor | Mapping[str, Any]

@@ -52,6 +52,14 @@ class HostColumn:
         """The values as plain data."""
         return self.values if isinstance(self.values, list) else self.values.tolist()
 
+    def non_finite(self) -> Array:
+        """For each call, whether its value is NaN or infinite, or holds such numbers."""
+        calls = np.zeros(len(self.values), dtype=bool)
+        if self.numbers is not None and self.numbers.dtype == np.float64:
+            is_finite = np.isfinite(self.numbers.reshape(len(self.numbers), -1)).all(axis=1)
+            calls[[each is not None for each in self.values]] = ~is_finite
+        return calls
+
 
 def collected(name: str, value: Any, source: str) -> Collected:
     """A copy of a metric's value, because the trial may reuse it. Does not wait for the device.

@@ -26,6 +26,7 @@ class MixedPrecision:
     Attributes:
         scaler: scales losses by itself, in `backward` and `step_optimizer`; None: no scaling.
         has_stepped: whether a scaler has stepped an optimizer in this batch.
+        steps, skipped: how often a scaler has stepped an optimizer, and how often skipped the step.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -34,6 +35,17 @@ class MixedPrecision:
         self._type: torch.dtype | None = None
         self.scaler: GradScaler | None = None
         self.has_stepped = False
+        self.steps = 0
+        self.skipped: torch.Tensor | int = 0
+
+    def note_step(self, scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
+        """Count a step that `scaler` has made or skipped. Does not wait for the accelerator."""
+        self.has_stepped = True
+        if scaler.is_enabled():
+            self.steps += 1
+            found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+            for on_device in list(found.values())[:1]:  # of all devices that a rank uses
+                self.skipped = self.skipped + on_device.clamp(max=1)
 
     def switch_on(self, scaler: GradScaler | None, dtype: torch.dtype | None = None) -> None:
         """Use autocast from now on.

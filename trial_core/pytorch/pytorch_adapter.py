@@ -18,7 +18,7 @@ from trial_core.checkpoint.resume_point import Restore
 from trial_core.controller.rank_state import STATE_FOLDER
 from trial_core.controller.safe_load import Reader
 from trial_core.errors import TrialError
-from trial_core.pytorch.callback import PyTorchCallback
+from trial_core.pytorch.callback import built_callbacks
 from trial_core.pytorch.context import PyTorchTrialContext
 from trial_core.pytorch.distributed_model import broadcast_buffers
 from trial_core.pytorch.metric_reduction import Reducer
@@ -28,6 +28,7 @@ from trial_core.pytorch.pytorch_state import (
     MODELS,
     OPTIMIZERS,
     STATE_FILE,
+    WEIGHTS,
     load_gradients,
     load_models,
     load_state,
@@ -68,7 +69,7 @@ class PyTorchTrialAdapter:
                 )
         self._trial = trial
         self._context = context
-        self.callbacks: Mapping[str, PyTorchCallback] = trial.build_callbacks()
+        self.callbacks = built_callbacks(trial, context)
         self.reducers = context.reducers
         self.data_parallel_rank = context.distributed.get_rank()
         self.data_parallel_size = context.distributed.get_size()
@@ -104,6 +105,9 @@ class PyTorchTrialAdapter:
     def learning_rates(self) -> list[float | None]:
         return [float(each.param_groups[0]["lr"]) for each in self._context.optimizers]
 
+    def scaled_steps(self) -> tuple[int, int]:
+        return self._context.precision.steps, int(self._context.precision.skipped)
+
     def evaluate_batch(self, micro_batches: Iterator[Any] | None, batch_idx: int) -> Any:
         batch = self._next(micro_batches)
         with self._context.precision.autocast():
@@ -134,7 +138,7 @@ class PyTorchTrialAdapter:
         return state_of(self._context)
 
     def read_hook_state(self, folder: Path, reader: Reader) -> dict[str, Any]:
-        return read_state(folder, reader, (MODELS, OPTIMIZERS), self._context)
+        return read_state(folder, reader, (MODELS, WEIGHTS, OPTIMIZERS), self._context)
 
     @property
     def rehearses_save(self) -> bool:
@@ -163,7 +167,8 @@ class PyTorchTrialAdapter:
         self, files: list[FileEntry], saved_by: Topology, restore: Restore, ranks: Sequence[int]
     ) -> list[FileEntry]:
         folders = {"everything": (STATE_FOLDER, GRADIENTS_FOLDER), "state": (STATE_FOLDER,)}
-        kinds = {"everything": (MODELS, OPTIMIZERS, GRADIENTS), "state": (MODELS, OPTIMIZERS)}
+        state = (MODELS, WEIGHTS, OPTIMIZERS)
+        kinds = {"everything": (*state, GRADIENTS), "state": state}
         read = {STATE_FILE, *folders.get(restore, ())}
         keeps_parts = saved_by.spreads_like(self.topology())
         shards = files_of_parts(

@@ -44,6 +44,8 @@ STATE_FILE = "state_dict.pth"
 GRADIENTS_FOLDER = "gradients"
 
 MODELS = "models_state_dict"
+WEIGHTS = "training_weights"
+"""The models that are trained, if `MODELS` are averages of theirs."""
 OPTIMIZERS = "optimizers_state_dict"
 SCHEDULERS = "lr_schedulers_state_dict"
 SCALER = "scaler_state_dict"
@@ -66,6 +68,11 @@ def state_of(context: PyTorchTrialContext) -> dict[str, Any]:
         OPTIMIZERS: [optimizer.state_dict() for optimizer in context.optimizers],
         SCHEDULERS: [scheduler.state_dict() for scheduler in context.lr_schedulers],
     }
+    if context.averages is not None:
+        state[WEIGHTS], averages = state[MODELS], context.averages.averages
+        state[MODELS] = [
+            _averaged(*each) for each in zip(models, state[WEIGHTS], averages, strict=True)
+        ]
     if context.scaler is not None:
         state[SCALER] = context.scaler.state_dict()
     return state
@@ -125,7 +132,9 @@ def load_state(context: PyTorchTrialContext, state: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: the checkpoint is of other models, optimizers or schedulers.
     """
-    load_models(context, state)
+    load_models(context, {MODELS: state.get(WEIGHTS, state.get(MODELS))})
+    if context.averages is not None and WEIGHTS in state:
+        context.averages.load_averages(state[MODELS])
     for key, targets in ((OPTIMIZERS, context.optimizers), (SCHEDULERS, context.lr_schedulers)):
         for target, saved in _pairs(key, targets, state):
             require_joined(saved)
@@ -233,6 +242,7 @@ def _own_tensors(kinds: Sequence[str], context: PyTorchTrialContext) -> Targets:
     for index, model in enumerate(context.models):
         for name, tensor in unwrapped(model).state_dict().items():
             tensors[(MODELS, index, name)] = tensor
+            tensors[(WEIGHTS, index, name)] = tensor
             tensors.setdefault((MODELS, index, f"{_PREFIX}{name}"), tensor)
     for index, optimizer in enumerate(context.optimizers):
         for number, parameter in enumerate(parameters_of(optimizer)):
@@ -275,6 +285,17 @@ def _model_state(model: nn.Module, excludes_frozen: bool) -> dict[str, Any]:
         for name in _frozen(model):
             state.pop(name, None)
     return state
+
+
+def _averaged(
+    model: nn.Module, state: Mapping[str, Any], averages: Mapping[str, torch.Tensor]
+) -> dict[str, Any]:
+    """`state` with averages of parameters, also under their other names if they are tied."""
+    names = {id(each): name for name, each in model.named_parameters()}
+    own = model.state_dict(keep_vars=True)
+    return {
+        name: averages.get(names.get(id(own[name]), name), value) for name, value in state.items()
+    }
 
 
 def _frozen(model: nn.Module) -> set[str]:

@@ -50,7 +50,7 @@ class SavedCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """A restart or a resume.
+    """A restart, a resume, or what a person should know.
 
     Attributes:
         at: ISO 8601, UTC.

@@ -220,6 +220,11 @@ class Report(Observer):
             facts.history.drop_checkpoint(uuid)
         self._observer.checkpoint_deleted(uuid)
 
+    def notice(self, text: str) -> None:
+        with self._update() as facts:
+            facts.history.add_event(facts.run_status.batches, text)
+        self._observer.notice(text)
+
     def rank_logged(self, rank: int, line: str) -> None:
         is_alarming = WARNING_PATTERN.search(line) is not None
         if self._log_limits.allows(rank, is_alarming):

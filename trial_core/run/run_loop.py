@@ -9,7 +9,7 @@ in their places::
     on_training_start
     find the names of the validation metrics, if the searcher metric may be missing
     until the sequencer says that the run is finished:
-        train           on_training_workload_end
+        train           on_training_workload_end; the run ends if its losses stay non-finite
         validate        on_validation_end, then the metrics are reported
         save            on_checkpoint_write_end, on_checkpoint_end
                         (the upload runs beside training; on_checkpoint_upload_end follows it)
@@ -22,7 +22,7 @@ The whole route of a stop: `trial_core/run/stop_requests.py`.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from logging import Logger, LoggerAdapter
 from typing import Any, Protocol
 
@@ -64,6 +64,8 @@ class TrialResult:
         run_dir: the flow run's folder on this machine, with its logs.
         flow_run_id: Prefect's id of the flow run.
         ledger: the trial's ledger of time until then, as `trialflow runs show --json` prints it.
+        trial_stop_reason: why the trial requested a stop, if it says so.
+        checkpoint_at: how many batches were trained when the checkpoint was saved.
     """
 
     trial: str
@@ -80,6 +82,8 @@ class TrialResult:
     run_dir: str | None = None
     flow_run_id: str | None = None
     ledger: dict[str, Any] | None = None
+    trial_stop_reason: str | None = None
+    checkpoint_at: int | None = None
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,10 @@ class RunStages(Protocol):
         """The uuid of the newest checkpoint that this run has committed."""
 
     @property
+    def saved_at(self) -> int | None:
+        """Batches trained at the last checkpoint that the trial can continue from; None: none."""
+
+    @property
     def is_uploading(self) -> bool:
         """Whether the last checkpoint is still being uploaded."""
 
@@ -149,7 +157,7 @@ class RunStages(Protocol):
 
     @property
     def may_add_metrics(self) -> bool:
-        """Whether a callback overrides `on_validation_end`, and so may add metrics."""
+        """After `metric_names`: whether a callback may add others in `on_validation_end`."""
 
     def train(self, begin: int, until: int) -> int:
         """Train from batch `begin` to `until`. Return how many batches are trained in all."""
@@ -159,6 +167,12 @@ class RunStages(Protocol):
 
     def report_validation(self, batches_trained: int) -> Validation:
         """Report the metrics of a finished validation, as on_validation_end has left them."""
+
+    def loss_failure(self, batches_trained: int) -> TrialError | None:
+        """After a train-workload: the error, if the run must end because of its losses."""
+
+    def withholds_checkpoint(self, batches_trained: int) -> bool:
+        """Whether to save nothing now, because the losses are not finite. Logs it."""
 
     def save(self, progress: Progress) -> StagedCheckpoint:
         """Stage a checkpoint. Training may continue when this returns."""
@@ -189,6 +203,10 @@ def follow_schedule(stages: RunStages) -> TrialResult:
     stages.metrics.clear()  # of batches that were lost with earlier ranks
     stages.metrics.update(start.metrics)
     progress = start.progress
+    has_metric, at = stages.metric is not None, progress.batches_trained
+    if has_metric and progress.best_metric is None and progress.validated_at == at:
+        # That validation did not have the searcher metric, which may have been corrected.
+        progress = replace(progress, validated_at=None)
     schedule = stages.schedule(progress)
     stages.run_hook(
         "on_trial_startup", progress.batches_trained,
@@ -214,16 +232,17 @@ def follow_schedule(stages: RunStages) -> TrialResult:
             progress = progress.after_training(reached)
             if reached > trained:
                 stages.run_hook("on_training_workload_end", reached)
+                mistake = stages.loss_failure(reached)
         elif isinstance(work, Validate):
             if stages.validate(trained):
                 stages.run_hook("on_validation_end", trained)
                 validation = stages.report_validation(trained)
                 mistake = validation.mistake  # raised once what has been trained is saved
-                if mistake is None:
-                    progress = progress.after_validation(
-                        validation.metric, schedule.smaller_is_better
-                    )
+                progress = progress.after_validation(validation.metric, schedule.smaller_is_better)
         elif isinstance(work, Checkpoint):
+            if stages.withholds_checkpoint(trained):
+                progress = progress.after_checkpoint()  # as if there were nothing to save
+                continue
             if not _has_room(stages, work, trained):
                 progress = progress.skipping_checkpoint()
                 continue
@@ -248,6 +267,7 @@ def follow_schedule(stages: RunStages) -> TrialResult:
         validation_metrics=stages.metrics.get("validation", {}),
         validated_at=progress.validated_at,
         checkpoint_uuid=newest,
+        checkpoint_at=stages.saved_at,
         checkpoint_url=stages.store.files_url(newest) if newest else None,
     )
 

@@ -41,6 +41,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal
 
+from trial_core import text_format
+
 StopReason = Literal[
     "cancelled", "suspended", "preempted", "interrupted", "time budget", "server lost"
 ]
@@ -74,6 +76,15 @@ class StopRequest:
     def is_urgent(self) -> bool:
         """Whether the run will be killed if it does not end within its grace period."""
         return self.reason not in ("suspended", "time budget", "server lost")
+
+
+def as_the_trial_asked(reason: str | None) -> str:
+    """Why a run ends that its trial has stopped, for people.
+
+    Args:
+        reason: what the trial says, if it does.
+    """
+    return "as the trial asked" + (f": {text_format.one_line(reason)}" if reason else "")
 
 
 class StopHandler:

@@ -48,7 +48,8 @@ def main(context: core.Context, hparams: dict[str, Any], steps: int) -> None:
         total += mine
         note(folder, rank, step=step, total=total.item())
         if rank == 0:
-            context.train.report_training_metrics(step, {"total": total})
+            nan = {"loss": float("nan")} if step >= hparams.get("nan_at", step + 1) else {}
+            context.train.report_training_metrics(step, {"total": total, **nan})
         if step % hparams["store_every"] == 0:
             if rank == 0:
                 context.train.report_validation_metrics(step, {"loss": 1 / step})

@@ -10,7 +10,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import SGD
 
 from trial_core.pytorch import PyTorchTrialContext
-from trial_core.pytorch.mixed_precision import share_overflow
+from trial_core.pytorch.mixed_precision import MixedPrecision, apex_scaler, share_overflow
 from trial_core.pytorch.pytorch_state import load_state, state_of
 
 
@@ -58,3 +58,18 @@ def test_a_scaler_that_is_switched_off_has_no_overflow_to_share() -> None:
     """On no rank: there is no collective, which would fail here."""
     _, _, optimizer = context_of_line()
     share_overflow(GradScaler("cpu", enabled=False), optimizer, torch.device("cpu"))
+
+
+def test_skipped_steps_are_counted() -> None:
+    """Also if the scale is constant, and tells nothing."""
+    weight = nn.Parameter(torch.ones(1))
+    optimizer, precision = SGD([weight], lr=0.1), MixedPrecision(torch.device("cpu"))
+    _, scaler = apex_scaler(torch.device("cpu"), "O1", None, 8.0)
+    assert scaler is not None
+    for gradient in (1.0, float("inf"), float("nan"), 2.0):
+        scaler.scale(weight.sum())
+        weight.grad = torch.tensor([gradient])
+        scaler.step(optimizer)
+        precision.note_step(scaler, optimizer)
+        scaler.update()
+    assert (precision.steps, int(precision.skipped)) == (4, 2)

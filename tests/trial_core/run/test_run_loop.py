@@ -28,7 +28,8 @@ class RecordedStages:
         stops_at: the run should stop once so many batches are trained.
         mistake: raised in place of the searcher metric.
         metric, names: of the searcher metric, and of all validation metrics.
-        may_add_metrics: whether a callback overrides on_validation_end.
+        may_add_metrics: whether a callback may add metrics.
+        fails_at: the losses are not finite once so many batches are trained, and end the run.
         interrupted_at: the validation after so many batches ends early, and the run should stop.
         points: what the run may resume from.
         damage: of checkpoints, by uuid.
@@ -50,6 +51,8 @@ class RecordedStages:
         self.metric: str | None = None
         self.names: list[str] | None = None
         self.may_add_metrics = False
+        self.fails_at = 10**6
+        self.saved_at: int | None = None
         self.points: list[ResumePoint] = [ResumePoint()]
         self.damage: dict[str | None, str] = {}
         self.calls: list[str] = []
@@ -94,6 +97,12 @@ class RecordedStages:
         if self.mistake is not None:
             return Validation(mistake=self.mistake)
         return Validation(metric=-batches_trained)
+
+    def loss_failure(self, batches_trained: int) -> TrialError | None:
+        return MISTAKE if batches_trained >= self.fails_at else None
+
+    def withholds_checkpoint(self, batches_trained: int) -> bool:
+        return batches_trained >= self.fails_at
 
     def save(self, progress: Progress) -> StagedCheckpoint:
         self.calls.append(f"save {progress.batches_trained}")
@@ -154,6 +163,34 @@ def test_a_run_that_should_stop_saves_and_ends(tmp_path: Path) -> None:
         "on_trial_shutdown 2", "finish",
     ]  # fmt: skip
     assert result.stopped_early
+
+
+def test_a_run_whose_losses_fail_saves_nothing_more(tmp_path: Path) -> None:
+    """It neither trains nor validates any more, and shuts the trial down."""
+    stages = RecordedStages(tmp_path, checkpoint_period=Batch(2), validation_period=Batch(4))
+    stages.fails_at = 4
+    with pytest.raises(TrialError, match="the metric is not reported"):
+        follow_schedule(stages)
+    assert stages.calls[3:] == [
+        "train 0 2", "on_training_workload_end 2",
+        "save 2", "on_checkpoint_write_end 2", "on_checkpoint_end 2", "uploaded uuid-2",
+        "train 2 4", "on_training_workload_end 4", "on_trial_shutdown 4", "finish",
+    ]  # fmt: skip
+
+
+def test_a_validation_without_the_searcher_metric_is_repeated(tmp_path: Path) -> None:
+    """By a run that continues with a metric that is reported; one that counted is not."""
+    seen = []
+    for best in (None, 0.5):
+        stages = RecordedStages(tmp_path)
+        stages.metric = "loss"
+        progress = Progress(6, validated_at=6, checkpointed_at=6, best_metric=best)
+        metrics = {"validation": {"loss": 0.5}}
+        manifest = new_manifest(6, progress=progress, metrics=metrics)
+        stages.points = [ResumePoint.continuing(manifest)]
+        follow_schedule(stages)
+        seen.append("validate 6" in stages.calls)
+    assert seen == [True, False]
 
 
 def test_a_validation_that_ends_early_has_no_hook(tmp_path: Path) -> None:

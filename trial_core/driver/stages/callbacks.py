@@ -19,6 +19,6 @@ def callbacks(launch: Launch, hook: str, batches_trained: int, arguments: dict[s
     """
     with launch.stage("callbacks", f"{hook} @{batches_trained}"):
         results = launch.ask(RunHook(hook=hook, arguments=arguments), HookDone)
-    launch.answers.stop_requested |= any(result.stop_requested for result in results)
+    launch.note_stop_requests(results)
     if results[0].metrics is not None:
         launch.answers.validated = results[0].metrics

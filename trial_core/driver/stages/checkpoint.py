@@ -52,7 +52,7 @@ def checkpoint_save(launch: Launch, progress: Progress) -> StagedCheckpoint:
     with launch.stage("checkpoint-save", f"@{progress.batches_trained}"):
         saved = launch.ask(SaveCheckpoint(uuid=uuid), Saved)
     answers.writes_run_files |= any(rank.writes_run_files for rank in saved)
-    answers.stop_requested |= any(rank.stop_requested for rank in saved)
+    launch.note_stop_requests(saved)
     folders = tuple(rank.staging for rank in saved)
     return StagedCheckpoint.now(uuid, progress, answers.metrics, folders)
 

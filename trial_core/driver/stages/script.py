@@ -77,7 +77,11 @@ def run_script(
 def _note(launch: Launch, progress: ScriptProgress, event: MetricsReported) -> None:
     run, at = launch.run, launch.progress
     kind, steps, metrics = event.kind, event.steps_completed, event.metrics
-    mistake = progress.reported(kind, steps, metrics)
+    mistake, losses = progress.reported(kind, steps, metrics), launch.losses
+    if kind == "training":
+        launch.warn(losses.trained(losses.reached or at.batches_trained, steps, metrics))
+    else:
+        launch.warn(losses.validated(steps, metrics))
     at.has_trained = at.has_trained or steps > at.batches_trained
     at.batches_trained = steps
     run.clock.batches_trained(steps)
@@ -85,3 +89,5 @@ def _note(launch: Launch, progress: ScriptProgress, event: MetricsReported) -> N
     run.observer.metrics_reported(kind, steps, metrics)
     if mistake is not None:
         run.logger.warning("no checkpoint counts as the best: %s", mistake)
+    if (failure := losses.failure(is_last=False, saved_at=at.saved_at)) is not None:
+        raise failure

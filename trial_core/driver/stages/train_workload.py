@@ -22,12 +22,14 @@ def train_workload(launch: Launch, begin: int, until: int) -> int:
         results = launch.ask(TrainBatches(until=until), Trained, stall_seconds)
         reached = results[0].batches_trained
         run.clock.batches_trained(reached)
-    answers.stop_requested |= any(result.stop_requested for result in results)
+    launch.note_stop_requests(results)
     if reached == begin:
         return reached
     launch.progress.has_trained = True
     launch.progress.batches_trained = reached
-    answers.metrics["training"] = results[0].metrics
+    answers.metrics["training"] = metrics = results[0].metrics
+    warnings = launch.losses.trained(begin, reached, metrics, [each.non_finite for each in results])
+    launch.warn(warnings + launch.losses.stepped(results[0]))
     seconds = max(result.seconds for result in results)
     run.logger.info(
         "trained [%d→%d] at %s: %s",

@@ -8,13 +8,16 @@ from __future__ import annotations
 from trial_core.driver.run import Launch
 from trial_core.messages import MetricsNamed, NameMetrics, RunValidation, Validated
 from trial_core.run.searcher_metric import searcher_metric, with_single_number
+from trial_core.run.stop_requests import as_the_trial_asked
 from trial_core.text_format import metrics_line
 
 
 def check_metrics(launch: Launch) -> list[str] | None:
     """The names of the validation metrics; None if one batch does not tell them."""
     with launch.stage("check-metrics", ""):
-        return launch.ask(NameMetrics(), MetricsNamed)[0].names
+        named = launch.ask(NameMetrics(), MetricsNamed)[0]
+    launch.answers.may_add_metrics = named.may_be_more
+    return named.names
 
 
 def validate(launch: Launch, batches_trained: int) -> bool:
@@ -23,9 +26,11 @@ def validate(launch: Launch, batches_trained: int) -> bool:
     with launch.stage("validate", f"@{batches_trained}"):
         stall_seconds = run.config.stopping.stall_timeout_seconds
         results = launch.ask(RunValidation(), Validated, stall_seconds)
-    answers.stop_requested |= any(result.stop_requested for result in results)
+    launch.note_stop_requests(results)
     if results[0].is_broken_off:
-        why = run.stopping.request or launch.progress.moves or "as the trial asked"
+        why = (
+            run.stopping.request or launch.progress.moves or as_the_trial_asked(answers.stop_reason)
+        )
         run.logger.info("validation at %d ended early: %s", batches_trained, why)
         return False
     answers.validated = results[0].metrics
@@ -45,6 +50,6 @@ def report_validation(launch: Launch, batches_trained: int) -> float | None:
     metrics = with_single_number(answers.validated, run.metric)
     run.logger.info("validated at %d: %s", batches_trained, metrics_line(metrics))
     run.observer.metrics_reported("validation", batches_trained, metrics)
-    value = None if run.metric is None else searcher_metric(metrics, run.metric)
-    answers.metrics["validation"] = metrics  # only now: without its metric it is no validation
-    return value
+    launch.warn(launch.losses.validated(batches_trained, metrics))
+    answers.metrics["validation"] = metrics
+    return None if run.metric is None else searcher_metric(metrics, run.metric)

@@ -22,8 +22,8 @@ class OneRank:
         return [Validated(metrics={"lost": 0.125}, seconds=0.0, stop_requested=False)]
 
 
-def test_metrics_without_the_searcher_metric_are_no_validation(tmp_path: Path) -> None:
-    """The next checkpoint keeps the metrics of the last validation that counts."""
+def test_metrics_without_the_searcher_metric_belong_to_the_checkpoint(tmp_path: Path) -> None:
+    """They are those of its batch, though the run fails: it is not listed as not validated."""
     store = CheckpointStore(str(tmp_path))
     launch = Launch(Run(toy_config(tmp_path), "toy-0000beef", tmp_path, store, Observer()))
     launch.slots = OneRank()  # type: ignore[assignment]
@@ -31,7 +31,7 @@ def test_metrics_without_the_searcher_metric_are_no_validation(tmp_path: Path) -
     assert validate(launch, 6)
     with pytest.raises(TrialError, match="lost"):
         report_validation(launch, 6)
-    assert launch.answers.metrics["validation"] == {"loss": 0.25}
+    assert launch.answers.metrics["validation"] == {"lost": 0.125}
 
 
 def test_a_searcher_metric_of_one_element_is_a_number(tmp_path: Path) -> None:

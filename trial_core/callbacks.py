@@ -1,0 +1,317 @@
+"""Ready-made callbacks, for `build_callbacks` of a `PyTorchTrial` or a `DeepSpeedTrial`::
+
+    from trial_core.callbacks import EarlyStopping, ExponentialMovingAverage
+
+    def build_callbacks(self):
+        return {"stop": EarlyStopping(patience=5), "average": ExponentialMovingAverage(0.999)}
+
+They find the trial's context themselves. A resumed run continues their state exactly.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import nn
+
+from trial_core.accelerator import has_accelerator
+from trial_core.errors import TrialError, TrialValueError
+from trial_core.pytorch.callback import TrialCallback
+from trial_core.pytorch.custom_reducers import MetricReducer
+from trial_core.pytorch.distributed_model import unwrapped
+from trial_core.text_format import number, plural
+
+__all__ = ["EarlyStopping", "ExponentialMovingAverage", "StopOnNonFinite", "ThroughputAndMemory"]
+
+ZERO_STAGE_WEIGHTS = 3
+GIB = 2**30
+
+
+class EarlyStopping(TrialCallback):
+    """Ends the run when a validation metric has not improved for some validations.
+
+    The run saves, and ends as completed; its last line, log and report say why.
+
+    Args:
+        metric: by default the searcher's.
+        patience: how many validations in a row may bring no improvement.
+        min_delta: what counts as an improvement is greater than this.
+        smaller_is_better: by default as the searcher says.
+
+    Raises:
+        TrialValueError: `patience` is less than 1, or `min_delta` less than 0.
+        TrialError: the experiment names no searcher metric, or validations do not report `metric`.
+    """
+
+    def __init__(
+        self,
+        metric: str | None = None,
+        patience: int = 3,
+        min_delta: float = 0.0,
+        smaller_is_better: bool | None = None,
+    ) -> None:
+        if patience < 1 or not min_delta >= 0:
+            raise TrialValueError(
+                "EarlyStopping takes a patience of at least 1 and a min_delta of at least 0, got "
+                f"patience={patience!r}, min_delta={min_delta!r}"
+            )
+        self.metric = metric
+        self.patience = patience
+        self.min_delta = min_delta
+        self.smaller_is_better = smaller_is_better
+        self._is_searchers = metric is None
+        self._best: float | None = None
+        self._best_at = 0
+        self._waited = 0
+
+    def attach(self, context: Any) -> None:
+        super().attach(context)
+        searcher = context.get_experiment_config().get("searcher") or {}
+        if self.metric is None and (metric := searcher.get("metric")) is None:
+            raise TrialError("EarlyStopping needs a metric: the experiment has no searcher.metric")
+        self.metric = self.metric or metric
+        if self.smaller_is_better is None:
+            self.smaller_is_better = bool(searcher.get("smaller_is_better", True))
+
+    def on_validation_end(self, metrics: dict[str, Any]) -> None:
+        value = metrics.get(str(self.metric))
+        while isinstance(value, list) and len(value) == 1:
+            value = value[0]
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            if self._is_searchers:
+                return  # the driver says so, once the run has saved
+            raise TrialError(
+                f'EarlyStopping: metric "{self.metric}" must be a number, but the validation '
+                f"reports {', '.join(sorted(metrics))}"
+            )
+        batch = self.context.run_info.batches_trained
+        gain = math.inf
+        if self._best is not None:
+            gain = self._best - value if self.smaller_is_better else value - self._best
+        if gain > self.min_delta and not math.isnan(value):
+            self._best, self._best_at, self._waited = float(value), batch, 0
+            return
+        self._waited += 1
+        if self._waited >= self.patience:
+            best = "" if self._best is None else f" since batch {self._best_at} ({self._best:.6g})"
+            self.context.set_stop_requested(
+                reason=f"{self.metric} has not improved{best} in "
+                f"{plural(self._waited, 'validation')}, and is {number(value)} at batch {batch}"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self._best, "best_at": self._best_at, "waited": self._waited}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._best, self._best_at = state_dict["best"], state_dict["best_at"]
+        self._waited = state_dict["waited"]
+
+
+class StopOnNonFinite(TrialCallback):
+    """Ends the run when a training metric's mean over a workload is NaN or infinite.
+
+    The run ends as completed, with this reason, and earlier than a run without the callback, which
+    fails (`stopping.fail_on_non_finite_loss`). If it is a loss, no checkpoint is stored.
+
+    Args:
+        patience: in how many workloads in a row.
+
+    Raises:
+        TrialValueError: `patience` is less than 1.
+    """
+
+    def __init__(self, patience: int = 1) -> None:
+        if patience < 1:
+            raise TrialValueError(f"StopOnNonFinite: patience is at least 1, got {patience!r}")
+        self.patience = patience
+        self._waited = 0
+
+    def on_training_workload_end(self, avg_metrics: dict[str, Any], batch_metrics: Any) -> None:
+        bad = [
+            f"{name} is {value}"
+            for name, value in avg_metrics.items()
+            if isinstance(value, float) and not math.isfinite(value)
+        ]
+        self._waited = self._waited + 1 if bad else 0
+        if self._waited >= self.patience:
+            batch = self.context.run_info.batches_trained
+            workloads = plural(self._waited, "workload")
+            self.context.set_stop_requested(
+                reason=f"{', '.join(bad)} in {workloads}, until batch {batch}"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"waited": self._waited}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._waited = state_dict["waited"]
+
+
+class ExponentialMovingAverage(TrialCallback):
+    """Averages the weights over optimizer steps, and validates the averages.
+
+    After each step, ``average = decay * average + (1 - decay) * weight``, in float32 at least, from
+    the weights before training. Validations, with their hooks, run with the averages. Training, and
+    the buffers of models, do not notice.
+
+    A checkpoint of a `PyTorchTrial` holds the averages as its models, so that `trialflow export`,
+    `trialflow evaluate` and a warm start take what was validated; and beside them the weights, from
+    which a resumed run continues. Of a `DeepSpeedTrial`, an export has the weights.
+
+    Args:
+        decay: less than 1; the nearer to it, the longer the average.
+
+    Raises:
+        TrialValueError: `decay` is not between 0 and 1.
+        TrialError: an engine uses ZeRO stage 3, where no rank has whole weights.
+    """
+
+    def __init__(self, decay: float = 0.999) -> None:
+        if not 0 < decay < 1:
+            raise TrialValueError(
+                f"ExponentialMovingAverage: decay is between 0 and 1, got {decay!r}"
+            )
+        self.decay = decay
+        self._averages: list[dict[str, torch.Tensor]] | None = None
+        self._steps = self._steps_seen = 0
+
+    def attach(self, context: Any) -> None:
+        super().attach(context)
+        for optimizer in getattr(context, "optimizers", ()):
+            optimizer.register_step_post_hook(self._note_step)
+            context.averages = self
+        for engine in self._engines:
+            if engine.zero_optimization_stage() == ZERO_STAGE_WEIGHTS:
+                raise TrialError("ExponentialMovingAverage: use ZeRO stage 2 at most, not 3")
+
+    @property
+    def averages(self) -> list[dict[str, torch.Tensor]]:
+        """For each wrapped model or engine, the averages by the names of its ``state_dict``."""
+        if self._averages is None:
+            self._averages = [_copies(model) for model in self._weights]
+        return self._averages
+
+    def on_training_start(self) -> None:
+        self._steps_seen = self._steps_made
+        _ = self.averages
+
+    @torch.no_grad()
+    def batch_ended(self) -> None:
+        steps, self._steps_seen = self._steps_seen, self._steps_made
+        if steps == self._steps_seen:
+            return
+        for averages, weights in zip(self.averages, self._weights, strict=True):
+            for name, average in averages.items():
+                average.lerp_(weights[name].to(average.dtype), 1 - self.decay)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        pairs = [
+            (weights[name], average)
+            for averages, weights in zip(self.averages, self._weights, strict=True)
+            for name, average in averages.items()
+        ]
+        kept = [weight.detach().clone() for weight, _ in pairs]
+        with torch.no_grad():
+            for weight, average in pairs:
+                weight.copy_(average)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for (weight, _), own in zip(pairs, kept, strict=True):
+                    weight.copy_(own)
+
+    @torch.no_grad()
+    def load_averages(self, saved: list[Mapping[str, torch.Tensor]]) -> None:
+        """Continue from the averages that a checkpoint has, by the names of a ``state_dict``."""
+        for averages, values in zip(self.averages, saved, strict=True):
+            for name, average in averages.items():
+                average.copy_(values[name])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"averages": self.averages} if self._engines else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self._engines:
+            self.load_averages(state_dict["averages"])
+
+    @property
+    def _engines(self) -> list[Any]:
+        models = self.context.models
+        return [each for each in models if hasattr(each, "zero_optimization_stage")]
+
+    @property
+    def _weights(self) -> list[dict[str, nn.Parameter]]:
+        """The trained parameters of each model, once each."""
+        return [
+            {name: each for name, each in _module(model).named_parameters() if each.requires_grad}
+            for model in self.context.models
+        ]
+
+    @property
+    def _steps_made(self) -> int:
+        engines = self._engines
+        return self._steps + sum(int(e.global_steps - e.skipped_steps) for e in engines)
+
+    def _note_step(self, *_: Any) -> None:
+        self._steps += 1
+
+
+class ThroughputAndMemory(TrialCallback):
+    """Reports ``samples_per_second`` and ``peak_memory_gib`` as training metrics of each workload.
+
+    So they are in the report, in TensorBoard and in checkpoints. The speed is that of the slowest
+    rank, with its waits for data; ``batches_per_second``, if the samples of a batch are unknown.
+    The memory is the most that a rank which reports metrics has allocated on its accelerator in the
+    workload; on the CPU, the most that its process has ever used.
+    """
+
+    def attach(self, context: Any) -> None:
+        super().attach(context)
+        context.wrap_reducer(_Measured(context), for_validation=False)
+
+
+class _Measured(MetricReducer):
+    def __init__(self, context: Any) -> None:
+        self._info = context.run_info
+        self._begin, self._began = 0, 0.0
+
+    def reset(self) -> None:
+        self._begin, self._began = self._info.batches_trained, time.monotonic()
+        if has_accelerator():
+            get_accelerator().reset_peak_memory_stats()
+
+    def per_slot_reduce(self) -> tuple[float, float]:
+        seconds = time.monotonic() - self._began
+        if has_accelerator():
+            return seconds, get_accelerator().max_memory_allocated() / GIB
+        return seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
+
+    def cross_slot_reduce(self, per_slot_metrics: list[Any]) -> dict[str, float]:
+        seconds, memory = (max(each) for each in zip(*per_slot_metrics, strict=True))
+        batches, samples = self._info.batches_trained - self._begin, self._info.batch_samples
+        unit = "samples" if samples else "batches"
+        speed = batches * (samples or 1) / max(seconds, 1e-9)
+        return {f"{unit}_per_second": speed, "peak_memory_gib": memory}
+
+
+def _module(model: Any) -> nn.Module:
+    """The user's model within a wrapped model or an engine."""
+    inner: nn.Module = unwrapped(model)
+    return inner
+
+
+def _copies(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies in float32 at least."""
+    return {
+        name: each.detach().clone().to(torch.promote_types(each.dtype, torch.float32))
+        for name, each in weights.items()
+    }
