@@ -23,7 +23,7 @@ run: $(VENV)/.installed
 
 # The default tests: one representative of each behaviour.
 test: $(VENV)/.installed-dev
-	@echo "about 8 minutes on 2 CPU cores"
+	@echo "the default tests; the percentage at the end of a line is the share that has run"
 	@$(PYTEST) $(ARGS)
 
 # Its variations (node providers, storages, ranks, ZeRO stages, faults), in parts with as many tests of each folder: make test-long PART=2/8.
@@ -67,21 +67,21 @@ $(VENV)/bin/python:
 	@$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
-	@echo "installing trialflow, torch, deepspeed and prefect into $(VENV): once, 1-3 minutes"
+	@echo "installing trialflow, torch, deepspeed and prefect into $(VENV), once"
 	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt -e . | $(PIP_LINES)
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	@echo "installing what tests and checks need: once, about 30 seconds"
+	@echo "installing what tests and checks need, once"
 	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt -e '.[dev]' | $(PIP_LINES)
 	@touch $@
 
 $(VENV)/.installed-release: $(VENV)/.installed
-	@echo "installing what a release needs: once, about 10 seconds"
+	@echo "installing what a release needs, once"
 	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt -e '.[release]' | $(PIP_LINES)
 	@touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed
-	@echo "installing what the documentation needs: once, about 10 seconds"
+	@echo "installing what the documentation needs, once"
 	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt -e '.[docs]' | $(PIP_LINES)
 	@touch $@

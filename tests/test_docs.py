@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import re
 from pathlib import Path
 from types import ModuleType
@@ -107,13 +108,16 @@ def test_the_page_of_promises_counts_inputs(path: str, test: str, quick: str, lo
     assert (int(quick), int(long)) == (tried, tried * LONG_FACTOR)
 
 
+LOWER = ("benchmarks", "contributing", "decisions", "promises")
+"""Pages that are not for those who look for help."""
+
 PACKAGES = (trial_core.core, trial_core.deepspeed, trial_core.pytorch, trialflow)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_public_name_has_a_reference_page(package: ModuleType) -> None:
     """The reference names everything that a package exports, and nothing else of it."""
-    text = "\n".join(path.read_text() for path in (ROOT / "docs" / "reference").glob("*.md"))
+    text = "\n".join(path.read_text() for path in (ROOT / "docs" / "reference").rglob("*.md"))
     names = set(re.findall(rf"(?:^::: |`){package.__name__}\.(\w+)", text, flags=re.MULTILINE))
     assert names == set(package.__all__)
 
@@ -130,3 +134,34 @@ def test_the_picture_of_the_architecture_is_drawn_from_its_source() -> None:
     """After a change of the source, `make docs/architecture.svg` has to draw it again."""
     digest = hashlib.sha256((ROOT / "docs" / "architecture.dot").read_bytes()).hexdigest()
     assert f"sha256 of architecture.dot: {digest}" in (ROOT / "docs/architecture.svg").read_text()
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_an_example_of_the_reference_is_code(package: ModuleType) -> None:
+    """What follows `::` in a docstring is indented; else the site shows it as a paragraph."""
+    exported = [getattr(package, name) for name in package.__all__]
+    classes = [each for each in exported if isinstance(each, type)]
+    members = [member for each in classes for member in vars(each).values()]
+    for each in (*exported, *members):
+        text = inspect.getdoc(each) or "" if callable(each) else ""
+        assert re.findall(r"::\n\n\S.*", text) == [], each
+
+
+def test_troubleshooting_explains_messages_that_exist() -> None:
+    """The words of each heading are in the code; an ellipsis stands for what differs."""
+    folders = ("trial_core", "flows", "tasks", "deployments")
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    # Strings over several lines become one.
+    code = re.sub(r"""["']\n\s+f?["']""", "", "\n".join(path.read_text() for path in paths))
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    explained = re.findall(r"^### `(.+?)`", page, flags=re.MULTILINE)
+    parts = [part.strip() for message in explained for part in message.split("…")]
+    assert len(explained) > 20
+    assert [part for part in parts if part not in code] == []
+
+
+def test_a_search_shows_help_first() -> None:
+    """Pages for contributors, and long lists, are not searched or rank below the others."""
+    pages = {each: (ROOT / f"docs/{each}.md").read_text() for each in LOWER}
+    ranked = {each: re.match(r"---\nsearch:\n  (.+)\n---", text) for each, text in pages.items()}
+    assert {found and found[1] for found in ranked.values()} == {"exclude: true", "boost: 0.01"}

@@ -34,6 +34,7 @@ BEFORE: Mapping[str, tuple[str, ...]] = {
     "CONTRIBUTING.md": (),
     "docs/quickstart.md": (),
     "docs/guides/checkpoints.md": (INIT, TRAIN, DEPLOY),
+    "docs/guides/cookbook.md": (),
     "docs/guides/core-api.md": (),
     "docs/guides/deploying.md": (INIT, TRAIN, DEPLOY),
     "docs/guides/kubernetes.md": (),

@@ -95,12 +95,14 @@ class SearcherOperation:
 class SearcherContext:
     """Says how long to train. Follows Determined's class::
 
-    for operation in context.searcher.operations():
-        while steps < operation.length:
-            steps += 1
-            ...
-        if context.distributed.rank == 0:
-            operation.report_completed(loss)
+        for operation in context.searcher.operations():
+            while steps < operation.length:
+                steps += 1
+                ...
+            if context.distributed.rank == 0:
+                operation.report_completed(loss)
+
+    There is one operation, whose length is that of the run.
     """
 
     def __init__(self, host: ScriptHost) -> None:

@@ -33,11 +33,13 @@ class DeepSpeedTrial(ABC):
     def __init__(self, context: DeepSpeedTrialContext) -> None:
         """Build the engine(s) with ``deepspeed.initialize`` and wrap them::
 
-        self.context = context
-        engine, _, _, _ = deepspeed.initialize(
-            model=model, model_parameters=model.parameters(), config=ds_config
-        )
-        self.engine = context.wrap_model_engine(engine)
+            self.context = context
+            engine, _, _, _ = deepspeed.initialize(
+                model=model, model_parameters=model.parameters(), config=ds_config
+            )
+            self.engine = context.wrap_model_engine(engine)
+
+        Any number of engines. Checkpoints contain what is wrapped.
         """
 
     @abstractmethod

@@ -41,13 +41,13 @@ class PyTorchTrial(ABC):
     def __init__(self, context: PyTorchTrialContext) -> None:
         """Build models, optimizers and LR schedulers, and wrap them::
 
-        self.context = context
-        self.model = context.wrap_model(nn.Linear(64, 10))
-        self.optimizer = context.wrap_optimizer(torch.optim.Adam(self.model.parameters()))
-        self.scheduler = context.wrap_lr_scheduler(
-            torch.optim.lr_scheduler.StepLR(self.optimizer, 5),
-            step_mode=LRScheduler.StepMode.STEP_EVERY_EPOCH,
-        )
+            self.context = context
+            self.model = context.wrap_model(nn.Linear(64, 10))
+            self.optimizer = context.wrap_optimizer(torch.optim.Adam(self.model.parameters()))
+            self.scheduler = context.wrap_lr_scheduler(
+                torch.optim.lr_scheduler.StepLR(self.optimizer, 5),
+                step_mode=LRScheduler.StepMode.STEP_EVERY_EPOCH,
+            )
 
         Any number of each. Checkpoints contain what is wrapped.
         """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,6 +49,26 @@ def test_a_new_trial_learns(
     assert done.returncode == 0, done.stderr
     first, last = CheckpointStore(f"file://{tmp_path}/checkpoints").list()
     assert last.metrics["validation"]["loss"] < first.metrics["validation"]["loss"]
+
+
+def test_the_language_model_validates_on_text_that_it_has_not_read() -> None:
+    """No line of the validation set is in the training set: the topics of the text repeat some."""
+    source = init.template_files("hf")["my_trial.py"]
+    program = "import random, torch\nfrom pydoc_data.topics import topics\n"
+    program += (
+        "from torch.utils.data import TensorDataset\n" + source[source.index("def windows(") :]
+    )
+    names: dict[str, Any] = {}
+    exec(program, names)  # the module itself imports DeepSpeed and transformers
+
+    def lines(part: slice) -> set[str]:
+        (tokens,) = names["windows"](64, part).tensors
+        text = bytes(tokens.flatten().tolist()).decode(errors="ignore")
+        return {line for line in text.splitlines() if len(line) > 40}
+
+    training, validation = lines(slice(None, -500)), lines(slice(-500, None))
+    assert len(validation) > 300
+    assert len(validation & training) < 0.05 * len(validation)
 
 
 @pytest.mark.parametrize("template", TEMPLATES)

@@ -203,3 +203,32 @@ def test_a_browser_draws_the_page(facts: TrialFacts, tmp_path: Path) -> None:
         assert run("return performance.getEntriesByType('resource').length") == 0
         assert run("return window.injected") is None
         assert browser._driver.get_log("browser") == []
+
+
+@pytest.mark.browser
+@pytest.mark.long
+def test_all_columns_of_the_tables_fit_a_phone(facts: TrialFacts, tmp_path: Path) -> None:
+    """At a width of 420 px no table has to be scrolled sideways, and no size is broken in two."""
+    facts.searcher_metric = "validation_accuracy"
+    facts.history.checkpoints.clear()
+    for batches in (100, 200):
+        facts.history.add_checkpoint(
+            SavedCheckpoint(
+                uuid=f"d257a7e1-f924-455d-b2c0-99f222e4f{batches}", batches=batches,
+                total_bytes=700 * 2**20, blocked_seconds=12.5, upload_seconds=83.0,
+                metric=0.98765,
+            ),
+            True,
+        )  # fmt: skip
+    path = tmp_path / "report.html"
+    path.write_text(render_html(facts))
+    with chromium() as browser:
+        size = {"width": 420, "height": 900, "deviceScaleFactor": 1, "mobile": True}
+        browser._driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        browser.open(path.as_uri(), "toy-0000beef")
+        hidden = browser._driver.execute_script(
+            "return [...document.querySelectorAll('table')].map(t => t.scrollWidth - t.clientWidth)"
+        )
+        assert hidden == [0] * len(hidden)
+        assert len(hidden) == 3
+        assert "700.0 MiB" in browser.text or "700 MiB" in browser.text

@@ -1,0 +1,93 @@
+"""The documentation site, built as `make docs` does and read in a browser; needs the extra docs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from selenium.webdriver import Chrome
+from selenium.webdriver.common.by import By
+
+from tests.support.browser import Browser, chromium
+from tests.support.snippets import ROOT
+
+PHONE = {"width": 420, "height": 900, "deviceScaleFactor": 1, "mobile": True}
+LISTS = ("cli", "configuration", "determined-names")
+LONG_PAGES = [f"reference/{each}.html" for each in LISTS]
+"""Lists, which are searched and not read."""
+
+pytestmark = [pytest.mark.browser, pytest.mark.long]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("mkdocs", reason="make docs installs it")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(folder)]
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"}
+    subprocess.run(command, cwd=ROOT, env=variables, check=True)
+    return folder
+
+
+@pytest.fixture
+def browser() -> Iterator[Browser]:
+    with chromium() as opened:
+        yield opened
+
+
+def driver_of(browser: Browser) -> Chrome:
+    return browser._driver
+
+
+@pytest.mark.parametrize(
+    ("words", "page"),
+    [
+        ("cancel", "guides/stopping.html"),
+        ("early stop", "guides/cookbook.html"),
+        ("is not among the validation metrics", "troubleshooting.html"),
+        ("get_hparam", "reference/pytorch/context.html"),
+    ],
+)
+def test_search_works_without_a_server(site: Path, browser: Browser, words: str, page: str) -> None:
+    """In pages that are opened as files. Help comes first, and no page of decisions is found."""
+    browser.open((site / "guides/pytorch.html").as_uri(), "PyTorch trials")
+    driver = driver_of(browser)
+    driver.find_element(By.CSS_SELECTOR, "[data-md-component=search-query]").send_keys(words)
+
+    def found() -> list[str]:
+        links = driver.find_elements(By.CSS_SELECTOR, ".md-search-result__item > a")
+        paths = [(link.get_attribute("href") or "").partition("?")[0] for link in links]
+        pages = [path.removeprefix(site.as_uri() + "/").partition("#")[0] for path in paths]
+        return list(dict.fromkeys(pages))
+
+    browser.wait_for(lambda: bool(found()), "search result")
+    assert page in found()[:3]
+    assert "decisions.html" not in found()
+
+
+def test_no_page_is_endless_on_a_phone(site: Path, browser: Browser) -> None:
+    """No page of classes or of help is longer than some dozen screens, or wider than the screen."""
+    driver = driver_of(browser)
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", PHONE)
+    size = "const page = document.documentElement; return [page.scrollWidth, page.scrollHeight]"
+    pages = [*site.glob("reference/**/*.html"), *site.glob("guides/*.html")]
+    endless = {}
+    for page in pages:
+        driver.get(page.as_uri())
+        width, height = driver.execute_script(size)
+        path = str(page.relative_to(site))
+        if width > PHONE["width"] or (height > 20_000 and path not in LONG_PAGES):
+            endless[path] = width, height
+    assert len(pages) > 30
+    assert endless == {}
+
+
+def test_an_example_of_a_class_is_code(site: Path, browser: Browser) -> None:
+    """The first one of `PyTorchTrial`, how to wrap a model, is no paragraph."""
+    browser.open((site / "reference/pytorch/trial.html").as_uri(), "PyTorchTrial")
+    code = driver_of(browser).find_elements(By.CSS_SELECTOR, "pre")
+    assert any("self.model = context.wrap_model(" in each.text for each in code)
