@@ -6,7 +6,6 @@ The scripts of this folder are written as the pages of Determined's tutorials de
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,22 +13,13 @@ from typing import Any
 
 import pytest
 
+from tests.ported.test_ported_trials import moved
 from tests.support.cli import environment_in
 from tests.support.flow import train
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import load_config
-from trialflow.deployments.cli.migrate import migrate
 
-PORTED = Path(__file__).parent
 pytestmark = [pytest.mark.slots, pytest.mark.server]
-
-
-def moved(name: str, folder: Path) -> Path:
-    """A copy of a folder of scripts, moved by the command."""
-    target = folder / name
-    shutil.copytree(PORTED / name, target)
-    migrate(target)
-    return target
 
 
 def run(here: Path, name: str, experiment: str, *overrides: str) -> tuple[Any, CheckpointStore]:

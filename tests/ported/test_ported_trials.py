@@ -1,12 +1,11 @@
 """Determined's shapes of trial run after a change of their imports alone.
 
 The trials of this folder are written as the pages of Determined's examples describe them: they
-import ``determined``. Each test changes those lines, and trains the result as its YAML says.
+import ``determined``. Each test has `trialflow migrate` change those lines, and trains the result.
 """
 
 from __future__ import annotations
 
-import re
 import shutil
 from pathlib import Path
 
@@ -15,18 +14,17 @@ import pytest
 from tests.support.flow import train
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import load_config
+from trialflow.deployments.cli.migrate import migrate
 
 PORTED = Path(__file__).parent
 pytestmark = [pytest.mark.slots, pytest.mark.server, pytest.mark.long]
 
 
 def moved(name: str, folder: Path) -> Path:
-    """A copy of a trial with other imports, in `folder`."""
+    """A copy of a trial, moved by the command."""
     target = folder / name
     shutil.copytree(PORTED / name, target)
-    source = target / "model_def.py"
-    imports = r"^(import|from) determined\b"
-    source.write_text(re.sub(imports, r"\1 trial_core", source.read_text(), flags=re.MULTILINE))
+    migrate(target)
     return target
 
 
