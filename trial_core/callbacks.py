@@ -34,7 +34,19 @@ ZERO_STAGE_WEIGHTS = 3
 GIB = 2**30
 
 
-class EarlyStopping(TrialCallback):
+class _Counts(TrialCallback):
+    """A callback whose state is plain data."""
+
+    _state: dict[str, Any]
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self._state)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._state = dict(state_dict)
+
+
+class EarlyStopping(_Counts):
     """Ends the run when a validation metric has not improved for some validations.
 
     The run saves, and ends as completed; its last line, log and report say why.
@@ -67,9 +79,7 @@ class EarlyStopping(TrialCallback):
         self.min_delta = min_delta
         self.smaller_is_better = smaller_is_better
         self._is_searchers = metric is None
-        self._best: float | None = None
-        self._best_at = 0
-        self._waited = 0
+        self._state = {"best": None, "best_at": 0, "waited": 0}
 
     def attach(self, context: Any) -> None:
         super().attach(context)
@@ -91,30 +101,23 @@ class EarlyStopping(TrialCallback):
                 f'EarlyStopping: metric "{self.metric}" must be a number, but the validation '
                 f"reports {', '.join(sorted(metrics))}"
             )
-        batch = self.context.run_info.batches_trained
-        gain = math.inf
-        if self._best is not None:
-            gain = self._best - value if self.smaller_is_better else value - self._best
+        state, batch = self._state, self.context.run_info.batches_trained
+        gain, best = math.inf, state["best"]
+        if best is not None:
+            gain = best - value if self.smaller_is_better else value - best
         if gain > self.min_delta and not math.isnan(value):
-            self._best, self._best_at, self._waited = float(value), batch, 0
+            state.update(best=float(value), best_at=batch, waited=0)
             return
-        self._waited += 1
-        if self._waited >= self.patience:
-            best = "" if self._best is None else f" since batch {self._best_at} ({self._best:.6g})"
+        state["waited"] += 1
+        if state["waited"] >= self.patience:
+            since = "" if best is None else f" since batch {state['best_at']} ({best:.6g})"
             self.context.set_stop_requested(
-                reason=f"{self.metric} has not improved{best} in "
-                f"{plural(self._waited, 'validation')}, and is {number(value)} at batch {batch}"
+                reason=f"{self.metric} has not improved{since} in "
+                f"{plural(state['waited'], 'validation')}, and is {number(value)} at batch {batch}"
             )
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"best": self._best, "best_at": self._best_at, "waited": self._waited}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._best, self._best_at = state_dict["best"], state_dict["best_at"]
-        self._waited = state_dict["waited"]
-
-
-class StopOnNonFinite(TrialCallback):
+class StopOnNonFinite(_Counts):
     """Ends the run when a training metric's mean over a workload is NaN or infinite.
 
     The run ends as completed, with this reason, and earlier than a run without the callback, which
@@ -131,7 +134,7 @@ class StopOnNonFinite(TrialCallback):
         if patience < 1:
             raise TrialValueError(f"StopOnNonFinite: patience is at least 1, got {patience!r}")
         self.patience = patience
-        self._waited = 0
+        self._state = {"waited": 0}
 
     def on_training_workload_end(self, avg_metrics: dict[str, Any], batch_metrics: Any) -> None:
         bad = [
@@ -139,19 +142,11 @@ class StopOnNonFinite(TrialCallback):
             for name, value in avg_metrics.items()
             if isinstance(value, float) and not math.isfinite(value)
         ]
-        self._waited = self._waited + 1 if bad else 0
-        if self._waited >= self.patience:
-            batch = self.context.run_info.batches_trained
-            workloads = plural(self._waited, "workload")
-            self.context.set_stop_requested(
-                reason=f"{', '.join(bad)} in {workloads}, until batch {batch}"
-            )
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"waited": self._waited}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._waited = state_dict["waited"]
+        waited = self._state["waited"] = self._state["waited"] + 1 if bad else 0
+        if waited >= self.patience:
+            until = f"until batch {self.context.run_info.batches_trained}"
+            reason = f"{', '.join(bad)} in {plural(waited, 'workload')}, {until}"
+            self.context.set_stop_requested(reason=reason)
 
 
 class ExponentialMovingAverage(TrialCallback):
@@ -252,7 +247,7 @@ class ExponentialMovingAverage(TrialCallback):
     def _weights(self) -> list[dict[str, nn.Parameter]]:
         """The trained parameters of each model, once each."""
         return [
-            {name: each for name, each in _module(model).named_parameters() if each.requires_grad}
+            {name: each for name, each in unwrapped(model).named_parameters() if each.requires_grad}
             for model in self.context.models
         ]
 
@@ -301,12 +296,6 @@ class _Measured(MetricReducer):
         unit = "samples" if samples else "batches"
         speed = batches * (samples or 1) / max(seconds, 1e-9)
         return {f"{unit}_per_second": speed, "peak_memory_gib": memory}
-
-
-def _module(model: Any) -> nn.Module:
-    """The user's model within a wrapped model or an engine."""
-    inner: nn.Module = unwrapped(model)
-    return inner
 
 
 def _copies(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -109,7 +109,7 @@ class LossWatch:
             return None
         if self.since > self.begin and not is_last:  # not yet for a whole workload
             return None
-        last = "there is no checkpoint" if saved_at is None else f"the last one is at {saved_at}"
+        last = "so there is none" if saved_at is None else f"the last one is at batch {saved_at}"
         return TrialError(
             f"the loss is not finite since batch {self.since} ({self.where}), until batch "
             f"{self.reached}; no checkpoint was stored since then, {last}. It would come again: "

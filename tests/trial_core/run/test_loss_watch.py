@@ -25,7 +25,7 @@ def test_a_whole_workload_ends_the_run_and_says_since_which_batch() -> None:
     assert losses.trained(24, 32, {"loss": NAN}, [{}, {"loss": NonFinite(24, 24)}]) == []
     error = str(losses.failure(is_last=False, saved_at=16))
     assert error.startswith('the loss is not finite since batch 20 ("loss" is nan in batch 20 on')
-    assert "the last one is at 16" in error
+    assert "the last one is at batch 16" in error
 
 
 @pytest.mark.parametrize(
