@@ -20,7 +20,6 @@ from trial_core.driver.code_source import refuse_missing_code
 from trial_core.driver.drive import Caller, describe_saved, drive_trial
 from trial_core.driver.observers import current_observer
 from trial_core.driver.stages import Stages
-from trial_core.driver.stages.callbacks import callbacks
 from trial_core.report.live_report import PAGE
 from trial_core.run.run_dirs import run_dir_of, trial_id
 from trial_core.run.run_loop import TrialResult as TrialResult  # part of the flow's interface
@@ -38,7 +37,7 @@ STAGES = Stages(
     build_trial=stages.build_trial,
     fetch_checkpoint=stages.fetch_checkpoint,
     build_loaders=stages.build_loaders,
-    callbacks=callbacks,  # no task: the timeline would have several for each workload
+    callbacks=stages.callbacks,  # one for each hook that a callback of the trial overrides
     check_metrics=stages.check_metrics,
     train_workload=stages.train_workload,
     validate=stages.validate,

@@ -14,6 +14,7 @@ from prefect.context import FlowRunContext
 
 from trial_core.driver.run import Launch
 from trial_core.driver.stages import build, checkpoint, script, upload_run_files as files
+from trial_core.driver.stages.callbacks import callbacks as call_hook
 from trial_core.driver.stages.script import RunningScript, WhatHappened
 from trial_core.driver.stages.train_workload import train_workload as train
 from trial_core.driver.stages.validate import (
@@ -22,6 +23,11 @@ from trial_core.driver.stages.validate import (
 )
 from trial_core.run.script_progress import ScriptProgress
 from trialflow.tasks.retrying import TRANSFER
+
+HOOKS_OF_EACH_WORKLOAD = frozenset((
+    "on_training_workload_end", "on_checkpoint_write_end", "on_checkpoint_end",
+    "on_checkpoint_upload_end",
+))  # fmt: skip
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -38,6 +44,7 @@ fetch_checkpoint = _stage(
     "fetch-checkpoint", "@{manifest.progress.batches_trained}", **TRANSFER
 )(build.fetch_checkpoint)  # fmt: skip
 build_loaders = _stage("build-loaders", "@{point.progress.batches_trained}")(build.build_loaders)
+call_hook_as_task = _stage("callbacks", "{hook} @{batches_trained}")(call_hook)
 check_metrics = _stage("check-metrics")(name_metrics)
 validate = _stage("validate", "@{batches_trained}")(run_validation)
 checkpoint_save = _stage("checkpoint-save", "@{progress.batches_trained}")(
@@ -51,6 +58,12 @@ attach_trial = _stage("attach-trial")(build.attach_trial)
 upload_run_files = _stage("upload-run-files", "@{batches_trained}", **TRANSFER)(
     files.upload_run_files
 )
+
+
+def callbacks(launch: Launch, hook: str, batches_trained: int, arguments: dict[str, Any]) -> None:
+    """Call one hook of every callback: as a task, unless that would crowd the timeline."""
+    call = call_hook if hook in HOOKS_OF_EACH_WORKLOAD else call_hook_as_task
+    call(launch, hook, batches_trained, arguments)
 
 
 @_stage("train-workload", "[{begin}→{until}]")

@@ -144,16 +144,18 @@ def _process_here(run: _Run) -> int:
     from trial_core.run.run_dirs import LOCK, run_dir_of
 
     lock = os.path.realpath(run_dir_of(run.trial) / LOCK)
+    process, files, variables = None, [], {}
     with suppress(psutil.Error, ValueError, IndexError):
         process = psutil.Process(int(run.holder.split()[1]))
-        if lock in (os.path.realpath(each.path) for each in process.open_files()):
-            if "PREFECT__FLOW_RUN_ID" not in process.environ():
-                return process.pid
-            raise ConfigError(
-                f"trial {run.trial} is a run of a Prefect server, which would start it again after "
-                "a signal: set PREFECT_API_URL to that server"
-            )
-    raise ConfigError(
-        f"trial {run.trial} is trained by {run.holder}, which cannot be asked from here: give this "
-        "command there, as the same user"
-    )
+        files, variables = process.open_files(), process.environ()
+    if process is None or lock not in (os.path.realpath(each.path) for each in files):
+        raise ConfigError(
+            f"trial {run.trial} is trained by {run.holder}, which cannot be asked from here: give "
+            "this command there, as the same user"
+        )
+    if "PREFECT__FLOW_RUN_ID" in variables:
+        raise ConfigError(
+            f"trial {run.trial} is a run of a Prefect server, which would start it again after a "
+            "signal: set PREFECT_API_URL to that server"
+        )
+    return process.pid

@@ -296,9 +296,8 @@ class StopMonitor:
 
     def _check_state(self) -> None:
         if self._suspension is not None and (suspended := self._suspension.get_state()):
-            self._stopping.ask("suspended", "in Prefect")
             # The run, or the one whose subflow it is.
-            hold_suspended(suspended.state_details.flow_run_id or self._reader.flow_run_id)
+            self._suspend(suspended.state_details.flow_run_id or self._reader.flow_run_id)
         run = self._read_run()
         state = None if run is None else run.state
         if run is None:
@@ -312,10 +311,17 @@ class StopMonitor:
         elif state is not None and state.type in _CANCEL_STATES:
             self._stopping.ask("cancelled", "in Prefect")
         elif state is not None and state.type == StateType.PAUSED:
-            self._stopping.ask("suspended", "in Prefect")
-            hold_suspended(run.id)
+            self._suspend(run.id)
         elif state is not None and state.type in _ENDED_STATES:
             self._stopping.ask("cancelled", f"its flow run was set to {state.name}")
+
+    def _suspend(self, flow_run_id: UUID) -> None:
+        """Have the run save and end. First, because the end sets the state, the pause is held."""
+        try:
+            if self._is_deployed or self._is_subflow:  # others cannot be resumed
+                hold_suspended(flow_run_id)
+        finally:
+            self._stopping.ask("suspended", "in Prefect")
 
     # ------------------------------------------------------------------------- the flow run
 

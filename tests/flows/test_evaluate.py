@@ -75,9 +75,9 @@ def test_the_newest_checkpoint_on_other_slots(prefect_server: PrefectServer, her
     assert [line[0] for line in lines(here, "samples", 0)] == list(range(8))
     assert claims(CheckpointStore(storage)) == []
 
-    last = "validate @8"
+    last = "callbacks on_validation_end @8"
     names = [stage.name for stage in stages(prefect_server, printed["flow_run_id"], last)]
-    assert names == ["build-trial", "fetch-checkpoint @8", "build-loaders @0", last]
+    assert names == ["build-trial", "fetch-checkpoint @8", "build-loaders @0", "validate @8", last]
     (artifact,) = prefect_server.query(
         "artifacts/filter", {"artifacts": {"flow_run_id": {"any_": [printed["flow_run_id"]]}}}
     )

@@ -42,9 +42,9 @@ def test_a_missing_searcher_metric_costs_no_training(
 
     with pytest.raises(TrialError, match=r'searcher.metric "accuracy" is not among .*mean_index\.'):
         train(config("accuracy"))
-    last = "checkpoint-upload @6"
+    last = "callbacks on_trial_shutdown @6"
     states = {stage.name: stage.state for stage in newest_run(prefect_server, last)}
-    assert states[last] == "Completed"
+    assert states["checkpoint-upload @6"] == states[last] == "Completed"
 
     saved = CheckpointStore(f"file://{here}/checkpoints").list()
     assert [manifest.progress.batches_trained for manifest in saved] == [4, 6]

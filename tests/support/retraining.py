@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import uuid as uuids
 from collections.abc import Callable, Mapping
@@ -19,7 +20,7 @@ from prefect.states import Pending
 import trialflow.flows.retrain
 from tests.support.manifests import FILES, new_manifest, stage
 from tests.support.prefect import PrefectServer
-from tests.support.slots import toy_config
+from tests.support.slots import TOY, toy_config
 from tests.support.waiting import ask, until
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
@@ -132,6 +133,7 @@ class RetrainHarness:
         code = self.folder / "code"
         code.mkdir()
         (code / "hooks.py").write_text(text)
+        shutil.copy(TOY / "toy_trial.py", code)
         self.experiment["code"] = str(code)
         return code
 

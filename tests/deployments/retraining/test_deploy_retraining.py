@@ -180,7 +180,7 @@ def test_arriving_data_starts_a_run(
     deploy(client, wanted)
     arrived = [
         "--data", "path=s3://bucket/it's \"new\"", "--data", "days=[1, 2.5, null]",
-        "--set", "at.day='{{ event.id }} <b>&'", "--set", "at.is_whole=true",
+        "--data", "at.day='{{ event.id }} <b>&'", "--data", "at.is_whole=true",
     ]  # fmt: skip
     data = {
         "path": 's3://bucket/it\'s "new"',

@@ -64,7 +64,11 @@ class Stage:
         self.training = UUID(str(runtime.flow_run.id))
         self.act(self.training, stopping)
         return TrialResult(
-            trial, batches_trained=10, stopped_early=True, checkpoint_uuid="4f0c21aa"
+            trial,
+            batches_trained=10,
+            stopped_early=True,
+            checkpoint_uuid="4f0c21aa",
+            checkpoint_at=10,
         )
 
     def create_run(self, what: Any) -> UUID:
