@@ -90,6 +90,7 @@ class KeptLedger:
         self._per_slot_hour = per_slot_hour
         self._logger = logger
         self._has_warned = False
+        self._final: RunTime | None = None
         self._earlier: Sequence[RunTime] = ()
         began = datetime.now(timezone.utc) - timedelta(seconds=clock.seconds)
         self._began_at = began.strftime("%Y-%m-%dT%H:%M:%S.%fZ")
@@ -118,8 +119,8 @@ class KeptLedger:
             )  # fmt: skip
 
     def read(self) -> TimeLedger:
-        """The trial's ledger until now."""
-        return TimeLedger(self._trial, (*self._earlier, self._record()))
+        """The trial's ledger until now; after the block, until the run's end."""
+        return TimeLedger(self._trial, (*self._earlier, self._final or self._record()))
 
     def _record(self) -> RunTime:
         return RunTime(
@@ -137,6 +138,8 @@ class KeptLedger:
     def _keep_writing(self) -> None:
         while True:
             record = self._record()
+            if record.is_over:
+                self._final = record
             self._write(record)
             if record.is_over:
                 return
