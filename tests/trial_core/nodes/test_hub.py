@@ -354,7 +354,7 @@ def test_an_agent_that_still_talks_hears_the_end(
     driver: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A busy one, which talks before it listens: a closed connection would be reset by that."""
-    monkeypatch.setattr(acceptor, "HANDSHAKE_SECONDS", 0.1)
+    monkeypatch.setattr(acceptor, "HANDSHAKE_SECONDS", 5.0)
     with fake_agent(driver, TOKEN) as agent:
         wait_for(driver, lambda: len(driver.agents) == 1)
         agent.be_busy(0.5)
