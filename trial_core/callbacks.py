@@ -15,6 +15,7 @@ import resource
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from numbers import Real
 from typing import Any
 
 import torch
@@ -91,22 +92,20 @@ class EarlyStopping(_Counts):
             self.smaller_is_better = bool(searcher.get("smaller_is_better", True))
 
     def on_validation_end(self, metrics: dict[str, Any]) -> None:
-        value = metrics.get(str(self.metric))
-        while isinstance(value, list) and len(value) == 1:
-            value = value[0]
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        given = metrics.get(str(self.metric))
+        if isinstance(given, bool) or not isinstance(given, Real):
             if self._is_searchers:
                 return  # the driver says so, once the run has saved
             raise TrialError(
                 f'EarlyStopping: metric "{self.metric}" must be a number, but the validation '
                 f"reports {', '.join(sorted(metrics))}"
             )
-        state, batch = self._state, self.context.run_info.batches_trained
+        value, state, batch = float(given), self._state, self.context.run_info.batches_trained
         gain, best = math.inf, state["best"]
         if best is not None:
             gain = best - value if self.smaller_is_better else value - best
         if gain > self.min_delta and not math.isnan(value):
-            state.update(best=float(value), best_at=batch, waited=0)
+            state.update(best=value, best_at=batch, waited=0)
             return
         state["waited"] += 1
         if state["waited"] >= self.patience:
@@ -140,7 +139,7 @@ class StopOnNonFinite(_Counts):
         bad = [
             f"{name} is {value}"
             for name, value in avg_metrics.items()
-            if isinstance(value, float) and not math.isfinite(value)
+            if isinstance(value, Real) and not math.isfinite(value)
         ]
         waited = self._state["waited"] = self._state["waited"] + 1 if bad else 0
         if waited >= self.patience:

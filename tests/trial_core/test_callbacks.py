@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -142,7 +143,7 @@ def test_early_stopping_continues_its_count() -> None:
                 if state is not None:
                     stop.load_state_dict(state)
             trial.run_info.batches_trained = 10 * (validation + 1)
-            stop.on_validation_end({"loss": [value]})
+            stop.on_validation_end({"loss": np.float32(value)})  # as callbacks get it
             state = stop.state_dict()
             if trial.get_stop_requested():
                 return validation, trial.run_info.stop_reason
