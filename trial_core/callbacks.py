@@ -109,7 +109,7 @@ class EarlyStopping(_Counts):
             return
         state["waited"] += 1
         if state["waited"] >= self.patience:
-            since = "" if best is None else f" since batch {state['best_at']} ({best:.6g})"
+            since = "" if best is None else f" since batch {state['best_at']} ({number(best)})"
             self.context.set_stop_requested(
                 reason=f"{self.metric} has not improved{since} in "
                 f"{plural(state['waited'], 'validation')}, and is {number(value)} at batch {batch}"

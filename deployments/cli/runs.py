@@ -29,6 +29,8 @@ app = App(
 )
 app.command(clean)
 
+CELL_CHARACTERS = 60
+
 
 @dataclass(frozen=True)
 class StoredTrial:
@@ -149,7 +151,9 @@ def _flat(fields: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]
 
 
 def _cell(value: Any) -> str:
-    return "" if value is None else text_format.one_line(text_format.number(value))
+    """A value for a table. Why a run ended may be a long text, which `--json` has in full."""
+    text = "" if value is None else text_format.one_line(text_format.number(value))
+    return text if len(text) <= CELL_CHARACTERS else f"{text[: CELL_CHARACTERS - 1]}…"
 
 
 def _print_json(value: object) -> None:

@@ -15,6 +15,7 @@ from trial_core.checkpoint.json_objects import encode_json
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.report.history import ReportHistory
 from trial_core.run.sequencer import Progress
+from trialflow.deployments.cli import runs
 from trialflow.deployments.cli.json_result import JsonResult
 from trialflow.deployments.cli.main import main
 
@@ -147,6 +148,14 @@ def test_trials_are_compared_by_what_differs_and_their_results(
     assert shown["trials"] == ["gpt-a", "gpt-b"]
     assert shown["hyperparameters.lr"] == [0.1, 0.25]
     assert "hyperparameters.width" not in shown
+
+
+def test_a_table_shows_the_beginning_of_a_long_text() -> None:
+    """As of the error with which a run has failed; `--json` has all of it."""
+    shown = runs._cell("failed: " + "the loss is not finite " * 9)
+    assert len(shown) == runs.CELL_CHARACTERS
+    assert shown.startswith("failed: the loss is not finite")
+    assert shown.endswith("…")
 
 
 @pytest.mark.parametrize(
