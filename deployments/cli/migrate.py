@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from trial_core.errors import ConfigError
+from trial_core.slots.accelerators import KIND_VARIABLE
 from trial_core.text_format import plural
 from trialflow.deployments.cli import console
 
@@ -44,6 +45,7 @@ def migrate(
         raise ConfigError("migrate needs libcst: pip install 'trialflow[migrate]'")
     if not folder.exists():
         raise ConfigError(f"{folder}: no such folder or file")
+    os.environ.setdefault(KIND_VARIABLE, "cpu")  # DeepSpeed looks for accelerators, and warns
     changed = left = 0
     for path in _files(folder):
         try:

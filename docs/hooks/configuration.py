@@ -1,8 +1,12 @@
-"""MkDocs hook: fills reference/configuration.md with tables made from the pydantic models."""
+"""MkDocs hook: makes tables for reference/configuration.md from the pydantic models.
+
+On the pages that mkdocstrings makes, it leaves out the sentence that says where to read them.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,12 +16,13 @@ from trial_core.config.section_base import Section
 PAGE = "reference/configuration.md"
 MARKER = "<!-- fields -->"
 IGNORED_MARKER = "<!-- ignored -->"
+GENERATED = "Generated from the code"
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Part of MkDocs' hook interface."""
-    if page.file.src_uri != PAGE:
-        return markdown
+    if page.file.src_uri != PAGE:  # on the site, the sentence for readers of the file is untrue
+        return re.sub(rf"^{GENERATED}.*\n", "", markdown, flags=re.MULTILINE)
     markdown = markdown.replace(MARKER, "\n".join(tables()))
     return markdown.replace(IGNORED_MARKER, "\n".join(ignored()))
 
