@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.support.nodes import DEADLINE_SECONDS, LOOPBACK, FakeAgent, fake_agent, hub
+from tests.support.waiting import until
 from trial_core.errors import LaunchError
 from trial_core.nodes import hub as hub_module
 from trial_core.nodes.agent import Agent
@@ -199,6 +200,7 @@ def test_strangers_do_not_use_up_the_drivers_files(
     assert "too many connections at once" in caplog.text
     for stranger in strangers:
         stranger.close()
+    until(lambda: driver._acceptor._unproven == 0, "the strangers are gone")
     with fake_agent(driver, TOKEN):
         wait_for(driver, lambda: len(driver.agents) == 1)
 
