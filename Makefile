@@ -1,4 +1,4 @@
-# Everything happens in .venv, which is made when first needed. The words: run, test, test-long, check, docs, bench, release, clean.
+# Everything happens in .venv, which is made when first needed. The words: run, test, test-long, features, check, docs, bench, release, clean.
 
 PYTHON ?= python3
 VENV := .venv
@@ -13,7 +13,7 @@ PART ?= 1/1
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 
-.PHONY: run test test-long check docs bench release clean
+.PHONY: run test test-long features check docs bench release clean
 
 # Trains the example through the whole DAG, then shows what it has learnt.
 run: $(VENV)/.installed
@@ -31,6 +31,11 @@ test-long: $(VENV)/.installed-dev
 	@echo "part $(PART) of the long tests; each part takes many minutes"
 	@$(PYTEST) -m long --splits $(lastword $(subst /, ,$(PART))) --group $(firstword $(subst /, ,$(PART))) \
 	  --splitting-algorithm least_duration $(ARGS)
+
+# Each feature of DeepSpeed, and the page of their results; make features ARGS="-k 'zero 3'" for some rows.
+features: $(VENV)/.installed-dev
+	-@$(PYTEST) -m "long or not long" tests/trial_core/deepspeed/features --junitxml=build/features.xml $(ARGS)
+	$(BIN)/python -m tests.trial_core.deepspeed.features.page build/features.xml
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -85,7 +85,9 @@ def blocked(server: S3Server, state_mib: int, turns: int) -> dict[str, float]:
             "bucket": server.new_bucket(),
             "stores": {"fast": server.options, "slow": proxy.server().options},
         }
-        lines = in_ranks(Path(folder), {**job, "methods": ["ours", *PEERS], "turns": turns})
+        lines = in_ranks(
+            Path(folder), {**job, "methods": ["ours", "fingerprints", *PEERS], "turns": turns}
+        )
         # The bytes per second of one connection; each rank uses a few.
         whole = median(lines, "ours", "whole")
         pace = layers * BYTES_PER_LAYER / (SLOWDOWN * whole) / CONNECTIONS
@@ -95,6 +97,9 @@ def blocked(server: S3Server, state_mib: int, turns: int) -> dict[str, float]:
         "blocked_s": median(lines, "ours", "blocked"),
         "state_mib": layers * BYTES_PER_LAYER / MIB,
     }
+    pairs = ratios(lines, "fingerprints", "ours")
+    print(f"fingerprints, of what blocks: {Estimate.of(pairs).shown(4)}", flush=True)
+    figures["fingerprints_share"] = Estimate.of(pairs).median
     for peer in PEERS:
         pairs = ratios(lines, "ours", peer)
         print(f"blocked, against {peer}: {Estimate.of(pairs).shown(4)}", flush=True)

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import boto3  # type: ignore[import-untyped]
+import boto3
 import deepspeed
 import fsspec
 import torch
@@ -36,6 +36,7 @@ from trial_core.config.checkpointing_section import CheckpointingConfig
 from trial_core.controller.checkpoint_files import CheckpointFiles
 from trial_core.controller.rank_checkpoint import Snapshots
 from trial_core.deepspeed.deepspeed_adapter import DeepSpeedTrialAdapter
+from trial_core.deepspeed.fingerprints import record_fingerprints
 
 WIDTH = 1024
 Remaining = Callable[[], Any]
@@ -103,7 +104,7 @@ class SaveMethods:
         """Delete all stored objects: the gateway keeps them in memory."""
         if self._rank == 0:
             self._fsspec.invalidate_cache()
-            for path in self._fsspec.ls(self._job["bucket"]):
+            for path in self._fsspec.glob(f"{self._job['bucket']}/*"):
                 self._fsspec.rm(path, recursive=True)
         dist.barrier()
 
@@ -114,6 +115,11 @@ class SaveMethods:
     def ours_slow_store(self) -> Remaining:
         """As `ours`, to the slow store."""
         return self._snapshot("slow")
+
+    def fingerprints(self) -> Remaining:
+        """A part of `ours`: the fingerprints of the model's tensors."""
+        record_fingerprints(self._trial.context.models, self._folder, self._rank, False)
+        return lambda: None
 
     def deepspeed_boto3(self) -> Remaining:
         """save_checkpoint to local disk, then each rank uploads its files, as Determined does."""

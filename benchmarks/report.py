@@ -143,6 +143,7 @@ def measure(world_size: int, plan: Plan, folder: Path) -> list[Pair]:
     from trial_core.driver.placement import ThisMachine
     from trial_core.driver.run import Launch, Run
     from trial_core.report import Report
+    from trial_core.slots.fork_server import ForkServer
     from trialflow.flows.train import STAGES
     from trialflow.tasks.artifact import ARTIFACT_ERRORS, ReportArtifact
 
@@ -161,7 +162,10 @@ def measure(world_size: int, plan: Plan, folder: Path) -> list[Pair]:
         )  # fmt: skip
         with report:
             launch = Launch(Run(config, trial, run_dir, store, relay := Relay()))
-            with launch_slots(launch, ThisMachine()) as launch.slots:
+            with (
+                ForkServer() as fork_server,
+                launch_slots(launch, ThisMachine(fork_server)) as launch.slots,
+            ):
                 STAGES.build_trial(launch)
                 STAGES.build_loaders(launch, ResumePoint())
                 report.run_started(trial, plan.total_batches, 0, launch.answers.batch_samples)

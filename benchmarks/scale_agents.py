@@ -99,11 +99,9 @@ class SimulatedAgent:
         elif isinstance(message, PrepareRanks):
             self._say(RanksPrepared(launch=message.launch, store_port=1))
         elif isinstance(message, StartRanks):
-            self._ranks = range(message.first_rank, message.first_rank + message.count)
+            self._ranks = message.share.ranks
             for rank in self._ranks:
-                self._say(
-                    RankJoined(launch=message.launch, rank=rank, pid=os.getpid(), host=self._node)
-                )
+                self._say(RankJoined(launch=message.launch, rank=rank, pid=os.getpid()))
         elif isinstance(message, ToRanks):
             self._answer(message)
         elif isinstance(message, ForwardSignal) and message.signal == signal.SIGKILL:

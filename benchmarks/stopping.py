@@ -231,7 +231,8 @@ def prefect(folder: Path) -> Iterator[httpx.Client]:
         try:
             with LocalWorker(POOL, folder / "worker.log"):
                 user, _, password = server.login.password.partition(":")
-                with httpx.Client(base_url=server.api_url, auth=(user, password)) as api:
+                login = (user, password)
+                with httpx.Client(base_url=server.api_url, auth=login, timeout=60.0) as api:
                     yield api
         except (TimeoutError, RuntimeError):
             print((folder / "worker.log").read_text()[-4000:], file=sys.stderr)

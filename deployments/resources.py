@@ -8,7 +8,7 @@ paused automation.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -204,18 +204,21 @@ def find_pool(client: SyncPrefectClient, name: str) -> WorkPool | None:
 
 
 class AutomationResource(Resource):
-    """An automation, identified by its name."""
+    """An automation, identified by its name.
 
-    def __init__(self, name: str) -> None:
+    Args:
+        wanted: the automation; None: its deployment does not exist yet.
+    """
+
+    def __init__(
+        self, name: str, wanted: Callable[[SyncPrefectClient], AutomationCore | None]
+    ) -> None:
         self.title = f"automation {name!r}"
         self._name = name
-
-    @abstractmethod
-    def wanted(self, client: SyncPrefectClient) -> AutomationCore | None:
-        """The automation that is wanted; None: its deployment does not exist yet."""
+        self._wanted = wanted
 
     def look(self, client: SyncPrefectClient) -> tuple[bool, str]:
-        found, wanted = self._read(client), self.wanted(client)
+        found, wanted = self._read(client), self._wanted(client)
         if found is None:
             return False, ""
         same = all(
@@ -225,7 +228,7 @@ class AutomationResource(Resource):
         return True, "" if same else "trigger, action or description"
 
     def put(self, client: SyncPrefectClient) -> None:
-        found, wanted = self._read(client), self.wanted(client)
+        found, wanted = self._read(client), self._wanted(client)
         if wanted is None:
             return
         if found is None:
@@ -245,15 +248,9 @@ class AutomationResource(Resource):
         return found[0] if found else None
 
 
-class FixedAutomation(AutomationResource):
+def fixed_automation(wanted: AutomationCore) -> AutomationResource:
     """An automation that is the same on every server."""
-
-    def __init__(self, wanted: AutomationCore) -> None:
-        super().__init__(wanted.name)
-        self._wanted = wanted
-
-    def wanted(self, client: SyncPrefectClient) -> AutomationCore:
-        return self._wanted
+    return AutomationResource(wanted.name, lambda client: wanted)
 
 
 def lease_problem(client: SyncPrefectClient) -> str | None:

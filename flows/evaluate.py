@@ -6,8 +6,8 @@ The slots may have another topology than those that saved the checkpoint.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
 
 import httpx
 from prefect import flow, runtime
@@ -23,7 +23,7 @@ from trial_core.config import ExperimentConfig
 from trial_core.driver.code_source import fetched_code, refuse_missing_code
 from trial_core.driver.launch_ranks import launch_slots, stopping_ranks
 from trial_core.driver.launch_stages import fetch, require_convertible
-from trial_core.driver.observers import current_observer
+from trial_core.driver.observers import Observers, current_observer
 from trial_core.driver.placement import announcer, place_ranks
 from trial_core.driver.run import Launch, Run
 from trial_core.driver.stages.validate import report_validation
@@ -46,6 +46,9 @@ from trialflow.flows.lifecycle.run_names import evaluate_name
 from trialflow.flows.lifecycle.shared_gpus import gpu_slots
 from trialflow.flows.lifecycle.stop_monitor import StopMonitor
 from trialflow.flows.train import STAGES, takeover_wait_seconds
+from trialflow.tasks.checkpoint_use import ExperimentOrResult, HasCheckpoint, checkpoint_of
+from trialflow.tasks.events import RunEvents
+from trialflow.tasks.storage_block import with_credentials
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,7 @@ class EvaluateResult:
         metrics: the validation metrics.
         run_dir: this run's folder on this machine, with its ranks' logs.
         flow_run_id: Prefect's id of this flow run.
+        config: the experiment, with which later flows and tasks find the checkpoint.
     """
 
     checkpoint_uuid: str
@@ -67,24 +71,30 @@ class EvaluateResult:
     metrics: dict[str, Any]
     run_dir: str | None = None
     flow_run_id: str | None = None
+    config: ExperimentConfig | None = field(default=None, repr=False)
 
 
 # flow.serve() pickles the flow without this module's names: no postponed annotations here.
 @flow(name="evaluate", flow_run_name=evaluate_name, validate_parameters=True)
 def evaluate(
-    config: ExperimentConfig, checkpoint: str | None = None
+    config: Annotated[ExperimentConfig | HasCheckpoint, ExperimentOrResult()],
+    checkpoint: str | None = None,
 ) -> EvaluateResult | State[Any]:
     """Validate a committed checkpoint.
 
     Args:
-        config: the experiment: its trial, validation data, slots and checkpoint storage.
+        config: the experiment: its trial, validation data, slots and checkpoint storage. Or the
+            result of `train`, `evaluate` or `export`, which stands for its experiment and its
+            checkpoint.
         checkpoint: the checkpoint's uuid, or the first characters of it; ``best`` or ``latest`` of
             the experiment's newest trial, ``best:TRIAL`` or ``latest:TRIAL``; or a version in the
             registry: ``champion:MODEL``, ``previous:MODEL`` or ``MODEL:VERSION``. Default: the
-            newest undamaged checkpoint of the experiment's newest trial.
+            newest undamaged checkpoint of the experiment's newest trial. With a result, ``best``
+            and ``latest`` are of its trial.
 
     Raises:
-        ConfigError: the experiment names a script.
+        ConfigError: the experiment names a script, or the result has no checkpoint or no
+            experiment, as that of `Trainer.fit`.
         CheckpointNotFound: there is no such checkpoint.
         ModelNotFound: there is no such model, alias or version.
         CheckpointDamaged: the given checkpoint is damaged, or all candidates are.
@@ -93,11 +103,14 @@ def evaluate(
         RankFailed: a rank died, or the trial raised an exception.
         Stalled: the ranks hang.
     """
+    if not isinstance(config, ExperimentConfig):
+        config, checkpoint = checkpoint_of(config, checkpoint, None)
     flow_run_id = str(runtime.flow_run.id)
     settings = config.stopping
     config.require_trial("evaluate")
     check_crash_limit(config.max_restarts)
     refuse_missing_code(config)
+    opened = with_credentials(config)
     with (
         readable_task_log(),
         gpu_slots(config) as devices,
@@ -105,12 +118,12 @@ def evaluate(
         StopMonitor(stopping, settings) as watch,
     ):
         result = watch.run(
-            lambda: evaluate_checkpoint(config, checkpoint, flow_run_id, stopping, devices)
+            lambda: evaluate_checkpoint(opened, checkpoint, flow_run_id, stopping, devices)
         )
     if isinstance(result, State):
         return result
     _show(config, result)
-    return replace(result, flow_run_id=flow_run_id)
+    return replace(result, flow_run_id=flow_run_id, config=config)
 
 
 def evaluate_checkpoint(
@@ -143,8 +156,8 @@ def evaluate_checkpoint(
         else:
             code = TrialCode(config.code)
         run = Run(
-            config, name, run_dir, store, current_observer(), stopping, claim, devices=devices,
-            find_logger=logger_finder(),
+            config, name, run_dir, store, Observers(current_observer(), RunEvents(config, name)),
+            stopping, claim, devices=devices, find_logger=logger_finder(),
         )  # fmt: skip
         launch = Launch(run, code)
         try:
@@ -159,6 +172,8 @@ def evaluate_checkpoint(
                     STAGES.callbacks(launch, "on_validation_end", batches_trained, {})
                 report_validation(launch, batches_trained)
         except (RankFailed, Stalled) as failure:
+            if isinstance(failure, Stalled):
+                run.observer.stalled(failure.during, failure.seconds, str(failure))
             logger.error("%s", failure.report())
             raise
     return EvaluateResult(

@@ -20,6 +20,7 @@ from trial_core.retention.pruning import PruningPlan
 from trial_core.text_format import unique_slug
 from trialflow.flows.lifecycle.crash_limit import check_crash_limit
 from trialflow.tasks.prune import delete_checkpoints, plan_prune, plan_sweep, sweep
+from trialflow.tasks.storage_block import with_credentials
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def prune(
             "checkpoint_storage has no rules, so all checkpoints are kept; set save_trial_best, "
             "save_trial_latest, save_experiment_best or keep_every"
         )
-    place = config.checkpoint_storage
+    place = with_credentials(config).checkpoint_storage
     store = CheckpointStore(place.url, place.options)
     plan = None
     if policy is not None and not leftovers_only:

@@ -43,6 +43,7 @@ from trial_core.run.searcher_metric import searcher_metric
 from trial_core.run.stop_requests import StopHandler
 from trialflow.flows.evaluate import EvaluateResult, evaluate_checkpoint
 from trialflow.flows.lifecycle.crash_limit import check_crash_limit
+from trialflow.flows.lifecycle.parent_runs import identity_of_run
 from trialflow.flows.lifecycle.run_log import about, readable_task_log
 from trialflow.flows.lifecycle.run_names import retrain_name
 from trialflow.flows.lifecycle.shared_gpus import gpu_slots
@@ -68,6 +69,7 @@ from trialflow.tasks.retrain import (
     register_challenger,
     renew_plan,
 )
+from trialflow.tasks.storage_block import with_credentials
 
 SKIPPED = "Skipped"
 
@@ -95,7 +97,7 @@ def retrain(
     config.require_trial("retrain")
     check_crash_limit(config.max_restarts)
     refuse_missing_code(config)
-    retraining = RetrainingRun(config, str(runtime.flow_run.id))
+    retraining = RetrainingRun(with_credentials(config), identity_of_run(config))
     # First of all: an empty folder would have no journal and no champion.
     expected = storage_of_run(config.stopping.server_outage_seconds)
     existing_plan = retraining.journal.plan()
@@ -106,7 +108,8 @@ def retrain(
     if existing_plan is None and (lateness := describe_lateness(retraining, scheduled_time)):
         return Completed(name=SKIPPED, message=f"skipped: {lateness}")
     with ExitStack() as stack:
-        lock = model_lock(retraining.model, UUID(retraining.run_id), wait=existing_plan is not None)
+        flow_run_id = UUID(str(runtime.flow_run.id))
+        lock = model_lock(retraining.model, flow_run_id, wait=existing_plan is not None)
         try:
             stack.enter_context(lock)
         except AlreadyRetraining as error:
@@ -197,7 +200,7 @@ def retrain_model(
         if facts.outcome is None:
             facts.ended = f"stopped: {stopping.final_request()}"
         report = publish_report(facts, retraining)
-        result = retrain_result(facts, retraining.run_id, report, stopping)
+        result = retrain_result(facts, str(runtime.flow_run.id), report, stopping)
         if facts.outcome is not None:
             await_server()
             notify(retraining, facts, result, stopping)
@@ -277,7 +280,9 @@ def trained_challenger(attempt: RetrainingAttempt) -> Challenger | None:
         return journal.write("challenger", Challenger(why_none=f"{change}; nothing was trained"))
     config = retraining.challenger_config(plan, attempt.champion)
     with about("challenger"):
-        result = train_trial(config, plan.trial, attempt.stopping, attempt.devices)
+        result = train_trial(
+            config, plan.trial, attempt.stopping, attempt.devices, retraining.run_id
+        )
     # A trial may also end its training early by itself.
     if result.stopped_early and attempt.stopping.request is not None:
         return None

@@ -5,33 +5,46 @@ The stages of a run are the tasks of `STAGES`. `trial_core/run/run_loop.py` has 
 them. A Core API script, or one with a `Trainer`, is run by `run-script` in place of a trial.
 """
 
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from prefect import flow, runtime
 from prefect.client.schemas.objects import State
 from prefect.logging import get_run_logger
+from pydantic import InstanceOf
+from pydantic.json_schema import SkipJsonSchema
 
 from trial_core.checkpoint.layout import checked_trial
 from trial_core.config import ExperimentConfig
 from trial_core.driver.code_source import refuse_missing_code
 from trial_core.driver.drive import Caller, describe_saved, drive_trial
-from trial_core.driver.observers import current_observer
+from trial_core.driver.observers import Observers, current_observer
 from trial_core.driver.stages import Stages
+from trial_core.errors import ConfigError
+from trial_core.models.checkpoint_reference import open_checkpoint
 from trial_core.report.live_report import PAGE
 from trial_core.run.run_dirs import run_dir_of, trial_id
 from trial_core.run.run_loop import TrialResult as TrialResult  # part of the flow's interface
 from trial_core.run.stop_requests import StopHandler
 from trialflow.flows.lifecycle.crash_limit import check_crash_limit
+from trialflow.flows.lifecycle.parent_runs import identity_of_run
 from trialflow.flows.lifecycle.run_log import logger_finder, readable_task_log
 from trialflow.flows.lifecycle.run_names import train_name
 from trialflow.flows.lifecycle.shared_gpus import gpu_slots
 from trialflow.flows.lifecycle.stop_monitor import POLL_SECONDS, StopMonitor
 from trialflow.flows.lifecycle.storage_of_run import StorageLabel, storage_of_run
+from trialflow.flows.server.prefect_settings import prepare_temporary_server
 from trialflow.tasks import stages
 from trialflow.tasks.artifact import ARTIFACT_ERRORS, ReportArtifact
+from trialflow.tasks.checkpoint_use import HasCheckpoint, checkpoint_of, store_of
+from trialflow.tasks.events import RunEvents
+from trialflow.tasks.storage_block import with_credentials
+
+prepare_temporary_server()
 
 STAGES = Stages(
     build_trial=stages.build_trial,
@@ -47,6 +60,7 @@ STAGES = Stages(
     run_script=stages.run_script,
     attach_trial=stages.attach_trial,
     upload_run_files=stages.upload_run_files,
+    own_stage=stages.own_stage.submit,  # of the experiment's `stages`
 )
 """The stages of a run as Prefect tasks."""
 
@@ -54,26 +68,40 @@ STAGES = Stages(
 # flow.serve() pickles the flow without this module's names: no postponed annotations here.
 @flow(name="train", flow_run_name=train_name, validate_parameters=True)
 def train(
-    config: ExperimentConfig, trial: str | None = None, take_over: bool = False
+    config: ExperimentConfig,
+    trial: str | None = None,
+    take_over: bool = False,
+    start: str | SkipJsonSchema[InstanceOf[HasCheckpoint]] | None = None,
 ) -> TrialResult | State[Any]:
     """Train a trial. A run that is asked to stop saves first, and ends in the state Prefect wants.
 
     Args:
         config: the experiment.
         trial: id of the trial to continue from its last committed checkpoint. The default belongs
-            to the flow run, so a retry of the flow run continues its trial.
+            to the flow run, so a retry of the flow run continues its trial. In a flow of your own
+            it belongs to that flow's run and to this call (`flows/lifecycle/parent_runs.py`).
         take_over: whether to take the trial from another run that may be live, which ends that run.
             A flow run that continues its own trial does not need it.
+        start: what a new trial starts from, at batch 0: the result of another run, which stands
+            for its checkpoint; a reference to a checkpoint of the same storage, such as
+            ``best:TRIAL``; or the path or URL of a checkpoint of another program. A retry keeps to
+            what its trial has started from.
 
     Raises:
+        ConfigError: `start` is in another storage, or is a URL with a password or a signature.
+        CheckpointNotFound: there is no checkpoint `start`.
+        ModelNotFound: `start` names a model, alias or version that does not exist.
         CheckpointError: no trial may have the id `trial`.
         CheckpointNotFound: the storage does not know the trial `trial`.
         StorageError: it is not the storage that an earlier attempt of this flow run has used.
         TrialflowError: another run that may be live has the trial.
     """
-    flow_run_id, is_new = str(runtime.flow_run.id), trial is None
-    trial = checked_trial(trial or trial_id(config.name, flow_run_id))
+    attempt, is_new = identity_of_run(config), trial is None
+    trial = checked_trial(trial or trial_id(config.name, attempt))
     refuse_missing_code(config)
+    if start is not None:
+        config = started_from(config, start, trial)
+    opened = with_credentials(config)
     _log_links(trial)
     settings, began = config.stopping, time.monotonic()
     check_crash_limit(config.max_restarts)
@@ -86,13 +114,13 @@ def train(
         waited_seconds = time.monotonic() - began
         result = watch.run(
             lambda: train_trial(
-                config, trial, stopping, devices, is_new, take_over, waited_seconds
+                opened, trial, stopping, devices, attempt, is_new, take_over, waited_seconds
             ),
             describe_saved,
         )
     if isinstance(result, State):
         return result
-    return replace(result, flow_run_id=flow_run_id)
+    return replace(result, flow_run_id=str(runtime.flow_run.id), config=config)
 
 
 def train_trial(
@@ -100,6 +128,7 @@ def train_trial(
     trial: str,
     stopping: StopHandler,
     devices: Mapping[str, str],
+    attempt: str,
     is_new: bool = True,
     take_over: bool = False,
     waited_seconds: float = 0.0,
@@ -108,7 +137,8 @@ def train_trial(
 
     Args:
         devices: environment variables that give the ranks this run's accelerators.
-        is_new: whether the trial's id comes from this flow run's.
+        attempt: the run that the trial belongs to, see `identity_of_run`.
+        is_new: whether the trial's id comes from that.
         take_over: whether to take the trial from another run that may be live.
         waited_seconds: how long the run has waited for its devices.
     """
@@ -119,11 +149,11 @@ def train_trial(
         label.send()
 
     caller = Caller(
-        attempt=str(runtime.flow_run.id),
+        attempt=attempt,
         stopping=stopping,
         find_logger=logger_finder(),
         stages=STAGES,
-        observer=current_observer(),
+        observer=Observers(current_observer(), RunEvents(config, trial)),
         publish=publish,
         publish_errors=ARTIFACT_ERRORS,
         devices=devices,
@@ -135,6 +165,36 @@ def train_trial(
         waited_seconds=waited_seconds,
     )
     return drive_trial(config, trial, caller)
+
+
+def started_from(
+    config: ExperimentConfig, start: str | HasCheckpoint, trial: str
+) -> ExperimentConfig:
+    """The experiment with what a new trial starts from. Raises as `train`.
+
+    Of a trial that has saved, that is recorded: a reference may mean another checkpoint by now, and
+    the checkpoint may have been deleted.
+    """
+    weights_only = config.searcher.source_weights_only
+    if isinstance(start, str) and (os.sep in start or Path(start).exists()):
+        return config.starting_from(path=start, weights_only=weights_only)
+    there = config if isinstance(start, str) else start.config or config
+    place, own = there.checkpoint_storage.url, config.checkpoint_storage.url
+    if place != own:
+        raise ConfigError(
+            f"start: the checkpoint is in {place}, and this experiment's storage is {own}; train "
+            "with the same storage, or give start the path of an exported folder"
+        )
+    store = store_of(config)
+    if (saved := store.newest(trial)) is not None:
+        recorded = saved.config.get("searcher", {})
+        return config.starting_from(
+            uuid=recorded.get("source_checkpoint_uuid"), path=recorded.get("source_checkpoint"),
+            weights_only=weights_only,
+        )  # fmt: skip
+    _, reference = checkpoint_of(start, None, config)
+    uuid = open_checkpoint(store, reference).uuid
+    return config.starting_from(uuid=uuid, weights_only=weights_only)
 
 
 def _log_links(trial: str) -> None:

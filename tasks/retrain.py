@@ -28,7 +28,7 @@ from trial_core.errors import (
     PromotionRefused,
     TrialflowError,
 )
-from trial_core.models.callback_process import call_function
+from trial_core.models.callback_process import call_function, log_lines
 from trial_core.models.data_templates import check_plain_data, merge_data, render_data
 from trial_core.models.journal import (
     Challenger,
@@ -43,7 +43,7 @@ from trial_core.models.registry import Registry
 from trial_core.retention.policy import own_metric
 from trial_core.run.run_dirs import run_dir_of, trial_id
 from trial_core.run.stop_requests import StopHandler
-from trialflow.tasks.model_events import outcome_event, send
+from trialflow.tasks.events import outcome_event, send, tell_champion
 from trialflow.tasks.retrying import STORAGE_RETRIES, STORAGE_RETRY_SECONDS, TRANSFER
 
 LOGS = "logs"
@@ -58,7 +58,7 @@ class RetrainingRun:
 
     Attributes:
         config: the experiment, with unrendered data.
-        run_id: id of the flow run; the same for all attempts.
+        run_id: of the flow run, or of the call of a subflow; the same for all attempts.
         journal: the results of completed stages.
     """
 
@@ -94,13 +94,9 @@ class RetrainingRun:
         config = self.config.model_copy(update={"data": plan.data})
         if champion is None or self.settings.start == "scratch":
             return config
-        source = {
-            "source_checkpoint_uuid": champion.checkpoint,
-            "source_trial_id": None,
-            "source_weights_only": self.settings.start == "warm",
-        }
-        searcher = config.searcher.model_copy(update=source)
-        return config.model_copy(update={"searcher": searcher})
+        return config.starting_from(
+            uuid=champion.checkpoint, weights_only=self.settings.start == "warm"
+        )
 
     def has_promoted(self, plan: RetrainingPlan) -> bool:
         """Whether an attempt at this run moved the aliases."""
@@ -230,7 +226,7 @@ def promote_challenger(
     if not verdict.promoted or challenger.version is None or retraining.has_promoted(plan):
         return verdict
     try:
-        retraining.registry.promote(
+        move = retraining.registry.promote(
             retraining.model, challenger.version, run=retraining.run_id, why=verdict.why,
             expected_champion=plan.champion,
         )  # fmt: skip
@@ -241,6 +237,7 @@ def promote_challenger(
     except (CheckpointDamaged, CheckpointNotFound, PromotionRefused) as error:
         why = f"the challenger's checkpoint cannot be used: {error}"
     else:
+        tell_champion(retraining.registry, move)
         return verdict
     get_run_logger().warning("version %d is not promoted: %s", challenger.version, why)
     return PromotionDecision(promoted=False, why=f"{why} (the verdict was: {verdict.why})")
@@ -266,7 +263,7 @@ def run_callback(
     should_cancel = grace_timer(stopping, retraining.config.stopping.grace_seconds)
     problem = _call_callback(retraining, function, outcome, should_cancel)
     logger = get_run_logger()
-    for line in retraining.callback_log(function).read_text(errors="replace").splitlines():
+    for line in log_lines(retraining.callback_log(function)):
         logger.info("[%s] %s", function, line)
     if problem:
         logger.error("callback %s failed: %s", function, problem)

@@ -12,9 +12,11 @@ from prefect import Task, task
 from prefect.cache_policies import NO_CACHE
 from prefect.context import FlowRunContext
 
+from trial_core.checkpoint.manifest import Manifest
 from trial_core.driver.run import Launch
 from trial_core.driver.stages import build, checkpoint, script, upload_run_files as files
 from trial_core.driver.stages.callbacks import callbacks as call_hook
+from trial_core.driver.stages.own_stage import own_stage as call_own_stage
 from trial_core.driver.stages.script import RunningScript, WhatHappened
 from trial_core.driver.stages.train_workload import train_workload as train
 from trial_core.driver.stages.validate import (
@@ -22,6 +24,8 @@ from trial_core.driver.stages.validate import (
     validate as run_validation,
 )
 from trial_core.run.script_progress import ScriptProgress
+from trial_core.transfer.staged_checkpoint import StagedCheckpoint
+from trialflow.tasks.checkpoint_asset import begins_asset, describe_asset
 from trialflow.tasks.retrying import TRANSFER
 
 HOOKS_OF_EACH_WORKLOAD = frozenset((
@@ -50,14 +54,26 @@ validate = _stage("validate", "@{batches_trained}")(run_validation)
 checkpoint_save = _stage("checkpoint-save", "@{progress.batches_trained}")(
     checkpoint.checkpoint_save
 )
-checkpoint_upload = _stage(
-    "checkpoint-upload", "@{staged.progress.batches_trained}", **TRANSFER
-)(checkpoint.checkpoint_upload)  # fmt: skip
+
+
+@_stage("checkpoint-upload", "@{staged.progress.batches_trained}", **TRANSFER)
+def checkpoint_upload(launch: Launch, staged: StagedCheckpoint) -> Manifest:
+    """Upload what every rank has staged, then commit: an asset of Prefect's is materialized."""
+    asset = begins_asset(launch)
+    manifest = checkpoint.checkpoint_upload(launch, staged)
+    if asset is not None:
+        describe_asset(asset, launch, manifest)
+    return manifest
+
+
 checkpoint_prune = _stage("checkpoint-prune", "@{batches_trained}")(checkpoint.checkpoint_prune)
 attach_trial = _stage("attach-trial")(build.attach_trial)
 upload_run_files = _stage("upload-run-files", "@{batches_trained}", **TRANSFER)(
     files.upload_run_files
 )
+
+
+own_stage = _stage("own-stage", "{stage.run} @{argument[batches_trained]}")(call_own_stage)
 
 
 def callbacks(launch: Launch, hook: str, batches_trained: int, arguments: dict[str, Any]) -> None:

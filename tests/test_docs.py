@@ -117,7 +117,8 @@ PACKAGES = (trial_core.core, trial_core.deepspeed, trial_core.pytorch, trialflow
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_public_name_has_a_reference_page(package: ModuleType) -> None:
     """The reference names everything that a package exports, and nothing else of it."""
-    text = "\n".join(path.read_text() for path in (ROOT / "docs" / "reference").rglob("*.md"))
+    pages = (ROOT / "docs" / "reference").rglob("*.md")
+    text = "\n".join(page.read_text() for page in pages if page.name != "events.md")
     names = set(re.findall(rf"(?:^::: |`){package.__name__}\.(\w+)", text, flags=re.MULTILINE))
     assert names == set(package.__all__)
 

@@ -43,6 +43,8 @@ class RunInfo:
         current_batch: index of the batch that is being trained, or was trained last; None before
             training.
         batch_samples: samples of one batch, over all ranks; 0: unknown.
+        micro_batch_samples: samples of a micro-batch, if the driver chooses them: see
+            `micro_batches_of`.
         epoch: the length of an epoch; None before the loaders are built, or if they have none.
         stop_requested: whether the trial has asked to save and end.
         stop_reason: why it has, if it says so.
@@ -55,6 +57,7 @@ class RunInfo:
     initial_batch: int = 0
     current_batch: int | None = None
     batch_samples: int = 0
+    micro_batch_samples: int | None = None
     epoch: EpochLength | None = None
     stop_requested: bool = False
     stop_reason: str | None = None

@@ -17,7 +17,9 @@ import torch.distributed as dist
 
 from trial_core.errors import TrialError, TrialValueError
 from trial_core.exchange import Exchange
-from trial_core.run.timeouts import COLLECTIVE_SECONDS
+
+COLLECTIVE_SECONDS = 1800.0
+"""How long a collective waits for other ranks."""
 
 DEADLINE_VARIABLE = "TRIALFLOW_COLLECTIVE_SECONDS"
 CHIEF_VARIABLE = "DET_CHIEF_IP"
@@ -33,6 +35,9 @@ SINGLE_RANK_ENVIRONMENT = {
     "RANK": "0",
     "LOCAL_RANK": "0",
     "WORLD_SIZE": "1",
+    "LOCAL_SIZE": "1",
+    "CROSS_RANK": "0",
+    "CROSS_SIZE": "1",
 }
 """The environment of a process that no launcher has started. Without it, DeepSpeed tries MPI."""
 

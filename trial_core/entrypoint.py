@@ -7,18 +7,17 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 from trial_core.accelerator import claim_accelerator
 from trial_core.context import RunInfo
 from trial_core.controller.rank_state import seed_everything
 from trial_core.controller.trial_adapter import TrialAdapter
-from trial_core.deepspeed.config_rejection import rejection
+from trial_core.deepspeed.config_rejection import CONFIG_ERRORS, rejection
 from trial_core.deepspeed.context import DeepSpeedTrialContext
 from trial_core.deepspeed.deepspeed_adapter import DeepSpeedTrialAdapter
+from trial_core.deepspeed.micro_batch import micro_batches_of
 from trial_core.deepspeed.mpu import forget_model_parallelism
 from trial_core.deepspeed.op_builds import op_being_built, prepare_op_builds
 from trial_core.deepspeed.trial import DeepSpeedTrial
@@ -30,6 +29,7 @@ from trial_core.pytorch.context import PyTorchTrialContext
 from trial_core.pytorch.pytorch_adapter import PyTorchTrialAdapter
 from trial_core.pytorch.trial import PyTorchTrial
 from trial_core.rendezvous import host_store
+from trial_core.slots.announcer import Announcer
 
 Trial = DeepSpeedTrial | PyTorchTrial
 """A trial of any kind."""
@@ -65,39 +65,33 @@ def load_trial_class(entrypoint: str) -> type[Trial]:
     return found
 
 
-class ActivityReporter(Protocol):
-    """Tells the driver what this rank does, if that takes long: `Announcer.activity`."""
-
-    def __call__(
-        self, what: str, special: Callable[[], str | None] = lambda: None
-    ) -> AbstractContextManager[None]: ...
-
-
-def _silent(
-    what: str, special: Callable[[], str | None] = lambda: None
-) -> AbstractContextManager[None]:
-    return nullcontext()
+_SILENT = Announcer(lambda message: None, is_silent=True)
 
 
 def build_adapter(
-    info: RunInfo, distributed: DistributedContext, activity: ActivityReporter = _silent
+    info: RunInfo, distributed: DistributedContext, announcer: Announcer = _SILENT
 ) -> TrialAdapter:
     """Construct the trial that the experiment names. Collective: every rank calls this.
+
+    Args:
+        announcer: tells the driver what this rank does, if that takes long.
 
     Raises:
         TrialError: the entrypoint is not a trial, or DeepSpeed rejects the trial's configuration.
     """
     host_store()
-    with activity("waiting for a build of an operator that was killed, or runs on another machine"):
+    with announcer.activity(
+        "waiting for a build of an operator that was killed, or runs on another machine"
+    ):
         prepare_op_builds(distributed.get_local_rank())
     # First: a module may use a device when it is imported, and the current one is number 0.
     claim_accelerator(distributed.get_local_rank())
     entrypoint = str(info.experiment["entrypoint"])
-    with activity(f"importing {entrypoint}", op_being_built):
+    with announcer.activity(f"importing {entrypoint}", op_being_built):
         trial_class = load_trial_class(entrypoint)
     seed = info.experiment_seed
     if not initialises_torch_distributed():
-        with activity("connecting the ranks", op_being_built):
+        with announcer.activity("connecting the ranks", op_being_built):
             init_distributed(issubclass(trial_class, DeepSpeedTrial))
             distributed.connect()
     forget_model_parallelism()
@@ -105,12 +99,15 @@ def build_adapter(
     seed_everything(seed)
     context: Any = trial_class.trial_context_class(info, distributed)
     try:
-        with activity(f"constructing {entrypoint}", op_being_built):
+        with (
+            announcer.activity(f"constructing {entrypoint}", op_being_built),
+            micro_batches_of(info.micro_batch_samples),
+        ):
             trial = trial_class(context)
-    except (AssertionError, ValueError) as error:
-        if not _was_raised_by_deepspeed(error):
+    except (*CONFIG_ERRORS, AttributeError, RuntimeError) as error:
+        if not _was_raised_by_deepspeed(error) or (why := rejection(error)) is None:
             raise
-        raise TrialError(rejection(error)) from error
+        raise TrialError(why) from error
     return adapter_of(trial, context, seed)
 
 

@@ -34,8 +34,8 @@ ValueError and an AssertionError.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -69,7 +69,7 @@ InvalidExperimentException = TrialError
 
 _TRIAL_MISTAKES = frozenset(
     each.__name__ for each in (TrialError, TrialTypeError, TrialValueError, InvalidHP)
-)
+) | {"CheckpointUnrestorable"}
 
 
 class SlotsError(TrialflowError):
@@ -101,11 +101,17 @@ class Stalled(SlotsError):
 
     Attributes:
         stacks: the stack of each rank's main thread, as text.
+        during: what the ranks were doing: a stage's name; empty: unknown.
+        seconds: how long they had made no progress; 0: unknown.
     """
 
-    def __init__(self, message: str, stacks: Sequence[str] = ()) -> None:
+    def __init__(
+        self, message: str, stacks: Sequence[str] = (), during: str = "", seconds: float = 0.0
+    ) -> None:
         super().__init__(message)
         self.stacks = tuple(stacks)
+        self.during = during
+        self.seconds = seconds
 
     def report(self) -> str:
         """The message, and the stack of each rank's main thread."""
@@ -127,6 +133,10 @@ class CheckpointError(TrialflowError, RuntimeError):
 
 class StorageError(CheckpointError):
     """The checkpoint storage cannot be reached, read or written."""
+
+
+class CheckpointUnrestorable(CheckpointError):
+    """The ranks cannot restore the first checkpoint that they have saved; it is not committed."""
 
 
 class CheckpointNotFound(CheckpointError):
@@ -165,6 +175,7 @@ class PromotionRefused(RegistryError):
     """The model's aliases cannot be moved like this, also without a conflict."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class RankFailed(SlotsError):
     """A rank died, or the workload it was running raised.
 
@@ -184,43 +195,26 @@ class RankFailed(SlotsError):
         log_path: the path of the whole log on ``host``.
     """
 
-    def __init__(
-        self,
-        *,
-        rank: int,
-        host: str,
-        during: str,
-        exit_code: int | None = None,
-        signal_name: str | None = None,
-        node_lost: str | None = None,
-        error_type: str | None = None,
-        is_ours: bool = False,
-        error_message: str | None = None,
-        rank_traceback: str | None = None,
-        batches_trained: int | None = None,
-        log_tail: str = "",
-        log_path: str = "",
-    ) -> None:
-        self.rank = rank
-        self.host = host
-        self.during = during
-        self.exit_code = exit_code
-        self.signal_name = signal_name
-        self.node_lost = node_lost
-        self.error_type = error_type
-        self.is_ours = is_ours
-        self.error_message = error_message
-        self.rank_traceback = rank_traceback
-        self.batches_trained = batches_trained
-        self.log_tail = log_tail
-        self.log_path = log_path
+    rank: int
+    host: str
+    during: str
+    exit_code: int | None = None
+    signal_name: str | None = None
+    node_lost: str | None = None
+    error_type: str | None = None
+    is_ours: bool = False
+    error_message: str | None = None
+    rank_traceback: str | None = None
+    batches_trained: int | None = None
+    log_tail: str = ""
+    log_path: str = ""
+
+    def __post_init__(self) -> None:
         super().__init__(self.headline)
 
     def __reduce__(self) -> tuple[Callable[[], RankFailed], tuple[()], dict[str, Any]]:
         """Pickle by keyword: an exception's default passes the message as the first argument."""
-        parameters = inspect.signature(RankFailed).parameters
-        fields = {name: getattr(self, name) for name in parameters}
-        return partial(type(self), **fields), (), vars(self)
+        return partial(type(self), **asdict(self)), (), vars(self)
 
     @property
     def is_trial_mistake(self) -> bool:

@@ -20,11 +20,7 @@ import socket
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from trial_core.distributed import SINGLE_RANK_ENVIRONMENT
-from trial_core.slots.rank_network import (
-    LOOPBACK_ADDRESS,
-    STORE_SOCKET_VARIABLE,
-    loopback_collectives,
-)
+from trial_core.slots.rank_network import LOOPBACK_ADDRESS, STORE_SOCKET_VARIABLE, collectives_at
 
 _HOSTED: list[TCPStore] = []
 """Keeps the store's server alive until this process ends, or hosts another one."""
@@ -49,7 +45,8 @@ def host_single_rank() -> dict[str, str]:
     listener = socket.create_server((LOOPBACK_ADDRESS, 0))
     port = str(listener.getsockname()[1])
     _host_at(listener)
-    gloo = {name: text for name, text in loopback_collectives().items() if name not in os.environ}
+    chosen = collectives_at(LOOPBACK_ADDRESS)
+    gloo = {name: text for name, text in chosen.items() if name not in os.environ}
     return {**SINGLE_RANK_ENVIRONMENT, **gloo, "MASTER_ADDR": LOOPBACK_ADDRESS, "MASTER_PORT": port}
 
 

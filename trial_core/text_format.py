@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 _ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
@@ -20,6 +20,11 @@ def clean(text: str) -> str:
 def one_line(text: str) -> str:
     """The first line that is not blank, cleaned."""
     return next((line.strip() for line in clean(text).splitlines() if line.strip()), "")
+
+
+def last_line(text: str) -> str:
+    """The last line that is not blank: what a program or an error says in the end."""
+    return next((line.strip() for line in reversed(text.split("\n")) if line.strip()), "")
 
 
 def slug(name: str) -> str:
@@ -125,6 +130,12 @@ def ranks_by_node(nodes: Sequence[str]) -> str:
         span = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
         parts.append(f"{span} on {node}")
     return f"rank{'s' if len(nodes) > 1 else ''} {', '.join(parts)}"
+
+
+def first_few(names: Collection[str], shown: int = 3) -> str:
+    """The first of some names, and how many more there are."""
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join([*names][:shown]) + more
 
 
 def plural(count: int, noun: str) -> str:

@@ -1,9 +1,10 @@
 """trialflow: trains DeepSpeed models as Prefect flows, with sharded checkpoints in object storage.
 
-The flows `train`, `evaluate`, `retrain` and `prune`; the experiment's configuration; what was
-stored: checkpoints and models; and the errors. The trial API is in `trial_core.deepspeed` and
-`trial_core.pytorch`. Names are imported when they are first used, so that importing the package
-costs nothing.
+What flows of one's own are composed of: the flows `train`, `evaluate`, `retrain` and `prune`; the
+tasks `export`, `promote` and `fetch`; their results; and `server`. The experiment's configuration;
+what was stored: checkpoints and models; and the errors. The trial API is in
+`trial_core.deepspeed` and `trial_core.pytorch`. Names are imported when they are first used, so
+that importing the package costs nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trial_core.checkpoint.store import CheckpointStore
-    from trial_core.config import ExperimentConfig
+    from trial_core.config import ExperimentConfig, load_config
     from trial_core.errors import (
         CheckpointDamaged,
         CheckpointError,
@@ -36,10 +37,14 @@ if TYPE_CHECKING:
         TrialflowError,
     )
     from trial_core.models.registry import Registry
-    from trialflow.flows.evaluate import evaluate
-    from trialflow.flows.prune import prune
+    from trial_core.run.run_loop import TrialResult
+    from trialflow.flows.evaluate import EvaluateResult, evaluate
+    from trialflow.flows.prune import PruneResult, prune
     from trialflow.flows.retrain import retrain
+    from trialflow.flows.retraining.outcome import RetrainResult
+    from trialflow.flows.server.embedded_server import server
     from trialflow.flows.train import train
+    from trialflow.tasks.checkpoint_use import ExportResult, export, fetch, promote
 
     __version__: str
 
@@ -48,6 +53,16 @@ __all__ = [
     "evaluate",
     "retrain",
     "prune",
+    "export",
+    "promote",
+    "fetch",
+    "TrialResult",
+    "EvaluateResult",
+    "RetrainResult",
+    "PruneResult",
+    "ExportResult",
+    "server",
+    "load_config",
     "ExperimentConfig",
     "CheckpointStore",
     "Registry",
@@ -78,6 +93,16 @@ _HOMES = {
     "evaluate": "trialflow.flows.evaluate",
     "retrain": "trialflow.flows.retrain",
     "prune": "trialflow.flows.prune",
+    "export": "trialflow.tasks.checkpoint_use",
+    "promote": "trialflow.tasks.checkpoint_use",
+    "fetch": "trialflow.tasks.checkpoint_use",
+    "TrialResult": "trial_core.run.run_loop",
+    "EvaluateResult": "trialflow.flows.evaluate",
+    "RetrainResult": "trialflow.flows.retraining.outcome",
+    "PruneResult": "trialflow.flows.prune",
+    "ExportResult": "trialflow.tasks.checkpoint_use",
+    "server": "trialflow.flows.server.embedded_server",
+    "load_config": "trial_core.config",
     "ExperimentConfig": "trial_core.config",
     "CheckpointStore": "trial_core.checkpoint.store",
     "Registry": "trial_core.models.registry",

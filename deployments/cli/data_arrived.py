@@ -51,7 +51,7 @@ def data_arrived(
     prepare_prefect()
     from trial_core.checkpoint.layout import checked_model
     from trial_core.models.data_templates import parse_data
-    from trialflow.tasks.model_events import data_arrived_event, send
+    from trialflow.tasks.events import data_arrived_event, send
 
     checked_model(model)
     new_data = parse_data(data or [])

@@ -196,7 +196,7 @@ def wanted_resources(
     from trialflow.deployments.automations import automations
     from trialflow.deployments.desired_state import DeploymentTarget, deployments
     from trialflow.deployments.flow_deployment import FlowDeployment
-    from trialflow.deployments.resources import FixedAutomation, GpuLimit, Pool
+    from trialflow.deployments.resources import GpuLimit, Pool, fixed_automation
     from trialflow.deployments.retraining.model_resources import all_resources, requested_resources
     from trialflow.deployments.retraining.retraining_requests import base_deployment
 
@@ -209,7 +209,7 @@ def wanted_resources(
         Pool(pool, pool_type, overwrite),
         *([GpuLimit(gpus)] if gpus or is_removal else []),
         *(FlowDeployment(each, target) for each in deployments()),
-        *(FixedAutomation(each) for each in automations([pool] if pool_type == "process" else [])),
+        *(fixed_automation(each) for each in automations([pool] if pool_type == "process" else [])),
         *(all_resources(models) if is_removal else kept),
         *requested_resources(retrainings, target),
     ]

@@ -9,6 +9,7 @@ import platform
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
@@ -87,6 +88,7 @@ def examine(
     yield ninja()
     yield from accelerators()
     yield from stored(config, storage, overrides)
+    yield from deepspeed_configs(config, overrides)
     yield prefect_server()
     if engine is not None:
         yield from nodes(config or DEFAULT_EXPERIMENT, storage, with_engine([*overrides], engine))
@@ -172,6 +174,28 @@ def stored(
         yield Check("storage", "ok", f"{store.url} is writable, and its writes can be create-only")
     except TrialflowError as error:
         yield Check("storage", "fail", str(error))
+
+
+def deepspeed_configs(config: Path | None, overrides: Sequence[str] = ()) -> Iterator[Check]:
+    """Check the DeepSpeed configs that the experiment's hyperparameters name for obsolete keys."""
+    from trial_core.deepspeed.config_check import refusals, removals
+    from trial_core.deepspeed.ds_config import overwrite_deepspeed_config
+
+    if (file := chosen_experiment(config, None)) is None:
+        return
+    with suppress(ConfigError):  # `stored` has reported it
+        experiment = read_experiment(file, [*overrides])
+        for value in experiment.hyperparameters.values():
+            path = experiment.code / str(value)
+            if not str(value).endswith(".json") or not path.is_file():
+                continue
+            try:
+                found = overwrite_deepspeed_config(path, {})
+            except TrialflowError as error:
+                yield Check("deepspeed", "fail", str(error))
+            else:
+                for problem in refusals(found) + removals(found):
+                    yield Check("deepspeed", "fail", f"{path}: {problem}")
 
 
 def prefect_server() -> Check:

@@ -60,7 +60,7 @@ def evaluate(
         return result
 
     display = display_for_stdout(quiet or json_, (experiment.searcher.metric, "loss"))
-    run: FlowRun[EvaluateResult] = FlowRun(display, experiment.code)
+    run: FlowRun[EvaluateResult] = FlowRun(display, experiment)
     exit_code = run.run(call)
     if run.result is not None:
         print(_as_json(run.result) if json_ else "\n".join(_summary(run.result)), flush=True)

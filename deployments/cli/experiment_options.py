@@ -180,11 +180,22 @@ def _has_entrypoint(file: Path) -> bool:
         return False
 
 
+def with_block(experiment: ExperimentConfig) -> ExperimentConfig:
+    """The experiment with the credentials of its block of Prefect's, if it names one."""
+    if experiment.checkpoint_storage.credentials is None:
+        return experiment
+    from trialflow.flows.server.embedded_server import prefect_api
+    from trialflow.tasks.storage_block import with_credentials
+
+    with prefect_api():
+        return with_credentials(experiment)
+
+
 def open_store_of(experiment: ExperimentConfig) -> CheckpointStore:
     """Open the storage of an experiment."""
     from trial_core.checkpoint.store import CheckpointStore
 
-    place = experiment.checkpoint_storage
+    place = with_block(experiment).checkpoint_storage
     return CheckpointStore(place.url, place.options, experiment.name)
 
 
@@ -200,10 +211,11 @@ def moved(place: StorageConfig, url: str) -> StorageConfig:
 
     from trial_core.config import StorageConfig, error_lines
 
-    given: dict[str, Any] = place.model_dump(exclude={"url", "options"}, exclude_none=True)
+    of_place = {"url", "options", "credentials"}
+    given: dict[str, Any] = place.model_dump(exclude=of_place, exclude_none=True)
     given["url"] = url
     if _scheme(url) == _scheme(place.url):
-        given["options"] = place.options
+        given |= {"options": place.options, "credentials": place.credentials}
     try:
         return StorageConfig.model_validate(given)
     except ValidationError as error:

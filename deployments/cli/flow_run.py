@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from trial_core import text_format
@@ -15,19 +14,22 @@ from trialflow.deployments.cli.run_display import Display
 from trialflow.deployments.cli.signals import Terminated, stoppable
 
 if TYPE_CHECKING:
+    from trial_core.config import ExperimentConfig
     from trialflow.flows.server.embedded_server import PrefectApi
 
 Result = TypeVar("Result")
 StateHook = Callable[..., None]  # called by Prefect with flow, flow run and state
 # Where `prefect server start` serves by default.
 DEFAULT_UI = "http://127.0.0.1:4200"
+SET_WITH_A_SERVER = ("PREFECT_", "DO_NOT_TRACK", "NO_PROXY", "no_proxy")
+"""Environment variables that ranks get, and that are known once there is a server."""
 
 
 class FlowRun(Generic[Result]):
     """One flow run of this process, with its display, its errors and its exit code.
 
     Args:
-        code_folder: the folder of the user's trial; an error names the line in it.
+        experiment: what it trains or evaluates; an error names the line in its code folder.
 
     Attributes:
         result: what the flow returned; None if it did not.
@@ -37,14 +39,14 @@ class FlowRun(Generic[Result]):
         later_ui: where the flow run's page is after this process has ended.
     """
 
-    def __init__(self, display: Display, code_folder: Path) -> None:
+    def __init__(self, display: Display, experiment: ExperimentConfig) -> None:
         self.result: Result | None = None
         self.failure: TrialflowError | None = None
         self.stopped_by: str | None = None
         self.flow_run_id: str | None = None
         self.later_ui: str | None = None
         self._display = display
-        self._code_folder = code_folder
+        self._experiment = experiment
         self._is_on_terminal = sys.stdout.isatty()
 
     def run(self, call: Callable[[StateHook], Result], has_server: bool = True) -> int:
@@ -67,7 +69,7 @@ class FlowRun(Generic[Result]):
             return console.exit_code(stop, self._display.has_trained)
         except TrialflowError as failure:
             self.failure = failure
-            console.report(failure, code_folder=self._code_folder)
+            console.report(failure, code_folder=self._experiment.code)
             return console.exit_code(failure, self._display.has_trained)
         self.result = result
         return 0
@@ -78,12 +80,15 @@ class FlowRun(Generic[Result]):
             return call(lambda *_: None)
 
     def _run_on_server(self, call: Callable[[StateHook], Result]) -> Result:
+        from trial_core.driver.placement import importing_ahead
         from trialflow.flows.server.embedded_server import is_unauthorized, prefect_api
         from trialflow.flows.server.prefect_server import PrefectServerError
 
         # What libraries print goes to stderr: stdout is for the display and the result.
         away = contextlib.redirect_stdout(sys.stderr)
-        with self._display, prefect_api(waiting_for=self._display.waiting_for) as api, away:
+        importing = importing_ahead(self._experiment, SET_WITH_A_SERVER)
+        waiting_for = self._display.waiting_for
+        with self._display, importing, prefect_api(waiting_for=waiting_for) as api, away:
             import httpx
             from prefect.exceptions import Abort, CancelledRun, Pause
 

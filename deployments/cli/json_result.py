@@ -94,6 +94,7 @@ class JsonResult:
 
         error_type, error = self._error or (None, None)
         fields = self._known_fields() if self.result is None else asdict(self.result)
+        fields.pop("config", None)
         line = {"status": self.status, **fields, "error_type": error_type, "error": error}
         return msgspec.json.encode(line).decode()
 

@@ -33,6 +33,7 @@ from trialflow.deployments.cli import (
     retrain,
     runs,
     train,
+    tune_batch,
     up,
     worker,
 )
@@ -59,6 +60,7 @@ app = App(
 app.command(init.init)
 app.command(migrate.migrate)
 app.command(train.train)
+app.command(tune_batch.tune_batch)
 app.command(logs.logs)
 app.command(control.suspend)
 app.command(control.resume)

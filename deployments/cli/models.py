@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
-from trial_core.errors import ConfigError
+from trial_core.errors import ConfigError, TrialflowError
 from trialflow.deployments.cli import console
+from trialflow.deployments.cli.deploy import configured_client
 from trialflow.deployments.cli.experiment_options import (
     ConfigFile,
     Storage,
@@ -112,6 +113,8 @@ def promote(
     before = registry.last_move(model)
     move = registry.promote(model, number, why=why)
     is_new = before is None or move.number > before.number
+    if is_new:
+        _tell_server(registry, move)
     _print_move(move, is_new, json_, _storage_options(config, storage))
     return 0
 
@@ -133,7 +136,9 @@ def rollback(
     model
         The model's name.
     """
-    move = _registry(config, storage).rollback(model, why=why)
+    registry = _registry(config, storage)
+    move = registry.rollback(model, why=why)
+    _tell_server(registry, move)
     _print_move(move, True, json_, _storage_options(config, storage))
     return 0
 
@@ -173,6 +178,24 @@ def _register(
         model, manifest, metric=metric, smaller_is_better=smaller_is_better,
         value=own_metric(manifest, metric) if metric else None,
     )  # fmt: skip
+
+
+def _tell_server(registry: Registry, move: Move) -> None:
+    """Send the event of a move to the Prefect server, if there is one. It has moved in any case."""
+    from trialflow.flows.server.prefect_settings import prepare_prefect
+
+    prepare_prefect()
+    import httpx
+
+    from trialflow.tasks.events import champion_event, send
+
+    try:
+        with configured_client() as client:
+            send(client, champion_event(registry, move))
+    except ConfigError:
+        return  # no server is configured
+    except (TrialflowError, httpx.HTTPError) as error:
+        console.warning(f"the champion has changed, and no event tells of it: {error}")
 
 
 def _print_move(move: Move, is_new: bool, as_json: bool, storage_options: str) -> None:

@@ -59,7 +59,7 @@ def retrain(
     refuse_what_cannot_run(experiment, open_store_of(experiment))
     display = display_for_stdout(quiet or json_, (experiment.searcher.metric, "loss"))
     run = _RetrainRun(experiment, run_data)
-    flow_run = FlowRun[None](display, experiment.code)
+    flow_run = FlowRun[None](display, experiment)
     exit_code = flow_run.run(run.run)
     if exit_code == 0:
         text = run.json() if json_ else "\n".join(run.summary_lines(flow_run.later_ui))

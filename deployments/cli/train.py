@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 import time
@@ -27,6 +28,7 @@ from trialflow.deployments.cli.experiment_options import (
     open_store_of,
     read_experiment,
     refuse_what_cannot_run,
+    with_block,
     with_engine,
 )
 from trialflow.deployments.cli.flow_run import FlowRun, StateHook
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from trial_core.checkpoint.manifest import Manifest
     from trial_core.checkpoint.store import CheckpointStore
     from trial_core.config import ExperimentConfig
+    from trial_core.driver.drive import Ended
     from trial_core.driver.observers import Observer
     from trialflow.flows.train import TrialResult
 
@@ -85,6 +88,14 @@ def train(
     set_: Overrides = None,
     storage: Storage = None,
     engine: Engine = None,
+    start_from: Annotated[
+        str | None,
+        Parameter(
+            help="Begin with the checkpoint of another program: the path or URL of a folder of "
+            "DeepSpeed's save_checkpoint or Hugging Face's save_pretrained, or of a state_dict "
+            "(searcher.source_checkpoint). Default: none."
+        ),
+    ] = None,
     continuation: Continuation | None = None,
     follow: Annotated[
         bool,
@@ -129,14 +140,17 @@ def train(
     if test and continuation.resume:
         raise ConfigError("--test tries a new trial: leave out --resume")
     with JsonResult(is_printed=json_) as outcome:
-        experiment = read_experiment(config, with_engine(set_, engine), storage)
+        overrides = with_engine(set_, engine)
+        if start_from is not None:
+            overrides = [*overrides, f"searcher.source_checkpoint={json.dumps(start_from)}"]
+        experiment = read_experiment(config, overrides, storage)
         store = outcome.store = open_store_of(experiment)
         refuse_what_cannot_run(experiment, store)
         display = outcome.run_status = _display(quiet, json_, (experiment.searcher.metric, "loss"))
         display.follows_ranks = follow
         say = console.note if quiet else display.say
         trial_run = _TrialRun(experiment, continuation, store, outcome, say, display)
-        run: FlowRun[TrialResult] = FlowRun(display, experiment.code)
+        run: FlowRun[TrialResult] = FlowRun(display, experiment)
         exit_code = run.run(trial_run.test if test else trial_run.run, has_server=not test)
         if run.result is not None:
             outcome.completed(run.result)
@@ -206,16 +220,7 @@ class _TrialRun:
 
     def test(self, on_running: StateHook) -> TrialResult:
         """Try the trial; delete what that wrote if nothing failed. Raises as `try_trial`."""
-        from trial_core.driver.drive import Caller, try_trial
-        from trial_core.run.run_dirs import run_dir_of, trial_id
-        from trial_core.run.stop_requests import StopHandler
-
-        trial = trial_id(f"{self._experiment.name} test", uuid4().hex)
-        logger = Logger(__name__, CRITICAL)  # the display and the error say what the log would
-        caller = Caller(trial, StopHandler(0), lambda: logger, observer=self._observer)
-        result = try_trial(self._experiment, trial, caller)
-        shutil.rmtree(run_dir_of(trial), ignore_errors=True)
-        return replace(result, checkpoint_url=None)
+        return replace(tried(self._experiment, self._observer).result, checkpoint_url=None)
 
     def note_what_is_left(
         self, committed_at: int | None, was_interrupted: bool, is_mistake: bool
@@ -246,6 +251,25 @@ class _TrialRun:
 
         flow_run_id = self._outcome.flow_run_id = str(flow_run.id)
         self._outcome.trial = self._continued or trial_id(self._experiment.name, flow_run_id)
+
+
+def tried(
+    experiment: ExperimentConfig, observer: Observer, micro_batch_samples: int | None = None
+) -> Ended:
+    """Try a trial; delete what that wrote if nothing failed. Raises as `try_trial`."""
+    from trial_core.driver.drive import Caller, try_trial
+    from trial_core.run.run_dirs import run_dir_of, trial_id
+    from trial_core.run.stop_requests import StopHandler
+
+    trial = trial_id(f"{experiment.name} test", uuid4().hex)
+    logger = Logger(__name__, CRITICAL)  # the display and the error say what the log would
+    caller = Caller(
+        trial, StopHandler(0), lambda: logger, observer=observer,
+        micro_batch_samples=micro_batch_samples,
+    )  # fmt: skip
+    ended = try_trial(with_block(experiment), trial, caller)
+    shutil.rmtree(run_dir_of(trial), ignore_errors=True)
+    return ended
 
 
 def _tested(result: TrialResult) -> str:

@@ -35,7 +35,7 @@ def requested_resources(
         if each.schedule is not None:
             yield FileSchedule(each.model, each.schedule)
         if each.on_data_arrived:
-            yield DataArrivedAutomation(each.model)
+            yield _data_arrived(each.model)
 
 
 def unrequested_resources(requests: Iterable[RetrainingRequest]) -> Iterator[Resource]:
@@ -44,14 +44,14 @@ def unrequested_resources(requests: Iterable[RetrainingRequest]) -> Iterator[Res
         if each.schedule is None:
             yield FileSchedule(each.model, None)
         if not each.on_data_arrived:
-            yield DataArrivedAutomation(each.model)
+            yield _data_arrived(each.model)
 
 
 def all_resources(models: Iterable[str]) -> Iterator[Resource]:
     """All resources of models, for removal. Schedules are removed with their deployments."""
     for model in models:
         yield FlowDeployment(base_deployment(model), DeploymentTarget("", None))
-        yield DataArrivedAutomation(model)
+        yield _data_arrived(model)
 
 
 class FileSchedule(Resource):
@@ -98,16 +98,11 @@ class FileSchedule(Resource):
         return next((each for each in schedules if each.slug == SLUG), None)
 
 
-class DataArrivedAutomation(AutomationResource):
+def _data_arrived(model: str) -> AutomationResource:
     """The automation that retrains a model when data arrives."""
 
-    def __init__(self, model: str) -> None:
-        super().__init__(automation_name(model))
-        self._model = model
+    def wanted(client: SyncPrefectClient) -> AutomationCore | None:
+        deployment = deployment_of(client, model)
+        return None if deployment is None else data_arrived_automation(model, deployment.id)
 
-    def wanted(self, client: SyncPrefectClient) -> AutomationCore | None:
-        """The automation; None: the deployment that it runs does not exist."""
-        deployment = deployment_of(client, self._model)
-        if deployment is None:
-            return None
-        return data_arrived_automation(self._model, deployment.id)
+    return AutomationResource(automation_name(model), wanted)

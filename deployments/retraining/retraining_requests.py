@@ -23,7 +23,7 @@ from pydantic import ValidationError
 from trial_core.errors import ConfigError
 from trial_core.models.data_templates import render_data
 from trialflow.deployments.desired_state import DesiredDeployment, deployments
-from trialflow.tasks.model_events import DATA_ARRIVED, resource_id
+from trialflow.tasks.events import DATA_ARRIVED, resource_id
 
 if TYPE_CHECKING:
     from trial_core.config import ExperimentConfig, RetrainingConfig

@@ -2,30 +2,44 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from prefect import runtime
 from prefect.context import FlowRunContext
 
+from trial_core.config import ExperimentConfig
 from trial_core.run.run_dirs import trial_id
+from trialflow.flows.lifecycle.parent_runs import identity_of_run
 
 
 def train_name() -> str:
     """The trial's id: ``mine-4f0c21aa93b7``."""
     context = FlowRunContext.get()
     trial = (context.parameters or {}).get("trial") if context else None
-    return str(trial or _with_id(""))
+    return str(trial or _of_trial())
 
 
 def evaluate_name() -> str:
     """``mine-evaluation-4f0c21aa93b7``, as the run's folder."""
-    return _with_id(" evaluation")
+    given = _given()
+    config = getattr(given, "config", given)  # of a result that stands for it
+    name = given.trial if config is None else config.name  # without one, the flow will refuse it
+    return trial_id(f"{name} evaluation", str(runtime.flow_run.id))
 
 
 def retrain_name() -> str:
     """``retrain mine-4f0c21aa93b7``, with the id of the challenger's trial."""
-    return f"retrain {_with_id('')}"
+    return f"retrain {_of_trial()}"
 
 
-def _with_id(kind: str) -> str:
+def _of_trial() -> str:
+    config: ExperimentConfig = _given()
+    return trial_id(config.name, identity_of_run(config))
+
+
+def _given() -> Any:
+    """The parameter `config`."""
     context = FlowRunContext.get()
-    if context is None or context.flow_run is None or context.parameters is None:
+    if context is None or context.parameters is None:
         raise RuntimeError("Prefect asked for a flow run's name outside of its context")
-    return trial_id(f"{context.parameters['config'].name}{kind}", str(context.flow_run.id))
+    return context.parameters["config"]

@@ -30,7 +30,7 @@ from prefect.context import FlowRunContext
 from prefect.exceptions import Abort, Pause
 from prefect.logging import get_run_logger
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
-from prefect.states import Cancelled, Running
+from prefect.states import Cancelled, Running, Suspended
 
 from trial_core.config.stopping_section import StoppingConfig
 from trial_core.driver.drive import while_stopping
@@ -39,6 +39,7 @@ from trial_core.run.stop_requests import StopHandler, StopRequest
 from trialflow.flows.lifecycle.detached_engine import has_lost_supervisor, ignore_broken_output
 from trialflow.flows.lifecycle.flow_run_reader import FlowRunReader
 from trialflow.flows.lifecycle.flow_run_state import hold_suspended, set_state
+from trialflow.flows.lifecycle.parent_runs import ParentRuns
 from trialflow.flows.lifecycle.requeue import has_queue, requeue
 from trialflow.flows.lifecycle.server_outage import NO_ANSWER, ServerOutage, reports_kept
 from trialflow.flows.lifecycle.stop_signals import Interrupted, StopSignals
@@ -84,6 +85,8 @@ class StopMonitor:
         run = context.flow_run if context else None
         # Read here: in a signal handler, `runtime` would call the server.
         self._is_subflow = run is not None and run.parent_task_run_id is not None
+        self._parents = ParentRuns(run.parent_task_run_id if run else None)
+        self._ends_with_parent = False
         self._has_queue = has_queue(run)
         self._is_deployed = run is not None and run.deployment_id is not None
         # Not part of Prefect's public API. Releases without it suspend by state alone.
@@ -219,7 +222,12 @@ class StopMonitor:
             with suppress(*NO_ANSWER):
                 hold_suspended(run.id)
             raise Pause(f"suspended: {reason}", state=state)
-        if self._suspension is not None and (suspended := self._suspension.get_state()):
+        suspended = self._suspension.get_state() if self._suspension is not None else None
+        if self._ends_with_parent and request.reason == "suspended":
+            suspended = Suspended()
+        if suspended is not None:
+            if self._is_subflow and not self._is_deployed:  # else Prefect would show it as running
+                set_state(Cancelled(message=f"It continues when its parent run does: {reason}"))
             raise Pause(f"suspended: {reason}", state=suspended)
         if state is not None and state.type in _CANCEL_STATES:
             return self._cancelled(reason)
@@ -227,6 +235,10 @@ class StopMonitor:
             return None
         if state is not None and state.type != StateType.RUNNING:
             raise self._keep_state(f"{reason}: it stays {state.name}")
+        if self._is_subflow and (self._ends_with_parent or not self._signals.is_in_main_thread):
+            if self._signals.received is not None and self._signals.is_in_main_thread:
+                self._end_by_signal(self._signals.received, reason)
+            return self._cancelled(reason)
         can_requeue = state is not None and self._has_queue and request.reason in _REQUEUED
         if can_requeue and requeue(reason):
             raise Abort(f"{reason}: scheduled again")
@@ -250,11 +262,14 @@ class StopMonitor:
     def _end_by_signal(self, number: signal.Signals, reason: str) -> None:
         """End a run without a queue as Cancelled, and raise what its caller expects.
 
-        Prefect would show a crash. Prefect ends a subflow together with its parent.
+        Prefect would show a crash. Prefect ends a subflow together with its parent, by the signal.
         """
         self._signals.restore()
-        is_set = not self._is_subflow and set_state(Cancelled(message=f"Stopped: {reason}"))
-        if is_set and number == signal.SIGINT:
+        # Not of a deployment's run within a flow: an automation schedules it again if it crashes.
+        is_set = not (self._is_subflow and self._is_deployed) and set_state(
+            Cancelled(message=f"Stopped: {reason}")
+        )
+        if is_set and not self._is_subflow and number == signal.SIGINT:
             raise Interrupted(reason)
         signal.raise_signal(number)
 
@@ -314,6 +329,18 @@ class StopMonitor:
             self._suspend(run.id)
         elif state is not None and state.type in _ENDED_STATES:
             self._stopping.ask("cancelled", f"its flow run was set to {state.name}")
+        else:
+            self._check_parents()
+
+    def _check_parents(self) -> None:
+        """A run ends with the run that it is part of, which Prefect does not tell it."""
+        if (stop := self._parents.stop()) is not None:
+            self._ends_with_parent = True
+            if stop.reason == "suspended":
+                self._suspend(stop.flow_run_id)
+            self._stopping.ask(stop.reason, stop.detail)
+            if stop.is_superseded:
+                self._stopping.kill_now()
 
     def _suspend(self, flow_run_id: UUID) -> None:
         """Have the run save and end. First, because the end sets the state, the pause is held."""

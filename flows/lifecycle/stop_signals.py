@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import FrameType
 from typing import Any
 
@@ -13,6 +14,7 @@ from prefect.exceptions import Abort
 
 from trial_core.driver.observers import current_observer
 from trial_core.run.stop_requests import StopHandler, StopReason
+from trialflow.flows.lifecycle.signals_in_threads import signals_in_thread
 
 # One Ctrl-C may arrive twice: from the terminal, and from a parent that forwards it.
 SAME_REQUEST_SECONDS = 1.0
@@ -39,6 +41,7 @@ class StopSignals:
 
     Attributes:
         received: the first signal; None before any.
+        is_in_main_thread: whether the run is in the main thread, which alone may raise for Prefect.
     """
 
     def __init__(self, stopping: StopHandler, has_queue: bool, wake: Callable[[], None]) -> None:
@@ -47,11 +50,15 @@ class StopSignals:
         self._has_queue = has_queue
         self._wake = wake
         self._received_at = 0.0
+        self._is_repeated = False
         self._previous_handlers: dict[int, Any] = {}
+        self._in_thread = ExitStack()
+        self.is_in_main_thread = threading.current_thread() is threading.main_thread()
 
     def install(self) -> None:
-        """Handle the signals from now on. Only in the main thread; elsewhere it does nothing."""
-        if threading.current_thread() is not threading.main_thread():
+        """Handle the signals from now on. In other threads, the main one gets them as well."""
+        if not self.is_in_main_thread:
+            self._in_thread.enter_context(signals_in_thread(lambda number: self._note(number)))
             return
         for number in _NAMES:
             previous = signal.getsignal(number)
@@ -64,8 +71,15 @@ class StopSignals:
         for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
         self._previous_handlers = {}
+        self._in_thread.close()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._note(number)
+        if self._is_repeated:
+            # If the run still does not end, its ranks are not the cause: a third is Prefect's.
+            self.restore()
+
+    def _note(self, number: int) -> None:
         now = time.monotonic()
         if self.received is None:
             self.received, self._received_at = signal.Signals(number), now
@@ -76,6 +90,5 @@ class StopSignals:
             self._wake()
             current_observer().stopping(name)
         elif now - self._received_at >= SAME_REQUEST_SECONDS:
+            self._is_repeated = True
             self._stopping.kill_now()
-            # If the run still does not end, its ranks are not the cause: a third is Prefect's.
-            self.restore()

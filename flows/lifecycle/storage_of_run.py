@@ -21,6 +21,7 @@ from trialflow.flows.lifecycle.server_outage import NO_ANSWER, RETRY_SECONDS, Se
 from trialflow.flows.server.embedded_server import is_unauthorized
 
 LABEL = "trialflow.storage"
+FIRST_RETRIES = 3
 
 
 def storage_of_run(limit_seconds: float | None, stopping: StopHandler | None = None) -> str | None:
@@ -66,19 +67,19 @@ class StorageLabel:
     def note(self, mark: str) -> None:
         """Write the label. A server that does not take it costs a warning."""
         self._unsent = mark
-        self.send()
+        self.send(retries=FIRST_RETRIES)  # a busy server answers that its database is locked
         if self._unsent is not None:
             get_run_logger().warning(
                 "the server has not noted the run's storage, and gets it with the next report; a "
                 "retry before that begins again where the storage is not mounted"
             )
 
-    def send(self) -> None:
+    def send(self, retries: int = 0) -> None:
         """Write the label if the server has not taken it yet: one request, which may fail."""
         if (mark := self._unsent) is not None:
             with (
                 suppress(*NO_ANSWER),
-                temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
+                temporary_settings({PREFECT_CLIENT_MAX_RETRIES: retries}),
                 get_client(sync_client=True) as client,
             ):
                 client.update_flow_run_labels(_run_id(), {LABEL: mark})

@@ -67,7 +67,9 @@ class PrefectApi:
 
 @contextmanager
 def prefect_api(
-    server_log: Path | None = None, waiting_for: Callable[[str], None] = lambda what: None
+    server_log: Path | None = None,
+    waiting_for: Callable[[str], None] = lambda what: None,
+    is_quiet: bool = True,
 ) -> Iterator[PrefectApi]:
     """Provide a Prefect API for the flows of the block.
 
@@ -82,12 +84,13 @@ def prefect_api(
         server_log: the file that the embedded server's log is appended to; default in
             PREFECT_HOME.
         waiting_for: called with a text for people that says which server is used or started.
+        is_quiet: whether the terminal has a display of its own, in place of Prefect's log.
 
     Raises:
         PrefectServerError: the user's server does not answer, or the embedded one did not start.
         ConfigError: `trialflow up` is starting.
     """
-    prepare_prefect()
+    prepare_prefect(is_quiet)
     from prefect.settings import get_current_settings
 
     with using_server_of_up() as login:
@@ -110,6 +113,18 @@ def prefect_api(
             yield PrefectApi(server.api_url, server.ui_url, log_path, server.login)
         finally:
             flush()
+
+
+@contextmanager
+def server() -> Iterator[PrefectApi]:
+    """A Prefect server for a script's flows, as the command line uses it; see `prefect_api`.
+
+    For a block, ``with trialflow.server():``, or a function, ``@trialflow.server()``. It is the
+    configured server, or that of `trialflow up`; else one that ends with the block, keeps every
+    record, and writes nothing to the terminal, which Prefect's own temporary server does not.
+    """
+    with prefect_api(is_quiet=False) as api:
+        yield api
 
 
 @contextmanager

@@ -5,12 +5,19 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
+from benchmarks.all import ORDER
 from benchmarks.figures import Estimate, conclude
 from benchmarks.gpu import STATE_TARGETS, ranks_here
 from tests.benchmarks.outcome import outcome_of
+from tests.support.prefect import ROOT
 
 
 @pytest.mark.long
@@ -22,6 +29,53 @@ def test_the_loop_benchmark_ends_with_one_line_of_json() -> None:
     assert outcome["targets"].keys() == {"ratio_small_1_rank", ours}
     assert {"ratio_small_1_rank", "added_us_tiny_1_rank", ours} <= outcome["figures"].keys()
     assert all(value != 0 for value in outcome["figures"].values())
+
+
+def test_all_are_run() -> None:
+    """`NAME=all` has every benchmark of the table in benchmarks/README.md, but that of GPUs."""
+    table = (ROOT / "benchmarks" / "README.md").read_text()
+    names = re.findall(r"^\| `(\w+)` \|.*\|.*\|$", table, re.MULTILINE)
+    listed = {name for name in names if find_spec(f"benchmarks.{name}") is not None}
+    assert {*ORDER} == listed - {"gpu", "all"}
+    assert "gpu" in listed
+
+
+@pytest.mark.long
+@pytest.mark.slots
+def test_all_keeps_a_line_of_each(tmp_path: Path) -> None:
+    """With date, commit and figures; a second run adds its own."""
+    history = tmp_path / "history.jsonl"
+    command = [sys.executable, "-m", "benchmarks.all", "--only", "request", "--into", str(history)]
+    for _ in range(2):
+        subprocess.run(command, cwd=ROOT)  # whether targets hold is the machine's
+    lines = [json.loads(line) for line in history.read_text().splitlines()]
+    assert [line["name"] for line in lines] == ["request", "request"]
+    assert all(line["figures"] and line["date"] and line["commit"] for line in lines)
+
+
+@pytest.mark.long
+@pytest.mark.slots
+def test_the_benchmark_of_loading_ends_with_one_line_of_json() -> None:
+    """A rank of four has a quarter of a small model in the end, and some more meanwhile."""
+    pytest.importorskip("accelerate", reason="transformers needs it to divide a model")
+    outcome = outcome_of("pretrained --mib 100")
+    assert outcome["targets"].keys() == {"peak_share"}
+    figures = outcome["figures"]
+    assert 0.2 < figures["kept_share"] < figures["peak_share"] < 0.6
+
+
+@pytest.mark.long
+@pytest.mark.slots
+def test_the_benchmark_of_continuous_checkpoints_ends_with_one_line_of_json() -> None:
+    """Both parts, throttled or not, have figures; a kill costs no more than was trained."""
+    outcome = outcome_of(
+        "continuous --server moto --model tiny --kills 2 --within 1 --pairs 1 --batches 40"
+    )
+    assert outcome["targets"].keys() == {"lost_batches_median", "overhead_percent"}
+    figures = outcome["figures"]
+    for case in ("", "throttled_"):
+        assert figures[f"{case}checkpoints_a_run"] > 1
+        assert 0 <= figures[f"{case}lost_batches_median"] <= figures[f"{case}lost_batches_most"]
 
 
 def test_the_gpu_benchmark_refuses_a_machine_without_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,6 +56,20 @@ def test_an_example_learns(
     assert result.validation_metrics[metric] < first.metrics["validation"][metric]
 
 
+@pytest.mark.long
+def test_hugging_faces_trainer_learns(here: Path) -> None:
+    """Its script has two ranks under ZeRO-2. Its checkpoints are the run's."""
+    pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
+    config = example("hf_trainer/experiment.yaml", here)
+    # The last of two arguments counts.
+    brief = f" --max_steps 20 --eval_steps 10 --save_steps 10 --output_dir {here}/out"
+    result = train(config.model_copy(update={"entrypoint": config.entrypoint + brief}))
+    first, last = CheckpointStore(config.checkpoint_storage.url).list(result.trial)
+    assert [each.progress.batches_trained for each in (first, last)] == [10, 20]
+    losses = [each.metrics["validation"]["eval_loss"] for each in (first, last)]
+    assert losses[1] < losses[0] < 5.6  # log(256) is 5.5
+
+
 PATIENCE, PERIOD = 2, 6
 
 

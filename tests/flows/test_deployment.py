@@ -32,7 +32,15 @@ pytestmark = [pytest.mark.slots, pytest.mark.server]
 FINAL = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 
 
+@pytest.fixture
+def no_deployment_after(prefect_server: PrefectServer) -> Iterator[None]:
+    """Deletes what the test has deployed as `train/train`: other tests count its runs."""
+    yield
+    prefect_server.prefect("deployment", "delete", "train/train")
+
+
 @pytest.mark.long
+@pytest.mark.usefixtures("no_deployment_after")
 def test_prefects_own_commands(prefect_server: PrefectServer, tmp_path: Path) -> None:
     """`prefect deploy`, `prefect worker start` and `prefect deployment run` train a trial. A
     parameter of a wrong type is refused before a run is scheduled."""

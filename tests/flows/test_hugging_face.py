@@ -1,4 +1,4 @@
-"""The flow `train` runs a script with Hugging Face's Trainer and `DetCallback`."""
+"""The flow `train` runs a script with Hugging Face's Trainer."""
 
 from __future__ import annotations
 
@@ -9,24 +9,38 @@ from typing import Any
 
 import pytest
 
+from tests.support.fitting import start
 from tests.support.flow import train
-from tests.support.slots import toy_config
+from tests.support.slots import TOY, toy_config
+from trial_core.checkpoint import layout
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.errors import StorageError
 
 pytestmark = [pytest.mark.slots, pytest.mark.server]
 pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
 
+STEPS = "--save_steps 3 --eval_strategy steps --eval_steps 3"
+NOT_RESTORED = ("runtime", "per_second", "num_tokens")  # TRL counts tokens from each start
+ZERO = {
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
+}
 
-def hf_config(here: Path, steps: int, slots: int = 1, **hparams: Any) -> Any:
-    arguments = (
-        f"--output_dir {here}/out --max_steps {steps} --per_device_train_batch_size 1 "
-        "--use_cpu True --report_to none --disable_tqdm True --save_steps 3 --logging_steps 2 "
-        "--eval_strategy steps --eval_steps 3 --lr_scheduler_type constant"
+
+def hf_config(here: Path, *arguments: str, slots: int = 1, kill: str = "-", way: str = "-") -> Any:
+    """A run whose epochs have 10 steps on one slot."""
+    given = " ".join(arguments)
+    entrypoint = (
+        f"python3 hf_script.py {here} {kill} {way} --output_dir {here}/out --use_cpu True "
+        f"--per_device_train_batch_size 1 --report_to none --disable_tqdm True --logging_steps 2 "
+        f"{given}"
     )
     return toy_config(
-        here, entrypoint=f"python3 hf_script.py {arguments}", searcher={"metric": "eval_loss"},
-        hyperparameters={"record": str(here), **hparams}, max_restarts=1,
+        here, entrypoint=entrypoint, searcher={"metric": "eval_loss"}, max_restarts=1,
         resources={"slots_per_trial": slots},
     )  # fmt: skip
 
@@ -38,12 +52,31 @@ def steps_of(here: Path) -> list[int]:
 def saved(here: Path, trial: str) -> dict[int, Manifest]:
     """The trial's checkpoints, by their steps."""
     store = CheckpointStore(f"file://{here}/checkpoints")
-    return {each.progress.batches_trained: each for each in store.list(trial)}
+    manifests = store.list(trial)
+    found = {each.progress.batches_trained: each for each in manifests}
+    assert len(found) == len(manifests), "a step was stored twice"
+    return found
 
 
-def test_a_trainer_reports_stores_and_resumes(here: Path) -> None:
+def content(here: Path, trial: str, step: int) -> dict[str, Any]:
+    """A checkpoint's files: digests, and what the Trainer has noted, without times."""
+    store = CheckpointStore(f"file://{here}/checkpoints")
+    manifest = saved(here, trial)[step]
+    found: dict[str, Any] = {each.path: each.digest for each in manifest.files}
+    name = f"checkpoint-{step}/trainer_state.json"
+    state = json.loads(store.storage.read(layout.file_key(manifest.uuid, name)) or b"")
+    found[name] = [
+        {key: value for key, value in line.items() if not key.endswith(NOT_RESTORED)}
+        for line in state["log_history"]
+    ]
+    del found["metadata.json"]  # it names the trial
+    return found
+
+
+@pytest.mark.parametrize("way", ["-", pytest.param("det", marks=pytest.mark.long)])
+def test_a_trainer_reports_stores_and_resumes(here: Path, way: str) -> None:
     """Metrics and checkpoints are the run's. It resumes at the step of its last one."""
-    first = train(hf_config(here, 4))
+    first = train(hf_config(here, STEPS, "--max_steps 4", way=way))
     assert first.batches_trained == 4
     assert {"loss", "learning_rate", "batches", "epochs"} <= first.training_metrics.keys()
     assert "eval_loss" in first.validation_metrics
@@ -51,33 +84,106 @@ def test_a_trainer_reports_stores_and_resumes(here: Path) -> None:
     assert sorted(stored) == [3, 4]  # the last step, too
     names = {entry.path for entry in stored[4].files}
     assert {"metadata.json", "checkpoint-4/model.safetensors", "checkpoint-4/my_data.json"} <= names
-    assert stored[3].metrics["validation"]["eval_loss"] == stored[3].progress.best_metric
+    for step in (3, 4):  # evaluated before it was stored
+        validation = stored[step].metrics["validation"]
+        assert (validation["batches"], validation["epochs"]) == (step, step / 10)
+        assert validation["eval_loss"] == stored[step].progress.best_metric
 
     (here / "out" / "checkpoint-9").mkdir()  # left by a run that was killed before its upload
     shutil.rmtree(here / "out" / "checkpoint-4")
-    second = train(hf_config(here, 6), trial=first.trial)
+    second = train(hf_config(here, STEPS, "--max_steps 6", way=way), trial=first.trial)
     assert second.batches_trained == 6
     assert steps_of(here) == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.long
-def test_a_trainer_that_is_killed_resumes(here: Path) -> None:
-    """New ranks continue at the step of the last stored checkpoint."""
-    result = train(hf_config(here, 6, slots=2, kill_at=4))
-    assert (result.batches_trained, result.stopped_early) == (6, False)
-    assert steps_of(here) == [0, 1, 2, 3, 4, 3, 4, 5]
-    names = {entry.path for entry in saved(here, result.trial)[6].files}
-    assert {"checkpoint-6/rng_state_0.pth", "checkpoint-6/rng_state_1.pth"} <= names
+@pytest.mark.parametrize("stage", [None, 2, 3])
+def test_a_trainer_that_is_killed_equals_one_that_is_not(here: Path, stage: int | None) -> None:
+    """Weights, optimizer, learning rate, order of data, random numbers and metrics, bit for bit."""
+    arguments = ["--num_train_epochs 2 --save_steps 2 --eval_strategy epoch --warmup_steps 3"]
+    if stage is not None:
+        (here / "ds.json").write_text(json.dumps({**ZERO, "zero_optimization": {"stage": stage}}))
+        arguments.append(f"--deepspeed {here}/ds.json")
+    whole = train(hf_config(here, *arguments, slots=2))
+    expected = content(here, whole.trial, 10)
+    assert {f"checkpoint-10/rng_state_{rank}.pth" for rank in (0, 1)} <= expected.keys()
+    # Its epoch ends there: it was evaluated before it was stored.
+    assert saved(here, whole.trial)[10].metrics["validation"]["batches"] == 10
+
+    shutil.rmtree(here / "out")
+    (here / "steps").unlink()
+    killed = train(hf_config(here, *arguments, slots=2, kill="1:7"))
+    assert (here / "killed").exists()
+    steps = steps_of(here)
+    begin = steps.index(7) + 1
+    assert steps[begin] in (4, 6)  # the upload of the last one may not have ended
+    assert steps[begin:] == list(range(steps[begin], 10))
+    assert content(here, killed.trial, 10) == expected
+
+
+@pytest.mark.long
+def test_trls_trainer_has_the_same_callback(here: Path) -> None:
+    """A run of SFTTrainer that is killed equals one that is not."""
+    pytest.importorskip("trl")
+    arguments = ["--max_steps 6 --save_steps 2"]
+    whole = train(hf_config(here, *arguments, way="sft"))
+    expected = content(here, whole.trial, 6)
+    assert "checkpoint-6/tokenizer.json" in expected
+
+    shutil.rmtree(here / "out")
+    killed = train(hf_config(here, *arguments, way="sft", kill="0:5"))
+    assert (here / "killed").exists()
+    assert content(here, killed.trial, 6) == expected
+
+
+@pytest.mark.long
+def test_accelerates_state_is_a_checkpoint(here: Path) -> None:
+    """`save_state` into `store_path`, `load_state` from `restore_path`: equal after a kill."""
+    stored = []
+    for kill in ("-", "1:10"):
+        config = toy_config(
+            here, entrypoint=f"python3 accelerate_script.py {here} {kill}", max_restarts=1,
+            searcher={"metric": "loss"},
+        )  # fmt: skip
+        result = train(config)
+        stored.append({each.path: each.digest for each in saved(here, result.trial)[16].files})
+    assert (here / "killed").exists()
+    assert stored[0] == stored[1]
+    assert {"random_states_0.pkl", "random_states_1.pkl", "optimizer.bin"} <= stored[0].keys()
+    assert steps_of(here)[16:27] == list(range(11))
+    assert steps_of(here)[27] in (6, 9)
+
+
+@pytest.mark.long
+def test_an_upload_beside_training_that_fails_ends_the_run(here: Path) -> None:
+    """Soon, and with its reason."""
+    config = hf_config(here, f"--max_steps {10**6} --save_steps 3", kill="storage:4")
+    with pytest.raises(StorageError, match="checkpoints"):
+        train(config)
+    assert len(steps_of(here)) < 10**5
+
+
+@pytest.mark.long
+def test_a_trainer_with_torchrun_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without Prefect. A killed rank ends all; the same script, started again, continues."""
+    monkeypatch.setenv("DET_LATEST_CHECKPOINT", "latest")
+    arguments = f"--output_dir {tmp_path}/out --use_cpu True --max_steps 6 --save_steps 2"
+    script = [str(TOY / "hf_script.py"), str(tmp_path), "1:5", "-"]
+    for _ in range(2):
+        output = start("torchrun", tmp_path, 2, *script, *f"{arguments} --report_to none".split())
+    begun, continued = steps_of(tmp_path)[:6], steps_of(tmp_path)[6:]
+    assert begun == list(range(6)), output
+    assert continued in (list(range(begin, 6)) for begin in (2, 4)), output
 
 
 @pytest.mark.long
 def test_a_trainer_that_is_stopped_saves_its_step(here: Path) -> None:
     """It is not evaluated first, and continues with the next step."""
-    config = hf_config(here, 10**6)
+    config = hf_config(here, STEPS, f"--max_steps {10**6}")
     stopping = config.stopping.model_copy(update={"time_budget_seconds": 20.0})
     stopped = train(config.model_copy(update={"stopping": stopping}))
     end = stopped.batches_trained
     assert stopped.stopped_early
     assert max(saved(here, stopped.trial)) == end
-    train(hf_config(here, end + 2), trial=stopped.trial)
+    train(hf_config(here, STEPS, f"--max_steps {end + 2}"), trial=stopped.trial)
     assert steps_of(here) == list(range(end + 2))

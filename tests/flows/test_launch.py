@@ -26,6 +26,7 @@ from trial_core.driver.run import Launch, Run
 from trial_core.errors import CheckpointError, LaunchError, RankFailed
 from trial_core.ledger.run_clock import RunClock
 from trial_core.slots.accelerators import resolve_slot_count
+from trial_core.slots.fork_server import ForkServer
 from trialflow.flows.lifecycle.crash_limit import CrashedTooOften
 
 
@@ -33,6 +34,13 @@ from trialflow.flows.lifecycle.crash_limit import CrashedTooOften
 def one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine whose NVIDIA driver reports one GPU, and an environment that does not hide it."""
     fake_gpus(tmp_path, monkeypatch, 1)
+
+
+@pytest.fixture
+def this_machine() -> Iterator[ThisMachine]:
+    """Starts ranks by a fork server of the test's own."""
+    with ForkServer() as fork_server:
+        yield ThisMachine(fork_server)
 
 
 def toy_run(folder: Path, variables: dict[str, str]) -> Launch:
@@ -43,21 +51,21 @@ def toy_run(folder: Path, variables: dict[str, str]) -> Launch:
 
 @pytest.mark.slots
 @pytest.mark.usefixtures("one_gpu")
-def test_the_experiment_may_choose_cpu_ranks(tmp_path: Path) -> None:
+def test_the_experiment_may_choose_cpu_ranks(tmp_path: Path, this_machine: ThisMachine) -> None:
     """DS_ACCELERATOR=cpu in the YAML applies to counting slots, too."""
     launch = toy_run(tmp_path, {"DS_ACCELERATOR": "cpu"})
-    with launch_slots(launch, ThisMachine()) as slots:
+    with launch_slots(launch, this_machine) as slots:
         assert slots.world_size == launch.run.clock.slots == 2
     with pytest.raises(LaunchError, match="this machine has 1 accelerator;"):
-        launch_slots(toy_run(tmp_path, {}), ThisMachine())
+        launch_slots(toy_run(tmp_path, {}), this_machine)
 
 
 @pytest.mark.slots
-def test_ranks_see_only_their_runs_devices(tmp_path: Path) -> None:
+def test_ranks_see_only_their_runs_devices(tmp_path: Path, this_machine: ThisMachine) -> None:
     """Devices that the experiment names may belong to another run."""
     launch = toy_run(tmp_path, {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "0,1,2,3"})
     launch.run.devices = {"CUDA_VISIBLE_DEVICES": "2,3"}
-    with launch_slots(launch, ThisMachine()) as slots:
+    with launch_slots(launch, this_machine) as slots:
         for pid in slots.pids:
             variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             assert b"CUDA_VISIBLE_DEVICES=2,3" in variables
@@ -148,12 +156,12 @@ def test_a_trial_that_is_a_path_is_refused_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.slots
 @pytest.mark.usefixtures("one_gpu")
-def test_ranks_without_their_gpu_refuse_to_train(tmp_path: Path) -> None:
+def test_ranks_without_their_gpu_refuse_to_train(tmp_path: Path, this_machine: ThisMachine) -> None:
     """The driver has counted one, and torch in the rank finds none: no training on the CPU."""
     config = toy_config(tmp_path, resources={"slots_per_trial": 1})
     launch = Launch(Run(config, "toy-0a", tmp_path, CheckpointStore("memory://"), Observer()))
     with (
-        launch_slots(launch, ThisMachine()) as slots,
+        launch_slots(launch, this_machine) as slots,
         pytest.raises(RankFailed, match=r"on cuda device 0, but torch .* finds none: .*CUDA"),
     ):
         build(slots, launch.run.config, tmp_path)

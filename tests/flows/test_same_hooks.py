@@ -48,9 +48,9 @@ def comparable(record: Path, rank: int) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", [field.name for field in fields(Stages)])
 def test_the_flow_has_each_stage_as_a_task_of_its_name(name: str) -> None:
-    """And the driver without Prefect as a function of that name. Two run beside training."""
+    """And the driver without Prefect as a function of that name. Three run beside training."""
     task, plain = getattr(STAGES, name), getattr(PLAIN_STAGES, name)
-    if name in ("checkpoint_upload", "checkpoint_prune"):
+    if name in ("checkpoint_upload", "checkpoint_prune", "own_stage"):
         assert task.__name__ == "submit"
         task = task.__self__
     if name == "callbacks":  # which chooses hooks that are tasks

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import trialflow.flows.train
 from tests.support.flow import one_slot, ranks, train
-from trial_core.checkpoint.fencing import Fence, newest_attempts
+from trial_core.checkpoint.fencing import newest_attempts
 from trial_core.checkpoint.json_objects import encode_json
 from trial_core.checkpoint.layout import claim_key
 from trial_core.checkpoint.manifest import Manifest, utc_now
@@ -29,9 +30,9 @@ def test_a_superseded_run_ends(here: Path, monkeypatch: pytest.MonkeyPatch) -> N
     commit = CheckpointStore.commit
 
     def commit_and_be_superseded(
-        store: CheckpointStore, manifest: Manifest, fence: Fence | None = None
+        store: CheckpointStore, manifest: Manifest, *arguments: Any
     ) -> None:
-        commit(store, manifest, fence)
+        commit(store, manifest, *arguments)
         store.take_over(manifest.trial, "another")
 
     before = ranks()

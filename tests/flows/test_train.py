@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,6 @@ from tests.support.flow import (
 from tests.support.prefect import PrefectServer
 from tests.support.s3 import S3Server
 from tests.support.slots import lines, toy_config
-from trial_core.checkpoint.fencing import Fence
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import RankFailed, StorageError
@@ -34,13 +34,13 @@ def delay_first_commit(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Make the first upload last until batch 10 is trained; a file that exists once it runs."""
     commit, upload_runs = CheckpointStore.commit, here / "upload-runs"
 
-    def delayed(store: CheckpointStore, manifest: Manifest, fence: Fence | None = None) -> None:
+    def delayed(store: CheckpointStore, manifest: Manifest, *arguments: Any) -> None:
         upload_runs.touch()
         deadline = time.monotonic() + LIMIT_SECONDS
         while len(lines(here, "samples", 0)) <= 10:
             assert time.monotonic() < deadline, "training waits for the upload"
             time.sleep(0.01)
-        commit(store, manifest, fence)
+        commit(store, manifest, *arguments)
 
     monkeypatch.setattr(CheckpointStore, "commit", delayed)
     return upload_runs

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 
 from tests.support.browser import Browser, chromium
 from tests.support.flow import stages, train
-from tests.support.prefect import PrefectServer
+from tests.support.prefect import ROOT, PrefectServer
 from tests.support.prefect_worker import Scene
 from tests.support.slots import toy_config
 from tests.support.waiting import until
@@ -121,6 +123,34 @@ def test_the_report_of_a_resumed_trial(watched: Watched) -> None:
     assert "(best)" in text
     assert f"{watched.second.checkpoint_url}".rpartition("/")[0] in text
     keep(watched.browser, "report.png")
+
+
+def test_a_flow_of_ones_own(
+    prefect_server: PrefectServer, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its page shows its trainings, its own task, and what becomes of the better model."""
+    example = here / "nightly"
+    shutil.copytree(
+        ROOT / "examples" / "nightly", example, ignore=shutil.ignore_patterns("data", "models")
+    )
+    monkeypatch.syspath_prepend(example)
+    nightly = importlib.import_module("nightly").nightly
+    seen: list[str] = []
+
+    def note(flow: Any, flow_run: Any, state: Any) -> None:
+        seen.append(str(flow_run.id))
+
+    nightly.with_options(on_running=[note])("2026-01-31")
+    recorded = stages(prefect_server, seen[0], "export → 2026-01-31.safetensors")
+    names = [stage.name.partition("-")[0] for stage in recorded]
+    assert [name for name in names if name in ("train", "evaluate")] == ["train"] * 2 + ["evaluate"]
+    with chromium() as browser:
+        page = f"{prefect_server.ui_url}/v2/runs/flow-run/{seen[0]}"
+        browser.open(page, "is the champion")  # a line of its log
+        keep(browser, "compose.png")
+        browser.open(f"{page}?tab=TaskRuns", "promote → demand")
+        assert "prepare" in browser.text
+        browser.open(f"{page}?tab=SubflowRuns", "demand-evaluation")
 
 
 @pytest.mark.timeout(600)  # a worker's start, three pages, two attempts

@@ -1,14 +1,22 @@
-"""Reads a checkpoint's parameters with DeepSpeed's own converter, for any topology."""
+"""Reads a checkpoint's parameters: with DeepSpeed's own converter, and as an export does."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import shutil
+import tempfile
 from argparse import Namespace
 from pathlib import Path
 
 import torch
 from deepspeed.checkpoint.ds_to_universal import main
+
+from trial_core.controller.safe_load import Reader
+from trial_core.deepspeed.export.deepspeed_folder import join_frozen
+from trial_core.deepspeed.export.engine_weights import saved_weights
+from trial_core.deepspeed.fingerprints import check_exported, fingerprints_of
+from trial_core.export.weights import Precision, Weights, read_all
 
 
 def consolidated(folder: Path, into: Path) -> dict[str, torch.Tensor]:
@@ -19,10 +27,16 @@ def consolidated(folder: Path, into: Path) -> dict[str, torch.Tensor]:
         into: an empty folder to work in.
     """
     log = io.StringIO()
-    with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
+    with (
+        tempfile.TemporaryDirectory() as copied,
+        contextlib.redirect_stdout(log),
+        contextlib.redirect_stderr(log),
+    ):
+        plain = shutil.copytree(folder, Path(copied, "plain"))
+        join_frozen(plain, Reader(trusted=True))
         main(
             Namespace(
-                input_folder=str(folder), output_folder=str(into), num_extract_workers=1,
+                input_folder=str(plain), output_folder=str(into), num_extract_workers=1,
                 num_merge_workers=1, keep_temp_folder=False, strict=True,
                 inject_missing_state=True,
             )
@@ -34,3 +48,12 @@ def consolidated(folder: Path, into: Path) -> dict[str, torch.Tensor]:
             tensor = state["param"] if isinstance(state, dict) else state
             found[f"{path.parent.name}/{path.stem}"] = tensor.flatten()  # ZeRO-3's are flat
     return found
+
+
+def export_weights(
+    folder: Path, engine: int = 0, dtype: Precision = "fp32", reader: Reader | None = None
+) -> Weights:
+    """All weights that an export has, in memory, compared with their fingerprints together."""
+    weights = read_all(saved_weights(folder, engine, dtype, reader))
+    check_exported(fingerprints_of(folder, engine), weights)
+    return weights

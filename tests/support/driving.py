@@ -24,6 +24,17 @@ class Seen(Observer):
         self.stages.append(f"{stage} {detail}".strip())
 
 
+class Notices(Seen):
+    """Also notes what people are told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notices: list[str] = []
+
+    def notice(self, text: str) -> None:
+        self.notices.append(text)
+
+
 def drive(
     config: ExperimentConfig,
     trial: str = TRIAL,

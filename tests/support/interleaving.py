@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from fsspec.implementations.memory import MemoryFileSystem
+
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import StorageError
 
@@ -146,6 +148,12 @@ def interleave_all(
         chosen = actors[next(turns, 0)]
         (chosen if not chosen.has_ended else alive[0]).step()
     return [actor.outcome for actor in actors]
+
+
+def clear_memory() -> None:
+    """Delete everything: each listing reads the objects and folders of all stores in memory."""
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
 
 
 def all_orders(*requests: int) -> Iterator[tuple[int, ...]]:

@@ -63,16 +63,23 @@ class Scene:
         """The flow's parameters."""
         return {"config": self.config.model_dump(mode="json")}
 
-    def deploy(self, pool: str, parent: int, **job_variables: Any) -> None:
+    def deploy(
+        self,
+        pool: str,
+        parent: int,
+        entrypoint: str = "trialflow.flows.train.train",
+        **job_variables: Any,
+    ) -> None:
         """Create a deployment for this run alone, as `prefect deploy` does."""
-        flow = ask(self.server, "flows/", {"name": "train"})
+        name = entrypoint.rpartition(":")[2] if ":" in entrypoint else "train"
+        flow = ask(self.server, "flows/", {"name": name})
         folder = {"prefect.deployments.steps.set_working_directory": {"directory": str(ROOT)}}
         variables = {**self.variables, "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30"}
         self.parent = parent
         self._deployment_id = ask(self.server, "deployments/",
             {
                 "name": self.config.name, "flow_id": flow["id"],
-                "entrypoint": "trialflow.flows.train.train",
+                "entrypoint": entrypoint,
                 "work_pool_name": pool, "pull_steps": [folder], "enforce_parameter_schema": False,
                 "tags": [TAG], "job_variables": {"env": variables, **job_variables},
             },
@@ -247,6 +254,15 @@ def assert_saved_where_it_ended(scene: Scene) -> int:
     for rank in (0, 1):
         assert lines(scene.folder, "samples", rank)[-1][0] == trained - 1
     return trained
+
+
+def assert_a_cancel_saves(scene: Scene) -> None:
+    """After Cancel the last batch is saved, the state is Cancelled, and no process is left."""
+    ports = scene.ports()
+    scene.cancel()
+    scene.until_state("Cancelled")
+    assert_nothing_left(scene, ports)
+    assert assert_saved_where_it_ended(scene) > 5
 
 
 def deployment_id(server: PrefectServer, name: str) -> str | None:

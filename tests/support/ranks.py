@@ -54,7 +54,8 @@ def run_ranks(
     base = {
         **os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(local_size), **environment,
+        "LOCAL_WORLD_SIZE": str(local_size), "CROSS_SIZE": str(world_size // local_size),
+        **environment,
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         ranks = [
@@ -63,6 +64,7 @@ def run_ranks(
                     "RANK": str(rank),
                     "LOCAL_RANK": str(rank % local_size),
                     "GROUP_RANK": str(rank // local_size),
+                    "CROSS_RANK": str(rank // local_size),
                 },
                 f"{folder}/{rank}.out",
                 f"{folder}/{rank}.err",
@@ -82,5 +84,8 @@ def run_ranks(
         for rank, (_, output, errors) in enumerate(ranks):
             lines = Path(output).read_text().strip().splitlines()
             assert lines, f"rank {rank} printed nothing:\n{Path(errors).read_text()}"
-            results.append(json.loads(lines[-1]))
+            try:
+                results.append(json.loads(lines[-1]))
+            except ValueError:
+                raise AssertionError(f"rank {rank}:\n{Path(errors).read_text()}") from None
     return results

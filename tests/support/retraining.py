@@ -79,7 +79,9 @@ class RetrainHarness:
         monkeypatch.setattr(trialflow.flows.retrain, "train_trial", self._train)
         monkeypatch.setattr(trialflow.flows.retrain, "evaluate_checkpoint", self._evaluate)
 
-    def _train(self, config: Any, trial: str, stopping: StopHandler, devices: Any) -> TrialResult:
+    def _train(
+        self, config: Any, trial: str, stopping: StopHandler, devices: Any, attempt: str
+    ) -> TrialResult:
         self.trained.append(config)
         if not self.store.list(trial):
             self.save_checkpoint(trial, self.challenger_loss)
@@ -210,11 +212,10 @@ class RetrainHarness:
         state = ask(self.server, f"flow_runs/{run}")["state"]
         return state["name"], state["message"]
 
-    def events(self, at_least: int = 1) -> list[dict[str, Any]]:
+    def events(self, at_least: int = 1, prefix: str = "trialflow.model.") -> list[dict[str, Any]]:
         """The events of the model, once the server has recorded that many."""
-        body = {
-            "filter": {"resource": {"id": [f"trialflow.model.{self.model}"]}}, "limit": 50
-        }  # fmt: skip
+        model = {"id": [f"trialflow.model.{self.model}"]}
+        body = {"filter": {"event": {"prefix": [prefix]}, "resource": model}, "limit": 50}
         found: list[dict[str, Any]] = []
 
         def are_recorded() -> bool:

@@ -7,11 +7,14 @@ from typing import Any
 
 import torch
 
+from trial_core.controller.safe_load import Reader
+
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor of every file below `folder`, by file and position.
 
-    The numbers in ``state_dict.pth``, such as learning rates, count as tensors.
+    Frozen weights are also found in the file that they are beside. The numbers in
+    ``state_dict.pth``, such as learning rates, count as tensors.
     """
     found: dict[str, torch.Tensor] = {}
 
@@ -28,7 +31,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
                 collect(item, f"{place}/{index}")
 
     for path in sorted([*folder.rglob("*.pt"), *folder.rglob("*.pth")]):
-        collect(torch.load(path, weights_only=False), str(path.relative_to(folder)))
+        collect(Reader(trusted=True).load(path), str(path.relative_to(folder)))
     return found
 
 

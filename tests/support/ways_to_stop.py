@@ -123,6 +123,24 @@ def worker_with_a_command(stage: Stage) -> Iterator[Scene]:
 
 
 @contextmanager
+def own_flow(stage: Stage, name: str = "own") -> Iterator[Scene]:
+    """On a shared worker, as the subflow of a flow of the user's; a flow of `own_flow.py`."""
+    with cleared(Scene(stage.server, stage.folder)) as scene:
+        script = (SCRIPTS / "own_flow.py").relative_to(ROOT)
+        scene.deploy(stage.worker.pool, stage.worker.pid, f"{script}:{name}")
+        scene.create_run()
+        scene.until_trained()
+        yield scene
+
+
+@contextmanager
+def own_flow_in_tasks(stage: Stage) -> Iterator[Scene]:
+    """As `own_flow`, within tasks: in other threads than the main one."""
+    with own_flow(stage, "in_tasks") as scene:
+        yield scene
+
+
+@contextmanager
 def detached(stage: Stage) -> Iterator[Scene]:
     """The worker's command is `trialflow.flows.lifecycle.detached_engine`."""
     with on_a_worker(stage.server, stage.worker, stage.folder, DETACHED) as scene:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,6 +24,7 @@ from trial_core.deepspeed.context import DeepSpeedTrialContext
 from trial_core.distributed import DistributedContext
 from trial_core.errors import LaunchError
 from trial_core.pytorch import torch_context
+from trial_core.slots.announcer import Announcer
 
 
 class FakeAccelerator:
@@ -136,7 +136,6 @@ def test_the_accelerators_generator_is_saved_and_restored(fake: FakeAccelerator)
 
 def test_the_generators_that_deepspeed_tracks_are_saved_and_restored(tmp_path: Path) -> None:
     """Dropout in model-parallel regions draws the same numbers after a resume."""
-    adapter: Any = accelerator
     tracker = get_cuda_rng_tracker()
 
     def draws() -> list[float]:
@@ -150,25 +149,28 @@ def test_the_generators_that_deepspeed_tracks_are_saved_and_restored(tmp_path: P
         tracker.add("model-parallel-rng", 2718)
         tracker.add("experts", 3141)
         draws()
-        write_rank_state(tmp_path, 0, {"rng": capture_rng(adapter)}, Reader())
+        write_rank_state(tmp_path, 0, {"rng": capture_rng()}, Reader())
         expected = draws()
         tracker.reset()  # another process, whose trial has seeded its generators
         tracker.add("model-parallel-rng", 2718)
-        restore_rng(read_rank_state(tmp_path, 0, Reader())["rng"], adapter)
+        restore_rng(read_rank_state(tmp_path, 0, Reader())["rng"])
         assert draws() == expected
     finally:
         tracker.reset()
-    assert "tracked" not in capture_rng(adapter)
+    assert "tracked" not in capture_rng()
 
 
 def test_a_wait_for_a_killed_build_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may take minutes, before anything of the trial is imported."""
     announced: list[str] = []
 
-    @contextmanager
-    def activity(what: str, special: Callable[[], str | None] = lambda: None) -> Iterator[None]:
-        announced.append(what)
-        yield
+    class Listed(Announcer):
+        @contextmanager
+        def activity(
+            self, what: str, special: Callable[[], str | None] = lambda: None
+        ) -> Iterator[None]:
+            announced.append(what)
+            yield
 
     def wait(local_rank: int) -> None:
         raise InterruptedError(announced[-1])
@@ -176,4 +178,4 @@ def test_a_wait_for_a_killed_build_is_announced(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(entrypoint, "prepare_op_builds", wait)
     info = RunInfo(trial="toy-0000beef", experiment={"entrypoint": "a:B"})
     with pytest.raises(InterruptedError, match="waiting for a build of an operator"):
-        entrypoint.build_adapter(info, RANK_1, activity)
+        entrypoint.build_adapter(info, RANK_1, Listed(lambda message: None, is_silent=False))

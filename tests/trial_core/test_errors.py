@@ -50,6 +50,7 @@ def test_rank_failed_keeps_all_its_arguments() -> None:
     ("error_type", "is_ours", "is_trial_mistake"),
     [
         ("TrialError", True, True),
+        ("CheckpointUnrestorable", True, True),
         ("TrialTypeError", True, True),
         ("TrialValueError", True, True),
         ("InvalidHP", True, True),

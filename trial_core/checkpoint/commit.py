@@ -19,6 +19,9 @@ checkpoint stays, and the new attempt may resume from it. If T3 is first, C4 fai
 tombstone is there; after T4 the files are gone, which C5 finds. So no run resumes from a checkpoint
 that is deleted later, and no checkpoint of the old attempt appears after the new one has looked.
 
+Each rank stores at least one file itself, also if all are as before: so C5 finds a swept upload,
+whatever it refers to. `references` describes what happens to files of earlier checkpoints.
+
 One case is left: a driver that is killed between C4 and C5, after T4, leaves a manifest without
 files. The checkpoint is listed, and a restore finds that it is damaged.
 """
@@ -27,11 +30,14 @@ from __future__ import annotations
 
 import logging
 
+import msgspec
+
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.fencing import Fence
 from trial_core.checkpoint.intents import Intent, has_manifest, read_intent
 from trial_core.checkpoint.json_objects import encode_json
 from trial_core.checkpoint.manifest import Manifest, utc_now
+from trial_core.checkpoint.verified_read import Damage, wrong_sizes
 from trial_core.errors import CheckpointDamaged, CommitConflict, StorageError
 from trial_core.storage.base import Storage
 
@@ -41,11 +47,13 @@ _logger = logging.getLogger(__name__)
 
 
 def announce_upload(
-    storage: Storage, trial: str, uuid: str, attempt: str, fence: Fence | None
+    storage: Storage, trial: str, uuid: str, attempt: str, fence: Fence | None, base: str
 ) -> None:
     """See `CheckpointStore.announce_upload`."""
     number = fence.number if fence is not None else 0
-    intent = Intent(trial=trial, uuid=uuid, attempt=attempt, created_at=utc_now(), number=number)
+    intent = Intent(
+        trial=trial, uuid=uuid, attempt=attempt, created_at=utc_now(), number=number, base=base
+    )
     for _ in range(_ANNOUNCE_TRIES):
         try:
             storage.create(intent.key, encode_json(intent))
@@ -53,7 +61,10 @@ def announce_upload(
         except FileExistsError:
             # The intent of an earlier try stays, unless it has just been swept: it may name the
             # manifest's key.
-            if read_intent(storage, trial, uuid) is not None:
+            if (earlier := read_intent(storage, trial, uuid)) is not None:
+                if earlier.base != base:
+                    renewed = msgspec.structs.replace(earlier, base=base)
+                    storage.write(intent.key, encode_json(renewed))
                 break
     else:
         raise CommitConflict(
@@ -65,18 +76,23 @@ def announce_upload(
         fence.check(f"checkpoint {uuid} is not uploaded")
 
 
-def commit(storage: Storage, manifest: Manifest, fence: Fence | None) -> None:
+def commit(storage: Storage, manifest: Manifest, fence: Fence | None, base: str) -> None:
     """See `CheckpointStore.commit`."""
-    data = manifest.to_json()
+    data, uuid = manifest.to_json(), manifest.uuid
     # What readers would refuse must not be committed.
     Manifest.from_json(data, f"the manifest of checkpoint {manifest.uuid}")
-    intent = _announce_commit(storage, manifest, fence)
+    intent = _announce_commit(storage, manifest, fence, base)
     if fence is not None:
         fence.check(_not_committed(manifest))
     if (missing := _first_missing_file(storage, manifest)) is not None:
         if fence is not None:  # the files may have just been swept
             fence.check(_not_committed(manifest))
-        raise CheckpointDamaged(f"{_not_committed(manifest)}: {missing}")
+        place = f"in {storage.url}/{layout.CHECKPOINTS}/{'/'.join(missing.entry.place(uuid))}"
+        if missing.entry.stored_at:  # a retry stores it anew
+            raise StorageError(f"{_not_committed(manifest)}: {missing}, {place}")
+        raise CheckpointDamaged(
+            f"{_not_committed(manifest)}: {missing}, {place}; upload it before committing"
+        )
     try:
         storage.create(manifest.name.key, data)
     except FileExistsError as error:
@@ -88,7 +104,9 @@ def commit(storage: Storage, manifest: Manifest, fence: Fence | None) -> None:
     _tidy(storage, intent)
 
 
-def _announce_commit(storage: Storage, manifest: Manifest, fence: Fence | None) -> Intent:
+def _announce_commit(
+    storage: Storage, manifest: Manifest, fence: Fence | None, base: str
+) -> Intent:
     """Write into the intent under which key the manifest is about to be written."""
     intent = Intent(
         trial=manifest.trial,
@@ -97,6 +115,7 @@ def _announce_commit(storage: Storage, manifest: Manifest, fence: Fence | None) 
         created_at=utc_now(),
         number=fence.number if fence is not None else 0,
         batches=manifest.progress.batches_trained,
+        base=base,
     )
     storage.write(intent.key, encode_json(intent))
     return intent
@@ -146,17 +165,6 @@ def _swept_error(
     )
 
 
-def _first_missing_file(storage: Storage, manifest: Manifest) -> str | None:
-    """What is wrong with the first file that is missing or has another size; None: nothing."""
-    folder = layout.files_folder(manifest.uuid)
-    there = storage.sizes(folder)
-    for file in manifest.all_files:
-        seen = there.get(layout.file_key(manifest.uuid, file.path))
-        if seen != file.size_bytes:
-            return (
-                f"{file.path}, written by rank {file.rank}, "
-                f"{'is missing' if seen is None else f'has {seen} bytes'} in "
-                f"{storage.url}/{folder}, expected {file.size_bytes} bytes; upload it before "
-                "committing"
-            )
-    return None
+def _first_missing_file(storage: Storage, manifest: Manifest) -> Damage | None:
+    """The first file that is missing or has another size; None: there is none."""
+    return next(iter(wrong_sizes(storage, manifest.uuid, manifest.all_files)), None)

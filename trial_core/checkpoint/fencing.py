@@ -141,11 +141,7 @@ class Fence:
 def take_over(
     storage: Storage, trial: str, attempt: str, after: int | None = None, mark: str | None = None
 ) -> Fence:
-    """See `CheckpointStore.take_over`.
-
-    Args:
-        after: the newest attempt's number as the caller knows it; refuse if a later one has come.
-    """
+    """See `CheckpointStore.take_over`."""
     attempts = newest_attempts(storage, trial)  # read only if the mark is another one
     found = marked(
         storage, mark, lambda: any(each and each.storage == mark for _, each in attempts)

@@ -9,7 +9,8 @@ See `fencing` for two attempts at one trial, and `commit` for a commit that meet
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import logging
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -18,9 +19,12 @@ import msgspec
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.json_objects import named_keys, read_json
 from trial_core.checkpoint.manifest import Count, is_tombstone, tombstone
+from trial_core.checkpoint.references import References, why_unknown
 from trial_core.errors import CheckpointDamaged
 from trial_core.storage.base import Storage
 from trial_core.text_format import plural
+
+_logger = logging.getLogger(__name__)
 
 
 class Intent(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,6 +35,8 @@ class Intent(msgspec.Struct, frozen=True, kw_only=True):
         created_at: start of the upload: ISO 8601, UTC; empty if the intent is unreadable.
         number: the attempt's number, 0 if it has not taken over the trial.
         batches: those in its manifest's key; None until the commit begins.
+        base: uuid of the checkpoint whose files it may refer to; empty: none, or the intent is
+            unreadable. See `references`.
     """
 
     trial: str
@@ -39,6 +45,12 @@ class Intent(msgspec.Struct, frozen=True, kw_only=True):
     created_at: str
     number: int = 0
     batches: Count | None = None
+    base: str = ""
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether more of it is known than its key."""
+        return bool(self.created_at)
 
     @property
     def key(self) -> str:
@@ -73,10 +85,19 @@ class SweptUpload:
         )
 
 
-def sweep(storage: Storage, trial: str, number: int | None = None) -> list[SweptUpload]:
+def sweep(
+    storage: Storage,
+    trial: str,
+    references: Callable[[], References],
+    number: int | None = None,
+) -> list[SweptUpload]:
     """Delete the leftovers of a trial's uploads; return what was deleted.
 
+    An intent may have outlived its checkpoint, which was deleted since. So what the trial's
+    checkpoints refer to stays.
+
     Args:
+        references: reads them.
         number: the sweeping attempt's number: uploads of later attempts are left alone, and files
             beside checkpoints whose upload began after its take-over, which are its own. None: no
             attempt may be running.
@@ -88,7 +109,11 @@ def sweep(storage: Storage, trial: str, number: int | None = None) -> list[Swept
         if intent.uuid in committed or not _prevent_commit(storage, intent):
             storage.remove(intent.key)  # the driver was killed after the commit
             continue
-        cleared = storage.clear(layout.files_folder(intent.uuid))
+        needed = references()
+        if (why := why_unknown(storage, needed)) is not None:
+            _logger.warning("leftovers of checkpoint %s stay: %s", intent.uuid, why)
+            continue
+        cleared = storage.clear(layout.files_folder(intent.uuid), needed.keys)
         # In this order, the next sweep finds what is left if this one is killed here.
         if intent.batches is not None:
             storage.remove(layout.manifest_key(trial, intent.batches, intent.uuid))

@@ -2,18 +2,20 @@
 
 A key is a POSIX path relative to the storage's root. All families of keys:
 
-==============================================  ======================================  =====================================
+==============================================  ======================================  ==================================================
 key                                             written by                              deleted by
-==============================================  ======================================  =====================================
+==============================================  ======================================  ==================================================
 manifests/{trial}/{batches:010d}-{uuid}.json    driver, to commit: last, create-only    prune
-checkpoints/{uuid}/{path}                       ranks, while they upload                prune; sweep if never committed
+checkpoints/{uuid}/{path}                       ranks, while they upload                prune, once unreferenced; sweep if never committed
 checkpoints/{uuid}/trial-code.tar               driver, before the ranks upload         as the other files
 uploads/{trial}/{uuid}.json                     driver, before the upload (intent)      commit; sweep if never committed
 attempts/{trial}/{number:06d}.json              driver, to take over the trial          later attempts: the last 8 stay
 claims/{trial}.json                             driver, when it starts and restores     end of the run; ignored after 30 days
 pins/{uuid}/pin.json                            a person who pins                       a person who unpins
+pins/{uuid}/pin-{unique}.json                   a person who pins, until pin.json is    the same; a person who unpins
 pins/{uuid}/{model}/{move:06d}-{unique}.json    registry, before a promotion (hold)     a later move of the model's aliases
 deletions/{uuid}/{unique}.json                  prune, before it deletes: one a prune   prune, when it has deleted
+damages/{uuid}/{path}.json                      a reader that found the file damaged    prune, with the file
 runs/{trial}/{path}                             ranks: TensorBoard files, traces        nothing
 runs/{trial}/ledger/{number:06d}.json           driver, each minute and at the end      nothing
 models/{model}/versions/{number:06d}.json       registry, to register; create-only      nothing
@@ -21,7 +23,7 @@ models/{model}/moves/{number:06d}.json          registry, to move aliases; creat
 models/{model}/retrainings/{run}/{path}         a retraining: its journal, its report   nothing
 probes/{uuid}                                   a check of the storage                  the same check
 trialflow-storage.json                          the first run: the storage's mark        nothing
-==============================================  ======================================  =====================================
+==============================================  ======================================  ==================================================
 
 Files without a manifest are no checkpoint: they belong to an upload in progress, or are leftovers.
 
@@ -43,10 +45,11 @@ ATTEMPTS = "attempts"
 CLAIMS = "claims"
 PINS = "pins"
 DELETIONS = "deletions"
+DAMAGES = "damages"
 RUNS = "runs"
 MODELS = "models"
 FAMILIES = (
-    MANIFESTS, CHECKPOINTS, UPLOADS, ATTEMPTS, CLAIMS, PINS, DELETIONS, RUNS, MODELS
+    MANIFESTS, CHECKPOINTS, UPLOADS, ATTEMPTS, CLAIMS, PINS, DELETIONS, DAMAGES, RUNS, MODELS
 )  # fmt: skip
 """The folders at the root of a storage."""
 
@@ -58,6 +61,9 @@ MANIFEST_NAME = "manifest.json"
 
 CODE_NAME = "trial-code.tar"
 """The file of a checkpoint with its trial's code. No file of a rank may have this name."""
+
+IMPORTED = "imported"
+"""The folder of a checkpoint's files with weights alone that another program has written."""
 
 MAX_NUMBER = 10**18 - 1
 """The greatest number that a key has. A few more digits would not fit into a stored record."""
@@ -71,7 +77,8 @@ _BATCHES = r"(?P<batches>[0-9]{10}|[1-9][0-9]{10,17})"
 _MANIFEST_KEY = re.compile(rf"{MANIFESTS}/(?P<trial>[^/]+)/{_BATCHES}-(?P<uuid>[^/]+)\.json")
 _INTENT_KEY = re.compile(rf"{UPLOADS}/(?P<trial>[^/]+)/(?P<uuid>[^/]+)\.json")
 _PROTECTION_KEY = re.compile(
-    rf"{PINS}/(?P<uuid>[^/]+)/(pin|(?P<model>[^/]+)/{_NUMBER}-(?P<unique>[^/]+))\.json"
+    rf"{PINS}/(?P<uuid>[^/]+)/"
+    rf"(pin(-(?P<pin>[0-9a-f]+))?|(?P<model>[^/]+)/{_NUMBER}-(?P<unique>[^/]+))\.json"
 )
 _DELETION_KEY = re.compile(rf"{DELETIONS}/(?P<uuid>[^/]+)/[^/]+\.json")
 _NUMBERED = re.compile(rf"(?P<folder>.+)/{_NUMBER}\.json")
@@ -98,7 +105,10 @@ class IntentName(NamedTuple):
 
 
 class ProtectionName(NamedTuple):
-    """What the key of a pin or a hold says about it. Model, move and id are a hold's."""
+    """What the key of a pin or a hold says about it.
+
+    Model and move are a hold's. A pin has an id only while it is being made.
+    """
 
     uuid: str
     kind: Literal["pin", "hold"] = "pin"
@@ -111,7 +121,7 @@ class ProtectionName(NamedTuple):
         """The key."""
         folder = protections_folder(self.uuid)
         if self.kind == "pin":
-            return f"{folder}/pin.json"
+            return f"{folder}/pin{self.unique and f'-{self.unique}'}.json"
         return f"{folder}/{checked_model(self.model)}/{self.move:06d}-{self.unique}.json"
 
 
@@ -142,8 +152,24 @@ def files_folder(uuid: str) -> str:
 
 
 def file_key(uuid: str, path: str) -> str:
-    """The key of one of a checkpoint's files."""
+    """The key of a file that a checkpoint has stored."""
     return f"{files_folder(uuid)}/{path}"
+
+
+def is_place(text: str) -> bool:
+    """Whether text is a file's place: ``{uuid}/{path}``, of the checkpoint that has stored it."""
+    uuid, _, path = text.partition("/")
+    return is_uuid(uuid) and is_file_path(path)
+
+
+def damages_folder(uuid: str) -> str:
+    """The folder of the notes which files of a checkpoint were found damaged."""
+    return f"{DAMAGES}/{checked_uuid(uuid)}"
+
+
+def damage_key(uuid: str, path: str) -> str:
+    """The key of the note that a stored file was found damaged."""
+    return f"{damages_folder(uuid)}/{path}.json"
 
 
 # --------------------------------------------------------------------- trials and their runs
@@ -227,7 +253,7 @@ def parse_protection_key(key: str) -> ProtectionName | None:
     if match is None or not is_uuid(match["uuid"]):
         return None
     if (model := match["model"]) is None:
-        return ProtectionName(match["uuid"])
+        return ProtectionName(match["uuid"], unique=match["pin"] or "")
     if not is_name(model):
         return None
     return ProtectionName(match["uuid"], "hold", model, int(match["number"]), match["unique"])

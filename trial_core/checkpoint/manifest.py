@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
+from pathlib import PurePosixPath
 from typing import Annotated, Any
 
 import msgspec
@@ -26,7 +27,12 @@ from trial_core.run.sequencer import Progress
 from trial_core.storage.base import MAX_OBJECT_BYTES
 from trial_core.units import EpochLength
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+
+SHARING_VERSION = 2
+"""The first version whose files later checkpoints may refer to, and which may refer to others'. A
+trialflow that knows no references cannot read it, so it deletes no such checkpoint; but its sweep
+may take files that a deleted one has left to others for orphans."""
 
 MAX_MANIFEST_BYTES = MAX_OBJECT_BYTES // 2
 """A deletion marker holds a manifest as a JSON string, which has at most twice the bytes."""
@@ -42,26 +48,40 @@ Timestamp = Annotated[
 ]
 
 
-class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
+class FileEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One of a checkpoint's files.
 
     Attributes:
         path: relative POSIX path below the checkpoint's folder.
         digest: ``sha256:`` and 64 hexadecimal digits.
         rank: the rank that wrote it.
+        stored_at: ``{uuid}/{path}`` of the earlier checkpoint that has stored the same bytes, which
+            may be deleted since; empty: this checkpoint has stored them.
     """
 
     path: str
     size_bytes: Count
     digest: Digest
     rank: Count
+    stored_at: str = ""
+
+    def place(self, uuid: str) -> tuple[str, str]:
+        """The checkpoint that has stored the file of checkpoint `uuid`, and its path there."""
+        owner, _, path = self.stored_at.partition("/")
+        return (owner, path) if self.stored_at else (uuid, self.path)
+
+    def key(self, uuid: str) -> str:
+        """The key of the file, which checkpoint `uuid` lists."""
+        return layout.file_key(*self.place(uuid))
 
 
 class Topology(msgspec.Struct, frozen=True, kw_only=True):
     """How the ranks divided the state when it was saved.
 
     Attributes:
+        sequence_parallel_size: ranks that divide each sequence, and hold the same model.
         batch_samples: samples in one batch on all ranks; 0: not known.
+        micro_batch_samples: samples in one micro-batch of a rank, with DeepSpeed; 0: not known.
         sharding: how a PyTorchTrial's models are divided: "none", "fsdp2", or "fsdp2 2x4" over a
             device mesh of the trial's own.
     """
@@ -70,8 +90,10 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True):
     data_parallel_size: int
     pipeline_parallel_size: int = 1
     model_parallel_size: int = 1
+    sequence_parallel_size: int = 1
     zero_stage: int = 0
     batch_samples: int = 0
+    micro_batch_samples: int = 0
     sharding: Annotated[str, msgspec.Meta(pattern="^[a-z0-9 ]{1,40}$")] = "none"
 
     @property
@@ -88,7 +110,8 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True):
 
     def spreads_like(self, other: Topology) -> bool:
         """Whether each rank has the same part of the state, so that no file has to be converted."""
-        return msgspec.structs.replace(self, batch_samples=other.batch_samples) == other
+        sizes = {name: getattr(other, name) for name in ("batch_samples", "micro_batch_samples")}
+        return msgspec.structs.replace(self, **sizes) == other
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -174,6 +197,20 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     def total_bytes(self) -> int:
         """Total size of all files."""
         return sum(file.size_bytes for file in self.all_files)
+
+    @property
+    def own_bytes(self) -> int:
+        """Total size of the files that this checkpoint has stored itself."""
+        return sum(file.size_bytes for file in self.all_files if not file.stored_at)
+
+    @property
+    def shares_files(self) -> bool:
+        """Whether it may refer to others' files, and others to its own."""
+        return self.schema_version >= SHARING_VERSION
+
+    def file(self, path: str) -> FileEntry | None:
+        """The file with this path; None: there is none."""
+        return next((file for file in self.all_files if file.path == path), None)
 
     @property
     def name(self) -> layout.ManifestName:
@@ -293,6 +330,12 @@ def _check_names(manifest: Manifest, where: str) -> None:
             f"{where} has {manifest.progress.batches_trained} batches trained; expected 0 to "
             f"{layout.MAX_NUMBER}"
         )
+    for file in manifest.all_files:
+        if file.stored_at and not layout.is_place(file.stored_at):
+            raise CheckpointDamaged(
+                f"{where} says that {file.path} is stored at {file.stored_at!r}; expected the uuid "
+                "of a checkpoint and a path below it: the manifest may be hostile, do not use it"
+            )
     paths = Counter(file.path for file in manifest.all_files)
     if twice := sorted(path for path, count in paths.items() if count > 1):
         raise CheckpointDamaged(f"{where} lists these files twice: {', '.join(twice)}")
@@ -302,14 +345,8 @@ def _check_names(manifest: Manifest, where: str) -> None:
                 f"{where} lists {path!r}, which is not a plain relative path below the "
                 "checkpoint's folder: the manifest may be hostile, do not use it"
             )
-        if not paths.keys().isdisjoint(_folders_of(path)):
+        if not paths.keys().isdisjoint(map(str, PurePosixPath(path).parents)):
             raise CheckpointDamaged(f"{where} lists {path!r} below another file of its list")
-
-
-def _folders_of(path: str) -> list[str]:
-    """``a/b/c`` lies in ``a`` and ``a/b``."""
-    parts = path.split("/")
-    return ["/".join(parts[:depth]) for depth in range(1, len(parts))]
 
 
 def tagged(value: Any) -> Any:

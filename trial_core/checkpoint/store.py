@@ -10,6 +10,7 @@ import itertools
 import logging
 from collections.abc import Iterable, Mapping
 from datetime import datetime, timezone
+from functools import partial
 from typing import Any
 
 from trial_core.checkpoint import layout
@@ -18,6 +19,7 @@ from trial_core.checkpoint.fencing import Fence, take_over
 from trial_core.checkpoint.intents import SweptUpload, sweep
 from trial_core.checkpoint.json_objects import named_keys
 from trial_core.checkpoint.manifest import FileEntry, Manifest, is_tombstone
+from trial_core.checkpoint.references import ReferenceReader, References, delete_files
 from trial_core.checkpoint.verified_read import Damage, damage_error, find_damage
 from trial_core.errors import (
     CheckpointDamaged,
@@ -25,15 +27,14 @@ from trial_core.errors import (
     CheckpointNotFound,
     StorageError,
 )
-from trial_core.storage.base import NOT_DELETED_ADVICE, StorageSpec
+from trial_core.storage.base import NOT_DELETED_ADVICE, DeletedFiles, StorageSpec
 from trial_core.storage.open_storage import open_storage
-from trial_core.storage.parallel import CancelSignal, in_parallel
+from trial_core.storage.parallel import read_all
 from trial_core.text_format import slug
 
 __all__ = ["CheckpointStore", "StorageSpec"]
 
 _logger = logging.getLogger(__name__)
-_READ_THREADS = 8
 _SHOWN = 5
 
 # Inside a class with a method `list`, annotations cannot use the type `list`.
@@ -42,6 +43,8 @@ _Damaged = list[Damage]
 _Names = list[layout.ManifestName]
 _Trials = list[str]
 _AllSwept = list[SweptUpload]
+_Seen = dict[layout.ManifestName, Manifest | None]
+"""Manifests that were read, None for those that cannot be or are deleted."""
 
 
 class CheckpointStore:
@@ -66,6 +69,7 @@ class CheckpointStore:
         """
         self.storage = open_storage(url, dict(options or {}))
         self.experiment = experiment
+        self._references = ReferenceReader(self._names, self._read)
 
     @classmethod
     def from_spec(cls, spec: StorageSpec) -> CheckpointStore:
@@ -148,16 +152,19 @@ class CheckpointStore:
         return take_over(self.storage, trial, attempt, after, mark)
 
     def announce_upload(
-        self, trial: str, uuid: str, attempt: str, fence: Fence | None = None
+        self, trial: str, uuid: str, attempt: str, fence: Fence | None = None, base: str = ""
     ) -> None:
         """Write the intent to upload a checkpoint, so that a later run finds its leftovers.
 
         The driver calls this before any byte is uploaded, and again before each retry.
 
+        Args:
+            base: uuid of the checkpoint whose files it may refer to; empty: none.
+
         Raises:
             Superseded: another attempt has taken over the trial.
         """
-        announce_upload(self.storage, trial, uuid, attempt, fence)
+        announce_upload(self.storage, trial, uuid, attempt, fence, base)
 
     def sweep(self, trial: str, fence: Fence | None = None) -> _AllSwept:
         """Delete the leftovers of a trial's earlier runs. Call this before the run uploads.
@@ -173,17 +180,24 @@ class CheckpointStore:
             StorageError: something could not be deleted. The next sweep tries again.
             Superseded: another attempt has taken over the trial; nothing is deleted.
         """
+        references = partial(self.references, trial)
         if fence is None:
-            return sweep(self.storage, trial)
+            return sweep(self.storage, trial, references)
         fence.check(f"leftovers of trial {trial} are not deleted")
-        return sweep(self.storage, trial, fence.number)
+        return sweep(self.storage, trial, references, fence.number)
 
-    def delete(self, manifest: Manifest) -> None:
+    def references(self, trial: str | None = None) -> References:
+        """Which files the checkpoints of a trial, or of all, have of others: see `references`."""
+        return self._references.read(trial)
+
+    def delete(self, manifest: Manifest) -> DeletedFiles:
         """Delete a checkpoint: its manifest first, so that it is never listed without its files.
 
-        May be repeated after an error, also if the manifest is already deleted.
+        Files that other checkpoints refer to stay. May be repeated after an error, also if the
+        manifest is already deleted.
 
         Raises:
+            CheckpointDamaged: its files stay, as a manifest of the trial cannot be read.
             StorageError: the storage failed, or some objects are still there: says which.
         """
         self.storage.remove(manifest.name.key)
@@ -192,9 +206,13 @@ class CheckpointStore:
                 f"{self.url}/{manifest.name.key} is still there after it was deleted: "
                 f"{NOT_DELETED_ADVICE}"
             )
-        self.storage.clear(layout.files_folder(manifest.uuid))
+        if not manifest.shares_files:
+            return self.storage.clear(layout.files_folder(manifest.uuid))
+        others = self.references(manifest.trial)
+        committed = [name.uuid for name in self._names()]
+        return delete_files(self.storage, manifest, others, committed)
 
-    def commit(self, manifest: Manifest, fence: Fence | None = None) -> None:
+    def commit(self, manifest: Manifest, fence: Fence | None = None, base: str = "") -> None:
         """Write a checkpoint's manifest. Its files must have been uploaded.
 
         After an error the commit may have succeeded: commit the same manifest again to find out.
@@ -202,18 +220,21 @@ class CheckpointStore:
 
         Args:
             fence: the committing attempt's. Without it, no other run of the trial may be alive.
+            base: as announced, if the manifest refers to its files.
 
         Raises:
             CheckpointDamaged: a file that the manifest lists is missing or has another size.
+            StorageError: likewise a file of an earlier checkpoint. A new upload stores it anew.
             CommitConflict: another writer has committed this checkpoint.
             Superseded: another attempt has taken over the trial.
         """
-        commit(self.storage, manifest, fence)
+        commit(self.storage, manifest, fence, base)
 
     def list(self, trial: str | None = None) -> _Manifests:
-        """All checkpoints, or all of a trial, oldest first."""
-        found = self._read_all(self._names(trial))
-        return sorted(found, key=lambda manifest: (manifest.created_at, manifest.name))
+        """All checkpoints, or all of a trial, oldest first: those of one moment."""
+        return sorted(
+            self._read_all(trial), key=lambda manifest: (manifest.created_at, manifest.name)
+        )
 
     def resume_candidates(self, trial: str) -> _Manifests:
         """A trial's checkpoints in the order to resume from them: most batches, then newest.
@@ -221,7 +242,7 @@ class CheckpointStore:
         Raises:
             CheckpointDamaged: the trial has checkpoints, and none of their manifests can be read.
         """
-        found = self._read_all(self._names(trial))
+        found = self._read_all(trial)
         found.sort(key=lambda manifest: manifest.resume_order, reverse=True)
         if not found:
             for name in reversed(self._names(trial)):
@@ -230,12 +251,17 @@ class CheckpointStore:
 
     def newest(self, trial: str) -> Manifest | None:
         """The first of `resume_candidates`, None if there is none. Reads few manifests."""
-        names = sorted(self._names(trial), key=lambda name: name.batches, reverse=True)
-        for _, group in itertools.groupby(names, key=lambda name: name.batches):
-            readable = self._read_all(group)
-            if readable:
-                return max(readable, key=lambda manifest: manifest.resume_order)
-        return None
+        seen: _Seen = {}
+        while True:
+            names = sorted(self._names(trial), key=lambda name: name.batches, reverse=True)
+            for _, group in itertools.groupby(names, key=lambda name: name.batches):
+                alike = list(group)
+                if not self._read_into(seen, alike):
+                    break
+                if readable := _readable(seen, alike):
+                    return max(readable, key=lambda manifest: manifest.resume_order)
+            else:
+                return None
 
     def trials(self) -> _Trials:
         """The ids of all trials that have saved, sorted."""
@@ -321,26 +347,45 @@ class CheckpointStore:
         folder = layout.MANIFESTS if trial is None else layout.trial_folder(trial)
         return [name for _, name in named_keys(self.storage, folder, layout.parse_manifest_key)]
 
-    def _read_all(self, names: Iterable[layout.ManifestName]) -> _Manifests:
-        """The manifests that can be read; a warning for each other one."""
+    def _read_all(self, trial: str | None) -> _Manifests:
+        """The manifests of one moment that can be read; a warning for each other one."""
+        seen: _Seen = {}
+        names = self._names(trial)
+        while not self._read_into(seen, names):
+            names = self._names(trial)
+        return _readable(seen, names)
 
-        def read(name: layout.ManifestName, stop: CancelSignal) -> Manifest | None:
-            stop.check()
+    def _read_into(self, seen: _Seen, names: _Names) -> bool:
+        """Read the manifests that are not in `seen`; whether none was deleted since it was listed.
+
+        If one was, list again: a later checkpoint may have been committed before the deletion.
+        """
+        deleted = []
+
+        def read(name: layout.ManifestName) -> None:
+            seen[name] = None
             try:
-                return self._read(name)
+                data = self.storage.read(name.key)
+                if data is None:
+                    deleted.append(name)
+                else:
+                    seen[name] = self._decode(name, data)
             except StorageError:
                 raise
             except CheckpointError as error:
                 _logger.warning("a checkpoint is not listed: %s", error)
-                return None
 
-        read_all = in_parallel(read, names, _READ_THREADS)
-        return [manifest for manifest in read_all if manifest is not None]
+        read_all(read, [name for name in names if name not in seen])
+        return not deleted
 
     def _read(self, name: layout.ManifestName) -> Manifest | None:
         """The manifest; None if it was deleted since it was listed, or is being swept."""
         data = self.storage.read(name.key)
-        if data is None or is_tombstone(data):
+        return None if data is None else self._decode(name, data)
+
+    def _decode(self, name: layout.ManifestName, data: bytes) -> Manifest | None:
+        """The manifest; None if it is a tombstone."""
+        if is_tombstone(data):
             return None
         where = f"{self.url}/{name.key}"
         manifest = Manifest.from_json(data, where)
@@ -366,3 +411,8 @@ class CheckpointStore:
         if rest := len(names) - len(first):
             shown.append(f"and {rest} more (`trialflow checkpoints list`)")
         return ", ".join(shown)
+
+
+def _readable(seen: _Seen, names: _Names) -> _Manifests:
+    found = (seen[name] for name in names)
+    return [manifest for manifest in found if manifest is not None]

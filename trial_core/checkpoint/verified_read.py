@@ -8,18 +8,23 @@ the bytes in order, and each byte is read once.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Condition, Lock
 
+import msgspec
+
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.manifest import FileEntry
-from trial_core.errors import CheckpointDamaged
+from trial_core.errors import CheckpointDamaged, StorageError
 from trial_core.storage import buffer_pool
 from trial_core.storage.base import RangeRead, Storage
 from trial_core.storage.local_files import PartFile
 from trial_core.storage.parallel import CancelSignal, in_parallel
+
+_logger = logging.getLogger(__name__)
 
 READ_THREADS = buffer_pool.POOL_BUFFERS
 """Ranges read at once, each in one buffer of the storage's pool."""
@@ -43,7 +48,9 @@ class Damage:
 
     def __str__(self) -> str:
         expected = self.entry
-        file = f"{expected.path}, written by rank {expected.rank},"
+        owner = expected.stored_at.partition("/")[0]
+        stored = f"stored by checkpoint {owner}" if owner else f"written by rank {expected.rank}"
+        file = f"{expected.path}, {stored},"
         if self.was_overwritten:
             return f"{file} was overwritten while it was read (expected {expected.digest})"
         if self.seen_bytes is None:
@@ -63,23 +70,48 @@ def find_damage(
     def note(damage: Damage) -> None:
         found[damage.entry.path] = damage
 
-    files = [
-        StoredFile(entry, layout.file_key(uuid, entry.path))
-        for entry in wanted
-        if entry.path not in found
-    ]
+    files = [StoredFile(entry, entry.key(uuid)) for entry in wanted if entry.path not in found]
     read_files(storage, files, note, threads)
+    note_damage(storage, uuid, found.values())
     return [found[entry.path] for entry in wanted if entry.path in found]
 
 
 def wrong_sizes(storage: Storage, uuid: str, entries: Iterable[FileEntry]) -> list[Damage]:
-    """The files that are missing or have another size. Lists the checkpoint's folder once."""
-    sizes = storage.sizes(layout.files_folder(uuid))
+    """The files that are missing or have another size. Lists each folder that has some once."""
+    wanted = list(entries)
+    sizes: dict[str, int] = {}
+    for owner in dict.fromkeys(entry.place(uuid)[0] for entry in wanted):
+        sizes.update(storage.sizes(layout.files_folder(owner)))
     return [
         Damage(entry, seen_bytes)
-        for entry in entries
-        if (seen_bytes := sizes.get(layout.file_key(uuid, entry.path))) != entry.size_bytes
+        for entry in wanted
+        if (seen_bytes := sizes.get(entry.key(uuid))) != entry.size_bytes
     ]
+
+
+def note_damage(storage: Storage, uuid: str, damage: Iterable[Damage]) -> None:
+    """Note which files have other bytes, so that no later checkpoint refers to them.
+
+    A file that is missing or has another size is found without a note. Only warns if the storage
+    fails: it may be read-only.
+    """
+    for each in damage:
+        if each.seen_digest is None:
+            continue
+        try:
+            note = msgspec.json.encode({"seen": each.seen_digest, "expected": each.entry.digest})
+            storage.write(layout.damage_key(*each.entry.place(uuid)), note)
+        except StorageError as error:
+            _logger.warning("later checkpoints may refer to a damaged file: %s", error)
+
+
+def noted_damage(storage: Storage, uuid: str, entries: Iterable[FileEntry]) -> list[FileEntry]:
+    """Those files that `note_damage` has noted, also when another checkpoint's were read."""
+    wanted = list(entries)
+    noted: set[str] = set()
+    for owner in dict.fromkeys(entry.place(uuid)[0] for entry in wanted):
+        noted.update(storage.sizes(layout.damages_folder(owner)))
+    return [entry for entry in wanted if layout.damage_key(*entry.place(uuid)) in noted]
 
 
 def damage_error(storage: Storage, uuid: str, damage: Iterable[Damage]) -> CheckpointDamaged:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, field_serializer
 
 from trial_core.config.error_text import did_you_mean, format_value, validation_error
 from trial_core.config.lengths import Period
@@ -20,7 +20,7 @@ from trial_core.config.section_base import Section
 from trial_core.config.values import Count, PlainMapping, Text
 from trial_core.retention.policy import RetentionPolicy
 from trial_core.run.run_dirs import home_folder
-from trial_core.storage.credentials import without_credentials
+from trial_core.storage.credentials import BLOCK, without_credentials
 
 # The values of the other rules if at least one is set: Determined's defaults.
 _DEFAULT_RULES = RetentionPolicy()
@@ -69,6 +69,13 @@ def _check_protocol(scheme: str, url: str) -> None:
         )
 
 
+def _block(text: str) -> str:
+    slug, separator, name = text.partition("/")
+    if not (slug and separator and name) or "/" in name:
+        raise validation_error("expected the type and the name of a block: aws-credentials/prod")
+    return text
+
+
 class StorageConfig(Section):
     """Where checkpoints are stored, and which are kept: all, unless a rule is set."""
 
@@ -86,6 +93,15 @@ class StorageConfig(Section):
         default={},
         title="Options",
         description="Options of the fsspec file system; for S3, endpoint_url, key and secret.",
+    )
+
+    credentials: Annotated[Text, AfterValidator(_block)] | None = Field(
+        default=None,
+        title="Block of credentials",
+        description="A block of Prefect's in place of secrets in options: aws-credentials/NAME, "
+        "minio-credentials/NAME, gcp-credentials/NAME or azure-blob-storage-credentials/NAME. "
+        "Flows read it when they begin; scripts cannot.",
+        examples=["aws-credentials/prod"],
     )
 
     save_trial_best: Count | None = Field(
@@ -112,12 +128,21 @@ class StorageConfig(Section):
         description="Keep each trial's first checkpoint at or after every multiple of this period.",
     )
 
-    def retention(self, metric: str | None, smaller_is_better: bool) -> RetentionPolicy | None:
+    def retention(
+        self, metric: str | None, smaller_is_better: bool, is_continuous: bool = False
+    ) -> RetentionPolicy | None:
         """Which checkpoints are kept; None: all. `metric` decides which is best.
 
         If one rule is set, the others have Determined's defaults.
+
+        Args:
+            is_continuous: whether a run saves all the time. Then the two latest ones are kept at
+                least, and without a rule all that are validated.
         """
         given = {name: value for name in _RETENTION if (value := getattr(self, name)) is not None}
+        if is_continuous:
+            metric = metric if given else None  # without a metric all validated ones are kept
+            given["save_trial_latest"] = max(2, given.get("save_trial_latest", 0))
         if not given:
             return None
         return RetentionPolicy(**given, metric=metric, smaller_is_better=smaller_is_better)
@@ -129,7 +154,19 @@ class StorageConfig(Section):
             return {"url": str(data)}
         given = super().prepare(data)
         rules = {name: given.pop(name) for name in _RETENTION if name in given}
-        return {**cls._url_and_options(given), **rules}
+        block = given.pop("credentials", None)
+        prepared = {**cls._url_and_options(given), **rules}
+        options = prepared.get("options", {})
+        if isinstance(options, Mapping):  # else it is refused as what it is
+            # A storage that is opened with this option refuses: only a flow can read the block.
+            named = {} if block is None else {BLOCK: block}
+            kept = {name: value for name, value in options.items() if name != BLOCK}
+            prepared["options"] = {**kept, **named}
+        return prepared if block is None else {**prepared, "credentials": block}
+
+    @field_serializer("options")
+    def _without_block(self, options: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in options.items() if name != BLOCK}
 
     @classmethod
     def _url_and_options(cls, given: dict[str, Any]) -> dict[str, Any]:

@@ -40,6 +40,14 @@ class CheckpointingConfig(Section):
         description="Whether checkpoints omit frozen weights; a resumed run uses the weights that "
         "the trial builds. Only for trials that do not override save.",
     )
+    verify_first: Flag | None = Field(
+        default=None,
+        title="Verify the first checkpoint",
+        description="Whether the ranks load the first checkpoint of a run as soon as it is staged, "
+        "so that one that cannot be restored ends the run at once. null: if it is small (256 MiB a "
+        "rank at most), and the trial does not override load. Not done by ranks on several "
+        "machines, nor with a callback that has on_checkpoint_save_start or _load_start.",
+    )
     stall_timeout_seconds: Seconds | None = Field(
         # A disk with much cached data may need minutes to write it, and shows no progress then.
         default=900.0,

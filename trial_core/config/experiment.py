@@ -9,7 +9,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, get_args
 
-from pydantic import AfterValidator, BeforeValidator, Field, Strict, ValidationError
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    Strict,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 from typing_extensions import Self
 
 from trial_core.config import determined
@@ -22,8 +30,13 @@ from trial_core.config.error_text import (
     validation_error,
     warn_of_missing_unit,
 )
-from trial_core.config.lengths import OPEN_END, Period
-from trial_core.config.parsing import override, read_mapping, warn_of_new_hyperparameters
+from trial_core.config.lengths import OPEN_END, CheckpointPeriod, Period
+from trial_core.config.parsing import (
+    override,
+    override_values,
+    read_mapping,
+    warn_of_new_hyperparameters,
+)
 from trial_core.config.resources_section import ResourcesConfig
 from trial_core.config.retraining_section import RetrainingConfig
 from trial_core.config.section_base import Section
@@ -35,6 +48,7 @@ from trial_core.config.sections import (
     ReproducibilityConfig,
     SearcherConfig,
 )
+from trial_core.config.stages_section import StageConfig
 from trial_core.config.stopping_section import StoppingConfig
 from trial_core.config.values import (
     MAX_COUNT,
@@ -55,13 +69,14 @@ _NOT_IN_DIGEST: dict[str, Any] = {
     **dict.fromkeys(
         (
             "code", "checkpoint_storage", "checkpointing", "stopping", "retraining", "environment",
-            "ignored_fields", "profiling", "tensorboard_logging", "cost",
+            "ignored_fields", "profiling", "tensorboard_logging", "cost", "stages",
         ),
         True,
     ),
     "resources": {
         "preload", "engine", "slots_per_node", "network", "max_wait_seconds", "replace_seconds",
         "channel", "ray",
+        "shrink_micro_batches",
     },
 }  # fmt: skip
 
@@ -166,10 +181,12 @@ class ExperimentConfig(Section):
         title="Validation period",
         description="How often to validate, in addition to the end.",
     )
-    min_checkpoint_period: Period = Field(
+    min_checkpoint_period: CheckpointPeriod = Field(
         default=None,
         title="Checkpoint period",
-        description="How often to save, in addition to the end.",
+        description='How often to save, in addition to the end. "continuous": the next checkpoint '
+        "begins when the last one is stored; all but the two latest and those that are validated, "
+        "or that a rule of checkpoint_storage keeps, are deleted.",
     )
     perform_initial_validation: Flag = Field(
         default=False,
@@ -200,6 +217,11 @@ class ExperimentConfig(Section):
         description="How many times to restart from the last checkpoint after a rank has failed.",
     )
     stopping: StoppingConfig = Field(default_factory=StoppingConfig, title="Stopping")
+    stages: list[StageConfig] = Field(
+        default=[],
+        title="Stages of your own",
+        description="Functions that a run calls after its own stages.",
+    )
     retraining: RetrainingConfig | None = Field(
         default=None,
         title="Retraining",
@@ -276,6 +298,54 @@ class ExperimentConfig(Section):
             prefix = f"{source}: " if source else ""
             raise ConfigError("\n".join(prefix + line for line in error_lines(error))) from None
 
+    @model_validator(mode="after")
+    def _check_stages(self) -> Self:
+        """Refuses stages that a script does not have, and a metric that comes too late."""
+        for number, stage in enumerate(self.stages):
+            if self.is_script and stage.after == "validate":
+                raise PydanticCustomError(
+                    "config",
+                    f"stages[{number}].after: a script validates by itself; use "
+                    "checkpoint-upload or training",
+                )
+            if self.is_script and stage.every is not None and stage.every.unit == "epochs":
+                raise PydanticCustomError(
+                    "config",
+                    f"stages[{number}].every: a script may have no epochs; give batches",
+                )
+            if self.searcher.metric in stage.metrics and not stage.gives_validation_metrics:
+                raise PydanticCustomError(
+                    "config",
+                    f"stages[{number}].metrics: searcher.metric is needed when a validation "
+                    "ends: set after: validate and blocking: true",
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _check_continuous(self) -> Self:
+        """Refuses continuous checkpoints where they make no sense."""
+        if not self.saves_continuously:
+            return self
+        if self.is_script:
+            raise PydanticCustomError(
+                "config",
+                "min_checkpoint_period: continuous needs a trial, as module:Class; a script says "
+                "itself when it saves: remove it here",
+            )
+        for number, stage in enumerate(self.stages):
+            if stage.after == "checkpoint-upload" and stage.every is None:
+                raise PydanticCustomError(
+                    "config",
+                    f"stages[{number}].every: with min_checkpoint_period: continuous there is a "
+                    "checkpoint every few seconds; say how often to call the stage",
+                )
+        return self
+
+    @property
+    def saves_continuously(self) -> bool:
+        """Whether the next checkpoint begins when the last one is stored."""
+        return self.min_checkpoint_period == "continuous"
+
     @property
     def is_script(self) -> bool:
         """Whether the ranks run a script: with `Trainer`, or a Core API script."""
@@ -312,10 +382,44 @@ class ExperimentConfig(Section):
             step_zero_validation=self.perform_initial_validation,
         )
 
-    def retention(self) -> RetentionPolicy | None:
-        """Which of this experiment's checkpoints are kept; None: all."""
-        searcher = self.searcher
-        return self.checkpoint_storage.retention(searcher.metric, searcher.smaller_is_better)
+    def starting_from(
+        self, *, uuid: str | None = None, path: str | None = None, weights_only: bool = False
+    ) -> Self:
+        """This experiment, with a new trial that starts from a checkpoint.
+
+        Args:
+            uuid: of a checkpoint of the same storage.
+            path: instead: path or URL of a checkpoint of another program.
+            weights_only: whether to load only the models' weights.
+
+        Raises:
+            ConfigError: `path` is a URL with a password or a signature.
+        """
+        source = {
+            "source_checkpoint_uuid": uuid,
+            "source_checkpoint": path,
+            "source_trial_id": None,
+            "source_weights_only": weights_only,
+        }
+        given = self.searcher.model_dump(mode="json") | source
+        try:
+            searcher = SearcherConfig.model_validate(given)
+        except ValidationError as error:
+            raise ConfigError(
+                "\n".join(f"searcher.{each}" for each in error_lines(error))
+            ) from None
+        return self.model_copy(update={"searcher": searcher})
+
+    def retention(self, has_metric: bool = True) -> RetentionPolicy | None:
+        """Which of this experiment's checkpoints are kept; None: all.
+
+        Args:
+            has_metric: whether its runs report the searcher metric.
+        """
+        metric, smaller_is_better = self.searcher.metric, self.searcher.smaller_is_better
+        return self.checkpoint_storage.retention(
+            metric if has_metric else None, smaller_is_better, self.saves_continuously
+        )
 
     def effective_retraining(self) -> RetrainingConfig:
         """The section `retraining`, or its defaults; the model's name is filled in.
@@ -344,8 +448,9 @@ class ExperimentConfig(Section):
         """
         content = self.digested()
         # As in releases that did not have these fields.
-        if self.searcher.source_trial_id is None:
-            del content["searcher"]["source_trial_id"]
+        for name in ("source_trial_id", "source_checkpoint"):
+            if getattr(self.searcher, name) is None:
+                del content["searcher"][name]
         if self.optimizations == OptimizationsConfig():
             del content["optimizations"]
         canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
@@ -360,25 +465,31 @@ def _beside(path: Path, folder: str) -> str:
         raise ConfigError(f"{path}: code: no such folder: {format_value(folder)}") from None
 
 
-def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> ExperimentConfig:
+def load_config(
+    path: str | os.PathLike[str], overrides: Sequence[str] | Mapping[str, Any] = ()
+) -> ExperimentConfig:
     """Read an experiment file.
 
     `code` is relative to the file's folder, and defaults to it. Folders in `checkpoint_storage` are
     relative to the current folder.
 
     Args:
-        overrides: ``"a.b.c=value"``, applied in turn before validation; values are YAML.
+        overrides: ``"a.b.c=value"``, applied in turn before validation; values are YAML. Or a
+            mapping: ``{"a.b.c": value}``, whose values stay what they are: a text is no YAML.
 
     Raises:
         ConfigError: one line per mistake.
     """
     path = Path(path)
     given = read_mapping(path)
-    mapping = override(given, overrides)
+    if isinstance(overrides, Mapping):
+        mapping = override_values(given, overrides)
+    else:
+        mapping = override(given, overrides)
     warn_of_new_hyperparameters(given, overrides)
     code = mapping.get("code")
-    if code is None or isinstance(code, str):
-        mapping["code"] = _beside(path, code or ".")
+    if code is None or isinstance(code, (str, Path)):
+        mapping["code"] = _beside(path, str(code or "."))
     config = ExperimentConfig.from_mapping(mapping, source=str(path))
     is_there = os.path.isdir(config.code)  # `Path.is_dir` raises if the name is too long
     if not is_there and config.environment.code != "from_checkpoint":

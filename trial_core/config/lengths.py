@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, PlainSerializer, PlainValidator, WithJsonS
 
 from trial_core.config.error_text import did_you_mean, format_value, validation_error
 from trial_core.config.values import MAX_COUNT
+from trial_core.run.sequencer import Continuous
 from trial_core.units import Batch, Epoch, TrainUnit
 
 _UNITS: dict[str, type[Batch] | type[Epoch]] = {"batches": Batch, "epochs": Epoch}
@@ -81,3 +82,29 @@ Length = Annotated[
     WithJsonSchema(_LENGTH_SCHEMA),
 ]
 Period = Annotated[Length | None, BeforeValidator(_none_for_zero)]
+
+
+def _length_or_continuous(value: Any) -> TrainUnit | Continuous:
+    if value == "continuous":
+        return "continuous"
+    if isinstance(value, str):
+        raise validation_error(
+            f'expected {{batches: n}}, {{epochs: n}} or "continuous", got {format_value(value)}'
+        )
+    return _length(value)
+
+
+def _plain(length: TrainUnit | Continuous) -> dict[str, Any] | str:
+    return length if isinstance(length, str) else {length.unit: length.value}
+
+
+CheckpointPeriod = Annotated[
+    Annotated[
+        TrainUnit | Continuous,
+        PlainValidator(_length_or_continuous),
+        PlainSerializer(_plain),
+        WithJsonSchema({"anyOf": [_LENGTH_SCHEMA, {"const": "continuous", "type": "string"}]}),
+    ]
+    | None,
+    BeforeValidator(_none_for_zero),
+]

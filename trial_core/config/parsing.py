@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -244,7 +244,28 @@ def override(
     return result
 
 
-def warn_of_new_hyperparameters(mapping: Mapping[str, Any], overrides: Sequence[str]) -> None:
+def override_values(mapping: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """`mapping` with each ``{"a.b.c": value}`` applied in turn, as `override` does.
+
+    Raises:
+        ConfigError: a key is no path, or its path leads through a non-mapping; a text cannot be
+            encoded.
+    """
+    result = dict(mapping)
+    for name, value in values.items():
+        path = tuple(part.strip() for part in name.split(".")) if isinstance(name, str) else ()
+        if not path or not all(path) or len(path) > MAX_LEVELS:
+            raise ConfigError(
+                f"overrides: {format_value(name)}: expected a path with dots, such as "
+                "searcher.max_length.batches"
+            )
+        if isinstance(value, str) and not is_unicode(value):
+            raise ConfigError(f"overrides: {name}: has a character that UTF-8 cannot encode")
+        result = _with(result, path, value, (), "overrides:")
+    return result
+
+
+def warn_of_new_hyperparameters(mapping: Mapping[str, Any], overrides: Iterable[str]) -> None:
     """Warn of every hyperparameter that an override adds to those of the file.
 
     Args:

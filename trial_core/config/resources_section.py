@@ -182,6 +182,13 @@ class ResourcesConfig(Section):
         description='"auto": ranks compute on accelerators, or on the CPU if the machine has none. '
         '"cpu": they compute on the CPU.',
     )
+    shrink_micro_batches: Flag = Field(
+        default=True,
+        title="Shrink micro-batches",
+        description="Whether a DeepSpeedTrial that has no memory for one of its first 10 batches "
+        "is launched again with smaller micro-batches, and as many more: train_batch_size stays. "
+        "Only if its DataLoader has the engine's micro-batch size.",
+    )
     preload: bool = Field(
         default=True,
         title="Preload",

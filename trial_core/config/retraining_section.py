@@ -23,7 +23,8 @@ def _model(value: Any) -> Any:
     return value
 
 
-def _callback(value: Any) -> Any:
+def function_name(value: Any) -> Any:
+    """Check the name of a function of the code folder."""
     module, colon, function = value.partition(":") if isinstance(value, str) else ("", "", "")
     parts = [*module.split("."), *function.split(".")]
     if not colon or not all(part.isidentifier() for part in parts):
@@ -101,7 +102,7 @@ class RetrainingConfig(Section):
         description="A run that starts later than this after its scheduled time is skipped. "
         "Default: no limit.",
     )
-    callbacks: list[Annotated[str, BeforeValidator(_callback)]] = Field(
+    callbacks: list[Annotated[str, BeforeValidator(function_name)]] = Field(
         default=[],
         title="Callbacks",
         description="Functions in the code folder, as module:function, that are called with the "

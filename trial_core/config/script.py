@@ -26,11 +26,11 @@ _PACKAGES = frozenset({"site-packages", "dist-packages"})
 
 _USED = (
     "name", "hyperparameters", "data", "checkpoint_storage", "checkpointing", "reproducibility",
-    "optimizations", "profiling", "tensorboard_logging", "cost",
+    "optimizations", "profiling", "tensorboard_logging", "cost", "stages",
 )  # fmt: skip
 _USED_OF_SEARCHER = (
-    "metric", "smaller_is_better", "source_checkpoint_uuid", "source_trial_id",
-    "source_weights_only",
+    "metric", "smaller_is_better", "source_checkpoint_uuid", "source_checkpoint",
+    "source_trial_id", "source_weights_only",
 )  # fmt: skip
 _USED_OF_STOPPING = ("stall_timeout_seconds",)
 """Who has started the ranks decides how long a stop may take."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
@@ -14,6 +15,7 @@ from trial_core.config.error_text import format_value, validation_error, warn_of
 from trial_core.config.lengths import Length
 from trial_core.config.section_base import Section
 from trial_core.config.values import Count, Flag, Positive, Seed, Text
+from trial_core.storage.credentials import without_credentials
 
 
 def _single(value: Any) -> Any:
@@ -30,6 +32,17 @@ def _uuid(value: str) -> str:
         raise validation_error(
             "expected a checkpoint's uuid or its beginning (letters, digits and dashes), got "
             f"{format_value(value)}"
+        )
+    return value
+
+
+def _source(value: str) -> str:
+    if "://" not in value:
+        return os.path.abspath(os.path.expanduser(value))
+    if (shown := without_credentials(value)) != value:
+        raise validation_error(
+            f"{shown} must have no password and no signature, because experiments are stored and "
+            "shown; give credentials in checkpoint_storage, or in the environment"
         )
     return value
 
@@ -86,6 +99,13 @@ class SearcherConfig(Section):
         description="Instead of the source checkpoint: the trial whose newest intact checkpoint "
         "that is. Its id, or the number that context.get_trial_id() returns in it.",
     )
+    source_checkpoint: Annotated[Text, AfterValidator(_source)] | None = Field(
+        default=None,
+        title="Source of another program",
+        description="Instead of the source checkpoint: the path or URL of a checkpoint that "
+        "another program has written: a folder of DeepSpeed's save_checkpoint, a folder of Hugging "
+        "Face's save_pretrained, or a file with a state_dict.",
+    )
     source_weights_only: Flag = Field(
         default=False,
         title="Source: weights only",
@@ -103,7 +123,8 @@ class SearcherConfig(Section):
             and GREATER_IS_BETTER.search(metric)
         ):
             warn_of_direction(metric)
-        sources = given.keys() & {"source_checkpoint_uuid", "source_trial_id"}
+        names = ("source_checkpoint_uuid", "source_checkpoint", "source_trial_id")
+        sources = [name for name in names if given.get(name) is not None]
         if given.get("source_weights_only") is True and not sources:
             raise validation_error(
                 "has no effect without source_checkpoint_uuid; name the checkpoint",
@@ -111,7 +132,7 @@ class SearcherConfig(Section):
             )
         if len(sources) > 1:
             raise validation_error(
-                "source_checkpoint_uuid is given as well; remove one of them", "source_trial_id"
+                f"{sources[0]} is given as well; remove one of them", sources[-1]
             )
         return given
 

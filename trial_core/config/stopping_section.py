@@ -8,7 +8,6 @@ from pydantic import Field
 
 from trial_core.config.section_base import Section
 from trial_core.config.values import MAX_SECONDS, Flag, Seconds
-from trial_core.run.timeouts import RANK_STALL_SECONDS
 
 MIN_IDLE_TIMEOUT_SECONDS = 1800.0
 
@@ -33,7 +32,7 @@ class StoppingConfig(Section):
         description="Seconds after which a run saves and ends; resume it later. Default: no limit.",
     )
     stall_timeout_seconds: Seconds | None = Field(
-        default=RANK_STALL_SECONDS,
+        default=1800.0,
         title="Stall timeout",
         description="Seconds without a trained or validated batch after which the ranks count as "
         "hung: their stacks are logged, and they are restarted. Stages without batches (building, "

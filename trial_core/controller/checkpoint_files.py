@@ -6,6 +6,7 @@ import contextlib
 import shutil
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from trial_core.checkpoint.manifest import FileEntry
@@ -31,6 +32,9 @@ class CheckpointFiles:
 
     Args:
         settings: the experiment's section `checkpointing`.
+
+    Attributes:
+        store: where checkpoints are stored.
     """
 
     def __init__(
@@ -41,7 +45,7 @@ class CheckpointFiles:
         settings: CheckpointingConfig,
     ) -> None:
         self._run_dir = run_dir
-        self._store = store
+        self.store = store
         self._distributed = distributed
         self._is_moving = threading.Lock()
         self._persister = Persister(settings.stall_timeout_seconds)
@@ -54,13 +58,18 @@ class CheckpointFiles:
         """The folder for fetched files of `uuid`, which this machine's ranks share."""
         return self._run_dir / RESTORED / uuid
 
-    def persist(self, uuid: str) -> list[FileEntry]:
-        """Upload what this rank has staged. For any thread; not collective."""
+    def persist(self, uuid: str, shared: Sequence[FileEntry] = ()) -> list[FileEntry]:
+        """Upload what this rank has staged. For any thread; not collective.
+
+        Args:
+            shared: see `upload_staged`.
+        """
         folder, rank = self.staging(uuid), self._distributed.get_rank()
-        if self._store.is_process_local:
-            return upload_files(self._store, uuid, folder, rank)
+        if self.store.is_process_local:
+            return upload_files(self.store, uuid, folder, rank, shared=shared)
         with self._is_moving:
-            return self._persister.upload(self._store.spec, uuid, rank, staged_files(folder, rank))
+            files = staged_files(folder, rank)
+            return self._persister.upload(self.store.spec, uuid, rank, files, shared)
 
     def release(self, uuid: str) -> None:
         """Delete what was staged for `uuid`, once it is committed or given up.
@@ -79,7 +88,7 @@ class CheckpointFiles:
             links = take_memory_links(staged)
             (kept / uuid).mkdir(parents=True, exist_ok=True)
             shutil.move(staged, kept / uuid / own)
-            if not self._store.is_process_local:  # else ranks do not read checkpoints themselves
+            if not self.store.is_process_local:  # else ranks do not read checkpoints themselves
                 keep_in_memory(kept / uuid / own, links)
         for emptied in (*kept.glob("*"), staged.parent):
             with contextlib.suppress(OSError):  # it still holds other ranks' folders
@@ -107,13 +116,13 @@ class CheckpointFiles:
         missing = take_local(uuid, share, self.restored(uuid), kept)
         if not missing:
             return
-        if self._store.is_process_local:
-            fetch_files(self._store, uuid, missing, self.restored(uuid))
+        if self.store.is_process_local:
+            fetch_files(self.store, uuid, missing, self.restored(uuid))
             return
         with self._is_moving:
-            self._persister.fetch(self._store.spec, uuid, missing, self.restored(uuid))
+            self._persister.fetch(self.store.spec, uuid, missing, self.restored(uuid))
 
-    def try_persist(self, uuid: str) -> Persisted:
+    def try_persist(self, uuid: str, shared: Sequence[FileEntry]) -> Persisted:
         """`persist`, with its error in the result.
 
         Not raised: other ranks may be training, and the driver decides what follows.
@@ -122,7 +131,7 @@ class CheckpointFiles:
         files: list[FileEntry] = []
         problem = mistake = None
         try:
-            files = self.persist(uuid)
+            files = self.persist(uuid, shared)
         except StorageError as error:
             problem = str(error)
         except CheckpointError as error:

@@ -202,7 +202,10 @@ class Controller:
         self._free_trial()
         run_dir = rank_run_dir(request.run_dir)
         tensorboard = tensorboard_in(run_dir, self._distributed.get_rank())
-        info = RunInfo(request.trial, request.experiment, tensorboard=tensorboard)
+        info = RunInfo(
+            request.trial, request.experiment, tensorboard=tensorboard,
+            micro_batch_samples=request.micro_batch_samples,
+        )  # fmt: skip
         adapter = self._build_adapter(info, self._distributed)
         return self.attach(adapter, info, run_dir, CheckpointStore.from_spec(request.storage))
 
@@ -302,7 +305,11 @@ class Controller:
         )
         if info.tensorboard_logging:
             info.tensorboard.log_metrics_by_default()  # also those of a validation before training
-        return ReadyToTrain(epoch=loaders.epoch, restore_seconds=restore_seconds)
+        return ReadyToTrain(
+            epoch=loaders.epoch,
+            restore_seconds=restore_seconds,
+            loads_micro_batches=loaders.loads_micro_batches,
+        )
 
     def train(self, request: TrainBatches) -> Trained:
         """Train up to a batch. Collective."""
@@ -346,12 +353,12 @@ class Controller:
         """Validate. Collective."""
         adapter, info, loaders = self._trial.adapter, self._trial.info, self._built_loaders
         self._restore_rng()
-        began, rng = time.monotonic(), capture_rng(adapter)
+        began, rng = time.monotonic(), capture_rng()
         progress = ProgressReporter(self._send_progress(BatchesValidated))
         metrics = validate(adapter, loaders, self._distributed, progress, self._stop_barrier)
         reported = as_reported(metrics or {}, "evaluate_batch")
         if metrics is None:
-            restore_rng(rng, adapter)  # the resumed run repeats this validation
+            restore_rng(rng)  # the resumed run repeats this validation
         else:
             self._hook_arguments["on_validation_end"] = {"metrics": metrics}
             if "on_validation_end" not in overridden_hooks(adapter.callbacks):
@@ -381,7 +388,7 @@ class Controller:
 
     def persist_checkpoint(self, request: PersistCheckpoint) -> Persisted:
         """Upload a staged checkpoint, and the files for TensorBoard. I/O lane."""
-        persisted = self._trial.files.try_persist(request.uuid)
+        persisted = self._trial.files.try_persist(request.uuid, request.shared)
         if not persisted.problem and not persisted.mistake:
             self._trial.run_files.upload()
         return persisted
@@ -429,7 +436,7 @@ class Controller:
     def _restore_rng(self) -> None:
         # As late as possible: random numbers that hooks draw must not change those of training.
         if self._rng is not None:
-            restore_rng(self._rng, self._trial.adapter)
+            restore_rng(self._rng)
             self._rng = None
 
     def _request_stop(self) -> None:

@@ -15,7 +15,9 @@ from typing import Any
 from trial_core.checkpoint.resume_point import Restore
 from trial_core.config.checkpointing_section import CheckpointingConfig
 from trial_core.controller.checkpoint_files import CheckpointFiles
+from trial_core.controller.first_checkpoint import load_back
 from trial_core.controller.rank_state import (
+    STATE_FOLDER,
     rank_state,
     read_rank_state,
     restore_callbacks,
@@ -48,6 +50,7 @@ class Snapshots:
         self._files = files
         self._distributed = distributed
         self._memory_gib = settings.memory_gib_per_rank
+        self._verify = settings.verify_first
         self._reader = Reader(settings.trusted, adapter.checkpoint_classes)
         self._memory: MemoryFiles | None = None
         self._is_rehearsed = False
@@ -75,7 +78,12 @@ class Snapshots:
     def stage(
         self, uuid: str, batches_trained: int, training_data: Mapping[str, Any] | None
     ) -> Path:
-        """Write this rank's shards and state. Collective: every rank calls this."""
+        """Write this rank's shards and state. Collective: every rank calls this.
+
+        Raises:
+            CheckpointUnrestorable: of the first one that these ranks save, unless they have
+                restored one.
+        """
         adapter, folder, memory = self._adapter, self._files.staging(uuid), self._memory_files()
         folder.mkdir(parents=True, exist_ok=True)
         of_adapter = adapter.hook_state()
@@ -87,6 +95,8 @@ class Snapshots:
         adapter.save(folder, memory, self._reader, _taken_out(state, of_adapter))
         memory.end()
         write_rank_state(folder, self._distributed.get_rank(), state, self._reader)
+        load_back(adapter, self._distributed, self._reader, folder, self._verify)
+        self._verify = False  # the others are saved and loaded in the same way
         return folder
 
     def close(self) -> None:
@@ -106,9 +116,11 @@ class Snapshots:
         if uuid is None or restore == "weights":
             return None
         folder, rank = self._files.restored(uuid), self._distributed.get_rank()
+        if restore == "state" and not (folder / STATE_FOLDER).is_dir():
+            return {}  # another program has written the checkpoint
         if remap is None:
             return read_rank_state(folder, rank, self._reader)
-        return read_remapped_state(folder, rank, self._reader, remap, self._adapter, restore)
+        return read_remapped_state(folder, rank, self._reader, remap, restore)
 
     def restore(
         self, uuid: str, state: dict[str, Any] | None, remap: RankRemap | None = None
@@ -128,6 +140,7 @@ class Snapshots:
             callback.on_checkpoint_load_start(state)
         of_adapter = _taken_out(state, of_adapter)
         adapter.load(folder, self._reader, of_adapter, reshape=remap is not None)
+        self._verify = False
         restore_callbacks(state, adapter.callbacks)
 
     def _memory_files(self) -> MemoryFiles:

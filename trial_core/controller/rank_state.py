@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from trial_core.accelerator import accelerator_rng_state, restore_accelerator_rng
 from trial_core.controller.safe_load import Reader
 from trial_core.controller.safe_save import readable
 from trial_core.controller.trial_adapter import TrialAdapter
@@ -29,7 +30,7 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def capture_rng(adapter: TrialAdapter) -> dict[str, Any]:
+def capture_rng() -> dict[str, Any]:
     """The state of every generator that training draws from, as plain data and tensors."""
     name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
@@ -38,15 +39,15 @@ def capture_rng(adapter: TrialAdapter) -> dict[str, Any]:
         "numpy": (str(name), np.asarray(keys).tolist(), int(position), int(has_gauss), gauss),
         "torch": torch.get_rng_state(),
     }
-    return {**state, **adapter.accelerator_rng_state()}
+    return {**state, **accelerator_rng_state()}
 
 
-def restore_rng(state: Mapping[str, Any], adapter: TrialAdapter) -> None:
+def restore_rng(state: Mapping[str, Any]) -> None:
     """Restore every generator to a state from `capture_rng`."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
-    adapter.restore_accelerator_rng(state)
+    restore_accelerator_rng(state)
 
 
 def rank_state(
@@ -60,7 +61,7 @@ def rank_state(
     return {
         "batches_trained": batches_trained,
         "training_data": training_data,
-        "rng": capture_rng(adapter),
+        "rng": capture_rng(),
         "callbacks": {name: each.state_dict() for name, each in adapter.callbacks.items()},
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,8 +54,11 @@ class RankRemap:
 
     @property
     def keeps_data_shards(self) -> bool:
-        """Whether the number of data-parallel ranks is unchanged."""
-        return self.saved.data_parallel_size == self.now.data_parallel_size
+        """Whether each rank continues with its own data and random numbers."""
+        return (self.saved.data_parallel_size, self.saved.world_size) == (
+            self.now.data_parallel_size,
+            self.now.world_size,
+        )
 
     def __str__(self) -> str:
         change = (
@@ -74,14 +78,14 @@ def read_remapped_state(
     rank: int,
     reader: Reader,
     remap: RankRemap,
-    adapter: TrialAdapter,
     restore: Restore = "everything",
 ) -> dict[str, Any]:
     """The state that a rank continues with, in the form of `read_rank_state`.
 
-    If the number of data-parallel ranks is unchanged, each rank gets its own state. Otherwise
-    callbacks get the state of the rank with the same number, or of rank 0 if there is none; all
-    ranks get one position in the data; and random generators are seeded again.
+    If the numbers of ranks and of data-parallel ranks are unchanged, each rank gets its own state.
+    Otherwise callbacks get the state of the rank with the same number, or of rank 0 if there is
+    none; all ranks get one position in the data, and rank 0's state of a loader whose state is
+    global; and random generators are seeded again.
 
     Raises:
         CheckpointDamaged: the checkpoint has no state of rank 0.
@@ -91,21 +95,28 @@ def read_remapped_state(
     own = read_rank_state(folder, rank, reader) if has_rank_state(folder, rank) else first
     if remap.keeps_data_shards:
         return own
-    data = first.get("training_data")
-    if restore == "everything" and data is not None and data.get("loader") is not None:
+    data: Mapping[str, Any] = first.get("training_data") or {}
+    is_own = data.get("loader") is not None and not data.get("loader_is_global")
+    if restore == "everything" and is_own:
         raise CheckpointError(
-            "the checkpoint holds the state of the trial's own training loader on each of "
-            f"{remap.saved.data_parallel_size} data-parallel ranks, which cannot be resharded to "
-            f"{remap.now.data_parallel_size}; resume with {remap.saved.world_size} slots, or train "
-            "with a trial_core.pytorch.DataLoader, which can be resharded"
+            "the checkpoint holds the state of the trial's own training loader"
+            f"{_of_type(data)} on each of {remap.saved.data_parallel_size} data-parallel ranks, "
+            f"which cannot be resharded to {remap.now.data_parallel_size}; resume with "
+            f"{remap.saved.world_size} slots, or train with a trial_core.pytorch.DataLoader, which "
+            "can be resharded. A loader whose state is the same on all ranks, and holds for any "
+            "number of them, says so with state_is_global = True"
         )
-    return {**own, "training_data": data, "rng": seeded_rng(remap.seed, adapter)}
+    return {**own, "training_data": data or None, "rng": seeded_rng(remap.seed)}
 
 
-def seeded_rng(seed: int, adapter: TrialAdapter) -> dict[str, Any]:
+def _of_type(data: Mapping[str, Any]) -> str:
+    return f" ({data['loader_type']})" if "loader_type" in data else ""
+
+
+def seeded_rng(seed: int) -> dict[str, Any]:
     """The state of freshly seeded generators. This process's generators are left unchanged."""
-    before = capture_rng(adapter)
+    before = capture_rng()
     seed_everything(seed)
-    seeded = capture_rng(adapter)
-    restore_rng(before, adapter)
+    seeded = capture_rng()
+    restore_rng(before)
     return seeded

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
+from trial_core.controller.frozen_files import frozen_path, with_frozen
 from trial_core.errors import CheckpointError
 
 try:
@@ -56,7 +57,7 @@ class Reader:
         self._safe = [*classes, *_NUMPY, *_PLAIN]
 
     def load(self, path: Path, map_location: Any = "cpu", mapped: bool = False) -> Any:
-        """The content of the file at `path`.
+        """The content of the file at `path`, with the frozen weights from the file beside it.
 
         Args:
             map_location: where tensors arrive, as for `torch.load`. None is the device that they
@@ -66,6 +67,12 @@ class Reader:
         Raises:
             CheckpointError: the file contains objects of a class that is not known to be safe.
         """
+        content = self._load(path, map_location, mapped)
+        if (beside := frozen_path(path)).is_file():
+            content = with_frozen(content, self._load(beside, map_location, mapped))
+        return content
+
+    def _load(self, path: Path, map_location: Any, mapped: bool) -> Any:
         options: dict[str, Any] = {
             "map_location": map_location,
             # torch's older format cannot be mapped

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import operator
 import pickle
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -49,7 +50,7 @@ def readable(state: Any, reader: Reader) -> Any:
     conversion = _Conversion(reader)
     converted = conversion.convert(state, None)
     try:
-        if not conversion.others or not _unsafe(map(_value, conversion.others), reader):
+        if not conversion.others or not _unsafe([each for _, each in conversion.others], reader):
             return converted
     except _UNPICKLABLE:
         pass
@@ -104,17 +105,9 @@ class _Conversion:
 
     def _sequence(self, value: Sequence[Any], key_path: _KeyPath) -> Any:
         items = [self.convert(each, (key_path, index)) for index, each in enumerate(value)]
-        if type(value) in _PLAIN_SEQUENCES and all(map(_is_same, items, value)):
+        if type(value) in _PLAIN_SEQUENCES and all(map(operator.is_, items, value)):
             return value
         return tuple(items) if isinstance(value, tuple) else items
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    return one is other
-
-
-def _value(other: tuple[_KeyPath, Any]) -> Any:
-    return other[1]
 
 
 def _unsafe(objects: Iterable[Any], reader: Reader) -> list[str]:

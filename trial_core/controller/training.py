@@ -1,17 +1,7 @@
-"""The training loop.
+"""The training loop: one train-workload, with the hooks in it that `PyTorchCallback` lists.
 
-One train-workload, with every hook inside it::
-
-    for each batch up to `until`, unless the run is asked to stop:
-        on_training_epoch_start(epoch_idx)      if an epoch begins with this batch
-        trial.train_batch(...)                  once per micro-batch, or once with pipelines
-        on_training_epoch_end(epoch_idx)        if an epoch ends with this batch
-        allocate memory for snapshots           after the run's first batch, see Snapshots.rehearse
-    average the metrics over batches and ranks  the workload's only collective of ours, and its
-                                                only wait for the accelerator
-    (on_training_workload_end(avg_metrics, batch_metrics) is the next stage)
-
-The whole route of a stop: `trial_core/run/stop_requests.py`.
+`on_training_workload_end` is the next stage. The whole route of a stop:
+`trial_core/run/stop_requests.py`.
 """
 
 from __future__ import annotations
@@ -95,9 +85,9 @@ class TrainingLoop:
         adapter, info, micro_batches = self.adapter, self.info, self.micro_batches
         stop_barrier, progress = self.stop_barrier, ProgressReporter(self.send_progress)
         first_batch = info.batches_trained
-        stop_barrier.begin_workload()
+        stop_barrier.begin_workload(has_breaks=True)
         metrics = BatchMetrics()
-        adapter.reducers.reset(for_training=True)
+        adapter.reducers.reset("training")
         adapter.set_training(True)
         ready_made = trial_callbacks(adapter.callbacks)
         while info.batches_trained < until and stop_barrier.may_begin_step():

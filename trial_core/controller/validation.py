@@ -1,17 +1,7 @@
-"""The validation loop.
+"""The validation loop: one validation, with the hooks in it that `PyTorchCallback` lists.
 
-One validation, with every hook inside it::
-
-    reset the custom reducers
-    on_validation_start()
-    on_validation_epoch_start()
-    for each batch of this rank's shard, unless the run is asked to stop:
-        trial.evaluate_batch(...)               or trial.evaluate_full_dataset once, on rank 0
-    on_validation_epoch_end(outputs)            this rank's metrics, one mapping per batch
-    reduce the metrics over all ranks           once
-    (on_validation_end(metrics) is the next stage; it may change the metrics)
-
-All of it, on_validation_end included, runs with the models in evaluation mode, without gradients.
+`on_validation_end`, which may change the metrics, is the next stage. All of it, that hook included,
+runs with the models in evaluation mode, without gradients.
 """
 
 from __future__ import annotations
@@ -80,7 +70,7 @@ def validate(
             micro-batches than the loader gives.
     """
     with evaluating(adapter):
-        adapter.reducers.reset(for_validation=True)
+        adapter.reducers.reset("validation")
         for callback in adapter.callbacks.values():
             callback.on_validation_start()
         for callback in adapter.callbacks.values():
@@ -130,12 +120,12 @@ def metric_names(
     if any(distributed.allgather(is_unclear)):  # all ranks decide alike
         return None
     one_batch = replace(loaders.validation, limit=1)
-    silent, rng = ProgressReporter(lambda _: None), capture_rng(adapter)
-    adapter.reducers.reset(for_validation=True)
+    silent, rng = ProgressReporter(lambda _: None), capture_rng()
+    adapter.reducers.reset("validation")
     with evaluating(adapter):
         metrics, _ = _evaluate_batches(adapter, one_batch, distributed, silent, StopBarrier())
-    adapter.reducers.reset(for_validation=True)
-    restore_rng(rng, adapter)
+    adapter.reducers.reset("validation")
+    restore_rng(rng)
     partials = distributed.allgather(metrics.partials() if adapter.reports_metrics else {})
     evaluated = [part["metrics"] for part in partials if part.get("calls")]
     return sorted({*(of_reducers or ()), *evaluated[0]}) if evaluated else None

@@ -1,4 +1,4 @@
-"""`CheckpointContext`: stores and restores checkpoints in a script's own loop."""
+"""`CheckpointContext`: stores, restores and describes checkpoints in a script's own loop."""
 
 from __future__ import annotations
 
@@ -6,19 +6,27 @@ import enum
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from trial_core.checkpoint.manifest import FileEntry, Manifest
 from trial_core.controller.collective_errors import run_on_all_ranks
 from trial_core.core_api.metrics import checked_steps
 from trial_core.core_api.script_host import ScriptHost
-from trial_core.core_api.stored_checkpoints import METADATA, Selector
-from trial_core.errors import TrialError, TrialValueError
+from trial_core.errors import StorageError, TrialError, TrialValueError
+from trial_core.retention.pruning import delete_checkpoint
 from trial_core.storage.base import MAX_OBJECT_BYTES
 from trial_core.storage.local_files import READ_BYTES, atomic_file
+from trial_core.transfer.fetch import fetch_files
+
+Selector = Callable[[str], bool]
+"""Whether the file at a path below a checkpoint's folder is wanted."""
+
+METADATA = "metadata.json"
+"""The file of a checkpoint that holds its metadata, as in Determined's."""
 
 
 class DownloadMode(enum.Enum):
@@ -38,10 +46,12 @@ class CheckpointContext:
 
     def __init__(self, host: ScriptHost) -> None:
         self._host = host
+        self._store = host.files.store
+        self._fetched = {host.info.latest_checkpoint} - {None}  # before the script began
 
     @contextmanager
     def store_path(
-        self, metadata: Mapping[str, Any] | None = None, *, shard: bool = False
+        self, metadata: Mapping[str, Any] | None = None, *, shard: bool = False, wait: bool = True
     ) -> Iterator[tuple[Path, str]]:
         """A folder to write a checkpoint into, and the checkpoint's uuid.
 
@@ -55,6 +65,8 @@ class CheckpointContext:
                 and a rank may give none.
             shard: whether every rank calls this and writes its own part. If not, rank 0 alone may
                 call it.
+            wait: whether the end of the block waits. If not, the files are uploaded while the
+                script runs, and must not change; the next checkpoint and the script's end wait.
 
         Raises:
             TrialError: `metadata` has no ``steps_completed``, is no plain data, or is too large, or
@@ -85,7 +97,7 @@ class CheckpointContext:
             raise
         if rank == 0:
             (folder / METADATA).write_text(text)
-        host.commit(uuid, steps_completed, shard)
+        host.commit(uuid, steps_completed, shard, wait)
 
     @contextmanager
     def restore_path(
@@ -110,9 +122,14 @@ class CheckpointContext:
         Raises:
             CheckpointNotFound: there is no such checkpoint.
             CheckpointDamaged: a file is missing or differs.
+            StorageError: the storage failed.
         """
         alone = DownloadMode(download_mode) is DownloadMode.NoSharedDownload
-        yield self._host.checkpoints.fetch(storage_id, alone, selector)
+        if storage_id in self._fetched:
+            yield self._host.files.restored(storage_id)
+        else:
+            self._refuse_unseen(storage_id)
+            yield (self._fetch_alone if alone else self._fetch)(storage_id, selector)
 
     def upload(
         self,
@@ -183,8 +200,24 @@ class CheckpointContext:
                         shutil.copyfileobj(source, copy, READ_BYTES)
 
     def get_metadata(self, storage_id: str) -> dict[str, Any]:
-        """The metadata that a checkpoint was stored with. Not collective."""
-        return self._host.checkpoints.metadata(storage_id)
+        """The metadata that a checkpoint was stored with. Not collective.
+
+        Raises:
+            CheckpointNotFound: there is no such checkpoint.
+            CheckpointDamaged: they are too large to be read without a fetch, or its manifest is
+                damaged.
+            StorageError: the storage failed.
+        """
+        if storage_id in self._fetched:
+            path = self._host.files.restored(storage_id) / METADATA
+            data = path.read_bytes() if path.is_file() else None
+        else:
+            self._refuse_unseen(storage_id)
+            manifest = self._store.open(storage_id)
+            entry = manifest.file(METADATA)
+            data = None if entry is None else self._store.storage.read(entry.key(manifest.uuid))
+        found: dict[str, Any] = json.loads(data or "{}")
+        return found
 
     def delete(self, storage_id: str) -> None:
         """Delete a checkpoint from the storage. Call it on one rank.
@@ -193,7 +226,48 @@ class CheckpointContext:
             CheckpointNotFound: there is no such checkpoint.
             CheckpointError: it is pinned, or a model's version.
         """
-        self._host.checkpoints.delete(storage_id)
+        self._refuse_unseen(storage_id)
+        delete_checkpoint(self._store, self._store.open(storage_id))
+
+    def _fetch(self, uuid: str, selector: Selector | None) -> Path:
+        """Collective. The ranks of a machine share what any of them wants."""
+        opened: list[Manifest] = []
+
+        def choose() -> list[str] | None:
+            opened.append(self._store.open(uuid))
+            return selector and [each.path for each in _wanted(opened[0], selector)]
+
+        chosen = run_on_all_ranks(self._host.distributed, choose)
+        manifest, here = opened[0], [chosen[rank] for rank in self._host.distributed.local_ranks]
+        paths = {path for each in here for path in each or ()}
+        files = [each for each in manifest.files if None in here or each.path in paths]
+        # On all ranks: each fetches its share, and raises the error of any.
+        run_on_all_ranks(
+            self._host.distributed, lambda: self._host.files.fetch(manifest.uuid, files)
+        )
+        folder = self._host.files.restored(manifest.uuid)
+        folder.mkdir(parents=True, exist_ok=True)
+        if all(each is None for each in chosen):
+            self._fetched.add(manifest.uuid)
+        return folder
+
+    def _fetch_alone(self, uuid: str, selector: Selector | None) -> Path:
+        manifest, rank = self._store.open(uuid), self._host.distributed.get_rank()
+        folder = self._host.files.restored(manifest.uuid).with_name(f"{manifest.uuid}-rank-{rank}")
+        folder.mkdir(parents=True, exist_ok=True)
+        fetch_files(self._store, manifest.uuid, _wanted(manifest, selector), folder)
+        return folder
+
+    def _refuse_unseen(self, uuid: str) -> None:
+        if self._store.is_process_local:
+            raise StorageError(
+                f"checkpoint {uuid} is in the memory of another process ({self._store.url}); only "
+                "the checkpoint that the run resumes from can be read there"
+            )
+
+
+def _wanted(manifest: Manifest, selector: Selector | None) -> list[FileEntry]:
+    return [each for each in manifest.files if selector is None or selector(each.path)]
 
 
 def _plain(metadata: Mapping[str, Any] | None, source: str) -> dict[str, Any]:

@@ -120,7 +120,7 @@ class TrainContext(SaysWhatToUse):
 
     def get_tensorboard_path(self) -> Path:
         """This rank's folder for TensorBoard; its files are stored with the run."""
-        return self._host.tensorboard_path()
+        return self._host.run.tensorboard.folder()
 
     def upload_tensorboard_files(self, selector: Any = None, mangler: Any = None) -> None:
         """Have this rank's files for TensorBoard stored, with each checkpoint and at the end.

@@ -17,7 +17,6 @@ from trial_core.controller.controller import Controller, library_versions
 from trial_core.controller.run_file_upload import RunFileUpload, tensorboard_in
 from trial_core.core_api.run_script import run_script
 from trial_core.core_api.script_host import ScriptHost, ScriptMessage, in_slot
-from trial_core.core_api.stored_checkpoints import StoredCheckpoints
 from trial_core.distributed import DistributedContext
 from trial_core.errors import SlotsError, TrialError
 from trial_core.messages import (
@@ -47,7 +46,6 @@ class _PreparedScript:
     command: ScriptCommand
     info: RunInfo
     files: CheckpointFiles
-    store: CheckpointStore
     run_files: RunFileUpload
     host: ScriptHost | None = None
 
@@ -138,7 +136,6 @@ class ScriptController:
             command,
             info,
             CheckpointFiles(run_dir, store, ranks, info.checkpointing),
-            store,
             RunFileUpload(info, store, run_dir),
         )
         return TrialBuilt(
@@ -152,20 +149,13 @@ class ScriptController:
         """Run the script to its end."""
         script, ranks = self._script, self._distributed
         script.info.batches_trained = request.batches_trained
-        checkpoints = StoredCheckpoints(
-            script.files,
-            script.store,
-            ranks,
-            sees_storage=not script.store.is_process_local,
-            fetched=request.checkpoint,
-        )
         run = script.info
         info = ClusterInfo.of(
             run.trial, run.experiment, run.experiment_seed, request.checkpoint,
             slots=ranks.local_size, machine=ranks.cross_rank, machines=ranks.cross_size,
         )  # fmt: skip
         host = ScriptHost(
-            info, ranks, script.info, script.files, checkpoints, self._emit,
+            info, ranks, script.info, script.files, self._emit,
             self._stop_barrier, self._serve_fit, self._on_first_question, request.best_metric,
         )  # fmt: skip
         script.host = host
@@ -184,7 +174,7 @@ class ScriptController:
         script = self._script
         # Most checkpoints are rank 0's alone.
         script.files.staging(request.uuid).mkdir(parents=True, exist_ok=True)
-        persisted = script.files.try_persist(request.uuid)
+        persisted = script.files.try_persist(request.uuid, request.shared)
         if not persisted.problem and not persisted.mistake:
             script.run_files.upload()
         return persisted

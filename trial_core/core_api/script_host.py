@@ -14,7 +14,6 @@ from trial_core.config.lengths import named_length
 from trial_core.context import RunInfo
 from trial_core.controller.checkpoint_files import CheckpointFiles
 from trial_core.controller.controller import AdapterBuilder, Controller
-from trial_core.core_api.stored_checkpoints import StoredCheckpoints
 from trial_core.distributed import DistributedContext
 from trial_core.errors import SlotsError
 from trial_core.messages import (
@@ -55,11 +54,12 @@ class ScriptHost:
     Attributes:
         info: what the script may know of its run.
         distributed: this rank's place among all.
-        checkpoints: the stored ones.
+        files: this rank's staged and fetched checkpoints.
         max_length: where the experiment says that training ends; None: it does not say.
         run: the trial's state, which its contexts read.
         was_preempted: whether the script was told to save and end.
         best_validation: the best searcher metric that this rank knows of.
+        has_trainer: whether a `transformers.Trainer` has begun to train in this run of the script.
     """
 
     def __init__(
@@ -68,7 +68,6 @@ class ScriptHost:
         distributed: DistributedContext,
         run: RunInfo,
         files: CheckpointFiles,
-        checkpoints: StoredCheckpoints,
         emit: Callable[[ScriptMessage], None],
         stop_barrier: StopBarrier,
         serve_fit: Callable[[Controller], None] | None = None,
@@ -77,28 +76,25 @@ class ScriptHost:
     ) -> None:
         self.info = info
         self.distributed = distributed
-        self.checkpoints = checkpoints
+        self.files = files
         self.max_length = named_length(run.experiment)
         self.was_preempted = False
         self.best_validation = best_validation
+        self.has_trainer = False
         self.run = run
         self._serve_fit = serve_fit
         self._on_first_question = on_first_question
         self._has_asked = False
         self._error: BaseException | None = None
-        self._files = files
         self._emit = emit
         self._stop_barrier = stop_barrier
         self._released: set[str] = set()
+        self._uploading: str | None = None
         self._has_released = threading.Condition()
 
     def staging(self, uuid: str) -> Path:
         """This rank's folder for the files of a checkpoint."""
-        return self._files.staging(uuid)
-
-    def tensorboard_path(self) -> Path:
-        """This rank's folder for TensorBoard."""
-        return self.run.tensorboard.folder()
+        return self.files.staging(uuid)
 
     def report(self, kind: MetricsKind, steps_completed: int, metrics: Mapping[str, Any]) -> None:
         """Report metrics. Rank 0 alone calls this. Does not wait."""
@@ -135,20 +131,31 @@ class ScriptHost:
         self._raise_error()
         return self.was_preempted
 
-    def commit(self, uuid: str, steps_completed: int, shard: bool) -> None:
-        """Have what was written into `staging` uploaded and committed; waits for the end.
+    def commit(self, uuid: str, steps_completed: int, shard: bool, wait: bool = True) -> None:
+        """Have what was written into `staging` uploaded and committed, one checkpoint at a time.
 
         Args:
             shard: whether every rank calls this. If not, rank 0 does.
+            wait: whether to wait for the end; if not, the next call or `wait_for_upload` does.
         """
+        self.wait_for_upload()
         if shard:
             self.distributed.allgather(None)  # all ranks have written their parts
         if self.distributed.get_rank() == 0:
             self.run.batches_trained = steps_completed
-            self._emit(CheckpointWritten(uuid=uuid, steps_completed=steps_completed))
+            self._emit(CheckpointWritten(uuid=uuid, steps_completed=steps_completed, waits=wait))
+        self._uploading = uuid
+        if wait:
+            self.wait_for_upload()
+
+    def wait_for_upload(self) -> None:
+        """Wait until the last checkpoint is committed. Raises why the run has failed, if so."""
+        uuid, self._uploading = self._uploading, None
         with self._has_released:
             # Not collective: an upload may last longer than the deadline of collectives.
-            self._has_released.wait_for(lambda: uuid in self._released or self._error is not None)
+            self._has_released.wait_for(
+                lambda: uuid is None or uuid in self._released or self._error is not None
+            )
         self._raise_error()
 
     def failed(self, error: BaseException) -> None:

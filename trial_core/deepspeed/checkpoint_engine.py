@@ -7,7 +7,7 @@ read by a `Reader`, which constructs only tensors and plain data unless the chec
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,12 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
+from trial_core.controller.frozen_files import (
+    KeyPath,
+    frozen_names,
+    frozen_path,
+    without_frozen,
+)
 from trial_core.controller.safe_load import Reader
 from trial_core.controller.safe_save import readable
 from trial_core.controller.tensor_files import write_tensors
@@ -27,6 +33,11 @@ from trial_core.transfer.memory_files import MemoryFiles
 
 CHECKPOINT_CLASSES = (DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address)
 """Classes of DeepSpeed that its shards contain. Constructing them runs no code of a checkpoint."""
+
+
+MODULE = "module"
+FRAGMENTS = "frozen_param_fragments"
+"""Where DeepSpeed has frozen weights in a rank's model states."""
 
 
 class SnapshotCheckpointEngine(TorchCheckpointEngine):
@@ -37,15 +48,22 @@ class SnapshotCheckpointEngine(TorchCheckpointEngine):
         memory_files: where shards below `folder` are written; None writes files on disk.
         reader: reads files, and will read those that are written; None uses one that does not
             trust the checkpoint.
+        frozen: names of the engine's weights that are not trained: they are written into files of
+            their own (see `frozen_files`).
     """
 
     def __init__(
-        self, folder: Path, memory_files: MemoryFiles | None, reader: Reader | None
+        self,
+        folder: Path,
+        memory_files: MemoryFiles | None,
+        reader: Reader | None,
+        frozen: Collection[str] = (),
     ) -> None:
         CheckpointEngine.__init__(self)
         self.name = "trialflow"
         self._folder = folder
         self._memory_files = memory_files
+        self._frozen = [(part, name) for part in (MODULE, FRAGMENTS) for name in frozen]
         self.reader = reader or Reader(classes=CHECKPOINT_CLASSES)
 
     def create(self, info: Any) -> None:
@@ -61,9 +79,16 @@ class SnapshotCheckpointEngine(TorchCheckpointEngine):
         if self._memory_files is None or not Path(path).is_relative_to(self._folder):
             torch.save(state_dict, path)
         else:
-            name = Path(path).relative_to(self._folder).as_posix()
+            name = Path(path).relative_to(self._folder)
+            state_dict, frozen = without_frozen(state_dict, self._frozen)
+            self._write(name, state_dict)
+            if frozen:
+                self._write(frozen_path(name), _once(frozen))
+
+    def _write(self, name: Path, content: Any) -> None:
+        if self._memory_files is not None:
             self._memory_files.write(
-                self._folder, name, lambda file: write_tensors(state_dict, file)
+                self._folder, name.as_posix(), lambda file: write_tensors(content, file)
             )
 
     def load(self, path: str, map_location: Any = None) -> Any:
@@ -79,6 +104,17 @@ class SnapshotCheckpointEngine(TorchCheckpointEngine):
         return True
 
 
+def _once(frozen: dict[KeyPath, torch.Tensor]) -> dict[KeyPath, torch.Tensor]:
+    """Frozen weights, each once. From an accelerator, DeepSpeed copies whole ones to the host."""
+
+    def original(keys: KeyPath, tensor: torch.Tensor) -> torch.Tensor:
+        whole = frozen.get((MODULE, *keys[1:]), tensor)
+        is_copy = (whole.shape, whole.dtype) == (tensor.shape, tensor.dtype)
+        return whole if is_copy else tensor
+
+    return {keys: original(keys, tensor) for keys, tensor in frozen.items()}
+
+
 def reader_of(engine: DeepSpeedEngine) -> Reader:
     """The reader of the engine's `SnapshotCheckpointEngine`, or one that does not trust."""
     installed = engine.checkpoint_engine
@@ -89,16 +125,6 @@ def reader_of(engine: DeepSpeedEngine) -> Reader:
     )
 
 
-def saves_in_memory(engine: DeepSpeedEngine) -> bool:
-    """Whether a snapshot of the engine writes no files on disk, except small ones."""
-    return _writes_with_torch(engine) and not engine.zero_nvme_offload_optimizer()
-
-
-def _writes_with_torch(engine: DeepSpeedEngine) -> bool:
-    """Whether the engine's DeepSpeed configuration chooses no other checkpoint writer."""
-    return type(engine.checkpoint_engine) is TorchCheckpointEngine
-
-
 @contextmanager
 def snapshot_checkpoint_engines(
     engines: Sequence[DeepSpeedEngine],
@@ -107,14 +133,9 @@ def snapshot_checkpoint_engines(
     memory_files: MemoryFiles | None = None,
     reader: Reader | None = None,
 ) -> Iterator[None]:
-    """Inside the block, engines read and write shards with a `SnapshotCheckpointEngine`.
-
-    An engine whose DeepSpeed configuration chooses another checkpoint writer keeps it.
-    """
+    """Inside the block, engines read and write shards with a `SnapshotCheckpointEngine`."""
     replacements = (
-        SnapshotCheckpointEngine(folder, memory_files, reader)
-        if _writes_with_torch(engine)
-        else engine.checkpoint_engine
+        SnapshotCheckpointEngine(folder, memory_files, reader, frozen_names(engine.module))
         for engine in engines
     )
     with checkpoint_engines_replaced(engines, replacements):

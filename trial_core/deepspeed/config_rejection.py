@@ -3,13 +3,37 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, get_args
+
+from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
+from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+from pydantic import BaseModel, ValidationError
+
+from trial_core.config.error_text import did_you_mean
+from trial_core.deepspeed.config_check import refusals, removals
 
 _UNEQUAL = re.compile(r"train_batch_size is not equal .* (\d+) != (\d+) \* (\d+) \* (\d+)$", re.S)
+CONFIG_ERRORS = (AssertionError, DeepSpeedConfigError, ValueError)
+"""The types of DeepSpeed's errors about a config. A refused feature may raise others."""
+
 _EMPTY = re.compile(r"^(Micro batch size per gpu|Gradient accumulation steps): 0 has to be")
 
 
-def rejection(error: Exception) -> str:
-    """The message for an error of DeepSpeed about a config: ours where we know it, else its own."""
+def rejection(error: Exception) -> str | None:
+    """The message for an error that DeepSpeed raised when it was given a config.
+
+    Ours where we know it, else DeepSpeed's; None: the error may have another cause than the config.
+    """
+    config = _config_behind(error.__traceback__)
+    obsolete = removals(config) if isinstance(error, DeepSpeedConfigError) else []
+    if problems := refusals(config) + obsolete:
+        return "; ".join(problems)
+    if isinstance(error, ValidationError):  # without a config, of the trial's own model
+        return "; ".join(_invalid(error, each, config) for each in error.errors() if config) or None
+    if not isinstance(error, CONFIG_ERRORS):
+        return None
     text = str(error)
     if found := _UNEQUAL.search(text):
         return _unequal(*map(int, found.groups()))
@@ -39,3 +63,77 @@ def _unequal(train: int, micro: int, accumulation: int, ranks: int) -> str:
         "Correct one of train_batch_size, train_micro_batch_size_per_gpu and "
         "gradient_accumulation_steps, or leave one out: DeepSpeed computes it"
     )
+
+
+def _invalid(error: ValidationError, details: Any, config: Mapping[str, Any]) -> str:
+    """One mistake in a section: its key and value, and what DeepSpeed expects."""
+    path: Sequence[str] = [str(part) for part in details["loc"]]
+    fields = _fields(error.title, path[:-1])
+    section = _section(config, path, details["input"], fields)
+    name, value = ".".join([*section, *path]) or error.title, details["input"]
+    if details["type"] == "extra_forbidden":
+        return (
+            f"the DeepSpeed config has an unknown key {name} = {value!r}"
+            f"{did_you_mean(path[-1], fields)}"
+        )
+    seen = f" = {value!r}" if path else ""
+    return f"DeepSpeed rejects {name}{seen} in its config: {_reason(details['msg'])}"
+
+
+def _reason(message: str) -> str:
+    return message.removeprefix("Assertion failed, ").removeprefix("Value error, ")
+
+
+def _section(
+    config: Mapping[str, Any], path: Sequence[str], value: object, fields: Sequence[str]
+) -> list[str]:
+    """The name of the section in which `path` leads to `value`; empty: the config itself, or none.
+
+    DeepSpeed validates each section on its own, so that pydantic does not know its name.
+
+    Args:
+        fields: those of the section; they identify it if a section as a whole is rejected.
+    """
+
+    def leads(inside: Any) -> bool:
+        if not path:
+            return isinstance(inside, Mapping) and bool(inside) and {*inside} <= {*fields}
+        for part in path:
+            inside = inside.get(part) if isinstance(inside, Mapping) else None
+        return bool(inside == value)
+
+    if leads(config):
+        return []
+    return [key for key, inside in config.items() if leads(inside)][:1]
+
+
+def _fields(model_name: str, path: Sequence[str]) -> list[str]:
+    """The fields, and their aliases, of a section of one of DeepSpeed's models."""
+    model = next(
+        (each for each in _models(DeepSpeedConfigModel) if each.__name__ == model_name), None
+    )
+    for part in path:
+        field = model.model_fields.get(part) if model is not None else None
+        kinds = () if field is None else get_args(field.annotation) or (field.annotation,)
+        model = next((each for each in kinds if _is_model(each)), None)
+    fields = model.model_fields.items() if model is not None else ()
+    return [each for name, field in fields for each in (name, field.alias) if each is not None]
+
+
+def _models(model: type[BaseModel]) -> Sequence[type[BaseModel]]:
+    return [each for child in model.__subclasses__() for each in (child, *_models(child))]
+
+
+def _is_model(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
+def _config_behind(traceback: TracebackType | None) -> Mapping[str, Any]:
+    """The config with which DeepSpeed failed; empty if its frames have none."""
+    found: Mapping[str, Any] = {}
+    while traceback is not None:
+        for local in traceback.tb_frame.f_locals.values():
+            if isinstance(local, DeepSpeedConfig):
+                found = getattr(local, "_param_dict", found)
+        traceback = traceback.tb_next
+    return found

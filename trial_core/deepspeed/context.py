@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -13,12 +14,22 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from typing_extensions import Self
 
 from trial_core.context import RunInfo
+from trial_core.deepspeed.config_check import check_engine_config
+from trial_core.deepspeed.ds_config import overwrite_deepspeed_config
 from trial_core.deepspeed.mpu import (
     ModelParallelUnit,
     make_data_parallel_mpu,
-    make_deepspeed_mpu,
+    make_engine_mpu,
 )
 from trial_core.deepspeed.op_builds import prepare_op_builds
+from trial_core.deepspeed.pretrained import (
+    divide_no_more,
+    divide_pretrained,
+    divides_weights,
+    end_of_loading,
+    is_transformers_in_use,
+    named_config,
+)
 from trial_core.distributed import DistributedContext, is_launched
 from trial_core.errors import TrialError, TrialTypeError, TrialValueError
 from trial_core.pytorch.torch_context import TorchTrialContext
@@ -36,6 +47,8 @@ class DeepSpeedTrialContext(SaysWhatToUse, TorchTrialContext):
     Attributes:
         models: the wrapped engines, in the order of wrapping.
         mpu: this rank's place in the parallel layout.
+        use_pipeline_parallel: whether a pipeline is wrapped.
+        has_loaded_engines: whether `DeepSpeedTrial.load` has run in the restore at hand.
     """
 
     def __init__(self, info: RunInfo, distributed: DistributedContext) -> None:
@@ -43,8 +56,11 @@ class DeepSpeedTrialContext(SaysWhatToUse, TorchTrialContext):
         self.models: list[DeepSpeedEngine] = []
         self.mpu: ModelParallelUnit = make_data_parallel_mpu(distributed)
         self.auto_grad_accumulation = True
-        self.uses_pipeline = False
+        self.use_pipeline_parallel = False
+        self.has_loaded_engines = False
         self._mpu_was_set = False
+        named = named_config(self.get_hparams()) if is_transformers_in_use() else None
+        self.set_deepspeed_config(named)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
@@ -74,6 +90,7 @@ class DeepSpeedTrialContext(SaysWhatToUse, TorchTrialContext):
 
         Raises:
             TrialTypeError: `model` is not an engine.
+            TrialError: its config is refused, since its checkpoints could not be resumed.
         """
         if not isinstance(model, DeepSpeedEngine):
             raise TrialTypeError(
@@ -83,14 +100,37 @@ class DeepSpeedTrialContext(SaysWhatToUse, TorchTrialContext):
         if any(wrapped is model for wrapped in self.models):
             logger.warning("wrap_model_engine got the same engine twice; it is registered once")
             return model
+        check_engine_config(model, warns=self.distributed.get_rank() == 0)
         if self.models:
             self._warn_of_differences(model)
-        if isinstance(model, PipelineEngine):
-            self.uses_pipeline = True
-            if not self.models:
-                self.mpu = make_deepspeed_mpu(model.mpu)
+        self.use_pipeline_parallel |= isinstance(model, PipelineEngine)
+        if not self.models:
+            self.mpu = make_engine_mpu(model, self.distributed)
         self.models.append(model)
+        if self._divides_pretrained is not None:
+            end_of_loading()
         return model
+
+    def set_deepspeed_config(self, config: str | Path | Mapping[str, Any] | None) -> None:
+        """Tell transformers the DeepSpeed config, before it builds or loads a model.
+
+        With a config of ZeRO-3, ``from_pretrained`` and ``from_config`` then divide each weight
+        among the ranks as soon as it is made, so that no rank ever holds the whole model; others
+        change nothing. Not needed where the hyperparameter ``deepspeed_config`` names the file, and
+        ``overwrite_deepspeed_args`` its changed values. Every rank calls this, with the same
+        config.
+
+        Args:
+            config: a config, or the path of its JSON file. None: models are whole on each rank from
+                now on, for one that no engine gets, such as a teacher.
+
+        Raises:
+            TrialError: the file cannot be read; or the stage is 3, and transformers or accelerate
+                is not installed.
+        """
+        divide_no_more()
+        read = {} if config is None else overwrite_deepspeed_config(config, {})
+        self._divides_pretrained = divide_pretrained(read) if divides_weights(read) else None
 
     def set_mpu(self, mpu: ModelParallelUnit) -> None:
         """Use a custom model-parallel layout. Every rank calls this, with its own unit.
@@ -118,11 +158,6 @@ class DeepSpeedTrialContext(SaysWhatToUse, TorchTrialContext):
     # ------------------------------------------------------ batch sizes, of the first engine
 
     @property
-    def use_pipeline_parallel(self) -> bool:
-        """Whether a pipeline is wrapped."""
-        return self.uses_pipeline
-
-    @property
     def train_micro_batch_size_per_gpu(self) -> int:
         """Samples of one micro-batch on one rank."""
         return int(
@@ -146,12 +181,18 @@ class DeepSpeedTrialContext(SaysWhatToUse, TorchTrialContext):
         return self.num_micro_batches_per_slot
 
     def get_global_batch_size(self) -> int:
-        """Samples of one batch on all ranks: DeepSpeed's ``train_batch_size``."""
-        return int(self._first_engine("get_global_batch_size").train_batch_size())
+        """Samples of one batch in all data-parallel shards.
+
+        That is DeepSpeed's ``train_batch_size``, except with AutoTP: without an ``mpu`` DeepSpeed
+        counts the samples once for each rank of a tensor-parallel group.
+        """
+        self._first_engine("get_global_batch_size")
+        return self.get_per_slot_batch_size() * self.mpu.data_parallel_world_size
 
     def get_per_slot_batch_size(self) -> int:
         """Samples of one batch in one data-parallel shard, in all its micro-batches."""
-        return self.get_global_batch_size() // self.mpu.data_parallel_world_size
+        self._first_engine("get_per_slot_batch_size")
+        return self.train_micro_batch_size_per_gpu * self.num_micro_batches_per_slot
 
     def disable_auto_grad_accumulation(self) -> None:
         """Call `train_batch` once a batch; the trial then trains all its micro-batches itself.
@@ -169,14 +210,13 @@ class DeepSpeedTrialContext(SaysWhatToUse, TorchTrialContext):
 
     def _warn_of_differences(self, model: DeepSpeedEngine) -> None:
         number, first = len(self.models), self.models[0]
-        if isinstance(model, PipelineEngine):
-            unit = make_deepspeed_mpu(first.mpu) if isinstance(first, PipelineEngine) else None
-            if make_deepspeed_mpu(model.mpu) != unit:
-                logger.warning(
-                    "engine %d is a pipeline whose layout differs from the first engine's, which "
-                    "decides which ranks load data and report metrics",
-                    number,
-                )
+        units = [make_engine_mpu(each, self.distributed) for each in (model, first)]
+        if units[0] != units[1]:
+            logger.warning(
+                "engine %d has a parallel layout that differs from the first engine's, which "
+                "decides which ranks load data and report metrics",
+                number,
+            )
         first_size = first.train_micro_batch_size_per_gpu()
         size = model.train_micro_batch_size_per_gpu()
         if size != first_size:

@@ -6,32 +6,28 @@ import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from trial_core.accelerator import (
-    accelerator_rng_state,
-    has_accelerator,
-    restore_accelerator_rng,
-)
 from trial_core.checkpoint.manifest import FileEntry, Topology
 from trial_core.checkpoint.resume_point import Restore
 from trial_core.controller.optimizer_load import optimizers_loaded_in_place
 from trial_core.controller.safe_load import Reader
-from trial_core.deepspeed.checkpoint_engine import (
-    CHECKPOINT_CLASSES,
-    saves_in_memory,
-    snapshot_checkpoint_engines,
-)
+from trial_core.controller.trial_adapter import TrialAdapter
+from trial_core.deepspeed.checkpoint_engine import CHECKPOINT_CLASSES, snapshot_checkpoint_engines
+from trial_core.deepspeed.config_check import config_of
 from trial_core.deepspeed.context import DeepSpeedTrialContext
 from trial_core.deepspeed.data_loaders import finite, finite_and_separate
 from trial_core.deepspeed.engine_cleanup import forget_pipeline, forget_zero_3_models
+from trial_core.deepspeed.export.pipeline_weights import layer_name, tied_layers
 from trial_core.deepspeed.mpu import check_mpu
-from trial_core.deepspeed.reshard.reshard_loader import resharded
+from trial_core.deepspeed.reshard.reshard_loader import is_ordered_otherwise, resharded
 from trial_core.deepspeed.restore_files import (
     files_for_load,
     files_for_load_weights,
@@ -39,8 +35,7 @@ from trial_core.deepspeed.restore_files import (
 )
 from trial_core.deepspeed.trial import DeepSpeedTrial
 from trial_core.errors import CheckpointError, TrialError, TrialValueError
-from trial_core.pytorch.callback import built_callbacks
-from trial_core.pytorch.metric_reduction import Reducer
+from trial_core.export.model_files import facts_folder, write_facts
 from trial_core.transfer.memory_files import MemoryFiles
 
 logger = logging.getLogger(__name__)
@@ -48,18 +43,20 @@ logger = logging.getLogger(__name__)
 ZERO_STAGE_WEIGHTS = 3
 
 
-class DeepSpeedTrialAdapter:
+class DeepSpeedTrialAdapter(TrialAdapter):
     """Drives a `DeepSpeedTrial`; `TrialAdapter` documents the members.
 
     Collective: every rank constructs one.
 
     Raises:
         TrialError: the trial wrapped no engine, or the ranks' `ModelParallelUnit`s are
-            inconsistent, or the trial cannot be validated.
+            inconsistent, or the trial cannot be validated, or not accumulate gradients.
     """
 
+    _base = DeepSpeedTrial
+    _trial: DeepSpeedTrial
+    _context: DeepSpeedTrialContext
     checkpoint_classes = CHECKPOINT_CLASSES
-    chief_hooks: frozenset[str] = frozenset()
 
     def __init__(self, trial: DeepSpeedTrial, context: DeepSpeedTrialContext) -> None:
         if not context.models:
@@ -68,49 +65,58 @@ class DeepSpeedTrialAdapter:
                 "deepspeed.initialize returns first to context.wrap_model_engine"
             )
         check_mpu(context.mpu, context.distributed)
-        self._trial = trial
-        self._context = context
+        super().__init__(trial, context)
         first = context.models[0]
-        is_pipeline = context.uses_pipeline
-        self.callbacks = built_callbacks(trial, context)
-        self.reducers = context.reducers
+        is_pipeline = context.use_pipeline_parallel
         self.data_parallel_rank = context.mpu.data_parallel_rank
         self.data_parallel_size = context.mpu.data_parallel_world_size
         self.reports_metrics = context.mpu.should_report_metrics
         self.reports_training_metrics = self.reports_metrics
         self.needs_data = context.mpu.should_build_data_loader
         self.micro_batches_per_batch = int(first.gradient_accumulation_steps())
-        self.batch_samples = int(first.train_batch_size())
-        self.requires_reproducible_loaders = context.reproducible_loaders
+        self.batch_samples = context.get_global_batch_size()
         accumulates = context.auto_grad_accumulation and not is_pipeline
         self._calls_per_batch = self.micro_batches_per_batch if accumulates else 1
+        if self._calls_per_batch > 1 and not _is_managed(first):
+            raise TrialError(
+                "the DeepSpeed config's managed_gradient_accumulation is false, so that each "
+                "engine.step() ends a batch, but train_batch is called "
+                f"{self._calls_per_batch} times a batch: call "
+                "context.disable_auto_grad_accumulation(), and train all micro-batches of a batch "
+                "in one call of train_batch, with one engine.step() after them; or remove the key"
+            )
         self._has_warned_of_no_step = False
         self.micro_batches_per_evaluation = self.micro_batches_per_batch if is_pipeline else 1
         self.evaluates_in_lockstep = _forward_needs_other_ranks(context)
-        self.whole_models: Sequence[Any] = [] if self.evaluates_in_lockstep else context.models
+        self.whole_models = [] if self.evaluates_in_lockstep else context.models
         self.pads_evaluation = not is_pipeline
-        self.evaluates_full_dataset = _evaluates_full_dataset(trial, self.evaluates_in_lockstep)
+        self.evaluates_full_dataset = self._full_dataset_is_evaluated(
+            "its engine's forward pass needs the other ranks (ZeRO stage 3, pipeline or model "
+            "parallelism)"
+            if self.evaluates_in_lockstep
+            else None
+        )
         self._evaluate_takes_index = _accepts_batch_idx(trial.evaluate_batch)
 
     def training_loader(self) -> Any:
-        return finite(self._trial.build_training_data_loader())
+        return finite(super().training_loader())
 
     def validation_loader(self) -> Any:
-        return finite_and_separate(self._trial.build_validation_data_loader())
+        return finite_and_separate(super().validation_loader())
 
     def train_batch(
         self, micro_batches: Iterator[Any] | None, epoch_idx: int, batch_idx: int
     ) -> list[Any]:
         engine = self._context.models[0]
-        before = int(engine.micro_steps)
+        before = _micro_batches_trained(engine)
         metrics = [
             self._trial.train_batch(micro_batches, epoch_idx, batch_idx)
             for _ in range(self._calls_per_batch)
         ]
         # Of two mistakes the controller reports the first one: a wrong return value.
         has_metrics = all(isinstance(each, (torch.Tensor, Mapping)) for each in metrics)
-        if not self._context.uses_pipeline and (has_metrics or not self.reports_metrics):
-            self._check_micro_steps(int(engine.micro_steps) - before)
+        if not self._context.use_pipeline_parallel and (has_metrics or not self.reports_metrics):
+            self._check_micro_steps(_micro_batches_trained(engine) - before)
         return metrics
 
     def _check_micro_steps(self, micro_steps: int) -> None:
@@ -121,7 +127,8 @@ class DeepSpeedTrialAdapter:
                 "hand, call context.disable_auto_grad_accumulation()"
                 if self._context.auto_grad_accumulation
                 else "After context.disable_auto_grad_accumulation(), each call must take as many "
-                "micro-batches, and run the engine's forward, backward and step for each of them"
+                "micro-batches, and run the engine's forward, backward and step for each of them; "
+                "with managed_gradient_accumulation: false, one step after all of them"
             )
             raise TrialValueError(
                 "DeepSpeed model engine did not train for gradient accumulation steps: "
@@ -149,35 +156,17 @@ class DeepSpeedTrialAdapter:
             return self._trial.evaluate_batch(micro_batches, batch_idx)
         return self._trial.evaluate_batch(micro_batches)  # type: ignore[call-arg]  # older form
 
-    def evaluate_full_dataset(self, loader: Any) -> Any:
-        return self._trial.evaluate_full_dataset(loader)
-
-    def evaluation_reducer(self) -> Reducer | Mapping[str, Reducer]:
-        return self._trial.evaluation_reducer()
-
     def set_training(self, training: bool) -> None:
         for engine in self._context.models:
             engine.train(training)
 
-    def accelerator_rng_state(self) -> dict[str, Any]:
-        return accelerator_rng_state()
-
-    def restore_accelerator_rng(self, states: Mapping[str, Any]) -> None:
-        restore_accelerator_rng(states)
-
-    def hook_state(self) -> dict[str, Any]:
-        return {}  # DeepSpeed writes its files itself
-
-    def read_hook_state(self, folder: Path, reader: Reader) -> dict[str, Any]:
-        return {}
-
     @property
     def rehearses_save(self) -> bool:
-        return (
-            has_accelerator()
-            and not _overrides(self._trial, "save")
-            and all(map(saves_in_memory, self._context.models))
-        )
+        return super().rehearses_save and not self._overrides("save")
+
+    @property
+    def loads_plainly(self) -> bool:
+        return not self._overrides("load")
 
     def save(
         self,
@@ -189,6 +178,14 @@ class DeepSpeedTrialAdapter:
         engines = self._context.models
         with snapshot_checkpoint_engines(engines, folder, memory_files=memory_files, reader=reader):
             self._trial.save(self._context, folder)
+        for i, engine in enumerate(engines):
+            if dist.get_rank(group=engine.seq_data_parallel_group) == 0:
+                target, rank = folder / facts_folder(i), engine.checkpoint_mp_rank
+                tied = tied_layers(engine.module)
+                renamed = partial(layer_name, tied=tied)
+                write_facts(
+                    engine.module, target, self._context.tokenizer_files, rank, tied, renamed
+                )
 
     def load(
         self, folder: Path, reader: Reader, hook_state: Mapping[str, Any], reshape: bool = False
@@ -197,10 +194,19 @@ class DeepSpeedTrialAdapter:
         with ExitStack() as stack:
             stack.enter_context(snapshot_checkpoint_engines(engines, folder, reader=reader))
             stack.enter_context(optimizers_loaded_in_place(_base_optimizers(engines)))
-            if reshape:
-                _require_default_format(self._trial)
+            if reshape or self._is_ordered_otherwise(folder, reader):
+                _require_engine_files(self._trial, folder, len(engines))
                 folder = stack.enter_context(resharded(engines, folder, reader.load_mapped))
+            self._context.has_loaded_engines = False
             self._trial.load(self._context, folder)
+        if reshape and not self._context.has_loaded_engines:
+            raise _own_format_error(self._trial, "load")
+
+    def _is_ordered_otherwise(self, folder: Path, reader: Reader) -> bool:
+        return not self._overrides("load") and any(
+            is_ordered_otherwise(engine, folder / f"model{i}", reader.load_mapped)
+            for i, engine in enumerate(self._context.models)
+        )
 
     def load_weights(self, folder: Path, reader: Reader) -> None:
         with snapshot_checkpoint_engines(self._context.models, folder, reader=reader):
@@ -211,24 +217,29 @@ class DeepSpeedTrialAdapter:
     ) -> list[FileEntry]:
         engines, now = self._context.models, self.topology()
         if restore == "weights":
-            if _overrides(self._trial, "load_weights"):
+            if self._overrides("load_weights"):
                 return files
             return files_for_load_weights(engines, files, ranks)
-        if _overrides(self._trial, "load"):
+        if self._overrides("load"):
             return files_for_ranks(files, saved_by, ranks, now)
         return files_for_load(engines, files, saved_by, ranks, now)
 
     def topology(self) -> Topology:
         first = self._context.models[0]
         world, data = self._context.distributed.get_size(), self.data_parallel_size
-        pipeline = int(getattr(first, "num_stages", 1)) if self._context.uses_pipeline else 1
+        pipeline = (
+            int(getattr(first, "num_stages", 1)) if self._context.use_pipeline_parallel else 1
+        )
+        sequence = int(first.sequence_parallel_size)
         return Topology(
             world_size=world,
             data_parallel_size=data,
             pipeline_parallel_size=pipeline,
-            model_parallel_size=max(1, world // (data * pipeline)),
+            model_parallel_size=max(1, world // (data * pipeline * sequence)),
+            sequence_parallel_size=sequence,
             zero_stage=int(first.zero_optimization_stage()),
             batch_samples=self.batch_samples,
+            micro_batch_samples=int(first.train_micro_batch_size_per_gpu()),
         )
 
     def destroy(self) -> None:
@@ -246,19 +257,33 @@ def _base_optimizers(engines: Sequence[DeepSpeedEngine]) -> Iterator[torch.optim
             yield engine.basic_optimizer
 
 
-def _require_default_format(trial: DeepSpeedTrial) -> None:
-    """Check that DeepSpeed alone saves and loads the trial."""
-    own = [name for name in ("save", "load") if _overrides(trial, name)]
-    if own:
-        raise CheckpointError(
-            f"{type(trial).__name__} overrides {' and '.join(own)}, so its checkpoints cannot be "
-            "resharded. Resume with as many slots, and the ZeRO stage, that saved the checkpoint; "
-            "or load only the weights: searcher.source_weights_only=true"
-        )
+def _require_engine_files(trial: DeepSpeedTrial, folder: Path, engines: int) -> None:
+    """Check that `DeepSpeedTrial.save` has saved all engines. Raises CheckpointError."""
+    for index in range(engines):
+        if not any((folder / f"model{index}").glob("*_model_states.pt")):
+            raise _own_format_error(trial, "save")
 
 
-def _overrides(trial: DeepSpeedTrial, name: str) -> bool:
-    return getattr(type(trial), name) is not getattr(DeepSpeedTrial, name)
+def _own_format_error(trial: DeepSpeedTrial, method: str) -> CheckpointError:
+    return CheckpointError(
+        f"{type(trial).__name__}.{method} does not call super().{method}, so checkpoints cannot "
+        "be resharded. Call it, and keep other files beside; or resume with as many slots, and the "
+        "ZeRO stage, that saved the checkpoint; or load only the weights: "
+        "searcher.source_weights_only=true"
+    )
+
+
+def _is_managed(engine: DeepSpeedEngine) -> bool:
+    """Whether DeepSpeed decides which micro-batch ends a batch; else each ``step`` ends one."""
+    return bool(config_of(engine).get("managed_gradient_accumulation", True))
+
+
+def _micro_batches_trained(engine: DeepSpeedEngine) -> int:
+    """How many micro-batches the engine was trained on; without the last ones, before a step."""
+    if _is_managed(engine):
+        return int(engine.micro_steps)
+    micro_batches = int(engine.gradient_accumulation_steps())
+    return int(engine.global_samples) * micro_batches // int(engine.train_batch_size())
 
 
 def _forward_needs_other_ranks(context: DeepSpeedTrialContext) -> bool:
@@ -268,27 +293,7 @@ def _forward_needs_other_ranks(context: DeepSpeedTrialContext) -> bool:
         for engine in context.models
     )
     splits_model = context.mpu.data_parallel_world_size < context.distributed.get_size()
-    return context.uses_pipeline or partitions_weights or splits_model
-
-
-def _evaluates_full_dataset(trial: DeepSpeedTrial, needs_other_ranks: bool) -> bool:
-    """Whether the trial defines `evaluate_full_dataset`, not `evaluate_batch`."""
-    name = type(trial).__name__
-    in_batches = _overrides(trial, "evaluate_batch")
-    in_one_call = _overrides(trial, "evaluate_full_dataset")
-    if in_batches == in_one_call:
-        defines = "both" if in_batches else "neither"
-        raise TrialError(
-            f"{name} defines {defines} of evaluate_batch and evaluate_full_dataset; define exactly "
-            "one: evaluate_batch is called on every rank, evaluate_full_dataset on a single one"
-        )
-    if in_one_call and needs_other_ranks:
-        raise TrialError(
-            f"{name} defines evaluate_full_dataset, which runs on a single rank, but its engine's "
-            "forward pass needs the other ranks (ZeRO stage 3, pipeline or model parallelism) and "
-            "would wait for them forever; define evaluate_batch instead"
-        )
-    return in_one_call
+    return context.use_pipeline_parallel or partitions_weights or splits_model
 
 
 def _accepts_batch_idx(evaluate_batch: Any) -> bool:

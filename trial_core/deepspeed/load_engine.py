@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Collection, Iterable, Mapping, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,13 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import GatheredParameters
 
+from trial_core.controller.imported_weights import imported_weights
 from trial_core.deepspeed.checkpoint_engine import reader_of
-from trial_core.deepspeed.export.engine_weights import SavedWeight, saved_weights
+from trial_core.deepspeed.export.engine_weights import saved_weights
 from trial_core.errors import CheckpointError, TrialError
+from trial_core.export.weights import SavedWeight
+
+_logger = logging.getLogger(__name__)
 
 _ZERO3_MODEL_STATES = re.compile(r"zero_pp_rank_.*_model_states\.pt")
 
@@ -29,7 +35,8 @@ def load_engine(engine: DeepSpeedEngine, folder: Path, tag: str) -> None:
     path = None
     # Without files DeepSpeed's error would be "assert len(self.ckpt_list) > 0".
     if _has_model_states(folder, tag):
-        path, _ = engine.load_checkpoint(str(folder), tag=tag, **_module_options(engine))
+        with _secondary_copies_renewed(engine):
+            path = _load_checkpoint(engine, folder, tag)
     if path is None:
         raise _not_found("checkpoint", tag, folder, "load")
 
@@ -45,23 +52,46 @@ def load_weights(engine: DeepSpeedEngine, folder: Path, tag: str) -> None:
         TrialError: DeepSpeed found no weights of that tag.
         CheckpointError: they are those of another model.
     """
+    imported = imported_weights(folder, engine.module.state_dict().keys(), reader_of(engine))
+    if imported is not None and tag != "model0":
+        raise CheckpointError(
+            "imported weights are of one model, and the trial has several engines: load them in a "
+            "load_weights method of the trial"
+        )
+    if imported is not None:
+        weights = {
+            name: SavedWeight(each.shape, each.dtype, each.clone) for name, each in imported.items()
+        }
+        _load_by_parts(engine, weights)
+        missing = _frozen(engine.module, every_name=False) - weights.keys()
+        if missing and dist.get_rank() == 0:
+            _logger.warning(
+                "%d frozen weights are not in the imported files, and stay as the trial has built "
+                "them: %s", len(missing), _listed(sorted(missing)[:5]),
+            )  # fmt: skip
+        return
     if not _has_model_states(folder, tag):
         raise _not_found("weights", tag, folder, "load_weights")
     if not needs_optimizer_shards(engine, (file.name for file in (folder / tag).iterdir())):
-        path, _ = engine.load_checkpoint(
-            str(folder),
-            tag=tag,
+        path = _load_checkpoint(
+            engine,
+            folder,
+            tag,
             load_module_only=True,
             load_optimizer_states=False,
             load_lr_scheduler_states=False,
-            **_module_options(engine),
         )
         if path is None:
             raise _not_found("weights", tag, folder, "load_weights")
         return
     # DeepSpeed's own loading needs a shard for each present rank, and reads the tag saved last.
     # Under ZeRO-3 it also has the whole model on every device, and in every rank's host memory.
-    weights = saved_weights(folder, int(tag.removeprefix("model")), reader=reader_of(engine))
+    index = int(tag.removeprefix("model"))
+    _load_by_parts(engine, saved_weights(folder, index, reader=reader_of(engine)))
+
+
+def _load_by_parts(engine: DeepSpeedEngine, weights: Mapping[str, SavedWeight]) -> None:
+    """`load_by_parts`, and the optimizer's own copies of the weights."""
     if not engine.zero_optimization_partition_weights():
         load_by_parts(engine.module, weights)
         if hasattr(engine.optimizer, "refresh_fp32_params"):
@@ -70,7 +100,30 @@ def load_weights(engine: DeepSpeedEngine, folder: Path, tag: str) -> None:
     engine.optimizer.checkpoint_event_prologue()
     load_by_parts(engine.module, weights)
     engine.optimizer._restore_from_bit16_weights()
-    engine.optimizer.checkpoint_event_epilogue()
+    with _secondary_copies_renewed(engine):
+        engine.optimizer.checkpoint_event_epilogue()
+
+
+@contextmanager
+def _secondary_copies_renewed(engine: DeepSpeedEngine) -> Iterator[None]:
+    """Within this, loaded weights replace also the secondary copies that hpZ keeps of them.
+
+    DeepSpeed forgets those of trained weights alone: a frozen weight would stay as it was built.
+    """
+    if not hasattr(engine.optimizer, "invalidate_secondary_tensor"):
+        yield
+        return
+
+    def forget() -> None:
+        for parameter in engine.module.parameters():
+            if hasattr(parameter, "ds_secondary_tensor"):
+                parameter.ds_secondary_tensor = None
+
+    engine.optimizer.invalidate_secondary_tensor = forget
+    try:
+        yield
+    finally:
+        del engine.optimizer.invalidate_secondary_tensor
 
 
 def needs_optimizer_shards(engine: DeepSpeedEngine, names: Iterable[str]) -> bool:
@@ -81,6 +134,22 @@ def needs_optimizer_shards(engine: DeepSpeedEngine, names: Iterable[str]) -> boo
     """
     is_saved_partitioned = any(_ZERO3_MODEL_STATES.fullmatch(name) for name in names)
     return is_saved_partitioned or bool(engine.zero_optimization_partition_weights())
+
+
+def _load_checkpoint(engine: DeepSpeedEngine, folder: Path, tag: str, **options: Any) -> str | None:
+    """Have DeepSpeed load what `save_checkpoint` wrote; the path of it, if it was found.
+
+    With ``checkpoint.load_universal``, which is for a checkpoint that the trial loads itself,
+    DeepSpeed would look for a universal one here, too.
+    """
+    config = engine._config
+    is_universal, config.load_universal_checkpoint = config.load_universal_checkpoint, False
+    try:
+        path, _ = engine.load_checkpoint(str(folder), tag=tag, **options, **_module_options(engine))
+    finally:
+        config.load_universal_checkpoint = is_universal
+    found: str | None = path
+    return found
 
 
 def _module_options(engine: DeepSpeedEngine) -> dict[str, Any]:
@@ -149,7 +218,9 @@ def _require_same_model(
     module: torch.nn.Module, own: Mapping[str, torch.Tensor], weights: Mapping[str, SavedWeight]
 ) -> None:
     """Check the names and shapes of saved weights. Raises CheckpointError if they differ."""
-    _require_same_names(module, own.keys() - weights.keys(), weights.keys() - own.keys())
+    saved = {id(own[name]) for name in own.keys() & weights.keys()}
+    missing = {name for name, tensor in own.items() if id(tensor) not in saved}  # none that is tied
+    _require_same_names(module, missing, weights.keys() - own.keys())
     shapes = {name: getattr(each, "ds_shape", each.shape) for name, each in own.items()}
     for name, weight in weights.items():
         if weight.shape != shapes[name]:
@@ -167,9 +238,9 @@ def _require_same_names(
     Raises:
         CheckpointError: names what else differs.
     """
-    frozen = _frozen(module)
-    if frozen <= missing:
-        missing = missing - frozen
+    # DeepSpeed leaves a frozen parameter out by its first name only.
+    if _frozen(module, every_name=False) <= missing:
+        missing = missing - _frozen(module)
     if missing or unexpected:
         raise CheckpointError(
             "the checkpoint was saved by another model; missing in the checkpoint: "
@@ -177,8 +248,8 @@ def _require_same_names(
         )
 
 
-def _frozen(module: torch.nn.Module) -> set[str]:
-    named = module.named_parameters(remove_duplicate=False)
+def _frozen(module: torch.nn.Module, every_name: bool = True) -> set[str]:
+    named = module.named_parameters(remove_duplicate=not every_name)
     return {name for name, parameter in named if not parameter.requires_grad}
 
 

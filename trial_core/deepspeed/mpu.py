@@ -5,6 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+import deepspeed
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.sequence_parallel import parallel_state_sp
+from deepspeed.runtime.tensor_parallel import init_utils
 from deepspeed.utils import groups
 
 from trial_core.distributed import DistributedContext
@@ -41,6 +47,28 @@ def make_data_parallel_mpu(distributed: DistributedContext) -> ModelParallelUnit
     )
 
 
+def make_engine_mpu(engine: DeepSpeedEngine, distributed: DistributedContext) -> ModelParallelUnit:
+    """The unit of an engine: a pipeline, AutoTP, another ``mpu``, Ulysses, or data parallelism.
+
+    The ranks of a tensor- or sequence-parallel group get the same samples, and the first of them
+    reports metrics.
+    """
+    grid, sequences = engine.mpu, int(engine.sequence_parallel_size)
+    if isinstance(engine, PipelineEngine):
+        return make_deepspeed_mpu(grid)
+    sequence_part = dist.get_rank(engine.seq_parallel_group) if sequences > 1 else 0
+    if hasattr(grid, "get_data_parallel_rank"):
+        copy, copies = grid.get_data_parallel_rank(), grid.get_data_parallel_world_size()
+    else:  # DeepSpeed's own sequence groups are of neighbours
+        copy, copies = distributed.get_rank() // sequences, distributed.get_size() // sequences
+    return ModelParallelUnit(
+        data_parallel_rank=copy,
+        data_parallel_world_size=copies,
+        should_report_metrics=engine.checkpoint_mp_rank == 0 and sequence_part == 0,
+        should_build_data_loader=True,
+    )
+
+
 def make_deepspeed_mpu(mpu: Any) -> ModelParallelUnit:
     """The unit of a `PipelineEngine`.
 
@@ -63,10 +91,29 @@ def make_deepspeed_mpu(mpu: Any) -> ModelParallelUnit:
 def forget_model_parallelism() -> None:
     """Reset the process-wide layout that DeepSpeed keeps of the engines built before.
 
-    DeepSpeed would use the ``mpu`` of the last pipeline or model-parallel engine for all engines
-    that this process builds later.
+    DeepSpeed would use the ``mpu`` and the mesh of the last engine with model parallelism for all
+    engines that this process builds later. Its own groups are destroyed: every rank calls this.
     """
-    groups.mpu = None
+    groups.mpu = groups.mesh_device = init_utils._TP_MODEL_INIT_ARGS = None
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    kept = (groups._EXPERT_PARALLEL_GROUP, groups._EXPERT_DATA_PARALLEL_GROUP)
+    found = [group for by_size in kept for group in by_size.values()]
+    found += [
+        groups._TENSOR_MODEL_PARALLEL_GROUP,
+        groups._DATA_PARALLEL_GROUP,
+        parallel_state_sp._SEQUENCE_PARALLEL_GROUP,
+        parallel_state_sp._SEQUENCE_DATA_PARALLEL_GROUP,
+    ]
+    ranks = (groups._EXPERT_PARALLEL_GROUP_RANKS, groups._EXPERT_DATA_PARALLEL_GROUP_RANKS)
+    for by_size in (*kept, *ranks):
+        by_size.clear()
+    groups._TENSOR_MODEL_PARALLEL_GROUP = groups._MODEL_PARALLEL_GROUP = None
+    groups._DATA_PARALLEL_GROUP = None
+    parallel_state_sp._release_sequence_parallel_groups()
+    for group in dict.fromkeys(found):
+        if group not in (None, dist.group.WORLD):
+            deepspeed.comm.destroy_process_group(group)
 
 
 def check_mpu(mpu: ModelParallelUnit, distributed: DistributedContext) -> None:

@@ -18,7 +18,7 @@ from trial_core.checkpoint.manifest import FileEntry, Topology
 from trial_core.deepspeed.load_engine import needs_optimizer_shards
 
 _SHARD = re.compile(
-    r"(?:.*/)?(?:bf16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_\d+_(?P<kind>model|optim)_states\.pt"
+    r"(?:.*/)?(?:bf16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_\d+_(?P<kind>model|optim)_states(?:_frozen)?\.pt"
 )
 _RANK_STATE = re.compile(r"trialflow/rank-(?P<rank>\d+)\.pt")
 _OPTIMIZER_STATES = re.compile(r"\w+_optim_states\.pt")
@@ -60,8 +60,6 @@ def files_for_load(
     Args:
         saved_by, now: the topologies of the run that saved the files, and of this run.
     """
-    if any(engine.zero_elastic_checkpoint() for engine in engines):
-        return files  # DeepSpeed merges the shards of all ranks
     unread: set[str] = set()
     for i, engine in enumerate(engines):
         unread |= _layers_of_other_stages(i, engine, files, ranks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -10,15 +10,13 @@ from typing import Any, ClassVar
 import torch
 
 from trial_core.deepspeed.context import DeepSpeedTrialContext
+from trial_core.deepspeed.fingerprints import check_loaded, record_fingerprints
 from trial_core.deepspeed.load_engine import load_engine, load_weights
 from trial_core.errors import TrialError
-from trial_core.pytorch.batch_length import data_length
-from trial_core.pytorch.callback import PyTorchCallback
-from trial_core.pytorch.metric_reduction import Reducer
-from trial_core.pytorch.trial import ControllerClass
+from trial_core.pytorch.trial import TorchTrial
 
 
-class DeepSpeedTrial(ABC):
+class DeepSpeedTrial(TorchTrial):
     """A model, its data, and how to train and validate one batch of it.
 
     Follows ``determined.pytorch.deepspeed.DeepSpeedTrial``. There is one instance on every rank.
@@ -26,8 +24,6 @@ class DeepSpeedTrial(ABC):
     """
 
     trial_context_class: ClassVar[type[DeepSpeedTrialContext]] = DeepSpeedTrialContext
-    trial_controller_class: ClassVar = ControllerClass()
-    """The class that drives the trial on every rank. Overriding it has no effect."""
 
     @abstractmethod
     def __init__(self, context: DeepSpeedTrialContext) -> None:
@@ -81,13 +77,11 @@ class DeepSpeedTrial(ABC):
 
         * ``state_dict()`` is called on every rank between two batches. It must describe the
           position after the last micro-batch that the loader returned, whatever it has prefetched.
+        * It is restored on as many ranks, unless the loader has an attribute ``state_is_global =
+          True``: the state is the same on all ranks, and holds for any number of them.
         * After ``load_state_dict(state)``, ``iter(loader)`` must continue from that position. It
           may be empty if the pass was over. Random numbers that `iter` draws do not count.
         """
-
-    @abstractmethod
-    def build_validation_data_loader(self) -> Any:
-        """The validation data: a `trial_core.pytorch.DataLoader` of micro-batches."""
 
     def evaluate_batch(
         self, dataloader_iter: Iterator[Any] | None, batch_idx: int
@@ -121,45 +115,12 @@ class DeepSpeedTrial(ABC):
         """
         raise TrialError(f"{type(self).__name__} does not define evaluate_batch")
 
-    def evaluate_full_dataset(self, data_loader: Any) -> dict[str, Any]:
-        """Validation metrics of the whole set; define this instead of `evaluate_batch`.
-
-        Called on rank 0 only, while the other ranks wait for at most the deadline of
-        `DistributedContext`'s collectives. Not for engines whose forward pass needs other ranks.
-
-        Args:
-            data_loader: all micro-batches of the validation set, unsharded.
-
-        Returns:
-            Final metrics by name; `evaluation_reducer` does not apply.
-        """
-        raise TrialError(f"{type(self).__name__} does not define evaluate_full_dataset")
-
-    def evaluation_reducer(self) -> Reducer | dict[str, Reducer]:
-        """How to reduce validation metrics over batches: one way, or one for each metric name."""
-        return Reducer.AVG
-
-    def get_batch_length(self, batch: Any) -> int:
-        """The number of records in `batch`, a batch of the training or validation loader.
-
-        By default the length of the first tensor or array in nested dicts, lists and tuples.
-        Override it for batches of other types. Only the trial's own code uses it: trialflow counts
-        samples by DeepSpeed's ``train_batch_size``.
-
-        Raises:
-            TrialError: there is no tensor or array with a first dimension.
-        """
-        return data_length(batch)
-
-    def build_callbacks(self) -> dict[str, PyTorchCallback]:
-        """Callbacks by name. Checkpoints hold their state under these names."""
-        return {}
-
     def save(self, context: DeepSpeedTrialContext, path: Path) -> None:
         """Write this rank's part of a checkpoint below `path`. Collective: every rank calls this.
 
         Each rank has its own folder. The checkpoint is the union of all folders, so two ranks must
-        not write different content to the same file name.
+        not write different content to the same file name. An override that adds files calls this,
+        so that the checkpoint can be resharded.
         """
         settings = context.run_info.checkpointing
         for i, engine in enumerate(context.models):
@@ -168,15 +129,21 @@ class DeepSpeedTrial(ABC):
                 tag=f"model{i}",
                 exclude_frozen_parameters=settings.exclude_frozen_parameters,
             )
+        record_fingerprints(
+            context.models, path, context.distributed.get_rank(), settings.exclude_frozen_parameters
+        )
 
     def load(self, context: DeepSpeedTrialContext, load_path: Path) -> None:
         """Restore from the files below `load_path`. Collective: every rank calls this.
 
         Raises:
             TrialError: DeepSpeed found no checkpoint of an engine.
+            CheckpointError: what it loaded is not what was saved.
         """
         for i, engine in enumerate(context.models):
             load_engine(engine, load_path, tag=f"model{i}")
+        context.has_loaded_engines = True
+        check_loaded(context.models, load_path, context.distributed)
 
     def load_weights(self, context: DeepSpeedTrialContext, load_path: Path) -> None:
         """Load only the models' weights from the files below `load_path`.
@@ -186,6 +153,8 @@ class DeepSpeedTrial(ABC):
 
         Raises:
             TrialError: DeepSpeed found no weights of an engine.
+            CheckpointError: what it loaded is not what was saved.
         """
         for i, engine in enumerate(context.models):
             load_weights(engine, load_path, tag=f"model{i}")
+        check_loaded(context.models, load_path, context.distributed)

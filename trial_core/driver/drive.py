@@ -101,6 +101,7 @@ class Caller:
             end may hold.
         waited_seconds: how long the run has waited for its devices.
         script: whose ranks join; None: the run launches its ranks.
+        micro_batch_samples: as of `BuildTrial`.
     """
 
     attempt: str
@@ -118,6 +119,7 @@ class Caller:
     takeover_wait_seconds: float = 0.0
     waited_seconds: float = 0.0
     script: Script | None = None
+    micro_batch_samples: int | None = None
 
 
 def drive_trial(config: ExperimentConfig, trial: str, caller: Caller) -> TrialResult:
@@ -168,7 +170,7 @@ def drive_trial(config: ExperimentConfig, trial: str, caller: Caller) -> TrialRe
     return replace(result, ledger=ledger.read().to_json())  # only now it says that the run is over
 
 
-def try_trial(config: ExperimentConfig, trial: str, caller: Caller) -> TrialResult:
+def try_trial(config: ExperimentConfig, trial: str, caller: Caller) -> Ended:
     """Train a batch of a trial, validate one, save, and restore that to train one more.
 
     Nothing is kept, claimed or reported. Ranks that have joined save without an upload, and restore
@@ -191,12 +193,12 @@ def try_trial(config: ExperimentConfig, trial: str, caller: Caller) -> TrialResu
         driver = _driver(run, caller, placement)
         if run.test_mode == "restore":
             at_end.callback(store.forget_trial, trial)
-        result = driver.drive().result
-        if run.test_mode == "restore" and result.checkpoint_uuid is not None:
+        ended = driver.drive()
+        if run.test_mode == "restore" and ended.result.checkpoint_uuid is not None:
             clear_rank_files(run_dir)
             clear_kept(run_dir)  # else nothing is read from the storage
-            result = driver.drive().result
-        return result
+            ended = driver.drive()
+        return ended
 
 
 def _driver(
@@ -210,8 +212,9 @@ def _driver(
         )  # fmt: skip
         if (choose := script.resume_points) is not None:
             run.choose_resume_points = lambda: choose(run.store, run.fence)
+    policy = FailurePolicy(placement, run.config.max_restarts, caller.micro_batch_samples)
     return Driver(
-        run, caller.stages, placement, FailurePolicy(placement, run.config.max_restarts), follow,
+        run, caller.stages, placement, policy, follow,
         has_code=script is None or (script.has_code and not run.test_mode),
         last_checkpoint=last_checkpoint,
     )  # fmt: skip
@@ -373,13 +376,15 @@ class Driver:
         if code is None and self._has_code:  # again: it may have been corrected since
             sends = self._placement.sends_code
             code = code_of_folder(run.config, run.store, run.logger, sends)
-        launch = Launch(run, code)
+        launch = Launch(run, code, self._policy.micro_batch_samples)
         if run.fence is not None:
             sweep_leftovers(run.store, run.trial, run.fence, run.logger)
         try:
             return Completed(launch, self.train_once(launch))
         except (RankFailed, Stalled, LaunchError, TopologyMismatch) as failure:
             run.clock.switch("idle")
+            if isinstance(failure, Stalled):
+                run.observer.stalled(failure.during, failure.seconds, str(failure))
             return RanksFailed(launch, failure)
         except Stopped as stopped:
             return Aborted(launch, stopped, state.saved)

@@ -14,8 +14,12 @@ from dataclasses import dataclass
 from trial_core.driver.placement import Placement
 from trial_core.driver.run import Launch
 from trial_core.errors import LaunchError, RankFailed, Stalled, TopologyMismatch
+from trial_core.text_format import plural
 
 MAX_PAUSE_SECONDS = 60
+FIRST_BATCHES = 10
+"""If memory suffices for these batches, the size of micro-batches is not the cause."""
+
 SAME_REFUSALS = 3
 """A number of ranks that does not fit is usually part of the text."""
 
@@ -41,12 +45,19 @@ class FailurePolicy:
     Args:
         placement: where the ranks are launched.
         limit: how many restarts the run has.
+        micro_batch_samples: the attribute, for the first launch.
+
+    Attributes:
+        micro_batch_samples: as of `BuildTrial`, for the next launch.
     """
 
-    def __init__(self, placement: Placement, limit: int) -> None:
+    def __init__(
+        self, placement: Placement, limit: int, micro_batch_samples: int | None = None
+    ) -> None:
         self._placement = placement
         self._restarts = Restarts(limit)
         self._trained_slots: set[int] = set()
+        self.micro_batch_samples = micro_batch_samples
         self._last_refusal = ""
         self._refusals = 0
         self._before_training: set[object] = set()
@@ -61,6 +72,8 @@ class FailurePolicy:
         """Decide whether to launch the ranks of the run again; None: the failure ends the run."""
         if launch.run.stopping.request is not None:
             return None
+        if self._has_smaller(failure, launch):
+            return Relaunch()
         if not launch.progress.has_trained:
             if self._has_fewer(failure, launch):
                 return Relaunch()
@@ -80,6 +93,34 @@ class FailurePolicy:
             "the ranks are not launched again: they failed twice at the same place before they had "
             "trained a batch"
         )
+        return True
+
+    def _has_smaller(self, failure: Failure, launch: Launch) -> bool:
+        """Make micro-batches smaller if they do not fit into memory. Costs no restart."""
+        if not isinstance(failure, RankFailed) or failure.error_type != "OutOfMemoryError":
+            return False
+        topology, answers = launch.answers.topology, launch.answers
+        is_first = (failure.batches_trained or 0) - launch.progress.began_at < FIRST_BATCHES
+        if (
+            failure.during != "train-workload"
+            or topology is None
+            or not (is_first and answers.loads_micro_batches)
+            or not launch.run.config.resources.shrink_micro_batches
+        ):
+            return False
+        batch = topology.batch_samples // topology.data_parallel_size
+        was = topology.micro_batch_samples
+        self.micro_batch_samples = next((n for n in range(was // 2, 0, -1) if batch % n == 0), None)
+        if self.micro_batch_samples is None:
+            return False
+        now = self.micro_batch_samples
+        what = (
+            f"rank {failure.rank} has no memory for micro-batches of {plural(was, 'sample')}, so "
+            f"they get {now}, and {batch // now} of them are accumulated; a batch stays "
+            f"{plural(topology.batch_samples, 'sample')}. To begin so, set "
+            f"train_micro_batch_size_per_gpu to {now}"
+        )
+        launch.warn([what])
         return True
 
     def _has_fewer(self, failure: Failure, launch: Launch) -> bool:

@@ -6,7 +6,7 @@ the driver. So there is no schedule to follow here::
     fetch the resume point
     until the script has ended:
         run the script until it stores a checkpoint, or calls `Trainer.fit`
-        upload and commit the checkpoint                 the script waits for that
+        upload and commit the checkpoint                 the script waits for that, or runs on
         or follow the schedule of the fit                as for a trial; then `fit` returns
 
 Slots, restarts, stops, checkpoints and the report are those of every run.
@@ -21,7 +21,7 @@ from trial_core.config.lengths import OPEN_END
 from trial_core.driver.launch_stages import LaunchStages, fetch
 from trial_core.driver.run import Launch, Run
 from trial_core.driver.stages import Stages
-from trial_core.driver.stages.script import RunningScript
+from trial_core.driver.stages.script import RunningScript, UploadEnded
 from trial_core.driver.uploads import Uploads
 from trial_core.errors import ConfigError
 from trial_core.messages import (
@@ -77,6 +77,9 @@ def follow_script(launch: Launch, stages: Stages, uploads: Uploads) -> TrialResu
             fitted = follow_fit(launch, stages, uploads, event, start if fitted is None else None)
             progress.progress = progress.progress.after_training(fitted.batches_trained)
             continue
+        if isinstance(event, UploadEnded):
+            calls.poll()
+            continue
         launch.progress.batches_trained = event.steps_completed
         launch.progress.has_trained = True
         if launch.withholds_checkpoint(event.steps_completed, is_last=False):
@@ -84,10 +87,15 @@ def follow_script(launch: Launch, stages: Stages, uploads: Uploads) -> TrialResu
             continue
         at = progress.stored(event.steps_completed)
         folders = _folders(launch, event.uuid)
+        calls.finish_upload()  # of the checkpoint before this one: the script has waited for it
         calls.start_upload(StagedCheckpoint.now(event.uuid, at, progress.metrics, folders))
-        calls.finish_upload()  # the script waits, too
+        if event.waits:
+            calls.finish_upload()
+        else:
+            uploads.call_at_end(lambda: launch.script_events.put(UploadEnded()))
         newest = event.uuid
         launch.has_saved(event.steps_completed)
+    calls.finish_upload()
     launch.answers.writes_run_files = any(rank.writes_run_files for rank in event)
     calls.finish(launch.progress.batches_trained)
     if fitted is not None:

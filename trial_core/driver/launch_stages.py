@@ -48,6 +48,7 @@ class LaunchStages:
         self.metric = run.metric
         self.skips_when_busy = run.config.checkpointing.when_busy == "skip"
         self.how_to_go_on = run.how_to_go_on
+        self._has_mistake = False
         self.logger = run.logger
 
     @property
@@ -64,6 +65,7 @@ class LaunchStages:
 
     def resume_points(self) -> Iterable[ResumePoint]:
         run = self._launch.run
+        self._uploads.own.check()
         return [self._fetched] if self._fetched else run.resume_points()
 
     def fetch(self, point: ResumePoint) -> str | None:
@@ -80,12 +82,19 @@ class LaunchStages:
     def build_loaders(self, point: ResumePoint) -> EpochLength | None:
         launch, begin = self._launch, point.progress.batches_trained
         epoch = self._stages.build_loaders(launch, point)
+        self._uploads.own.check_periods(epoch)
         continues = point.checkpoint is not None and point.restore == "everything"
         launch.progress.saved_at = begin if continues else None
         end = launch.progress.end = in_batches(self._schedule.max_length, epoch)
         samples = launch.answers.batch_samples
         launch.run.observer.run_started(self.trial, end, begin, samples)
+        if self._saves_continuously:  # nothing of this launch is durable yet
+            launch.slots.break_training()
         return epoch
+
+    @property
+    def _saves_continuously(self) -> bool:
+        return self._schedule.checkpoint_period == "continuous"
 
     def run_hook(self, hook: str, batches_trained: int, **arguments: Any) -> None:
         if hook in self._launch.answers.hooks:
@@ -96,7 +105,8 @@ class LaunchStages:
     def metric_names(self) -> list[str] | None:
         if self._launch.run.test_mode:  # which validates after a single batch
             return None
-        return self._stages.check_metrics(self._launch)
+        names = self._stages.check_metrics(self._launch)
+        return None if names is None else [*names, *self._uploads.own.metric_names]
 
     @property
     def may_add_metrics(self) -> bool:
@@ -109,15 +119,22 @@ class LaunchStages:
         return self._stages.validate(self._launch, batches_trained)
 
     def report_validation(self, batches_trained: int) -> Validation:
+        own = self._uploads.own
+        own.run_blocking("validate", batches_trained)
         try:
-            return Validation(report_validation(self._launch, batches_trained))
+            validation = Validation(report_validation(self._launch, batches_trained), own.mistake)
         except TrialError as mistake:
-            return Validation(mistake=mistake)
+            self._has_mistake = True
+            return Validation(mistake=own.mistake or mistake)
+        own.start_beside("validate", batches_trained)
+        return validation
 
     def loss_failure(self, batches_trained: int) -> TrialError | None:
         if self._launch.answers.stop_requested:  # the trial has decided how the run ends
             return None
-        return self._launch.losses.failure(self._is_last(batches_trained), self.saved_at)
+        failure = self._launch.losses.failure(self._is_last(batches_trained), self.saved_at)
+        self._has_mistake = failure is not None
+        return failure
 
     def withholds_checkpoint(self, batches_trained: int) -> bool:
         return self._launch.withholds_checkpoint(batches_trained, self._is_last(batches_trained))
@@ -136,6 +153,8 @@ class LaunchStages:
     def start_upload(self, staged: StagedCheckpoint) -> None:
         if self._launch.run.test_mode == "keep nothing":
             self._launch.ask(ReleaseStaging(uuid=staged.uuid), Done)
+        elif self._saves_continuously:
+            self._uploads.start(staged, self._launch.slots.break_training)
         else:
             self._uploads.start(staged)
 
@@ -144,19 +163,35 @@ class LaunchStages:
 
     def poll(self) -> bool:
         self._after_upload(self._uploads.take_ended())
-        return self._launch.should_stop
+        self._uploads.own.poll()
+        return self._launch.should_stop or self._uploads.own.mistake is not None
 
     def finish(self, batches_trained: int) -> None:
+        own = self._uploads.own
+        self._finish_own_stages(batches_trained)
         self._uploads.finish_pruning()
         if self._launch.answers.writes_run_files:
             url = self._stages.upload_run_files(self._launch, batches_trained)
             self._launch.progress.tensorboard_url = url
+        if own.mistake is not None and not self._has_mistake:  # else the run raises that
+            raise own.mistake
+
+    def _finish_own_stages(self, batches_trained: int) -> None:
+        own = self._uploads.own
+        own.finish()
+        launch = self._launch
+        goes_on = launch.run.stopping.request is not None or launch.progress.moves is not None
+        is_wrong = own.mistake is not None or self._has_mistake
+        if not goes_on and not is_wrong:  # also if the trial has ended itself
+            own.run_blocking("training", batches_trained, self._uploads.newest)
 
     def _after_upload(self, committed: Manifest | None) -> None:
         if committed is not None:
             at = committed.progress.batches_trained
             self.run_hook("on_checkpoint_upload_end", at, uuid=committed.uuid)
+            self._uploads.own.run_blocking("checkpoint-upload", at, committed)
             self._uploads.prune(at)
+            self._uploads.own.start_beside("checkpoint-upload", at, committed)
 
 
 def require_convertible(launch: Launch, point: ResumePoint) -> None:

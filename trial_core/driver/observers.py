@@ -6,7 +6,7 @@ the command line's progress bar. An observer must return at once and never raise
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -93,9 +93,30 @@ class Observer:
             what: whether they have saved, where they continue, and why.
         """
 
+    def stalled(self, during: str, seconds: float, reason: str) -> None:
+        """The ranks have hung for `seconds` in the stage `during`, and were ended."""
+
     def restarting(self, reason: str, attempt: int, max_restarts: int) -> None:
         """The slot group has failed and is launched again."""
 
+
+class Observers(Observer):
+    """Passes each call to several observers, in their order."""
+
+    def __init__(self, *observers: Observer) -> None:
+        self._observers = observers
+
+
+def _to_all(name: str) -> Callable[..., None]:
+    def call(self: Observers, *arguments: Any, **named: Any) -> None:
+        for observer in self._observers:
+            getattr(observer, name)(*arguments, **named)
+
+    return call
+
+
+for _name in [name for name in vars(Observer) if not name.startswith("_")]:
+    setattr(Observers, _name, _to_all(_name))
 
 _no_observer = Observer()
 _current: ContextVar[Observer] = ContextVar("trialflow_observer", default=_no_observer)

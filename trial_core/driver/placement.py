@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextvars import ContextVar
 from pathlib import Path
 
 from trial_core.checkpoint import layout
 from trial_core.config import ExperimentConfig
 from trial_core.driver.observers import Observer
 from trial_core.driver.run import Launch, Logger, Run
-from trial_core.errors import ConfigError, LaunchError
+from trial_core.errors import ConfigError, LaunchError, TrialflowError
 from trial_core.nodes.hub import Hub
 from trial_core.nodes.join_provider import JoinProvider
 from trial_core.nodes.join_token import new_token, token_of_file, write_token
@@ -25,9 +26,9 @@ from trial_core.nodes.node_pool import NodePool
 from trial_core.nodes.node_provider import NodeProvider, NodeRequest
 from trial_core.nodes.ray_provider import RayProvider
 from trial_core.nodes.slurm_provider import SlurmProvider, in_allocation
-from trial_core.slots.accelerators import resolve_slot_count
+from trial_core.slots.accelerators import has_cpu_alone, resolve_slot_count
 from trial_core.slots.fork_server import ForkServer
-from trial_core.slots.launcher import Launcher, LocalLauncher
+from trial_core.slots.launcher import Launcher, LocalLauncher, rank_environment
 from trial_core.slots.listen_address import ListenAddress
 from trial_core.slots.rank_main import SCRIPT_MODULES, TRIAL_MODULES
 from trial_core.text_format import plural
@@ -38,6 +39,9 @@ JOIN_TOKEN = "join-token"
 
 ENGINE_VARIABLE = "TRIALFLOW_ENGINE"
 """The environment variable that chooses the node provider where ``resources.engine`` is auto."""
+
+
+_importing: ContextVar[ForkServer | None] = ContextVar("trialflow_importing", default=None)
 
 
 class Placement(ABC):
@@ -95,19 +99,17 @@ class ThisMachine(Placement):
     """The ranks start on this machine.
 
     Args:
-        fork_server: starts them; None: each launch starts one.
+        fork_server: starts them.
     """
 
-    def __init__(self, fork_server: ForkServer | None = None) -> None:
+    def __init__(self, fork_server: ForkServer) -> None:
         self._fork_server = fork_server
 
     def prepare(self, launch: Launch) -> tuple[int, Launcher]:
         """Part of `Placement`."""
         config = launch.run.config
         variables = {**os.environ, **config.rank_variables, **launch.run.devices}
-        resources = config.resources
-        slots = resolve_slot_count(resources.min_slots, variables, resources.max_slots)
-        return slots, LocalLauncher(self._fork_server)
+        return _slots_here(config, variables), LocalLauncher(self._fork_server)
 
 
 class OnNodes(Placement):
@@ -189,15 +191,51 @@ def place_ranks(
         LaunchError: the driver cannot listen for nodes.
     """
     provider = choose_provider(config)
-    preload = config.resources.preload
     if provider is None:
-        modules = SCRIPT_MODULES if config.is_script else TRIAL_MODULES
-        with ForkServer(modules if preload else ()) as fork_server:
+        with _importing.get() or ForkServer(_modules(config)) as fork_server:
             yield ThisMachine(fork_server)
         return
+    preload = config.resources.preload
     what = ("script" if config.is_script else "trial") if preload else "none"
     with on_nodes(config, provider, run_dir, announce, preload=what) as placement:
         yield placement
+
+
+@contextmanager
+def importing_ahead(config: ExperimentConfig, late: Sequence[str]) -> Iterator[None]:
+    """Import PyTorch and DeepSpeed for the ranks of the block's run, while it prepares the rest.
+
+    Only on a machine that has no accelerators: a run gets those later, and to count them may take
+    seconds.
+
+    Args:
+        late: as of `ForkServer`.
+    """
+    with ForkServer(_modules(config), late) as fork_server:
+        with suppress(TrialflowError, OSError):  # the run reports it
+            variables = {**os.environ, **config.rank_variables}
+            is_here = config.resources.preload and choose_provider(config) is None
+            if is_here and has_cpu_alone(variables):
+                slots = _slots_here(config, variables)
+                environment = rank_environment(slots, config.rank_variables)
+                fork_server.prepare(environment, config.code, Path(os.devnull))
+        token = _importing.set(fork_server)
+        try:
+            yield
+        finally:
+            _importing.reset(token)
+
+
+def _modules(config: ExperimentConfig) -> Sequence[str]:
+    """What is imported before ranks are forked."""
+    if not config.resources.preload:
+        return ()
+    return SCRIPT_MODULES if config.is_script else TRIAL_MODULES
+
+
+def _slots_here(config: ExperimentConfig, variables: Mapping[str, str]) -> int:
+    resources = config.resources
+    return resolve_slot_count(resources.min_slots, variables, resources.max_slots)
 
 
 @contextmanager

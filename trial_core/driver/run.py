@@ -117,6 +117,7 @@ class RankAnswers:
         hooks: the callback hooks that the trial overrides, once it is built.
         topology, versions, batch_samples: once the trial is built.
         epoch: the length of an epoch, once the loaders are built; None if it is unknown.
+        loads_micro_batches: whether micro-batches may be made smaller: the loaders follow.
         may_add_metrics: whether a callback may add validation metrics, once check-metrics has run.
         metrics: the last ones of each kind.
         validated: the metrics of the last validation, which may not be reported yet.
@@ -130,6 +131,7 @@ class RankAnswers:
     versions: dict[str, str] = field(default_factory=dict)
     batch_samples: int = 0
     epoch: EpochLength | None = None
+    loads_micro_batches: bool = False
     may_add_metrics: bool = False
     metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
     validated: dict[str, Any] = field(default_factory=dict)
@@ -145,6 +147,7 @@ class LaunchProgress:
     Attributes:
         can_save: whether a workload has begun. A stop request before that aborts the ranks.
         end: the batch at which training ends, once it is known; 0: unknown.
+        began_at: the batch at which this launch began.
         has_trained: whether this launch has trained a batch.
         batches_trained: where the last train-workload ended, or this launch began.
         saved_at: batches trained at the last checkpoint that the trial can continue from.
@@ -154,6 +157,7 @@ class LaunchProgress:
 
     can_save: bool = False
     end: int = 0
+    began_at: int = 0
     has_trained: bool = False
     batches_trained: int = 0
     saved_at: int | None = None
@@ -167,6 +171,7 @@ class Launch:
     Attributes:
         run: what the run is given.
         code: the trial's code, which the ranks start in and checkpoints name.
+        micro_batch_samples: samples of a micro-batch, in place of the configured number.
         attempt: a random id of this launch, stored as `Manifest.attempt`. The attempt of the run's
             fence is the same for all launches.
         slots: the ranks, once they are launched.
@@ -175,12 +180,16 @@ class Launch:
         answers: what the ranks have answered.
         progress: what came of it so far.
         losses: whether the losses are finite.
+        has_failed: whether the launch has ended by an error; stages of the user's own are killed.
     """
 
     slots: SlotGroup
 
-    def __init__(self, run: Run, code: TrialCode | None = None) -> None:
+    def __init__(
+        self, run: Run, code: TrialCode | None = None, micro_batch_samples: int | None = None
+    ) -> None:
         self.run = run
+        self.micro_batch_samples = micro_batch_samples
         self.code = code or TrialCode(run.config.code)
         self.attempt = uuid.uuid4().hex
         self.world_size = 0
@@ -188,6 +197,7 @@ class Launch:
         self.answers = RankAnswers()
         self.progress = LaunchProgress()
         self.losses = LossWatch(run.config.stopping.fail_on_non_finite_loss)
+        self.has_failed = False
         self._moves_at_checkpoint: str | None = None
 
     def ask(

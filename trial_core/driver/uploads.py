@@ -1,11 +1,14 @@
-"""The work of a launch beside training: one upload at a time, and the prunes that follow it."""
+"""The work of a launch beside training: one upload at a time, the prunes that follow it, and the
+stages of the user's own."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from types import TracebackType
 
 from trial_core.checkpoint.manifest import Manifest
+from trial_core.driver.own_stages import OwnStages
 from trial_core.driver.run import Launch
 from trial_core.driver.stages import Pending, Stages
 from trial_core.transfer.staged_checkpoint import StagedCheckpoint
@@ -24,6 +27,7 @@ class Uploads:
         self._has_ended = threading.Event()
         self._has_ended.set()
         self._pruning = Pruning(launch, stages)
+        self.own = OwnStages(launch, stages)
         self.newest: Manifest | None = None
 
     def __enter__(self) -> Uploads:
@@ -37,18 +41,36 @@ class Uploads:
     ) -> None:
         self._has_ended.wait()
         self._pruning.wait()
+        self._launch.has_failed = kind is not None
+        self.own.wait()
 
     @property
     def is_busy(self) -> bool:
         """Whether an upload is in progress."""
         return not self._has_ended.is_set()
 
-    def start(self, staged: StagedCheckpoint) -> None:
-        """Upload and commit a staged checkpoint beside training."""
+    def start(self, staged: StagedCheckpoint, on_end: Callable[[], None] = lambda: None) -> None:
+        """Upload and commit a staged checkpoint beside training.
+
+        Args:
+            on_end: called once `is_busy` is False, in any thread.
+        """
+
+        def end(_: object) -> None:
+            has_ended.set()
+            on_end()
+
         # An event, because the state of a future of Prefect's would ask the server, over HTTP.
         self._has_ended = has_ended = threading.Event()
         self._pending = self._stages.checkpoint_upload(self._launch, staged)
-        self._pending.add_done_callback(lambda _: has_ended.set())
+        self._pending.add_done_callback(end)
+
+    def call_at_end(self, call: Callable[[], None]) -> None:
+        """Call `call` once the upload in progress has ended, in any thread; now without one."""
+        if self._pending is None:
+            call()
+        else:
+            self._pending.add_done_callback(lambda _: call())
 
     def take_ended(self) -> Manifest | None:
         """If the upload has ended, do as `wait`; otherwise nothing."""
@@ -68,8 +90,11 @@ class Uploads:
         return self.newest
 
     def prune(self, batches_trained: int) -> None:
-        """Prune beside training, after a commit."""
-        self._pruning.start(batches_trained)
+        """Prune beside training, after a commit; later, if a stage may read what is pruned."""
+        if self.own.is_busy:
+            self._pruning.postpone(batches_trained)
+        else:
+            self._pruning.start(batches_trained)
 
     def finish_pruning(self) -> None:
         """Prune once more if that is due, and wait for its end."""
@@ -82,9 +107,7 @@ class Pruning:
     def __init__(self, launch: Launch, stages: Stages) -> None:
         self._launch = launch
         self._stages = stages
-        run = launch.run
-        rules, searcher = run.config.checkpoint_storage, run.config.searcher
-        self._policy = rules.retention(run.metric, searcher.smaller_is_better)
+        self._policy = launch.run.config.retention(launch.run.has_metric)
         # Kept because Prefect complains about a future that is dropped before it has ended.
         self._pending: Pending[None] | None = None
         self._has_ended = threading.Event()
@@ -105,6 +128,10 @@ class Pruning:
         self._has_ended = has_ended = threading.Event()
         self._pending = self._stages.checkpoint_prune(self._launch, self._policy, batches_trained)
         self._pending.add_done_callback(lambda _: has_ended.set())
+
+    def postpone(self, batches_trained: int) -> None:
+        """Prune after the next commit, or at the end."""
+        self._due_at = batches_trained
 
     def finish(self) -> None:
         """Prune once more if due, and wait for the end. A failed prune raises nothing."""

@@ -50,7 +50,8 @@ class StoredCheckpoint(SaysWhatToUse):
     @property
     def metadata(self) -> dict[str, Any]:
         """What a Core API script has stored with it."""
-        stored = self.store.storage.read(layout.file_key(self.uuid, "metadata.json"))
+        entry = self.manifest.file("metadata.json")
+        stored = entry and self.store.storage.read(entry.key(self.uuid))
         return dict(json.loads(stored or "{}"))
 
     def download(self, path: str | None = None, mode: Any = None) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +20,27 @@ Precision = Literal["fp32", "16bit"]
 
 _16BIT_TYPES = (torch.float16, torch.bfloat16)
 _logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)  # tied names have the same one
+class SavedWeight:
+    """A weight in a checkpoint's files.
+
+    Attributes:
+        shape: of the whole tensor.
+        dtype: of the tensor that is read.
+        read: the whole tensor: contiguous, on the CPU, in its own memory.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    read: Callable[[], torch.Tensor]
+
+
+def read_all(saved: Mapping[str, SavedWeight]) -> Weights:
+    """All weights in memory; tied names map to one tensor."""
+    tensors = {weight: weight.read() for weight in dict.fromkeys(saved.values())}
+    return {name: tensors[weight] for name, weight in saved.items()}
 
 
 def has_16bit_weights(module: Weights, name: str, dtype: Precision) -> bool:
@@ -64,19 +87,18 @@ def first_names(module: Weights, shared: Mapping[str, str]) -> dict[str, str]:
     return names
 
 
-def copied(tensor: torch.Tensor, dtype: Precision) -> torch.Tensor:
-    """A copy that owns its memory: `tensor` may be a view of a whole group of parameters."""
+def saved_weight(tensor: torch.Tensor, dtype: Precision) -> SavedWeight:
+    """A tensor of a file, as a weight. `tensor` may be a view of a whole group of parameters."""
     target = target_type(tensor.dtype, tensor.dtype, dtype)
-    return tensor.detach().to(target, copy=True, memory_format=torch.contiguous_format)
+    own = {"copy": True, "memory_format": torch.contiguous_format}
+    return SavedWeight(tensor.shape, target, partial(tensor.detach().to, target, **own))
 
 
-def copied_all(module: Weights, dtype: Precision) -> Weights:
-    """`copied` for all tensors of a module; names that share memory share it again."""
-    first_name = first_names(module, {})
-    weights: Weights = {}
-    for name, saved in module.items():
-        tie = weights.get(first_name[name])
-        weights[name] = copied(saved, dtype) if tie is None else tie
+def saved_all(module: Weights, dtype: Precision) -> dict[str, SavedWeight]:
+    """`saved_weight` for all tensors of a module; names that share memory have the same one."""
+    weights: dict[str, SavedWeight] = {}
+    for name, first in first_names(module, {}).items():
+        weights[name] = weights[first] if first in weights else saved_weight(module[name], dtype)
     return weights
 
 

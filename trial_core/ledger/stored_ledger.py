@@ -21,12 +21,11 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointDamaged, StorageError
 from trial_core.ledger.run_clock import RunClock
 from trial_core.ledger.time_ledger import RunTime, TimeLedger
-from trial_core.storage.parallel import CancelSignal, in_parallel
+from trial_core.storage.parallel import read_all
 
 WRITE_SECONDS = 60.0
 # How long the end of a run waits for its last write. A run that is stopped may be killed soon.
 END_SECONDS = 3.0
-_READ_THREADS = 8
 
 _logger = logging.getLogger(__name__)
 
@@ -41,8 +40,7 @@ def read_ledger(store: CheckpointStore, trial: str) -> TimeLedger:
     folder = layout.ledger_folder(trial)
     found = named_keys(store.storage, folder, lambda key: layout.parse_numbered_key(folder, key))
 
-    def read(name: tuple[str, int], stop: CancelSignal) -> RunTime | None:
-        stop.check()
+    def read(name: tuple[str, int]) -> RunTime | None:
         key, number = name
         try:
             data = store.storage.read(key)
@@ -59,8 +57,7 @@ def read_ledger(store: CheckpointStore, trial: str) -> TimeLedger:
             return None
         return msgspec.structs.replace(record, number=number)
 
-    records = in_parallel(read, found, _READ_THREADS)
-    return TimeLedger(trial, tuple(each for each in records if each is not None))
+    return TimeLedger(trial, tuple(read_all(read, found)))
 
 
 class KeptLedger:

@@ -85,6 +85,13 @@ class TimeLedger:
         return spent["train"] / total if total else None
 
     @property
+    def stall_share(self) -> float | None:
+        """The share of the loop's time in which training waited for checkpoints; None: no time."""
+        spent = self.slot_milliseconds
+        loop = sum(spent[each] for each in ("train", "redone", "validate", "checkpoint_stall"))
+        return spent["checkpoint_stall"] / loop if loop else None
+
+    @property
     def cost(self) -> float | None:
         """What the slots cost; None: no run has a price.
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from inspect import signature
-from typing import Any, Literal, TypeVar
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 import msgspec
 
@@ -103,10 +103,15 @@ class StepsPaused(Message):
 
 
 class ResumeUntil(Message):
-    """All ranks are paused: continue to this step of this workload, and end there."""
+    """All ranks are paused: continue to this step of this workload, and end there.
+
+    Attributes:
+        is_break: whether only a train-workload ends there, and others follow.
+    """
 
     workload: int
     steps: int
+    is_break: bool = False
 
 
 class StopRequested(Message):
@@ -139,7 +144,7 @@ class Abort(Message):
         """The message for an error of the driver's."""
         name, details = type(error).__name__, {}
         if isinstance(error, RankFailed):
-            details = {name: getattr(error, name) for name in signature(RankFailed).parameters}
+            details = asdict(error)
         elif isinstance(error, Stalled):
             details = {"stacks": list(error.stacks)}
         return cls(error_type=name, message=str(error), details=details)
@@ -202,10 +207,11 @@ class MetricsReported(Message):
 
 class CheckpointWritten(Message):
     """A Core API script has written a checkpoint to its ranks' staging folders. It waits until the
-    driver has committed it, and then released the folders."""
+    driver has committed it, and then released the folders; if not `waits`, before the next one."""
 
     uuid: str
     steps_completed: int
+    waits: bool = True
 
 
 class Length(msgspec.Struct):
@@ -263,20 +269,27 @@ class Peer:
     is_interactive: bool = False
 
 
-Decoded = TypeVar("Decoded")
-
-_encoder = msgspec.msgpack.Encoder()
-_from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
-_from_driver: msgspec.msgpack.Decoder[FromDriver] = msgspec.msgpack.Decoder(FromDriver)
-_hello = msgspec.msgpack.Decoder(Hello)
-_invitation: msgspec.msgpack.Decoder[Invitation | Abort] = msgspec.msgpack.Decoder(
-    Invitation | Abort
-)
+encode: Callable[[Message], bytes] = msgspec.msgpack.Encoder().encode
+"""The bytes of a message."""
 
 
-def encode(message: Message) -> bytes:
-    """The bytes of a message."""
-    return _encoder.encode(message)
+def decoding(kind: Any) -> Callable[[bytes], Any]:
+    """A function that decodes messages of a type. Raises msgspec.DecodeError for any others."""
+    decoder = msgspec.msgpack.Decoder(kind)
+
+    def decode(data: bytes) -> Any:
+        try:
+            return decoder.decode(data)
+        except (UnicodeDecodeError, RecursionError) as error:
+            raise msgspec.DecodeError(str(error)) from error
+
+    return decode
+
+
+decode_from_rank: Callable[[bytes], FromRank] = decoding(FromRank)
+decode_from_driver: Callable[[bytes], FromDriver] = decoding(FromDriver)
+decode_hello: Callable[[bytes], Hello] = decoding(Hello)
+decode_invitation: Callable[[bytes], Invitation | Abort] = decoding(Invitation | Abort)
 
 
 def check_integer(value: int, place: str) -> None:
@@ -293,30 +306,3 @@ def check_integer(value: int, place: str) -> None:
             f"{place} is or holds an integer of {value.bit_length()} bits, expected one from "
             "-2**63 to 2**64 - 1; report it as a float, or in a larger unit"
         )
-
-
-def decode_from_rank(data: bytes) -> FromRank:
-    """A message from a rank. Raises msgspec.DecodeError if it is invalid."""
-    return _decode(_from_rank, data)
-
-
-def decode_from_driver(data: bytes) -> FromDriver:
-    """A message from the driver. Raises msgspec.DecodeError if it is invalid."""
-    return _decode(_from_driver, data)
-
-
-def decode_hello(data: bytes) -> Hello:
-    """A rank's first message. Raises msgspec.DecodeError if it is invalid."""
-    return _decode(_hello, data)
-
-
-def decode_invitation(data: bytes) -> Invitation | Abort:
-    """A driver's answer to a script. Raises msgspec.DecodeError if it is invalid."""
-    return _decode(_invitation, data)
-
-
-def _decode(decoder: msgspec.msgpack.Decoder[Decoded], data: bytes) -> Decoded:
-    try:
-        return decoder.decode(data)
-    except (UnicodeDecodeError, RecursionError) as error:
-        raise msgspec.DecodeError(str(error)) from error

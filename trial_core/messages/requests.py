@@ -83,6 +83,8 @@ class BuildTrial(Request):
     Attributes:
         experiment: the validated experiment configuration, as plain data.
         run_dir: the run's folder on the driver's machine: logs, staging, restored files.
+        micro_batch_samples: samples of a micro-batch of the engines; 0: as many as a batch of a
+            rank has; None: as configured.
     """
 
     stage: ClassVar[str] = "build-trial"
@@ -90,6 +92,7 @@ class BuildTrial(Request):
     experiment: dict[str, Any]
     run_dir: str
     storage: StorageSpec
+    micro_batch_samples: int | None = None
 
 
 class TrialBuilt(Result):
@@ -163,10 +166,13 @@ class ReadyToTrain(Result):
     Attributes:
         epoch: the length of an epoch; None if the training loader has no length.
         restore_seconds: how long the rank read and loaded the checkpoint.
+        loads_micro_batches: whether the training loader has the engine's micro-batch size, which
+            may then be changed; None on a rank that needs no data.
     """
 
     epoch: EpochLength | None
     restore_seconds: float = 0.0
+    loads_micro_batches: bool | None = None
 
 
 class TrainBatches(Request):
@@ -256,11 +262,16 @@ class Saved(MayStop, kw_only=True):
 
 
 class PersistCheckpoint(Request):
-    """Upload this rank's staged files of checkpoint `uuid`, and its TensorBoard files."""
+    """Upload this rank's staged files of checkpoint `uuid`, and its TensorBoard files.
+
+    Attributes:
+        shared: stored files that the checkpoint may refer to; see `upload_staged`.
+    """
 
     lane: ClassVar[Lane] = "io"
     stage: ClassVar[str] = "checkpoint-upload"
     uuid: str
+    shared: list[FileEntry] = []
 
 
 class Persisted(Result):

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from operator import attrgetter
 from pathlib import Path
 from signal import SIGKILL
 from typing import Any
@@ -26,6 +27,7 @@ from trial_core import text_format
 
 POLL_SECONDS = 0.1
 LOG_TAIL_BYTES = 2000
+LOG_LINES = 200
 
 _RETURNED = b"returned"
 
@@ -39,16 +41,19 @@ def call_function(
     environment: Mapping[str, str] | None = None,
     timeout_seconds: float | None = None,
     should_cancel: Callable[[], bool] = lambda: False,
+    result: Path | None = None,
 ) -> str | None:
     """Call a function in a new process.
 
     Args:
-        function: ``module:function``; a coroutine function is awaited.
+        function: ``module:function``; a coroutine function is awaited, and of a Prefect task its
+            function is called.
         argument: its only argument, plain data. None: import the function without calling it.
         code: first folder on the import path, and working folder.
         environment: variables in addition to those of this process.
         timeout_seconds: the process is killed after this time; None: never.
         should_cancel: polled; the process is killed when it returns True.
+        result: the file to write what the function returns to, as JSON.
 
     Returns:
         What failed, for people; None: the function returned.
@@ -61,7 +66,7 @@ def call_function(
             process = subprocess.Popen(
                 [
                     sys.executable, "-m", "trial_core.models.callback_process",
-                    function, str(write_end),
+                    function, str(write_end), *([] if result is None else [str(result)]),
                 ],
                 cwd=code, env=_environment(environment or {}), pass_fds=[write_end],
                 stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True,
@@ -81,6 +86,13 @@ def call_function(
         os.close(read_end)
         os.close(write_end)
     return _describe_failure(exit_code, log)
+
+
+def log_lines(log: Path) -> list[str]:
+    """What a called function has printed; of a long text the end, which a server can take."""
+    lines = log.read_text(errors="replace").splitlines()
+    left_out = len(lines) - LOG_LINES
+    return lines if left_out <= 0 else [f"({left_out} lines: {log})", *lines[left_out:]]
 
 
 def _environment(given: Mapping[str, str]) -> dict[str, str]:
@@ -133,7 +145,7 @@ def _describe_failure(exit_code: int, log: Path) -> str:
     return f"{message} ({ending}; output: {log})"
 
 
-def main(name: str, result_pipe: int) -> None:
+def main(name: str, result_pipe: int, result_file: str | None = None) -> None:
     """The process: import the function, call it, report over the pipe that it returned."""
     os.set_inheritable(result_pipe, False)
     argument = json.loads(sys.stdin.buffer.readline())
@@ -142,15 +154,17 @@ def main(name: str, result_pipe: int) -> None:
     if argument is not None:
         result = function(argument)
         if inspect.isawaitable(result):
-            asyncio.run(_await(result))
+            result = asyncio.run(_await(result))
+        if result_file is not None:
+            Path(result_file).write_text(json.dumps(result, default=_plain))
     os.write(result_pipe, _RETURNED)
 
 
 def _import_function(name: str) -> Callable[[Any], Any]:
     module, _, function = name.partition(":")
-    found: Any = importlib.import_module(module)
-    for part in function.split("."):
-        found = getattr(found, part)
+    found = attrgetter(function)(importlib.import_module(module))
+    if hasattr(found, "task_key"):  # a task of Prefect
+        found = found.fn
     if not callable(found):
         raise TypeError(f"{name} is not callable: {found!r}")
     if inspect.isgeneratorfunction(found) or inspect.isasyncgenfunction(found):
@@ -158,8 +172,15 @@ def _import_function(name: str) -> Callable[[Any], Any]:
     return found  # type: ignore[no-any-return]
 
 
-async def _await(result: Awaitable[Any]) -> None:
-    await result
+def _plain(value: Any) -> Any:
+    """The number in a scalar of NumPy or PyTorch."""
+    if not hasattr(value, "item"):
+        raise TypeError(f"expected plain data as the result, got {value!r}")
+    return value.item()
+
+
+async def _await(result: Awaitable[Any]) -> Any:
+    return await result
 
 
 def _die_with_caller() -> None:
@@ -170,4 +191,4 @@ def _die_with_caller() -> None:
 
 if __name__ == "__main__":
     sys.path.insert(0, os.getcwd())  # Python may be configured not to add it
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])

@@ -22,7 +22,6 @@ present champion. A rollback and a retry thus help when the champion is damaged.
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import msgspec
@@ -67,21 +66,21 @@ class RetrainingPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def lateness_seconds(self) -> float:
-        """Time between scheduled and actual start."""
-        return self._lateness().total_seconds()
+        """Time between scheduled and actual start.
 
-    def __post_init__(self) -> None:
-        """Refuse times that cannot be compared."""
-        self._lateness()
-
-    def _lateness(self) -> timedelta:
+        Raises:
+            ValueError: they cannot be compared; so no plan has such times.
+        """
         begun_at, scheduled_at = parse_time(self.begun_at), parse_time(self.scheduled_at)
         if begun_at is None or scheduled_at is None:
             raise ValueError(
                 "expected times in ISO 8601 with an offset, got "
                 f"{self.begun_at!r} and {self.scheduled_at!r}"
             )
-        return begun_at - scheduled_at
+        return (begun_at - scheduled_at).total_seconds()
+
+    def __post_init__(self) -> None:
+        _ = self.lateness_seconds
 
 
 class Champion(msgspec.Struct, frozen=True, kw_only=True):

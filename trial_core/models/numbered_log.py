@@ -19,9 +19,8 @@ from trial_core.decoding import decode
 from trial_core.errors import CheckpointDamaged, RegistryError
 from trial_core.models.records import Numbered
 from trial_core.storage.base import Storage
-from trial_core.storage.parallel import CancelSignal, in_parallel
+from trial_core.storage.parallel import read_all
 
-_READ_THREADS = 8
 _RESTORE_ADVICE = "the registry never changes a stored object: restore it from a backup"
 
 Entry = TypeVar("Entry", bound=Numbered)
@@ -59,13 +58,7 @@ class NumberedLog(Generic[Entry]):
 
     def entries(self, after: int = 0) -> list[Entry]:
         """All entries with numbers above `after`, in order."""
-
-        def read(number: int, stop: CancelSignal) -> Entry | None:
-            stop.check()
-            return self.read(number)
-
-        numbers = [number for number in self._numbers() if number > after]
-        return [each for each in in_parallel(read, numbers, _READ_THREADS) if each is not None]
+        return read_all(self.read, [number for number in self._numbers() if number > after])
 
     def last(self) -> Entry | None:
         """The entry with the highest number, or None if the log is empty."""

@@ -130,7 +130,11 @@ def _is_done(request: PromotionRequest, last: Move | None) -> bool:
 
 def _check_expected_champion(request: PromotionRequest, last: Move | None) -> None:
     champion = last.champion if last is not None else None
-    if request.expected_champion is not ANY and request.expected_champion != champion:
+    is_expected = request.expected_champion in (ANY, champion)
+    if request.kind == "rollback":
+        # The champion may be the expected one again, after other moves, with another previous.
+        is_expected &= last is not None and last.previous == request.version.number
+    if not is_expected:
         raise _conflict(request, last)
 
 

@@ -8,9 +8,7 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import RegistryError
 from trial_core.models.journal import Journal, PromotionDecision
 from trial_core.models.records import Move, Version
-from trial_core.storage.parallel import CancelSignal, in_parallel
-
-_READ_THREADS = 8
+from trial_core.storage.parallel import read_all
 
 
 def explain_versions(
@@ -20,12 +18,7 @@ def explain_versions(
 
     Reads the journals of the retrainings that registered them.
     """
-
-    def explain(version: Version, stop: CancelSignal) -> str:
-        stop.check()
-        return _explain(store, version, moves)
-
-    return in_parallel(explain, versions, _READ_THREADS)
+    return read_all(lambda version: _explain(store, version, moves), versions)
 
 
 def _explain(store: CheckpointStore, version: Version, moves: Sequence[Move]) -> str:

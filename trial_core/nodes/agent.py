@@ -65,12 +65,11 @@ from trial_core.nodes.node_messages import (
 from trial_core.nodes.versions import own_versions
 from trial_core.run.run_dirs import RUN_DIR_VARIABLE, clear_rank_files
 from trial_core.slots.accelerators import resolve_slot_count
+from trial_core.slots.channel import Channel, Listener
 from trial_core.slots.fork_server import ForkServer, disk_bytes
 from trial_core.slots.framing import ProtocolError, frame, read_frame
 from trial_core.slots.launcher import (
     LaunchRequest,
-    LocalConnections,
-    MachineShare,
     launch_here,
     rank_environment,
 )
@@ -100,7 +99,7 @@ class RanksHere:
     environment: dict[str, str]
     store: socket.socket | None
     ranks: list[RankHandle] = field(default_factory=list)
-    connections: LocalConnections | None = None
+    connections: Channel | None = None
     sent_bytes: dict[int, int] = field(default_factory=dict)
     written: dict[int, int] = field(default_factory=dict)
 
@@ -234,7 +233,7 @@ class Agent:
                 self._signal(message)
             elif isinstance(message, Question):
                 self._send(self._examination.answer(message, self._address))
-            elif isinstance(message, EndRanks) and self._is_of(message.launch):
+            elif isinstance(message, EndRanks) and self._of(message.launch) is not None:
                 self._end_ranks()
         except Exception:
             logger.exception("this node ends: %s failed", type(message).__name__)
@@ -317,16 +316,11 @@ class Agent:
         return folder
 
     def _start(self, message: StartRanks) -> None:
-        here = self._ranks
-        if here is None or not self._is_of(message.launch):
+        if (here := self._of(message.launch)) is None:
             return
-        ranks = range(message.first_rank, message.first_rank + message.count)
-        share = MachineShare(
-            ranks, message.world_size, message.store, self._address, message.node_index,
-            message.nodes,
-        )  # fmt: skip
+        share = message.share
         launch = LaunchRequest(
-            message.world_size, here.working_dir, here.log_dir, here.environment,
+            share.world_size, here.working_dir, here.log_dir, here.environment,
             _Relay(self, here.number),
             lambda rank, code: self._call(self._rank_ended, here, rank, code),
         )  # fmt: skip
@@ -339,21 +333,19 @@ class Agent:
                 here.store.close()
 
     def _pass_on(self, message: ToRanks) -> None:
-        here = self._ranks
-        if here is not None and self._is_of(message.launch) and here.connections is not None:
+        here = self._of(message.launch)
+        if here is not None and here.connections is not None:
             here.connections.send_encoded(message.data)
 
     def _signal(self, message: ForwardSignal) -> None:
-        here = self._ranks
-        if here is None or not self._is_of(message.launch):
-            return
-        for rank in here.ranks:
+        here = self._of(message.launch)
+        for rank in here.ranks if here is not None else ():
             if rank.rank == message.rank:
                 rank.kill() if message.signal == signal.SIGKILL else rank.signal(message.signal)
 
-    def _is_of(self, launch: int) -> bool:
-        """Whether a message is of the launch whose ranks are here now."""
-        return self._ranks is not None and self._ranks.number == launch
+    def _of(self, launch: int) -> RanksHere | None:
+        """The ranks of a launch; None: they are not here now."""
+        return self._ranks if self._ranks is not None and self._ranks.number == launch else None
 
     def _end_ranks(self) -> None:
         """Kill the ranks of the last launch."""
@@ -444,17 +436,15 @@ class Agent:
         task.add_done_callback(self._tasks.discard)
 
 
-class _Relay:
-    """Passes on what ranks say. A `Listener` of their channel, called in its thread."""
+class _Relay(Listener):
+    """Passes on what ranks say. Called in the thread of their channel."""
 
     def __init__(self, agent: Agent, launch: int) -> None:
         self._agent = agent
         self._launch = launch
 
     def rank_joined(self, peer: Peer) -> None:
-        self._agent._send(
-            RankJoined(launch=self._launch, rank=peer.rank, pid=peer.pid, host=peer.host)
-        )
+        self._agent._send(RankJoined(launch=self._launch, rank=peer.rank, pid=peer.pid))
 
     def message_received(self, rank: int, message: FromRank) -> None:
         self._agent._send(RankSent(launch=self._launch, rank=rank, data=encode(message)))

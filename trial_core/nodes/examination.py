@@ -108,11 +108,9 @@ def installed_packages() -> dict[str, str]:
 
 def unreachable(nodes: Mapping[str, ListeningNode]) -> dict[str, str]:
     """Why this machine cannot connect to nodes, for each that it cannot reach."""
-
-    def problem(name: str, stop: CancelSignal) -> str | None:
-        return _connection_problem(nodes[name])
-
-    problems = in_parallel(problem, nodes, CONNECT_THREADS) if nodes else []
+    problems = in_parallel(
+        lambda each, _: _connection_problem(each), nodes.values(), CONNECT_THREADS
+    )
     return {name: why for name, why in zip(nodes, problems, strict=True) if why is not None}
 
 

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -57,6 +57,7 @@ class ConnectedAgent:
         on_message: gets what it tells, in the hub's thread; set for each launch.
         on_lost: called with the reason when it is lost, in the hub's thread; likewise.
         code_digest: the code that it was given last.
+        given_up: why it counts as lost, whatever its connection tells; None: it does not.
         heard_at: when it last said something, by the clock of the hub's loop.
     """
 
@@ -81,7 +82,7 @@ class ConnectedAgent:
         self.heard_at = 0.0
         self._send = send
         self._disconnect = disconnect
-        self._given_up: str | None = None
+        self.given_up: str | None = None
 
     def heard(self) -> None:
         """Note that it has sent something."""
@@ -98,12 +99,8 @@ class ConnectedAgent:
         If it lives, it ends its ranks. For any thread.
         """
         if self.lost is None:
-            self._given_up = why
+            self.given_up = why
             self._disconnect()
-
-    def why_lost(self, seen: str) -> str:
-        """Why the agent is lost: what `give_up` was told, else what was seen."""
-        return self._given_up or seen
 
 
 class Hub:
@@ -172,15 +169,12 @@ class Hub:
         if self._is_closing:
             return
         self._is_closing = True
-        self._run(self._shut())
+        asyncio.run_coroutine_threadsafe(self._shut(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
     # ------------------------------------------------------------------ the loop's thread
-
-    def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     async def _shut(self) -> None:
         for agent in self._connected:  # also those that still get ready
@@ -224,7 +218,7 @@ class Hub:
         if (seconds := self._loop.time() - agent.heard_at) >= SILENCE_SECONDS:
             last = time.strftime("%H:%M:%S", time.localtime(time.time() - seconds))
             why = f"no sign of life for {SILENCE_SECONDS:g} s, the last at {last}"
-        self._lose(agent, agent.why_lost(why))
+        self._lose(agent, agent.given_up or why)
 
     def _refusal(self, hello: AgentHello) -> str | None:
         for living in self._connected:  # also one that still gets ready
@@ -262,7 +256,10 @@ class Hub:
             except (ProtocolError, msgspec.MsgspecError, UnicodeDecodeError) as error:
                 return f"its agent has sent an invalid message: {error}"
             if isinstance(message, NodeReady):
-                if (why := self._unfitness(agent, message)) is not None:
+                why = self._other_versions(agent.versions)  # of one that was ready sooner
+                if message.problem is not None:
+                    why = f"it cannot train: {message.problem}"
+                if why is not None:
                     self._names.discard(agent.name)
                     self._reject(agent.name, why)
                     writer.write(frame(encode(Refused(why=why))))
@@ -272,12 +269,6 @@ class Hub:
                 self._drain(agent, message.why)
             elif not isinstance(message, Alive):
                 self._dispatch(agent, message)
-
-    def _unfitness(self, agent: ConnectedAgent, ready: NodeReady) -> str | None:
-        """Why an agent that is ready must not be used; None: it may be."""
-        if ready.problem is not None:
-            return f"it cannot train: {ready.problem}"
-        return self._other_versions(agent.versions)  # of one that was ready sooner
 
     def _is_ready(self, agent: ConnectedAgent, ready: NodeReady) -> None:
         agent.slots, agent.address = ready.slots, ready.address

@@ -34,7 +34,7 @@ from trial_core.nodes.node_messages import (
     StartRanks,
     ToRanks,
 )
-from trial_core.slots.launcher import LaunchRequest
+from trial_core.slots.launcher import Launcher, LaunchRequest, MachineShare, RankConnections
 from trial_core.slots.rank_handle import LaunchedRank, RankHandle
 
 PREPARE_SECONDS = 120.0
@@ -90,7 +90,7 @@ class NodeCode:
     folder: Path
 
 
-class NodeLauncher:
+class NodeLauncher(Launcher):
     """Starts the ranks of one slot group on nodes that have joined.
 
     Args:
@@ -111,7 +111,6 @@ class NodeLauncher:
         self._storage_key = storage_key
 
     def launch(self, launch: LaunchRequest, ranks: list[RankHandle]) -> NodeConnections:
-        """Part of `Launcher`."""
         shares = shares_of(launch.world_size, [agent.slots for agent in self._agents])
         connections = NodeConnections(launch, list(zip(self._agents, shares, strict=True)))
         try:
@@ -143,8 +142,8 @@ def shares_of(world_size: int, slots: Sequence[int]) -> list[range]:
     return shares
 
 
-class NodeConnections:
-    """The `RankConnections` of one launch, through the agents of its nodes."""
+class NodeConnections(RankConnections):
+    """The connections of one launch, through the agents of its nodes."""
 
     def __init__(self, launch: LaunchRequest, shares: list[tuple[ConnectedAgent, range]]) -> None:
         self._launch = launch
@@ -237,26 +236,18 @@ class NodeConnections:
             self._has_started = True  # from here on, the listener is told of a lost node
             self._check_lost()
         for index, (agent, share) in enumerate(self._shares):
-            agent.send(
-                StartRanks(
-                    launch=self._number,
-                    first_rank=share[0],
-                    count=len(share),
-                    world_size=launch.world_size,
-                    store=store,
-                    node_index=index,
-                    nodes=len(self._shares),
-                )
-            )
+            place = MachineShare(
+                share[0], len(share), launch.world_size, store, agent.address, index,
+                len(self._shares),
+            )  # fmt: skip
+            agent.send(StartRanks(launch=self._number, share=place))
 
     def send(self, message: Message) -> None:
-        """Part of `RankConnections`."""
         data = encode(message)
         for agent, _ in self._shares:
             agent.send(ToRanks(launch=self._number, data=data))
 
     def close(self) -> None:
-        """Part of `RankConnections`."""
         for agent, _ in self._shares:
             agent.on_message, agent.on_lost = _ignore, _ignore
             agent.send(EndRanks(launch=self._number))

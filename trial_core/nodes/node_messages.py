@@ -16,6 +16,7 @@ import msgspec
 from trial_core.checkpoint.manifest import FileEntry
 from trial_core.checkpoint.store import StorageSpec
 from trial_core.messages import Message
+from trial_core.slots.launcher import MachineShare
 
 ALIVE_SECONDS = 5.0
 """How often each end sends `Alive`."""
@@ -86,11 +87,26 @@ class Draining(Message):
     why: str
 
 
-class PrepareRanks(Message):
+class OfLaunch(Message):
+    """What is said about a launch of ranks.
+
+    Attributes:
+        launch: its number.
+    """
+
+    launch: int
+
+
+class RankMessage(OfLaunch):
+    """What is said about one rank of a launch."""
+
+    rank: int
+
+
+class PrepareRanks(OfLaunch):
     """Get ready to start ranks.
 
     Attributes:
-        launch: the number of this launch, which all later messages have.
         code_digest: SHA-256 of the archive of the code folder; None: `code_folder` is mounted.
         code: that archive; None: it came with an earlier launch.
         code_folder: the code folder on a file system that all machines share.
@@ -98,7 +114,6 @@ class PrepareRanks(Message):
         hosts_store: whether rank 0 is on this node.
     """
 
-    launch: int
     environment: dict[str, str]
     code_digest: str | None
     code: bytes | None
@@ -108,7 +123,7 @@ class PrepareRanks(Message):
     hosts_store: bool
 
 
-class RanksPrepared(Message):
+class RanksPrepared(OfLaunch):
     """The node can start its ranks.
 
     Attributes:
@@ -116,100 +131,75 @@ class RanksPrepared(Message):
         problem: why the node cannot; None: it can.
     """
 
-    launch: int
     store_port: int = 0
     problem: str | None = None
 
 
-class StartRanks(Message):
-    """Start this node's ranks; see `trial_core.slots.launcher.MachineShare`."""
+class StartRanks(OfLaunch):
+    """Start this node's ranks."""
 
-    launch: int
-    first_rank: int
-    count: int
-    world_size: int
-    store: tuple[str, int]
-    node_index: int
-    nodes: int
+    share: MachineShare
 
 
-class RanksNotStarted(Message):
+class RanksNotStarted(OfLaunch):
     """The ranks could not be started."""
 
-    launch: int
     why: str
 
 
-class ToRanks(Message):
+class ToRanks(OfLaunch):
     """An encoded message for every rank of this node."""
 
-    launch: int
     data: bytes
 
 
-class ForwardSignal(Message):
+class ForwardSignal(RankMessage):
     """Send a rank a signal. SIGKILL also ends its children."""
 
-    launch: int
-    rank: int
     signal: int
 
 
-class EndRanks(Message):
+class EndRanks(OfLaunch):
     """End what is left of a launch."""
-
-    launch: int
 
 
 class Leave(Message):
     """The run has ended, or needs the node no longer."""
 
 
-class RankJoined(Message):
+class RankJoined(RankMessage):
     """A rank has joined its agent."""
 
-    launch: int
-    rank: int
     pid: int
-    host: str
 
 
-class RankSent(Message):
+class RankSent(RankMessage):
     """An encoded message of a rank."""
 
-    launch: int
-    rank: int
     data: bytes
 
 
-class RankLeft(Message):
+class RankLeft(RankMessage):
     """A rank's connection has closed; because of `protocol_error` if there is one."""
 
-    launch: int
-    rank: int
     protocol_error: str | None
 
 
-class RankGone(Message):
+class RankGone(RankMessage):
     """A rank and its children have ended, and its whole log was sent."""
 
-    launch: int
-    rank: int
     code: int
 
 
-class RankLogged(Message):
+class RankLogged(RankMessage):
     """What was added to a rank's log."""
 
-    launch: int
-    rank: int
     data: bytes
 
 
-class RanksWrote(Message):
+class RanksWrote(OfLaunch):
     """How many bytes each rank has written to disks."""
 
-    launch: int
     written_bytes: dict[int, int]
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from trial_core.errors import LaunchError
+from trial_core.text_format import last_line
 
 CONNECT_SECONDS = 120.0
 POLL_SECONDS = 0.2
@@ -103,7 +104,8 @@ def check_admission(
         time.sleep(POLL_SECONDS)
     for each in processes:
         each.kill()
-    answers = [_answer(*each.communicate()) or deadline.how() for each in processes]
+    said = [each.communicate() for each in processes]
+    answers = [last_line(out) or last_line(err) or deadline.how() for out, err in said]
     if answers[0] == _REFUSED:
         raise LaunchError(
             f"the Ray cluster at {address} refuses this process, which has no token or another "
@@ -122,10 +124,6 @@ def check_admission(
             f"it is unknown whether the Ray cluster at {address} needs a token. To a client "
             f"without one it said: {answers[1]}"
         )
-
-
-def _answer(output: str, errors: str) -> str:
-    return last_line(output) or last_line(errors)
 
 
 def _unreachable(address: str, why: str) -> str:
@@ -157,7 +155,7 @@ class Connection:
                 try:
                     ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
                 except (ray.exceptions.RayError, OSError, RuntimeError, ValueError) as error:
-                    raise LaunchError(_unreachable(address, last_line(error))) from error
+                    raise LaunchError(_unreachable(address, last_line(str(error)))) from error
                 finally:
                     # ray.init has set another handler: a stop would then not save first.
                     is_main = threading.current_thread() is threading.main_thread()
@@ -190,9 +188,3 @@ def import_ray() -> Any:
             f"resources.engine: ray needs Ray, which cannot be imported ({error}): "
             'pip install "trialflow[ray]"'
         ) from error
-
-
-def last_line(error: object) -> str:
-    """What an error says in the end. Ray's errors have many lines, the cause comes last."""
-    lines = str(error).split("\n")
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")

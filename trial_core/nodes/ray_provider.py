@@ -26,9 +26,11 @@ from trial_core.nodes.node_provider import (
     AGENT_MODULE,
     NODE_SECONDS,
     AgentEnded,
+    Gang,
     GangEvent,
     Node,
     NodeDraining,
+    NodeProvider,
     NodeRequest,
 )
 from trial_core.nodes.ray_connection import (
@@ -36,9 +38,9 @@ from trial_core.nodes.ray_connection import (
     check_admission,
     connection,
     import_ray,
-    last_line,
 )
 from trial_core.slots.accelerators import CPU_SLOTS
+from trial_core.text_format import last_line
 
 POLL_SECONDS = 0.2
 LAST_LINES = 20
@@ -58,7 +60,7 @@ could wait without end for a lock that another thread of the process held at the
 ends the children of dead actors, too, but may be dead itself."""
 
 
-class RayProvider:
+class RayProvider(NodeProvider):
     """Nodes of a Ray cluster whose clients need a token, unless that is waived.
 
     Args:
@@ -80,7 +82,6 @@ class RayProvider:
     def acquire(
         self, request: NodeRequest, seconds: float, should_abort: Callable[[], bool]
     ) -> RayGang:
-        """See `NodeProvider.acquire`."""
         ray = import_ray()
         address = self._address
         if address == "auto":
@@ -103,8 +104,8 @@ class RayProvider:
         return gang
 
 
-class RayGang:
-    """The nodes of one run. See `Gang`.
+class RayGang(Gang):
+    """The nodes of one run.
 
     The placement group of the nodes that the run needs serves the whole run: when a machine dies,
     Ray puts its bundle on another. A second group would wait for just what the first one has taken.
@@ -121,7 +122,7 @@ class RayGang:
         agent_module: str,
     ) -> None:
         self._agent_module = agent_module
-        self._hosted: dict[str, _HostedNode] = {}
+        self._hosted: dict[Node, _Bundle] = {}
         self._count = 0
         self._is_released = False
         self._groups: list[Any] = []
@@ -131,8 +132,7 @@ class RayGang:
 
     @property
     def nodes(self) -> Sequence[Node]:
-        """See `Gang.nodes`."""
-        return [hosted.node for hosted in self._hosted.values()]
+        return tuple(self._hosted)
 
     def _reserve(self, resources: Sequence[Mapping[str, float]]) -> list[_Bundle]:
         """A new placement group, which Ray places when it can."""
@@ -166,42 +166,40 @@ class RayGang:
             except (ray.exceptions.RayError, TimeoutError) as error:
                 raise LaunchError(
                     "a node of the Ray cluster cannot run an agent. Each needs the same versions "
-                    f"of Python, Ray and trialflow as this process: {last_line(error)}"
+                    f"of Python, Ray and trialflow as this process: {last_line(str(error))}"
                 ) from error
 
     def start(self, node: Node, arguments: Sequence[str], token: str) -> None:
-        """See `Gang.start`."""
-        hosted = self._hosted[node.name]
-        hosted.end = hosted.actor.run.remote(self._agent_module, [*arguments], token, node.slots)
+        bundle = self._hosted[node]
+        bundle.end = bundle.actor.run.remote(self._agent_module, [*arguments], token, node.slots)
 
     def events(self) -> Sequence[GangEvent]:
-        """See `Gang.events`."""
         ray = import_ray()
         found: list[GangEvent] = []
         draining = _draining_machines()
-        for hosted in self._hosted.values():
-            if hosted.machine in draining and hosted.bundle.left is None:
-                hosted.bundle.left = hosted.machine
-                found.append(NodeDraining(hosted.node.name, "Ray drains its machine"))
-        by_end = {hosted.end: hosted for hosted in self._hosted.values() if hosted.end is not None}
+        for node, bundle in self._hosted.items():
+            if bundle.machine in draining and bundle.left is None:
+                bundle.left = bundle.machine
+                found.append(NodeDraining(node.name, "Ray drains its machine"))
+        by_end = {each.end: node for node, each in self._hosted.items() if each.end is not None}
         ended = ray.wait([*by_end], num_returns=len(by_end), timeout=0)[0] if by_end else []
         for end in ended:
             try:
                 why = ray.get(end)
             except ray.exceptions.RayError as error:
-                why = f"Ray has lost the agent: {last_line(error)}"
-            by_end[end].end = None
-            found.append(AgentEnded(by_end[end].node.name, why))
+                why = f"Ray has lost the agent: {last_line(str(error))}"
+            self._hosted[by_end[end]].end = None
+            found.append(AgentEnded(by_end[end].name, why))
         return found
 
     def give_up(self, node: Node) -> None:
-        """See `Gang.give_up`."""
-        hosted = self._hosted.pop(node.name)
-        import_ray().kill(hosted.actor)
-        self._vacant.append(hosted.bundle)
+        bundle = self._hosted.pop(node)
+        import_ray().kill(bundle.actor)
+        bundle.end = None
+        self._vacant.append(bundle)
 
     def offer(self) -> Node | None:
-        """See `Gang.offer`. It is the same machine if Ray says that this lives."""
+        """As `Gang.offer`. It is the same machine if Ray says that this lives."""
         ray = import_ray()
         draining = _draining_machines()
         for bundle in list(self._vacant):
@@ -221,15 +219,13 @@ class RayGang:
                 continue
             self._vacant.remove(bundle)
             return self._add(answer, bundle)
-        occupied = [hosted.bundle for hosted in self._hosted.values()]
-        for bundle in [*self._vacant, *occupied]:
+        for bundle in [*self._vacant, *self._hosted.values()]:
             if bundle.left is not None and not bundle.has_stand_in:
                 bundle.has_stand_in = True
                 self._vacant += self._reserve([bundle.resources])
         return None
 
     def release(self) -> None:
-        """See `Gang.release`."""
         if self._is_released:
             return
         self._is_released = True
@@ -263,8 +259,8 @@ class RayGang:
         host, machine = answer
         node = Node(f"{host}-{self._count}", int(bundle.resources["CPU"]))
         self._count += 1
-        self._hosted[node.name] = _HostedNode(node, machine, bundle, bundle.actor)
-        bundle.actor = bundle.answer = None
+        self._hosted[node] = bundle
+        bundle.machine, bundle.answer = machine, None
         return node
 
 
@@ -327,7 +323,10 @@ class _Bundle:
     Attributes:
         left: the draining machine that it is on, while Ray has not moved it.
         has_stand_in: whether another bundle was reserved in its place.
-        actor, answer: an actor that was put there, and the future of `AgentHost.host`.
+        actor, answer: an actor that was put there, and the future of `AgentHost.host` until it has
+            told where it is.
+        machine: Ray's id of the machine that it is on, or was on last.
+        end: the future of `AgentHost.run`; None: no agent runs.
     """
 
     group: Any
@@ -337,18 +336,8 @@ class _Bundle:
     has_stand_in: bool = False
     actor: Any = None
     answer: Any = None
-
-
-@dataclass
-class _HostedNode:
-    """A bundle, and the actor that hosts its agent. `machine` is Ray's id of the machine."""
-
-    node: Node
-    machine: str
-    bundle: _Bundle
-    actor: Any
+    machine: str = ""
     end: Any = None
-    """The future of `AgentHost.run`; None: no agent runs."""
 
 
 class Machine(NamedTuple):

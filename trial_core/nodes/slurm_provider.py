@@ -28,6 +28,7 @@ from trial_core.nodes.node_provider import (
     GangEvent,
     Node,
     NodeDraining,
+    NodeProvider,
     NodeRequest,
 )
 from trial_core.slots.accelerators import CPU_SLOTS
@@ -115,7 +116,7 @@ class _Host:
         return wanted if wanted <= self.gpus else 0
 
 
-class SlurmProvider:
+class SlurmProvider(NodeProvider):
     """Places the nodes of a run in the Slurm allocation that this process runs in.
 
     Args:
@@ -134,10 +135,7 @@ class SlurmProvider:
     def acquire(
         self, request: NodeRequest, seconds: float, should_abort: Callable[[], bool]
     ) -> Gang:
-        """Part of `NodeProvider`.
-
-        Takes the first nodes that are well and together have enough slots.
-        """
+        """Takes the first nodes that are well and together have enough slots."""
         if not in_allocation(self._environment):
             raise LaunchError(
                 f"resources.engine: slurm needs a Slurm allocation, but {JOB_VARIABLE} is not set: "
@@ -314,7 +312,7 @@ class _Step:
         self._output.close()
 
 
-class _SlurmGang:
+class _SlurmGang(Gang):
     """Nodes of the allocation."""
 
     def __init__(
@@ -341,11 +339,9 @@ class _SlurmGang:
 
     @property
     def nodes(self) -> Sequence[Node]:
-        """Part of `Gang`."""
         return tuple(self._hosts)
 
     def start(self, node: Node, arguments: Sequence[str], token: str) -> None:
-        """Part of `Gang`."""
         host = self._hosts[node]
         # Of a job that has asked for GPUs in all, a step gets none by itself; and for Slurm 22.05 a
         # number for each node counts for all of the job's nodes, also for those without the step.
@@ -357,7 +353,6 @@ class _SlurmGang:
         self._steps[node] = _Step(command, self._slurm.environment, token)
 
     def events(self) -> Sequence[GangEvent]:
-        """Part of `Gang`."""
         whys = {node: why for node, step in self._steps.items() if (why := step.why_ended())}
         drains: dict[Node, str] = {}
         running = {node: self._hosts[node].name for node in self._steps if node not in whys}
@@ -388,7 +383,6 @@ class _SlurmGang:
         return (self._states.answer(ask) if running else None) or {}
 
     def give_up(self, node: Node) -> None:
-        """Part of `Gang`."""
         host = self._hosts.pop(node).name
         self._given_up.add(host)
         self._hosts_now.forget()
@@ -397,7 +391,7 @@ class _SlurmGang:
             self._ending[host] = in_background(lambda: step.end(deadline), "slurm-step")
 
     def offer(self) -> Node | None:
-        """Part of `Gang`. A machine that was given up is the last choice."""
+        """As `Gang.offer`. A machine that was given up is the last choice."""
         ending = [name for name, step in self._ending.items() if not step.done()]
         taken = {*ending, *(host.name for host in self._hosts.values())}
         free = [
@@ -417,7 +411,7 @@ class _SlurmGang:
         return host.slots(self._request, self._on_cpu)
 
     def release(self) -> None:
-        """Part of `Gang`. The allocation remains: it ends with the job."""
+        """As `Gang.release`. The allocation remains: it ends with the job."""
         for step in self._steps.values():
             step.ask_to_end()
         deadline = time.monotonic() + END_SECONDS

@@ -15,25 +15,6 @@ from typing import Any
 
 from trial_core.errors import TrialError
 
-# Every hook with its arguments, in the order of a run.
-HOOKS: Mapping[str, tuple[str, ...]] = {
-    "on_trial_startup": ("first_batch_idx", "checkpoint_uuid"),
-    "on_checkpoint_load_start": ("checkpoint",),
-    "on_training_start": (),
-    "on_training_epoch_start": ("epoch_idx",),
-    "on_training_epoch_end": ("epoch_idx",),
-    "on_training_workload_end": ("avg_metrics", "batch_metrics"),
-    "on_validation_start": (),
-    "on_validation_epoch_start": (),
-    "on_validation_epoch_end": ("outputs",),
-    "on_validation_end": ("metrics",),
-    "on_checkpoint_save_start": ("checkpoint",),
-    "on_checkpoint_write_end": ("checkpoint_dir",),
-    "on_checkpoint_end": ("checkpoint_dir",),
-    "on_checkpoint_upload_end": ("uuid",),
-    "on_trial_shutdown": (),
-}
-
 
 class PyTorchCallback:
     """Base class of callbacks. Override hooks, and return instances from `build_callbacks`.
@@ -205,6 +186,14 @@ class PyTorchCallback:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a state that `state_dict` returned. Its tensors are on the CPU."""
+
+
+HOOKS: Mapping[str, tuple[str, ...]] = {
+    name: tuple(inspect.signature(hook).parameters)[1:]
+    for name, hook in vars(PyTorchCallback).items()
+    if name.startswith("on_")
+}
+"""Every hook with its arguments, in the order of a run."""
 
 
 class TrialCallback(PyTorchCallback):

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from trial_core.context import RunInfo
 from trial_core.distributed import DistributedContext
 from trial_core.errors import TrialError
-from trial_core.pytorch.custom_reducers import MetricReducer
 from trial_core.pytorch.distributed_model import broadcast_model, replica_of, unwrapped
 from trial_core.pytorch.gradient_averaging import GradientAveraging, parameters_of
 from trial_core.pytorch.lr_scheduler import LRScheduler
@@ -95,7 +94,7 @@ class PyTorchTrialContext(TorchTrialContext):
             TrialError: `model` is not a model, or is wrapped already, or cannot be sharded.
         """
         if not isinstance(model, nn.Module):
-            raise TrialError(f"wrap_model takes a torch.nn.Module, got {_kind(model)}")
+            raise TrialError(f"wrap_model takes a torch.nn.Module, got {kind_of(model)}")
         if any(unwrapped(wrapped) is unwrapped(model) for wrapped in self.models):
             raise TrialError("wrap_model was called twice with the same model; wrap each one once")
         chosen = sharding or self._default_sharding
@@ -151,7 +150,7 @@ class PyTorchTrialContext(TorchTrialContext):
         """
         if not isinstance(optimizer, Optimizer):
             raise TrialError(
-                f"wrap_optimizer takes a torch.optim.Optimizer, got {_kind(optimizer)}"
+                f"wrap_optimizer takes a torch.optim.Optimizer, got {kind_of(optimizer)}"
             )
         if any(wrapped is optimizer for wrapped in self.optimizers):
             raise TrialError(
@@ -233,7 +232,7 @@ class PyTorchTrialContext(TorchTrialContext):
             TrialError: `scaler` is not a ``torch.amp.GradScaler``, or there is one already.
         """
         if not isinstance(scaler, GradScaler):
-            raise TrialError(f"wrap_scaler takes a torch.amp.GradScaler, got {_kind(scaler)}")
+            raise TrialError(f"wrap_scaler takes a torch.amp.GradScaler, got {kind_of(scaler)}")
         if self.scaler is not None:
             raise TrialError(
                 "a trial has one scaler: call wrap_scaler once, and not beside "
@@ -437,10 +436,15 @@ class PyTorchTrialContext(TorchTrialContext):
 
 
 class PyTorchExperimentalContext:
-    """`PyTorchTrialContext.experimental`. Follows ``determined.pytorch``'s class of that name."""
+    """`PyTorchTrialContext.experimental`. Follows ``determined.pytorch``'s class of that name.
+
+    `wrap_reducer` and `disable_dataset_reproducibility_checks` are those of `PyTorchTrialContext`.
+    """
 
     def __init__(self, parent: PyTorchTrialContext) -> None:
         self._parent = parent
+        self.wrap_reducer = parent.wrap_reducer
+        self.disable_dataset_reproducibility_checks = parent.disable_dataset_reproducibility_checks
 
     def use_amp(self, dtype: torch.dtype | None = None) -> None:
         """Train and validate in mixed precision, without further calls.
@@ -460,20 +464,6 @@ class PyTorchExperimentalContext:
         """Leave batches where the loaders put them; the trial calls ``context.to_device``."""
         self._parent.moves_batches = False
 
-    def disable_dataset_reproducibility_checks(self) -> None:
-        """As `PyTorchTrialContext.disable_dataset_reproducibility_checks`."""
-        self._parent.disable_dataset_reproducibility_checks()
-
-    def wrap_reducer(
-        self,
-        reducer: Callable[[list[Any]], Any] | MetricReducer,
-        name: str | None = None,
-        for_training: bool = True,
-        for_validation: bool = True,
-    ) -> MetricReducer:
-        """As `PyTorchTrialContext.wrap_reducer`."""
-        return self._parent.wrap_reducer(reducer, name, for_training, for_validation)
-
 
 def _default(given: bool | None, default: bool) -> bool:
     return default if given is None else given
@@ -483,5 +473,6 @@ def _is_trained(model: nn.Module) -> bool:
     return any(each.requires_grad for each in model.parameters())
 
 
-def _kind(thing: object) -> str:
+def kind_of(thing: object) -> str:
+    """What a user has passed, for an error."""
     return f"the class {thing.__name__}" if isinstance(thing, type) else type(thing).__name__

@@ -150,12 +150,10 @@ class ReducerRegistry:
         self._wrapped.append(wrapped)
         return wrapped.reducer
 
-    def reset(self, *, for_training: bool = False, for_validation: bool = False) -> None:
+    def reset(self, kind: MetricsKind) -> None:
         """Reset the reducers of such workloads. Called before each workload, on every rank."""
         for wrapped in self._wrapped:
-            if (for_training and wrapped.for_training) or (
-                for_validation and wrapped.for_validation
-            ):
+            if wrapped.serves(kind):
                 wrapped.reducer.reset()
 
     def names(self, kind: MetricsKind) -> list[str] | None:

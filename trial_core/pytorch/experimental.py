@@ -57,7 +57,7 @@ class TorchBatchProcessorContext:
         They are in ``runs/{trial}/outputs/rank-N`` beside the checkpoints, until you delete them.
         """
         host, into = self._core.host, f"outputs/rank-{self.get_distributed_rank()}"
-        store = host.checkpoints.store
+        store = host.files.store
         if store.is_process_local:
             raise StorageError(f"context.upload_path: ranks cannot write into {store.url}")
         with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as copies:
@@ -149,7 +149,7 @@ class BatchRun:
         stored = core.checkpoint.get_metadata(latest) if latest is not None else {}
         self._done = min(self._total, stored.get("batches_done", 0))
         self._processor = processor_class(context=self._context)
-        self._context.reducers.reset(for_validation=True)
+        self._context.reducers.reset("validation")
 
     def run(self, interval: int) -> None:
         """Process what is left; end early if the run is asked to stop."""

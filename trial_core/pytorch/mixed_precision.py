@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -55,23 +54,13 @@ class MixedPrecision:
         """
         self._is_on, self.scaler, self._type = True, scaler, dtype
 
-    @contextmanager
-    def autocast(self) -> Iterator[None]:
+    def autocast(self) -> AbstractContextManager[Any]:
         """Within the block, operations run in mixed precision, if it is switched on."""
-        if not self._is_on:
-            yield
-            return
-        with torch.autocast(self._device.type, dtype=self._type):
-            yield
+        return torch.autocast(self._device.type, self._type) if self._is_on else nullcontext()
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> AbstractContextManager[Any]:
         """Within the block, operations run in the precision of their tensors."""
-        if not self._is_on:
-            yield
-            return
-        with torch.autocast(self._device.type, enabled=False):
-            yield
+        return torch.autocast(self._device.type, enabled=False) if self._is_on else nullcontext()
 
 
 def apex_scaler(

@@ -8,19 +8,21 @@ from trial_core.controller.safe_load import Reader
 from trial_core.errors import CheckpointError
 from trial_core.export.weights import (
     Precision,
-    Weights,
-    copied_all,
+    SavedWeight,
     has_16bit_weights,
+    saved_all,
     tensors_of,
 )
 from trial_core.pytorch.pytorch_state import MODELS, STATE_FILE, read_state
 
 
-def model_weights(folder: Path, model: int, dtype: Precision, reader: Reader) -> Weights:
+def model_weights(
+    folder: Path, model: int, dtype: Precision, reader: Reader
+) -> dict[str, SavedWeight]:
     """The weights and persistent buffers of one model, by the names of its ``state_dict``.
 
-    All tensors are contiguous, on the CPU, and own their memory; tied names map to one tensor.
-    Called by one process; needs no other ranks.
+    Tied names map to one weight, which takes memory only when it is read. Called by one
+    process; needs no other ranks.
 
     Args:
         folder: a checkpoint's verified files, at least ``state_dict.pth``.
@@ -39,4 +41,4 @@ def model_weights(folder: Path, model: int, dtype: Precision, reader: Reader) ->
         raise CheckpointError(f"the checkpoint has no model {model}: its models are {indexes}")
     weights = tensors_of(saved[model])
     has_16bit_weights(weights, f"model {model}", dtype)
-    return copied_all(weights, dtype)
+    return saved_all(weights, dtype)

@@ -8,21 +8,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trial_core.accelerator import (
-    accelerator_rng_state,
-    has_accelerator,
-    restore_accelerator_rng,
-)
+from trial_core.checkpoint import layout
 from trial_core.checkpoint.manifest import FileEntry, Topology
 from trial_core.checkpoint.resume_point import Restore
 from trial_core.controller.rank_state import STATE_FOLDER
 from trial_core.controller.safe_load import Reader
+from trial_core.controller.trial_adapter import TrialAdapter
 from trial_core.errors import TrialError
-from trial_core.pytorch.callback import built_callbacks
+from trial_core.export.model_files import facts_folder, write_facts
 from trial_core.pytorch.context import PyTorchTrialContext
-from trial_core.pytorch.distributed_model import broadcast_buffers
-from trial_core.pytorch.metric_reduction import Reducer
+from trial_core.pytorch.distributed_model import broadcast_buffers, unwrapped
 from trial_core.pytorch.pytorch_state import (
+    FROZEN_FILE,
     GRADIENTS,
     GRADIENTS_FOLDER,
     MODELS,
@@ -43,7 +40,7 @@ from trial_core.pytorch.trial import PyTorchTrial
 from trial_core.transfer.memory_files import MemoryFiles
 
 
-class PyTorchTrialAdapter:
+class PyTorchTrialAdapter(TrialAdapter):
     """Drives a `PyTorchTrial`; `TrialAdapter` documents the members.
 
     Collective: every rank constructs one.
@@ -52,6 +49,9 @@ class PyTorchTrialAdapter:
         TrialError: the trial wrapped no model or no optimizer, or cannot be validated.
     """
 
+    _base = PyTorchTrial
+    _trial: PyTorchTrial
+    _context: PyTorchTrialContext
     checkpoint_classes = (collections.Counter, collections.defaultdict)
     chief_hooks = frozenset({"on_checkpoint_write_end", "on_checkpoint_end"})
     micro_batches_per_batch = 1
@@ -67,29 +67,23 @@ class PyTorchTrialAdapter:
                 raise TrialError(
                     f"{name}.__init__ wrapped no {kind}; pass each one to context.wrap_{kind}"
                 )
-        self._trial = trial
-        self._context = context
-        self.callbacks = built_callbacks(trial, context)
-        self.reducers = context.reducers
+        super().__init__(trial, context)
         self.data_parallel_rank = context.distributed.get_rank()
         self.data_parallel_size = context.distributed.get_size()
         averages = context.run_info.optimizations.average_training_metrics
         self.reports_training_metrics = averages or self.data_parallel_rank == 0
         self.batch_samples = _batch_samples(context)
-        self.requires_reproducible_loaders = context.reproducible_loaders
         is_any_sharded = any(map(is_sharded, context.models))
         self.evaluates_in_lockstep = is_any_sharded and self.data_parallel_size > 1
-        self.whole_models: Sequence[Any] = [] if is_any_sharded else context.models
-        self.evaluates_full_dataset = _evaluates_full_dataset(trial, self.evaluates_in_lockstep)
+        self.whole_models = [] if is_any_sharded else context.models
+        self.evaluates_full_dataset = self._full_dataset_is_evaluated(
+            "a forward pass of models sharded with FSDP2 needs the other ranks"
+            if self.evaluates_in_lockstep
+            else None
+        )
         self._train_batch = _by_name_or_position(trial.train_batch)
         self._evaluate_batch = _by_name_or_position(trial.evaluate_batch)
         self._has_buffers = any(True for model in context.models for _ in model.buffers())
-
-    def training_loader(self) -> Any:
-        return self._trial.build_training_data_loader()
-
-    def validation_loader(self) -> Any:
-        return self._trial.build_validation_data_loader()
 
     def train_batch(
         self, micro_batches: Iterator[Any] | None, epoch_idx: int, batch_idx: int
@@ -115,10 +109,7 @@ class PyTorchTrialAdapter:
 
     def evaluate_full_dataset(self, loader: Any) -> Any:
         with self._context.precision.autocast():
-            return self._trial.evaluate_full_dataset(loader)
-
-    def evaluation_reducer(self) -> Reducer | Mapping[str, Reducer]:
-        return self._trial.evaluation_reducer()
+            return super().evaluate_full_dataset(loader)
 
     def set_training(self, training: bool) -> None:
         if not training:
@@ -128,21 +119,11 @@ class PyTorchTrialAdapter:
             if training:
                 reshard(model)
 
-    def accelerator_rng_state(self) -> dict[str, Any]:
-        return accelerator_rng_state()
-
-    def restore_accelerator_rng(self, states: Mapping[str, Any]) -> None:
-        restore_accelerator_rng(states)
-
     def hook_state(self) -> dict[str, Any]:
         return state_of(self._context)
 
     def read_hook_state(self, folder: Path, reader: Reader) -> dict[str, Any]:
         return read_state(folder, reader, (MODELS, WEIGHTS, OPTIMIZERS), self._context)
-
-    @property
-    def rehearses_save(self) -> bool:
-        return has_accelerator()
 
     def save(
         self,
@@ -152,6 +133,11 @@ class PyTorchTrialAdapter:
         hook_state: Mapping[str, Any],
     ) -> None:
         write_state(self._context, folder, memory_files, reader, hook_state)
+        if self._context.distributed.get_rank() == 0:
+            for i, model in enumerate(self._context.models):
+                write_facts(
+                    unwrapped(model), folder / facts_folder(i), self._context.tokenizer_files
+                )
         write_gradients(self._context, folder, memory_files)
 
     def load(
@@ -169,7 +155,7 @@ class PyTorchTrialAdapter:
         folders = {"everything": (STATE_FOLDER, GRADIENTS_FOLDER), "state": (STATE_FOLDER,)}
         state = (MODELS, WEIGHTS, OPTIMIZERS)
         kinds = {"everything": (*state, GRADIENTS), "state": state}
-        read = {STATE_FILE, *folders.get(restore, ())}
+        read = {STATE_FILE, FROZEN_FILE, layout.IMPORTED, *folders.get(restore, ())}
         keeps_parts = saved_by.spreads_like(self.topology())
         shards = files_of_parts(
             files, kinds.get(restore, (MODELS,)), ranks if keeps_parts else None
@@ -187,9 +173,6 @@ class PyTorchTrialAdapter:
             sharding=f"fsdp2{mesh}" if shape else "none",
         )
 
-    def destroy(self) -> None:
-        """Nothing to do: torch frees models that are not used any more."""
-
     def _next(self, micro_batches: Iterator[Any] | None) -> Any:
         if micro_batches is None:
             raise TrialError("every rank of a PyTorchTrial needs a data loader; this one has none")
@@ -206,28 +189,6 @@ def _batch_samples(context: PyTorchTrialContext) -> int:
     if "global_batch_size" not in context.get_hparams():
         return 0
     return context.get_per_slot_batch_size() * context.distributed.get_size()
-
-
-def _evaluates_full_dataset(trial: PyTorchTrial, needs_other_ranks: bool) -> bool:
-    """Whether the trial defines `evaluate_full_dataset`, not `evaluate_batch`."""
-    in_batches, in_one_call = (
-        getattr(type(trial), name) is not getattr(PyTorchTrial, name)
-        for name in ("evaluate_batch", "evaluate_full_dataset")
-    )
-    if in_batches == in_one_call:
-        defines = "both" if in_batches else "neither"
-        raise TrialError(
-            f"{type(trial).__name__} defines {defines} of evaluate_batch and "
-            "evaluate_full_dataset; define exactly one: evaluate_batch is called on every rank, "
-            "evaluate_full_dataset on a single one"
-        )
-    if in_one_call and needs_other_ranks:
-        raise TrialError(
-            f"{type(trial).__name__} defines evaluate_full_dataset, which runs on a single rank, "
-            "but a forward pass of models sharded with FSDP2 needs the other ranks and would wait "
-            "for them forever; define evaluate_batch instead"
-        )
-    return in_one_call
 
 
 def _by_name_or_position(method: Callable[..., Any]) -> Callable[[dict[str, Any]], Any]:

@@ -1,7 +1,8 @@
 """The state of a `PyTorchTrial` in checkpoints.
 
 Ranks have equal models and optimizers, so rank 0 writes them, as ``state_dict.pth``: one file with
-the names of Determined's, which ``torch.load`` reads. Gradients that a checkpoint finds added up
+the names of Determined's, which ``torch.load`` reads; frozen weights are in a file beside it: see
+`frozen_files`. Gradients that a checkpoint finds added up
 between two optimizer steps differ from rank to rank, and each rank writes its own. Sharded tensors
 are in files of all ranks: see `sharded_state`.
 """
@@ -17,6 +18,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from trial_core.controller.frozen_files import (
+    KeyPath,
+    frozen_names,
+    frozen_path,
+    without_frozen,
+)
+from trial_core.controller.imported_weights import imported_weights
 from trial_core.controller.optimizer_load import optimizers_loaded_in_place
 from trial_core.controller.safe_load import Reader
 from trial_core.controller.safe_save import readable
@@ -27,7 +35,6 @@ from trial_core.pytorch.distributed_model import unwrapped
 from trial_core.pytorch.gradient_averaging import parameters_of
 from trial_core.pytorch.sharded_model import sharded_parameters
 from trial_core.pytorch.sharded_state import (
-    KeyPath,
     Part,
     SavedParts,
     Targets,
@@ -38,9 +45,11 @@ from trial_core.pytorch.sharded_state import (
     require_joined,
     write_parts,
 )
+from trial_core.text_format import first_few
 from trial_core.transfer.memory_files import MemoryFiles
 
 STATE_FILE = "state_dict.pth"
+FROZEN_FILE = frozen_path(Path(STATE_FILE)).name
 GRADIENTS_FOLDER = "gradients"
 
 MODELS = "models_state_dict"
@@ -91,11 +100,19 @@ def write_state(
         TrialError: the state holds objects that `reader` would not read.
     """
     rank = context.distributed.get_rank()
+    frozen = {
+        (kind, index, name)
+        for kind in (MODELS, WEIGHTS)
+        for index, model in enumerate(context.models)
+        for name in frozen_names(unwrapped(model))
+    }
     common, parts = divided(state)
     if rank == 0:
-        common = readable(common, reader)
+        common, taken = without_frozen(readable(common, reader), frozen)
         memory_files.write(folder, STATE_FILE, lambda file: write_tensors(common, file))
-    write_parts(parts, rank, folder, memory_files)
+        if taken:
+            memory_files.write(folder, FROZEN_FILE, lambda file: write_tensors(taken, file))
+    write_parts(parts, rank, folder, memory_files, frozen)
 
 
 def read_state(
@@ -114,6 +131,11 @@ def read_state(
         CheckpointError: there is no such file, or it holds objects that run code when read, or a
             shard is missing.
     """
+    if context is not None and len(context.models) == 1:
+        names = unwrapped(context.models[0]).state_dict().keys()
+        if (weights := imported_weights(folder, names, reader)) is not None:
+            targets = _own_tensors(kinds, context)
+            return joined({MODELS: [weights]}, SavedParts(folder, kinds, reader), targets)
     path = folder / STATE_FILE
     if not path.is_file():
         raise CheckpointError(
@@ -282,7 +304,7 @@ def _is_divided_alike(value: torch.Tensor, parameter: Any) -> bool:
 def _model_state(model: nn.Module, excludes_frozen: bool) -> dict[str, Any]:
     state = model.state_dict()
     if excludes_frozen:
-        for name in _frozen(model):
+        for name in frozen_names(model):
             state.pop(name, None)
     return state
 
@@ -298,10 +320,6 @@ def _averaged(
     }
 
 
-def _frozen(model: nn.Module) -> set[str]:
-    return {name for name, each in model.named_parameters() if not each.requires_grad}
-
-
 def _load_model(index: int, model: nn.Module, saved: Mapping[str, Any]) -> None:
     if saved and all(name.startswith(_PREFIX) for name in saved):
         own = model.state_dict()
@@ -311,19 +329,16 @@ def _load_model(index: int, model: nn.Module, saved: Mapping[str, Any]) -> None:
         missing, unexpected = model.load_state_dict(saved, strict=False)
     except RuntimeError as error:  # other shapes
         raise CheckpointError(f"model {index} does not fit the checkpoint: {error}") from error
-    lacks = [name for name in missing if name not in _frozen(model)]
-    if lacks or unexpected:
+    own = model.state_dict(keep_vars=True)
+    loaded = {id(each) for name, each in own.items() if name not in missing}
+    frozen = frozen_names(model)
+    lacks = [name for name in missing if name not in frozen and id(own[name]) not in loaded]
+    kinds = (("lacks", lacks), ("has also", unexpected))
+    if differing := [f"{verb} {first_few(names)}" for verb, names in kinds if names]:
         raise CheckpointError(
             f"model {index} ({type(model).__name__}) does not fit the checkpoint, which "
-            f"{'lacks ' + _some(lacks) if lacks else ''}{' and ' if lacks and unexpected else ''}"
-            f"{'has also ' + _some(unexpected) if unexpected else ''}; resume with the model that "
-            "was saved"
+            f"{' and '.join(differing)}; resume with the model that was saved"
         )
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
 
 
 def _pairs(key: str, targets: Sequence[Any], state: Mapping[str, Any]) -> list[tuple[Any, Any]]:

@@ -9,9 +9,8 @@ Ranks of any number can join the parts: each copies what overlaps with its own p
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +18,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from trial_core.checkpoint.manifest import FileEntry
+from trial_core.controller.frozen_files import KeyPath, frozen_path, replaced
 from trial_core.controller.safe_load import Reader
 from trial_core.controller.tensor_files import write_tensors
 from trial_core.errors import CheckpointError, TrialError
 from trial_core.transfer.memory_files import MemoryFiles
 
 SHARDS_FOLDER = "shards"
-
-KeyPath = tuple[Hashable, ...]
-"""Where a tensor is in the state: ``("models_state_dict", 0, "0.weight")``."""
 
 Part = tuple[tuple[int, ...], torch.Tensor]
 """A part of a tensor: the offset in each dimension, and the values."""
@@ -49,7 +46,7 @@ def divided(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[KeyPath, Par
         parts[keys] = part_of(tensor)
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
-    return _replaced(dict(state), take_out), parts
+    return replaced(dict(state), take_out), parts
 
 
 def part_of(tensor: torch.Tensor) -> Part:
@@ -73,14 +70,22 @@ def part_of(tensor: torch.Tensor) -> Part:
 
 
 def write_parts(
-    parts: Mapping[KeyPath, Part], rank: int, folder: Path, memory_files: MemoryFiles
+    parts: Mapping[KeyPath, Part],
+    rank: int,
+    folder: Path,
+    memory_files: MemoryFiles,
+    frozen: Collection[KeyPath] = (),
 ) -> None:
-    """Write this rank's parts: one file for each kind, which is the first key."""
-    kinds: dict[str, dict[KeyPath, Part]] = defaultdict(dict)
+    """Write this rank's parts: one file for each kind, which is the first key.
+
+    Args:
+        frozen: those of weights that are not trained, which are in files of their own.
+    """
+    files: dict[str, dict[KeyPath, Part]] = defaultdict(dict)
     for keys, part in parts.items():
-        kinds[str(keys[0])][keys] = part
-    for kind, content in kinds.items():
-        name = f"{SHARDS_FOLDER}/{kind}/{_file_name(rank)}"
+        path = Path(SHARDS_FOLDER, str(keys[0]), _file_name(rank))
+        files[(frozen_path(path) if keys in frozen else path).as_posix()][keys] = part
+    for name, content in files.items():
 
         def write(file: Any, content: dict[KeyPath, Part] = content) -> None:
             write_tensors(content, file)
@@ -162,7 +167,7 @@ def joined(state: Mapping[str, Any], saved: SavedParts, target_of: Targets) -> d
             copy_parts([part_of(tensor)], target)
         return target
 
-    filled: dict[str, Any] = _replaced(dict(state), fill)
+    filled: dict[str, Any] = replaced(dict(state), fill)
     return filled
 
 
@@ -181,7 +186,7 @@ def require_joined(state: Mapping[str, Any]) -> None:
             )
         return tensor
 
-    _replaced(dict(state), check)
+    replaced(dict(state), check)
 
 
 def files_of_parts(
@@ -189,7 +194,10 @@ def files_of_parts(
 ) -> list[FileEntry]:
     """The files that hold parts of these kinds, written by `ranks` (None: by any rank)."""
     folders = {f"{SHARDS_FOLDER}/{kind}" for kind in kinds}
-    names = None if ranks is None else {_file_name(rank) for rank in ranks}
+    names = None
+    if ranks is not None:
+        paths = [Path(_file_name(rank)) for rank in ranks]
+        names = {path.name for path in (*paths, *map(frozen_path, paths))}
     found = []
     for file in files:
         folder, _, name = file.path.rpartition("/")
@@ -210,19 +218,3 @@ def _slices(spans: Sequence[tuple[int, int]], offset: Sequence[int]) -> tuple[sl
 
 def _dotted(keys: KeyPath) -> str:
     return ".".join(map(str, keys))
-
-
-def _replaced(
-    value: Any, replace: Callable[[KeyPath, torch.Tensor], torch.Tensor], keys: KeyPath = ()
-) -> Any:
-    """A copy of nested dicts, lists and tuples in which every tensor is replaced."""
-    if isinstance(value, torch.Tensor):
-        return replace(keys, value)
-    if isinstance(value, dict):
-        copied = copy.copy(value)  # keeps the versions that a module's state_dict carries
-        for key, item in value.items():
-            copied[key] = _replaced(item, replace, (*keys, key))
-        return copied
-    if type(value) in (list, tuple):
-        return type(value)(_replaced(item, replace, (*keys, i)) for i, item in enumerate(value))
-    return value

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar, overload
 
 import torch
@@ -10,6 +12,7 @@ from deepspeed.accelerator import get_accelerator
 
 from trial_core.context import RunInfo, TrialContext
 from trial_core.distributed import DistributedContext
+from trial_core.errors import TrialTypeError
 from trial_core.pytorch.custom_reducers import FunctionReducer, MetricReducer, ReducerRegistry
 from trial_core.pytorch.device_transfer import to_device
 
@@ -23,6 +26,7 @@ class TorchTrialContext(TrialContext):
         device: the device that this rank trains on.
         reducers: the custom reducers that the trial has wrapped.
         reproducible_loaders: whether loaders must be `trial_core.pytorch.DataLoader`s.
+        tokenizer_files: on rank 0, the files of the tokenizer that `set_tokenizer` got.
     """
 
     def __init__(self, info: RunInfo, distributed: DistributedContext) -> None:
@@ -30,6 +34,7 @@ class TorchTrialContext(TrialContext):
         self.device = torch.device(get_accelerator().current_device_name())
         self.reducers = ReducerRegistry()
         self.reproducible_loaders = True
+        self.tokenizer_files: dict[str, bytes] = {}
         self._warned_types: set[type] = set()
 
     def disable_dataset_reproducibility_checks(self) -> None:
@@ -41,6 +46,33 @@ class TorchTrialContext(TrialContext):
         when the run resumes, with a warning.
         """
         self.reproducible_loaders = False
+
+    def set_tokenizer(self, tokenizer: Any) -> None:
+        """Keep a tokenizer's files in each checkpoint, for ``trialflow export --format hf``.
+
+        Only beside a model of ``transformers``, whose config is kept without asking. What is added
+        to the tokenizer later is not kept: call this again.
+
+        Args:
+            tokenizer: a tokenizer or processor of ``transformers``, or another object with
+                ``save_pretrained(folder)``, which rank 0 calls now: training waits for each save.
+
+        Raises:
+            TrialTypeError: it has no such method.
+        """
+        if not callable(getattr(tokenizer, "save_pretrained", None)):
+            raise TrialTypeError(
+                "set_tokenizer takes a tokenizer of transformers, or another object with a method "
+                f"save_pretrained(folder), got {type(tokenizer).__name__}"
+            )
+        if self.distributed.get_rank() != 0:
+            return
+        with TemporaryDirectory(prefix="trialflow-") as folder:
+            tokenizer.save_pretrained(folder)
+            files = [each for each in Path(folder).rglob("*") if each.is_file()]
+            self.tokenizer_files = {
+                each.relative_to(folder).as_posix(): each.read_bytes() for each in files
+            }
 
     @overload
     def wrap_reducer(

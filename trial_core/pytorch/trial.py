@@ -1,4 +1,7 @@
-"""`PyTorchTrial`: the class a user writes. Follows Determined's class of the same name."""
+"""`PyTorchTrial`: the class a user writes. Follows Determined's class of the same name.
+
+`TorchTrial` is what it has in common with `DeepSpeedTrial`.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,53 @@ class ControllerClass:
         return Controller
 
 
-class PyTorchTrial(ABC):
+class TorchTrial(ABC):
+    """What trials of both kinds have."""
+
+    trial_controller_class: ClassVar = ControllerClass()
+    """The class that drives the trial on every rank. Overriding it has no effect."""
+
+    @abstractmethod
+    def build_validation_data_loader(self) -> Any:
+        """The validation data: a `trial_core.pytorch.DataLoader`, as for training."""
+
+    def evaluate_full_dataset(self, data_loader: Any) -> dict[str, Any]:
+        """Validation metrics of the whole set; define this instead of `evaluate_batch`.
+
+        Called on rank 0 only, while the other ranks wait for at most the deadline of
+        `DistributedContext`'s collectives. Not for models whose forward pass needs other ranks.
+
+        Args:
+            data_loader: all batches of the validation set (of a DeepSpeedTrial, micro-batches),
+                unsharded, not moved to the device.
+
+        Returns:
+            Final metrics by name; `evaluation_reducer` does not apply.
+        """
+        raise TrialError(f"{type(self).__name__} does not define evaluate_full_dataset")
+
+    def evaluation_reducer(self) -> Reducer | dict[str, Reducer]:
+        """How to reduce validation metrics over batches: one way, or one for each metric name."""
+        return Reducer.AVG
+
+    def get_batch_length(self, batch: Any) -> int:
+        """The number of records in `batch`, a batch of the training or validation loader.
+
+        By default the length of the first tensor or array in nested dicts, lists and tuples.
+        Override it for batches of other types. Only the trial's own code uses it: trialflow counts
+        samples by the size of a batch that the experiment or DeepSpeed's config names.
+
+        Raises:
+            TrialError: there is no tensor or array with a first dimension.
+        """
+        return data_length(batch)
+
+    def build_callbacks(self) -> dict[str, PyTorchCallback]:
+        """Callbacks by name. Checkpoints hold their state under these names."""
+        return {}
+
+
+class PyTorchTrial(TorchTrial):
     """Models, optimizers, data, and how to train and validate one batch.
 
     Follows ``determined.pytorch.PyTorchTrial``. There is one instance on every rank. Unless stated
@@ -34,8 +83,6 @@ class PyTorchTrial(ABC):
     """
 
     trial_context_class: ClassVar[type[PyTorchTrialContext]] = PyTorchTrialContext
-    trial_controller_class: ClassVar = ControllerClass()
-    """The class that drives the trial on every rank. Overriding it has no effect."""
 
     @abstractmethod
     def __init__(self, context: PyTorchTrialContext) -> None:
@@ -81,12 +128,9 @@ class PyTorchTrial(ABC):
         Give it ``batch_size=self.context.get_per_slot_batch_size()``. After
         ``context.disable_dataset_reproducibility_checks()`` it may be any iterable of this rank's
         batches; when it ends, it is iterated over again. Checkpoints hold the state of an iterable
-        with ``state_dict`` and ``load_state_dict``, such as torchdata's ``StatefulDataLoader``.
+        with ``state_dict`` and ``load_state_dict``, such as torchdata's ``StatefulDataLoader``; see
+        `DeepSpeedTrial.build_training_data_loader`.
         """
-
-    @abstractmethod
-    def build_validation_data_loader(self) -> Any:
-        """The validation data: a `trial_core.pytorch.DataLoader`."""
 
     def evaluate_batch(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         """Validation metrics of one batch, by name::
@@ -106,36 +150,3 @@ class PyTorchTrial(ABC):
             `evaluation_reducer` says how to reduce them.
         """
         raise TrialError(f"{type(self).__name__} does not define evaluate_batch")
-
-    def evaluate_full_dataset(self, data_loader: Any) -> dict[str, Any]:
-        """Validation metrics of the whole set; define this instead of `evaluate_batch`.
-
-        Called on rank 0 only, while the other ranks wait for at most the deadline of
-        `DistributedContext`'s collectives.
-
-        Args:
-            data_loader: all batches of the validation set, unsharded, not moved to the device.
-
-        Returns:
-            Final metrics by name; `evaluation_reducer` does not apply.
-        """
-        raise TrialError(f"{type(self).__name__} does not define evaluate_full_dataset")
-
-    def evaluation_reducer(self) -> Reducer | dict[str, Reducer]:
-        """How to reduce validation metrics over batches: one way, or one for each metric name."""
-        return Reducer.AVG
-
-    def get_batch_length(self, batch: Any) -> int:
-        """The number of records in `batch`, a batch of the training or validation loader.
-
-        By default the length of the first tensor or array in nested dicts, lists and tuples.
-        Override it for batches of other types.
-
-        Raises:
-            TrialError: there is no tensor or array with a first dimension.
-        """
-        return data_length(batch)
-
-    def build_callbacks(self) -> dict[str, PyTorchCallback]:
-        """Callbacks by name. Checkpoints hold their state under these names."""
-        return {}

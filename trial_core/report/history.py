@@ -80,7 +80,8 @@ class ReportHistory(msgspec.Struct, kw_only=True):
 
     def add_point(self, curve: Curve, batches: int, values: Mapping[str, Any]) -> None:
         """Add the finite numbers among `values`; thin the curve where its points are densest."""
-        drawable = {name: float(v) for name, v in values.items() if _is_drawable(v)}
+        numbers = {name: v for name, v in values.items() if text_format.is_number(v)}
+        drawable = {name: float(v) for name, v in numbers.items() if math.isfinite(v)}
         points = self.curves.setdefault(curve, [])
         while points and points[-1].batches >= batches:
             points.pop()
@@ -136,10 +137,6 @@ class ReportHistory(msgspec.Struct, kw_only=True):
             msgspec.MsgspecError: the data is something else.
         """
         return decode(data, cls)
-
-
-def _is_drawable(value: Any) -> bool:
-    return text_format.is_number(value) and math.isfinite(value)
 
 
 def _densest(points: list[Point]) -> int:

@@ -242,6 +242,9 @@ class Report(Observer):
             facts.run_status.moving(what)
         self._observer.moving(what)
 
+    def stalled(self, during: str, seconds: float, reason: str) -> None:
+        self._observer.stalled(during, seconds, reason)
+
     def restarting(self, reason: str, attempt: int, max_restarts: int) -> None:
         with self._update() as facts:
             batches = facts.run_status.batches

@@ -96,7 +96,8 @@ class TrialFacts:
         best = self.history.best(self.smaller_is_better) if self.has_metric else None
         listed = self._listed_checkpoints(best)
         checkpoints, status = self.history.checkpoints, self.run_status
-        total = status.total_batches
+        total, ledger = status.total_batches, None if self.ledger is None else self.ledger()
+        stalls = [each.blocked_seconds for each in checkpoints if each.blocked_seconds is not None]
         return _TEMPLATE.render(
             facts=self,
             run_status=status,
@@ -109,7 +110,10 @@ class TrialFacts:
             slow_compute=slow_compute(self.forward_seconds),
             best=best,
             latest=checkpoints[-1] if checkpoints else None,
-            ledger=None if self.ledger is None else self.ledger(),
+            ledger=ledger,
+            stored=len(checkpoints) + self.history.unlisted + self.history.deleted,
+            stall_seconds=statistics.median(stalls) if stalls else None,
+            stall_share=None if ledger is None else ledger.stall_share,
             shown_metrics=SHOWN_METRICS,
             chart_lines=chart_lines,
             listed=listed,

@@ -33,7 +33,12 @@ from trial_core.checkpoint.json_objects import (
 )
 from trial_core.checkpoint.manifest import Manifest, Timestamp, utc_now
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.errors import CheckpointError, CheckpointNotFound, CommitConflict
+from trial_core.errors import (
+    CheckpointDamaged,
+    CheckpointError,
+    CheckpointNotFound,
+    CommitConflict,
+)
 
 STALE_AFTER = timedelta(hours=1)
 """After this time without an end, the pruner that wrote the marker is presumed dead."""
@@ -106,7 +111,7 @@ def protect(store: CheckpointStore, name: layout.ManifestName, key: str, data: b
     existed = store.storage.exists(key)
     store.storage.write(key, data)
     try:
-        _check_stays(store, name)
+        check_stays(store, name)
     except (CheckpointNotFound, CommitConflict):
         if not existed and store.storage.read(key) == data:
             store.storage.remove(key)
@@ -120,12 +125,16 @@ def finish_deletions(store: CheckpointStore) -> list[Manifest]:
     """
     finished: dict[str, Manifest] = {}
     for key, uuid in named_keys(store.storage, layout.DELETIONS, layout.parse_deletion_key):
-        deletion = _read_deletion(store, key)
+        deletion = read_json(store.storage, key, Deletion)
         manifest = _manifest_of(store, key, uuid, deletion) if deletion is not None else None
         if deletion is not None and manifest is None:
             continue
         if manifest is not None and not _is_committed(store, manifest):
-            store.delete(manifest)
+            try:
+                store.delete(manifest)
+            except CheckpointDamaged as error:
+                _logger.warning("a deletion is not finished: %s", error)
+                continue
             finished[manifest.uuid] = manifest
         elif not _is_stale(store, key, deletion):
             continue  # another prune is deleting it
@@ -133,10 +142,15 @@ def finish_deletions(store: CheckpointStore) -> list[Manifest]:
     return list(finished.values())
 
 
-def _check_stays(store: CheckpointStore, name: layout.ManifestName) -> None:
-    """Check that a checkpoint that has just been protected is there, and no prune deletes it."""
+def check_stays(store: CheckpointStore, name: layout.ManifestName) -> None:
+    """Check that a checkpoint that has just been protected is there, and no prune deletes it.
+
+    Raises:
+        CheckpointNotFound: the checkpoint is not there.
+        CommitConflict: the checkpoint is being deleted.
+    """
     for key in _marker_keys(store, name.uuid):
-        deletion = _read_deletion(store, key)
+        deletion = read_json(store.storage, key, Deletion)
         if deletion is not None and not _is_stale(store, key, deletion):
             raise CommitConflict(
                 f"checkpoint {name.uuid} is being deleted, by {deletion.by} since {deletion.at}; "
@@ -197,8 +211,3 @@ def _is_stale(store: CheckpointStore, key: str, deletion: Deletion | None) -> bo
         return now - stored.modified_at > STALE_AFTER
     age = age_of(deletion.at) if deletion is not None else None
     return age is None or age > STALE_AFTER
-
-
-def _read_deletion(store: CheckpointStore, key: str) -> Deletion | None:
-    """The marker under a key; None if there is none, or it cannot be read."""
-    return read_json(store.storage, key, Deletion)

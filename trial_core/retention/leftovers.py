@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import uuid as uuids
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from datetime import timedelta
+from dataclasses import dataclass
+from datetime import datetime, timedelta
 from typing import Any
 
 from trial_core.checkpoint import layout
@@ -25,12 +25,9 @@ from trial_core.checkpoint.json_objects import age_of, named_keys
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CommitConflict, ConfigError
-from trial_core.retention.claims import CLAIM_LIFETIME, Claim, claims
-from trial_core.retention.orphaned_files import (
-    OrphanedFiles,
-    find_orphaned_files,
-    sweep_orphaned_files,
-)
+from trial_core.retention.claims import CLAIM_LIFETIME, Claim, claim_of
+from trial_core.retention.orphaned_files import find_orphaned_files, sweep_orphaned_files
+from trial_core.storage.base import StoredObject
 
 LEFTOVER_AGE_DAYS = 7.0
 """After this time without activity a trial is presumed dead: longer than any upload takes, and than
@@ -128,12 +125,12 @@ def find_leftovers(
     activities = [_read_activity(store, name) for name in _trials_with_intents(store, trial)]
     found = [
         leftover
-        for each in _with_claims(store, activities)
+        for each in activities
         if experiment is None or each.experiment in (None, experiment)
         for leftover in _leftovers(store, each, age)
     ]
-    orphaned = find_orphaned_files(store, age) if trial is None else []
-    return [*found, *map(_orphaned, orphaned)]
+    orphaned = find_orphaned_files(store, age) if trial is None else {}
+    return [*found, *(_orphaned(uuid, *files) for uuid, files in orphaned.items())]
 
 
 def sweep_leftovers(
@@ -162,7 +159,7 @@ def sweep_leftovers(
             on_swept(orphaned)
             swept.append(orphaned)
     for trial in dict.fromkeys(each.trial for each in unwanted if each.trial is not None):
-        (activity,) = _with_claims(store, [_read_activity(store, trial)])
+        activity = _read_activity(store, trial)
         if not activity.begun:
             continue  # another sweep has deleted them
         if reason := activity.why_alive(timedelta(days=after_days)):
@@ -179,14 +176,14 @@ def sweep_leftovers(
     return SweptLeftovers(tuple(swept), spared)
 
 
-def _orphaned(files: OrphanedFiles) -> Leftover:
-    at = files.modified_at.isoformat(timespec="seconds")
+def _orphaned(uuid: str, modified_at: datetime, files: list[StoredObject]) -> Leftover:
+    at = modified_at.isoformat(timespec="seconds")
     return Leftover(
         trial=None,
-        uuid=files.uuid,
+        uuid=uuid,
         begun_at=at,
-        files=files.files,
-        size_bytes=files.size_bytes,
+        files=len(files),
+        size_bytes=sum(file.size_bytes for file in files),
         keep=False,
         why=f"neither committed nor announced; last written at {at}",
     )
@@ -200,7 +197,6 @@ class _TrialActivity:
         begun: uploads that are not committed.
         newest_attempt: number of the newest attempt, 0 if there is none.
         times: when the trial was active; empty text if unreadable.
-        last_saved: time of its last checkpoint.
         experiment: the experiment of its last checkpoint.
     """
 
@@ -208,9 +204,8 @@ class _TrialActivity:
     begun: list[Intent]
     newest_attempt: int
     times: list[str]
-    last_saved: str | None
     experiment: str | None
-    claim: Claim | None = None
+    claim: Claim | None
 
     def why_alive(self, age: timedelta) -> str | None:
         """Why the trial must be presumed alive; None: it is presumed dead."""
@@ -258,17 +253,9 @@ def _read_activity(store: CheckpointStore, trial: str) -> _TrialActivity:
         begun=[intent for intent in begun if intent.uuid not in committed],
         newest_attempt=max(numbers, default=0),
         times=times,
-        last_saved=manifests[-1].created_at if manifests else None,
         experiment=manifests[-1].experiment if manifests else None,
+        claim=claim_of(store, trial, manifests[-1].created_at if manifests else ""),
     )
-
-
-def _with_claims(store: CheckpointStore, activities: list[_TrialActivity]) -> list[_TrialActivity]:
-    if not activities:
-        return []
-    last_saved = {each.trial: each.last_saved for each in activities if each.last_saved is not None}
-    claimed = {claim.trial: claim for claim in claims(store, last_saved)}
-    return [replace(each, claim=claimed.get(each.trial)) for each in activities]
 
 
 def _leftovers(store: CheckpointStore, activity: _TrialActivity, age: timedelta) -> list[Leftover]:

@@ -5,7 +5,8 @@ ended, and no later sweep finds these files: nothing says which trial they belon
 
 Files of an upload in progress are never orphaned. Its intent is written before its first byte, and
 is deleted only when the manifest is there. So this module lists the files first, then the intents,
-then the manifests. Orphaned files are also old by the storage's own clock, no protection or claim
+then the manifests. A file whose checkpoint was deleted is no orphan while another one refers to
+it. Orphaned files are also old by the storage's own clock, no protection or claim
 names their checkpoint, and no key of an intent or a manifest contains its uuid, readable or not.
 """
 
@@ -14,12 +15,12 @@ from __future__ import annotations
 import logging
 import uuid as uuids
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.intents import SweptUpload
 from trial_core.checkpoint.json_objects import warn_of_foreign_object
+from trial_core.checkpoint.references import why_unknown
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.retention.claims import claims
 from trial_core.retention.protections import protected
@@ -28,53 +29,52 @@ from trial_core.storage.base import StoredObject
 _logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class OrphanedFiles:
-    """The orphaned files of one checkpoint.
-
-    Attributes:
-        files: their number, unfinished uploads included.
-        modified_at: when the last one was written, by the storage's clock.
-    """
-
-    uuid: str
-    files: int
-    size_bytes: int
-    modified_at: datetime
+Orphaned = dict[str, tuple[datetime, list[StoredObject]]]
+"""Orphaned files by the checkpoint's uuid, unfinished uploads included; and when the last one was
+written, by the storage's clock."""
 
 
-def find_orphaned_files(store: CheckpointStore, age: timedelta) -> list[OrphanedFiles]:
+def find_orphaned_files(store: CheckpointStore, age: timedelta) -> Orphaned:
     """The orphaned files that are older than `age`. Changes nothing."""
     return _find(store, layout.CHECKPOINTS, age)
 
 
 def sweep_orphaned_files(store: CheckpointStore, uuid: str, age: timedelta) -> SweptUpload | None:
     """Delete a checkpoint's files if they are still orphaned; None: they are not, or are gone."""
-    found = _find(store, layout.files_folder(uuid), age)
-    if not found:
+    if not _find(store, layout.files_folder(uuid), age):
         return None
-    return SweptUpload(uuid, None, *store.storage.clear(layout.files_folder(uuid)))
+    keep = store.references().keys
+    return SweptUpload(uuid, None, *store.storage.clear(layout.files_folder(uuid), keep))
 
 
-def _find(store: CheckpointStore, folder: str, age: timedelta) -> list[OrphanedFiles]:
-    by_uuid: dict[str, list[StoredObject]] = {}
+def _find(store: CheckpointStore, folder: str, age: timedelta) -> Orphaned:
+    by_uuid: dict[str, list[tuple[str, StoredObject]]] = {}
     stored = [  # first, see above
         *store.storage.unfinished_uploads(folder),
         *store.storage.objects(folder).items(),
     ]
     for key, file in stored:
-        by_uuid.setdefault(key.split("/")[1], []).append(file)
+        by_uuid.setdefault(key.split("/")[1], []).append((key, file))
     announced = "\n".join(store.storage.sizes(layout.UPLOADS))
     committed = "\n".join(store.storage.sizes(layout.MANIFESTS))
     unnamed = [uuid for uuid in by_uuid if uuid not in announced and uuid not in committed]
     for name in sorted(each for each in unnamed if not _is_uuid(each)):
         warn_of_foreign_object(store.storage, f"{layout.CHECKPOINTS}/{name}")
-    orphaned = {uuid: by_uuid[uuid] for uuid in unnamed if _is_uuid(uuid)}
-    if not orphaned:
-        return []
+    if not any(map(_is_uuid, unnamed)):
+        return {}
+    references = store.references()
+    if (why := why_unknown(store.storage, references)) is not None:
+        _logger.warning("orphaned files stay: %s", why)
+        return {}
+    orphaned = {
+        uuid: files
+        for uuid in unnamed
+        if _is_uuid(uuid)
+        and (files := [file for key, file in by_uuid[uuid] if key not in references.keys])
+    }
     now = store.storage.now()
     needed = [prefix for claim in claims(store) for prefix in claim.needs if prefix]
-    found = []
+    found: Orphaned = {}
     for uuid, files in orphaned.items():
         modified_at = _last_modified(files)
         if now is None or modified_at is None:
@@ -88,8 +88,7 @@ def _find(store: CheckpointStore, folder: str, age: timedelta) -> list[OrphanedF
             and not any(uuid.startswith(prefix) for prefix in needed)
             and not protected(store, uuid)
         ):
-            size_bytes = sum(file.size_bytes for file in files)
-            found.append(OrphanedFiles(uuid, len(files), size_bytes, modified_at))
+            found[uuid] = modified_at, files
     return found
 
 

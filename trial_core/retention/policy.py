@@ -13,10 +13,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, cast
 
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.units import Batch, TrainUnit
+
+RESUME_ORDER = attrgetter("resume_order")
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,7 @@ def best_of_trial(manifests: Collection[Manifest]) -> Manifest | None:
     Returns:
         None if no checkpoint has that metric at its own batch, or none names a metric.
     """
-    newest = max(manifests, key=_resume_order, default=None)
+    newest = max(manifests, key=RESUME_ORDER, default=None)
     searcher = newest.config.get("searcher") if newest is not None else None
     if not isinstance(searcher, Mapping) or not isinstance(searcher.get("metric"), str):
         return None
@@ -156,7 +159,7 @@ class _Standings:
         self._last_saved: dict[str, int] = {}
         self._best_of_trial: dict[str, int] = {}
         for of_trial in trials:
-            self._furthest |= _places(sorted(of_trial, key=_resume_order, reverse=True))
+            self._furthest |= _places(sorted(of_trial, key=RESUME_ORDER, reverse=True))
             self._last_saved |= _places(_last_saved_first(of_trial))
             self._best_of_trial |= _places(_best_first(of_trial, policy))
         self._best_of_experiment = _places(_best_first(manifests, policy))
@@ -180,7 +183,7 @@ class _Standings:
                     f"{_ordinal(place)}best of its {whole} ({_metric_of(manifest, policy)})"
                 )
         if not found and policy.metric is None and manifest.is_validated and self._keeps_best:
-            found.append("validated, and no metric decides which checkpoint is best")
+            found.append("validated, and all validated ones are kept")
         return found
 
     def reason_to_delete(self, manifest: Manifest) -> str:
@@ -238,14 +241,6 @@ def _number(every: TrainUnit) -> int:
     return cast(int, every.value)  # `RetentionPolicy` has checked it
 
 
-def _resume_order(manifest: Manifest) -> tuple[int, str, str]:
-    return manifest.resume_order
-
-
-def _save_order(manifest: Manifest) -> tuple[str, int, str]:
-    return manifest.created_at, manifest.progress.batches_trained, manifest.uuid
-
-
 def _best_first(manifests: Collection[Manifest], policy: RetentionPolicy) -> list[Manifest]:
     """The comparable checkpoints, best first. Of equals, the one with fewer batches is first."""
     if policy.metric is None:
@@ -265,7 +260,8 @@ def _last_saved_first(manifests: Iterable[Manifest]) -> list[Manifest]:
 
     A run that has resumed from before a damaged checkpoint saves the same state again.
     """
-    return sorted(manifests, key=_save_order, reverse=True)
+    save_order = attrgetter("created_at", "progress.batches_trained", "uuid")
+    return sorted(manifests, key=save_order, reverse=True)
 
 
 def _places(in_order: Iterable[Manifest]) -> dict[str, int]:

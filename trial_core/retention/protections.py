@@ -3,6 +3,7 @@
 ::
 
     pins/{uuid}/pin.json                            a person's pin: who, when and why
+    pins/{uuid}/pin-{unique}.json                   the same, while it is being made
     pins/{uuid}/{model}/{move:06d}-{unique}.json    the registry's hold: which version of a model
 
 `models.promotion` places a hold before a promotion and removes it after a later move. What a
@@ -12,6 +13,7 @@ protection and a deletion meet.
 
 from __future__ import annotations
 
+import uuid as uuids
 from typing import Literal
 
 import msgspec
@@ -38,7 +40,8 @@ class Protection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         model: of a hold: the model of which the checkpoint is a version.
         version: of a hold: the version's number, 0 if the hold is unreadable.
         move: of a hold: number of the move of the model's aliases that it was placed for.
-        unique: of a hold: id of that move, as a concurrent move may have the same number.
+        unique: of a hold: id of that move, as a concurrent move may have the same number; of a
+            pin that is being made: an id of its own.
     """
 
     uuid: str
@@ -84,12 +87,17 @@ def pin(store: CheckpointStore, uuid: str, reason: str = "", by: str | None = No
     """
     manifest = store.open(uuid)
     made = Protection(uuid=manifest.uuid, by=by or user_at_host(), at=utc_now(), reason=reason)
-    place(store, manifest.name, made)
+    # Refused, it is removed: under a key of its own, or it would remove the pin of another person
+    # who pins at the same time and has not been refused.
+    first = msgspec.structs.replace(made, unique=uuids.uuid4().hex)
+    place(store, manifest.name, first)
+    store.storage.write(made.key, encode_json(made))
+    store.storage.remove(first.key)
     return made
 
 
 def unpin(store: CheckpointStore, uuid: str) -> Protection:
-    """Delete a checkpoint's pin, and return it.
+    """Delete a checkpoint's pin, and return it. Deletes pins that are being made as well.
 
     Args:
         uuid: the checkpoint's, or an unambiguous prefix of it among all pins. The checkpoint
@@ -107,13 +115,14 @@ def unpin(store: CheckpointStore, uuid: str) -> Protection:
         raise CheckpointNotFound(
             f"{what} in {store.url} begin with {uuid!r}: {shown}{_held_instead(store, uuid)}"
         )
-    store.storage.remove(there[found[0]].key)
+    for each in protections(store, found[0], kind="pin").get(found[0], []):
+        store.storage.remove(each.key)
     return there[found[0]]
 
 
 def pins(store: CheckpointStore) -> dict[str, Protection]:
     """All pins, by the checkpoint's uuid."""
-    return {uuid: made for uuid, (made,) in protections(store, kind="pin").items()}
+    return {uuid: made[0] for uuid, made in protections(store, kind="pin").items()}
 
 
 def protections(
@@ -136,7 +145,9 @@ def protections(
             continue  # it has just been removed
         found.setdefault(name.uuid, []).append(msgspec.structs.replace(read, **name._asdict()))
     for of_checkpoint in found.values():
-        of_checkpoint.sort(key=lambda each: (each.kind != "pin", each.model, each.move))
+        of_checkpoint.sort(
+            key=lambda each: (each.kind != "pin", each.model, each.move, each.unique)
+        )
     return found
 
 

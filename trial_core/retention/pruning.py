@@ -12,7 +12,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from trial_core.checkpoint.intents import intents
 from trial_core.checkpoint.manifest import Manifest
+from trial_core.checkpoint.references import why_unknown
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointError
 from trial_core.retention.claims import claimed_checkpoints, claims, uploading_trials
@@ -52,8 +54,16 @@ class PruningPlan:
 
     @property
     def freed_bytes(self) -> int:
-        """Total size of the checkpoints to delete."""
-        return sum(decision.manifest.total_bytes for decision in self.deletions)
+        """Total size of the files to delete: those that no checkpoint lists that is kept."""
+        files = {
+            file.key(each.manifest.uuid): file.size_bytes
+            for each in self.deletions
+            for file in each.manifest.all_files
+        }
+        needed = {
+            file.key(each.manifest.uuid) for each in self.kept for file in each.manifest.all_files
+        }
+        return sum(size for key, size in files.items() if key not in needed)
 
     def rows(self) -> list[dict[str, Any]]:
         """The plan as a table of plain data."""
@@ -65,6 +75,7 @@ class PruningPlan:
                 "batches_trained": decision.manifest.progress.batches_trained,
                 "created_at": decision.manifest.created_at,
                 "total_bytes": decision.manifest.total_bytes,
+                "own_bytes": decision.manifest.own_bytes,
                 "why": decision.why,
             }
             for decision in self.decisions
@@ -77,15 +88,12 @@ class Pruned:
 
     Attributes:
         spared: those that are needed since the plan was made, and why.
+        freed_bytes: total size of the deleted files. Those that others refer to are not deleted.
     """
 
     deleted: tuple[Manifest, ...]
     spared: tuple[RetentionDecision, ...]
-
-    @property
-    def freed_bytes(self) -> int:
-        """Total size of the deleted checkpoints."""
-        return sum(manifest.total_bytes for manifest in self.deleted)
+    freed_bytes: int
 
 
 def plan_pruning(
@@ -151,30 +159,36 @@ def prune(
     finish_deletions(store)
     deleted: list[Manifest] = []
     spared: list[RetentionDecision] = []
+    freed_bytes = 0
     for decision in plan.deletions:
         manifest = decision.manifest
         marker = mark_deletion(store, manifest)
         reason = _why_needed_now(store, manifest, plan.running) or marker.why_unsafe()
         if reason is None:
-            store.delete(manifest)
+            freed_bytes += store.delete(manifest).size_bytes
             unmark_deleted(store, manifest.uuid)
             deleted.append(manifest)
             on_deleted(decision)
         else:
             store.storage.remove(marker.key)
             spared.append(RetentionDecision(manifest, True, reason))
-    return Pruned(tuple(deleted), tuple(spared))
+    return Pruned(tuple(deleted), tuple(spared), freed_bytes)
 
 
 def delete_checkpoint(store: CheckpointStore, manifest: Manifest) -> None:
     """Delete one checkpoint, because a script or a person says so: no rule and no claim keeps it.
 
     Raises:
-        CheckpointError: it is pinned or held; says by whom. It stays.
+        CheckpointError: it is pinned or held, or an upload refers to its files; says by whom. It
+            stays.
         StorageError: the storage failed. The next prune finishes a deletion that has begun.
     """
     marker = mark_deletion(store, manifest)
-    reason = protected(store, manifest.uuid).get(manifest.uuid) or marker.why_unsafe()
+    reason = (
+        protected(store, manifest.uuid).get(manifest.uuid)
+        or _why_shared(store, manifest)
+        or marker.why_unsafe()
+    )
     if reason is not None:
         store.storage.remove(marker.key)
         raise CheckpointError(f"checkpoint {manifest.uuid} is not deleted: {reason}")
@@ -232,7 +246,7 @@ def _why_needed_now(
         running: `PruningPlan.running`. A run that has started since may resume from any checkpoint
             of its trial.
     """
-    if why := protected(store, manifest.uuid).get(manifest.uuid):
+    if why := protected(store, manifest.uuid).get(manifest.uuid) or _why_shared(store, manifest):
         return why
     found = claims(store)
     owners = [claim.owner for claim in found if claim.trial == manifest.trial]
@@ -241,3 +255,19 @@ def _why_needed_now(
     if has_new_owner or has_started:
         return "its trial has started to run since the plan was made"
     return claimed_checkpoints(found, [manifest]).get(manifest.uuid)
+
+
+def _why_shared(store: CheckpointStore, manifest: Manifest) -> str | None:
+    """Why a checkpoint must stay for those that may refer to its files; None: it need not.
+
+    See `checkpoint.references`.
+    """
+    if not manifest.shares_files:
+        return None
+    for intent in intents(store.storage, manifest.trial):
+        if intent.base == manifest.uuid or not intent.is_readable:
+            return (
+                f"checkpoint {intent.uuid}, whose upload has begun, may refer to its files; delete "
+                "it once that upload has ended"
+            )
+    return why_unknown(store.storage, store.references(manifest.trial))

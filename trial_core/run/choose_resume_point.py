@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 
+from trial_core.checkpoint import layout
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.resume_point import ResumePoint, no_intact_checkpoint
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
-from trial_core.config.sections import SearcherConfig
 from trial_core.errors import CheckpointNotFound
 from trial_core.text_format import trial_number
+from trial_core.transfer.import_checkpoint import import_checkpoint
 
 _logger = logging.getLogger(__name__)
 
@@ -33,12 +34,24 @@ def resume_points(
     if own:
         return [ResumePoint.continuing(manifest) for manifest in own]
     weights_only = config.searcher.source_weights_only
-    sources = _sources(store, config.searcher)
-    return [ResumePoint.warm(source, weights_only) for source in sources] or [ResumePoint()]
+    return [
+        ResumePoint.warm(source, weights_only or _has_weights_alone(source))
+        for source in _sources(store, config)
+    ] or [ResumePoint()]
 
 
-def _sources(store: CheckpointStore, searcher: SearcherConfig) -> list[Manifest]:
+def _has_weights_alone(checkpoint: Manifest) -> bool:
+    return any(file.path.startswith(f"{layout.IMPORTED}/") for file in checkpoint.files)
+
+
+def _sources(store: CheckpointStore, config: ExperimentConfig) -> list[Manifest]:
     """The checkpoints for a warm start, best first; none if the experiment names none."""
+    searcher = config.searcher
+    if searcher.source_checkpoint is not None:
+        storage = config.checkpoint_storage
+        is_alike = storage.url.partition("://")[0] == searcher.source_checkpoint.partition("://")[0]
+        options = storage.options if is_alike else {}
+        return [import_checkpoint(store, searcher.source_checkpoint, options)]
     if searcher.source_checkpoint_uuid is not None:
         return [store.open(searcher.source_checkpoint_uuid)]
     if searcher.source_trial_id is None:

@@ -28,6 +28,7 @@ from typing import Any, Protocol
 
 from trial_core.checkpoint.resume_point import ResumePoint
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.config import ExperimentConfig
 from trial_core.errors import TrialError
 from trial_core.run.choose_resume_point import fetch_first_intact
 from trial_core.run.searcher_metric import not_reported
@@ -58,7 +59,7 @@ class TrialResult:
         training_metrics, validation_metrics: the last ones.
         validated_at: the batch of the last validation; None: there was none.
         checkpoint_uuid: the trial's newest committed checkpoint.
-        checkpoint_url: where its files are.
+        checkpoint_url: where the files are that it has stored itself; `fetch` gets all.
         tensorboard_url: where the flow run's files for TensorBoard are, if the trial writes any.
         report_path: the flow run's report, as a Markdown file.
         run_dir: the flow run's folder on this machine, with its logs.
@@ -66,6 +67,7 @@ class TrialResult:
         ledger: the trial's ledger of time until then, as `trialflow runs show --json` prints it.
         trial_stop_reason: why the trial requested a stop, if it says so.
         checkpoint_at: how many batches were trained when the checkpoint was saved.
+        config: the flow run's experiment, with which later flows and tasks find the checkpoint.
     """
 
     trial: str
@@ -84,6 +86,7 @@ class TrialResult:
     ledger: dict[str, Any] | None = None
     trial_stop_reason: str | None = None
     checkpoint_at: int | None = None
+    config: ExperimentConfig | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -241,7 +244,7 @@ def follow_schedule(stages: RunStages) -> TrialResult:
             if stages.withholds_checkpoint(trained):
                 progress = progress.after_checkpoint()  # as if there were nothing to save
                 continue
-            if not _has_room(stages, work, trained):
+            if not _has_room(stages, work, schedule, trained):
                 progress = progress.skipping_checkpoint()
                 continue
             staged = stages.save(progress)
@@ -286,9 +289,13 @@ def _missing_metric(stages: RunStages, first: Workload) -> TrialError | None:
     return error
 
 
-def _has_room(stages: RunStages, checkpoint: Checkpoint, batches_trained: int) -> bool:
+def _has_room(
+    stages: RunStages, checkpoint: Checkpoint, schedule: Schedule, batches_trained: int
+) -> bool:
     """Whether to save now: one upload runs at a time. Waits for it, unless the save is skipped."""
     if stages.is_uploading:
+        if checkpoint.is_optional and schedule.checkpoint_period == "continuous":
+            return False  # the end of the upload ends the next train-workload
         if checkpoint.is_optional and stages.skips_when_busy:
             stages.logger.warning(
                 "checkpoint skipped at batch %d: the last one is still being uploaded "

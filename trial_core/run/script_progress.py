@@ -21,12 +21,14 @@ class ScriptProgress:
         smaller_is_better: whether a smaller value of it is better.
         progress: so far; a step is a batch.
         metrics: the last ones of each kind.
+        has_warned: whether it was said that the script does not report the searcher metric.
     """
 
     metric: str | None
     smaller_is_better: bool
     progress: Progress = field(default_factory=Progress)
     metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
+    has_warned: bool = False
 
     def reported(
         self, kind: MetricsKind, steps_completed: int, metrics: Mapping[str, Any]

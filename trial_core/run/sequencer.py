@@ -16,6 +16,7 @@ from trial_core.run.workload_length import automatic_stop
 from trial_core.units import EpochLength, TrainUnit, in_batches
 
 CheckpointPolicy = Literal["best", "all", "none"]
+Continuous = Literal["continuous"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,8 @@ class Schedule:
         reporting_period: maximum length of a train-workload, which reports training metrics. None:
             automatic, see `trial_core/run/workload_length.py`.
         validation_period: when to validate, in addition to the end.
-        checkpoint_period: when to save, in addition to the end.
+        checkpoint_period: when to save, in addition to the end. ``continuous``: after each
+            train-workload without an upload in progress; the end of an upload ends a workload.
         checkpoint_policy: which validations lead to a checkpoint: the ``best`` so far, ``all``, or
             ``none``.
         smaller_is_better: whether a smaller searcher metric is better.
@@ -37,7 +39,7 @@ class Schedule:
     max_length: TrainUnit
     reporting_period: TrainUnit | None = None
     validation_period: TrainUnit | None = None
-    checkpoint_period: TrainUnit | None = None
+    checkpoint_period: TrainUnit | Continuous | None = None
     checkpoint_policy: CheckpointPolicy = "best"
     smaller_is_better: bool = True
     step_zero_validation: bool = False
@@ -190,13 +192,15 @@ def _may_checkpoint(progress: Progress, schedule: Schedule, epoch: EpochLength |
     trained, period = progress.batches_trained, schedule.checkpoint_period
     if trained == 0 or trained in (progress.checkpointed_at, progress.skipped_at):
         return False
+    if isinstance(period, str):
+        return True
     return period is not None and period.is_due(trained, epoch)
 
 
 def _next_stop(trained: int, schedule: Schedule, epoch: EpochLength | None, end: int) -> int:
     reports = schedule.reporting_period
     asked_for = (schedule.validation_period, schedule.checkpoint_period)
-    due = [period for period in asked_for if period is not None]
+    due = [period for period in asked_for if period is not None and not isinstance(period, str)]
     stop = end
     for period in due if reports is None else [reports, *due]:
         # Only up to the nearest stop so far: containers are searched batch by batch.

@@ -15,6 +15,7 @@ from trial_core.slots.accelerators import (
     Accelerators,
     torch_problem,
 )
+from trial_core.text_format import last_line
 
 ACCELERATOR_CHECK = (sys.executable, "-m", "trial_core.deepspeed.accelerator_check")
 
@@ -48,9 +49,9 @@ def try_accelerators(
         return AcceleratorProblems(str(error))
     lines = done.stdout.splitlines()
     if done.returncode != 0 or len(lines) < 2:
-        last = done.stderr.strip().splitlines()[-1:] or ["without a message"]
+        last = last_line(done.stderr) or "without a message"
         return AcceleratorProblems(
-            f"a process like a rank's ended with code {done.returncode}: {last[0]}"
+            f"a process like a rank's ended with code {done.returncode}: {last}"
         )
     # Libraries may print before.
     return AcceleratorProblems(json.loads(lines[-2]), json.loads(lines[-1]))

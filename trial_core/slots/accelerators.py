@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trial_core.errors import LaunchError
+from trial_core.text_format import last_line
 
 CPU_SLOTS = 2
 
@@ -59,6 +60,8 @@ ADVICE = (
     "variable DS_ACCELERATOR=cpu"
 )
 
+NO_MESSAGE = "it ended without a message"
+
 logger = logging.getLogger(__name__)
 
 
@@ -83,6 +86,13 @@ CPU_ONLY = Accelerators()
 def count_accelerators(environment: Mapping[str, str] = os.environ) -> int:
     """How many accelerators the ranks would use; 0: CPU ranks. Raises as `visible_accelerators`."""
     return len(visible_accelerators(environment).devices)
+
+
+def has_cpu_alone(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether ranks are certainly on the CPU, as far as can be told without starting a process."""
+    if environment.get(KIND_VARIABLE) == CPU:
+        return True
+    return not (_needs_probe() or NVIDIA_DEVICE.exists() or shutil.which("nvidia-smi"))
 
 
 def visible_accelerators(environment: Mapping[str, str]) -> Accelerators:
@@ -213,9 +223,8 @@ def _probe(environment: tuple[tuple[str, str], ...]) -> Accelerators:
         raise LaunchError(f"DeepSpeed cannot count the accelerators: {error}; {ADVICE}") from error
     answers = [line.split() for line in done.stdout.splitlines() if line.startswith("found ")]
     if done.returncode != 0 or not answers:
-        raise LaunchError(
-            f"DeepSpeed cannot count the accelerators: {_last_line(done.stderr)}; {ADVICE}"
-        )
+        why = last_line(done.stderr) or NO_MESSAGE
+        raise LaunchError(f"DeepSpeed cannot count the accelerators: {why}; {ADVICE}")
     _, kind, count, variable = answers[-1]
     if kind == CPU or int(count) == 0:
         logger.warning(
@@ -250,7 +259,7 @@ def _nvidia_gpus() -> dict[str, list[str]]:
     if done.returncode != 0:
         if not has_driver:  # the tool without a driver, as in an image for GPUs
             return {}
-        raise LaunchError(_uncountable(_last_line(done.stdout + done.stderr)))
+        raise LaunchError(_uncountable(last_line(done.stdout + done.stderr) or NO_MESSAGE))
     gpus: dict[str, list[str]] = {}
     for line in done.stdout.splitlines():
         # GPU 0: NVIDIA H100 (UUID: GPU-8f2a0c11-…)
@@ -265,11 +274,6 @@ def _nvidia_gpus() -> dict[str, list[str]]:
 
 def _uncountable(why: str) -> str:
     return f"this machine has an NVIDIA driver, but its GPUs cannot be counted: {why}; {ADVICE}"
-
-
-def _last_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[-1] if lines else "it ended without a message"
 
 
 def _visible(chosen: str, gpus: list[str]) -> list[str]:

@@ -17,9 +17,9 @@ import socket
 import struct
 import tempfile
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -113,7 +113,7 @@ class Channel:
         """Close all connections and stop listening. Ranks that still run then exit."""
         if not self._thread.is_alive():
             return
-        self._run(self._acceptor.close())
+        asyncio.run_coroutine_threadsafe(self._acceptor.close(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -129,9 +129,6 @@ class Channel:
             self._loop.call_soon_threadsafe(self._acceptor.listen, listening, make_certificate())
 
     # ------------------------------------------------------------------ the loop's thread
-
-    def _run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def _write(self, data: bytes, rank: int | None) -> None:
         for joined, writer in self._writers.items():

@@ -99,10 +99,13 @@ class ForkServer:
 
     Args:
         preload: the modules that it imports before it forks ranks, on the CPU and on CUDA devices.
+        late: beginnings of the names of variables that may be set after its process has started:
+            none of the modules reads them.
     """
 
-    def __init__(self, preload: Sequence[str] = ()) -> None:
+    def __init__(self, preload: Sequence[str] = (), late: Sequence[str] = ()) -> None:
         self._preload = tuple(preload)
+        self._late = tuple(late)
         self._process: ServerProcess | None = None
 
     def __enter__(self) -> ForkServer:
@@ -121,8 +124,7 @@ class ForkServer:
         Raises:
             OSError: the process cannot be started.
         """
-        process = self._process
-        if process and process.has(environment) and not process.has_ended:
+        if self._process and self._process.serves(environment, self._late):
             return
         self.close()
         can_preload = environment[KIND_VARIABLE] in PRELOADED_KINDS
@@ -151,6 +153,7 @@ class ServerProcess:
         self, environment: Mapping[str, str], working_dir: Path, log: Path, modules: Sequence[str]
     ) -> None:
         self._environment = dict(environment)
+        self._set_late: dict[str, str] = {}
         self._lock = threading.Lock()
         self._ranks: list[RankProcess] = []
         self._is_ready = False
@@ -179,15 +182,19 @@ class ServerProcess:
         self._listener = threading.Thread(target=self._listen, name="fork-server", daemon=True)
         self._listener.start()
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether it can start no rank."""
-        with self._lock:
-            return self._code is not None
+    def serves(self, environment: Mapping[str, str], late: tuple[str, ...]) -> bool:
+        """Whether it can start ranks with these variables, of which it gives them those set late.
 
-    def has(self, environment: Mapping[str, str]) -> bool:
-        """Whether these are its variables."""
-        return self._environment == environment
+        Args:
+            late: as of `ForkServer`.
+        """
+        before = self._environment
+        changed = dict(environment.items() - before.items())
+        with self._lock:
+            if self._code is not None or not before.keys() <= environment.keys():
+                return False
+            self._set_late = changed
+        return all(name.startswith(late) for name in changed)
 
     def new_rank(
         self, rank: int, log_path: Path, on_exit: Callable[[int, int], None]
@@ -201,7 +208,8 @@ class ServerProcess:
         self, number: int, variables: Mapping[str, str], folder: Path, descriptors: Sequence[int]
     ) -> None:
         """Have the rank forked that has this number here."""
-        command = StartRank(number=number, variables=dict(variables), folder=str(folder))
+        given = {**self._set_late, **variables}
+        command = StartRank(number=number, variables=given, folder=str(folder))
         self._send(command, descriptors)
         with self._lock:
             code = self._code

@@ -24,8 +24,8 @@ import socket
 import sys
 import traceback
 import warnings
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 import msgspec
 
@@ -40,6 +40,7 @@ DESCRIPTORS = 3
 # How often to ask whether the driver is still the parent: a process that the driver has forked
 # holds the other end of the control socket, too.
 POLL_SECONDS = 1.0
+STARTED_IN = os.getcwd()  # later it may be gone: code folders are moved and made again
 IGNORED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -117,10 +118,10 @@ class Server:
         gc.freeze()  # a collection in a rank would copy the pages of all that was imported
         self._tell(Ready())
 
-    def serve(self) -> Forked | None:
+    def serve(self) -> Callable[[], None] | None:
         """Carry out commands until the driver ends, then kill the ranks; None.
 
-        Also returns in each rank that it forks: what the rank was given.
+        Also returns in each rank that it forks: `become_rank` with what the rank was given.
         """
         poll = select.poll()  # not `select`, which knows only descriptors below 1024
         for end in (self._control, self._wakeup, self._keeper.inbox):
@@ -142,10 +143,10 @@ class Server:
                     self._signal(command)
                 elif self._fork(command.number, descriptors) == 0:
                     self._leave_behind()
-                    return Forked(
-                        command.variables, command.folder, descriptors,
-                        self._keeper.ranks_end.detach(), self._can_use_imported,
-                    )  # fmt: skip
+                    keeper = self._keeper.ranks_end.detach()
+                    return partial(
+                        become_rank, command, descriptors, keeper, self._can_use_imported
+                    )
             elif not readable and os.getppid() != self._driver:
                 break
         kill_sessions(self._ranks.values())
@@ -199,37 +200,28 @@ class Server:
         self._keeper.leave_behind()
 
 
-@dataclass(frozen=True)
-class Forked:
-    """What a forked rank was given.
+def become_rank(
+    given: StartRank, descriptors: Sequence[int], keeper: int, can_use_imported: bool
+) -> None:
+    """Be a rank, in a process that was just forked.
 
     Args:
-        variables, folder, descriptors: as of `StartRank`.
+        descriptors: those that came with `given`.
         keeper: the descriptor of its socket to the keeper of memory files.
         can_use_imported: whether the modules were imported without an error.
     """
-
-    variables: dict[str, str]
-    folder: str
-    descriptors: Sequence[int]
-    keeper: int
-    can_use_imported: bool
-
-
-def become_rank(given: Forked) -> None:
-    """Be a rank, in a process that was just forked."""
-    stdin, log, *store = given.descriptors
+    stdin, log, *store = descriptors
     for descriptor, number in ((stdin, 0), (log, 1), (log, 2)):
         os.dup2(descriptor, number)
     os.close(stdin)
     os.close(log)
     os.environ.update(given.variables)
-    os.environ[KEEPER_VARIABLE] = str(given.keeper)
+    os.environ[KEEPER_VARIABLE] = str(keeper)
     work_in(given.folder)
     if store:
         os.environ[STORE_SOCKET_VARIABLE] = str(store[0])
-    if not given.can_use_imported or _has_used_a_device():
-        for descriptor in (*store, given.keeper):
+    if not can_use_imported or _has_used_a_device():
+        for descriptor in (*store, keeper):
             os.set_inheritable(descriptor, True)
         os.execv(sys.executable, [sys.executable, "-m", rank_main.__name__])
     if numpy := sys.modules.get("numpy"):
@@ -240,9 +232,8 @@ def become_rank(given: Forked) -> None:
 
 def work_in(folder: str) -> None:
     """Change to a folder, and import modules from there, as if Python had been started in it."""
-    before = os.getcwd()
     os.chdir(folder)
-    if sys.path[:1] == [before]:
+    if sys.path[:1] == [STARTED_IN]:
         sys.path[0] = os.getcwd()
 
 
@@ -292,9 +283,8 @@ def main() -> None:
     control, driver, *modules = sys.argv[1:]
     server = Server(socket.socket(fileno=int(control)), int(driver))
     server.preload(modules)
-    forked = server.serve()
-    if forked is not None:
-        become_rank(forked)
+    if (rank := server.serve()) is not None:
+        rank()
 
 
 if __name__ == "__main__":

@@ -30,8 +30,8 @@ from trial_core.messages import (
     Peer,
     StacksDumped,
 )
-from trial_core.slots.channel import Channel
-from trial_core.slots.launcher import LaunchRequest
+from trial_core.slots.channel import Channel, Listener
+from trial_core.slots.launcher import Launcher, LaunchRequest, RankConnections
 from trial_core.slots.listen_address import ListenAddress
 from trial_core.slots.rank_handle import RankHandle
 from trial_core.slots.stacks import STACK_SIGNAL, stack_log
@@ -42,8 +42,8 @@ LAST_WORDS_SECONDS = 1.0
 """After a rank's death, what it has sent is still read."""
 
 
-class JoinedLauncher:
-    """Starts no rank: those of one slot group join. A `Launcher`.
+class JoinedLauncher(Launcher):
+    """Starts no rank: those of one slot group join.
 
     Args:
         invite: called once ranks can join, with what each of them needs for it.
@@ -58,7 +58,6 @@ class JoinedLauncher:
         self._has_launched = False
 
     def launch(self, launch: LaunchRequest, ranks: list[RankHandle]) -> JoinedConnections:
-        """Part of `Launcher`."""
         if self._has_launched:
             raise LaunchError(
                 "the ranks cannot be started again: another program has started them (torchrun, "
@@ -75,8 +74,8 @@ class JoinedLauncher:
         return connections
 
 
-class JoinedConnections:
-    """The connections to the ranks of one group, and the `Listener` of their channel."""
+class JoinedConnections(RankConnections, Listener):
+    """The connections to the ranks of one group, and what listens to their channel."""
 
     def __init__(self, launch: LaunchRequest, listen: ListenAddress | None) -> None:
         self._listener = launch.listener
@@ -93,25 +92,21 @@ class JoinedConnections:
         )
 
     def send(self, message: Message) -> None:
-        """Part of `RankConnections`."""
         if isinstance(message, Abort):
             for rank in self.ranks:
                 rank.was_told_to_leave()
         self._channel.send(message)
 
     def close(self) -> None:
-        """Part of `RankConnections`."""
         self._channel.close()
 
     # -------------------------------------------------------------- in the channel's thread
 
     def rank_joined(self, peer: Peer) -> None:
-        """Part of `Listener`."""
         self.ranks[peer.rank].has_joined(peer, lambda: self._left(peer.rank, None))
         self._listener.rank_joined(peer)
 
     def message_received(self, rank: int, message: FromRank) -> None:
-        """Part of `Listener`."""
         if isinstance(message, BytesWritten):
             self.ranks[rank].bytes_written = message.count
         elif isinstance(message, StacksDumped):
@@ -121,11 +116,9 @@ class JoinedConnections:
             self._listener.message_received(rank, message)
 
     def rank_disconnected(self, rank: int, protocol_error: str | None) -> None:
-        """Part of `Listener`."""
         self._left(rank, protocol_error)
 
     def node_lost(self, ranks: Sequence[int], why: str) -> None:
-        """Part of `Listener`."""
         self._listener.node_lost(ranks, why)
 
     def _left(self, rank: int, protocol_error: str | None) -> None:

@@ -229,7 +229,7 @@ class JoinedRank:
                 raise KeyboardInterrupt
 
 
-class _EndableWorkloads:
+class _EndableWorkloads(Workloads):
     """Workloads of which that of the compute lane can be ended from outside.
 
     Args:
@@ -243,11 +243,9 @@ class _EndableWorkloads:
 
     @property
     def batches_trained(self) -> int | None:
-        """Part of `Workloads`."""
         return self._workloads.batches_trained
 
     def carry_out(self, request: AnyRequest) -> AnyResult:
-        """Part of `Workloads`."""
         if request.lane == "io":
             return self._workloads.carry_out(request)
         self._is_computing = True
@@ -258,7 +256,6 @@ class _EndableWorkloads:
             self._is_computing = False
 
     def close(self) -> None:
-        """Part of `Workloads`."""
         self._workloads.close()
 
     def end_if_due(self) -> None:

@@ -1,8 +1,8 @@
 """Starts a slot group's ranks, on this machine; they join the channel by themselves.
 
-Each rank gets torchrun's environment variables, its own process group (a terminal's Ctrl-C and a
-Prefect worker's SIGTERM must reach only the driver), and a log file as stdout and stderr (a rank
-with the driver's stdout would keep it open).
+Each rank gets the variables of torchrun and of DeepSpeed's launcher, its own process group (a
+terminal's Ctrl-C and a Prefect worker's SIGTERM must reach only the driver), and a log file as
+stdout and stderr (a rank with the driver's stdout would keep it open).
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
+
 from trial_core.errors import LaunchError
 from trial_core.messages import Message
 from trial_core.slots.accelerators import (
@@ -23,7 +25,7 @@ from trial_core.slots.accelerators import (
     visible_accelerators,
 )
 from trial_core.slots.channel import Channel, Listener
-from trial_core.slots.fork_server import ForkServer, RankProcess
+from trial_core.slots.fork_server import ForkServer
 from trial_core.slots.rank_handle import RankHandle
 from trial_core.slots.rank_network import LOOPBACK_ADDRESS, collectives_at
 
@@ -76,66 +78,46 @@ class Launcher(Protocol):
         """
 
 
-class LocalLauncher:
-    """Starts ranks on this machine, by a fork server that stays, or by one for each group."""
+class LocalLauncher(Launcher):
+    """Starts ranks on this machine."""
 
-    def __init__(self, fork_server: ForkServer | None = None) -> None:
+    def __init__(self, fork_server: ForkServer) -> None:
         self._fork_server = fork_server
 
     def launch(self, launch: LaunchRequest, ranks: list[RankHandle]) -> RankConnections:
-        """Part of `Launcher`."""
         # Bound here, so that no other process can take the port, and other machines cannot connect.
         try:
             store = socket.create_server((LOOPBACK_ADDRESS, 0))
         except OSError as error:
             raise LaunchError(f"cannot listen on {LOOPBACK_ADDRESS}: {error}") from error
         with store:
-            share = MachineShare(range(launch.world_size), launch.world_size, store.getsockname())
-            if self._fork_server is not None:
-                return launch_here(launch, share, self._fork_server, store, ranks)
-            own = ForkServer()
-            return launch_here(launch, share, own, store, ranks, own)
+            share = MachineShare(0, launch.world_size, launch.world_size, store.getsockname())
+            return launch_here(launch, share, self._fork_server, store, ranks)
 
 
-@dataclass(frozen=True)
-class MachineShare:
+class MachineShare(msgspec.Struct, frozen=True):
     """The ranks that a launch starts on one machine, among those of the run.
 
     Attributes:
+        first_rank, count: which they are.
         world_size: the number of the run's ranks.
         store: address and port of torch.distributed's store, on the ranks' network.
         address: that of this machine there.
         node, nodes: the machine's index, and how many there are.
     """
 
-    ranks: range
+    first_rank: int
+    count: int
     world_size: int
     store: tuple[str, int]
     address: str = LOOPBACK_ADDRESS
     node: int = 0
     nodes: int = 1
 
-
-class LocalConnections:
-    """The connections to ranks of this machine. A fork server that is given is closed with them."""
-
-    def __init__(self, channel: Channel, fork_server: ForkServer | None) -> None:
-        self._channel = channel
-        self._fork_server = fork_server
-
-    def send(self, message: Message) -> None:
-        """Part of `RankConnections`."""
-        self._channel.send(message)
-
-    def send_encoded(self, data: bytes) -> None:
-        """Send an encoded message to every rank of this machine that has joined."""
-        self._channel.send_encoded(data)
-
-    def close(self) -> None:
-        """Part of `RankConnections`."""
-        if self._fork_server is not None:
-            self._fork_server.close()
-        self._channel.close()
+    @property
+    def ranks(self) -> range:
+        """The ranks of this machine."""
+        return range(self.first_rank, self.first_rank + self.count)
 
 
 def launch_here(
@@ -144,57 +126,58 @@ def launch_here(
     fork_server: ForkServer,
     store: socket.socket | None,
     ranks: list[RankHandle],
-    owned: ForkServer | None = None,
-) -> LocalConnections:
+) -> Channel:
     """Start those ranks of a launch that this machine gets.
 
     Args:
         store: the bound socket on which rank 0 hosts the store, if rank 0 is one of them.
         ranks: each rank is added here before it is started, so that none is lost.
-        owned: a fork server that the result closes.
 
     Raises:
         LaunchError: a process or its log cannot be created; `ranks` has those already started.
     """
     channel = Channel(share.ranks, launch.listener)
     try:
-        _start_all(launch, share, fork_server, channel, store, ranks)
-    except BaseException:
-        LocalConnections(channel, owned).close()
-        raise
-    return LocalConnections(channel, owned)
-
-
-def _start_all(
-    launch: LaunchRequest,
-    share: MachineShare,
-    fork_server: ForkServer,
-    channel: Channel,
-    store: socket.socket | None,
-    ranks: list[RankHandle],
-) -> None:
-    base = rank_environment(len(share.ranks), launch.environment, share.address)
-    log_paths = {rank: launch.log_dir / f"rank-{rank}.log" for rank in share.ranks}
-    try:
         launch.log_dir.mkdir(parents=True, exist_ok=True)
-        fork_server.prepare(base, launch.working_dir, log_paths[share.ranks[0]])
-        address, port = share.store
-        common = {
-            "TRIALFLOW_CHANNEL": channel.address,
-            "MASTER_ADDR": address,
-            "MASTER_PORT": str(port),
-            "WORLD_SIZE": str(share.world_size),
-            "GROUP_RANK": str(share.node),
-            "CROSS_SIZE": str(share.nodes),
-        }
-        for local_rank, (rank, log_path) in enumerate(log_paths.items()):
+        base = rank_environment(len(share.ranks), launch.environment, share.address)
+        first_log = launch.log_dir / f"rank-{share.ranks[0]}.log"
+        fork_server.prepare(base, launch.working_dir, first_log)
+        for local_rank, rank in enumerate(share.ranks):
+            log_path = launch.log_dir / f"rank-{rank}.log"
             process = fork_server.new_rank(rank, log_path, launch.on_exit)
-            ranks.append(process)
-            own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "TRIALFLOW_LOG": str(log_path)}
+            own = {"TRIALFLOW_CHANNEL": channel.address, "TRIALFLOW_LOG": str(log_path)}
+            variables = {**place_variables(share, local_rank), **own}
             stores = [store.fileno()] if store is not None and rank == 0 else []
-            _start(process, {**common, **own}, launch.working_dir, channel.secret, stores)
+            # It reads the secret from its stdin: other processes see its environment.
+            reading, writing = os.pipe()
+            with open(reading, "rb") as stdin, log_path.open("ab") as log:
+                with open(writing, "wb") as pipe:
+                    pipe.write(channel.secret)
+                descriptors = [stdin.fileno(), log.fileno(), *stores]
+                ranks.append(process)
+                process.start(variables, launch.working_dir, descriptors)
     except OSError as error:
+        channel.close()
         raise LaunchError(f"cannot start the ranks in {launch.working_dir}: {error}") from error
+    except BaseException:
+        channel.close()
+        raise
+    return channel
+
+
+def place_variables(share: MachineShare, local_rank: int) -> dict[str, str]:
+    """The variables by which torchrun and DeepSpeed's launcher tell a rank its place."""
+    address, port = share.store
+    place = {
+        "MASTER_PORT": port,
+        "WORLD_SIZE": share.world_size,
+        "RANK": share.ranks[local_rank],
+        "LOCAL_RANK": local_rank,
+        **dict.fromkeys(("LOCAL_WORLD_SIZE", "LOCAL_SIZE"), len(share.ranks)),
+        **dict.fromkeys(("GROUP_RANK", "CROSS_RANK"), share.node),
+        "CROSS_SIZE": share.nodes,
+    }
+    return {"MASTER_ADDR": address, **{name: str(number) for name, number in place.items()}}
 
 
 def rank_environment(
@@ -219,18 +202,3 @@ def rank_environment(
     if base[KIND_VARIABLE] == CPU:
         base.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     return {**collectives_at(address), **base}
-
-
-def _start(
-    process: RankProcess,
-    variables: Mapping[str, str],
-    folder: Path,
-    secret: bytes,
-    stores: list[int],
-) -> None:
-    """Start a rank. It reads `secret` from its stdin: other processes see its environment."""
-    reading, writing = os.pipe()
-    with open(reading, "rb") as stdin, process.log_path.open("ab") as log:
-        with open(writing, "wb") as pipe:
-            pipe.write(secret)
-        process.start(variables, folder, [stdin.fileno(), log.fileno(), *stores])

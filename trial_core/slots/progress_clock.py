@@ -12,24 +12,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Protocol
 
 from trial_core.messages import AnyRequest, RunValidation, TrainBatches
+from trial_core.slots.rank_handle import RankHandle
 
 CHECKS_PER_TIMEOUT = 10
 """How often to check for writes within one stall timeout."""
 
 
-class MonitoredRank(Protocol):
-    """A rank's process, as the driver sees it."""
-
-    def written_bytes(self) -> int: ...
-
-
 class ProgressClock:
     """The time of a slot group's last progress. Thread-safe."""
 
-    def __init__(self, ranks: Sequence[MonitoredRank]) -> None:
+    def __init__(self, ranks: Sequence[RankHandle]) -> None:
         self._ranks = ranks
         self._last_batch = self._last_write = time.monotonic()
         self._written: list[int] = []

@@ -133,6 +133,8 @@ class RankFailures:
             f"Their stacks are in {self._log_dir}. If {what} may take that long, set "
             f"stopping.stall_timeout_seconds above {seconds:g} (null: no limit)",
             log_stacks(self._ranks),
+            pending.name,
+            seconds,
         )
 
 

@@ -44,7 +44,7 @@ from trial_core.slots.connection import RankConnection
 from trial_core.slots.device_locks import keep_inherited_locks
 from trial_core.slots.kept_memory import connect_keeper
 from trial_core.slots.log_pump import LogPump
-from trial_core.slots.rank_server import RankServer
+from trial_core.slots.rank_server import RankServer, Workloads
 from trial_core.slots.stacks import register_stack_dump
 
 if TYPE_CHECKING:
@@ -63,8 +63,8 @@ SCRIPT_MODULES = ("trial_core.core_api.script_controller",)
 """What the ranks of a Core API script import."""
 
 
-class Rank:
-    """One rank: its connection, its two lanes and its controller. It is its own `Workloads`."""
+class Rank(Workloads):
+    """One rank: its connection, its two lanes and its controller."""
 
     def __init__(
         self, connection: RankConnection, rank: int, leave: Callable[[], NoReturn]
@@ -105,15 +105,12 @@ class Rank:
 
     @property
     def batches_trained(self) -> int | None:
-        """Part of `Workloads`."""
         return None if self._controller is None else self._controller.batches_trained
 
     def carry_out(self, request: AnyRequest) -> AnyResult:
-        """Part of `Workloads`."""
         return self._controller_for(request).carry_out(request)
 
     def close(self) -> None:
-        """Part of `Workloads`."""
         if self._controller is not None:
             self._controller.close()
 
@@ -136,7 +133,7 @@ class Rank:
             from trial_core.entrypoint import build_adapter
 
         return Controller(
-            partial(build_adapter, activity=self._announcer.activity),
+            partial(build_adapter, announcer=self._announcer),
             emit=self.send,
             stop_barrier=self._server.stop_barrier,
             on_stop_requested=lambda: self.send(StopRequested()),

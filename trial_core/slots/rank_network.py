@@ -14,11 +14,6 @@ STORE_SOCKET_VARIABLE = "TRIALFLOW_STORE_SOCKET"
 """The number of the descriptor on which rank 0 hosts torch.distributed's store."""
 
 
-def loopback_collectives() -> dict[str, str]:
-    """The variable that keeps gloo within this machine; empty without Linux's interface ``lo``."""
-    return collectives_at(LOOPBACK_ADDRESS)
-
-
 def collectives_at(address: str) -> dict[str, str]:
     """The variables that keep gloo, and NCCL between machines, on the network of an address.
 
@@ -26,7 +21,7 @@ def collectives_at(address: str) -> dict[str, str]:
         address: of this machine.
 
     Returns:
-        Empty if no interface has the address.
+        Empty if no interface has the address, as the loopback one on a system without ``lo``.
     """
     name = interface_of(address)
     if name is None:

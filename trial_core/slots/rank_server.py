@@ -39,6 +39,7 @@ from trial_core.messages import (
     Shutdown,
     StacksDumped,
     StepsPaused,
+    TrainBatches,
     decode_from_driver,
 )
 from trial_core.slots.connection import RankConnection
@@ -172,7 +173,8 @@ class RankServer:
             at = self.stop_barrier.pause()
             self.send(StepsPaused(workload=at.workload, steps=at.steps))
         elif isinstance(message, ResumeUntil):
-            self.stop_barrier.resume_until(Position(message.workload, message.steps))
+            end = Position(message.workload, message.steps)
+            self.stop_barrier.resume_until(end, message.is_break)
         elif isinstance(message, Abort):
             self._on_end(message.error)
         elif isinstance(message, Logged):
@@ -180,6 +182,8 @@ class RankServer:
         elif isinstance(message, DumpStacks):
             self.send(StacksDumped(text=current_stacks()))
         else:
+            if isinstance(message.request, TrainBatches):
+                self.stop_barrier.expect_workload()
             lane = self._io if message.request.lane == "io" else self._compute
             lane.put(message)
 

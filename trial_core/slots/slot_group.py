@@ -46,14 +46,18 @@ from trial_core.messages import (
     Peer,
     Result,
     ResumeUntil,
+    SaveCheckpoint,
     ScriptEvent,
     Shutdown,
     StepsPaused,
     StopRequested,
+    TrainBatches,
     TrialBuilt,
 )
 from trial_core.run.stop_requests import StopReason
 from trial_core.slots.announcer import AnnouncementTimer
+from trial_core.slots.channel import Listener
+from trial_core.slots.fork_server import ForkServer
 from trial_core.slots.launcher import Launcher, LaunchRequest, LocalLauncher, RankConnections
 from trial_core.slots.pending_requests import PendingRequest, PendingRequests
 from trial_core.slots.progress_clock import ProgressClock
@@ -72,7 +76,7 @@ POLL_SECONDS = 0.2
 R = TypeVar("R", bound=Result)
 
 
-class SlotGroup:
+class SlotGroup(Listener):
     """The driver's handle on a trial's ranks. A context manager: no process outlives the block.
 
     Args:
@@ -126,10 +130,17 @@ class SlotGroup:
         self._has_shutdown_hook = False
         self._has_temporary_log_dir = log_dir is None
         self.log_dir = log_dir or Path(tempfile.mkdtemp(prefix="trialflow-logs-"))
+        self._fork_server = ForkServer()
         self._connections: RankConnections | None = None
         self._stop_coordinator = StopCoordinator(
-            world_size, pause=self._send_pause, resume_until=self._send_resume
+            world_size,
+            lambda: self._send(PauseSteps()),
+            lambda end, is_break: self._send(
+                ResumeUntil(workload=end.workload, steps=end.steps, is_break=is_break)
+            ),
         )
+        self._training: PendingRequest | None = None
+        self._breaks_next = False
         self._ranks: list[RankHandle] = []
         self._progress = ProgressClock(self._ranks)
         self._failures = RankFailures(
@@ -140,7 +151,8 @@ class SlotGroup:
                 world_size, working_dir, self.log_dir, environment or {}, self, self._rank_exited,
                 should_abort,
             )  # fmt: skip
-            self._connections = (launcher or LocalLauncher()).launch(launch, self._ranks)
+            launcher = launcher or LocalLauncher(self._fork_server)
+            self._connections = launcher.launch(launch, self._ranks)
             self._wait_until_joined(JOIN_SECONDS, should_abort)
         except BaseException as error:
             self._abort_joined(error)
@@ -230,10 +242,11 @@ class SlotGroup:
         with self._lock:
             failure = self._failure or (_closed() if self._is_closing else None)
             if isinstance(request, (BuildTrial, AttachTrial)):
-                self._is_stopping = False
+                self._is_stopping = self._breaks_next = False
             if failure is None:
                 self._progress.note_progress()
                 self._send(Envelope(number=pending.number, request=request))
+                self._note_request(pending)
         if failure is not None:
             self._pending.fail_one(pending, failure)
         return pending
@@ -266,6 +279,28 @@ class SlotGroup:
             self._is_stopping = True
             self._stop_coordinator.start()
 
+    def break_training(self) -> None:
+        """End the current train-workload after the same batch on all ranks, at least its first.
+
+        Without one, the next one; unless a checkpoint is saved before. Later ones begin as usual.
+        For any thread.
+        """
+        with self._lock:
+            if self._training is None or self._training.future.done():
+                self._breaks_next = True
+            elif not self._is_stopping:
+                self._stop_coordinator.start(is_break=True)
+
+    def _note_request(self, pending: PendingRequest) -> None:
+        """Break a train-workload that has just been sent, if that is due."""
+        if isinstance(pending.request, SaveCheckpoint):
+            self._breaks_next = False
+        elif isinstance(pending.request, TrainBatches):
+            self._training = pending
+            if self._breaks_next and not self._is_stopping:
+                self._breaks_next = False
+                self._stop_coordinator.start(is_break=True)
+
     def abort(self, reason: str) -> None:
         """Kill the ranks; pending requests raise `Stopped` with this reason."""
         self._end_with(Stopped(reason))
@@ -277,12 +312,6 @@ class SlotGroup:
     def _send(self, message: Message) -> None:
         if self._connections is not None:
             self._connections.send(message)
-
-    def _send_pause(self) -> None:
-        self._send(PauseSteps())
-
-    def _send_resume(self, end: Position) -> None:
-        self._send(ResumeUntil(workload=end.workload, steps=end.steps))
 
     # -------------------------------------------------------------------------------- ending
 
@@ -305,6 +334,7 @@ class SlotGroup:
                     rank.rank, rank.pid, KILL_SECONDS,
                 )  # fmt: skip
         self._pending.fail(self._failure or _closed())
+        self._fork_server.close()
         if self._connections is not None:
             self._connections.close()
         if self._has_temporary_log_dir:
@@ -361,13 +391,11 @@ class SlotGroup:
     # ------------------------------------------------------- events, in the channel's thread
 
     def rank_joined(self, peer: Peer) -> None:
-        """Part of the channel's `Listener`."""
         self._peers[peer.rank] = peer
         if len(self._peers) == self.world_size:
             self._joined_or_failed.set()
 
     def message_received(self, rank: int, message: FromRank) -> None:
-        """Part of the channel's `Listener`."""
         if isinstance(message, BatchesTrained):
             self._progress.note_progress()
             self._on_batches(message.batches)
@@ -398,12 +426,10 @@ class SlotGroup:
             self._pending.note(rank, message.number, message.result)
 
     def rank_disconnected(self, rank: int, protocol_error: str | None) -> None:
-        """Part of the channel's `Listener`."""
         if not self._is_closing:
             self._failures.note_disconnected(rank, protocol_error)
 
     def node_lost(self, ranks: Sequence[int], why: str) -> None:
-        """Part of the channel's `Listener`."""
         if not self._is_closing:
             self._failures.note_node_lost(ranks, why)
 

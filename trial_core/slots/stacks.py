@@ -13,7 +13,8 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+
+from trial_core.slots.rank_handle import RankHandle
 
 DUMP_SECONDS = 2.0
 SETTLED_SECONDS = 0.3
@@ -23,16 +24,6 @@ _STACK = re.compile(r"^(?:Current thread|Thread) 0x[^\n]*\n(?:  [^\n]*\n)+", re.
 # The outermost frame of ``python -m …``. It is written last, so a stack with it is complete. Other
 # programs have others: theirs is complete when it has not grown for a moment.
 _OUTERMOST = "in _run_module_as_main\n"
-
-
-class RankWithStacks(Protocol):
-    """A rank's process, as the driver sees it."""
-
-    def signal(self, number: int) -> None: ...
-
-    def log_size(self) -> int: ...
-
-    def log_from(self, start: int) -> str: ...
 
 
 def register_stack_dump(descriptor: int = 2) -> None:
@@ -62,7 +53,7 @@ def current_stacks() -> str:
         return f"the stacks cannot be read: {error}\n"
 
 
-def log_stacks(ranks: Sequence[RankWithStacks]) -> list[str]:
+def log_stacks(ranks: Sequence[RankHandle]) -> list[str]:
     """Have every rank log the stacks of its threads; returns the main threads' stacks, by rank.
 
     Waits at most two seconds.

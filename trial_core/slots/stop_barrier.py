@@ -9,6 +9,9 @@ continue to the greatest position. Without a stop request, a step costs two attr
       ◄────── StepsPaused 7 ─┴────────── StepsPaused 8 ─┘
       ResumeUntil 8 ───────► begins step 8              ends after step 8
 
+A *break* ends only a train-workload, in the same way: the next workload begins as usual. It ends at
+least one step after its begin, so that each break finds something new to save.
+
 `StopBarrier` is a rank's part, `StopCoordinator` the driver's.
 
 The whole route of a stop: `trial_core/run/stop_requests.py`.
@@ -39,18 +42,30 @@ class Position(NamedTuple):
 class StopBarrier:
     """Asked before every step of a workload that may end early.
 
-    `pause`, `resume_until` and `reset` may be called from any thread, the other methods only from
-    the thread that runs workloads.
+    `expect_workload`, `pause`, `resume_until` and `reset` may be called from any thread, the other
+    methods only from the thread that runs workloads.
     """
 
     def __init__(self) -> None:
-        self._at = Position(0, 0)
+        self._at = self._expected = Position(0, 0)
+        self._has_breaks = False
         self._is_paused = False
         self._end: Position | None = None
+        self._is_break = False
         self._changed = threading.Condition()
 
-    def begin_workload(self) -> None:
-        """The next workload with steps begins."""
+    def expect_workload(self) -> None:
+        """The next workload with steps is about to begin: a break is for that one, also if this
+        rank pauses before. Called while no workload runs."""
+        self._expected = Position(self._at.workload + 1, 0)
+
+    def begin_workload(self, has_breaks: bool = False) -> None:
+        """The next workload with steps begins.
+
+        Args:
+            has_breaks: whether a break ends it; the same on every rank.
+        """
+        self._has_breaks = has_breaks
         self._at = Position(self._at.workload + 1, 0)
 
     def may_begin_step(self) -> bool:
@@ -66,9 +81,10 @@ class StopBarrier:
 
     def pause(self) -> Position:
         """Let no step begin until `resume_until`. Return this rank's position."""
-        self._end = None
-        self._is_paused = True
-        return self._at
+        with self._changed:
+            self._end = None
+            self._is_paused = True
+            return max(self._at, self._expected)
 
     def pause_self(self) -> None:
         """Let no step begin because this rank requests a stop. The coordinator then pauses all.
@@ -77,10 +93,15 @@ class StopBarrier:
         """
         self._is_paused = True  # `_end` stays: it may have been agreed on already
 
-    def resume_until(self, end: Position) -> None:
-        """All ranks are paused: continue to `end`, and begin nothing after it."""
+    def resume_until(self, end: Position, is_break: bool = False) -> None:
+        """All ranks are paused: continue to `end`.
+
+        Args:
+            is_break: whether later workloads begin, and only one with breaks ends at `end`. A stop
+                lets nothing begin after it.
+        """
         with self._changed:
-            self._end = end
+            self._end, self._is_break = end, is_break
             self._changed.notify_all()
 
     def reset(self) -> None:
@@ -98,30 +119,60 @@ class StopBarrier:
         self._at = before  # a step that waits has not begun
         with self._changed:
             self._changed.wait_for(lambda: self._end is not None)
-            if self._end is None or wanted > self._end:
+            if self._end is None:
                 return False
+            if wanted > self._end:
+                is_over = wanted.workload > self._end.workload or not self._has_breaks
+                if not self._is_break or not is_over:
+                    return False
+                self._is_paused, self._end = False, None
             self._at = wanted
             return True
 
 
 class StopCoordinator:
-    """Has all ranks end at the greatest position of any rank."""
+    """Has all ranks end at the greatest position of any rank. One agreement at a time.
+
+    Args:
+        resume_until: gets the position, and whether it is a break.
+    """
 
     def __init__(
-        self, world_size: int, pause: Callable[[], None], resume_until: Callable[[Position], None]
+        self,
+        world_size: int,
+        pause: Callable[[], None],
+        resume_until: Callable[[Position, bool], None],
     ) -> None:
         self._world_size = world_size
         self._pause = pause
         self._resume_until = resume_until
         self._positions: dict[int, Position] = {}
+        self._lock = threading.Lock()
+        self._is_agreeing = self._is_break = self._stop_follows = False
 
-    def start(self) -> None:
-        """Have all ranks pause."""
-        self._positions = {}
-        self._pause()
+    def start(self, is_break: bool = False) -> None:
+        """Have all ranks pause; a stop does so after the break that they are agreeing on."""
+        with self._lock:
+            if not self._is_agreeing:
+                self._begin(is_break)
+            elif not is_break:
+                self._stop_follows = True
 
     def rank_paused(self, rank: int, at: Position) -> None:
         """Note that a rank has paused at `at`. Always called in the same thread."""
-        self._positions[rank] = at
-        if len(self._positions) == self._world_size:
-            self._resume_until(max(self._positions.values()))
+        with self._lock:
+            self._positions[rank] = at
+            if len(self._positions) < self._world_size:
+                return
+            end = max(self._positions.values())
+            if self._is_break:
+                end = end._replace(steps=max(end.steps, 1))
+            self._resume_until(end, self._is_break)
+            self._is_agreeing = False
+            if self._stop_follows:
+                self._stop_follows = False
+                self._begin(is_break=False)
+
+    def _begin(self, is_break: bool) -> None:
+        self._positions, self._is_agreeing, self._is_break = {}, True, is_break
+        self._pause()

@@ -12,7 +12,7 @@ import socket
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -265,16 +265,19 @@ class Storage:
         with self._errors.translated(f"delete {key} in"):
             return isinstance(cause, FileNotFoundError) and self._is_absence(self._path(key), cause)
 
-    def clear(self, folder: str) -> DeletedFiles:
+    def clear(self, folder: str, keep: Collection[str] = ()) -> DeletedFiles:
         """Delete all objects and unfinished uploads below a folder.
+
+        Args:
+            keep: the keys of objects that stay.
 
         Raises:
             StorageError: the storage failed, or objects still exist; names some of them.
         """
         uploads = self.abort_uploads(folder)
-        before = self.sizes(folder)
+        before = {key: size for key, size in self.sizes(folder).items() if key not in keep}
         in_parallel(lambda key, _: self.remove(key), before, _DELETE_THREADS)
-        if before and (left := sorted(self.sizes(folder))):
+        if before and (left := sorted(self.sizes(folder).keys() - set(keep))):
             raise StorageError(
                 f"{len(left)} of {len(before)} objects in {self.url}/{folder} are still there "
                 f"after they were deleted ({', '.join(left[:_SHOWN_KEYS])}): {NOT_DELETED_ADVICE}"

@@ -7,6 +7,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
+BLOCK = "block"
+"""The option that names a block of credentials, until a flow has read it."""
+
 _SECRET_OPTION = re.compile(
     # Not tokenizers and authors, and not which kind of secret it is: signature_version.
     r"^(?!.*(?:mechanism|method|model|type|version)$)"
@@ -49,6 +52,8 @@ def _passwords(url: str) -> Iterator[str]:
 def _secret_options(value: Any, is_secret: bool) -> Iterator[str]:
     """All texts below options whose names look like credentials."""
     if isinstance(value, Mapping):
+        if "private_key" in value:  # a service account of Google's: the rest of it is public
+            value = {key: value[key] for key in ("private_key", "private_key_id") if key in value}
         for key, item in value.items():
             yield from _secret_options(item, is_secret or bool(_SECRET_OPTION.search(str(key))))
     elif isinstance(value, (list, tuple)):

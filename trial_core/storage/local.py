@@ -11,6 +11,7 @@ import hashlib
 import os
 import tempfile
 import threading
+from collections.abc import Collection
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -52,9 +53,9 @@ class LocalStorage(Storage):
                         found[key] = StoredObject(status.st_size, modified_at)
         return found
 
-    def clear(self, folder: str) -> DeletedFiles:
+    def clear(self, folder: str, keep: Collection[str] = ()) -> DeletedFiles:
         """As `Storage.clear`; deletes the empty folders as well."""
-        deleted = super().clear(folder)
+        deleted = super().clear(folder, keep)
         for parent, _, _ in os.walk(self._path(folder), topdown=False):
             with contextlib.suppress(OSError):  # another process has just written a file there
                 os.rmdir(parent)

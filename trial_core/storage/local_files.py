@@ -6,6 +6,7 @@ the same folder, which is renamed at the end.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import uuid
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from trial_core.errors import CheckpointError
+from trial_core.storage.parallel import CancelSignal
 
 READ_BYTES = 4 * 2**20
 """The most of a local file that one thread holds in memory."""
@@ -29,6 +31,16 @@ def read_chunks(file: BinaryIO, size_bytes: int) -> Iterator[bytes]:
     while chunk := file.read(min(READ_BYTES, left)):
         left -= len(chunk)
         yield chunk
+
+
+def local_digest(path: Path, size_bytes: int, stop: CancelSignal) -> str:
+    """The ``sha256:…`` digest of a file's first `size_bytes`."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        for chunk in read_chunks(file, size_bytes):
+            stop.check()
+            digest.update(chunk)
+    return f"sha256:{digest.hexdigest()}"
 
 
 def read_at(descriptor: int, offset: int, view: memoryview) -> int:

@@ -13,6 +13,7 @@ from fsspec.registry import known_implementations, registry
 
 from trial_core.errors import StorageError
 from trial_core.storage.base import Storage, StorageSpec, protocols_of
+from trial_core.storage.credentials import BLOCK, without_credentials
 from trial_core.storage.local import LocalStorage, MemoryStorage
 from trial_core.storage.storage_errors import ErrorTranslator
 
@@ -33,9 +34,17 @@ def open_storage(url: str, options: dict[str, Any] | None = None) -> Storage:
     """The storage at an fsspec URL or a plain path. Sends no request yet.
 
     Raises:
-        StorageError: the URL is not valid, or its package is not installed.
+        StorageError: the URL is not valid, its package is not installed, or its credentials are
+            in a block that nobody has read.
     """
     options = dict(options or {})
+    if BLOCK in options:
+        raise StorageError(
+            f"{without_credentials(url)}: its credentials are the block {options[BLOCK]} on a "
+            "Prefect server, which only a flow reads (trialflow train, evaluate, retrain, prune, "
+            "or a flow of your own). Here, leave checkpoint_storage.credentials out, and give the "
+            "credentials by environment variables, the machine's role or checkpoint_storage.options"
+        )
     fs, root = _connect(url, options)
     if isinstance(fs, LocalFileSystem):
         return LocalStorage(StorageSpec(f"file://{root}", options), fs, root)

@@ -8,6 +8,9 @@ from contextlib import contextmanager
 from threading import Event, Lock
 from typing import TypeVar
 
+READ_THREADS = 8
+"""Small objects read at once."""
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -88,3 +91,9 @@ def in_parallel(
             stop.set()
             for future in futures:
                 future.cancel()
+
+
+def read_all(read: Callable[[Item], Result | None], items: Iterable[Item]) -> list[Result]:
+    """What `read` returns for each item, in order, without None. Raises its first error."""
+    found = in_parallel(lambda item, _: read(item), items, READ_THREADS)
+    return [each for each in found if each is not None]

@@ -22,7 +22,7 @@ def importing_from(folder: Path) -> Iterator[None]:
     what the folder's code imports later is found there, after all else.
     """
     names = _top_level_names(folder)
-    set_aside = _taken_out(names & _replaceable(names))
+    set_aside = _taken_out(_replaceable(names))
     place, before = str(folder), os.getcwd()
     sys.path.insert(0, place)
     os.chdir(folder)
@@ -30,7 +30,7 @@ def importing_from(folder: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        _taken_out(names - _OWN - _foreign(names))
+        _taken_out(_replaceable(names))
         _remove_from_path(place)
         raise
     else:
@@ -47,18 +47,14 @@ def _top_level_names(folder: Path) -> set[str]:
 
 
 def _replaceable(names: set[str]) -> set[str]:
-    return names - _OWN - _foreign(names)
-
-
-def _foreign(names: set[str]) -> set[str]:
-    """Those names that are Python's or an installed package's in this process.
+    """Those names that are neither ours, nor Python's or an installed package's in this process.
 
     A folder of data may have such a name, and no process can import torch twice.
     """
     return {
         name
-        for name in names
-        if name in sys.stdlib_module_names or _is_installed(sys.modules.get(name))
+        for name in names - _OWN - sys.stdlib_module_names
+        if not _is_installed(sys.modules.get(name))
     }
 
 

@@ -14,6 +14,7 @@ from trial_core.driver.script_order import Order
 from trial_core.entrypoint import Context, Trial, adapter_of
 from trial_core.errors import ConfigError, TrialError
 from trial_core.messages import FitBegun
+from trial_core.pytorch.context import kind_of
 from trial_core.pytorch.trial import PyTorchTrial
 from trial_core.run.run_loop import TrialResult
 from trial_core.run.sequencer import CheckpointPolicy
@@ -46,13 +47,13 @@ class Trainer:
         if not isinstance(trial, Trial):
             raise TrialError(
                 "Trainer takes a constructed trial, a PyTorchTrial or DeepSpeedTrial; got "
-                f"{_kind(trial)}"
+                f"{kind_of(trial)}"
             )
         if not isinstance(context, type(trial).trial_context_class):
             kind = "pytorch" if isinstance(trial, PyTorchTrial) else "deepspeed"
             raise TrialError(
                 f"Trainer takes the context that trial_core.{kind}.init gives as its second "
-                f"argument; got {_kind(context)}"
+                f"argument; got {kind_of(context)}"
             )
         self._trial = trial
         self._context = context
@@ -223,7 +224,3 @@ class Trainer:
             return adapter_of(self._trial, context, info.experiment_seed)
 
         return fit_with_driver(context, order, adapt)
-
-
-def _kind(thing: object) -> str:
-    return f"the class {thing.__name__}" if isinstance(thing, type) else type(thing).__name__

@@ -56,7 +56,7 @@ def show(text: str) -> None:
     store = _get_default_store() if dist.is_initialized() else None
     try:
         if rank == 0:
-            _print("error: ", text)
+            print(f"error: {text}", file=sys.stderr, flush=True)
             if store is not None and size > 1:
                 store.set(KEY, text)
                 # Rank 0 may be the store's host, so the others read it before this rank ends.
@@ -71,7 +71,7 @@ def show(text: str) -> None:
     except RuntimeError:  # the store's host has ended
         if rank == 0:
             return
-    _print(f"error on rank {rank}: ", text)
+    print(f"error on rank {rank}: {text}", file=sys.stderr, flush=True)
 
 
 def _rank_and_size() -> tuple[int, int]:
@@ -100,7 +100,3 @@ def _wait(is_ready: Callable[[], bool]) -> bool:
             return False
         time.sleep(POLL_SECONDS)
     return True
-
-
-def _print(prefix: str, text: str) -> None:
-    print(prefix + text, file=sys.stderr, flush=True)

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
 import msgspec
 
@@ -29,36 +28,22 @@ _FILE = "file://"
 _logger = logging.getLogger(__name__)
 
 
-class CheckpointSource(Protocol):
-    """Where a checkpoint is."""
-
-    @property
-    def manifest(self) -> Manifest: ...
-
-    def files(self, entries: list[FileEntry]) -> Any:
-        """A context manager: the folder with these of its files, verified."""
-
-
 @dataclass(frozen=True)
-class _DownloadedCheckpoint:
-    folder: Path
+class CheckpointSource:
+    """Where a checkpoint is: downloaded into a folder, or in a storage."""
+
     manifest: Manifest
+    place: Path | CheckpointStore
 
     @contextmanager
     def files(self, entries: list[FileEntry]) -> Iterator[Path]:
-        check_downloaded(self.folder, self.manifest.uuid, entries)
-        yield self.folder
-
-
-@dataclass(frozen=True)
-class _StoredCheckpoint:
-    store: CheckpointStore
-    manifest: Manifest
-
-    @contextmanager
-    def files(self, entries: list[FileEntry]) -> Iterator[Path]:
+        """The folder with these of its files, verified."""
+        if isinstance(self.place, Path):
+            check_downloaded(self.place, self.manifest.uuid, entries)
+            yield self.place
+            return
         with tempfile.TemporaryDirectory(prefix="trialflow-load-") as folder:
-            fetch_files(self.store, self.manifest.uuid, entries, Path(folder))
+            fetch_files(self.place, self.manifest.uuid, entries, Path(folder))
             yield Path(folder)
 
 
@@ -82,7 +67,7 @@ def open_checkpoint(
         if os.path.isfile(manifest_path := os.path.join(text, layout.MANIFEST_NAME)):
             with ErrorTranslator(manifest_path).translated("read"):
                 data = Path(manifest_path).read_bytes()
-            return _DownloadedCheckpoint(Path(text), Manifest.from_json(data, manifest_path))
+            return CheckpointSource(Manifest.from_json(data, manifest_path), Path(text))
     root, _, uuid = text.rpartition("/")
     storage, _, family = root.rpartition("/")
     if family != layout.CHECKPOINTS or not layout.is_uuid(uuid):
@@ -94,7 +79,7 @@ def open_checkpoint(
         )
     has_options = beside is not None and _protocol(beside.spec.url) == _protocol(storage)
     store = CheckpointStore(storage, beside.spec.options if beside and has_options else None)
-    return _StoredCheckpoint(store, store.open(uuid))
+    return CheckpointSource(store.open(uuid), store)
 
 
 def is_place(text: str) -> bool:
@@ -147,7 +132,13 @@ def copy_into(store: CheckpointStore, place: str, fence: Fence | None) -> Manife
         ]
         uploaded = upload_staged(store, manifest.uuid, files, rank=0)
     _require_same(manifest, uploaded)
-    copied = msgspec.structs.replace(manifest, attempt=fence.attempt)
+    own = {entry.path: msgspec.structs.replace(entry, stored_at="") for entry in manifest.all_files}
+    copied = msgspec.structs.replace(
+        manifest,
+        attempt=fence.attempt,
+        files=[own[entry.path] for entry in manifest.files],
+        code=None if manifest.code is None else own[manifest.code.path],
+    )
     store.commit(copied, fence)
     return copied
 

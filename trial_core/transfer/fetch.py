@@ -5,7 +5,6 @@ A fetched file appears under its name only after its size and digest match the m
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import shutil
@@ -20,11 +19,12 @@ from trial_core.checkpoint.verified_read import (
     Damage,
     StoredFile,
     damage_error,
+    note_damage,
     read_files,
     wrong_sizes,
 )
 from trial_core.errors import CheckpointDamaged, CheckpointError
-from trial_core.storage.local_files import atomic_file, read_chunks, temporary_beside
+from trial_core.storage.local_files import atomic_file, local_digest, temporary_beside
 from trial_core.storage.parallel import CancelSignal, in_parallel
 from trial_core.storage.storage_errors import ErrorTranslator
 from trial_core.transfer.memory_files import is_memory_file
@@ -58,13 +58,11 @@ def fetch_files(
         raise damage_error(store.storage, uuid, damage)
 
     def refuse(damage: Damage) -> None:
+        note_damage(store.storage, uuid, [damage])
         raise damage_error(store.storage, uuid, [damage])
 
     missing = take_local(uuid, wanted, target)
-    files = [
-        StoredFile(entry, layout.file_key(uuid, entry.path), target / entry.path)
-        for entry in missing
-    ]
+    files = [StoredFile(entry, entry.key(uuid), target / entry.path) for entry in missing]
     with ErrorTranslator(str(target)).translated("write into"):
         read_files(store.storage, files, refuse, threads)
     return sum(entry.size_bytes for entry in missing)
@@ -169,13 +167,8 @@ def _matches(path: Path, entry: FileEntry, stop: CancelSignal) -> bool:
     """Whether a local file has the entry's size and digest."""
     if not path.is_file() or path.stat().st_size != entry.size_bytes:
         return False
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        for chunk in read_chunks(file, entry.size_bytes):
-            stop.check()
-            digest.update(chunk)
-        has_grown = bool(file.read(1))
-    return f"sha256:{digest.hexdigest()}" == entry.digest and not has_grown
+    is_same = local_digest(path, entry.size_bytes, stop) == entry.digest
+    return is_same and path.stat().st_size == entry.size_bytes
 
 
 def _take_local(source: Path, path: Path, entry: FileEntry, stop: CancelSignal) -> bool:

@@ -23,6 +23,7 @@ from trial_core.checkpoint.manifest import FileEntry
 from trial_core.decoding import decoder
 from trial_core.errors import CheckpointDamaged, CheckpointError, StorageError
 from trial_core.storage.base import StorageSpec
+from trial_core.text_format import first_few
 from trial_core.transfer import persister_process
 from trial_core.transfer.persister_process import (
     Failed,
@@ -43,7 +44,6 @@ PROCESS = persister_process.__name__
 KILL_SECONDS = 10.0
 """How long to wait for a killed process to end: it may be inside a blocking system call."""
 
-_SHOWN_FILES = 3
 _report_decoder: msgspec.json.Decoder[Report] = decoder(Report)
 
 _ERRORS: dict[str, type[CheckpointError]] = {
@@ -73,9 +73,14 @@ class Persister:
         self._stored: dict[str, dict[str, FileEntry]] = {}
 
     def upload(
-        self, storage: StorageSpec, uuid: str, rank: int, files: list[StagedFile]
+        self,
+        storage: StorageSpec,
+        uuid: str,
+        rank: int,
+        files: list[StagedFile],
+        shared: Sequence[FileEntry] = (),
     ) -> list[FileEntry]:
-        """Upload this rank's files of a checkpoint; return their manifest entries.
+        """Upload this rank's files of a checkpoint, as `upload_staged`; return their entries.
 
         May be called again after an error: files that are stored already are skipped.
 
@@ -89,14 +94,15 @@ class Persister:
             stored[entry.path] = entry
 
         request = UploadRequest(
-            storage=storage, uuid=uuid, rank=rank, files=files, stored=[*stored.values()]
-        )
+            storage=storage, uuid=uuid, rank=rank, files=files, shared=[*shared],
+            stored=[*stored.values()],
+        )  # fmt: skip
         try:
             return self._request(request, note).files
         except _ProcessEnded as end:
             left = [file.path for file in files if file.path not in stored]
             raise StorageError(
-                f"the process that uploads its files {end}; not stored: {_shown(left)}"
+                f"the process that uploads its files {end}; not stored: {first_few(left)}"
             ) from None
 
     def fetch(
@@ -118,7 +124,7 @@ class Persister:
         except _ProcessEnded as end:
             paths = [file.path for file in files]
             raise StorageError(
-                f"the process that fetches its files {end}; files to fetch: {_shown(paths)}"
+                f"the process that fetches its files {end}; files to fetch: {first_few(paths)}"
             ) from None
 
     def forget(self, uuid: str) -> None:
@@ -217,8 +223,3 @@ class _Process:
             name = signal.Signals(-code).name
             return f"was killed by {name}; if you did not kill it, check whether memory ran out"
         return f"ended with exit code {code}; see this rank's log"
-
-
-def _shown(paths: Sequence[str]) -> str:
-    more = f" and {len(paths) - _SHOWN_FILES} more" if len(paths) > _SHOWN_FILES else ""
-    return ", ".join(paths[:_SHOWN_FILES]) + more

@@ -40,6 +40,7 @@ class UploadRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Upload one rank's files of a checkpoint.
 
     Attributes:
+        shared: see `upload_staged`.
         stored: entries that an earlier attempt has stored.
     """
 
@@ -47,6 +48,7 @@ class UploadRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     uuid: str
     rank: int
     files: list[StagedFile]
+    shared: list[FileEntry]
     stored: list[FileEntry]
 
 
@@ -109,35 +111,33 @@ def serve(stream: BufferedRWPair) -> None:
     os._exit(0)
 
 
+_changing: set[str] = set()
+"""See `upload_staged`: this process uploads all checkpoints of one rank's run."""
+
+
 def _handle(request: Request, stream: BufferedRWPair) -> Report:
     try:
-        if isinstance(request, UploadRequest):
-            return _upload(request, stream)
-        return _fetch(request)
+        store = CheckpointStore.from_spec(request.storage)
+        if isinstance(request, FetchRequest):
+            fetched = fetch_files(store, request.uuid, request.files, Path(request.target))
+            return Finished(fetched_bytes=fetched)
+        entries = upload_staged(
+            store,
+            request.uuid,
+            request.files,
+            request.rank,
+            shared=request.shared,
+            changing=_changing,
+            stored={entry.path: entry for entry in request.stored},
+            on_stored=lambda entry: _report(stream, Stored(entry)),
+        )
+        return Finished(files=entries)
     except StorageError as error:
         return Failed(str(error), "storage")
     except CheckpointDamaged as error:
         return Failed(str(error), "damage")
     except CheckpointError as error:
         return Failed(str(error), "invalid")
-
-
-def _upload(request: UploadRequest, stream: BufferedRWPair) -> Finished:
-    entries = upload_staged(
-        CheckpointStore.from_spec(request.storage),
-        request.uuid,
-        request.files,
-        request.rank,
-        stored={entry.path: entry for entry in request.stored},
-        on_stored=lambda entry: _report(stream, Stored(entry)),
-    )
-    return Finished(files=entries)
-
-
-def _fetch(request: FetchRequest) -> Finished:
-    store = CheckpointStore.from_spec(request.storage)
-    fetched = fetch_files(store, request.uuid, request.files, Path(request.target))
-    return Finished(fetched_bytes=fetched)
 
 
 _report_lock = threading.Lock()

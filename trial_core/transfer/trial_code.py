@@ -1,7 +1,7 @@
 """The code of a run's trial: the folder that its ranks start in, and the archive of that folder.
 
-Each checkpoint has its own copy of the archive, as one of its files. So its code is verified,
-downloaded and deleted with it, and damage to it concerns no other checkpoint.
+The archive is one of a checkpoint's files, so it is verified, downloaded and deleted with it. Code
+that has not changed is stored once, as other files.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import posixpath
 import shlex
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,16 +120,27 @@ def packed_code(config: ExperimentConfig, store: CheckpointStore) -> PackedCode:
     return pack_code(config.code, not_code, secrets)
 
 
-def upload_code(store: CheckpointStore, uuid: str, archive: bytes | None) -> FileEntry | None:
+def upload_code(
+    store: CheckpointStore, uuid: str, archive: bytes | None, shared: Iterable[FileEntry] = ()
+) -> FileEntry | None:
     """Store a checkpoint's code; return its entry for the manifest. May be repeated.
 
     Call it after `CheckpointStore.announce_upload`, so that leftovers of it are found.
+
+    Args:
+        shared: see `upload_staged`.
     """
     if archive is None:
         return None
-    store.storage.write(layout.file_key(uuid, layout.CODE_NAME), archive)
     digest = f"sha256:{hashlib.sha256(archive).hexdigest()}"
-    return FileEntry(path=layout.CODE_NAME, size_bytes=len(archive), digest=digest, rank=0)
+    places = (each.stored_at for each in shared if each.digest == digest)
+    entry = FileEntry(
+        path=layout.CODE_NAME, size_bytes=len(archive), digest=digest, rank=0,
+        stored_at=next(places, ""),
+    )  # fmt: skip
+    if not entry.stored_at:
+        store.storage.write(layout.file_key(uuid, layout.CODE_NAME), archive)
+    return entry
 
 
 def code_of_checkpoint(store: CheckpointStore, manifest: Manifest, target: Path) -> TrialCode:

@@ -10,6 +10,7 @@ from trial_core.checkpoint import layout
 from trial_core.checkpoint.manifest import FileEntry
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointError
+from trial_core.storage.local_files import local_digest
 from trial_core.storage.parallel import CancelSignal, in_parallel
 from trial_core.transfer.staging import StagedFile, staged_files
 
@@ -17,8 +18,18 @@ UPLOAD_THREADS = 4
 """Files that one rank reads and hashes at once. The storage's buffer pool bounds their memory."""
 
 
-def upload_files(store: CheckpointStore, uuid: str, staging: Path, rank: int) -> list[FileEntry]:
+def upload_files(
+    store: CheckpointStore,
+    uuid: str,
+    staging: Path,
+    rank: int,
+    *,
+    shared: Iterable[FileEntry] = (),
+) -> list[FileEntry]:
     """Upload all files of a rank's staging folder (see `staged_files`); return their entries.
+
+    Args:
+        shared: see `upload_staged`.
 
     May be called again after an error: files that are not committed are overwritten.
 
@@ -26,7 +37,7 @@ def upload_files(store: CheckpointStore, uuid: str, staging: Path, rank: int) ->
         CheckpointError: a file's name is not allowed, or a file changed meanwhile.
         StorageError: the storage failed, or `staging` cannot be read.
     """
-    return upload_staged(store, uuid, staged_files(staging, rank), rank)
+    return upload_staged(store, uuid, staged_files(staging, rank), rank, shared=shared)
 
 
 def upload_staged(
@@ -35,6 +46,8 @@ def upload_staged(
     files: Iterable[StagedFile],
     rank: int,
     *,
+    shared: Iterable[FileEntry] = (),
+    changing: set[str] | None = None,
     stored: Mapping[str, FileEntry] | None = None,
     on_stored: Callable[[FileEntry], None] = lambda entry: None,
     threads: int = UPLOAD_THREADS,
@@ -42,6 +55,11 @@ def upload_staged(
     """Upload files; return their manifest entries, in the same order.
 
     Args:
+        shared: stored files of an earlier checkpoint, with the places where they are. A file with
+            the bytes of one is not uploaded, and its entry refers to that place; except for the
+            smallest: a checkpoint must have a file of its own (see `checkpoint.commit`).
+        changing: paths of files that have changed since an earlier checkpoint: taken to change
+            again, they are not hashed to find out. Gets those that are found now.
         stored: entries that an earlier attempt at this upload has stored, by path. They are
             skipped if they still exist with that size.
         on_stored: called after each stored file, from several threads but one at a time.
@@ -52,6 +70,13 @@ def upload_staged(
     """
     folder = layout.files_folder(uuid)  # refuses what is no uuid, also if nothing is stored
     sizes = store.storage.sizes(folder) if stored else {}
+    files = list(files)
+    own = min(files, key=lambda file: file.size_bytes, default=None)
+    shared = list(shared)
+    places = {(entry.size_bytes, entry.digest): entry.stored_at for entry in shared}
+    shared_sizes = {size_bytes for size_bytes, _ in places}
+    earlier = {entry.path: entry.digest for entry in shared}
+    changing = set() if changing is None else changing
     lock = Lock()
 
     def upload(file: StagedFile, stop: CancelSignal) -> FileEntry:
@@ -59,8 +84,21 @@ def upload_staged(
         key = layout.file_key(uuid, file.path)
         entry = (stored or {}).get(file.path)
         if entry is None or not entry.size_bytes == file.size_bytes == sizes.get(key):
+            may_be_shared = file.size_bytes in shared_sizes and file.path not in changing
+            if file is not own and may_be_shared:
+                # Hashed before it may be sent: a file that has changed is hashed twice, once.
+                digest = local_digest(Path(file.file), file.size_bytes, stop)
+                if place := places.get((file.size_bytes, digest)):
+                    return FileEntry(
+                        path=file.path, size_bytes=file.size_bytes, digest=digest, rank=rank,
+                        stored_at=place,
+                    )  # fmt: skip
+                if file.path in earlier:
+                    changing.add(file.path)
             size_bytes, digest = store.storage.upload(Path(file.file), key, stop, file.size_bytes)
             entry = FileEntry(path=file.path, size_bytes=size_bytes, digest=digest, rank=rank)
+            if earlier.get(file.path) == digest:
+                changing.discard(file.path)
             with lock:
                 on_stored(entry)
         return entry

@@ -139,6 +139,7 @@ def summary(store: CheckpointStore, manifest: Manifest) -> dict[str, Any]:
         "batches_trained": manifest.progress.batches_trained,
         "validated_at": manifest.validated_at,
         "total_bytes": manifest.total_bytes,
+        "own_bytes": manifest.own_bytes,
         "url": store.files_url(manifest.uuid),
     }
 
@@ -156,11 +157,12 @@ def description(store: CheckpointStore, manifest: Manifest, kept: list[str]) -> 
         "validation": _validation(manifest),
         "last validation": _earlier_validation(manifest),
         "ranks": f"{topology.world_size} (data {topology.data_parallel_size}, pipeline "
-        f"{topology.pipeline_parallel_size}, model {topology.model_parallel_size}), "
+        f"{topology.pipeline_parallel_size}, model {topology.model_parallel_size}, "
+        f"sequence {topology.sequence_parallel_size}), "
         f"{topology.state_division}",
         "versions": ", ".join(f"{name} {version}" for name, version in manifest.versions.items()),
         "hyperparameters": json.dumps(manifest.hyperparameters, ensure_ascii=False),
-        "files": f"{len(manifest.all_files)}, {text_format.size(manifest.total_bytes)}, in "
+        "files": f"{len(manifest.all_files)}, {sizes_line(manifest)}, in "
         f"{store.files_url(manifest.uuid)}",
     }
     width = max(map(len, facts))
@@ -168,7 +170,19 @@ def description(store: CheckpointStore, manifest: Manifest, kept: list[str]) -> 
     sizes = [text_format.size(file.size_bytes) for file in manifest.all_files]
     margin = max(map(len, sizes), default=0)
     files = zip(sizes, manifest.all_files, strict=True)
-    return lines + [f"  {size:>{margin}}  rank {file.rank}  {file.path}" for size, file in files]
+    return lines + [
+        f"  {size:>{margin}}  rank {file.rank}  {file.path}"
+        + (f"  (stored at {file.stored_at})" if file.stored_at else "")
+        for size, file in files
+    ]
+
+
+def sizes_line(manifest: Manifest) -> str:
+    """A checkpoint's size, and what it has stored itself of that, if it refers to other files."""
+    whole = text_format.size(manifest.total_bytes)
+    if not any(file.stored_at for file in manifest.all_files):
+        return whole
+    return f"{whole} (own {text_format.size(manifest.own_bytes)})"
 
 
 def _validation(manifest: Manifest) -> str:
@@ -217,7 +231,7 @@ def _print_table(manifests: list[Manifest], kept: dict[str, list[str]], best: se
             manifest.trial,
             str(manifest.progress.batches_trained),
             local_time(manifest.created_at),
-            text_format.size(manifest.total_bytes),
+            sizes_line(manifest),
         ]
         if best:
             cells.append("best" if manifest.uuid in best else "")

@@ -63,7 +63,8 @@ class Rules:
             merged = StorageConfig.model_validate({**of_experiment, **self._as_fields()})
         except ValidationError as error:
             raise ConfigError("\n".join(f"rules: {line}" for line in error_lines(error))) from None
-        return merged.retention(metric, smaller_is_better is not False)
+        is_continuous = experiment is not None and experiment.saves_continuously
+        return merged.retention(metric, smaller_is_better is not False, is_continuous)
 
     def _as_fields(self) -> dict[str, Any]:
         """The rules that are set, as fields of `checkpoint_storage`."""

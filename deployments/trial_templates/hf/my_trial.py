@@ -3,14 +3,13 @@
 Loads nothing from the network.
 """
 
-import random
 from pydoc_data.topics import topics
 from typing import Any, cast
 
 import deepspeed
 import torch
-from torch.utils.data import TensorDataset
-from transformers import GPT2Config, GPT2LMHeadModel
+from datasets import Dataset, DatasetDict
+from transformers import AutoModelForCausalLM, ByT5Tokenizer, LlamaConfig
 
 from trial_core.deepspeed import DeepSpeedTrial, DeepSpeedTrialContext, overwrite_deepspeed_config
 from trial_core.pytorch import DataLoader
@@ -21,32 +20,30 @@ class MyTrial(DeepSpeedTrial):
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
         self.context = context
-        self.window = context.get_hparam("window")  # from experiment.yaml
-        # A new model. To fine-tune a published one: AutoModelForCausalLM.from_pretrained(NAME),
-        # and its tokenizer in `windows`, in place of bytes.
-        model = GPT2LMHeadModel(
-            GPT2Config(
-                vocab_size=256,  # a token is a byte
-                n_positions=self.window,
-                n_embd=context.get_hparam("width"),
-                n_layer=context.get_hparam("layers"),
-                n_head=context.get_hparam("heads"),
-                # Without dropout, training and validation measure the same model.
-                resid_pdrop=0.0,
-                embd_pdrop=0.0,
-                attn_pdrop=0.0,
-                bos_token_id=None,
-                eos_token_id=None,
-                use_cache=False,
+        width = context.get_hparam("width")  # from experiment.yaml
+        # A new tokenizer, whose tokens are bytes, and a new model. To fine-tune a published one:
+        # AutoTokenizer.from_pretrained(NAME), and AutoModelForCausalLM.from_pretrained(NAME).
+        tokenizer = ByT5Tokenizer(extra_ids=0)
+        model = AutoModelForCausalLM.from_config(
+            LlamaConfig(
+                vocab_size=len(tokenizer),
+                hidden_size=width,
+                intermediate_size=3 * width,
+                num_hidden_layers=context.get_hparam("layers"),
+                num_attention_heads=context.get_hparam("heads"),
             )
         )
+        # ZeRO-3 has divided it among the ranks already: the experiment names this config.
         config = overwrite_deepspeed_config(
-            "ds_config.json", {"optimizer": {"params": {"lr": context.get_hparam("lr")}}}
+            context.get_hparam("deepspeed_config"),
+            {"optimizer": {"params": {"lr": context.get_hparam("lr")}}},
         )
         engine, *_ = deepspeed.initialize(
             model=model, model_parameters=model.parameters(), config=config
         )
         self.engine = context.wrap_model_engine(engine)
+        context.set_tokenizer(tokenizer)  # goes with the model: trialflow export best --format hf
+        self.data = windows(tokenizer, context.get_hparam("window"))
 
     def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
         loss = self._loss(dataloader_iter)
@@ -59,27 +56,30 @@ class MyTrial(DeepSpeedTrial):
 
     def _loss(self, dataloader_iter: Any) -> torch.Tensor:
         """The mean loss of the next tokens, in nats."""
-        (tokens,) = self.context.to_device(next(dataloader_iter))
+        tokens = self.context.to_device(next(dataloader_iter))["input_ids"]
         # The model itself shifts the labels by one position.
         return cast(torch.Tensor, self.engine(input_ids=tokens, labels=tokens).loss)
 
     def build_training_data_loader(self) -> DataLoader:
         batch_size = self.engine.train_micro_batch_size_per_gpu()  # train_batch_size / ranks
-        training = windows(self.window, slice(None, -500))
-        return DataLoader(training, batch_size=batch_size, shuffle=True)
+        return DataLoader(self.data["train"], batch_size=batch_size, shuffle=True)
 
     def build_validation_data_loader(self) -> DataLoader:
-        return DataLoader(windows(self.window, slice(-500, None)), batch_size=50)
+        return DataLoader(self.data["test"], batch_size=50)
 
 
-def windows(length: int, part: slice) -> TensorDataset:
-    """A part of the text, in windows of `length` tokens. Replace the text with yours.
+def windows(tokenizer: Any, length: int) -> DatasetDict:
+    """The sets "train" and "test", in rows of `length` tokens. Replace the text with yours.
 
     The text is the language reference that comes with Python, 370,000 bytes. Its topics quote each
-    other, so each paragraph is taken once: validation has no text of training. The order is random:
-    both have text of all topics.
+    other, so each paragraph is taken once: validation has no text of training.
     """
+
+    def cut(rows: dict[str, list[str]]) -> dict[str, Any]:
+        tokens = tokenizer("\n\n".join(rows["text"]))["input_ids"]
+        starts = range(0, len(tokens) - length + 1, length)
+        return {"input_ids": [tokens[start : start + length] for start in starts]}
+
     paragraphs = list(dict.fromkeys("\n\n".join(topics.values()).split("\n\n")))
-    random.Random(0).shuffle(paragraphs)
-    tokens = torch.tensor(list("\n\n".join(paragraphs).encode()))
-    return TensorDataset(tokens.unfold(0, length, length)[part])
+    split = Dataset.from_dict({"text": paragraphs}).train_test_split(0.1, seed=0)
+    return split.map(cut, batched=True, remove_columns="text").with_format("torch")

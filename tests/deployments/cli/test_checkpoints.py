@@ -43,7 +43,7 @@ def test_list_as_json(
 
     first, second = json.loads(capsys.readouterr().out, parse_constant=refuse)
     assert first["batches_trained"] == 7
-    assert first["total_bytes"] == stored[0].total_bytes
+    assert first["total_bytes"] == first["own_bytes"] == stored[0].total_bytes
     assert first["url"] == f"file://{tmp_path}/storage/checkpoints/{UUIDS[0]}"
     assert second["metrics"]["validation"]["val_loss"] == 0.25
     assert run(tmp_path, "list", "--trial", "gpt-11", "--json") == 0

@@ -158,3 +158,18 @@ def test_the_check_of_accelerators_runs(monkeypatch: pytest.MonkeyPatch, tmp_pat
     (check,) = doctor.accelerators()
     assert check.status == "fail"
     assert "this rank should train on cuda device 1, but torch" in str(check)
+
+
+def test_a_deepspeed_config_with_obsolete_keys(tmp_path: Path) -> None:
+    """The config that a hyperparameter names: what takes their place, before a run is started."""
+    ds_config = {"elasticity": {}, "checkpoint": {"writer": {"type": "fast"}}}
+    (tmp_path / "ds.json").write_text(json.dumps(ds_config))
+    hyperparameters = {"deepspeed_config": "ds.json", "other": "not_there.json", "lr": 0.1}
+    config = write_experiment(tmp_path, code=str(tmp_path), hyperparameters=hyperparameters)
+    checks = list(doctor.deepspeed_configs(config))
+    assert [check.status for check in checks] == ["fail", "fail"]
+    assert f"{tmp_path}/ds.json: the DeepSpeed config's checkpoint.writer" in checks[0].found
+    assert "removed elasticity: give train_batch_size" in checks[1].found
+    (tmp_path / "ds.json").write_text("{")
+    (check,) = doctor.deepspeed_configs(config)
+    assert "is not valid JSON" in check.found

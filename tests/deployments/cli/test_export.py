@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors import safe_open
@@ -77,6 +78,9 @@ def test_a_checkpoint_is_exported_to_one_file(
         "size_bytes": target.stat().st_size,
         "dtype": "fp32",
         "engine": 0,
+        "format": "safetensors",
+        "missing": [],
+        "pushed_to": None,
     }
     with safe_open(target, "pt") as opened:
         assert {name: opened.get_tensor(name).shape for name in opened.keys()} == WEIGHTS  # noqa: SIM118
@@ -192,6 +196,20 @@ def test_a_trial_that_overrides_save_is_refused(
     assert run(tmp_path, own.uuid, "--to", str(tmp_path / "x.pt")) == 2
     message = capsys.readouterr().err
     assert "the trial overrides save, so only the trial can read its files" in message
+    assert f"trialflow checkpoints download {own.uuid} --to FOLDER" in message
+
+
+def test_a_checkpoint_of_a_script_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No trial has written it."""
+    store = CheckpointStore(f"file://{tmp_path}/checkpoints")
+    own = upload(store, tmp_path / "staging", FILES)
+    own = msgspec.structs.replace(own, entrypoint="python finetune.py")
+    store.commit(own)
+    assert run(tmp_path, own.uuid, "--to", str(tmp_path / "x.pt")) == 2
+    message = capsys.readouterr().err
+    assert "a script has written its files" in message
     assert f"trialflow checkpoints download {own.uuid} --to FOLDER" in message
 
 

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
+from tests.support.slots import toy_config
 from trial_core.errors import CheckpointDamaged, Stopped, TrialflowError
 from trialflow.deployments.cli.flow_run import FlowRun, StateHook
 from trialflow.deployments.cli.run_display import PlainLines
@@ -21,6 +22,7 @@ from trialflow.flows.server import embedded_server
 from trialflow.flows.server.server_login import ServerLogin
 
 Waiting = Callable[[str], None]
+EXPERIMENT = toy_config(Path("/none"), code="/code", resources={"preload": False})
 LOGIN = ServerLogin("me:secret", Path("/file"))
 API = embedded_server.PrefectApi("http://server/api", "http://server", Path("/server.log"), LOGIN)
 
@@ -41,7 +43,7 @@ def run(monkeypatch: pytest.MonkeyPatch, out: io.StringIO) -> FlowRun[str]:
         yield API
 
     monkeypatch.setattr(embedded_server, "prefect_api", prefect_api)
-    return FlowRun(PlainLines(out), Path("/code"))
+    return FlowRun(PlainLines(out), EXPERIMENT)
 
 
 def test_a_flow_that_returns(run: FlowRun[str], out: io.StringIO) -> None:
@@ -64,7 +66,7 @@ def test_a_flow_that_returns(run: FlowRun[str], out: io.StringIO) -> None:
 def test_the_link_on_a_terminal(out: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
     """It logs in. A log file, which others may read, has no password (see above)."""
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    run = FlowRun[str](PlainLines(out), Path("/code"))
+    run = FlowRun[str](PlainLines(out), EXPERIMENT)
     run.run(lambda on_running: str(on_running(None, SimpleNamespace(id="1234"), None)))
     assert "watch it at http://server/trialflow/v2/runs/flow-run/1234#me:secret\n" in out.getvalue()
 

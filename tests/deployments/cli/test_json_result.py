@@ -15,7 +15,7 @@ from trialflow.deployments.cli.json_result import JsonResult
 from trialflow.deployments.cli.main import main
 from trialflow.flows.train import TrialResult
 
-FIELDS = {field.name for field in dataclasses.fields(TrialResult)}
+FIELDS = {field.name for field in dataclasses.fields(TrialResult)} - {"config"}
 
 
 def printed_line(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:

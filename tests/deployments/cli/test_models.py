@@ -10,13 +10,16 @@ import pytest
 
 from tests.deployments.cli.stored import UUIDS
 from tests.support.cli import write_experiment
+from tests.support.events import check_fields, events_about
 from tests.support.manifests import FILES, new_manifest, stage
+from tests.support.prefect import PrefectServer
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.models.journal import Journal, PromotionDecision
 from trial_core.models.registry import Registry
 from trial_core.transfer.upload import upload_files
 from trialflow.deployments.cli.main import main
+from trialflow.tasks.events import CHAMPION
 
 
 def models(tmp_path: Path, *arguments: str) -> int:
@@ -219,3 +222,22 @@ def test_a_damaged_checkpoint_is_not_promoted(
     assert models(tmp_path, "promote", "gpt", "2") == 1
     assert entry.path in capsys.readouterr().err
     assert len(two_versions.moves("gpt")) == 1
+
+
+@pytest.mark.server
+def test_a_configured_server_is_told(
+    two_versions: Registry, prefect_server: PrefectServer, tmp_path: Path
+) -> None:
+    """Of each move, once."""
+    with prefect_server.configured():
+        assert models(tmp_path, "promote", "gpt", "2", "--why", "nicer") == 0
+        assert models(tmp_path, "promote", "gpt", "2") == 0
+        assert models(tmp_path, "rollback", "gpt") == 0
+    for version, kind, why in zip(
+        two_versions.versions("gpt"), ("rollback", "promote"), ("", "nicer"), strict=True
+    ):
+        (event,) = events_about(prefect_server, f"trialflow.checkpoint.{version.checkpoint}", 1)
+        check_fields(event)
+        payload = event["payload"]
+        found = (event["event"], payload["kind"], payload["why"], payload["version"])
+        assert found == (CHAMPION, kind, why, version.number)

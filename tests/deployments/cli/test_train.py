@@ -25,7 +25,7 @@ import pytest
 
 from tests.support.cli import TRIALFLOW, environment_in, trialflow, write_experiment
 from tests.support.manifests import new_manifest
-from tests.support.prefect import PrefectServer, isolated, prepared
+from tests.support.prefect import ROOT, PrefectServer, isolated, prepared
 from tests.support.processes import descendants, wait_until_gone
 from tests.support.slots import lines as seen
 from trial_core.checkpoint.store import CheckpointStore
@@ -43,6 +43,12 @@ from trialflow.flows.train import TrialResult
 pytestmark = [pytest.mark.slots, pytest.mark.server]
 
 LIMIT_SECONDS = 180.0
+NOTES_FORK_SERVERS = """
+import os, sys
+if any("fork_server_main" in word for word in sys.orig_argv):
+    with open(os.path.join(os.path.dirname(__file__), "fork_servers"), "a") as file:
+        print(os.environ.get("PREFECT_API_URL", ""), file=file)
+"""
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 
 
@@ -54,12 +60,18 @@ def server(prefect_server: PrefectServer) -> Mapping[str, str]:
 
 @pytest.mark.long
 def test_a_run_into_a_file(tmp_path: Path) -> None:
-    """With the embedded server: plain lines and a summary whose paths exist, nothing else."""
+    """With the embedded server: plain lines and a summary whose paths exist, nothing else. One
+    process imports for the ranks, and has begun before the server had an address."""
     path = write_experiment(tmp_path)
+    (tmp_path / "sitecustomize.py").write_text(NOTES_FORK_SERVERS)
     done = trialflow(
         tmp_path, "train", str(path), "--resume",
-        variables={"PREFECT_API_URL": "", **isolated(prepared(tmp_path / "prefect"))},
+        variables={
+            "PREFECT_API_URL": "", "PYTHONPATH": f"{ROOT}:{tmp_path}",
+            **isolated(prepared(tmp_path / "prefect")),
+        },
     )  # fmt: skip
+    assert (tmp_path / "fork_servers").read_text() == "\n"
     assert (done.returncode, done.stderr) == (0, "")
     assert CONTROL.findall(done.stdout) == []
     lines = done.stdout.splitlines()

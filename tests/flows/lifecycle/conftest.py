@@ -71,7 +71,7 @@ class Stage:
             checkpoint_at=10,
         )
 
-    def create_run(self, what: Any) -> UUID:
+    def create_run(self, what: Any, **fields: Any) -> UUID:
         """A deployment's flow run, pending on a worker."""
         created = self.server.query("flows/", {"name": what.name})
         deployment = self.server.query("deployments/", {"name": "here", "flow_id": created["id"]})
@@ -80,6 +80,7 @@ class Stage:
             {
                 "parameters": {"config": self.config.model_dump(mode="json")},
                 "state": {"type": "PENDING"},
+                **fields,
             },
         )
         return UUID(run["id"])
@@ -89,6 +90,11 @@ class Stage:
         with get_client(sync_client=True) as client:
             flow_run = client.read_flow_run(run)
         return run_flow(what, flow_run=flow_run, error_logger=flow_run_logger(flow_run))
+
+    def trial_of(self, run: UUID) -> str:
+        """The trial of a run of `train`."""
+        with get_client(sync_client=True) as client:
+            return str(client.read_flow_run(run).name)
 
     def log(self, run: UUID) -> list[tuple[int, str]]:
         """The flow run's log on the server: level and text of each line."""

@@ -22,7 +22,7 @@ from prefect import flow, runtime, task
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.exceptions import Abort, ObjectNotFound, Pause, TerminationSignal
 from prefect.flow_runs import resume_flow_run
-from prefect.states import Cancelling, Crashed, Failed, Paused, Scheduled, Suspended
+from prefect.states import Cancelling, Crashed, Failed, Paused, Running, Scheduled, Suspended
 
 import trial_core.driver.drive
 import trialflow.flows.lifecycle.flow_run_reader
@@ -253,7 +253,22 @@ def test_a_preempted_subflow_is_not_requeued(stage: Stage) -> None:
     with pytest.raises(TerminationSignal):
         stage.execute(pipeline, parent)
     assert stage.training is not None
-    assert {state_of(parent), state_of(stage.training)} == {"Crashed"}
+    assert state_of(parent) == "Crashed"
+    assert state_of(stage.training) == "Cancelled"  # it has saved
+
+
+def test_a_preempted_run_of_a_deployment_within_a_flow_crashes(stage: Stage) -> None:
+    """An automation schedules crashed runs again, and no cancelled ones."""
+    stage.act = preempted
+    with get_client(sync_client=True) as client:
+        parent = client.create_flow_run(pipeline, state=Running())
+    call = stage.server.query(
+        "task_runs/", {"flow_run_id": str(parent.id), "task_key": "train", "dynamic_key": "0"}
+    )
+    run = stage.create_run(trialflow.flows.train.train, parent_task_run_id=call["id"])
+    with pytest.raises(TerminationSignal):
+        stage.execute(trialflow.flows.train.train, run)
+    assert state_of(run) == "Crashed"
 
 
 def test_a_subflow_is_suspended_with_its_parent(stage: Stage) -> None:

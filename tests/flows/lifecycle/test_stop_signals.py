@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from tests.support.prefect import ROOT
 from trial_core.run.stop_requests import StopHandler
 from trialflow.flows.lifecycle.stop_signals import StopSignals
 
@@ -38,3 +41,38 @@ def test_a_closed_terminal_asks_the_run_to_stop(handler: Any, stops: bool) -> No
         assert signals.received == (signal.SIGHUP if stops else None)
         assert not stops or stopping.wait(TIMEOUT_SECONDS)
         assert (stopping.request is not None) == stops
+
+
+PROGRAM = """
+import os, signal, threading
+from trialflow.flows.lifecycle.signals_in_threads import signals_in_thread
+
+def train():
+    with signals_in_thread(told.append):
+        is_training.set()
+        assert may_end.wait(30)
+
+told, is_training, may_end = [], threading.Event(), threading.Event()
+signal.signal(signal.SIGTERM, lambda number, frame: None)
+thread = threading.Thread(target=train)
+thread.start()
+assert is_training.wait(30)
+os.kill(os.getpid(), signal.SIGTERM)
+while not told:
+    pass
+print("told", flush=True)
+signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as at the end of the main thread's flow
+may_end.set()
+thread.join()
+os.kill(os.getpid(), signal.SIGTERM)
+print("lives on", flush=True)
+"""
+
+
+def test_a_signal_ends_the_process_once_its_threads_do_not_listen() -> None:
+    """Also if the main thread has no handler any more."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd=ROOT, text=True, capture_output=True,
+        timeout=TIMEOUT_SECONDS,
+    )  # fmt: skip
+    assert (done.stdout, done.returncode) == ("told\n", -signal.SIGTERM), done.stderr

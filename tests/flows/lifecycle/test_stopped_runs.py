@@ -17,6 +17,7 @@ from tests.support.flow import train
 from tests.support.prefect_worker import (
     ENDLESS,
     Scene,
+    assert_a_cancel_saves,
     assert_nothing_left,
     assert_saved_where_it_ended,
 )
@@ -31,11 +32,7 @@ pytestmark = [pytest.mark.slots, pytest.mark.server]
 
 def test_a_cancelled_run_saves_first(scene: Scene) -> None:
     """After Cancel the last batch is saved, the state is Cancelled, and no process is left."""
-    ports = scene.ports()
-    scene.cancel()
-    scene.until_state("Cancelled")
-    assert_nothing_left(scene, ports)
-    assert assert_saved_where_it_ended(scene) > 5
+    assert_a_cancel_saves(scene)
 
 
 @pytest.mark.long

@@ -11,6 +11,7 @@ import pytest
 from prefect.exceptions import Abort
 
 import trialflow.flows.retraining.outcome
+from tests.support.events import check_fields, related
 from tests.support.retraining import WAIT_SECONDS, RetrainHarness
 from tests.support.wire import Wire, mend_at_the_end
 from trial_core.errors import ConfigError, Stopped, StorageError, Superseded
@@ -28,8 +29,14 @@ def test_events(harness: RetrainHarness) -> None:
     second = harness.run()
     assert (second.promoted, harness.champion()) == (False, 1)
     assert "**version 1 kept, version 2 not promoted**" in harness.report(second.flow_run_id)
-    events = {event["event"]: event["payload"] for event in harness.events(at_least=2)}
+    for event in (found := harness.events(at_least=2)):
+        check_fields(event)
+        assert related(event)["trial"] == f"trialflow.trial.{event['payload']['trial']}"
+    events = {event["event"]: event["payload"] for event in found}
     assert set(events) == {"trialflow.model.promoted", "trialflow.model.kept"}
+    (moved,) = harness.events(prefix="trialflow.champion.")
+    check_fields(moved)
+    assert (moved["payload"]["version"], moved["payload"]["previous"]) == (1, None)
     payload = events["trialflow.model.promoted"]
     assert payload["promoted"]
     assert (payload["champion"], payload["challenger"]) == (None, 1)

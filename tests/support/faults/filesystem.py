@@ -73,8 +73,12 @@ class FaultyFileSystem(AbstractFileSystem):  # type: ignore[misc]
         return {**found, "name": path}
 
     def ls(self, path: str, detail: bool = True, **options: Any) -> list[Any]:
-        found = self._do("ls", path, lambda p: self._local.ls(p, detail=True))
-        entries = [{**each, "name": f"{path}/{Path(each['name']).name}"} for each in found]
+        def entries_of(local: str) -> list[dict[str, Any]]:
+            here = self._local.ls(local, detail=True)
+            return [{**each, "name": path + each["name"].removeprefix(local)} for each in here]
+
+        path = self._strip_protocol(path)
+        entries = self._do("ls", path, entries_of)
         return entries if detail else [each["name"] for each in entries]
 
     # ------------------------------------------------------------------------------- writing
@@ -83,15 +87,34 @@ class FaultyFileSystem(AbstractFileSystem):  # type: ignore[misc]
         self._do("pipe_file", path, lambda p: _write(p, value, is_new=mode == "create"))
 
     def put_file(self, lpath: str, rpath: str, **options: Any) -> None:
-        self._do("put_file", rpath, lambda p: _write(p, Path(lpath).read_bytes()))
+        if Path(lpath).is_dir():
+            return self.makedirs(rpath, exist_ok=True)
+        return self._do("put_file", rpath, lambda p: _write(p, Path(lpath).read_bytes()))
+
+    def cp_file(self, path1: str, path2: str, **options: Any) -> None:
+        if self.isdir(path1):
+            return self.makedirs(path2, exist_ok=True)
+        return self.pipe_file(path2, self.cat_file(path1))
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         self._do("makedirs", path, lambda p: self._local.makedirs(p, exist_ok=exist_ok))
+
+    def mkdir(self, path: str, create_parents: bool = True, **options: Any) -> None:
+        self._do("mkdir", path, lambda p: self._local.mkdir(p, create_parents))
+
+    def rmdir(self, path: str) -> None:
+        self._do("rmdir", path, self._local.rmdir)
+
+    def rm(self, path: Any, recursive: bool = False, maxdepth: int | None = None) -> None:
+        for each in reversed(self.expand_path(path, recursive=recursive, maxdepth=maxdepth)):
+            self.rmdir(each) if self.isdir(each) else self.rm_file(each)
 
     def rm_file(self, path: str) -> None:
         self._do("rm_file", path, self._local.rm_file)
 
     def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        if "x" in mode and self.exists(path):
+            raise FileExistsError(path)
         return _WholeFile(self, path, mode)
 
     # ------------------------------------------------------------------------------- the plan
@@ -132,6 +155,7 @@ class _WholeFile(AbstractBufferedFile):  # type: ignore[misc]
 
 
 def _write(local: str, data: bytes, *, is_new: bool = False) -> None:
+    Path(local).parent.mkdir(parents=True, exist_ok=True)  # object stores have no folders
     with atomic_file(Path(local), is_durable=False, is_new=is_new) as file:
         file.write(data)
 

@@ -22,6 +22,7 @@ Kind = Literal[
     "slow",
     "kill before",
     "kill after",
+    "late",
 ]
 
 
@@ -37,7 +38,8 @@ class Fault:
             ``page``: the page of a proxy that has lost its server (`FaultyS3.page`), not carried
             out; ``hang``: no reply until the client disconnects; ``slow``: `bytes_per_second` both
             ways; ``kill before``, ``kill after``: the endpoint calls `on_kill` before or after
-            the request is carried out, and sends no reply.
+            the request is carried out, and sends no reply; ``late``: the connection ends, and the
+            request is carried out afterwards.
         first: index, from 0, of the first matching request that meets the fault.
         times: number of requests that meet it from there on; None: all.
         is_alike: whether the requests after the first must be retries of the first.

@@ -27,6 +27,7 @@ _ERRORS = {"500": (500, "InternalError"), "503": (503, "SlowDown")}
 _POLL_SECONDS = 0.005
 _SLICES_PER_SECOND = 50
 _QUIET_LIMIT_SECONDS = 30.0
+_LATE_SECONDS = 0.5
 
 
 @dataclass
@@ -106,12 +107,15 @@ class FaultyS3:
             return _error(*_ERRORS[kind])
         if kind == "page":
             return web.Response(status=self.page[0], text=self.page[1])
+        if kind == "late":
+            _cut(request)
+            await asyncio.sleep(_LATE_SECONDS)
         if not self.not_implemented.isdisjoint(map(str.lower, request.headers)):
             return _error(501, "NotImplemented")
         status, headers, reply = await self._forward(request, body)
         if kind == "kill after":
             self.on_kill(seen)
-        if kind in ("kill after", "lose reply"):
+        if kind in ("kill after", "lose reply", "late"):
             return _cut(request)
         response = web.StreamResponse(status=status, headers=headers)
         if fault and kind == "cut reply":

@@ -1,8 +1,9 @@
 """A user's script that fits toy trials one after the other: ``fit_toy.py SPEC``.
 
 Started by python, torchrun or deepspeed. SPEC is a JSON file: a list of ``{"init": {…}, "fit":
-{…}}``, with ``"trial": "module:Class"`` for another toy. Every rank writes each run's result beside
-it, for example ``0-rank-1.json``. ``{"batches": …}`` and ``{"epochs": …}`` are lengths.
+{…}}``, with ``"trial": "module:Class"`` for another toy, and ``"package": "trial_core.pytorch"`` if
+that is a PyTorchTrial. Every rank writes each run's result beside it, for example
+``0-rank-1.json``. ``{"batches": …}`` and ``{"epochs": …}`` are lengths.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.processes import listening_beyond_loopback
-from trial_core.deepspeed import Trainer, init
 from trial_core.distributed import DistributedContext
 from trial_core.errors import TrialflowError
 from trial_core.pytorch import Batch, Epoch
@@ -36,8 +36,9 @@ def fit(run: dict[str, Any]) -> dict[str, Any]:
     """Fit `run`; its result. A single rank adds where it then listens beyond loopback."""
     module, _, name = run.get("trial", "toy_trial:ToyTrial").partition(":")
     trial_class = getattr(importlib.import_module(module), name)
-    with init(**run["init"]) as context:
-        trainer = Trainer(trial_class(context), context)
+    package = importlib.import_module(run.get("package", "trial_core.deepspeed"))
+    with package.init(**run["init"]) as context:
+        trainer = package.Trainer(trial_class(context), context)
         result = trainer.fit(**{name: argument(value) for name, value in run["fit"].items()})
         outcome = asdict(result)
         if context.distributed.get_size() == 1:

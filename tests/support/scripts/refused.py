@@ -18,7 +18,7 @@ import msgspec
 from trial_core.controller.controller import Controller
 from trial_core.distributed import DistributedContext
 from trial_core.entrypoint import build_adapter
-from trial_core.errors import TrialError
+from trial_core.errors import CheckpointUnrestorable, TrialError
 from trial_core.messages import (
     BuildLoadersAndRestore,
     BuildTrial,
@@ -51,6 +51,8 @@ def drive(controller: Controller, build: BuildTrial, until: Any) -> None:
     if until == "train":
         return
     controller.carry_out(SaveCheckpoint(uuid="saved"))
+    if until == "save":
+        return
     persisted: Any = controller.carry_out(PersistCheckpoint(uuid="saved"))
     all_files = RANKS.allgather(persisted.files)
     controller.carry_out(build)
@@ -70,7 +72,7 @@ def main() -> None:
         try:
             drive(controller, msgspec.convert(request, BuildTrial), until)
             messages.append("not refused")
-        except TrialError as error:
+        except (TrialError, CheckpointUnrestorable) as error:
             messages.append(str(error))
     print(json.dumps(messages), flush=True)
     sys.stderr.flush()

@@ -198,10 +198,11 @@ class OwnConfig(ToyTrial):
 
 
 class Experts(SeveralEngines):
-    """A model with a mixture-of-experts layer, whose `experts` are divided among the ranks."""
+    """A model with a mixture-of-experts layer, whose `experts` are divided among `ep` ranks."""
 
     def models(self) -> tuple[torch.nn.Module, ...]:
-        return (Mixture(self.hparams.get("experts", 2), self.context.distributed.get_size()),)
+        ranks = self.hparams.get("ep", self.context.distributed.get_size())
+        return (Mixture(self.hparams.get("experts", 2), ranks),)
 
     def _wrapped(self, models: tuple[torch.nn.Module, ...]) -> list[Any]:
         from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
@@ -210,9 +211,12 @@ class Experts(SeveralEngines):
             {"params": list(models[0].parameters()), "name": "all"}
         )
         engine, *_ = deepspeed.initialize(
-            model=models[0], model_parameters=parameters, config=ds_config(self.hparams)
+            model=models[0], model_parameters=parameters, config=self._config()
         )
         return [self.context.wrap_model_engine(engine), None]
+
+    def _config(self) -> dict[str, Any]:
+        return ds_config(self.hparams)
 
     def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
         inputs, index = self._next(dataloader_iter, batch_idx)
@@ -238,6 +242,26 @@ class Mixture(torch.nn.Module):
         self.experts = MoE(8, expert, num_experts=experts, ep_size=groups, min_capacity=0)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        mixed, _, _ = self.experts(self.before(inputs))
-        result: torch.Tensor = self.after(torch.tanh(mixed))
+        mixed, _, _ = self.experts(self.before(inputs.to(self.before.weight.dtype)))
+        result: torch.Tensor = self.after(torch.tanh(mixed)).float()
         return result
+
+
+class OneStep(OwnConfig):
+    """Trains all micro-batches in one call, with one step after them."""
+
+    def __init__(self, context: DeepSpeedTrialContext) -> None:
+        super().__init__(context)
+        if self.hparams.get("by_hand", True):
+            context.disable_auto_grad_accumulation()
+
+    def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+        for _ in range(self.hparams["accumulation"]):
+            inputs, index = self.context.to_device(next(dataloader_iter))
+            loss = self._loss(inputs, index)
+            self.engine.backward(loss)
+            if self.record:
+                with self._file("samples").open("a") as file:
+                    file.write(json.dumps([batch_idx, *index.flatten().tolist()]) + "\n")
+        self.engine.step()
+        return {"loss": loss}

@@ -39,6 +39,26 @@ class Tied(torch.nn.Module):
         return result
 
 
+def live_weights(engine: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The module's weights and buffers; and the same as the optimizer steps on them.
+
+    Collective: every rank calls this.
+    """
+    masters = {id(each): safe_get_full_fp32_param(each) for each in engine.module.parameters()}
+    live: dict[str, Any] = {}
+    exact: dict[str, Any] = {}
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        for name, tensor in engine.module.state_dict(keep_vars=True).items():
+            master = masters.get(id(tensor))
+            live[name] = tensor.detach().clone()
+            is_half = tensor.dtype in (torch.bfloat16, torch.float16)
+            exact[name] = live[name].float() if is_half else live[name]
+            # In fp32 the module's are those: DeepSpeed gives others with round_robin_gradients.
+            if master is not None and is_half:
+                exact[name] = master.detach().clone()
+    return live, exact
+
+
 class ExportTrial(ToyTrial):
     """Beside each checkpoint, in the folder `record`, keeps the weights as the engine has them, and
     the file that DeepSpeed's save_16bit_model makes of them."""
@@ -70,17 +90,6 @@ class ExportTrial(ToyTrial):
     def save(self, context: DeepSpeedTrialContext, path: Path) -> None:
         super().save(context, path)
         self.engine.save_16bit_model(self.hparams["record"], "deepspeed.bin")
-        module = self.engine.module
-        masters = {id(each): safe_get_full_fp32_param(each) for each in module.parameters()}
-        live: dict[str, Any] = {}
-        exact: dict[str, Any] = {}
-        with deepspeed.zero.GatheredParameters(list(module.parameters())):
-            for name, tensor in module.state_dict(keep_vars=True).items():
-                master = masters.get(id(tensor))
-                live[name] = tensor.detach().clone()
-                is_half = tensor.dtype is torch.bfloat16
-                exact[name] = live[name].float() if is_half else live[name]
-                if master is not None:
-                    exact[name] = master.detach().clone()
+        live, exact = live_weights(self.engine)
         if context.distributed.get_rank() == 0:
             torch.save({"16bit": live, "fp32": exact}, Path(self.hparams["record"]) / "truth.pt")

@@ -1,10 +1,16 @@
-"""A script in the shape of Determined's hf_trainer examples: a Trainer, and `DetCallback`."""
+"""A script with Hugging Face's Trainer: ``hf_script.py FOLDER RANK:STEP WAY [arguments]``.
+
+It trains with one more callback, which opens the run. WAY ``sft`` is TRL's SFTTrainer; ``det`` has
+the shape of Determined's hf_trainer examples. It notes rank 0's steps in FOLDER, and once kills
+RANK at STEP; ``storage:STEP`` takes the storage away.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,44 +25,75 @@ from transformers import (
 )
 
 import trial_core as det
-from trial_core.transformers import DetCallback
+from trial_core.transformers import DetCallback, TrialflowCallback
+
+FOLDER, KILL, WAY, *ARGUMENTS = sys.argv[1:]
 
 
 class Steps(TrainerCallback):
-    """Notes each step of rank 0; kills its rank once, if a hyperparameter says so."""
-
-    def __init__(self, folder: str, kill_at: int) -> None:
-        self.file, self.killed, self.kill_at = Path(folder) / "steps", Path(folder) / "k", kill_at
+    """Notes each step of rank 0; kills its rank once."""
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        with self.file.open("a") as file:
-            file.write(f"{json.dumps(state.global_step)}\n")
-        if state.global_step == self.kill_at and not self.killed.exists():
-            self.killed.touch()
+        if args.process_index == 0:
+            with Path(FOLDER, "steps").open("a") as file:
+                file.write(f"{json.dumps(state.global_step)}\n")
+            if f"storage:{state.global_step}" == KILL:
+                Path(FOLDER, "checkpoints").rename(Path(FOLDER, "away"))
+                Path(FOLDER, "checkpoints").touch()
+        killed = Path(FOLDER, "killed")
+        if f"{args.process_index}:{state.global_step}" == KILL and not killed.exists():
+            killed.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def main() -> None:
-    info = det.get_cluster_info()
-    assert info is not None
-    hparams = info.trial.hparams
-    (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
-    samples = [{"input_ids": ids, "labels": ids} for ids in torch.arange(64).view(8, 8) % 16]
+def trainer(args: TrainingArguments, callback: TrainerCallback) -> Trainer:
+    samples = [{"input_ids": ids, "labels": ids} for ids in torch.arange(80).view(10, 8) % 16]
     torch.manual_seed(1)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=1))
+    return Trainer(
+        model, args, train_dataset=samples, eval_dataset=samples[:2], callbacks=[callback, Steps()]
+    )
+
+
+def sft_trainer() -> Trainer:
+    """A tokenizer that it trains itself, and a model of random weights."""
+    from datasets import Dataset
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+
+    (args,) = HfArgumentParser(SFTConfig).parse_args_into_dataclasses(ARGUMENTS)
+    texts = (__doc__ or "").split("\n\n") * 5
+    trained = ByteLevelBPETokenizer()
+    trained.train_from_iterator(texts, vocab_size=300, special_tokens=["<end>"])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=trained, eos_token="<end>", pad_token="<end>"
+    )
+    torch.manual_seed(1)
+    config = GPT2Config(
+        vocab_size=len(tokenizer), n_positions=1024, n_embd=8, n_layer=1, n_head=1,
+        bos_token_id=tokenizer.eos_token_id, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    return SFTTrainer(
+        GPT2LMHeadModel(config), args, train_dataset=Dataset.from_dict({"text": texts}),
+        processing_class=tokenizer, callbacks=[TrialflowCallback(), Steps()],
+    )  # fmt: skip
+
+
+def main() -> None:
+    if WAY == "sft":
+        sft_trainer().train()
+        return
+    (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(ARGUMENTS)
+    if WAY != "det":
+        trainer(args, TrialflowCallback(user_data={"kept": 1})).train()
+        return
+    assert det.get_cluster_info() is not None
     distributed = det.core.DistributedContext.from_torch_distributed()
     with det.core.init(distributed=distributed) as core_context:
-        callbacks = [DetCallback(core_context, args, user_data={"kept": 1})]
-        if distributed.rank == 0:
-            callbacks.append(Steps(hparams["record"], hparams.get("kill_at", -1)))
-        trainer = Trainer(
-            model=model, args=args, train_dataset=samples, eval_dataset=samples[:2],
-            callbacks=callbacks,
-        )  # fmt: skip
-        trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-        if distributed.rank == 0:
-            weights = model.state_dict()
-            torch.save(weights, Path(hparams["record"]) / "weights.pt")
+        callback = DetCallback(core_context, args, user_data={"kept": 1})
+        resumed = trainer(args, callback)
+        resumed.train(resume_from_checkpoint=args.resume_from_checkpoint)
 
 
 if __name__ == "__main__":

@@ -32,13 +32,13 @@ class Norm(torch.nn.LayerNorm):
 class Assorted(torch.nn.Module):
     """A model with all these kinds of parameters. `first` and `last` share a weight."""
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: int = 7, outputs: int = 5) -> None:
         super().__init__()
         self.inputs, self.norm, self.frozen = (
-            torch.nn.Linear(2, 7), Norm(7), torch.nn.Linear(7, 7)
+            torch.nn.Linear(2, hidden), Norm(hidden), torch.nn.Linear(hidden, hidden)
         )  # fmt: skip
-        self.first = torch.nn.Linear(7, 5, bias=False)
-        self.last = torch.nn.Linear(7, 5, bias=False)
+        self.first = torch.nn.Linear(hidden, outputs, bias=False)
+        self.last = torch.nn.Linear(hidden, outputs, bias=False)
         self.last.weight = self.first.weight
         self.frozen.requires_grad_(False)
 
@@ -59,14 +59,22 @@ class AnyTopology(ToyTrial):
         }  # fmt: skip
         self.record = self.hparams.get("record")
         torch.manual_seed(self.hparams.get("seed", 1))
-        model = Assorted()
+        self.engine = context.wrap_model_engine(self.initialized(self._ds_config()))
+
+    def model(self) -> Assorted:
+        """The model before DeepSpeed has it."""
+        return Assorted()
+
+    def initialized(self, config: dict[str, Any]) -> Any:
+        """The engine."""
+        model = self.model()
         if "frozen_seed" in self.hparams:
             torch.manual_seed(self.hparams["frozen_seed"])
             model.frozen.reset_parameters()
         engine, *_ = deepspeed.initialize(
-            model=model, model_parameters=self.groups(model), config=self._ds_config()
+            model=model, model_parameters=self.groups(model), config=config
         )
-        self.engine = context.wrap_model_engine(engine)
+        return engine
 
     def groups(self, model: Assorted) -> list[dict[str, Any]]:
         """The optimizer's groups of parameters."""
@@ -120,3 +128,26 @@ class SavesItself(AnyTopology):
     def save(self, context: DeepSpeedTrialContext, path: Path) -> None:
         super().save(context, path)
         (path / f"own-{context.distributed.get_rank()}").write_text("mine")
+
+
+class Misnames(AnyTopology):
+    """As if DeepSpeed named two parameters of its flat buffers after each other."""
+
+    def __init__(self, context: DeepSpeedTrialContext) -> None:
+        super().__init__(context)
+        named = self.engine._get_zero_param_shapes
+        swap = {"norm.weight": "norm.bias", "norm.bias": "norm.weight"}
+        self.engine._get_zero_param_shapes = lambda: [
+            {swap.get(name, name): shape for name, shape in group.items()} for group in named()
+        ]
+
+
+class ChangesWeights(AnyTopology):
+    """Clips a weight after the optimizer's step."""
+
+    def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+        metrics = super().train_batch(dataloader_iter, epoch_idx, batch_idx)
+        weight = self.engine.module.inputs.weight
+        with deepspeed.zero.GatheredParameters([weight], modifier_rank=0), torch.no_grad():
+            weight.clamp_(-0.1, 0.1)
+        return metrics

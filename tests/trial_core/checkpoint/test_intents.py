@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -104,10 +105,10 @@ def test_nothing_is_committed_while_its_files_are_deleted(
             local_store.commit(manifest)
     clear = storage.clear
 
-    def commit_then_clear(folder: str) -> tuple[int, int]:
+    def commit_then_clear(folder: str, keep: Collection[str]) -> tuple[int, int]:
         with pytest.raises(CheckpointError, match="is not committed"):
             local_store.commit(manifest)
-        return clear(folder)
+        return clear(folder, keep)
 
     monkeypatch.setattr(storage, "clear", commit_then_clear)
     assert [each.uuid for each in local_store.sweep(manifest.trial)] == [manifest.uuid]

@@ -101,8 +101,8 @@ def test_a_reformatted_manifest_can_be_read() -> None:
 
 def test_a_newer_schema_is_refused() -> None:
     """The error names both versions."""
-    data = new_manifest(schema_version=2).to_json()
-    with pytest.raises(CheckpointError, match=r"schema version 2, and this .* up to version 1"):
+    data = new_manifest(schema_version=3).to_json()
+    with pytest.raises(CheckpointError, match=r"schema version 3, and this .* up to version 2"):
         Manifest.from_json(data)
 
 

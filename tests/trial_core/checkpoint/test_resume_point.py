@@ -38,6 +38,11 @@ OLD = new_manifest(topology=topology(2, batch_samples=0))
             ResumePoint.continuing(PIPELINE),
             topology(6, data_parallel_size=3, pipeline_parallel_size=2),
         ),
+        # Sequence parallelism divides no model.
+        (
+            ResumePoint.continuing(SAVED),
+            topology(2, data_parallel_size=1, sequence_parallel_size=2),
+        ),
         # A new trial counts its batches from 0.
         (ResumePoint.warm(SAVED, weights_only=False), topology(4, batch_samples=16)),
         (ResumePoint.warm(SAVED, weights_only=True), topology(4, batch_samples=16)),
@@ -58,6 +63,13 @@ def test_other_pipeline_stages_are_refused() -> None:
     now = topology(4, data_parallel_size=1, pipeline_parallel_size=4)
     with pytest.raises(CheckpointError, match=said):
         ResumePoint.continuing(PIPELINE).require_convertible(now)
+
+
+def test_other_model_parallel_parts_are_refused() -> None:
+    """So it is with AutoTP on another number of slots."""
+    now = topology(2, data_parallel_size=1, model_parallel_size=2)
+    with pytest.raises(CheckpointError, match=r"x 1 model.*x 2 model-parallel rank\(s\) a model"):
+        ResumePoint.continuing(SAVED).require_convertible(now)
 
 
 def test_another_batch_size_on_other_ranks_is_refused() -> None:

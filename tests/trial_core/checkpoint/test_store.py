@@ -16,7 +16,14 @@ from threading import Barrier, BrokenBarrierError
 import msgspec
 import pytest
 
-from tests.support.manifests import entry, keys_of, new_manifest, stored_keys, upload
+from tests.support.manifests import (
+    commit_files,
+    entry,
+    keys_of,
+    new_manifest,
+    stored_keys,
+    upload,
+)
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.manifest import FileEntry, Manifest
 from trial_core.checkpoint.store import CheckpointStore, StorageSpec
@@ -209,6 +216,35 @@ def test_a_list_is_ordered_by_time(local_store: CheckpointStore) -> None:
     assert local_store.list("a") == []
 
 
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda store: store.list(new_manifest().trial),
+        lambda store: store.resume_candidates(new_manifest().trial),
+        lambda store: [store.newest(new_manifest().trial)],
+    ],
+    ids=["list", "resume_candidates", "newest"],
+)
+def test_a_listing_is_of_one_moment(
+    local_store: CheckpointStore,
+    look: Callable[[CheckpointStore], list[Manifest]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A trial that always has a checkpoint is never seen without one: not while a later checkpoint
+    is committed and the listed one deleted."""
+    run, read = CheckpointStore(local_store.url), local_store.storage.read
+    old, new = commit_files(run, 7), new_manifest(11)
+
+    def replace_and_read(key: str) -> bytes | None:
+        monkeypatch.setattr(local_store.storage, "read", read)
+        run.commit(new)
+        run.delete(old)
+        return read(key)
+
+    monkeypatch.setattr(local_store.storage, "read", replace_and_read)
+    assert look(local_store) == [new]
+
+
 def test_resume_candidates_are_ordered_by_batches(local_store: CheckpointStore) -> None:
     """Most batches first; of two with as many, the later one."""
     for batches, second in [(11, 4), (11, 5), (7, 9)]:
@@ -261,10 +297,10 @@ def test_a_copied_manifest_is_not_listed(local_store: CheckpointStore) -> None:
 
 def test_a_newer_schema_is_not_listed(local_store: CheckpointStore) -> None:
     """Opening it says why."""
-    newer = new_manifest(schema_version=2)
+    newer = new_manifest(schema_version=3)
     local_store.storage.write(newer.name.key, newer.to_json())
     assert local_store.list() == []
-    with pytest.raises(CheckpointError, match="schema version 2"):
+    with pytest.raises(CheckpointError, match="schema version 3"):
         local_store.open(newer.uuid)
 
 
@@ -334,7 +370,7 @@ def test_a_deletion_takes_the_manifest_first(
     manifest = upload(local_store, tmp_path / "staging")
     local_store.commit(manifest)
 
-    def fail(folder: str) -> None:
+    def fail(folder: str, keep: object) -> None:
         raise StorageError("killed")
 
     with monkeypatch.context() as patch:

@@ -170,6 +170,23 @@ def test_retention_rules(
 
 
 @pytest.mark.parametrize(
+    ("rules", "policy"),
+    [
+        ({}, RetentionPolicy(1, 2, 0, metric=None)),  # keeps all that are validated
+        ({"save_trial_best": 3}, RetentionPolicy(3, 2, 0, metric="loss")),
+        ({"save_trial_latest": 5}, RetentionPolicy(1, 5, 0, metric="loss")),
+        ({"save_trial_latest": 0}, RetentionPolicy(1, 2, 0, metric="loss")),
+    ],
+)
+def test_a_run_that_saves_all_the_time_keeps_two(
+    rules: dict[str, Any], policy: RetentionPolicy
+) -> None:
+    """And what rules keep; without a rule, what is validated."""
+    storage = StorageConfig.model_validate({"url": "memory://a", **rules})
+    assert storage.retention("loss", True, is_continuous=True) == policy
+
+
+@pytest.mark.parametrize(
     ("given", "problem"),
     [
         ({"save_trial_best": -1}, "save_trial_best: expected an integer of at least 0, got -1"),

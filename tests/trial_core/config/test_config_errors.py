@@ -47,6 +47,28 @@ def problems(**fields: Any) -> list[str]:
             'min_checkpoint_period.epoch: unknown field; did you mean "epochs"?',
         ),
         (
+            {"min_checkpoint_period": "always"},
+            'min_checkpoint_period: expected {batches: n}, {epochs: n} or "continuous", '
+            'got "always"',
+        ),
+        (
+            {"min_validation_period": "continuous"},
+            'min_validation_period: expected {batches: n} or {epochs: n}, got "continuous"',
+        ),
+        (
+            {"min_checkpoint_period": "continuous", "entrypoint": "python train.py"},
+            "min_checkpoint_period: continuous needs a trial, as module:Class; a script says "
+            "itself when it saves: remove it here",
+        ),
+        (
+            {
+                "min_checkpoint_period": "continuous",
+                "stages": [{"run": "module:function", "after": "checkpoint-upload"}],
+            },
+            "stages[0].every: with min_checkpoint_period: continuous there is a checkpoint every "
+            "few seconds; say how often to call the stage",
+        ),
+        (
             {"searcher": {"name": "adaptive_asha"}},
             'searcher.name: expected "single" (a run trains one trial), got "adaptive_asha"; '
             "give every hyperparameter one value",

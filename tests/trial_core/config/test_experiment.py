@@ -77,6 +77,16 @@ def test_a_rank_reads_a_section_without_refusing_anything() -> None:
         OptimizationsConfig.unchecked({"optimizations": {"aggregation_frequency": "two"}})
 
 
+def test_a_continuous_checkpoint_period() -> None:
+    """It survives a flow's parameters, and is a choice beside a length in the UI's form."""
+    config = experiment(min_checkpoint_period="continuous")
+    assert config.schedule().checkpoint_period == "continuous"
+    again = ExperimentConfig.model_validate(config.model_dump(mode="json"))
+    assert again.min_checkpoint_period == "continuous"
+    schema = ExperimentConfig.model_json_schema()["properties"]["min_checkpoint_period"]
+    assert {"const": "continuous", "type": "string"} in schema["anyOf"]
+
+
 def test_every_field_of_the_schedule_is_set() -> None:
     """Unequal values, so that swapped fields would be noticed."""
     config = experiment(
@@ -180,6 +190,39 @@ def test_overrides_replace_and_create(tmp_path: Path) -> None:
         "expression": "a=b",
     }
     assert (config.resources.slots_per_trial, config.name) == ("auto", "other")
+
+
+def test_a_mapping_of_overrides_keeps_its_values(tmp_path: Path) -> None:
+    """A text stays a text; a folder of code is relative to the file, whatever type it has."""
+    (tmp_path / "there").mkdir()
+    path = written(tmp_path, MINIMAL)
+    config = load_config(
+        path,
+        {"hyperparameters.lr": "1e-3", " searcher.max_length.epochs ": 2, "code": Path("there")},
+    )
+    assert config.hyperparameters == {"lr": "1e-3"}
+    assert config.searcher.max_length == Epoch(2)
+    assert config.code == tmp_path / "there"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({3: 1}, "overrides: 3: expected a path with dots, such as searcher.max_length.batches"),
+        ({"a..b": 1}, 'overrides: "a..b": expected a path with dots'),
+        ({"entrypoint.x": 1}, "overrides: entrypoint.x: entrypoint is not a mapping"),
+        ({"name": "\ud800"}, "overrides: name: has a character that UTF-8 cannot encode"),
+        ({"hyperparameters.lr": object()}, "FILE: hyperparameters.lr: expected plain data"),
+    ],
+)
+def test_an_invalid_value_of_a_mapping_is_named(
+    tmp_path: Path, values: dict[str, Any], message: str
+) -> None:
+    """The message has the path."""
+    path = written(tmp_path, MINIMAL)
+    with pytest.raises(ConfigError) as error:
+        load_config(path, values)
+    assert str(error.value).replace(str(path), "FILE").startswith(message)
 
 
 @pytest.mark.parametrize("before", ["{batches: 100}", "{epochs: 5}", "100"])
@@ -345,3 +388,26 @@ def test_a_length_without_a_unit(entrypoint: str, fields: dict[str, Any], path: 
         assert f"write {{batches: {number}}}, or else {{epochs: {number}}}" in seen[0]
     if "searcher" in fields:
         assert config.searcher.max_length == Batch(6)
+
+
+@pytest.mark.parametrize(
+    ("entrypoint", "stage", "message"),
+    [
+        ("m:T", {"metrics": ["loss"]}, r"stages\[0\]\.metrics: searcher\.metric is needed when"),
+        ("m:T", {"run": "samples"}, r'stages\[0\]\.run: expected "module:function" of the code'),
+        ("m:T", {"after": "training", "every": {"batches": 3}}, r"stages\[0\]\.every: has no"),
+        ("m:T", {"blockin": True}, r'stages\[0\]\.blockin: .*; did you mean "blocking"'),
+        ("python a.py", {"after": "validate"}, r"stages\[0\]\.after: a script validates by"),
+        ("python a.py", {"every": {"epochs": 1}}, r"stages\[0\]\.every: a script may have no"),
+    ],
+)
+def test_a_stage_that_cannot_be(entrypoint: str, stage: dict[str, Any], message: str) -> None:
+    """The error has its place in the file, and what to do."""
+    mapping = {
+        "name": "toy",
+        "entrypoint": entrypoint,
+        "searcher": {"metric": "loss", "max_length": {"batches": 5}},
+        "stages": [{"run": "samples:write", "after": "checkpoint-upload", **stage}],
+    }
+    with pytest.raises(ConfigError, match=message):
+        ExperimentConfig.from_mapping(mapping)

@@ -138,7 +138,7 @@ def snapshots(folder: Path, rank: int = 0, ranks: int = 1, **settings: Any) -> S
 @pytest.mark.parametrize("rehearses", [True, False])
 def test_a_snapshot_is_rehearsed_once(tmp_path: Path, rehearses: bool) -> None:
     """The first real one writes into the same memory, and nothing is left in the staging folder."""
-    ours, links = snapshots(tmp_path), []
+    ours, links = snapshots(tmp_path, verify_first=False), []
 
     def save(folder: Path, memory: MemoryFiles, *others: Any) -> None:
         memory.write(folder, "shard", lambda file: file.write(b"x" * 100))
@@ -146,7 +146,6 @@ def test_a_snapshot_is_rehearsed_once(tmp_path: Path, rehearses: bool) -> None:
 
     ours._adapter = SimpleNamespace(
         rehearses_save=rehearses, save=save, hook_state=dict, callbacks={},
-        accelerator_rng_state=dict,
     )  # type: ignore[assignment]  # fmt: skip
     for _ in range(2):
         ours.rehearse()
@@ -194,7 +193,7 @@ def test_only_a_trusted_checkpoint_may_hold_other_classes(tmp_path: Path, truste
 def test_a_process_local_storage_needs_no_persister(tmp_path: Path) -> None:
     """Only this process sees memory://, so it moves the files itself."""
     ours, uuid = files_of(tmp_path), str(uuids.uuid4())
-    ours._store = CheckpointStore(f"memory://{uuid}")
+    ours.store = CheckpointStore(f"memory://{uuid}")
     staged(tmp_path, uuid, 0)
     entries = ours.persist(uuid)
     ours.fetch(uuid, entries)
@@ -209,7 +208,7 @@ def test_a_transfer_has_the_experiments_stall_timeout(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts connections and never answers
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         options = {"endpoint_url": url, "key": "k", "secret": "s"}
-        ours._store = CheckpointStore("s3://bucket/folder", options)
+        ours.store = CheckpointStore("s3://bucket/folder", options)
         with pytest.raises(StorageError, match=r"moved nothing for 0\.5 s"):
             ours.persist(uuid)
     ours.close()

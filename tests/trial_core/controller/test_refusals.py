@@ -227,8 +227,10 @@ def test_a_checkpoint_that_deepspeed_does_not_load_is_an_error(tmp_path: Path) -
     (tmp_path / "model0").mkdir()
     (tmp_path / "model0" / "mp_rank_00_model_states.pt").touch()
     nothing: Any = SimpleNamespace(
-        load_checkpoint=lambda folder, tag: (None, {}), module=torch.nn.Identity()
-    )
+        load_checkpoint=lambda folder, tag: (None, {}), module=torch.nn.Identity(),
+        _config=SimpleNamespace(load_universal_checkpoint=False),
+        optimizer=None,
+    )  # fmt: skip
     with pytest.raises(TrialError, match="DeepSpeed found no checkpoint"):
         load_engine(nothing, tmp_path, "model0")
 

@@ -24,7 +24,7 @@ class Case:
     """A trial, the stage that rejects it, and the message: its beginning, and other parts."""
 
     entrypoint: str
-    until: Literal["build", "load", "train", "validate", "everything", "weights"]
+    until: Literal["build", "load", "train", "validate", "save", "everything", "weights"]
     begins: str
     contains: tuple[str, ...] = ()
     hparams: dict[str, Any] = field(default_factory=dict)
@@ -51,6 +51,37 @@ REFUSED = {
         "engine_trials:OwnConfig", "build",
         "DeepSpeed rejects the trial's configuration: Type fp16 is not supported on your device.",
         hparams={"ds_config": {"fp16": {"enabled": True}}},
+    ),
+    "a removed key": Case(
+        "engine_trials:OwnConfig", "build", "DeepSpeed has removed amp: use fp16, bf16 or ",
+        hparams={"ds_config": {"amp": {"enabled": True}}},
+    ),
+    "a misspelt key": Case(
+        "engine_trials:OwnConfig", "build",
+        "the DeepSpeed config has an unknown key zero_optimization.overlap_com = True; did you "
+        'mean "overlap_comm"?',
+        hparams={"ds_config": {"zero_optimization": {"stage": 2, "overlap_com": True}}},
+    ),
+    "a checkpoint writer that DeepSpeed cannot build": Case(
+        "engine_trials:OwnConfig", "build",
+        "the DeepSpeed config's checkpoint.writer is not supported: ",
+        hparams={"ds_config": {"checkpoint": {"writer": {"type": "python"}}}},
+    ),
+    "a checkpoint writer": Case(
+        "engine_trials:OwnConfig", "build",
+        "the DeepSpeed config's checkpoint.writer is not supported: ",
+        hparams={"ds_config": {"checkpoint": {"writer": {
+            "type": "python", "data_parallel": "replica",
+        }}}},
+    ),
+    "a step after each micro-batch": Case(
+        "engine_trials:OneStep", "build",
+        "the DeepSpeed config's managed_gradient_accumulation is false, so that each engine.step()",
+        contains=("train_batch is called 3 times a batch", "disable_auto_grad_accumulation()"),
+        hparams={
+            "accumulation": 3, "by_hand": False,
+            "ds_config": {"managed_gradient_accumulation": False},
+        },
     ),
     "a pipeline after another engine": Case("bad_trials:LatePipeline", "train", ACCEPTED),
     "unequal pipelines": Case("bad_trials:UnequalPipelines", "train", ACCEPTED),
@@ -135,6 +166,12 @@ REFUSED = {
         "there are no validation metrics: the validation loader gave not a single batch",
         hparams={"validation_samples": 0},
     ),
+    "a first checkpoint that cannot be restored": Case(
+        "bad_trials:OverridesSave", "save",
+        "the first checkpoint of this run cannot be restored, so it is not committed (TrialError: "
+        'DeepSpeed found no checkpoint (tag "model0") in ',
+        ("; a trial that overrides save must also override load", "verify_first: false"),
+    ),
     "a save without a load": Case(
         "bad_trials:OverridesSave", "everything",
         'DeepSpeed found no checkpoint (tag "model0") in ',
@@ -215,7 +252,10 @@ def messages(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     requests = []
     for index, case in enumerate(REFUSED.values()):
         folder = tmp_path_factory.mktemp(f"refused-{index}")
-        config = toy_config(folder, entrypoint=case.entrypoint, hyperparameters=case.hparams)
+        config = toy_config(
+            folder, entrypoint=case.entrypoint, hyperparameters=case.hparams,
+            checkpointing={"verify_first": None if case.until == "save" else False},
+        )  # fmt: skip
         request = BuildTrial(
             trial="toy-0000beef",
             experiment=config.model_dump(mode="json"),
@@ -229,7 +269,7 @@ def messages(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_a_rejected_trial(messages: list[dict[str, str]], what: str) -> None:
-    """The same `TrialError` on every rank, with DeepSpeed's reason if it has one."""
+    """The same error on every rank, with DeepSpeed's reason if it has one."""
     if what == "fp16" and get_accelerator().is_fp16_supported():
         pytest.skip(f"this device ({get_accelerator().device_name()}) computes in fp16")
     for rank in (0, 1):

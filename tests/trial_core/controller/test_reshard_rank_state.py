@@ -18,16 +18,15 @@ from trial_core.controller.safe_load import Reader
 from trial_core.errors import CheckpointDamaged, CheckpointError
 
 TWO, FOUR = (Topology(world_size=n, data_parallel_size=n, zero_stage=1) for n in (2, 4))
-CPU: Any = SimpleNamespace(accelerator_rng_state=dict, restore_accelerator_rng=lambda states: None)
 
 
-def write_states(folder: Path, loader: Any = None) -> None:
+def write_states(folder: Path, loader: Any = None, **data: Any) -> None:
     """The states of two ranks."""
     for rank in range(2):
         state = {
-            "training_data": {"drawn": 3, "per_batch": 1, "loader": loader},
+            "training_data": {"drawn": 3, "per_batch": 1, "loader": loader, **data},
             "callbacks": {"counter": rank},
-            "rng": capture_rng(CPU),
+            "rng": capture_rng(),
         }
         write_rank_state(folder, rank, state, Reader())
 
@@ -35,7 +34,7 @@ def write_states(folder: Path, loader: Any = None) -> None:
 def read(
     folder: Path, rank: int = 0, seed: int = 7, now: Topology = FOUR, **more: Any
 ) -> dict[str, Any]:
-    return read_remapped_state(folder, rank, Reader(), RankRemap(TWO, now, seed), CPU, **more)
+    return read_remapped_state(folder, rank, Reader(), RankRemap(TWO, now, seed), **more)
 
 
 def draws() -> tuple[float, float, float]:
@@ -58,7 +57,7 @@ def test_random_generators_are_seeded_again(tmp_path: Path) -> None:
     write_states(tmp_path)
 
     def draws_after(seed: int) -> tuple[float, ...]:
-        restore_rng(read(tmp_path, seed=seed)["rng"], CPU)
+        restore_rng(read(tmp_path, seed=seed)["rng"])
         return draws()
 
     assert draws_after(7) == draws_after(7) != draws_after(8)
@@ -73,7 +72,7 @@ def test_random_generators_are_seeded_again(tmp_path: Path) -> None:
 def test_the_same_number_of_ranks_keeps_its_states(tmp_path: Path) -> None:
     """If only the ZeRO stage changes, generators, callbacks and loaders continue."""
     write_states(tmp_path, loader={"next": 3})
-    expected = capture_rng(CPU)
+    expected = capture_rng()
     other_stage = Topology(world_size=2, data_parallel_size=2, zero_stage=3)
     state = read(tmp_path, rank=1, now=other_stage)
     assert torch.equal(state["rng"]["torch"], expected["torch"])
@@ -82,10 +81,16 @@ def test_the_same_number_of_ranks_keeps_its_states(tmp_path: Path) -> None:
 
 def test_a_custom_loaders_state_cannot_be_resharded(tmp_path: Path) -> None:
     """A new trial does not need it."""
-    write_states(tmp_path, loader={"next": 3})
-    with pytest.raises(CheckpointError, match="own training loader on each of 2 data-parallel"):
+    write_states(tmp_path, loader={"next": 3}, loader_type="Drawing")
+    with pytest.raises(CheckpointError, match=r"own training loader \(Drawing\) on each of 2 data"):
         read(tmp_path)
     read(tmp_path, restore="state")
+
+
+def test_a_loaders_global_state_is_given_to_all_ranks(tmp_path: Path) -> None:
+    """If the loader has said so."""
+    write_states(tmp_path, loader={"next": 3}, loader_is_global=True)
+    assert read(tmp_path)["training_data"]["loader"] == {"next": 3}
 
 
 def test_a_checkpoint_without_rank_0s_state_is_damaged(tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ from trial_core.core import (
     TensorboardMode,
 )
 from trial_core.core_api.script_host import ScriptHost, current_slot, in_slot
-from trial_core.core_api.stored_checkpoints import StoredCheckpoints
 from trial_core.distributed import DistributedContext
 from trial_core.errors import StorageError, TrialValueError
 from trial_core.messages import Activity, CheckpointWritten, MetricsReported
@@ -45,11 +44,10 @@ class Slot:
         )
         store = CheckpointStore("memory://slot-host")
         files = CheckpointFiles(run_dir, store, ranks, CheckpointingConfig())
-        stored = StoredCheckpoints(files, store, ranks, sees_storage=False, fetched="0a")
         info = ClusterInfo.of("a-0b", experiment, latest_checkpoint="0a")
         run = RunInfo("a-0b", experiment, tensorboard=tensorboard_in(run_dir, rank))
         self.run = run
-        self.host = ScriptHost(info, ranks, run, files, stored, self.sent.append, self.barrier)
+        self.host = ScriptHost(info, ranks, run, files, self.sent.append, self.barrier)
         self.context = Context(self.host)
 
 
@@ -134,6 +132,29 @@ def test_a_script_waits_until_its_checkpoint_is_committed(tmp_path: Path) -> Non
     slot.host.released(uuids[0])
     script.join(5)
     assert not script.is_alive()
+
+
+def test_a_script_that_does_not_wait_waits_for_the_next_checkpoint(tmp_path: Path) -> None:
+    """One upload at a time. The driver is told that the script runs on."""
+    slot = Slot(tmp_path)
+    uuids: list[str] = []
+
+    def store() -> None:
+        for step in (1, 2):
+            with slot.context.checkpoint.store_path({"steps_completed": step}, wait=False) as made:
+                uuids.append(made[1])
+
+    script = threading.Thread(target=store, daemon=True)
+    script.start()
+    while len(uuids) < 2:
+        script.join(0.01)
+    script.join(0.05)
+    first = CheckpointWritten(uuid=uuids[0], steps_completed=1, waits=False)
+    assert (script.is_alive(), slot.sent) == (True, [first])
+    slot.host.released(uuids[0])
+    script.join(5)
+    second = CheckpointWritten(uuid=uuids[1], steps_completed=2, waits=False)
+    assert (script.is_alive(), slot.sent) == (False, [first, second])
 
 
 def test_each_question_is_a_step_of_the_stop_barrier(tmp_path: Path) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from deepspeed.runtime.config import DeepSpeedConfig
+from pydantic import ValidationError, create_model
 
 from trial_core.deepspeed.config_rejection import rejection
 
@@ -48,4 +52,44 @@ UNEQUAL = (
 )
 def test_what_a_rejected_config_needs(raised: str, told: str) -> None:
     """What was seen, what was expected and what to do. DeepSpeed's own words for all else."""
-    assert told in rejection(AssertionError(raised))
+    assert told in str(rejection(AssertionError(raised)))
+
+
+@pytest.mark.parametrize(
+    ("section", "told"),
+    [
+        (
+            {"zero_optimization": {"offload_optimizer": {"devic": "cpu"}}},
+            "the DeepSpeed config has an unknown key "
+            "zero_optimization.offload_optimizer.devic = 'cpu'; did you mean \"device\"?",
+        ),
+        (
+            {"tensorboard": {"job_nam": "x"}},
+            "the DeepSpeed config has an unknown key tensorboard.job_nam = 'x'; did you mean "
+            '"job_name"?',
+        ),
+        (
+            {"bf16": {"enabled": False}, "fp16": {"enabled": "perhaps"}},
+            "DeepSpeed rejects fp16.enabled = 'perhaps' in its config: Input should be a valid "
+            "boolean, unable to interpret input",
+        ),
+        (
+            {"zero_optimization": {"stage": 1, "offload_optimizer": {"ratio": 0.5}}},
+            "DeepSpeed rejects zero_optimization in its config: Partial offloading only supported "
+            "for ZeRO Stage 3.",
+        ),
+    ],
+)
+def test_a_mistake_in_a_section_is_named(section: dict[str, Any], told: str) -> None:
+    """DeepSpeed's own error has neither the section nor, in its first line, the key."""
+    with pytest.raises(ValidationError) as raised:
+        DeepSpeedConfig({"train_batch_size": 1, **section})
+    assert rejection(raised.value) == told
+
+
+def test_errors_of_the_trial_are_not_told_as_the_configs() -> None:
+    """Its own pydantic models, and errors that DeepSpeed raises without a config."""
+    with pytest.raises(ValidationError) as raised:
+        create_model("Own", number=(int, ...))(number="three")
+    assert rejection(raised.value) is None
+    assert rejection(RuntimeError("no memory")) is None

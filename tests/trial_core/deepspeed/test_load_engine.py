@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.consolidated import export_weights
 from tests.support.slots import drive, toy_config
 from tests.trial_core.deepspeed.resuming import saved_again
-from trial_core.deepspeed.export.engine_weights import SavedWeight, export_weights
 from trial_core.deepspeed.load_engine import load_by_parts, load_engine
 from trial_core.errors import CheckpointError
+from trial_core.export.weights import SavedWeight
 from trial_core.slots.slot_group import SlotGroup
 
 Warm = Callable[[int], SlotGroup]
@@ -78,6 +80,8 @@ def test_weights_of_another_model_are_refused(tmp_path: Path, layers: int, messa
     del saved["0.weight"], saved["0.bias"]
     engine: Any = SimpleNamespace(
         module=own,
+        _config=SimpleNamespace(load_universal_checkpoint=False),
+        optimizer=None,
         load_checkpoint=lambda folder, tag, custom_load_fn: custom_load_fn(src=saved, dst=own),
     )
     (tmp_path / "model0").mkdir()
@@ -89,7 +93,7 @@ def test_weights_of_another_model_are_refused(tmp_path: Path, layers: int, messa
 
 def saved(shapes: dict[str, tuple[int, ...]]) -> dict[str, SavedWeight]:
     return {
-        name: SavedWeight(torch.Size(shape), lambda shape=shape: torch.full(shape, 7.0))
+        name: SavedWeight(torch.Size(shape), torch.float32, partial(torch.full, shape, 7.0))
         for name, shape in shapes.items()
     }
 

@@ -11,7 +11,6 @@ from tests.support.manifests import entry
 from trial_core.checkpoint.manifest import FileEntry, Topology
 from trial_core.deepspeed.deepspeed_adapter import DeepSpeedTrialAdapter
 from trial_core.deepspeed.restore_files import (
-    files_for_load,
     files_for_load_weights,
     files_for_ranks,
 )
@@ -97,19 +96,11 @@ def test_a_model_parallel_rank_needs_model_states_of_its_peers() -> None:
     ]
 
 
-def engine(stage: int, elastic: bool = False) -> Any:
+def engine(stage: int) -> Any:
     return SimpleNamespace(
         module=None,
         zero_optimization_partition_weights=lambda: stage == 3,
-        zero_elastic_checkpoint=lambda: elastic,
     )
-
-
-def test_every_rank_reads_the_whole_of_an_elastic_checkpoint() -> None:
-    """DeepSpeed merges the shards of all ranks."""
-    files, two = saved(2, 1), topology(2, 1)
-    assert files_for_load([engine(1, elastic=True)], files, two, [1], two) == files
-    assert files_for_load([engine(1)], files, two, [1], two) != files
 
 
 def test_only_zero_3_reads_optimizer_shards_for_the_weights() -> None:

@@ -66,6 +66,8 @@ class FakePolicy:
         ended: the launches that have ended.
     """
 
+    micro_batch_samples = None
+
     def __init__(self) -> None:
         self.granted: Relaunch | None = None
         self.asked: list[Exception] = []

@@ -127,6 +127,6 @@ def test_a_ledger_is_neither_a_checkpoint_nor_garbage(
     assert local_store.trials() == []
     local_store.sweep(TRIAL)
     assert find_leftovers(local_store, after_days=7) == []
-    assert find_orphaned_files(local_store, timedelta(0)) == []
+    assert find_orphaned_files(local_store, timedelta(0)) == {}
     assert caplog.records == []
     assert len(read_ledger(local_store, TRIAL).runs) == 1

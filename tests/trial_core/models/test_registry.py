@@ -195,6 +195,28 @@ def test_promoting_the_champion_changes_nothing(local_store: CheckpointStore) ->
     assert aliases(registry) == (2, 1)
 
 
+def test_a_rollback_does_not_jump_over_other_moves(
+    local_store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Moves since it looked are a conflict, also if the champion is the same again: its previous
+    is another one, and the earlier one is no longer held."""
+    registry, verify = new_registry(local_store, 3), local_store.verify
+    registry.promote(MODEL, 1)
+    registry.promote(MODEL, 2)
+
+    def move_and_verify(uuid: str) -> Manifest:
+        monkeypatch.setattr(local_store, "verify", verify)
+        Registry(CheckpointStore(local_store.url)).promote(MODEL, 3)
+        Registry(CheckpointStore(local_store.url)).promote(MODEL, 2)
+        return verify(uuid)
+
+    monkeypatch.setattr(local_store, "verify", move_and_verify)
+    with pytest.raises(PromotionConflict, match="promoted version 2 instead of version 3"):
+        registry.rollback(MODEL)
+    assert aliases(registry) == (2, 3)
+    assert held_versions(registry) == {2, 3}
+
+
 def test_a_rollback_needs_a_previous_champion(local_store: CheckpointStore) -> None:
     """The error says what to do instead."""
     registry = new_registry(local_store, 1)

@@ -32,6 +32,7 @@ from trial_core.nodes.node_messages import (
 )
 from trial_core.slots.fork_server import ForkServer
 from trial_core.slots.framing import HEADER, frame
+from trial_core.slots.launcher import MachineShare
 
 KEY = "attempts/toy/000001.json"
 
@@ -119,10 +120,7 @@ def test_what_the_driver_sends_while_ranks_start_reaches_them(
         return started
 
     monkeypatch.setattr(agent_module, "launch_here", launch)
-    start = StartRanks(
-        launch=1, first_rank=0, count=1, world_size=1, store=("127.0.0.1", 1), node_index=0,
-        nodes=1,
-    )  # fmt: skip
+    start = StartRanks(launch=1, share=MachineShare(0, 1, 1, ("127.0.0.1", 1)))
     says = [start, *(ToRanks(launch=1, data=data) for data in (b"first", b"second")), Leave()]
 
     async def obey() -> None:

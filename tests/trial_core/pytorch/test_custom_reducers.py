@@ -92,9 +92,9 @@ def test_a_reducer_is_used_only_in_its_workloads() -> None:
     validation.update(2.0)
     assert registry.reduce("training", alone) == {"t": 1.0}
     assert registry.reduce("validation", alone) == {"v": 2.0}
-    registry.reset(for_validation=True)
+    registry.reset("validation")
     assert (training.count, validation.count) == (1, 0)
-    registry.reset(for_training=True)
+    registry.reset("training")
     assert training.count == 0
 
 
@@ -103,7 +103,7 @@ def test_reset_discards_a_functions_values() -> None:
     registry = ReducerRegistry()
     total = registry.wrap(sum, name="total")
     total.update(5)
-    registry.reset(for_training=True)
+    registry.reset("training")
     total.update(2)
     assert registry.reduce("training", alone) == {"total": 2}
 

@@ -94,6 +94,17 @@ def test_deleted_checkpoints_are_counted_and_not_listed(facts: TrialFacts) -> No
     assert "1 more deleted by the experiment's retention policy" in text
 
 
+def test_what_checkpoints_have_cost(facts: TrialFacts) -> None:
+    """How many there were, those that are deleted too; how long one, and all, kept training."""
+    spent = {"launch": 9000, "train": 170, "validate": 20, "checkpoint_stall": 10}
+    facts.ledger = lambda: TimeLedger("toy-0000beef", (run_time(1, slot_milliseconds=spent),))
+    for batches in (10, 20, 30):
+        facts.history.add_checkpoint(saved(batches), smaller_is_better=True)
+    facts.history.drop_checkpoint("uuid-10")
+    expected = "3 stored; training waited 0.1 s for one (median), for all 5.0 % of the loop's time"
+    assert expected in facts.render()
+
+
 def test_no_best_without_a_metric_that_the_user_has_named(facts: TrialFacts) -> None:
     """A script need not name one."""
     facts.history.add_checkpoint(saved(20, 0.25), smaller_is_better=True)

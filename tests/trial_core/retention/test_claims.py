@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -88,7 +89,9 @@ def test_a_run_waits_for_the_end_of_a_deletion(
         lambda: local_store.storage.delete(deleted.name.key),
         lambda: unmark_deleted(local_store, deleted.uuid),
     ])  # fmt: skip
-    monkeypatch.setattr("trial_core.retention.claims.time.sleep", lambda _: next(ends)())
+    # Not `time.sleep` itself: threads that earlier tests have left sleep, too.
+    clock = SimpleNamespace(sleep=lambda _: next(ends)())
+    monkeypatch.setattr("trial_core.retention.claims.time", clock)
     claim = RunClaim(local_store, "gpt-1")
     claim.renew(spared.name)
     with pytest.raises(CheckpointNotFound, match="has just been deleted"):

@@ -7,9 +7,8 @@ from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 
 import pytest
-from fsspec.implementations.memory import MemoryFileSystem
 
-from tests.support.interleaving import all_orders, interleave_all
+from tests.support.interleaving import all_orders, clear_memory, interleave_all
 from tests.support.manifests import commit_files, put_files, stored_keys
 from tests.support.multipart_uploads import leave_open, left_open
 from trial_core.checkpoint import layout
@@ -165,5 +164,4 @@ def test_an_upload_during_a_sweep_is_committed(requests: tuple[int, ...], is_eve
         assert isinstance(saved, Manifest), saved
         assert orphaned == []
         assert store.verify(saved.uuid) == saved
-        MemoryFileSystem.store.clear()
-        MemoryFileSystem.pseudo_dirs[:] = [""]
+        clear_memory()

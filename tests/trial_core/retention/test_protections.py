@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from tests.support.interleaving import interleave
+from tests.support.interleaving import interleave, interleave_all
 from tests.support.manifests import commit_files
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.json_objects import encode_json
@@ -135,3 +135,22 @@ def pin_and_prune(order: list[bool]) -> bool:
     assert isinstance(pinned, (CheckpointNotFound, CommitConflict))
     assert pins(store) == {}
     return False
+
+
+def test_a_refused_pin_removes_no_other_pin() -> None:
+    """Of two people who pin while a prune begins, one is refused; the other's pin stays."""
+    url = f"memory://{uuid.uuid4()}"
+    store = CheckpointStore(url)
+    manifest = commit_files(store)
+    pinned, _, refused = interleave_all(
+        url,
+        [
+            partial(pin, uuid=manifest.uuid, by="ann@here"),
+            partial(mark_deletion, manifest=manifest),
+            partial(pin, uuid=manifest.uuid, by="bob@there"),
+        ],
+        # Bob has looked for a pin, Ann pins, the prune begins, Bob goes on.
+        [2, 2, *[0] * 12, 1, *[2] * 12],
+    )
+    assert isinstance(refused, CommitConflict)
+    assert pins(store) == {manifest.uuid: pinned}

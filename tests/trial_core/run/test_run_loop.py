@@ -25,6 +25,7 @@ class RecordedStages:
 
     Attributes:
         upload_is_slow: whether an upload ends only when it is waited for.
+        uploads_until: an upload also ends once so many batches are trained.
         stops_at: the run should stop once so many batches are trained.
         mistake: raised in place of the searcher metric.
         metric, names: of the searcher metric, and of all validation metrics.
@@ -45,6 +46,7 @@ class RecordedStages:
         self.skips_when_busy = False
         self.how_to_go_on = "give a greater length"
         self.upload_is_slow = False
+        self.uploads_until = 10**6
         self.stops_at = 10**6
         self.interrupted_at: int | None = None
         self.mistake: TrialError | None = None
@@ -85,6 +87,7 @@ class RecordedStages:
     def train(self, begin: int, until: int) -> int:
         self._trained = min(until, max(begin, self.stops_at))
         self.calls.append(f"train {begin} {self._trained}")
+        self.is_uploading = self.is_uploading and self._trained < self.uploads_until
         self.metrics["training"] = {"loss": -self._trained}
         return self._trained
 
@@ -298,6 +301,24 @@ def test_only_optional_checkpoints_are_skipped_during_an_upload(
     )
     assert (skipped in caplog.messages) is skips
     assert "training waits: the last checkpoint is still being uploaded" in caplog.messages
+
+
+def test_a_continuous_checkpoint_follows_an_upload_and_waits_for_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After each train-workload without an upload; the last one waits. No warning is due."""
+    stages = RecordedStages(
+        tmp_path, max_length=Batch(9), reporting_period=Batch(2), checkpoint_period="continuous",
+        checkpoint_policy="none",
+    )  # fmt: skip
+    stages.uploads_until, stages.upload_is_slow = 6, True
+    with caplog.at_level(logging.WARNING, "recorded"):
+        follow_schedule(stages)
+    saved = [call for call in stages.calls if call.startswith(("save", "uploaded"))]
+    assert saved == [
+        call for batches in (2, 6, 8, 9) for call in (f"save {batches}", f"uploaded uuid-{batches}")
+    ]
+    assert not caplog.messages
 
 
 def test_a_resumed_run_continues_from_the_first_intact_checkpoint(tmp_path: Path) -> None:

@@ -135,6 +135,18 @@ def test_every_period_fires_when_due_and_only_then(schedule: Schedule) -> None:
     assert only_validated <= due(schedule.validation_period)
 
 
+def test_a_continuous_checkpoint_is_due_after_each_train_workload() -> None:
+    """It does not decide where one ends: an upload does. It may be skipped, but for the last."""
+    schedule = Schedule(
+        Batch(40), Batch(13), validation_period=Batch(7), checkpoint_period="continuous",
+        checkpoint_policy="none",
+    )  # fmt: skip
+    steps = list(simulate(schedule))
+    assert at(steps, Train) == at(steps, Checkpoint) == [7, 13, 14, 21, 26, 28, 35, 39, 40]
+    saves = [step.workload for step in steps if isinstance(step.workload, Checkpoint)]
+    assert saves == [Checkpoint(is_optional=True)] * 8 + [Checkpoint()]
+
+
 @given(schedules)
 def test_training_ends_exactly_at_its_length(schedule: Schedule) -> None:
     """Every train-workload trains at least one batch."""

@@ -256,3 +256,24 @@ def test_threads_of_ranks_on_the_cpu_do_not_spin(
     """Spinning threads take the cores that other processes and their own rank need."""
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     assert launcher.rank_environment(2, given).get("OMP_WAIT_POLICY") == policy
+
+
+def test_a_machine_for_cpu_ranks_is_told_without_a_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Not if there is an NVIDIA driver or tool, or a torch of another kind."""
+
+    def refuse(*arguments: object, **options: object) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(accelerators.subprocess, "run", refuse)
+    monkeypatch.setattr(accelerators.shutil, "which", lambda name: None)
+    monkeypatch.setattr(accelerators, "NVIDIA_DEVICE", tmp_path / "nvidiactl")
+    monkeypatch.setattr(accelerators, "_needs_probe", lambda: False)
+    assert accelerators.has_cpu_alone({})
+    (tmp_path / "nvidiactl").touch()
+    assert not accelerators.has_cpu_alone({})
+    assert accelerators.has_cpu_alone({"DS_ACCELERATOR": "cpu"})
+    (tmp_path / "nvidiactl").unlink()
+    monkeypatch.setattr(accelerators, "_needs_probe", lambda: True)
+    assert not accelerators.has_cpu_alone({})

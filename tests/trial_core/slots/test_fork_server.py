@@ -131,7 +131,8 @@ from trial_core.slots import fork_server_main, rank_main
 numpy.random.seed(1)
 rank_main.main = lambda: print(numpy.random.random() == numpy.random.RandomState(1).random())
 descriptors = [os.dup(0), os.dup(1)]
-fork_server_main.become_rank(fork_server_main.Forked({}, ".", descriptors, os.dup(0), True))
+given = fork_server_main.StartRank(0, {}, ".")
+fork_server_main.become_rank(given, descriptors, os.dup(0), True)
 """
 
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from tests.support.consolidated import export_weights
 from tests.support.manifests import new_manifest
 from tests.support.ranks import run_ranks
 from tests.support.slots import TOY, drive, toy_config
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.deepspeed.export.engine_weights import export_weights
 from trial_core.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, TrialError
 from trial_core.pytorch import load_trial_from_checkpoint_path
 from trial_core.slots.slot_group import SlotGroup

@@ -152,7 +152,7 @@ def test_a_url_of_the_same_protocol_uses_the_options_of_the_runs_storage() -> No
         (None, {}),
     ):
         found: Any = open_checkpoint(place, beside)
-        assert found.store.spec.options == expected
+        assert found.place.spec.options == expected
     clear_memory()
 
 

@@ -2,14 +2,17 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tests.support.manifests import FILES, entry, stage, stored_files, upload
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.manifest import FileEntry
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointError, StorageError
+from trial_core.storage.local_files import local_digest
 from trial_core.storage.parallel import CancelSignal
 from trial_core.transfer.staging import StagedFile, staged_files
 from trial_core.transfer.upload import merge_entries, prefix_rank, upload_files, upload_staged
@@ -58,6 +61,32 @@ def test_a_retry_skips_stored_files(
     stored = {each.path: each for each in reported[:2]}
     assert upload_staged(local_store, "u", files, 3, stored=stored) == entries
     assert uploaded == [each.path for each in entries if each.path not in stored]
+
+
+def test_what_has_changed_once_is_not_hashed_before_it_is_sent(
+    local_store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has not changed is, each time, and is not stored again."""
+    hashed: list[str] = []
+
+    def digest(path: Path, *arguments: Any) -> str:
+        hashed.append(path.name)
+        return local_digest(path, *arguments)
+
+    monkeypatch.setattr("trial_core.transfer.upload.local_digest", digest)
+    shared: list[FileEntry] = []
+    changing: set[str] = set()
+    for number in range(4):
+        content = {"frozen": b"f" * 9, "trained": b"%09d" % number, "step": b"1"}
+        files = staged_files(stage(tmp_path / f"{number}", content), 0)
+        hashed.clear()
+        entries = upload_staged(
+            local_store, f"u{number}", files, 0, shared=shared, changing=changing
+        )
+        assert sorted(hashed) == [[], ["frozen", "trained"], ["frozen"], ["frozen"]][number]
+        assert [each.path for each in entries if each.stored_at] == ["frozen"][:number]
+        places = ("/".join(each.place(f"u{number}")) for each in entries)
+        shared = [replace(each, stored_at=at) for each, at in zip(entries, places, strict=True)]
 
 
 @pytest.mark.parametrize("content", [None, b"short"])

@@ -12,13 +12,13 @@ from trial_core.controller.data.data_position import micro_batches_drawn
 from trial_core.controller.data.data_rng import with_shared_rng
 from trial_core.controller.data.validation_set import (
     ValidationSet,
-    length_or_none,
     validation_set,
 )
 from trial_core.controller.trial_adapter import TrialAdapter
 from trial_core.distributed import DistributedContext
 from trial_core.errors import TrialError
 from trial_core.pytorch.data.dataloader import DataLoader
+from trial_core.pytorch.data.seekable_samplers import length_of
 from trial_core.units import EpochLength
 
 logger = logging.getLogger(__name__)
@@ -65,6 +65,8 @@ class MicroBatches(Iterator[Any]):
             "drawn": self._drawn,
             "per_batch": self._per_batch,
             "loader": self._loader.state_dict() if has_state else None,
+            "loader_type": type(self._loader).__qualname__,
+            "loader_is_global": bool(getattr(self._loader, "state_is_global", False)),
         }
 
     def batch_ended(self) -> None:
@@ -112,6 +114,16 @@ class Loaders:
             saved: `state_dict` at that position; None: at the beginning.
         """
         self.training = _training_micro_batches(self, saved)
+
+    @property
+    def loads_micro_batches(self) -> bool | None:
+        """Whether the training loader has the engine's micro-batch size; None: it needs no data."""
+        if self.training_loader is None:
+            return None
+        size = getattr(self.training_loader, "batch_size", None)
+        return isinstance(self.training_loader, DataLoader) and size == (
+            self.adapter.topology().micro_batch_samples
+        )
 
     @property
     def waited_seconds(self) -> float:
@@ -182,7 +194,7 @@ def _micro_batches_of_all(adapter: TrialAdapter, loader: Any) -> int | None:
         return -1
     if isinstance(loader, DataLoader):
         return loader.num_micro_batches
-    own = length_or_none(loader)  # a custom loader gives this rank's shard alone
+    own = length_of(loader)  # a custom loader gives this rank's shard alone
     return None if own is None else own * adapter.data_parallel_size
 
 

@@ -14,6 +14,7 @@ from trial_core.controller.trial_adapter import TrialAdapter
 from trial_core.distributed import DistributedContext
 from trial_core.errors import TrialError
 from trial_core.pytorch.data.dataloader import DataLoader
+from trial_core.pytorch.data.seekable_samplers import length_of
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +160,7 @@ def validation_set(
             whole group of micro-batches, and groups cannot be padded.
     """
     shard, group_size = _shard(adapter, loader, seed), adapter.micro_batches_per_evaluation
-    own = length_or_none(shard)
+    own = length_of(shard)
     may_be_endless = own is None and isinstance(shard, Iterator)
     if shard is not None:
         shard = with_shared_rng(shard, adapter, distributed, seed)
@@ -191,14 +192,6 @@ def validation_set(
         own_evaluations=None if own is None else own // group_size,
         agreed_evaluations=agreed,
     )
-
-
-def length_or_none(loader: Any) -> int | None:
-    """The number of micro-batches of a loader; None without a length, or without a loader."""
-    try:
-        return len(loader)
-    except TypeError:
-        return None
 
 
 def too_small_error(group_size: int, seen: str) -> TrialError:

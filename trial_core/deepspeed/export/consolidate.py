@@ -1,8 +1,8 @@
 """Consolidates the fp32 weights of a ZeRO checkpoint from the shards of all ranks.
 
-Does what DeepSpeed's ``zero_to_fp32`` does, with two differences: the caller reads the files, so
-nothing is unpickled unchecked; and a weight takes memory only when it is used, where DeepSpeed
-holds the whole model in memory twice.
+Does what DeepSpeed's ``zero_to_fp32`` does, with three differences: the caller reads the files, so
+nothing is unpickled unchecked; a weight takes memory only when it is used, where DeepSpeed holds
+the whole model in memory twice; and the experts of all expert-parallel ranks are found.
 """
 
 from __future__ import annotations
@@ -16,16 +16,21 @@ import torch
 
 from trial_core.deepspeed.reshard.parameter_state import MASTER, ParameterState, ZeroStateKeys
 from trial_core.deepspeed.reshard.partitions import Partitions, Shapes, zero3_part_elements
+from trial_core.deepspeed.reshard.saved_state import MODEL_STATES, OPTIMIZER_STATES, rank_files
 from trial_core.errors import CheckpointError
+from trial_core.export.weights import Precision, SavedWeight, saved_weight, target_type
 
-_RANK = re.compile(r"zero_pp_rank_(\d+)_")
+_EXPERT = re.compile(r"(.*deepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..*)")
 _OPTIMIZER = "optimizer_state_dict"
 
 
-def consolidated(folder: Path, read: Callable[[Path], Any]) -> dict[str, ParameterState]:
-    """One engine's weights by name, each with the key `MASTER` only.
+def consolidated(
+    folder: Path, read: Callable[[Path], Any], model_rank: int = 0
+) -> dict[str, ParameterState]:
+    """The weights of one model-parallel rank or pipeline stage, each with the key `MASTER` only.
 
-    Holds the trained weights, and under ZeRO-3 the frozen ones too. Called by one process; needs no
+    Holds the trained weights, and under ZeRO-3 the frozen ones too. Experts have their global
+    names. Without ZeRO (a pipeline in bf16), shapes are flat. Called by one process; needs no
     other ranks.
 
     Args:
@@ -35,8 +40,10 @@ def consolidated(folder: Path, read: Callable[[Path], Any]) -> dict[str, Paramet
     Raises:
         CheckpointError: a shard is missing, or the files are not ZeRO shards.
     """
-    models = [read(file) for file in _by_rank(folder, "model")]
-    shards = [read(file)[_OPTIMIZER] for file in _by_rank(folder, "optim")]
+    models = [read(file) for _, file in rank_files(folder, MODEL_STATES, model_rank)]
+    shards = [
+        read(file)[_OPTIMIZER] for _, file in rank_files(folder, OPTIMIZER_STATES, model_rank)
+    ]
     first = shards[0] if shards else {}
     is_zero3 = "fp32_flat_groups" in first
     key = ZeroStateKeys.of(is_zero3).masters
@@ -45,31 +52,83 @@ def consolidated(folder: Path, read: Callable[[Path], Any]) -> dict[str, Paramet
             f"{folder} holds no fp32 weights of ZeRO: expected *_model_states.pt, and "
             f"*_optim_states.pt with {key}, as this version of DeepSpeed saves them"
         )
-    _require_all_shards(folder, first, len(shards))
+    counts = first.get("partition_count", len(shards))
+    shapes = [
+        {name: torch.Size(shape) for name, shape in each.items()}  # with experts they are tuples
+        for each in models[0]["param_shapes"] or _flat_shapes(shards)
+    ]
+    replicas = counts if isinstance(counts, Sequence) else [int(counts)] * len(shapes)
+    _require_all_shards(folder, max(replicas, default=len(shards)), len(shards))
     masters = [[flat.detach() for flat in shard[key]] for shard in shards]
-    shapes, paddings = models[0]["param_shapes"], first.get("param_alignment_paddings")
+    paddings = first.get("param_alignment_paddings")
     partitions = Partitions(shapes, paddings, len(shards), is_zero3)
-    return {**_trained(masters, partitions), **(_frozen(models) if is_zero3 else {})}
+    is_strided = not models[0].get("ds_config", {}).get("use_data_before_expert_parallel", False)
+    trained = _trained(masters, partitions, replicas, is_strided)
+    return {**trained, **(_frozen(models) if is_zero3 else {})}
+
+
+def exported(saved: torch.Tensor, master: ParameterState | None, dtype: Precision) -> SavedWeight:
+    """A weight to export: `saved` as the module has it, or its fp32 copy if there is one."""
+    if master is None:
+        return saved_weight(saved, dtype)
+    target = target_type(master.dtypes[MASTER], saved.dtype, dtype)
+    shape = saved.shape if saved.numel() else master.shape  # a placeholder under ZeRO-3
+    return SavedWeight(shape, target, lambda: master.full_tensor(MASTER, target).view(shape))
 
 
 def _trained(
-    masters: Sequence[Sequence[torch.Tensor]], partitions: Partitions
+    masters: Sequence[Sequence[torch.Tensor]],
+    partitions: Partitions,
+    replicas: Sequence[int],
+    is_strided: bool,
 ) -> dict[str, ParameterState]:
-    """The trained parameters, from each rank's flat partitions."""
-    found = {
-        # With an empty fragment: a parameter may have no elements.
-        name: ParameterState(shape, buffer, [(0, {MASTER: masters[0][buffer][:0]})])
-        for buffer, shapes in enumerate(partitions.buffers)
-        for name, shape in shapes.items()
-    }
-    for buffer in range(len(partitions.buffers)):
-        partition_elements = masters[0][buffer].numel()  # no other rank's is larger
-        for rank, flat_partitions in enumerate(masters):
-            for fragment in partitions.fragments(buffer, rank, partition_elements):
-                end = fragment.offset + fragment.count
-                view = flat_partitions[buffer][fragment.offset : end]
-                found[fragment.name].fragments.append((fragment.first, {MASTER: view}))
+    """The trained parameters, from each rank's flat partitions.
+
+    Args:
+        replicas: of each buffer, how many ranks share one copy of it. Experts have fewer than there
+            are ranks, and as many different buffers as there are expert-parallel ranks.
+        is_strided: whether neighbouring ranks hold different experts.
+    """
+    found: dict[str, ParameterState] = {}
+    for buffer, shapes in enumerate(partitions.buffers):
+        count = replicas[buffer]
+        different = len(masters) // count
+        for part in range(different):
+            sharing = masters[part::different] if is_strided else masters[part * count :][:count]
+            named = _global_names(shapes, part)
+            for name, shape in shapes.items():
+                # With an empty fragment: a parameter may have no elements.
+                empty = [(0, {MASTER: sharing[0][buffer][:0]})]
+                found[named[name]] = ParameterState(shape, buffer, empty)
+            partition_elements = sharing[0][buffer].numel()  # no other rank's is larger
+            for place, flat_partitions in enumerate(sharing):
+                for fragment in partitions.fragments(buffer, place, partition_elements):
+                    end = fragment.offset + fragment.count
+                    view = flat_partitions[buffer][fragment.offset : end]
+                    found[named[fragment.name]].fragments.append((fragment.first, {MASTER: view}))
     return found
+
+
+def _global_names(shapes: Shapes, part: int) -> dict[str, str]:
+    """The parameters' names in the whole model; an expert's index counts those of earlier ranks."""
+    experts = {name: match for name in shapes if (match := _EXPERT.fullmatch(name))}
+    local: dict[str, set[str]] = {}
+    for match in experts.values():
+        local.setdefault(match[1], set()).add(match[2])
+    return {name: name for name in shapes} | {
+        name: f"{match[1]}{part * len(local[match[1]]) + int(match[2])}{match[3]}"
+        for name, match in experts.items()
+    }
+
+
+def _flat_shapes(shards: Sequence[Mapping[str, Any]]) -> list[dict[str, list[int]]]:
+    """The sizes of the parameters, where DeepSpeed saves only the places of their fragments."""
+    buffers: list[dict[str, int]] = [{} for _ in shards[0]["param_slice_mappings"]]
+    for shard in shards:
+        for sizes, places in zip(buffers, shard["param_slice_mappings"], strict=True):
+            for name, place in places.items():
+                sizes[name] = sizes.get(name, 0) + place.numel
+    return [{name: [size] for name, size in sizes.items()} for sizes in buffers]
 
 
 def _frozen(models: Sequence[Mapping[str, Any]]) -> dict[str, ParameterState]:
@@ -86,21 +145,9 @@ def _frozen(models: Sequence[Mapping[str, Any]]) -> dict[str, ParameterState]:
     return found
 
 
-def _require_all_shards(folder: Path, first: Mapping[str, Any], shards: int) -> None:
-    counts = first.get("partition_count", shards)
-    expected = max(counts) if isinstance(counts, Sequence) else int(counts)
+def _require_all_shards(folder: Path, expected: int, shards: int) -> None:
     if shards != expected:
         raise CheckpointError(
             f"{folder} has the *_optim_states.pt of {shards} data-parallel ranks, but {expected} "
             "ranks saved the checkpoint; fetch all shards"
         )
-
-
-def _by_rank(folder: Path, kind: str) -> list[Path]:
-    """Files of a kind, in the order of data-parallel ranks."""
-
-    def rank(file: Path) -> int:
-        match = _RANK.search(file.name)
-        return int(match[1]) if match else 0
-
-    return sorted(folder.glob(f"*_{kind}_states.pt"), key=rank)

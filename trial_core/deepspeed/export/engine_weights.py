@@ -11,63 +11,63 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping, Set
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from trial_core.controller.safe_load import Reader
 from trial_core.deepspeed.checkpoint_engine import CHECKPOINT_CLASSES
-from trial_core.deepspeed.export.consolidate import consolidated
-from trial_core.deepspeed.reshard.parameter_state import MASTER, ParameterState
+from trial_core.deepspeed.export.consolidate import consolidated, exported
+from trial_core.deepspeed.export.model_parallel_weights import joined
+from trial_core.deepspeed.export.pipeline_weights import LAYER, pipeline_weights
+from trial_core.deepspeed.fingerprints import check_exported, fingerprints_of
+from trial_core.deepspeed.reshard.parameter_state import ParameterState
+from trial_core.deepspeed.reshard.saved_state import MODEL_STATES, OPTIMIZER_STATES, rank_files
 from trial_core.errors import CheckpointError
 from trial_core.export.weights import (
     Precision,
-    Weights,
-    copied,
+    SavedWeight,
     first_names,
     has_16bit_weights,
-    target_type,
     tensors_of,
 )
 
-_MODEL_STATES = re.compile(r"(zero_pp_rank_\d+_)?mp_rank_(\d+)_model_states\.pt")
-_LAYER = re.compile(r"layer_(\d+)-(?:model_(\d+)-)?model_states\.pt")
+_EXPERT = re.compile(r"layer_\d+_expert_\d+_mp_rank_(\d+)_model_states\.pt")
 _logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, eq=False)  # tied names have the same one
-class SavedWeight:
-    """A weight in a checkpoint's files.
-
-    Attributes:
-        shape: of the whole tensor.
-        read: the whole tensor: contiguous, on the CPU, in its own memory.
-    """
-
-    shape: torch.Size
-    read: Callable[[], torch.Tensor]
-
-
-def export_weights(
+def checked_weights(
     folder: Path, engine: int = 0, dtype: Precision = "fp32", reader: Reader | None = None
-) -> Weights:
-    """The weights and persistent buffers of one engine, by the names of its ``state_dict``.
+) -> dict[str, SavedWeight]:
+    """As `saved_weights`; each is compared with its fingerprint when it is read."""
+    known = fingerprints_of(folder, engine)
 
-    All tensors are contiguous, on the CPU, and own their memory; tied names map to one tensor.
-    Called by one process; needs no other ranks. Arguments and errors: see `saved_weights`.
-    """
+    def read(name: str, weight: SavedWeight) -> torch.Tensor:
+        tensor = weight.read()
+        check_exported(known, {name: tensor})
+        return tensor
+
+    checked: dict[SavedWeight, SavedWeight] = {}
     saved = saved_weights(folder, engine, dtype, reader)
-    tensors = {weight: weight.read() for weight in dict.fromkeys(saved.values())}
-    return {name: tensors[weight] for name, weight in saved.items()}
+    for name, weight in saved.items():
+        if weight not in checked:
+            checked[weight] = replace(weight, read=partial(read, name, weight))
+    return {name: checked[weight] for name, weight in saved.items()}
 
 
 def saved_weights(
     folder: Path, engine: int = 0, dtype: Precision = "fp32", reader: Reader | None = None
 ) -> dict[str, SavedWeight]:
-    """As `export_weights`, but a weight takes memory only when it is read.
+    """The weights and persistent buffers of one engine, by the names of its ``state_dict``.
+
+    All tensors are contiguous, on the CPU, and own their memory; tied names map to one weight,
+    which takes memory only when it is read. Called by one process; needs no other ranks. Experts
+    have their global names; a pipeline's layers those of a ``torch.nn.Sequential``. The parts of
+    AutoTP's ranks are joined.
 
     Args:
         folder: a checkpoint's verified files, at least those of tag ``model{engine}``.
@@ -82,23 +82,61 @@ def saved_weights(
             the files hold objects that the reader does not trust.
     """
     reader = reader or Reader(classes=CHECKPOINT_CLASSES)
-    files = sorted((folder / f"model{engine}").glob("*.pt"))
-    if any("_expert_" in file.name for file in files):
+    tag = folder / f"model{engine}"
+    files = sorted(tag.glob("*.pt"))
+    if any(LAYER.fullmatch(file.name) for file in files):
+        return pipeline_weights(folder, engine, dtype, reader)
+    ranks = sorted(
+        {int(match[2]) for file in files if (match := MODEL_STATES.fullmatch(file.name))}
+    )
+    if not ranks:
         raise CheckpointError(
-            f"engine {engine} has a mixture of experts; export does not support it, because "
-            "DeepSpeed saves each expert's weights in a separate file"
+            f"{folder} has no DeepSpeed weights of engine {engine} "
+            f"(model{engine}/*_model_states.pt)"
         )
-    if any(file.name.startswith("layer_") for file in files):
-        return _pipeline_weights(files, engine, dtype, reader)
-    model_file = _model_states(files, folder, engine)
-    state = reader.load_mapped(model_file)
-    module = tensors_of(state["module"])
+    states = [_model_states(tag, files, rank, engine, reader) for rank in ranks]
+    shared = states[0].get("shared_params") or {}  # only global rank 0 lists them
+    parts = [
+        _rank_weights(tag, {**state, "shared_params": shared}, rank, engine, dtype, reader)
+        for rank, state in zip(ranks, states, strict=True)
+    ]
+    return joined(parts, states[0], engine) if len(parts) > 1 else parts[0]
+
+
+def _model_states(
+    tag: Path, files: Sequence[Path], rank: int, engine: int, reader: Reader
+) -> dict[str, Any]:
+    """A model-parallel rank's model states, with the experts of all ranks."""
+    state: dict[str, Any] = reader.load_mapped(rank_files(tag, MODEL_STATES, rank)[0][1])
+    if state.get("ds_autoep_layers"):
+        raise CheckpointError(
+            f"engine {engine} has experts that DeepSpeed's AutoEP has divided; export does not "
+            "know their layout: save them in the trial, or use deepspeed.moe.layer.MoE"
+        )
+    experts = [
+        file for file in files if (match := _EXPERT.fullmatch(file.name)) and int(match[1]) == rank
+    ]
+    if len(experts) != (expected := sum(state.get("num_experts") or ())):
+        raise CheckpointError(
+            f"engine {engine} has {expected} experts, but the checkpoint has the files of "
+            f"{len(experts)} (model{engine}/layer_…_expert_…_model_states.pt); fetch all files"
+        )
+    for file in experts:
+        state["module"] = {**state["module"], **reader.load_mapped(file)}
+    return state
+
+
+def _rank_weights(
+    tag: Path, state: Mapping[str, Any], rank: int, engine: int, dtype: Precision, reader: Reader
+) -> dict[str, SavedWeight]:
+    """The weights of a model-parallel rank; under ZeRO-3 its module holds placeholders for them."""
+    module, shared = tensors_of(state["module"]), state["shared_params"]
     has_16bit = has_16bit_weights(module, f"engine {engine}", dtype)
-    is_partitioned = model_file.name.startswith("zero_pp_rank")
-    has_shards = any(file.name.endswith("_optim_states.pt") for file in files)
+    is_partitioned = rank_files(tag, MODEL_STATES, rank)[0][0] is not None
+    has_shards = bool(rank_files(tag, OPTIMIZER_STATES, rank))
     masters: Mapping[str, ParameterState] = {}
     if is_partitioned or (has_shards and dtype == "fp32"):
-        masters = consolidated(folder / f"model{engine}", reader.load_mapped)
+        masters = consolidated(tag, reader.load_mapped, rank)
     elif dtype == "fp32" and has_16bit:
         _logger.warning(
             "engine %d was trained without ZeRO, so export reads only 16-bit weights: the exported "
@@ -106,69 +144,20 @@ def saved_weights(
             engine,
         )
     buffers = set(state.get("buffer_names") or ())
-    shared = state.get("shared_params") or {}
-    first_name = first_names(module, shared)
     weights: dict[str, SavedWeight] = {}
-    for name, saved in module.items():
-        if first_name[name] != name:
-            weights[name] = weights[first_name[name]]
+    for each, first in first_names(module, shared).items():
+        saved = module[each]
+        if first != each:
+            weights[each] = weights[first]
             continue
-        master = None if name in buffers else masters.get(name, masters.get(shared.get(name, "")))
-        if master is None and is_partitioned and name not in buffers and saved.numel() == 0:
+        master = None if each in buffers else masters.get(each, masters.get(shared.get(each, "")))
+        if master is None and shared.get(each, each) not in module:
+            continue  # frozen and tied: DeepSpeed leaves it out by its first name only
+        if master is None and is_partitioned and each not in buffers and saved.numel() == 0:
             raise CheckpointError(
-                f"DeepSpeed's ZeRO-3 checkpoint does not hold {name!r}; the probable cause is a "
+                f"DeepSpeed's ZeRO-3 checkpoint does not hold {each!r}; the probable cause is a "
                 "module that its parent holds under two names. Give it one name, or train it with "
                 "ZeRO 0 to 2"
             )
-        if master is None:
-            weights[name] = SavedWeight(saved.shape, partial(copied, saved, dtype))
-        else:
-            target = target_type(master.dtypes[MASTER], saved.dtype, dtype)
-            weights[name] = SavedWeight(master.shape, partial(master.full_tensor, MASTER, target))
+        weights[each] = exported(saved, master, dtype)
     return weights
-
-
-def _model_states(files: list[Path], folder: Path, engine: int) -> Path:
-    """The file with the module's state; under ZeRO-3 it holds placeholders for the weights."""
-    states = {file: match for file in files if (match := _MODEL_STATES.fullmatch(file.name))}
-    _refuse_model_parallel({match[2] for match in states.values()}, engine)
-    if not states:
-        raise CheckpointError(
-            f"{folder} has no DeepSpeed weights of engine {engine} "
-            f"(model{engine}/*_model_states.pt)"
-        )
-    return next(iter(states))
-
-
-def _pipeline_weights(
-    files: list[Path], engine: int, dtype: Precision, reader: Reader
-) -> dict[str, SavedWeight]:
-    """A pipeline's weights, from one file for each layer.
-
-    Names are those of a ``torch.nn.Sequential`` of the layers: ``0.weight``. DeepSpeed does not
-    save which layers are tied, so each tied layer has its own, equal copy.
-    """
-    layers = {file: match for file in files if (match := _LAYER.fullmatch(file.name))}
-    _refuse_model_parallel({match[2] for match in layers.values()}, engine)
-    module: Weights = {}
-    for file, match in sorted(layers.items(), key=lambda item: int(item[1][1])):
-        named = tensors_of(reader.load_mapped(file)).items()
-        module.update({f"{int(match[1])}.{name}": tensor for name, tensor in named})
-    if has_16bit_weights(module, f"engine {engine}", dtype) and dtype == "fp32":
-        raise CheckpointError(
-            f"engine {engine} is a pipeline trained in 16 bits; export cannot consolidate its fp32 "
-            "weights, which are in the optimizer state of every stage. Export with --dtype 16bit"
-        )
-    first_name, weights = first_names(module, {}), dict[str, SavedWeight]()
-    for name, saved in module.items():
-        tie = weights.get(first_name[name])
-        weights[name] = tie or SavedWeight(saved.shape, partial(copied, saved, dtype))
-    return weights
-
-
-def _refuse_model_parallel(parts: Set[str | None], engine: int) -> None:
-    if len(parts) > 1:
-        raise CheckpointError(
-            f"engine {engine} is split over {len(parts)} model-parallel ranks; export cannot join "
-            "its parts, because only the trial knows how it divides its weights"
-        )

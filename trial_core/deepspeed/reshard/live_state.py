@@ -12,13 +12,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.moe.layer import MoE
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.utils import is_optimized_parameter
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from trial_core.deepspeed.reshard.parameter_state import MASTER, ParameterState, ZeroStateKeys
+from trial_core.deepspeed.reshard.parameter_state import (
+    MASTER,
+    MUON_MOMENTUM,
+    ParameterState,
+    ZeroStateKeys,
+)
 from trial_core.deepspeed.reshard.partitions import Partitions, zero3_part_elements
 from trial_core.deepspeed.reshard.saved_state import SourceEngine
 from trial_core.errors import CheckpointError
@@ -29,12 +35,8 @@ _ZERO_OPTIMIZERS = (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3, BF16_
 def check_engine(engine: DeepSpeedEngine) -> None:
     """Check that an engine's state can be resharded. Raises CheckpointError, which says why not."""
     unsupported = None
-    if engine.has_moe_layers:
-        unsupported = "a mixture of experts"
-    elif engine.zero_nvme_offload_optimizer():
-        unsupported = "optimizer states on NVMe"
-    elif engine.zero_optimization() and engine.zero_elastic_checkpoint():
-        unsupported = "zero_optimization.elastic_checkpoint"
+    if engine.has_moe_layers and _divides_experts(engine):
+        unsupported = "experts that the ranks divide (ep_size > 1, or AutoEP)"
     elif engine.zero_optimization() and type(engine.optimizer) not in _ZERO_OPTIMIZERS:
         unsupported = f"DeepSpeed's {type(engine.optimizer).__name__}"
     if unsupported is not None:
@@ -146,10 +148,14 @@ def zero_optimizer_state(
             key: torch.zeros(flat.numel(), dtype=dtype)
             for key, dtype in _dtypes(parameters).items()
         }
-        for fragment in partitions.fragments(buffer, rank, flat.numel()):
+        fragments = partitions.fragments(buffer, rank, flat.numel())
+        for fragment in fragments:
             for key, tensor in filled.items():
                 target = tensor[fragment.offset : fragment.offset + fragment.count]
                 source.parameters[fragment.name].copy(key, fragment.first, target)
+        if fragments and MUON_MOMENTUM in filled and _keeps_whole_momentum(engine, buffer):
+            whole = [source.parameters[each.name].full_tensor(MUON_MOMENTUM) for each in fragments]
+            filled[MUON_MOMENTUM] = torch.cat([each.flatten() for each in whole])
         masters.append(filled.pop(MASTER))
         state[buffer] = {**filled, **_common_scalars(parameters)}
     base_optimizer = {
@@ -176,10 +182,26 @@ def full_optimizer_state(engine: DeepSpeedEngine, source: SourceEngine) -> dict[
 # --------------------------------------------------------------------------------- internals
 
 
+def _divides_experts(engine: DeepSpeedEngine) -> bool:
+    """Whether ranks have different experts. With an ep_size of 1 each rank has all of them."""
+    layers = [each for each in engine.module.modules() if isinstance(each, MoE)]
+    return not layers or any(layer.ep_size > 1 for layer in layers)
+
+
 def _data_parallel_place(engine: DeepSpeedEngine) -> tuple[int, int]:
     """This rank's index among the ranks that share the optimizer's state, and their number."""
     group = engine.optimizer.dp_process_group
     return dist.get_rank(group=group), dist.get_world_size(group=group)
+
+
+def _keeps_whole_momentum(engine: DeepSpeedEngine, buffer: int) -> bool:
+    """Whether this rank holds Muon's momentum of whole parameters: see `MUON_MOMENTUM`."""
+    optimizer = engine.optimizer
+    return (
+        isinstance(optimizer, DeepSpeedZeroOptimizer)
+        and bool(optimizer.param_groups[buffer].get("use_muon"))
+        and not optimizer.cpu_offload
+    )
 
 
 def _flat_partitions(optimizer: Any) -> tuple[list[torch.Tensor], bool]:

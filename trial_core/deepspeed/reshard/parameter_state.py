@@ -20,6 +20,10 @@ Groups = list[dict[str, Any]]
 MASTER = "master"
 """Key of a parameter's fp32 weights, beside the optimizer's own keys such as ``exp_avg``."""
 
+MUON_MOMENTUM = "momentum_buffer"
+"""Key of Muon's momentum. With ZeRO 1 and 2, unless the optimizer is offloaded, a rank holds all of
+it for each parameter of which its partition has elements, end to end."""
+
 
 @dataclass(frozen=True)
 class ZeroStateKeys:
@@ -99,7 +103,8 @@ def parameters_from_partitions(
     if not isinstance(first[keys.base_optimizer], Mapping):
         raise CheckpointError(
             "the checkpoint was saved with DeepSpeed's zero_optimization.elastic_checkpoint, "
-            "which does not keep the optimizer's groups; resume on as many ranks as saved it"
+            "which does not keep the optimizer's groups; load only the weights: "
+            "searcher.source_weights_only=true"
         )
     groups: Groups = first[keys.base_optimizer]["param_groups"]
     group_of = {buffer: i for i, group in enumerate(groups) for buffer in group["params"]}
@@ -111,12 +116,17 @@ def parameters_from_partitions(
             found[name] = ParameterState(shape, group_of[buffer])
         # Rank 0's partition is never padded unless it is the only one: no other rank's is larger.
         partition_elements = first[keys.masters][buffer].numel()
-        for rank, optimizer in enumerate(optimizers):
+        states = [each[keys.base_optimizer]["state"].get(buffer, {}) for each in optimizers]
+        cuts = [
+            partitions.fragments(buffer, rank, partition_elements)
+            for rank in range(len(optimizers))
+        ]
+        is_muon = not is_zero3 and bool(groups[group_of[buffer]].get("use_muon"))
+        is_whole = is_muon and _holds_whole_momentum(shapes, cuts, states)
+        for optimizer, fragments, state in zip(optimizers, cuts, states, strict=True):
             master = optimizer[keys.masters][buffer].detach()
             padding = 0 if is_zero3 else optimizer["group_paddings"][buffer]
-            state = optimizer[keys.base_optimizer]["state"].get(buffer, {})
-            fragments = partitions.fragments(buffer, rank, partition_elements)
-            _add_fragments(found, fragments, master, padding, state)
+            _add_fragments(found, fragments, master, padding, state, is_whole)
     return found, groups
 
 
@@ -177,19 +187,33 @@ def require_group_count(saved: int, now: int) -> None:
         )
 
 
+def _holds_whole_momentum(
+    shapes: Shapes, cuts: Sequence[list[Fragment]], states: Sequence[Mapping[str, Any]]
+) -> bool:
+    """Whether each rank holds Muon's momentum of whole parameters, not of its partition."""
+    expected = [sum(shapes[each.name].numel() for each in fragments) for fragments in cuts]
+    seen = [state[MUON_MOMENTUM].numel() if MUON_MOMENTUM in state else 0 for state in states]
+    return seen == expected
+
+
 def _add_fragments(
     found: Mapping[str, ParameterState],
     fragments: list[Fragment],
     master: torch.Tensor,
     padding: int,
     state: Mapping[str, Any],
+    has_whole_momentum: bool,
 ) -> None:
     """Add one partition's fragments to the parameters in `found`.
 
     Args:
         padding: number of elements that the optimizer's state has beyond those of `master`.
+        has_whole_momentum: whether `MUON_MOMENTUM` is of whole parameters.
     """
-    size = master.numel()
+    size, position = master.numel(), 0
+    if has_whole_momentum:
+        momentum = state.get(MUON_MOMENTUM, master[:0])  # empty: no parameters on this rank
+        state = {key: value for key, value in state.items() if key != MUON_MOMENTUM}
     tensors, scalars = _split_state(state, (size, size + padding))
     for fragment in fragments:
         end = fragment.offset + fragment.count
@@ -201,6 +225,10 @@ def _add_fragments(
             )
         views = {key: flat[fragment.offset : end] for key, flat in tensors.items()}
         views[MASTER] = master[fragment.offset : end]
+        if has_whole_momentum:
+            begin = position + fragment.first
+            views[MUON_MOMENTUM] = momentum[begin : begin + fragment.count]
+            position += found[fragment.name].shape.numel()
         found[fragment.name].scalars = scalars
         found[fragment.name].fragments.append((fragment.first, views))
 

@@ -12,6 +12,7 @@ convert between ZeRO 1 or 2 and ZeRO-3.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from trial_core.deepspeed.checkpoint_engine import checkpoint_engines_replaced
 from trial_core.deepspeed.reshard.live_state import (
@@ -35,8 +37,11 @@ from trial_core.deepspeed.reshard.saved_state import (
     OPTIMIZER_STATES,
     ReadFile,
     SourceEngine,
+    rank_files,
 )
-from trial_core.errors import TrialError
+from trial_core.errors import CheckpointError, TrialError
+
+_EXPERT = re.compile(r"\.deepspeed_experts\.(\d+)\.")
 
 
 @contextmanager
@@ -48,19 +53,53 @@ def resharded(engines: Sequence[DeepSpeedEngine], folder: Path, read: ReadFile) 
         read: reads a file; should map tensors, so that they need no memory.
 
     Yields:
-        The folder to load from: its files are empty, or links; they only have the right names.
+        The folder to load from. The engines' files in it are empty, or links; they only have the
+        right names. The checkpoint's other files are links.
 
     Raises:
         CheckpointError: an engine's state cannot be resharded; says why.
     """
     with TemporaryDirectory(prefix="trialflow-") as name:
         target = Path(name)
+        tags = {f"model{index}" for index in range(len(engines))}
+        for path in folder.iterdir():
+            if path.name not in tags:
+                (target / path.name).symlink_to(path.absolute())
         replacements = (
             _ReshardingCheckpointEngine(engine, folder / f"model{i}", target / f"model{i}", read)
             for i, engine in enumerate(engines)
         )
         with checkpoint_engines_replaced(engines, replacements):
             yield target
+
+
+def is_ordered_otherwise(engine: DeepSpeedEngine, folder: Path, read: ReadFile) -> bool:
+    """Whether `zero_optimization.round_robin_gradients` changes the order of saved parameters.
+
+    DeepSpeed's own loading does not notice.
+
+    Args:
+        folder: the files under the engine's tag.
+
+    Raises:
+        CheckpointError: it does, and not all shards are here, so that this cannot be resharded.
+    """
+    rank, is_zero12 = (
+        engine.checkpoint_mp_rank,
+        isinstance(engine.optimizer, DeepSpeedZeroOptimizer),
+    )
+    files = rank_files(folder, MODEL_STATES, rank) if is_zero12 and folder.is_dir() else []
+    saved = [*map(list, read(files[0][1])["param_shapes"] or ())] if files else []
+    now = [*map(list, engine._get_zero_param_shapes())] if files else []
+    if saved == now or [*map(sorted, saved)] != [*map(sorted, now)]:
+        return False
+    if len(rank_files(folder, OPTIMIZER_STATES, rank)) != engine.seq_dp_world_size:
+        raise CheckpointError(
+            "the optimizer's parameters are in another order than when the checkpoint was saved, "
+            "and this machine does not hold the shards of all ranks; set DeepSpeed's "
+            "zero_optimization.round_robin_gradients to what it was"
+        )
+    return True
 
 
 class _ReshardingCheckpointEngine(CheckpointEngine):
@@ -89,7 +128,10 @@ class _ReshardingCheckpointEngine(CheckpointEngine):
             elif OPTIMIZER_STATES.fullmatch(file.name):
                 self._has_shards = True
             else:
-                (target_folder / file.name).symlink_to(file.absolute())  # layers of a pipeline
+                # Layers of a pipeline, or experts.
+                (target_folder / file.name).symlink_to(file.absolute())
+        if engine.has_moe_layers:
+            self._check_experts()
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """The content that the file of this name would have on this rank."""
@@ -136,6 +178,33 @@ class _ReshardingCheckpointEngine(CheckpointEngine):
         live: dict[str, Any] = self._engine.optimizer.state_dict()
         saved = {key: value for key, value in self._source.global_state.items() if key in live}
         return {**live, **saved, **zero_optimizer_state(self._engine, live, self._source)}
+
+    def _check_experts(self) -> None:
+        """Check that each rank that saved a mixture of experts had all of them, and ZeRO, too.
+
+        Raises:
+            CheckpointError: the experts were divided, or their optimizer's state is in other files.
+        """
+        rank = self._engine.checkpoint_mp_rank
+        reason = None
+        if self._has_shards != self._engine.zero_optimization():
+            reason = f"{'with' if self._has_shards else 'without'} ZeRO"
+        elif not self._has_shards:
+            if len(list(self._folder.glob(f"expp_rank_*_mp_rank_{rank:02d}_optim_states.pt"))) > 1:
+                reason = "with an ep_size > 1"
+        elif rank in self._model_files:
+            model = self._read(self._folder / self._model_files[rank])
+            found = [_EXPERT.search(name) for shapes in model["param_shapes"] for name in shapes]
+            experts = [int(match[1]) for match in found if match]
+            if experts and max(experts) + 1 < max(model["num_experts"]):
+                reason = "with an ep_size > 1"
+        if reason is not None:
+            raise CheckpointError(
+                f"the checkpoint of a mixture of experts was saved {reason}, and DeepSpeed's files "
+                "of its optimizer have another layout then; resume with as many ranks, the ep_size "
+                "and the ZeRO stage that saved it, or load only the weights: "
+                "searcher.source_weights_only=true"
+            )
 
     @property
     def _source(self) -> SourceEngine:

@@ -54,22 +54,24 @@ class SourceEngine:
         self, folder: Path, model_rank: int, target_groups: Sequence[Shapes], read: ReadFile
     ) -> None:
         self._folder = folder
-        model_files = _files(folder, MODEL_STATES, model_rank)
+        model_files = rank_files(folder, MODEL_STATES, model_rank)
         if not model_files:
             raise CheckpointDamaged(f"{folder} has no *_model_states.pt of rank {model_rank}")
         self._models = [read(file) for _, file in model_files]
         self.model: dict[str, Any] = self._models[0]
         self._is_zero3 = model_files[0][0] is not None
         self.global_state: dict[str, Any] = {}
-        shards = [read(file) for _, file in _files(folder, OPTIMIZER_STATES, model_rank)]
+        shards = [read(file) for _, file in rank_files(folder, OPTIMIZER_STATES, model_rank)]
         if shards:
             self._require_all_shards(len(shards))
             optimizers = [shard["optimizer_state_dict"] for shard in shards]
             first = optimizers[0]
             self.global_state = {key: first[key] for key in GLOBAL_STATE if key in first}
-            self.parameters, self.groups = parameters_from_partitions(
-                self.model["param_shapes"], optimizers
-            )
+            buffers = [  # of a mixture of experts, DeepSpeed saves plain tuples
+                {name: torch.Size(shape) for name, shape in shapes.items()}
+                for shapes in self.model["param_shapes"]
+            ]
+            self.parameters, self.groups = parameters_from_partitions(buffers, optimizers)
         else:
             self.parameters, self.groups = parameters_from_full_state(
                 self.model["module"], self.model["optimizer"], target_groups
@@ -146,7 +148,7 @@ def _membership(group: int | None) -> str:
     return "not trained" if group is None else f"in group {group} of the optimizer"
 
 
-def _files(
+def rank_files(
     folder: Path, pattern: re.Pattern[str], model_rank: int
 ) -> list[tuple[int | None, Path]]:
     """A model-parallel rank's files of one kind, by data-parallel rank (None: not in the name)."""

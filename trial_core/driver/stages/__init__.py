@@ -17,8 +17,10 @@ from typing_extensions import ParamSpec
 from trial_core.background import in_background
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.resume_point import Restore, ResumePoint
+from trial_core.config.stages_section import StageConfig
 from trial_core.driver.run import Launch
 from trial_core.driver.stages import build, callbacks, checkpoint, script, upload_run_files
+from trial_core.driver.stages.own_stage import own_stage
 from trial_core.driver.stages.script import RunningScript, WhatHappened
 from trial_core.driver.stages.train_workload import train_workload
 from trial_core.driver.stages.validate import check_metrics, validate
@@ -81,6 +83,7 @@ class Stages:
     run_script: Callable[[Launch, RunningScript, ScriptProgress, int], WhatHappened]
     attach_trial: Callable[[Launch], None]
     upload_run_files: Callable[[Launch, int], str]
+    own_stage: Callable[[Launch, StageConfig, dict[str, Any]], Pending[Any]]
 
 
 PLAIN_STAGES = Stages(
@@ -97,5 +100,6 @@ PLAIN_STAGES = Stages(
     run_script=script.run_script,
     attach_trial=build.attach_trial,
     upload_run_files=retried(upload_run_files.upload_run_files),
+    own_stage=beside(own_stage),
 )
 """The stages without Prefect: each is called, and those beside training in a thread."""

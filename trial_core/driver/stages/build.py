@@ -9,7 +9,7 @@ from typing import Any
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.resume_point import Restore, ResumePoint
 from trial_core.driver.run import Launch
-from trial_core.errors import CheckpointDamaged, StorageError
+from trial_core.errors import CheckpointDamaged, StorageError, TrialError
 from trial_core.messages import (
     AttachTrial,
     BuildLoadersAndRestore,
@@ -35,6 +35,7 @@ def build_trial(launch: Launch) -> None:
             experiment=run.config.model_dump(mode="json"),
             run_dir=str(run.run_dir),
             storage=run.store.spec,
+            micro_batch_samples=launch.micro_batch_samples,
         )
         note_built(launch, launch.ask(request, TrialBuilt))
     nodes = launch.slots.nodes
@@ -83,6 +84,7 @@ def _describe(built: TrialBuilt) -> str:
         f"{topology.data_parallel_size} data-parallel",
         f"{topology.pipeline_parallel_size} pipeline stages",
         f"{topology.model_parallel_size} model-parallel",
+        f"{topology.sequence_parallel_size} sequence-parallel",
     ]
     shown = [part for part in parts if not part.startswith("1 ")]
     if topology.is_state_divided:
@@ -139,7 +141,7 @@ def _fetch(launch: Launch, manifest: Manifest, restore: Restore) -> str | None:
 def build_loaders(launch: Launch, point: ResumePoint) -> EpochLength | None:
     """Build the loaders and restore the checkpoint. Return the length of an epoch."""
     begin = point.progress.batches_trained
-    launch.progress.batches_trained = begin
+    launch.progress.batches_trained = launch.progress.began_at = begin
     launch.run.clock.starts_at(begin)
     with launch.stage("build-loaders", f"@{begin}"):
         request = BuildLoadersAndRestore(
@@ -152,4 +154,11 @@ def build_loaders(launch: Launch, point: ResumePoint) -> EpochLength | None:
         ranks = launch.ask(request, ReadyToTrain)
         launch.run.clock.count_as("restore", max(rank.restore_seconds for rank in ranks))
     launch.answers.epoch = ranks[0].epoch
+    launch.answers.loads_micro_batches = all(r.loads_micro_batches is not False for r in ranks)
+    if launch.micro_batch_samples is not None and not launch.answers.loads_micro_batches:
+        raise TrialError(
+            "the memory is too small for the configured micro-batches, and the training loader "
+            "does not take smaller ones: its batch_size is another number than "
+            "engine.train_micro_batch_size_per_gpu(). Pass it that, or reduce both"
+        )
     return launch.answers.epoch

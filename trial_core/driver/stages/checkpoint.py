@@ -24,6 +24,7 @@ from trial_core.messages import (
 )
 from trial_core.retention.policy import RetentionPolicy
 from trial_core.retention.pruning import prune_trial
+from trial_core.retention.shared_files import announce_shared_upload
 from trial_core.run.sequencer import Progress
 from trial_core.text_format import plural, size
 from trial_core.transfer.staged_checkpoint import StagedCheckpoint
@@ -70,10 +71,12 @@ def checkpoint_upload(launch: Launch, staged: StagedCheckpoint) -> Manifest:
     if answers.topology is None:
         raise SlotsError("a checkpoint is saved only after the trial was built")
     with launch.stage("checkpoint-upload", f"@{staged.progress.batches_trained}"):
-        run.store.announce_upload(run.trial, staged.uuid, launch.attempt, run.fence)
-        code = upload_code(run.store, staged.uuid, launch.code.archive)
+        base, shared = announce_shared_upload(
+            run.store, run.trial, staged.uuid, launch.attempt, run.fence, run.logger
+        )
+        code = upload_code(run.store, staged.uuid, launch.code.archive, shared)
         manifest = staged.manifest(
-            _upload(launch, staged),
+            _upload(launch, staged, shared),
             trial=run.trial,
             attempt=launch.attempt,
             config=run.config,
@@ -82,15 +85,16 @@ def checkpoint_upload(launch: Launch, staged: StagedCheckpoint) -> Manifest:
             epoch=answers.epoch,
             code=code,
         )
-        run.store.commit(manifest, run.fence)
+        run.store.commit(manifest, run.fence, base)
         # Before the next request: the checkpoint is committed, even if that request fails.
         run.observer.checkpoint_committed(
             manifest.uuid, manifest.progress.batches_trained, manifest.total_bytes
         )
         launch.ask(ReleaseStaging(uuid=staged.uuid), Done, stall_seconds=None)
     run.logger.info(
-        "checkpoint %s committed: %s, %s",
+        "checkpoint %s committed: %s, %s, of which %s are new",
         manifest.uuid, plural(len(manifest.all_files), "file"), size(manifest.total_bytes),
+        size(manifest.own_bytes),
     )  # fmt: skip
     return manifest
 
@@ -103,15 +107,17 @@ def checkpoint_prune(launch: Launch, policy: RetentionPolicy, batches_trained: i
     )
 
 
-def _upload(launch: Launch, staged: StagedCheckpoint) -> dict[int, list[FileEntry]]:
+def _upload(
+    launch: Launch, staged: StagedCheckpoint, shared: list[FileEntry]
+) -> dict[int, list[FileEntry]]:
     """Upload a staged checkpoint; return each rank's files."""
     if launch.run.store.is_process_local:
         # Only this process sees that storage, so it uploads the files itself.
         return {
-            rank: upload_files(launch.run.store, staged.uuid, Path(folder), rank)
+            rank: upload_files(launch.run.store, staged.uuid, Path(folder), rank, shared=shared)
             for rank, folder in enumerate(staged.folders)
         }
-    request = PersistCheckpoint(uuid=staged.uuid)
+    request = PersistCheckpoint(uuid=staged.uuid, shared=shared)
     persisted = launch.ask(request, Persisted, _upload_stall_seconds(launch))
     for rank, result in enumerate(persisted):
         if result.problem:

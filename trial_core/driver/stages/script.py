@@ -18,7 +18,12 @@ from trial_core.messages import (
 from trial_core.run.script_progress import ScriptProgress
 from trial_core.text_format import metrics_line
 
-WhatHappened = CheckpointWritten | FitBegun | list[ScriptEnded]
+
+class UploadEnded:
+    """The upload of a checkpoint that the script did not wait for has ended."""
+
+
+WhatHappened = CheckpointWritten | FitBegun | UploadEnded | list[ScriptEnded]
 """What a script waits for, or how it has ended on each rank."""
 
 
@@ -35,17 +40,17 @@ class RunningScript:
         """Start the script. Returns at once."""
         self._thread.start()
 
-    def next_event(self) -> ScriptEvent | list[ScriptEnded]:
+    def next_event(self) -> ScriptEvent | UploadEnded | list[ScriptEnded]:
         """Wait for what the script does next: its rank 0 reports, or all ranks have ended.
 
         Raises:
             RankFailed: the script raised, or exited with another code than 0.
             Stalled, Stopped: as for any request.
         """
-        event: ScriptEvent | list[ScriptEnded] | SlotsError = self._happened.get()
+        event: ScriptEvent | UploadEnded | list[ScriptEnded] | SlotsError = self._happened.get()
         if isinstance(event, SlotsError):
             raise event
-        if self._launch.run.test_mode and not isinstance(event, FitBegun):
+        if self._launch.run.test_mode and not isinstance(event, (FitBegun, UploadEnded)):
             self._launch.slots.stop()  # a test wants no more of it
         return event
 
@@ -62,8 +67,8 @@ def run_script(
     """Let the script run on from step `begin`, and note what it reports.
 
     Returns:
-        The checkpoint that it has written, or the fit that it has begun, which it waits for; or how
-        it ended on each rank.
+        The checkpoint that it has written, or the fit that it has begun, which it waits for; that
+        an upload has ended; or how it ended on each rank.
     """
     began = time.monotonic()
     with launch.stage("run-script", f"[{begin}→]"):
@@ -89,7 +94,8 @@ def _note(launch: Launch, progress: ScriptProgress, event: MetricsReported) -> N
     run.clock.batches_trained(steps)
     run.logger.info("%s metrics at %d: %s", kind, steps, metrics_line(metrics))
     run.observer.metrics_reported(kind, steps, metrics)
-    if mistake is not None:
-        run.logger.warning("no checkpoint counts as the best: %s", mistake)
+    if mistake is not None and not progress.has_warned:
+        progress.has_warned = True
+        launch.warn([f"no checkpoint counts as the best: {mistake}"])
     if (failure := losses.failure(is_last=False, saved_at=at.saved_at)) is not None:
         raise failure

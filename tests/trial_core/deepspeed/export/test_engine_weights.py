@@ -15,11 +15,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_model
 
+from tests.support.consolidated import consolidated, export_weights
 from tests.support.manifests import new_manifest
 from tests.support.slots import TOY, Driven, drive, toy_config
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.controller.safe_load import Reader
-from trial_core.deepspeed.export.engine_weights import export_weights
 from trial_core.errors import CheckpointError
 from trial_core.export.weights import write_weights
 from trial_core.slots.slot_group import SlotGroup
@@ -28,6 +28,7 @@ from trialflow.deployments.cli.main import main
 pytestmark = pytest.mark.slots
 Warm = Callable[[int], SlotGroup]
 Weights = dict[str, torch.Tensor]
+KINDS = ("weight", "bias")
 EXPORT = "export_trials:ExportTrial"
 
 
@@ -38,7 +39,10 @@ def long(*values: Any) -> Any:
 def trained(slots: SlotGroup, folder: Path, trial: str = EXPORT, **hparams: Any) -> Driven:
     """A run of three batches that saves at its end."""
     hparams["record"] = str(folder)
-    config = toy_config(folder, 3, entrypoint=trial, hyperparameters=hparams)
+    # DeepSpeed cannot load a pipeline in bf16 without ZeRO, but it can be exported.
+    config = toy_config(
+        folder, 3, entrypoint=trial, hyperparameters=hparams, checkpointing={"verify_first": False}
+    )
     return drive(slots, config, folder, persist=True)
 
 
@@ -219,8 +223,74 @@ def test_a_pipeline_is_exported_as_its_layers(
     assert loss.item() == pytest.approx(run.validation[-1]["loss"])
 
 
-def test_a_pipeline_in_16_bits_is_exported_in_16_bits_only(tmp_path: Path) -> None:
-    """Its files hold no fp32 weights; layer 10 follows layer 9."""
+def truth_of_ranks(folder: Path, dtype: str) -> Weights:
+    """The weights that all ranks of a divided model had in memory when they saved."""
+    truth: Weights = {}
+    for file in folder.glob("truth-*.pt"):
+        truth |= {name: each[dtype] for name, each in torch.load(file).items()}
+    return truth
+
+
+@pytest.mark.parametrize(
+    ("bf16", "zero_stage"), [(True, 1), long(True, 0), long(False, 0), long(False, 1)]
+)
+def test_a_pipeline_has_the_names_of_its_tied_layers(
+    run_on: Callable[..., Run], bf16: bool, zero_stage: int
+) -> None:
+    """fp32 weights are those of each stage's optimizer; a layer without a file is not missing."""
+    run = run_on(trial="divided_trials:TiedPipeline", bf16=bf16, zero_stage=zero_stage)
+    for dtype in ("fp32", "16bit") if bf16 else ("fp32",):
+        weights = export_weights(run.files, dtype=dtype)
+        assert list(weights) == [f"{layer}.{each}" for layer in (0, 1, 3, 4) for each in KINDS]
+        expected = truth_of_ranks(run.folder, dtype)
+        assert_equal({name: weights[name] for name in expected}, expected)
+        assert weights["4.weight"] is weights["0.weight"]
+    assert len(list(run.files.glob("model0/layer_*"))) == 3
+
+
+@pytest.mark.parametrize(
+    ("experts", "bf16", "zero_stage"),
+    [
+        (4, True, 1),
+        *(long(count, *each) for count in (1, 4) for each in ((True, 2), (False, 1), (False, 0))),
+    ],
+)
+def test_experts_have_their_global_names(
+    run_on: Callable[..., Run], experts: int, bf16: bool, zero_stage: int
+) -> None:
+    """Those of all ranks are exported, fp32 from the shards of the ranks that hold them."""
+    hparams = {"experts": experts, "bf16": bf16, "zero_stage": zero_stage}
+    run = run_on(trial="divided_trials:HalfExperts", **hparams)
+    for dtype in ("fp32", "16bit") if bf16 else ("fp32",):
+        weights, expected = (
+            export_weights(run.files, dtype=dtype),
+            truth_of_ranks(run.folder, dtype),
+        )
+        assert weights.keys() == expected.keys()
+        assert_equal({name: weights[name] for name in expected}, expected)
+    assert f"experts.deepspeed_moe.experts.deepspeed_experts.{experts - 1}.weight" in weights
+
+
+@pytest.mark.parametrize(("bf16", "zero_stage"), [(True, 1), long(False, 2), long(True, 3)])
+def test_the_parts_of_tensor_parallel_ranks_are_joined(
+    run_on: Callable[..., Run], tmp_path: Path, bf16: bool, zero_stage: int
+) -> None:
+    """As DeepSpeed's own ds_to_universal joins them: AutoTP saves how it has divided."""
+    run = run_on(trial="divided_trials:AutoTensorParallel", bf16=bf16, zero_stage=zero_stage)
+    weights, expected = export_weights(run.files), consolidated(run.files / "model0", tmp_path)
+    assert weights["model.layers.0.self_attn.q_proj.weight"].shape == (16, 16)
+    assert weights["lm_head.weight"] is weights["model.embed_tokens.weight"]
+    for name in weights.keys() - {"lm_head.weight"}:
+        assert torch.equal(weights[name].flatten(), expected[f"{name}/fp32"]), name
+    if bf16:
+        half = export_weights(run.files, dtype="16bit")
+        assert all(torch.equal(half[name], weights[name].bfloat16()) for name in weights)
+
+
+def test_a_pipeline_without_shards_is_converted_from_16_bits(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With a warning; layer 10 follows layer 9."""
     states = {
         f"layer_{layer:02d}-model_states": {"weight": torch.full((2,), layer, dtype=torch.bfloat16)}
         for layer in (10, 9)
@@ -231,8 +301,9 @@ def test_a_pipeline_in_16_bits_is_exported_in_16_bits_only(tmp_path: Path) -> No
         ("9.weight", [9.0, 9.0]),
         ("10.weight", [10.0, 10.0]),
     ]
-    with pytest.raises(CheckpointError, match="Export with --dtype 16bit"):
-        export_weights(folder)
+    assert export_weights(folder)["9.weight"].dtype == torch.float32
+    assert "has no fp32 weights: the exported fp32 weights are converted" in caplog.text
+    assert "does not record which layers of engine 0 are tied" in caplog.text
 
 
 def test_converted_weights_cause_a_warning(
@@ -248,10 +319,9 @@ def test_converted_weights_cause_a_warning(
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        (["layer_0_expert_0_mp_rank_00_model_states"], "engine 0 has a mixture of experts"),
         (
             ["mp_rank_00_model_states", "mp_rank_01_model_states"],
-            "engine 0 is split over 2 model-parallel ranks",
+            "engine 0 is split over 2 model-parallel ranks; export cannot join its parts",
         ),
         ([], r"no DeepSpeed weights of engine 0 \(model0/\*_model_states\.pt\)"),
     ],
@@ -260,7 +330,7 @@ def test_weights_that_cannot_be_joined_are_refused(
     tmp_path: Path, files: list[str], message: str
 ) -> None:
     """Export never writes a part of a model."""
-    folder = fabricated(tmp_path, **{name: {} for name in files})
+    folder = fabricated(tmp_path, **{name: {"module": {}} for name in files})
     with pytest.raises(CheckpointError, match=message):
         export_weights(folder)
 

@@ -9,10 +9,9 @@ from uuid import uuid4
 
 import torch
 
-from tests.support.consolidated import consolidated
+from tests.support.consolidated import consolidated, export_weights
 from tests.support.slots import Driven, build, toy_config
 from trial_core.config import ExperimentConfig
-from trial_core.deepspeed.export.engine_weights import export_weights
 from trial_core.messages import (
     BuildLoadersAndRestore,
     FetchCheckpoint,

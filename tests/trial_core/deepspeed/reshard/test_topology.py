@@ -14,6 +14,7 @@ import torch
 from tests.support.slots import Driven, build, drive
 from tests.support.tensors import differing
 from tests.trial_core.deepspeed.reshard.resharding import config, contents, files, restore, save
+from trial_core.controller.safe_load import Reader
 from trial_core.slots.slot_group import SlotGroup
 
 pytestmark = pytest.mark.slots
@@ -97,7 +98,7 @@ def test_every_parameter_and_moment_is_the_same(
 
 def facts(stored: Path) -> dict[str, Any]:
     """What DeepSpeed saves besides tensors: counters, schedules, the optimizer's groups."""
-    state = torch.load(next((stored / "model0").glob("*_model_states.pt")), weights_only=False)
+    state = Reader(trusted=True).load(next((stored / "model0").glob("*_model_states.pt")))
     shard = torch.load(next((stored / "model0").glob("*_optim_states.pt")), weights_only=False)
     optimizer = shard["optimizer_state_dict"]
     base = optimizer.get("base_optimizer_state") or optimizer["optimizer_state_dict"]

@@ -42,5 +42,5 @@ def test_an_upload_has_a_longer_stall_timeout_than_its_ranks(
     store = CheckpointStore(str(tmp_path))
     launch = Launch(Run(config, "toy-0000beef", tmp_path, store, Observer()))
     launch.slots = ranks = OneRank()  # type: ignore[assignment]
-    _upload(launch, StagedCheckpoint.now(str(uuid.uuid4()), Progress(4), {}, ("a",)))
+    _upload(launch, StagedCheckpoint.now(str(uuid.uuid4()), Progress(4), {}, ("a",)), [])
     assert ranks.limits == {"stall_seconds": limit}

@@ -1,0 +1,60 @@
+"""Runs every benchmark, one after the other, and adds a dated line of each to a file that is kept.
+
+The file is `benchmarks/history.jsonl`: date, commit, name, figures, and whether the targets hold. A
+figure that grows from line to line is seen there, also while its target holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+HISTORY = Path(__file__).with_name("history.jsonl")
+ORDER = (
+    "request", "workload", "loop", "start", "restart", "replace", "stopping", "checkpoint",
+    "continuous", "report", "rebuild", "driver_memory", "scale", "pretrained", "goodput",
+)  # fmt: skip
+"""All but `gpu`, which needs one. The short ones come first."""
+
+
+def measured(name: str) -> dict[str, Any]:
+    """Run a benchmark, showing what it prints; its last line, or how it failed."""
+    with subprocess.Popen(
+        [sys.executable, "-m", f"benchmarks.{name}"], stdout=subprocess.PIPE, text=True
+    ) as process:
+        last = ""
+        for last in process.stdout or ():
+            print(last, end="", flush=True)
+    if process.returncode:
+        return {"failed": f"exit code {process.returncode}"}
+    found: dict[str, Any] = json.loads(last)
+    return {"figures": found["figures"], "holds": found["holds"]}
+
+
+def main() -> None:
+    """Run the benchmarks; the exit code is 1 if one fails or misses a target."""
+    parser = argparse.ArgumentParser(prog="benchmarks.all", description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=ORDER, default=ORDER)
+    parser.add_argument("--into", type=Path, default=HISTORY)
+    arguments = parser.parse_args()
+    git = ["git", "-C", str(HISTORY.parent), "describe", "--always", "--dirty"]
+    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    hold = True
+    for name in arguments.only:
+        print(f"benchmark {name}", flush=True)
+        result = measured(name)
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        line = {"date": now, "commit": commit, "name": name, **result}
+        with arguments.into.open("a") as file:
+            file.write(f"{json.dumps(line)}\n")
+        hold = hold and result.get("holds", False)
+    sys.exit(0 if hold else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""Measures what a SIGKILL costs with continuous checkpoints, and what they cost the loop.
+
+2 CPU ranks store their checkpoints in a real S3 gateway (Ceph) on this machine, which uses the same
+cores. ``--server moto`` is for testing the benchmark only. Each part is done twice, with the
+gateway as it is and with its uploads throttled (``throttled_…``):
+
+- In one run, a rank is killed again and again, each time at a random moment once training goes on.
+  A loss is the number of finished batches that are trained again.
+- Runs without a kill come in pairs, one that saves continuously and one only at its end, in
+  alternating order. The overhead is the time of the same batches, less the other run's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import random
+import statistics
+import threading
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from benchmarks.figures import Estimate, conclude
+from benchmarks.ranks import experiment, rank_processes
+from benchmarks.workload import temporary_homes
+from tests.support.s3 import S3Server, ceph_gateway, moto_server
+from trial_core.config import ExperimentConfig
+from trial_core.driver.drive import Caller, drive_trial
+from trial_core.driver.observers import Observer
+from trial_core.run.stop_requests import StopHandler
+
+SERVERS = {"ceph": ceph_gateway, "moto": moto_server}
+TARGETS = {"lost_batches_median": 3.0, "overhead_percent": 3.0}
+RANKS, ENDLESS, WARM_UP = 2, 10**6, 3
+CHUNK_BYTES = 2**16
+
+
+@contextmanager
+def throttled(server: S3Server, bytes_per_second: float) -> Iterator[S3Server]:
+    """The server behind a proxy that passes so many bytes a second of all requests together."""
+    loop = asyncio.new_event_loop()
+    there, pacing = urlsplit(server.endpoint_url), asyncio.Lock()
+
+    async def pump(source: asyncio.StreamReader, to: asyncio.StreamWriter, slow: bool) -> None:
+        while data := await source.read(CHUNK_BYTES):
+            if slow:
+                async with pacing:
+                    await asyncio.sleep(len(data) / bytes_per_second)
+            to.write(data)
+            await to.drain()
+        to.close()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        back_reader, back_writer = await asyncio.open_connection(there.hostname, there.port)
+        await asyncio.gather(
+            pump(reader, back_writer, True), pump(back_reader, writer, False),
+            return_exceptions=True,  # a killed rank's connection ends anyhow
+        )  # fmt: skip
+
+    proxy = loop.run_until_complete(asyncio.start_server(serve, "127.0.0.1", 0))
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    try:
+        host, port = proxy.sockets[0].getsockname()
+        yield replace(server, endpoint_url=f"http://{host}:{port}")
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+
+
+@dataclass
+class Kills(Observer):
+    """Kills ranks of a run at random moments, and then asks the run to end.
+
+    Attributes:
+        record: the file to which rank 0 adds a line after each batch.
+        handler: is asked to end the run after the last kill.
+        count: how many kills.
+        within_seconds: from the first batch of a launch to the kill at most.
+        lost: batches lost by each kill so far.
+    """
+
+    record: Path
+    handler: StopHandler
+    drawn: random.Random
+    count: int
+    within_seconds: float
+    lost: list[int] = field(default_factory=list)
+    _begins_at: int | None = None
+    _lines_before: int = 0
+    _is_armed: bool = False
+
+    def run_started(
+        self, trial: str, total_batches: int, begins_at: int, batch_samples: int
+    ) -> None:
+        lines = _lines(self.record)
+        if self._begins_at is not None:
+            reached = self._begins_at + lines - self._lines_before
+            self.lost.append(reached - begins_at)
+            print(f"killed at batch {reached}, {self.lost[-1]} lost", flush=True)
+        self._begins_at, self._lines_before, self._is_armed = begins_at, lines, True
+        if len(self.lost) == self.count:
+            self._is_armed = False
+            self.handler.ask("interrupted", "all kills are done")
+
+    def batches_trained(self, batches: int) -> None:
+        if self._is_armed and self._begins_at is not None and batches > self._begins_at:
+            self._is_armed = False
+            delay = self.drawn.uniform(0, self.within_seconds)
+            threading.Timer(delay, self._kill, (self.drawn.randrange(RANKS),)).start()
+
+    def _kill(self, rank: int) -> None:
+        rank_processes()[rank].kill()
+
+
+@dataclass
+class Stalls(Observer):
+    """How long each save has kept training."""
+
+    seconds: list[float] = field(default_factory=list)
+
+    def stage_ended(self, stage: str, detail: str, seconds: float) -> None:
+        if stage == "checkpoint-save":
+            self.seconds.append(seconds)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The size of the benchmark; batches are those of a run without a kill."""
+
+    folder: Path
+    model: str
+    kills: int
+    within_seconds: float
+    pairs: int
+    batches: int
+    seed: int
+
+    def lost(self, server: S3Server) -> list[int]:
+        """The batches that each kill has cost."""
+        record = self._new_record()
+        config = self._config(server, record, "continuous", ENDLESS, self.kills)
+        with StopHandler(config.stopping.grace_seconds) as stopping:
+            kills = Kills(
+                record, stopping, random.Random(self.seed), self.kills, self.within_seconds
+            )
+            _drive(config, stopping, kills)
+        return kills.lost
+
+    def timed(self, server: S3Server, period: str | None) -> tuple[float, list[float]]:
+        """Seconds of the batches after the first few, and of each save."""
+        record, stalls = self._new_record(), Stalls()
+        config = self._config(server, record, period, WARM_UP + self.batches, 0)
+        with StopHandler(config.stopping.grace_seconds) as stopping:
+            _drive(config, stopping, stalls)
+        ended = [float(line) for line in record.read_text().splitlines()]
+        return ended[-1] - ended[WARM_UP - 1], stalls.seconds
+
+    def _new_record(self) -> Path:
+        return self.folder / f"{uuid.uuid4().hex[:8]}.txt"
+
+    def _config(
+        self, server: S3Server, record: Path, period: str | None, batches: int, restarts: int
+    ) -> ExperimentConfig:
+        return experiment(
+            "benchmarks.stopping_trial:TimestampTrial", RANKS,
+            {"url": server.new_bucket(), "options": server.options},
+            name=record.stem,
+            hyperparameters={
+                "model": self.model, "bare_batches": 1, "record": str(record), "waits": False,
+            },
+            searcher={"name": "single", "metric": "seconds", "max_length": {"batches": batches}},
+            min_checkpoint_period=period, max_restarts=restarts, tensorboard_logging=False,
+        )  # fmt: skip
+
+
+def figures_of(plan: Plan, server: S3Server, case: str) -> dict[str, float]:
+    """Measure on one server. Prints and returns the figures, whose names begin with `case`."""
+    lost = plan.lost(server)
+    overheads, stalls, seconds = [], list[float](), 0.0
+    for number in range(plan.pairs):
+        # The order alternates, so that a drift of the machine's speed cancels out.
+        order = ("continuous", None) if number % 2 == 0 else (None, "continuous")
+        taken = {period: plan.timed(server, period) for period in order}
+        (saving, saves), (bare, _) = taken["continuous"], taken[None]
+        overheads.append(100 * (saving / bare - 1))
+        stalls += saves
+        seconds += saving
+        print(f"{case}{plan.batches} batches: {saving:.2f} s, {bare:.2f} s without", flush=True)
+    overhead = Estimate.of(overheads)
+    print(f"{case}lost batches {sorted(lost)}; overhead {overhead.shown(2)} %")
+    return {
+        f"{case}lost_batches_median": statistics.median(lost),
+        f"{case}lost_batches_most": max(lost),
+        f"{case}overhead_percent": overhead.median,
+        f"{case}overhead_percent_low": overhead.low,
+        f"{case}overhead_percent_high": overhead.high,
+        f"{case}stall_ms_median": 1000 * statistics.median(stalls),
+        f"{case}stall_percent": 100 * sum(stalls) / seconds,
+        f"{case}checkpoints_a_run": len(stalls) / plan.pairs,
+    }
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(prog="benchmarks.continuous", description=__doc__)
+    parser.add_argument("--model", default="long")
+    parser.add_argument("--kills", type=int, default=7)
+    parser.add_argument("--within", type=float, default=15.0, help="seconds until a kill at most")
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--batches", type=int, default=40, help="in a run without a kill")
+    parser.add_argument("--megabytes", type=float, default=20.0, help="a second, when throttled")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--server", choices=SERVERS, default="ceph")
+    arguments = parser.parse_args()
+    with temporary_homes() as folder, SERVERS[arguments.server]() as server:
+        plan = Plan(
+            folder, arguments.model, arguments.kills, arguments.within, arguments.pairs,
+            arguments.batches, arguments.seed,
+        )  # fmt: skip
+        figures = figures_of(plan, server, "")
+        with throttled(server, 1e6 * arguments.megabytes) as slow:
+            figures |= figures_of(plan, slow, "throttled_")
+    conclude(figures, TARGETS)
+
+
+def _drive(config: ExperimentConfig, stopping: StopHandler, observer: Observer) -> None:
+    logger = logging.getLogger("benchmarks.continuous")
+    drive_trial(
+        config, f"{config.name}-0000beef",
+        Caller(uuid.uuid4().hex, stopping, lambda: logger, observer=observer),
+    )  # fmt: skip
+
+
+def _lines(record: Path) -> int:
+    return len(record.read_text().splitlines()) if record.exists() else 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,309 @@
+"""Runs a contestant, disturbs it, and measures from outside: by the ranks' records alone.
+
+The hand of a person is played here: where nothing else continues a run, the harness does so after a
+fixed time, and counts it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import time
+from collections.abc import Container, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Timer
+from typing import NamedTuple
+
+import psutil
+
+from benchmarks.goodput.contestants import RANKS, Contestant
+from benchmarks.goodput.failures import Failure
+from benchmarks.goodput.workload import Job, hang_file
+from tests.support.faults.plan import Fault, Plan
+from tests.support.faults.s3 import FaultyS3
+
+POLL_SECONDS = 0.05
+# A person notices that a run is over, or trains no more, and starts it again: quick for a person.
+HAND_SECONDS = 30.0
+# Without a batch for so long, a run that is not over counts as hung. A start takes less.
+STUCK_SECONDS = 180.0
+# Ranks whose launcher is gone may train on.
+ORPHAN_SECONDS = 10.0
+END_SECONDS = 60.0
+MOST_HANDS = 20
+LEFT_AFTER_SECONDS = 10.0
+
+
+class Line(NamedTuple):
+    """A trained batch, as a rank noted it.
+
+    Attributes:
+        at: when it ended, in seconds since the epoch.
+        weights: their digest after it; rank 0's only.
+    """
+
+    batch: int
+    at: float
+    pid: int
+    weights: int
+
+
+@dataclass
+class Outcome:
+    """What was seen of a run.
+
+    Attributes:
+        seconds: from the end of the first batch to that of the last one. The launch is left out:
+            it is in both runs alike, and other work on the machine changes it most.
+        trained: batches that were trained, those that were trained twice included.
+        weights: digest by batch, of the last time that it was trained.
+        failed: kind of each failure, seconds since the first batch, and the last batch before it.
+        hands: by kind of failure, what a hand was needed for.
+        left: command lines of processes that outlived their run, or their launcher at a hand.
+        curve: (seconds since the first batch, batch) at some batches.
+    """
+
+    seconds: float
+    trained: int
+    weights: dict[int, int]
+    failed: list[tuple[str, float, int]]
+    hands: dict[str, str] = field(default_factory=dict)
+    left: list[str] = field(default_factory=list)
+    curve: list[tuple[float, int]] = field(default_factory=list)
+
+    @property
+    def twice(self) -> int:
+        """Batches that were trained more than once, each time counted."""
+        return self.trained - len(self.weights)
+
+    def costs(self, undisturbed: Outcome) -> dict[str, float]:
+        """By kind of failure, the seconds that it cost.
+
+        They are those from the failure to the next one, or to the end, less those in which the
+        undisturbed run trains as many batches.
+        """
+        last = max(self.weights)
+        pace = undisturbed.seconds / (last - 1)
+        ends = [(at, batch) for _, at, batch in self.failed[1:]] + [(self.seconds, last)]
+        return {
+            kind: until - at - (reached - batch) * pace
+            for (kind, at, batch), (until, reached) in zip(self.failed, ends, strict=True)
+        }
+
+
+def summed_up(lines: Sequence[Line], failed: Sequence[tuple[str, float]] = ()) -> Outcome:
+    """The times and batches of a run.
+
+    Args:
+        lines: of rank 0, in the order of their writing.
+        failed: kind and time of each failure.
+    """
+    began = lines[0].at
+    stride = max(1, len(lines) // 400)
+    return Outcome(
+        seconds=lines[-1].at - began,
+        trained=len(lines),
+        weights={line.batch: line.weights for line in lines},
+        failed=[
+            (kind, at - began, [line.batch for line in lines if line.at <= at][-1])
+            for kind, at in failed
+        ],
+        curve=[(line.at - began, line.batch) for line in lines[::stride]],
+    )
+
+
+def first_difference(run: dict[int, int], undisturbed: dict[int, int]) -> int | None:
+    """The first batch after which the weights differ; None: none."""
+    differing = [batch for batch, weights in run.items() if undisturbed.get(batch) != weights]
+    return min(differing, default=None)
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of processes below it whose parent has ended."""
+    set_child_subreaper = 36
+    ctypes.CDLL(None, use_errno=True).prctl(set_child_subreaper, 1, 0, 0, 0)
+
+
+class Harness:
+    """One run of a contestant, with failures.
+
+    Args:
+        storage: the proxy in front of the S3 gateway.
+        outage_seconds: how long the storage is away.
+    """
+
+    def __init__(
+        self, run: Contestant, job: Job, failures: Sequence[Failure], storage: FaultyS3,
+        outage_seconds: float,
+    ) -> None:  # fmt: skip
+        self._run, self._job, self._failures = run, job, [*failures]
+        self._storage, self._outage_seconds = storage, outage_seconds
+        self._around = {each.pid for each in below(())}
+        self._ranks = RANKS
+        self._failed: list[tuple[str, float]] = []
+        self._hands: dict[str, str] = {}
+        self._outlived: list[str] = []
+        self._away_until = 0.0
+
+    def measure(self) -> Outcome:
+        """Start the run and see it to its last batch and its end.
+
+        Raises:
+            TimeoutError: it does not come to its end, also with hands.
+        """
+        self._touched = time.time()
+        try:
+            self._run.start(self._ranks)
+            self._see_it_through()
+        except BaseException:
+            _killed(below(self._around))
+            raise
+        outcome = summed_up(self._lines(0), self._failed)
+        outcome.hands = self._hands
+        outcome.left = self._outlived + killed_after_a_while(self._around)
+        return outcome
+
+    def _see_it_through(self) -> None:
+        hands = 0
+        while not self._is_done():
+            time.sleep(POLL_SECONDS)
+            if self._failures and self._is_ready():
+                self._fail(self._failures.pop(0))
+            elif why := self._needs_hand():
+                self._lend_hand(why)
+                hands += 1
+            if hands > MOST_HANDS:
+                raise TimeoutError(f"{hands} hands did not bring the run to its end")
+        deadline = time.time() + END_SECONDS
+        while not self._run.has_ended() and time.time() < deadline:
+            time.sleep(POLL_SECONDS)
+
+    def _is_done(self) -> bool:
+        return all(
+            (lines := self._lines(rank)) and lines[-1].batch >= self._job.batches
+            for rank in range(self._ranks)
+        )
+
+    def _is_ready(self) -> bool:
+        """Whether the run trains and has reached the next failure's batch; not in an outage."""
+        lines = self._lines(0)
+        return (
+            bool(lines)
+            and lines[-1].batch >= self._failures[0].batch
+            and lines[-1].at > self._touched
+            and time.time() > self._away_until
+        )
+
+    def _fail(self, failure: Failure) -> None:
+        kind, ranks = failure.kind, self._processes()
+        self._say(f"{kind} at batch {self._lines(0)[-1].batch}")
+        self._touched = time.time()
+        self._failed.append((kind, self._touched))
+        if kind == "rank":
+            _send(signal.SIGKILL, [ranks[rank] for rank in ranks if rank == failure.rank])
+        elif kind == "all":
+            _send(signal.SIGKILL, ranks.values())
+        elif kind in ("driver", "preempt"):
+            driver = self._run.driver(next(iter(ranks.values()))) if ranks else None
+            number = signal.SIGKILL if kind == "driver" else signal.SIGTERM
+            # Ranks whose launcher an earlier failure has killed are all that is left of the run.
+            _send(number, [driver] if driver else ranks.values())
+        elif kind == "hang":
+            hang_file(self._job, failure.rank).touch()
+        elif kind == "storage":
+            self._away_until = time.time() + self._outage_seconds
+            self._storage.plan = Plan(Fault("503", times=None))
+            Timer(self._outage_seconds, setattr, (self._storage, "plan", Plan())).start()
+        elif kind == "ranks":
+            self._run.stop()
+            self._wait_for_end([*ranks.values()])
+            self._ranks = 1
+            self._run.start(self._ranks)
+
+    def _wait_for_end(self, ranks: Sequence[psutil.Process]) -> None:
+        deadline = time.time() + END_SECONDS
+        while time.time() < deadline and not (
+            self._run.has_ended() and not any(map(_is_running, ranks))
+        ):
+            time.sleep(POLL_SECONDS)
+        _killed(below(self._around))
+
+    def _needs_hand(self) -> str:
+        """Why a person has to continue the run; empty: none has to."""
+        lines = self._lines(0)
+        seen = max(self._touched, self._away_until, lines[-1].at if lines else 0.0)
+        quiet = time.time() - seen
+        if quiet > ORPHAN_SECONDS and self._run.has_ended():
+            return "it ended"
+        return f"no batch for {STUCK_SECONDS:g} s" if quiet > STUCK_SECONDS else ""
+
+    def _lend_hand(self, why: str) -> None:
+        kind = self._failed[-1][0] if self._failed else "start"
+        self._say(f"needs a hand after {kind}: {why}")
+        self._hands[kind] = why
+        time.sleep(HAND_SECONDS - (ORPHAN_SECONDS if why == "it ended" else 0.0))
+        has_ended = self._run.has_ended()
+        killed = _killed(below(self._around))
+        self._outlived += killed if has_ended else []
+        self._run.start(self._ranks)
+        self._touched = time.time()
+
+    def _processes(self) -> dict[int, psutil.Process]:
+        """The ranks' processes that are alive, by rank."""
+        found = {}
+        for rank in range(self._ranks):
+            with suppress(psutil.NoSuchProcess):
+                found[rank] = psutil.Process(self._lines(rank)[-1].pid)
+        return found
+
+    def _lines(self, rank: int) -> list[Line]:
+        return read_lines(Path(self._job.folder, f"rank-{rank}.txt"))
+
+    def _say(self, what: str) -> None:
+        print(f"  {time.strftime('%H:%M:%S')} {what}", flush=True)
+
+
+def below(around: Container[int]) -> list[psutil.Process]:
+    """The processes below this one that are alive, without those of the ids `around`."""
+    found = psutil.Process().children(recursive=True)
+    return [each for each in found if each.pid not in around and _is_running(each)]
+
+
+def killed_after_a_while(around: Container[int]) -> list[str]:
+    """Command lines of processes that do not end by themselves. They are killed."""
+    deadline = time.time() + LEFT_AFTER_SECONDS
+    while (left := below(around)) and time.time() < deadline:
+        time.sleep(POLL_SECONDS)
+    return _killed(left)
+
+
+def read_lines(path: Path) -> list[Line]:
+    """The record of a rank so far."""
+    text = path.read_text() if path.exists() else ""
+    rows = [each.split() for each in text.splitlines(keepends=True) if each.endswith("\n")]
+    return [Line(int(batch), float(at), int(pid), int(sum_)) for batch, at, pid, sum_ in rows]
+
+
+def _send(number: signal.Signals, processes: Iterable[psutil.Process]) -> None:
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+
+
+def _is_running(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _killed(processes: Sequence[psutil.Process]) -> list[str]:
+    """Kill processes; what they were."""
+    commands = []
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            commands.append(" ".join(process.cmdline())[:120])
+            process.kill()
+    return commands

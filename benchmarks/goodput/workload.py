@@ -1,0 +1,136 @@
+"""What every contestant trains: one model, the same samples, and a record of each batch.
+
+It knows no contestant. A batch has two micro-batches, one on each of two ranks, or both on one: so
+a run may continue bit for bit on another number of ranks, if its contestant shares samples so.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import time
+import zlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Sampler, TensorDataset
+
+from benchmarks.models import SAMPLES, Small
+
+MICRO_BATCH_SAMPLES = Small.micro_batch_size
+MICRO_BATCHES = 2
+BATCHES_PER_EPOCH = SAMPLES // (MICRO_BATCH_SAMPLES * MICRO_BATCHES)
+LEARNING_RATE = 1e-3
+VARIABLE = "GOODPUT_JOB"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a contestant is told, the same for all, in an environment variable.
+
+    Attributes:
+        folder: for the records, and for whatever else the contestant writes.
+        bucket: an empty one, ``s3://…``; its endpoint and keys are in AWS's own variables.
+        batches: in the whole run.
+        batch_seconds: no batch is shorter.
+        save_every: batches between checkpoints.
+        stall_seconds: the time without a batch, or in a collective, after which ranks hang.
+        restarts: how often ranks may be launched again.
+    """
+
+    folder: str
+    bucket: str
+    batches: int
+    batch_seconds: float
+    save_every: int
+    stall_seconds: float
+    restarts: int = 100
+
+    @classmethod
+    def given(cls) -> Job:
+        """The one of this process's environment."""
+        return cls(**json.loads(os.environ[VARIABLE]))
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {VARIABLE: json.dumps(asdict(self))}
+
+
+def new_model() -> Small:
+    """The model, with the same weights in each process."""
+    torch.manual_seed(0)
+    return Small()
+
+
+def dataset() -> TensorDataset:
+    """The samples, the same in each process: (window + 1,) bytes as int64."""
+    generator = torch.Generator().manual_seed(0)
+    return TensorDataset(torch.randint(256, (SAMPLES, Small.window + 1), generator=generator))
+
+
+class MicroBatches(Sampler[list[int]]):
+    """A rank's micro-batches from batch `start` on, without end, for loops that their user writes.
+
+    The order depends on the epoch alone. Rank 0 of 1 has what ranks 0 and 1 of 2 have, in turn.
+    """
+
+    def __init__(self, rank: int, ranks: int, start: int) -> None:
+        self._share = range(rank, MICRO_BATCHES, ranks)
+        self._start = start
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in itertools.count(self._start):
+            epoch, place = divmod(batch, BATCHES_PER_EPOCH)
+            order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(epoch))
+            micro_batches = order.view(BATCHES_PER_EPOCH, MICRO_BATCHES, MICRO_BATCH_SAMPLES)[place]
+            for each in self._share:
+                yield micro_batches[each].tolist()
+
+
+class Recorder:
+    """Gives each batch its length, and notes it. Every rank has one.
+
+    Args:
+        rank: this one.
+        start: batches that were trained before.
+    """
+
+    def __init__(self, job: Job, rank: int, start: int = 0) -> None:
+        self._job, self._rank, self._trained = job, rank, start
+        self._began = time.monotonic()
+
+    def batch_ended(self, model: nn.Module) -> int:
+        """Wait until the batch has its length and note it; batches trained so far.
+
+        It hangs if the harness has left the file that says so.
+        """
+        left = self._began + self._job.batch_seconds - time.monotonic()
+        if left > 0:
+            time.sleep(left)
+        self._trained += 1
+        weights = digest(model.parameters()) if self._rank == 0 else 0
+        with Path(self._job.folder, f"rank-{self._rank}.txt").open("a") as file:
+            file.write(f"{self._trained} {time.time()} {os.getpid()} {weights}\n")
+        hang = hang_file(self._job, self._rank)
+        if hang.exists():
+            hang.unlink()
+            time.sleep(3600)
+        self._began = time.monotonic()
+        return self._trained
+
+
+def hang_file(job: Job, rank: int) -> Path:
+    """While it exists, that rank hangs after its next batch."""
+    return Path(job.folder, f"hang-{rank}")
+
+
+def digest(parameters: Iterator[Tensor]) -> int:
+    """A checksum of all bits of the weights."""
+    value = 0
+    for parameter in parameters:
+        value = zlib.crc32(parameter.detach().numpy().tobytes(), value)
+    return value

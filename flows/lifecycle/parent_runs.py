@@ -1,0 +1,143 @@
+"""The flow runs that a run is part of: a flow of the user's may call `train`, and be called itself.
+
+A run's trial belongs to its flow run, so that a retry continues it. Prefect gives a subflow another
+flow run in each attempt at its parent. So the trial of a subflow belongs to the parent's flow run
+and to the call: the task in which it was made, the experiment's name and hyperparameters, and how
+many such calls there were before it. Their order among other calls does not count: calls in several
+threads come in any order.
+
+What ends a parent, a Cancel for example, ends its subflows, which save first (`stop_monitor`).
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from uuid import NAMESPACE_URL, UUID, uuid5
+
+from prefect import runtime
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.objects import FlowRun, StateType, TaskRun
+from prefect.context import FlowRunContext, TaskRunContext
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+
+from trial_core.config import ExperimentConfig
+from trial_core.errors import TrialflowError
+from trial_core.run.stop_requests import StopReason
+
+_identities: dict[UUID, str] = {}
+"""What each subflow run has got from `_identity`."""
+_calls: Counter[str] = Counter()
+_lock = threading.Lock()
+
+
+def identity_of_run(config: ExperimentConfig) -> str:
+    """What this flow run's trial belongs to: the same in each attempt at the run."""
+    context, task = FlowRunContext.get(), TaskRunContext.get()
+    run = context.flow_run if context else None
+    if run is None or not _is_called(run):
+        return str(runtime.flow_run.id)
+    hyperparameters = json.dumps(config.hyperparameters, sort_keys=True, default=str)
+    what = f"{task.task_run.task_key if task else ''}/{config.name}/{hyperparameters}"
+    with _lock, get_client(sync_client=True) as client:
+        return _identity(client, run, lambda call: what)
+
+
+def _is_called(run: FlowRun) -> bool:
+    """Whether a run is called by another one of its process. A deployment's run is none's."""
+    return run.parent_task_run_id is not None and run.deployment_id is None
+
+
+def _identity(client: SyncPrefectClient, run: FlowRun, describe: Callable[[TaskRun], str]) -> str:
+    """What a run belongs to: its id; or, of a subflow, the call that it is of.
+
+    Args:
+        describe: what the call is of, from the task run that stands for it in the parent.
+    """
+    if run.parent_task_run_id is None or not _is_called(run):
+        return str(run.id)
+    if run.id not in _identities:
+        call, parent = _call(client, run.parent_task_run_id)
+        described = f"{_identity(client, parent, partial(_describe, parent))}/{describe(call)}"
+        _calls[attempt := f"{described}/{parent.id}/{parent.run_count}"] += 1
+        _identities[run.id] = uuid5(NAMESPACE_URL, f"{described}/{_calls[attempt]}").hex
+    return _identities[run.id]
+
+
+def _describe(run: FlowRun, call: TaskRun) -> str:
+    """A call of a flow of the user's. Prefect numbers calls, but not those within tasks."""
+    if call.dynamic_key.isdigit():
+        return f"{call.task_key}/{call.dynamic_key}"
+    return f"{call.task_key}/{json.dumps(run.parameters, sort_keys=True, default=str)}"
+
+
+def _call(client: SyncPrefectClient, call_id: UUID) -> tuple[TaskRun, FlowRun]:
+    """The task run that stands for a subflow in its parent, and the parent."""
+    call = client.read_task_run(call_id)
+    if call.flow_run_id is None:
+        raise TrialflowError(f"Prefect does not know whose task {call.name} ({call.id}) is")
+    return call, client.read_flow_run(call.flow_run_id)
+
+
+@dataclass(frozen=True)
+class ParentStop:
+    """What a subflow has to do because of a run that it is part of.
+
+    Attributes:
+        flow_run_id: of that run.
+        is_superseded: whether another attempt at that run has started, so that nothing is saved.
+    """
+
+    flow_run_id: UUID
+    reason: StopReason
+    detail: str
+    is_superseded: bool = False
+
+
+class ParentRuns:
+    """The flow runs that this one is part of.
+
+    Args:
+        call: the task run that stands for this run in its parent; None: it has no parent.
+    """
+
+    def __init__(self, call: UUID | None) -> None:
+        self._call = call
+        self._parents: dict[UUID, UUID] = {}
+        self._attempts: dict[UUID, int] = {}
+
+    def stop(self) -> ParentStop | None:
+        """Whether one of them ends. Raises as Prefect's client."""
+        if self._call is None:
+            return None
+        with (
+            temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
+            get_client(sync_client=True) as client,
+        ):
+            call: UUID | None = self._call
+            while call is not None:
+                if call in self._parents:
+                    run = client.read_flow_run(self._parents[call])
+                else:
+                    _, run = _call(client, call)
+                    self._parents[call] = run.id
+                if (stop := self._stop_of(run)) is not None:
+                    return stop
+                call = run.parent_task_run_id
+        return None
+
+    def _stop_of(self, run: FlowRun) -> ParentStop | None:
+        state, named = run.state, f"its parent run {run.name}"
+        if run.run_count != self._attempts.setdefault(run.id, run.run_count):
+            return ParentStop(run.id, "cancelled", f"another attempt at {named} has started", True)
+        if state is None or state.type == StateType.RUNNING:
+            return None
+        if state.type == StateType.PAUSED:
+            return ParentStop(run.id, "suspended", f"with {named}")
+        if state.type in (StateType.CANCELLING, StateType.CANCELLED):
+            return ParentStop(run.id, "cancelled", f"with {named}")
+        return ParentStop(run.id, "cancelled", f"{named} was set to {state.name}")

@@ -1,0 +1,59 @@
+"""Processes on a real gateway, with faults between: every history has an order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.linearizability.actor import SUBJECTS
+from tests.linearizability.checker import NotLinearizable
+from tests.linearizability.scene import Scene, scene
+from tests.support.s3 import S3Server
+
+pytestmark = pytest.mark.gateway
+ROUNDS = 60
+
+
+@pytest.fixture
+def stage(ceph_s3: S3Server, tmp_path: Path) -> Iterator[Scene]:
+    """Where processes act."""
+    with scene(ceph_s3, tmp_path) as made:
+        yield made
+
+
+def test_histories_are_linearizable(stage: Scene) -> None:
+    """Of trials, of protections, and of the registry, with requests and replies that are lost."""
+    for seed, subject in enumerate(SUBJECTS):
+        stage.play(subject, seed, operations=5)
+    assert stage.counts["histories"] == 4
+    assert stage.counts["operations"] > 20
+    assert stage.counts["cut request"] + stage.counts["lose reply"] + stage.counts["503"] > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_many_histories_are_linearizable(subject: str, stage: Scene) -> None:
+    """With processes that are killed, and writes that arrive after their client has given up."""
+    for seed in range(ROUNDS):
+        stage.play(subject, seed, processes=3 + seed % 2, kills=seed % 3 == 0)
+    print(subject, dict(stage.counts))
+    assert stage.counts["histories"] >= ROUNDS
+    for fault in ("cut request", "lose reply", "503", "slow", "late", "killed", "unknown outcomes"):
+        assert stage.counts[fault] > 0, (fault, stage.counts)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("subject", "mistake"), [("trials", "no fence"), ("registry", "an append overwrites")]
+)
+def test_a_planted_mistake_is_found(subject: str, mistake: str, stage: Scene) -> None:
+    """Within so many rounds of processes."""
+
+    def play_all() -> None:
+        for seed in range(ROUNDS):
+            stage.play(subject, seed, mistake=mistake, share=0.05)
+
+    with pytest.raises(NotLinearizable):
+        play_all()

@@ -1,0 +1,44 @@
+"""Which names of tied weights a folder of Hugging Face's has."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from trial_core.export.hf_folder import write_model
+from trial_core.export.model_files import HFFacts
+from trial_core.export.weights import SavedWeight
+
+FACTS = HFFacts(tied=[r"decoder\.weight", r"decoder\.bias"])
+
+
+def weight(value: float) -> SavedWeight:
+    return SavedWeight(torch.Size([2]), torch.float32, lambda: torch.full((2,), value))
+
+
+@pytest.mark.parametrize(
+    ("is_bias_tied", "names", "word"),
+    [
+        (True, {"embed.weight", "embed.bias"}, True),
+        (False, {"embed.weight", "embed.bias", "decoder.weight", "decoder.bias"}, False),
+    ],
+)
+def test_all_ties_are_written_out_or_none(
+    tmp_path: Path, is_bias_tied: bool, names: set[str], word: bool
+) -> None:
+    """`from_pretrained` ties all or none: a name that is left out would get random weights."""
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "config.json").write_text('{"tie_word_embeddings": true}')
+    (tmp_path / "model").mkdir()
+    shared, bias = weight(1), weight(2)
+    own = {
+        "embed.weight": shared, "embed.bias": bias, "decoder.weight": shared,
+        "decoder.bias": bias if is_bias_tied else weight(3),
+    }  # fmt: skip
+    written = write_model(own, FACTS, tmp_path / "files", tmp_path / "model", "2GB")
+    assert set(written) == names
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert config["tie_word_embeddings"] == word

@@ -1,0 +1,132 @@
+"""Loads a run's first checkpoint back, so that one that cannot be restored is known at once.
+
+The ranks load it in place, right after they have staged it: what is loaded equals what is there, so
+training is not changed. It is committed only after that.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from trial_core.checkpoint.manifest import FileEntry
+from trial_core.controller.rank_state import capture_rng, read_rank_state, restore_rng
+from trial_core.controller.safe_load import Reader
+from trial_core.controller.trial_adapter import TrialAdapter
+from trial_core.distributed import DistributedContext
+from trial_core.errors import (
+    CheckpointError,
+    CheckpointUnrestorable,
+    SlotsError,
+    TrialflowError,
+)
+from trial_core.pytorch.callback import overridden_hooks
+from trial_core.transfer.staging import StagedFile, staged_files
+
+logger = logging.getLogger(__name__)
+
+SMALL_BYTES = 256 * 2**20
+"""The most that one rank stages of a checkpoint that is loaded back by default."""
+
+_STATE_HOOKS = frozenset({"on_checkpoint_save_start", "on_checkpoint_load_start"})
+
+
+def load_back(
+    adapter: TrialAdapter,
+    distributed: DistributedContext,
+    reader: Reader,
+    staging: Path,
+    verify: bool | None,
+) -> None:
+    """Load what all ranks have just staged, if that is wanted. Collective: every rank calls this.
+
+    It calls no callback, and leaves the random generators as they are.
+
+    Args:
+        staging: this rank's staging folder.
+        verify: ``checkpointing.verify_first``.
+
+    Raises:
+        CheckpointUnrestorable: a restart would not help.
+        CheckpointError: as far as this rank can tell, another rank may have failed.
+    """
+    if verify is False:
+        return
+    rank = distributed.get_rank()
+    every = distributed.allgather(_staged(adapter, distributed, staging, verify))
+    reasons = [each for each in every if isinstance(each, str)]
+    if reasons:
+        if rank == 0:
+            level = logging.WARNING if verify else logging.DEBUG
+            logger.log(level, "the first checkpoint is not loaded back: %s", reasons[0])
+        return
+    # Not mapped: the next snapshot overwrites these files.
+    unmapped = Reader(reader.trusted, reader.classes, {"mmap": False})
+    rng = capture_rng()
+    with _links_to_files_read(adapter, rank, every) as folder, _explained():
+        read_rank_state(folder, rank, unmapped)
+        adapter.load(folder, unmapped, adapter.read_hook_state(folder, unmapped))
+    restore_rng(rng)
+    if rank == 0:
+        logger.info("the first checkpoint was loaded back: it can be restored")
+
+
+def _staged(
+    adapter: TrialAdapter, distributed: DistributedContext, staging: Path, verify: bool | None
+) -> list[StagedFile] | str:
+    """This rank's files; or why the checkpoint is not loaded back."""
+    if distributed.local_size < distributed.get_size():
+        return "its files are on several machines"
+    if hooks := _STATE_HOOKS & overridden_hooks(adapter.callbacks):
+        return f"a callback may change the state in {', '.join(sorted(hooks))}"
+    if verify is None and not adapter.loads_plainly:
+        return "the trial overrides load, or its engines write files in another way"
+    try:
+        files = staged_files(staging, distributed.get_rank())
+    except CheckpointError as error:  # its upload reports it
+        return str(error)
+    if verify is None and sum(each.size_bytes for each in files) > SMALL_BYTES:
+        return f"it has more than {SMALL_BYTES // 2**20} MiB per rank"
+    return files
+
+
+@contextmanager
+def _links_to_files_read(
+    adapter: TrialAdapter, rank: int, every: Sequence[Sequence[StagedFile]]
+) -> Iterator[Path]:
+    """A folder with links to the files of all ranks that this rank reads in a restore."""
+    staged = {each.path: Path(each.file).absolute() for files in every for each in files}
+    entries = [
+        FileEntry(path=each.path, size_bytes=each.size_bytes, digest="sha256:" + "0" * 64, rank=by)
+        for by, files in enumerate(every)
+        for each in files
+    ]
+    with TemporaryDirectory(prefix="trialflow-") as name:
+        for entry in adapter.files_read(entries, adapter.topology(), "everything", [rank]):
+            link = Path(name, entry.path)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            if not link.is_symlink():
+                link.symlink_to(staged[entry.path])
+        yield Path(name)
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Says of an error in the block that the checkpoint cannot be restored."""
+    try:
+        yield
+    except (ConnectionError, TimeoutError, SlotsError):
+        raise  # of a collective
+    except Exception as error:
+        # torch's collectives raise RuntimeError when another rank has died.
+        is_unclear = isinstance(error, RuntimeError) and not isinstance(error, TrialflowError)
+        kind = CheckpointError if is_unclear else CheckpointUnrestorable
+        raise kind(
+            "the first checkpoint of this run cannot be restored, so it is not committed "
+            f"({type(error).__name__}: {error}). Mend what the trial saves and loads, or what its "
+            "DeepSpeed configuration says of checkpoints; to train without checkpoints that can be "
+            "restored, set checkpointing.verify_first: false"
+        ) from error

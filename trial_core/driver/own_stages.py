@@ -1,0 +1,213 @@
+"""The stages of the user's own: when each is due, and what becomes of its result and failure.
+
+A stage runs beside training, in its own process, or training waits for it. One that is due again
+while it runs is called afterwards, for the newest occasion. The end of training waits for all of
+them; a stop kills them.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from trial_core.background import in_background
+from trial_core.config.stages_section import After, StageConfig
+from trial_core.driver.run import Launch
+from trial_core.driver.stages import Pending, Stages
+from trial_core.driver.stages.own_stage import OwnStageFailed, call
+from trial_core.errors import ConfigError, TrialError
+from trial_core.text_format import clean, one_line
+from trial_core.units import EpochLength
+
+if TYPE_CHECKING:
+    from trial_core.checkpoint.manifest import Manifest
+
+
+class OwnStages:
+    """The own stages of one launch. The end of the block waits for those that run.
+
+    Attributes:
+        mistake: the failure of a stage that ends the run; None: none has.
+    """
+
+    def __init__(self, launch: Launch, stages: Stages) -> None:
+        run = launch.run
+        self._launch, self._stages = launch, stages
+        self._own = [] if run.test_mode else list(enumerate(run.config.stages))
+        self._last: dict[int, int] = {}
+        self._running: dict[int, Pending[Any]] = {}
+        self._waiting: dict[int, dict[str, Any]] = {}
+        self._ended: dict[int, threading.Event] = {}
+        self._checks = [
+            (number, in_background(partial(call, launch, stage, None), "check-stage"))
+            for number, stage in self._own
+        ]
+        self.mistake: TrialError | None = None
+
+    def check(self) -> None:
+        """Wait until each function has been imported, which began with the launch.
+
+        Raises:
+            ConfigError: one cannot be imported.
+        """
+        while self._checks:
+            number, imported = self._checks.pop()
+            try:
+                imported.result()
+            except OwnStageFailed as failure:
+                if self._launch.run.stopping.request is None:
+                    raise ConfigError(
+                        f"stages[{number}].run: it cannot be imported: {failure}"
+                    ) from failure
+
+    def check_periods(self, epoch: EpochLength | None) -> None:
+        """Check that the loader can tell the periods. Raises ConfigError."""
+        for _, stage in self._own:
+            if stage.every is not None:
+                stage.every.times_due(0, epoch)
+
+    @property
+    def metric_names(self) -> list[str]:
+        """The validation metrics that blocking stages say they give."""
+        return [
+            name
+            for _, stage in self._own
+            if stage.gives_validation_metrics
+            for name in stage.metrics
+        ]
+
+    def run_blocking(self, after: After, batches: int, checkpoint: Manifest | None = None) -> None:
+        """Run those that training waits for, and add what they return after a validation."""
+        for _, stage in self._due(after, batches, blocking=True):
+            try:
+                argument = self._argument(stage, batches, checkpoint)
+                returned = self._stages.own_stage(self._launch, stage, argument).result()
+            except OwnStageFailed as failure:
+                self._failed(stage, failure)
+            else:
+                self._take(stage, returned)
+
+    def start_beside(self, after: After, batches: int, checkpoint: Manifest | None = None) -> None:
+        """Start those that run beside training, or have them wait for their last call."""
+        for number, stage in self._due(after, batches, blocking=False):
+            if (left_out := self._waiting.get(number)) is not None:
+                at = left_out["batches_trained"]
+                self._launch.warn(
+                    [f"stage {stage.run} is left out at batch {at}: an earlier call still runs"]
+                )
+            self._waiting[number] = self._argument(stage, batches, checkpoint)
+        self.poll()
+
+    def poll(self) -> None:
+        """Take the results of those that have ended, and start those that wait for them."""
+        for number, stage in self._own:
+            if number in self._running and self._ended[number].is_set():
+                try:
+                    returned = self._running.pop(number).result()
+                except OwnStageFailed as failure:
+                    self._failed(stage, failure)
+                else:
+                    self._take(stage, returned)
+            if self._launch.run.stopping.request is not None:
+                self._waiting.clear()
+            if number in self._waiting and number not in self._running:
+                self._ended[number] = ended = threading.Event()
+                argument = self._waiting.pop(number)
+                self._running[number] = self._stages.own_stage(self._launch, stage, argument)
+                self._running[number].add_done_callback(_setting(ended))
+
+    def finish(self) -> None:
+        """Wait for those that run or wait, and take their results."""
+        while self._running:
+            self.wait()
+            self.poll()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether one runs beside training, and may read a checkpoint."""
+        return any(not self._ended[number].is_set() for number in self._running)
+
+    def wait(self) -> None:
+        """Wait for those that run. A stop ends them, and the end of a launch that has failed."""
+        for ended in self._ended.values():
+            ended.wait()
+
+    def _due(self, after: After, batches: int, *, blocking: bool) -> list[tuple[int, StageConfig]]:
+        found = []
+        for number, stage in self._own:
+            if stage.after != after or (stage.blocking or after == "training") != blocking:
+                continue
+            epoch, every = self._launch.answers.epoch, stage.every
+            last = self._last.get(number, self._launch.progress.began_at)
+            if after == "training":  # a script may have ended its fit already
+                is_due = self._last.get(number) != batches
+            else:
+                before = 0 if every is None else every.times_due(last, epoch)
+                is_due = every is None or every.times_due(batches, epoch) > before
+            if is_due:
+                self._last[number] = batches
+                found.append((number, stage))
+        return found
+
+    def _argument(
+        self, stage: StageConfig, batches: int, checkpoint: Manifest | None
+    ) -> dict[str, Any]:
+        """What the function is called with; `docs/guides/stages.md` lists it."""
+        run, metrics = self._launch.run, self._launch.answers.metrics
+        validated = metrics.get("validation", {})
+        if stage.after == "validate":
+            validated = self._launch.answers.validated
+        return {
+            "trial": run.trial,
+            "after": stage.after,
+            "batches_trained": batches,
+            "training_metrics": metrics.get("training", {}),
+            "validation_metrics": validated,
+            "checkpoint": None if checkpoint is None else {
+                "uuid": checkpoint.uuid,
+                "url": run.store.files_url(checkpoint.uuid),
+                "batches_trained": checkpoint.progress.batches_trained,
+            },
+            "run_dir": str(run.run_dir),
+            "config": run.config.model_dump(mode="json"),
+        }  # fmt: skip
+
+    def _failed(self, stage: StageConfig, failure: OwnStageFailed) -> None:
+        run = self._launch.run
+        if run.stopping.request is not None:
+            run.logger.info("%s", failure)
+        elif stage.on_failure == "fail" or run.metric in stage.metrics:
+            self.mistake = self.mistake or TrialError(str(failure))
+        else:
+            self._launch.warn([str(failure)])
+
+    def _take(self, stage: StageConfig, returned: Any) -> None:
+        """Report the metrics that a stage has returned."""
+        given = returned if isinstance(returned, dict) else {}
+        problems = []
+        if returned is not None and not isinstance(returned, dict):
+            problems.append(f"it returned {one_line(clean(repr(returned)[:60]))}, and no mapping")
+        validated = self._launch.answers.validated
+        for name in sorted({*given, *stage.metrics}):
+            value = given.get(name)
+            if name not in given:
+                problems.append(f'it did not return the metric "{name}"')
+            elif name not in stage.metrics:
+                problems.append(f'"{name}" is not among its metrics in the experiment')
+            elif isinstance(value, bool) or not isinstance(value, (int, float)):
+                problems.append(f'the metric "{name}" is no number: {value!r}')
+            elif stage.gives_validation_metrics and name in validated:
+                problems.append(f'the trial reports "{name}" already')
+            elif stage.gives_validation_metrics:
+                validated[name] = value
+            else:
+                shown = value if math.isfinite(value) else str(value)
+                self._launch.run.logger.info("stage %s: %s %s", stage.run, name, shown)
+        self._launch.warn([f"stage {stage.run}: {problem}" for problem in problems])
+
+
+def _setting(event: threading.Event) -> Callable[[Any], None]:
+    return lambda _: event.set()

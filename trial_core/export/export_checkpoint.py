@@ -1,0 +1,313 @@
+"""Writes what a checkpoint holds for other programs: its weights to a file, or a folder.
+
+Consolidates ZeRO's shards; of a PyTorchTrial, writes one of its models. Imports torch when it
+converts, so a flow has it done in another process (`export_process.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, get_args
+
+from trial_core import text_format
+from trial_core.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from trial_core.checkpoint.manifest import FileEntry, Manifest
+    from trial_core.checkpoint.store import CheckpointStore
+    from trial_core.export.weights import SavedWeight
+
+Precision = Literal["fp32", "16bit"]
+Format = Literal["safetensors", "hf", "adapter", "deepspeed", "universal"]
+"""The first is one file, the others are folders."""
+COPY_BYTES = 16 * 2**20
+SHOWN_NAMES = 3
+HUB = ("hf", "adapter")
+"""The formats that a hub takes."""
+FOLDERS = {
+    "hf": "config.json",
+    "adapter": "adapter_config.json",
+    "deepspeed": "latest",
+    "universal": "latest_universal",
+}
+"""The formats that are folders, with a file that tells them."""
+SUFFIXES = (".safetensors", ".pt", ".bin")
+PYTORCH_STATE = "state_dict.pth"
+PYTORCH_FROZEN = "state_dict_frozen.pth"
+"""The file that holds all models of a PyTorchTrial, or names those that are sharded."""
+FINGERPRINTS = "trialflow/fingerprints-"
+"""With what the names begin of the files that an export is compared with."""
+PYTORCH_SHARDS = "shards/models_state_dict/"
+"""The folder of the parts of sharded models."""
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """The weights to export.
+
+    Attributes:
+        engine: index of the trial's engine, or of a PyTorchTrial's model.
+        dtype: precision of the exported weights.
+        is_trusted: whether to read objects of any class.
+        shard_size: of a folder: the size of its largest file.
+    """
+
+    manifest: Manifest
+    engine: int = 0
+    dtype: Precision = "fp32"
+    is_trusted: bool = False
+    format: Format = "safetensors"
+    shard_size: str = "2GB"
+
+    def __post_init__(self) -> None:
+        """Refuses a format or a precision that there is not. Raises ConfigError."""
+        for name, value, known in (
+            ("format", self.format, get_args(Format)),
+            ("dtype", self.dtype, get_args(Precision)),
+        ):
+            if value not in known:
+                raise ConfigError(f"{name}: expected {', '.join(known)}, got {value!r}")
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written.
+
+    Attributes:
+        names: how many weights, or files of DeepSpeed's formats.
+        missing: names of the frozen weights that the checkpoint does not hold.
+    """
+
+    names: int
+    size_bytes: int
+    missing: list[str]
+
+
+def check_target(to: Path, format_: Format, force: bool) -> None:
+    """Check that an export may be written to `to`.
+
+    Raises:
+        ConfigError: it has another name than the format needs, or there is something else.
+    """
+    is_folder = format_ in FOLDERS
+    if not is_folder and to.suffix not in SUFFIXES:
+        raise ConfigError(
+            f"--to {to}: expected a name that ends in {', '.join(SUFFIXES)}; or a folder, with "
+            f"--format {' or '.join(FOLDERS)}"
+        )
+    if not is_folder and to.is_dir():
+        raise ConfigError(f"--to {to} is a folder; give the name of a file")
+    if is_folder and to.exists() and not to.is_dir():
+        raise ConfigError(f"--to {to} is a file; --format {format_} writes a folder")
+    has_content = to.exists() and not (is_folder and not any(to.iterdir()))
+    if has_content and not force:
+        raise ConfigError(f"--to {to} exists already; add --force to replace it")
+    is_export = any((to / name).exists() for name in FOLDERS.values())
+    if has_content and is_folder and (not is_export or (to / ".git").exists()):
+        raise ConfigError(
+            f"--to {to} is no exported folder ({' or '.join(FOLDERS.values())}), and --force would "
+            "delete what is in it; give the name of a new folder"
+        )
+
+
+def export_checkpoint(
+    store: CheckpointStore, request: ExportRequest, to: Path, force: bool = False
+) -> Exported:
+    """Fetch and verify a checkpoint's files, and write what they hold.
+
+    Args:
+        to: a file, .safetensors, .pt or .bin; or a folder.
+        force: whether to replace an existing file or exported folder.
+
+    Raises:
+        ConfigError: see `check_target`.
+        CheckpointError: the checkpoint does not hold what is to be written.
+        CheckpointDamaged: a file is missing or differs.
+        StorageError: the storage failed, or the target cannot be written.
+    """
+    check_target(to, request.format, force)
+    from trial_core.storage.local_files import atomic_file
+    from trial_core.storage.storage_errors import ErrorTranslator
+    from trial_core.transfer.fetch import fetch_files
+
+    entries = _files_of(request.manifest, request.engine)
+    # First check that the file can be written: fetching may take hours. Nothing is created yet.
+    errors = ErrorTranslator(str(to))
+    with errors.translated("write"):
+        there = next(folder for folder in to.absolute().parents if folder.exists())
+        tempfile.TemporaryFile(dir=there).close()
+    with tempfile.TemporaryDirectory(prefix="trialflow-export-") as folder:
+        fetch_files(store, request.manifest.uuid, entries, Path(folder))
+        # Copied to the target: safetensors makes files that only their owner can read.
+        written = Path(folder) / f"weights{to.suffix}"
+        done = _convert(Path(folder), request, written)
+        with errors.translated("write"):
+            to.parent.mkdir(parents=True, exist_ok=True)
+            if written.is_dir():
+                _replace_folder(written, to, lambda: check_target(to, request.format, force))
+                return done
+        with (
+            errors.translated("write"),
+            atomic_file(to, is_durable=True) as file,
+            written.open("rb") as source,
+        ):
+            shutil.copyfileobj(source, file, COPY_BYTES)
+            # again: no exclusive create, as disks may have no hard links
+            check_target(to, request.format, force)
+        return done
+
+
+def _replace_folder(source: Path, target: Path, check: Callable[[], None]) -> None:
+    """Copy a folder; `target` is replaced when the copy is complete, and `check` raises nothing."""
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        shutil.copytree(source, partial, copy_function=shutil.copyfile)
+        check()
+        if target.exists():
+            shutil.rmtree(target)
+        partial.rename(target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _convert(folder: Path, request: ExportRequest, target: Path) -> Exported:
+    """Write the weights of fetched files in the requested format."""
+    if request.format in ("deepspeed", "universal"):
+        return _convert_state(folder, request, target)
+    # DeepSpeed logs to stdout, which is reserved for this command's result.
+    with contextlib.redirect_stdout(io.StringIO()):
+        from trial_core.export.model_files import facts_folder, read_facts
+        from trial_core.export.weights import read_all, write_weights
+
+        weights = _weights_of(folder, request)
+    files = folder / facts_folder(request.engine)
+    facts = read_facts(files)
+    missing = [name for name in facts.frozen if name not in weights]
+    if request.format != "safetensors":
+        if facts.hf is None:
+            raise CheckpointError(
+                f"checkpoint {request.manifest.uuid} holds no config of model {request.engine}: it "
+                "is no model of transformers, or an earlier version of trialflow saved it; export "
+                "one file: --to model.safetensors"
+            )
+        if missing and request.format == "hf":
+            raise CheckpointError(
+                f"{_not_held(missing)}, so there is no whole model; write the adapter alone "
+                "with --format adapter, or what was trained with --to model.safetensors"
+            )
+        from trial_core.export.hf_folder import write_adapter, write_model
+
+        target.mkdir()
+        if request.format == "adapter":
+            names = write_adapter(weights, facts.hf, files, target)
+        else:
+            names = write_model(weights, facts.hf, files, target, request.shard_size)
+        return Exported(len(names), _size_of(target), [])
+    if missing:
+        _logger.warning(
+            "%s: load the base model first, then this file with strict=False", _not_held(missing)
+        )
+    about = {
+        "trialflow.checkpoint": request.manifest.uuid,
+        "trialflow.trial": request.manifest.trial,
+        "trialflow.batches": str(request.manifest.progress.batches_trained),
+        "trialflow.engine": str(request.engine),
+        "trialflow.dtype": request.dtype,
+    }
+    write_weights(read_all(weights), target, about)
+    return Exported(len(weights), target.stat().st_size, missing)
+
+
+def _convert_state(folder: Path, request: ExportRequest, target: Path) -> Exported:
+    """Write the whole state of an engine, for DeepSpeed."""
+    if (folder / PYTORCH_STATE).exists():
+        raise CheckpointError(
+            f"checkpoint {request.manifest.uuid} is a PyTorchTrial's, which has no state of "
+            "DeepSpeed; export its weights: --to model.safetensors"
+        )
+    tag = f"global_step{request.manifest.progress.batches_trained}"
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        from trial_core.controller.safe_load import Reader
+        from trial_core.deepspeed.checkpoint_engine import CHECKPOINT_CLASSES
+        from trial_core.deepspeed.export.deepspeed_folder import write_deepspeed, write_universal
+
+        reader = Reader(request.is_trusted, CHECKPOINT_CLASSES)
+        if request.format == "deepspeed":
+            count = write_deepspeed(folder, request.engine, target, tag, reader)
+        else:
+            count = write_universal(folder, request.engine, target, f"{tag}_universal", reader)
+    return Exported(count, _size_of(target), [])
+
+
+def _size_of(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def _not_held(missing: list[str]) -> str:
+    more = ", …" if len(missing) > SHOWN_NAMES else ""
+    named = ", ".join(missing[:SHOWN_NAMES])
+    return (
+        f"the checkpoint does not hold {text_format.plural(len(missing), 'frozen weight')} "
+        f"({named}{more}), because of checkpointing.exclude_frozen_parameters"
+    )
+
+
+def _weights_of(folder: Path, request: ExportRequest) -> dict[str, SavedWeight]:
+    from trial_core.controller.safe_load import Reader
+
+    if (folder / PYTORCH_STATE).exists():
+        from trial_core.pytorch.model_weights import model_weights
+        from trial_core.pytorch.pytorch_adapter import PyTorchTrialAdapter
+
+        reader = Reader(request.is_trusted, PyTorchTrialAdapter.checkpoint_classes)
+        return model_weights(folder, request.engine, request.dtype, reader)
+    from trial_core.deepspeed.checkpoint_engine import CHECKPOINT_CLASSES
+    from trial_core.deepspeed.export.engine_weights import checked_weights
+
+    reader = Reader(request.is_trusted, CHECKPOINT_CLASSES)
+    return checked_weights(folder, request.engine, request.dtype, reader)
+
+
+def _files_of(manifest: Manifest, engine: int) -> list[FileEntry]:
+    """The files that hold an engine's weights, or a PyTorchTrial's.
+
+    Raises:
+        CheckpointError: there are none.
+    """
+    from trial_core.config.command import is_command
+
+    facts = f"export{engine}/"
+    names: tuple[str, ...] = (f"model{engine}/", facts)
+    entries = [entry for entry in manifest.files if entry.path.startswith(names)]
+    if any(entry.path.endswith("model_states.pt") for entry in entries):
+        return [*entries, *(each for each in manifest.files if each.path.startswith(FINGERPRINTS))]
+    if any(entry.path == PYTORCH_STATE for entry in manifest.files):
+        names = (PYTORCH_STATE, PYTORCH_FROZEN, PYTORCH_SHARDS, facts)
+        return [entry for entry in manifest.files if entry.path.startswith(names)]
+    saved = {entry.path.partition("/")[0] for entry in manifest.files if "/" in entry.path}
+    engines = sorted(name.removeprefix("model") for name in saved if name.startswith("model"))
+    if is_command(manifest.entrypoint):
+        reason = (
+            "a script has written its files, which no trial's format has; to fetch them: "
+            f"trialflow checkpoints download {manifest.uuid} --to FOLDER"
+        )
+    elif engines:
+        reason = f"its engines are {', '.join(engines)}"
+    else:
+        reason = (
+            "the trial overrides save, so only the trial can read its files; to fetch them: "
+            f"trialflow checkpoints download {manifest.uuid} --to FOLDER"
+        )
+    raise CheckpointError(
+        f"checkpoint {manifest.uuid} of {manifest.entrypoint} holds no DeepSpeed weights for "
+        f"engine {engine} (model{engine}/…model_states.pt): {reason}"
+    )
