@@ -141,7 +141,6 @@ def measure(workloads: int, every: int, folder: Path, counts_objects: bool = Fal
     from prefect.logging import get_run_logger
 
     from trial_core.driver.launch_stages import LaunchStages
-    from trial_core.driver.observers import Observer
     from trial_core.driver.run import Launch, Run
     from trial_core.driver.uploads import Uploads
     from trial_core.report import Report
@@ -168,7 +167,7 @@ def measure(workloads: int, every: int, folder: Path, counts_objects: bool = Fal
     @flow(name="driver-memory")
     def drive() -> None:
         report = Report(
-            config, "memory-00000000", run_dir, Observer(), store,
+            config, "memory-00000000", run_dir, store,
             logger=get_run_logger(), publish=ReportArtifact("memory-00000000").write,
             publish_errors=ARTIFACT_ERRORS,
         )  # fmt: skip

@@ -156,7 +156,7 @@ def measure(world_size: int, plan: Plan, folder: Path) -> list[Pair]:
     @flow(name="report-in-turns")
     def turns() -> list[Pair]:
         report = Report(
-            config, trial, run_dir, Observer(), store,
+            config, trial, run_dir, store,
             logger=get_run_logger(), publish=ReportArtifact(trial).write,
             publish_errors=ARTIFACT_ERRORS,
         )  # fmt: skip

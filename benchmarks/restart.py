@@ -71,7 +71,9 @@ class Killer(Observer):
     times: dict[str, float] = field(default_factory=dict)
     _saved_at: int | None = None
 
-    def checkpoint_committed(self, uuid: str, batches: int, total_bytes: int) -> None:
+    def checkpoint_committed(
+        self, uuid: str, batches: int, total_bytes: int, digest: str = ""
+    ) -> None:
         self._saved_at = batches
 
     def batches_trained(self, batches: int) -> None:

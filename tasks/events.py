@@ -137,7 +137,9 @@ class RunEvents(Observer):
             if len(self._validations) > MAX_PENDING:
                 del self._validations[next(iter(self._validations))]
 
-    def checkpoint_committed(self, uuid: str, batches: int, total_bytes: int) -> None:
+    def checkpoint_committed(
+        self, uuid: str, batches: int, total_bytes: int, digest: str = ""
+    ) -> None:
         payload = {
             "checkpoint": uuid, "trial": self._trial, "experiment": self._experiment,
             "batches": batches, "size_bytes": total_bytes, "files": self._store.files_url(uuid),

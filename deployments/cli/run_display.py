@@ -162,7 +162,9 @@ class PlainLines(Display):
             parts.append(text_format.metrics_line(metrics))
         self.say(f"{stage} {detail}: {' · '.join(parts)}")
 
-    def checkpoint_committed(self, uuid: str, batches: int, total_bytes: int) -> None:
+    def checkpoint_committed(
+        self, uuid: str, batches: int, total_bytes: int, digest: str = ""
+    ) -> None:
         super().checkpoint_committed(uuid, batches, total_bytes)
         parts = [text_format.size(total_bytes), f"checkpoint {uuid}"]
         # The upload stage still runs: it releases its staged files after the commit.

@@ -47,7 +47,9 @@ class Events(Observer):
     def stage_started(self, stage: str, detail: str) -> None:
         self.seen += {"checkpoint-save": ["save"], "checkpoint-upload": ["begin"]}.get(stage, [])
 
-    def checkpoint_committed(self, uuid: str, batches: int, total_bytes: int) -> None:
+    def checkpoint_committed(
+        self, uuid: str, batches: int, total_bytes: int, digest: str = ""
+    ) -> None:
         self.seen.append("end")
         self.committed.append(batches)
 

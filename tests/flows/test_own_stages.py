@@ -165,7 +165,9 @@ def test_nothing_is_deleted_while_one_may_read_it(here: Path) -> None:
     class Releasing(Seen):
         """Lets the stage read once the last checkpoint is committed."""
 
-        def checkpoint_committed(self, uuid: str, batches: int, total_bytes: int) -> None:
+        def checkpoint_committed(
+            self, uuid: str, batches: int, total_bytes: int, digest: str = ""
+        ) -> None:
             if batches == 12:
                 (here / "released").touch()
 

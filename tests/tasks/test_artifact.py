@@ -23,7 +23,6 @@ from tests.support.prefect import PrefectServer, isolated
 from tests.support.slots import toy_config
 from tests.support.waiting import until
 from tests.support.wire import UNAVAILABLE
-from trial_core.driver.observers import Observer
 from trial_core.report import Report
 from trial_core.text_format import unique_slug
 from trialflow.flows.server.embedded_server import flush
@@ -179,7 +178,7 @@ def test_the_artifact_is_updated_during_a_workload(
     @flow
     def run() -> None:
         report = Report(
-            toy_config(tmp_path), "toy-live", tmp_path, Observer(), logger=get_run_logger(),
+            toy_config(tmp_path), "toy-live", tmp_path, logger=get_run_logger(),
             publish=ReportArtifact("toy-live").write, publish_errors=ARTIFACT_ERRORS,
         )  # fmt: skip
         with report:

@@ -222,6 +222,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         """Sort key: a run resumes from the greatest. Most batches first, then the newest."""
         return self.progress.batches_trained, self.created_at, self.uuid
 
+    @property
+    def digest(self) -> str:
+        """Of the stored object. Raises as `to_json`."""
+        sealed: str = msgspec.json.decode(self.to_json())[_DIGEST]
+        return sealed
+
     def to_json(self) -> bytes:
         """The bytes to store: indented JSON with its digest. Equal manifests give equal bytes.
 

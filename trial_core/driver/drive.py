@@ -28,7 +28,7 @@ from trial_core.driver.failure_policy import Failure, FailurePolicy
 from trial_core.driver.follow_script import follow_script
 from trial_core.driver.launch_ranks import launch_slots, stopping_ranks
 from trial_core.driver.launch_stages import LaunchStages
-from trial_core.driver.observers import Observer
+from trial_core.driver.observers import Observer, Observers
 from trial_core.driver.placement import Placement, announcer, place_ranks
 from trial_core.driver.run import HOW_TO_GO_ON, Launch, Logger, Run
 from trial_core.driver.stages import PLAIN_STAGES, Stages
@@ -143,7 +143,7 @@ def drive_trial(config: ExperimentConfig, trial: str, caller: Caller) -> TrialRe
         ) as (claim, fence),
         KeptLedger(store, trial, fence.number, clock, config.cost.per_slot_hour, logger) as ledger,
         Report(
-            config, trial, run_dir, caller.observer, store, caller.stopping, ledger.read,
+            config, trial, run_dir, store, caller.stopping, ledger.read,
             logger=logger, publish=caller.publish, publish_errors=caller.publish_errors,
             has_metric=caller.script is None or caller.script.has_metric,
         ) as report,
@@ -152,8 +152,9 @@ def drive_trial(config: ExperimentConfig, trial: str, caller: Caller) -> TrialRe
         note_storage(store, fence.record.storage, logger)
         if not store.is_process_local:  # a later attempt cannot find it in any case
             caller.begun(fence.record.storage)
+        observer = Observers(report, caller.observer)
         run = Run(
-            config, trial, run_dir, store, report, caller.stopping, claim, fence, caller.devices,
+            config, trial, run_dir, store, observer, caller.stopping, claim, fence, caller.devices,
             clock, find_logger=caller.find_logger,
         )  # fmt: skip
         ended = _driver(run, caller, placement, lambda: report.last_checkpoint).drive()

@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # it imports storages, for which the command line's help does not wait
+    from trial_core.checkpoint.manifest import Topology
     from trial_core.messages import MetricsKind
 
 
@@ -28,6 +29,14 @@ class Observer:
             total_batches: where training ends.
             begins_at: batches already trained; not 0 for a resumed run.
             batch_samples: samples in one batch on all ranks; 0: unknown.
+        """
+
+    def trial_built(self, topology: Topology, versions: Mapping[str, str], code: str) -> None:
+        """The trial exists on all ranks. Again after a restart, and in each `Trainer.fit`.
+
+        Args:
+            versions: of the libraries that the ranks use.
+            code: the digest of the trial's code; empty: none is stored.
         """
 
     def ranks_placed(self, nodes: Sequence[str]) -> None:
@@ -74,8 +83,15 @@ class Observer:
     def metrics_reported(self, kind: MetricsKind, batches: int, metrics: Mapping[str, Any]) -> None:
         """Metrics reduced over all ranks, after `batches` batches."""
 
-    def checkpoint_committed(self, uuid: str, batches: int, total_bytes: int) -> None:
-        """A checkpoint has been committed."""
+    def checkpoint_committed(
+        self, uuid: str, batches: int, total_bytes: int, digest: str = ""
+    ) -> None:
+        """A checkpoint has been committed.
+
+        Args:
+            total_bytes: of all its files.
+            digest: of its manifest.
+        """
 
     def checkpoint_deleted(self, uuid: str) -> None:
         """The retention policy has deleted a checkpoint."""

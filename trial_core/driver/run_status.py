@@ -123,7 +123,9 @@ class RunStatus(Observer):
         else:
             self.validation, self.validated_at = metrics, batches
 
-    def checkpoint_committed(self, uuid: str, batches: int, total_bytes: int) -> None:
+    def checkpoint_committed(
+        self, uuid: str, batches: int, total_bytes: int, digest: str = ""
+    ) -> None:
         self.committed_at = batches
 
     def moving(self, what: str) -> None:

@@ -44,7 +44,7 @@ MAX_PENDING = 32
 
 
 class Report(Observer):
-    """Updates a trial's report, and forwards every call to `observer`.
+    """Updates a trial's report.
 
     A context manager. Inside the block a thread writes the report after changes, at most every 5 s.
     After a commit it also stores the report and the ranks' logs. A report that cannot be written is
@@ -69,7 +69,6 @@ class Report(Observer):
         config: ExperimentConfig,
         trial: str,
         run_dir: Path,
-        observer: Observer,
         store: CheckpointStore | None = None,
         stopping: StopHandler | None = None,
         ledger: Callable[[], TimeLedger] | None = None,
@@ -85,7 +84,6 @@ class Report(Observer):
         self._history_path = run_dir / HISTORY
         self._page_path = run_dir / PAGE
         self._page_is_due_at = 0.0
-        self._observer = observer
         self._stopping = stopping
         self._logger = logger
         self._logs = StoredLogs(store, trial, run_dir, (REPORT, HISTORY, PAGE))
@@ -131,7 +129,6 @@ class Report(Observer):
                 facts.history.add_event(begins_at, f"{what}{end}")
             self._previous_end = ""
             facts.run_status.run_started(trial, total_batches, begins_at, batch_samples)
-        self._observer.run_started(trial, total_batches, begins_at, batch_samples)
 
     def ranks_placed(self, nodes: Sequence[str]) -> None:
         placed = text_format.ranks_by_node(nodes)
@@ -140,29 +137,24 @@ class Report(Observer):
                 facts.history.add_event(facts.run_status.batches, f"now {placed}")
             self._placed = placed
             facts.placed = placed if len(set(nodes)) > 1 else ""
-        self._observer.ranks_placed(nodes)
 
     def stage_started(self, stage: str, detail: str) -> None:
         with self._update() as facts:
             facts.run_status.stage_started(stage, detail)
-        self._observer.stage_started(stage, detail)
 
     def stage_takes_long(self, activity: str) -> None:
         with self._update() as facts:
             facts.run_status.stage_takes_long(activity)
-        self._observer.stage_takes_long(activity)
 
     def stage_ended(self, stage: str, detail: str, seconds: float) -> None:
         with self._update() as facts:
             facts.run_status.stage_ended(stage, detail, seconds)
             if stage == "checkpoint-save":
                 _remember(self._blocked_seconds, detail, seconds)
-        self._observer.stage_ended(stage, detail, seconds)
 
     def batches_trained(self, batches: int) -> None:
         with self._update() as facts:
             facts.run_status.batches_trained(batches)
-        self._observer.batches_trained(batches)
 
     def training_timed(
         self,
@@ -178,7 +170,6 @@ class Report(Observer):
             samples = (reached - begin) * facts.run_status.batch_samples
             if seconds > 0 and samples:
                 facts.history.add_point("speed", reached, {"samples/s": samples / seconds})
-        self._observer.training_timed(begin, reached, seconds, data_seconds, forward_seconds)
 
     def learning_rates_read(self, batches: int, learning_rates: Sequence[float | None]) -> None:
         names = ["learning rate"]
@@ -187,7 +178,6 @@ class Report(Observer):
         with self._update() as facts:
             rates = dict(zip(names, learning_rates, strict=False))
             facts.history.add_point("learning_rate", batches, rates)
-        self._observer.learning_rates_read(batches, learning_rates)
 
     def metrics_reported(self, kind: MetricsKind, batches: int, metrics: Mapping[str, Any]) -> None:
         with self._update() as facts:
@@ -197,9 +187,10 @@ class Report(Observer):
             metric = metrics.get(facts.searcher_metric)
             if kind == "validation" and text_format.is_number(metric) and math.isfinite(metric):
                 _remember(self._searcher_metrics, batches, float(metric))
-        self._observer.metrics_reported(kind, batches, metrics)
 
-    def checkpoint_committed(self, uuid: str, batches: int, total_bytes: int) -> None:
+    def checkpoint_committed(
+        self, uuid: str, batches: int, total_bytes: int, digest: str = ""
+    ) -> None:
         with self._update() as facts:
             upload = facts.run_status.running(UPLOAD, f"@{batches}")
             saved = SavedCheckpoint(
@@ -213,17 +204,14 @@ class Report(Observer):
             facts.run_status.checkpoint_committed(uuid, batches, total_bytes)
             facts.history.add_checkpoint(saved, facts.smaller_is_better)
             self._logs_are_due = True
-        self._observer.checkpoint_committed(uuid, batches, total_bytes)
 
     def checkpoint_deleted(self, uuid: str) -> None:
         with self._update() as facts:
             facts.history.drop_checkpoint(uuid)
-        self._observer.checkpoint_deleted(uuid)
 
     def notice(self, text: str) -> None:
         with self._update() as facts:
             facts.history.add_event(facts.run_status.batches, text)
-        self._observer.notice(text)
 
     def rank_logged(self, rank: int, line: str) -> None:
         is_alarming = WARNING_PATTERN.search(line) is not None
@@ -231,19 +219,11 @@ class Report(Observer):
             self._log_dropped_lines()
             log = self._logger.warning if is_alarming else self._logger.info
             log("[rank %d] %s", rank, line)
-        self._observer.rank_logged(rank, line)
-
-    def stopping(self, why: str) -> None:
-        self._observer.stopping(why)
 
     def moving(self, what: str) -> None:
         with self._update() as facts:
             facts.history.add_event(facts.run_status.batches, text_format.one_line(what))
             facts.run_status.moving(what)
-        self._observer.moving(what)
-
-    def stalled(self, during: str, seconds: float, reason: str) -> None:
-        self._observer.stalled(during, seconds, reason)
 
     def restarting(self, reason: str, attempt: int, max_restarts: int) -> None:
         with self._update() as facts:
@@ -251,7 +231,6 @@ class Report(Observer):
             what = f"restart {attempt} of at most {max_restarts}: {text_format.one_line(reason)}"
             facts.history.add_event(batches, what)
             facts.run_status.restarting(reason, attempt, max_restarts)
-        self._observer.restarting(reason, attempt, max_restarts)
 
     @property
     def last_checkpoint(self) -> str:

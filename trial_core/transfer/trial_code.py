@@ -45,6 +45,11 @@ class TrialCode:
     folder: Path
     archive: bytes | None = None
 
+    @property
+    def digest(self) -> str:
+        """``sha256:`` and the digest of the archive; empty: there is none."""
+        return f"sha256:{hashlib.sha256(self.archive).hexdigest()}" if self.archive else ""
+
 
 def code_of_folder(
     config: ExperimentConfig,

@@ -154,7 +154,9 @@ def run_twice(
     outcome = Outcome()
 
     class Watching(Observer):
-        def checkpoint_committed(self, uuid: str, batches: int, total_bytes: int) -> None:
+        def checkpoint_committed(
+            self, uuid: str, batches: int, total_bytes: int, digest: str = ""
+        ) -> None:
             outcome.committed.append(batches)
             if len(outcome.committed) == 1:
                 withdraw()

@@ -16,7 +16,6 @@ import pytest
 from tests.support.slots import toy_config
 from tests.support.waiting import until
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.driver.observers import Observer
 from trial_core.errors import RankFailed, Stopped
 from trial_core.report import Report
 from trial_core.report.live_report import HISTORY
@@ -34,7 +33,7 @@ def new_report(tmp_path: Path) -> NewReport:
     def new(run_dir: Path = tmp_path / "run", **arguments: Any) -> Report:
         run_dir.mkdir(exist_ok=True)
         config, logger = toy_config(tmp_path), logging.getLogger(LOGGER)
-        return Report(config, "toy-0000beef", run_dir, Observer(), logger=logger, **arguments)
+        return Report(config, "toy-0000beef", run_dir, logger=logger, **arguments)
 
     return new
 

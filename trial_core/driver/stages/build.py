@@ -60,6 +60,7 @@ def note_built(launch: Launch, ranks: Sequence[TrialBuilt]) -> None:
     answers.batch_samples = built.batch_samples
     _warn_of_another_batch_size(launch.run.config.hyperparameters, built)
     launch.run.logger.info("trial %s on %s", launch.run.trial, _describe(built))
+    launch.run.observer.trial_built(built.topology, built.versions, launch.code.digest)
 
 
 def _warn_of_another_batch_size(hyperparameters: Mapping[str, Any], built: TrialBuilt) -> None:

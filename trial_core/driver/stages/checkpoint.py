@@ -88,7 +88,7 @@ def checkpoint_upload(launch: Launch, staged: StagedCheckpoint) -> Manifest:
         run.store.commit(manifest, run.fence, base)
         # Before the next request: the checkpoint is committed, even if that request fails.
         run.observer.checkpoint_committed(
-            manifest.uuid, manifest.progress.batches_trained, manifest.total_bytes
+            manifest.uuid, manifest.progress.batches_trained, manifest.total_bytes, manifest.digest
         )
         launch.ask(ReleaseStaging(uuid=staged.uuid), Done, stall_seconds=None)
     run.logger.info(
