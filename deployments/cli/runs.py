@@ -163,6 +163,43 @@ def _print_json(value: object) -> None:
 
 
 @app.command
+def sync(
+    trial: str,
+    /,
+    *,
+    wait_seconds: Annotated[float, Parameter(help="How long a tracker may take.")] = 60.0,
+    config: ConfigFile = None,
+    storage: Storage = None,
+) -> int:
+    """Send what the trackers of a trial have not got, because they could not be reached.
+
+    The trial's next run does so, too.
+
+    Parameters
+    ----------
+    trial
+        The trial's id.
+    """
+    from logging import getLogger
+
+    from trial_core.run.run_dirs import locked_run_dir
+    from trial_core.trackers.sync import sync_trackers
+
+    store = open_store(config, storage)
+    with locked_run_dir(trial) as run_dir:
+        before, after = sync_trackers(
+            store, trial, run_dir, wait_seconds, print, getLogger(__name__)
+        )
+    if not before:
+        print(f"the trackers of {trial} have got everything")
+    for name, count in before.items():
+        left = after.get(name, 0)
+        kept = f"; {text_format.plural(left, 'record')} could not be sent" if left else ""
+        print(f"{name}: {text_format.plural(count - left, 'record')} sent{kept}")
+    return 1 if after else 0
+
+
+@app.command
 def show(
     trial: str, /, *, config: ConfigFile = None, storage: Storage = None, json_: AsJson = False
 ) -> int:

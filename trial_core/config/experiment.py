@@ -50,6 +50,7 @@ from trial_core.config.sections import (
 )
 from trial_core.config.stages_section import StageConfig
 from trial_core.config.stopping_section import StoppingConfig
+from trial_core.config.tracker_list import tracker_list
 from trial_core.config.values import (
     MAX_COUNT,
     Count,
@@ -69,7 +70,7 @@ _NOT_IN_DIGEST: dict[str, Any] = {
     **dict.fromkeys(
         (
             "code", "checkpoint_storage", "checkpointing", "stopping", "retraining", "environment",
-            "ignored_fields", "profiling", "tensorboard_logging", "cost", "stages",
+            "ignored_fields", "profiling", "tensorboard_logging", "cost", "stages", "trackers",
         ),
         True,
     ),
@@ -221,6 +222,13 @@ class ExperimentConfig(Section):
         default=[],
         title="Stages of your own",
         description="Functions that a run calls after its own stages.",
+    )
+    trackers: Annotated[list[dict[str, dict[str, Any]]], BeforeValidator(tracker_list)] = Field(
+        default=[],
+        title="Trackers",
+        description="Programs that show what runs do: mlflow, wandb, tensorboard, trackio, or one "
+        "of another package, each with its options. Keys and passwords come from the environment.",
+        examples=[[{"mlflow": {"tracking_uri": "http://127.0.0.1:5000"}}]],
     )
     retraining: RetrainingConfig | None = Field(
         default=None,

@@ -51,6 +51,7 @@ from trial_core.run.known_storages import note_storage
 from trial_core.run.run_dirs import clear_kept, clear_rank_files, locked_run_dir
 from trial_core.run.run_loop import TrialResult, follow_schedule
 from trial_core.run.stop_requests import StopHandler, StopRequest, as_the_trial_asked
+from trial_core.trackers.tracking import Tracking, check_trackers
 from trial_core.transfer.trial_code import TrialCode, code_of_folder
 
 Resume = Callable[[CheckpointStore, Fence | None], list[ResumePoint]]
@@ -126,12 +127,14 @@ def drive_trial(config: ExperimentConfig, trial: str, caller: Caller) -> TrialRe
     """Train a trial until it ends or is asked to stop; restart failed ranks.
 
     Raises:
+        ConfigError: a tracker is not installed, or does not have one of its options.
         TrialflowError: another run that may be live has the trial; or its id is taken.
         CheckpointNotFound, StorageError: it is not the storage that has the trial.
         RankFailed, Stalled: the ranks failed, and no restart is left or would help.
         Stopped: the run was asked to stop before it could save.
     """
     store = CheckpointStore(config.checkpoint_storage.url, config.checkpoint_storage.options)
+    check_trackers(config)
     store.check_writable()
     clock, logger = RunClock(caller.waited_seconds), caller.find_logger()
     with (
@@ -142,6 +145,9 @@ def drive_trial(config: ExperimentConfig, trial: str, caller: Caller) -> TrialRe
             source=config.searcher.source_checkpoint_uuid, mark=caller.storage,
         ) as (claim, fence),
         KeptLedger(store, trial, fence.number, clock, config.cost.per_slot_hour, logger) as ledger,
+        Tracking(
+            config, trial, run_dir, store, fence.number, ledger.read, caller.stopping, logger
+        ) as tracking,  # ends after the report, which it shows
         Report(
             config, trial, run_dir, store, caller.stopping, ledger.read,
             logger=logger, publish=caller.publish, publish_errors=caller.publish_errors,
@@ -152,7 +158,7 @@ def drive_trial(config: ExperimentConfig, trial: str, caller: Caller) -> TrialRe
         note_storage(store, fence.record.storage, logger)
         if not store.is_process_local:  # a later attempt cannot find it in any case
             caller.begun(fence.record.storage)
-        observer = Observers(report, caller.observer)
+        observer = Observers(report, caller.observer, tracking)
         run = Run(
             config, trial, run_dir, store, observer, caller.stopping, claim, fence, caller.devices,
             clock, find_logger=caller.find_logger,
@@ -168,6 +174,7 @@ def drive_trial(config: ExperimentConfig, trial: str, caller: Caller) -> TrialRe
             run_dir=str(run_dir),
         )
         report.ended(_ending(result, request), result.tensorboard_url)
+        tracking.ended(_ending(result, request))
     return replace(result, ledger=ledger.read().to_json())  # only now it says that the run is over
 
 

@@ -94,7 +94,7 @@ class StoredLogs:
 
     Args:
         run_dir: the trial's folder on this machine; its logs are in ``logs``.
-        other_files: names of files in `run_dir` that are uploaded too, and overwritten.
+        other_files: patterns of files in `run_dir` that are uploaded too, and overwritten.
     """
 
     def __init__(
@@ -190,9 +190,9 @@ class StoredLogs:
         return size_bytes <= SMALL_BYTES or size_bytes >= uploaded_bytes * GROWTH
 
     def _files(self) -> Iterator[tuple[Path, str]]:
-        for name in self._other_files:
-            if (self._run_dir / name).exists():
-                yield self._run_dir / name, name
+        for pattern in self._other_files:
+            for path in sorted(self._run_dir.glob(pattern)):
+                yield path, path.relative_to(self._run_dir).as_posix()
         for path in sorted(self._logs.glob("*.log")):
             if layout.is_file_path(path.name):
                 yield path, f"{self._folder}/{path.name}"

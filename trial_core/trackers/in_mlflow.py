@@ -1,0 +1,202 @@
+"""MLflow: a run of its tracking server, https://mlflow.org."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trial_core.trackers.records import (
+    AnyRecord,
+    Began,
+    Committed,
+    Deleted,
+    Described,
+    Ended,
+    Metrics,
+    Noted,
+)
+from trial_core.trackers.tracker import Refused, TrackedRun, Tracker, refuse_unknown
+
+if TYPE_CHECKING:
+    from mlflow.tracking import MlflowClient
+
+OPTIONS = ("tracking_uri", "experiment", "run_name", "tags", "artifacts", "registered_model")
+TRIAL_TAG = "trialflow.trial"
+LONGEST_PARAMETER, LONGEST_TAG = 6000, 5000
+MOST_METRICS, MOST_PARAMETERS, MOST_TAGS = 1000, 100, 100
+_STATUS = {"completed": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+_NOT_IN_NAMES = re.compile(r"[^\w\-. :/]")
+# They mean the request, not the server: the same request will be refused again.
+_REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "INVALID_STATE", "MALFORMED_REQUEST")
+
+
+class MlflowTracker(Tracker):
+    """One run of MLflow.
+
+    Points that are trained again are logged again at their step if their values differ; MLflow
+    shows the last one. Options: ``tracking_uri`` (default: ``MLFLOW_TRACKING_URI``), ``experiment``
+    (default: the experiment's name), ``run_name`` (default: the trial's id), ``tags``, and
+    ``artifacts``: whether the report and the list of checkpoints are stored there (default: true).
+    """
+
+    def __init__(self, options: Mapping[str, Any], run: TrackedRun) -> None:
+        super().__init__(options, run)
+        self._id = ""
+        self._parameters: dict[str, str] = {}
+        self._known: dict[str, dict[int, float]] = {}
+        self._is_continued = False
+        self._checkpoints: dict[str, dict[str, Any]] = {}
+
+    @classmethod
+    def check(cls, options: Mapping[str, Any]) -> None:
+        refuse_unknown("mlflow", options, OPTIONS)
+
+    @cached_property
+    def _client(self) -> MlflowClient:
+        # Its own are minutes: the outbox tries again by itself.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+        from mlflow.tracking import MlflowClient
+
+        return MlflowClient(self.options.get("tracking_uri"))
+
+    def open(self, known: str) -> str:
+        self._id = known or self._found() or self._created()
+        run = self._client.get_run(self._id)
+        self._parameters = dict(run.data.params)
+        self._is_continued = bool(run.data.metrics)
+        self._client.update_run(self._id, status="RUNNING")
+        return self._id
+
+    def send(self, records: Sequence[AnyRecord]) -> None:
+        from mlflow.exceptions import MlflowException
+
+        try:
+            self._log_metrics(each for each in records if isinstance(each, Metrics))
+            for record in records:
+                self._log(record)
+        except MlflowException as error:
+            if error.error_code in _REFUSALS:
+                raise Refused(str(error)) from error
+            raise
+
+    def _found(self) -> str | None:
+        """The trial's run, if it was made and the answer was lost."""
+        runs = self._client.search_runs(
+            [self._experiment], filter_string=f"tags.`{TRIAL_TAG}` = '{self.run.trial}'"
+        )
+        return str(runs[0].info.run_id) if runs else None
+
+    def _created(self) -> str:
+        tags = {TRIAL_TAG: self.run.trial, **self.options.get("tags", {})}
+        name = self.options.get("run_name", self.run.trial)
+        run = self._client.create_run(self._experiment, tags=tags, run_name=name)
+        return str(run.info.run_id)
+
+    @cached_property
+    def _experiment(self) -> str:
+        """The id of the experiment, which is made if there is none."""
+        from mlflow.exceptions import MlflowException
+
+        name = self.options.get("experiment", self.run.experiment)
+        if (found := self._client.get_experiment_by_name(name)) is None:
+            try:
+                return str(self._client.create_experiment(name))
+            except MlflowException as error:
+                if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                    raise
+                found = self._client.get_experiment_by_name(name)
+        if found is None:
+            raise RuntimeError(f"MLflow has no experiment {name!r} although it was made")
+        return str(found.experiment_id)
+
+    def _log_metrics(self, records: Iterable[Metrics]) -> None:
+        from mlflow.entities import Metric
+
+        metrics = []
+        for record in records:
+            for name, value in record.values.items():
+                key, number = _name(name), math.nan if value is None else value
+                if not self._has(key, record.batches, number):
+                    metrics.append(Metric(key, number, round(record.at * 1000), record.batches))
+        for first in range(0, len(metrics), MOST_METRICS):
+            self._client.log_batch(self._id, metrics=metrics[first : first + MOST_METRICS])
+
+    def _has(self, key: str, step: int, value: float) -> bool:
+        """Whether the run there has the point, maybe from another machine that is lost."""
+        if not self._is_continued:
+            return False
+        if key not in self._known:
+            history = self._client.get_metric_history(self._id, key)
+            self._known[key] = {each.step: each.value for each in history}
+        there = self._known[key].get(step)
+        return there == value or (there is not None and math.isnan(there) and math.isnan(value))
+
+    def _log(self, record: AnyRecord) -> None:
+        from mlflow.entities import Param, RunTag
+
+        if isinstance(record, Described):
+            new = {
+                _name(name): str(value)[:LONGEST_PARAMETER]
+                for name, value in record.parameters.items()
+            }
+            changed = {
+                name: text
+                for name, text in new.items()
+                if name in self._parameters and text != self._parameters[name]
+            }
+            added = [
+                Param(name, text) for name, text in new.items() if name not in self._parameters
+            ]
+            # MLflow's parameters never change: a later value is a tag.
+            tags = {**record.tags, **{f"changed.{name}": text for name, text in changed.items()}}
+            for first in range(0, len(added), MOST_PARAMETERS):
+                self._client.log_batch(self._id, params=added[first : first + MOST_PARAMETERS])
+            shown = [RunTag(_name(name), text[:LONGEST_TAG]) for name, text in tags.items()]
+            for first in range(0, len(shown), MOST_TAGS):
+                self._client.log_batch(self._id, tags=shown[first : first + MOST_TAGS])
+            self._parameters |= {each.key: each.value for each in added}
+        elif isinstance(record, Began):
+            if record.batches:
+                self._tag(
+                    f"trialflow.run_{record.attempt}", f"continues from batch {record.batches}"
+                )
+        elif isinstance(record, Committed):
+            self._checkpoints[record.uuid] = {
+                "batches": record.batches, "url": record.url, "digest": record.digest,
+                "size_bytes": record.size_bytes,
+            }  # fmt: skip
+            self._tag("trialflow.checkpoint", record.url)
+            self._tag("trialflow.checkpoint_digest", record.digest)
+            self._log_checkpoints()
+        elif isinstance(record, Deleted):
+            self._checkpoints.pop(record.uuid, None)
+        elif isinstance(record, Noted):
+            self._tag("trialflow.last_notice", f"batch {record.batches}: {record.text}")
+        elif isinstance(record, Ended):
+            self._tag("trialflow.ended", record.why or record.outcome)
+            self._log_report(Path(record.report))
+            self._client.set_terminated(self._id, _STATUS.get(record.outcome, "KILLED"))
+
+    def _tag(self, name: str, text: str) -> None:
+        self._client.set_tag(self._id, name, text[:LONGEST_TAG])
+
+    def _log_checkpoints(self) -> None:
+        if self.options.get("artifacts", True):
+            text = json.dumps(self._checkpoints, indent=1)
+            self._client.log_text(self._id, text, "checkpoints.json")
+
+    def _log_report(self, page: Path) -> None:
+        if self.options.get("artifacts", True) and page.exists():
+            self._client.log_artifact(self._id, str(page))
+
+
+def _name(text: str) -> str:
+    """A name that MLflow takes."""
+    return _NOT_IN_NAMES.sub("_", text)[:250]

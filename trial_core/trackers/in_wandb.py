@@ -1,0 +1,92 @@
+"""Weights & Biases: a run of https://wandb.ai, of a server of one's own, or offline."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from trial_core.trackers.records import (
+    AnyRecord,
+    Began,
+    Committed,
+    Described,
+    Ended,
+    Metrics,
+    Noted,
+)
+from trial_core.trackers.tracker import TrackedRun, Tracker, refuse_unknown
+
+OPTIONS = ("project", "entity", "group", "job_type", "mode", "name", "tags", "notes", "base_url")
+
+
+class WandbTracker(Tracker):
+    """One run of W&B, whose id is the trial's.
+
+    A point that is trained again with another value is a second one, with a greater ``attempt``.
+    Options: those of `wandb.init`: ``project`` (default: the experiment's name), ``entity``,
+    ``group``, ``job_type``, ``mode`` (``online``, ``offline``), ``name``, ``tags``, ``notes``; and
+    ``base_url`` of a server. The key comes from WANDB_API_KEY, or from `wandb login`.
+    """
+
+    measures_the_system: ClassVar[bool] = True
+
+    def __init__(self, options: Mapping[str, Any], run: TrackedRun) -> None:
+        super().__init__(options, run)
+        self._run: Any = None
+        self._exit_code = 0
+
+    @classmethod
+    def check(cls, options: Mapping[str, Any]) -> None:
+        refuse_unknown("wandb", options, OPTIONS)
+
+    def open(self, known: str) -> str:
+        import wandb
+
+        given = {"project": self.run.experiment, "name": self.run.trial, **self.options}
+        if (url := given.pop("base_url", None)) is not None:
+            os.environ["WANDB_BASE_URL"] = url
+        self._run = wandb.init(
+            id=known or self.run.trial, resume="allow", dir=self.run.folder,
+            settings=wandb.Settings(console="off", silent=True, init_timeout=30), **given,
+        )  # fmt: skip
+        self._run.define_metric("batches")
+        self._run.define_metric("*", step_metric="batches")
+        return str(self._run.id)
+
+    def send(self, records: Sequence[AnyRecord]) -> None:
+        for record in records:
+            self._log(record)
+
+    def close(self) -> None:
+        self._run.finish(exit_code=self._exit_code)
+
+    def _log(self, record: AnyRecord) -> None:
+        import wandb
+
+        run = self._run
+        if isinstance(record, Metrics):
+            values = {name: math.nan if v is None else v for name, v in record.values.items()}
+            place = {
+                "batches": record.batches, "samples": record.samples, "attempt": record.attempt,
+            }  # fmt: skip
+            run.log({**values, **place, "_timestamp": record.at})
+        elif isinstance(record, Described):
+            run.config.update({**record.parameters, "tags": record.tags}, allow_val_change=True)
+        elif isinstance(record, Began):
+            run.summary["attempt"] = record.attempt
+        elif isinstance(record, Committed):
+            facts = {"digest": record.digest, "batches": record.batches, "bytes": record.size_bytes}
+            run.summary["checkpoint"] = {"url": record.url, **facts}
+            artifact = wandb.Artifact(f"{run.id}-checkpoint", "checkpoint", metadata=facts)
+            artifact.add_reference(record.url, checksum=False)
+            run.log_artifact(artifact, aliases=["latest", f"batch-{record.batches}"])
+        elif isinstance(record, Noted):
+            run.alert(title=f"batch {record.batches}", text=record.text)
+        elif isinstance(record, Ended):
+            run.summary["ended"] = record.why or record.outcome
+            self._exit_code = int(record.outcome == "failed")
+            if Path(record.report).exists():
+                run.save(record.report, base_path=str(Path(record.report).parent), policy="now")

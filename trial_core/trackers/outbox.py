@@ -1,0 +1,192 @@
+"""Sends the journal's records to one tracker, each once, however often that fails."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from trial_core import text_format
+from trial_core.trackers.journal import JournalReader, State
+from trial_core.trackers.records import AnyRecord, Committed, Metrics
+from trial_core.trackers.system_metrics import SystemMetrics
+from trial_core.trackers.tracker import Refused, Tracker
+
+AT_ONCE = 500
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0
+# After the end of the run, to a tracker that fails.
+LAST_PAUSE_SECONDS, LAST_TRIES_SECONDS = 0.5, 5.0
+
+
+class Outbox:
+    """Sends to one tracker, in a thread, until the driver has ended and all is sent.
+
+    Args:
+        name: the tracker's, for people.
+        new_tracker: makes it; called in the thread.
+        state: the file that remembers what was sent.
+        say: tells people of a failure, once until the tracker is reached again.
+        system: what this machine does; None: it is not sent.
+    """
+
+    def __init__(
+        self, name: str, new_tracker: Callable[[], Tracker], journal: Path, state: Path,
+        say: Callable[[str], None], system: SystemMetrics | None = None,
+    ) -> None:  # fmt: skip
+        self.name = name
+        self._new_tracker = new_tracker
+        self._journal = JournalReader(journal)
+        self._path = state
+        self._say = say
+        self._system = system
+        self._state = read_state(state)
+        self._tracker: Tracker | None = None
+        self._pending: list[AnyRecord] = []
+        # Values of points after the last checkpoint, by batches and name: they may come again.
+        self._points: dict[tuple[int, str], float | None] = {}
+        self._batches = self._samples = self._attempt = 0
+        self._at_once = AT_ONCE
+        self._wakes, self._ending = threading.Event(), threading.Event()
+        self._has_failed = False
+        self.thread = threading.Thread(target=self._run, name=f"tracker {name}", daemon=True)
+
+    def wake(self) -> None:
+        """There are new records."""
+        self._wakes.set()
+
+    def end(self) -> None:
+        """There will be no more records: the thread ends once all are sent."""
+        self._ending.set()
+        self._wakes.set()
+
+    def _run(self) -> None:
+        pause, gives_up_at = 0.0, math.inf
+        while True:
+            is_last = self._wait(pause)
+            if is_last:
+                gives_up_at = min(gives_up_at, time.monotonic() + LAST_TRIES_SECONDS)
+            try:
+                has_more = self._send_next()
+                if is_last and not has_more and self._tracker is not None:
+                    self._tracker.close()
+            except Exception as error:  # noqa: BLE001 - a tracker's program may raise anything
+                pause = min(max(2 * pause, FIRST_PAUSE_SECONDS), LONGEST_PAUSE_SECONDS)
+                if not self._has_failed:
+                    self._say(
+                        f"tracker {self.name}: {describe(error)}; what it does not get is kept and "
+                        "sent later (said once; training continues)"
+                    )
+                self._has_failed = True
+                if time.monotonic() >= gives_up_at:
+                    return
+                continue
+            if self._has_failed:
+                self._say(f"tracker {self.name}: it is reached again")
+            self._has_failed, pause = False, 0.0
+            if has_more:
+                self._wakes.set()
+            elif is_last:
+                return
+
+    def _wait(self, pause: float) -> bool:
+        """Wait for records; after a failure for `pause` seconds. Whether no more will come."""
+        if not pause:
+            self._wakes.wait(self._until_system_metrics())
+        elif self._ending.wait(pause):
+            time.sleep(LAST_PAUSE_SECONDS)
+        is_last = self._ending.is_set()  # before the journal is read
+        self._wakes.clear()
+        return is_last
+
+    def _send_next(self) -> bool:
+        """Send some records; whether there may be more."""
+        if self._tracker is None:
+            self._skip_sent()
+            tracker = self._new_tracker()
+            self._state.run = tracker.open(self._state.run)
+            self._write_state()
+            self._tracker = tracker
+        self._pending = self._pending or self._journal.read(AT_ONCE)
+        if self._pending:
+            self._send(self._tracker, self._pending[: self._at_once])
+            return True
+        if self._system is not None and self._attempt and self._system.seconds_left() == 0:
+            self._tracker.send([self._system.measure(self._batches, self._samples, self._attempt)])
+        return False
+
+    def _skip_sent(self) -> None:
+        """Read what was sent before, to know its points."""
+        while self._journal.count < self._state.sent:
+            records = self._journal.read(min(AT_ONCE, self._state.sent - self._journal.count))
+            if not records:
+                self._state.sent = self._journal.count  # a copy of the journal lacks its end
+                return
+            for record in records:
+                self._note(record)
+
+    def _send(self, tracker: Tracker, records: Sequence[AnyRecord]) -> None:
+        points = self._points.copy()
+        try:
+            if new := [kept for each in records if (kept := self._note(each, tracker))]:
+                tracker.send(new)
+        except Refused as refusal:
+            if len(records) > 1:
+                self._points, self._at_once = points, 1  # to find out which one
+                return
+            self._say(f"tracker {self.name} does not take a record, which is left out: {refusal}")
+        except Exception:
+            self._points = points
+            raise
+        self._pending = self._pending[len(records) :]
+        if not self._pending:
+            self._at_once = AT_ONCE
+        self._state.sent += len(records)
+        self._write_state()
+
+    def _note(self, record: AnyRecord, tracker: Tracker | None = None) -> AnyRecord | None:
+        """Note a record's points. What is new of it: not a point that was there with its value."""
+        if isinstance(record, Metrics):
+            self._batches, self._samples = record.batches, record.samples
+            self._attempt = record.attempt
+            new = {}
+            for name, value in record.values.items():
+                if self._points.get((record.batches, name), _NONE) != value:
+                    new[name] = value
+                self._points[record.batches, name] = value
+            if tracker is None or tracker.replaces_points:
+                return record
+            return msgspec.structs.replace(record, values=new) if new else None
+        if isinstance(record, Committed):  # a resume goes back to it, not further
+            for place in [each for each in self._points if each[0] <= record.batches]:
+                del self._points[place]
+        return record
+
+    def _write_state(self) -> None:
+        temporary = self._path.with_name(f".{self._path.name}.part")
+        temporary.write_bytes(msgspec.json.encode(self._state))
+        os.replace(temporary, self._path)
+
+    def _until_system_metrics(self) -> float | None:
+        return None if self._system is None or not self._attempt else self._system.seconds_left()
+
+
+_NONE = object()
+
+
+def read_state(path: Path) -> State:
+    """What a tracker has got; nothing, if the file is missing or damaged."""
+    with suppress(OSError, msgspec.MsgspecError):
+        return msgspec.json.decode(path.read_bytes(), type=State)
+    return State()
+
+
+def describe(error: BaseException) -> str:
+    """An error in one line, not too long."""
+    text = text_format.one_line(f"{type(error).__name__}: {error}")
+    return text if len(text) <= 300 else f"{text[:299]}…"

@@ -1,0 +1,75 @@
+"""Starts and ends the sender."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from trial_core import text_format
+from trial_core.trackers.sender import END, Order
+
+
+class SenderProcess:
+    """The sender, as the driver sees it. What its trackers print is in ``logs/trackers.log``.
+
+    Args:
+        variables: environment variables in addition to this process's.
+        hear: called in a thread with what people should know.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+
+    def __init__(
+        self, order: Order, variables: Mapping[str, str], hear: Callable[[str], None]
+    ) -> None:
+        logs = Path(order.run_dir) / "logs"
+        logs.mkdir(exist_ok=True)
+        with (logs / "trackers.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "trial_core.trackers.sender"],
+                env={**os.environ, **variables}, start_new_session=True,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
+            )  # fmt: skip
+        self._write(msgspec.json.encode(order) + b"\n")
+        if self._process.stdin is not None:
+            os.set_blocking(self._process.stdin.fileno(), False)
+        self._listener = threading.Thread(target=self._listen, args=(hear,), daemon=True)
+        self._listener.start()
+
+    def wake(self) -> bool:
+        """Tell it that there are new records. Whether it lives."""
+        self._write(b"\n")
+        return self._process.poll() is None
+
+    def end(self, patience_seconds: float) -> None:
+        """Tell it that no more records come, and wait for its end; then kill it."""
+        if self._process.stdin is not None:
+            os.set_blocking(self._process.stdin.fileno(), True)
+            self._write(END)
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
+        try:
+            self._process.wait(patience_seconds)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._listener.join(1.0)
+
+    def _write(self, data: bytes) -> None:
+        # A full pipe holds wakes enough; a sender that has died cannot be woken.
+        if self._process.stdin is not None:
+            with contextlib.suppress(BlockingIOError, BrokenPipeError):
+                os.write(self._process.stdin.fileno(), data)
+
+    def _listen(self, hear: Callable[[str], None]) -> None:
+        if self._process.stdout is not None:
+            for line in self._process.stdout:
+                hear(text_format.clean(line.decode(errors="replace").strip()))

@@ -1,0 +1,51 @@
+"""Sends what a trial's trackers have not got, without a run: `trialflow runs sync`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.errors import ConfigError
+from trial_core.trackers.journal import FOLDER, ORDER
+from trial_core.trackers.sender import Order, unsent
+from trial_core.trackers.sender_process import SenderProcess
+from trial_core.trackers.stored_journal import AnyLogger, adopt_stored, keep
+from trial_core.trackers.tracker import find_tracker
+
+
+def sync_trackers(
+    store: CheckpointStore, trial: str, run_dir: Path, patience_seconds: float,
+    hear: Callable[[str], None], logger: AnyLogger,
+) -> tuple[dict[str, int], dict[str, int]]:  # fmt: skip
+    """Send what is not sent.
+
+    Args:
+        run_dir: the trial's folder on this machine, locked.
+        hear: called with what people should know.
+
+    Returns:
+        How many records each tracker lacked before, and lacks still; only those that lack some.
+
+    Raises:
+        ConfigError: no run of the trial had trackers, or one of them is not installed here.
+    """
+    adopt_stored(store, trial, run_dir, logger)
+    file = run_dir / FOLDER / ORDER
+    if not file.exists():
+        raise ConfigError(
+            f"no run of trial {trial} had trackers, neither on this machine nor in {store.url}"
+        )
+    earlier = msgspec.json.decode(file.read_bytes(), type=Order)
+    order = msgspec.structs.replace(
+        earlier, run_dir=str(run_dir), patience_seconds=patience_seconds, measures=False
+    )
+    for name in order.trackers:
+        find_tracker(name)
+    before = unsent(run_dir, [*order.trackers])
+    if before:
+        SenderProcess(order, {}, hear).end(patience_seconds + 1)
+        keep(store, trial, run_dir, logger)
+    return before, unsent(run_dir, [*order.trackers])

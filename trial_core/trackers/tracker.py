@@ -1,0 +1,138 @@
+"""The base class of trackers, and how they are found by name."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, ClassVar
+
+from trial_core.config.error_text import did_you_mean
+from trial_core.errors import ConfigError
+from trial_core.trackers.records import AnyRecord
+
+GROUP = "trialflow.trackers"
+"""The entry points of other packages' trackers: each is a subclass of `Tracker`."""
+
+BUILT_IN = {
+    "mlflow": "trial_core.trackers.in_mlflow:MlflowTracker",
+    "wandb": "trial_core.trackers.in_wandb:WandbTracker",
+    "tensorboard": "trial_core.trackers.in_tensorboard:TensorBoardTracker",
+    "trackio": "trial_core.trackers.in_trackio:TrackioTracker",
+}
+
+
+class Refused(Exception):
+    """The tracker will never take a record: it is left out, and what comes after it is sent."""
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """What a tracker shows as one run: all runs of a trial.
+
+    Attributes:
+        folder: where the tracker may keep files; it stays between the runs on one machine.
+        run_dir: the trial's folder on this machine.
+    """
+
+    trial: str
+    experiment: str
+    folder: Path
+    run_dir: Path
+
+
+class Tracker:
+    """Shows a trial elsewhere. Called in one thread of the sender's process.
+
+    A method may raise anything: then it is called again later, with the same records. So a record
+    may come twice, if its tracker failed after it had taken it.
+
+    Args:
+        options: what the experiment gives below the tracker's name.
+        run: what it shows.
+
+    Attributes:
+        replaces_points: whether a point that is trained again after a resume replaces the one
+            before. If not, a point that is trained again with the same values is not sent again.
+        measures_the_system: whether it measures the machine itself.
+    """
+
+    replaces_points: ClassVar[bool] = False
+    measures_the_system: ClassVar[bool] = False
+
+    def __init__(self, options: Mapping[str, Any], run: TrackedRun) -> None:
+        self.options = options
+        self.run = run
+
+    @classmethod
+    def check(cls, options: Mapping[str, Any]) -> None:
+        """Refuse options that it does not have. Called before training, on the driver.
+
+        Raises:
+            ConfigError: says which, and which there are.
+        """
+
+    def open(self, known: str) -> str:
+        """Begin the trial's run there, or continue it.
+
+        Args:
+            known: what an earlier call has returned, maybe on another machine; empty: none has.
+
+        Returns:
+            The id of the run there, which the trial's storage remembers.
+        """
+        raise NotImplementedError
+
+    def send(self, records: Sequence[AnyRecord]) -> None:
+        """Show these records, in their order.
+
+        Raises:
+            Refused: it will never take the first of them.
+        """
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """The sender ends. The trial may be continued later."""
+
+
+def find_tracker(name: str) -> type[Tracker]:
+    """The class of a tracker.
+
+    Raises:
+        ConfigError: there is none of that name, or its package is not installed.
+    """
+    if (target := BUILT_IN.get(name)) is not None:
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(
+                f"trackers: {name} is not installed in the driver's environment; "
+                f"pip install 'trialflow[{name}]'"
+            )
+        module, _, attribute = target.partition(":")
+        found: type[Tracker] = getattr(import_module(module), attribute)
+        return found
+    others = {point.name: point for point in entry_points(group=GROUP)}
+    if name not in others:
+        known = [*BUILT_IN, *others]
+        raise ConfigError(
+            f"trackers: no tracker is named {name!r}{did_you_mean(name, known)}; there are "
+            f"{', '.join(known)}, and packages may add others by entry points of {GROUP}"
+        )
+    loaded: type[Tracker] = others[name].load()
+    return loaded
+
+
+def refuse_unknown(name: str, options: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Refuse options that a tracker does not have.
+
+    Raises:
+        ConfigError: says which it has.
+    """
+    for option in options:
+        if option not in known:
+            raise ConfigError(
+                f"trackers.{name}: unknown field {option!r}{did_you_mean(option, known)}; it has "
+                f"{', '.join(known)}"
+            )

@@ -1,0 +1,298 @@
+"""Tracks a run: an observer that writes the trial's journal, beside which the sender runs."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+from typing_extensions import Self
+
+from trial_core import text_format
+from trial_core.checkpoint.manifest import Topology
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.config import ExperimentConfig
+from trial_core.driver.observers import Observer
+from trial_core.ledger.time_ledger import TimeLedger
+from trial_core.messages import MetricsKind
+from trial_core.report.live_report import PAGE
+from trial_core.run.stop_requests import StopHandler
+from trial_core.trackers.journal import FOLDER, JOURNAL, ORDER, JournalWriter
+from trial_core.trackers.records import (
+    AnyRecord,
+    Began,
+    Committed,
+    Deleted,
+    Described,
+    Ended,
+    Metrics,
+    Noted,
+)
+from trial_core.trackers.sender import Order, unsent
+from trial_core.trackers.sender_process import SenderProcess
+from trial_core.trackers.stored_journal import AnyLogger, adopt_stored, keep
+from trial_core.trackers.tracker import find_tracker
+
+# How long the end of a run waits for a tracker that hangs. One that is stopped may be killed soon.
+PATIENCE_SECONDS, URGENT_PATIENCE_SECONDS = 30.0, 3.0
+RESTART_SECONDS = 10.0
+LONGEST_TEXT = 500
+
+
+def check_trackers(config: ExperimentConfig) -> None:
+    """Refuse trackers that are not installed, and options that they do not have.
+
+    Raises:
+        ConfigError: says which.
+    """
+    for name, options in trackers_of(config).items():
+        find_tracker(name).check(options)
+
+
+def trackers_of(config: ExperimentConfig) -> dict[str, dict[str, Any]]:
+    """The options of each tracker, by its name."""
+    return {name: options for each in config.trackers for name, options in each.items()}
+
+
+class Tracking(Observer):
+    """Writes what a run reports into its trial's journal. A context manager around the run.
+
+    Whatever fails is a warning: the run does not end for it.
+
+    Args:
+        run_dir: the trial's folder on this machine.
+        attempt: the number of this run of the trial.
+        ledger: reads the trial's ledger of time.
+        stopping: tells whether the run was asked to stop.
+    """
+
+    def __init__(
+        self, config: ExperimentConfig, trial: str, run_dir: Path, store: CheckpointStore,
+        attempt: int, ledger: Callable[[], TimeLedger], stopping: StopHandler, logger: AnyLogger,
+    ) -> None:  # fmt: skip
+        self._config = config
+        self._trial = trial
+        self._run_dir = run_dir
+        self._store = store
+        self._attempt = attempt
+        self._ledger = ledger
+        self._stopping = stopping
+        self._logger = logger
+        self._batches = self._batch_samples = 0
+        self._ending: tuple[str, str] = ("completed", "")
+        self._journal: JournalWriter | None = None
+        self._sender: SenderProcess | None = None
+        self._restarts_sender_at = 0.0
+        self._has_warned = False
+
+    def __enter__(self) -> Self:
+        if not self._trackers:
+            return self
+        adopt_stored(self._store, self._trial, self._run_dir, self._logger)
+        with self._warning("its trackers show nothing of this run"):
+            self._journal = JournalWriter(self._run_dir / FOLDER / JOURNAL)
+            self._start_sender()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:  # fmt: skip
+        if not self._trackers:
+            return
+        is_asked = self._stopping.request is not None
+        if error is not None:
+            is_stop = is_asked or not isinstance(error, Exception)
+            self._ending = ("stopped" if is_stop else "failed", str(error) or type(error).__name__)
+        self._measure_time()
+        outcome, why = self._ending
+        page = str(self._run_dir / PAGE)
+        self._append(Ended(at=time.time(), outcome=outcome, why=shortened(why), report=page))
+        if self._journal is not None:
+            self._journal.__exit__(kind, error, traceback)
+            self._journal = None
+        if self._sender is not None:
+            patience = URGENT_PATIENCE_SECONDS if is_asked else PATIENCE_SECONDS + 1
+            self._sender.end(patience)
+        for name, count in unsent(self._run_dir, [*self._trackers]).items():
+            self._logger.warning(
+                "tracker %s has not got %s; the trial's next run sends them, or trialflow runs "
+                "sync %s",
+                name, text_format.plural(count, "record"), self._trial,
+            )  # fmt: skip
+        keep(self._store, self._trial, self._run_dir, self._logger)
+
+    # ------------------------------------------------------------------ observer
+
+    def trial_built(self, topology: Topology, versions: Mapping[str, str], code: str) -> None:
+        divided = {
+            f"trialflow.{name}": str(value)
+            for name, value in msgspec.to_builtins(topology).items()
+            if value
+        }
+        tags = {
+            "trialflow.trial": self._trial, "trialflow.experiment": self._config.name,
+            "trialflow.code": code, "trialflow.labels": ", ".join(self._config.labels),
+            **divided, **{f"version.{name}": text for name, text in versions.items()},
+        }  # fmt: skip
+        given = {name: text for name, text in tags.items() if text}
+        self._append(Described(at=time.time(), parameters=parameters(self._config), tags=given))
+
+    def run_started(
+        self, trial: str, total_batches: int, begins_at: int, batch_samples: int
+    ) -> None:
+        self._batches, self._batch_samples = begins_at, batch_samples
+        self._append(Began(at=time.time(), batches=begins_at, attempt=self._attempt))
+
+    def metrics_reported(self, kind: MetricsKind, batches: int, metrics: Mapping[str, Any]) -> None:
+        self._batches = batches
+        self._measured(batches, {f"{kind}/{name}": value for name, value in metrics.items()})
+
+    def learning_rates_read(self, batches: int, learning_rates: Sequence[float | None]) -> None:
+        known = {
+            f"learning_rate/{i}": rate for i, rate in enumerate(learning_rates) if rate is not None
+        }
+        self._measured(batches, known)
+
+    def training_timed(
+        self, begin: int, reached: int, seconds: float, data_seconds: Sequence[float],
+        forward_seconds: Sequence[float] = (),
+    ) -> None:  # fmt: skip
+        if seconds <= 0:
+            return
+        values = {"speed/batches_per_second": (reached - begin) / seconds}
+        if self._batch_samples:
+            values["speed/samples_per_second"] = (
+                values["speed/batches_per_second"] * self._batch_samples
+            )
+        if data_seconds:
+            values["speed/data_wait_percent"] = 100 * max(data_seconds) / seconds
+        self._measured(reached, values)
+
+    def stage_ended(self, stage: str, detail: str, seconds: float) -> None:
+        if stage == "checkpoint-save":
+            self._measured(self._batches, {"checkpoint/stall_seconds": seconds})
+
+    def checkpoint_committed(
+        self, uuid: str, batches: int, total_bytes: int, digest: str = ""
+    ) -> None:
+        self._append(Committed(
+            at=time.time(), batches=batches, uuid=uuid, url=self._store.files_url(uuid),
+            size_bytes=total_bytes, digest=digest,
+        ))  # fmt: skip
+        self._measure_time()
+
+    def checkpoint_deleted(self, uuid: str) -> None:
+        self._append(Deleted(at=time.time(), uuid=uuid))
+
+    def notice(self, text: str) -> None:
+        self._noted(text)
+
+    def moving(self, what: str) -> None:
+        self._noted(what)
+
+    def stalled(self, during: str, seconds: float, reason: str) -> None:
+        self._noted(f"the ranks have hung for {seconds:.0f} s in {during}: {reason}")
+
+    def restarting(self, reason: str, attempt: int, max_restarts: int) -> None:
+        self._noted(f"restart {attempt} of at most {max_restarts}: {reason}")
+
+    def ended(self, status: str) -> None:
+        """How the run has ended, if it does not end by an error: as of the report."""
+        outcome = "completed" if status.startswith("completed") else "stopped"
+        self._ending = (outcome, status)
+
+    # ------------------------------------------------------------------ internals
+
+    @property
+    def _trackers(self) -> dict[str, dict[str, Any]]:
+        return trackers_of(self._config)
+
+    def _noted(self, text: str) -> None:
+        self._append(Noted(at=time.time(), batches=self._batches, text=shortened(text)))
+
+    def _measure_time(self) -> None:
+        spent = self._ledger().slot_milliseconds
+        values = {f"time/{slug(bucket)}_seconds": ms / 1000 for bucket, ms in spent.items()}
+        self._measured(self._batches, values)
+
+    def _measured(self, batches: int, values: Mapping[str, Any]) -> None:
+        numbers = {
+            name: float(value) if math.isfinite(value) else None
+            for name, value in values.items()
+            if text_format.is_number(value)
+        }
+        if numbers:
+            self._append(Metrics(
+                at=time.time(), batches=batches, samples=batches * self._batch_samples,
+                attempt=self._attempt, values=numbers,
+            ))  # fmt: skip
+
+    def _start_sender(self) -> None:
+        order = Order(
+            trial=self._trial, experiment=self._config.name, run_dir=str(self._run_dir),
+            trackers=self._trackers, patience_seconds=PATIENCE_SECONDS,
+        )  # fmt: skip
+        (self._run_dir / FOLDER / ORDER).write_bytes(msgspec.json.encode(order))
+        variables = self._config.environment.environment_variables
+        self._sender = SenderProcess(order, variables, self._logger.warning)
+        self._restarts_sender_at = time.monotonic() + RESTART_SECONDS
+
+    def _restart_sender(self) -> None:
+        """Start the sender again after it has died, but not again and again."""
+        if time.monotonic() >= self._restarts_sender_at:
+            self._logger.warning(
+                "the process that sends to the trackers has died: starting another"
+            )
+            self._start_sender()
+
+    def _append(self, record: AnyRecord) -> None:
+        if self._journal is None:
+            return
+        with self._warning("its trackers lack a part of this run"):
+            self._journal.append(record)
+            if self._sender is not None and not self._sender.wake():
+                self._restart_sender()
+
+    @contextmanager
+    def _warning(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not self._has_warned:
+                self._logger.warning("trial %s: %s: %s", self._trial, what, error)
+            self._has_warned = True
+
+
+def parameters(config: ExperimentConfig) -> dict[str, str | int | float | bool | None]:
+    """Hyperparameters by their paths, and the experiment's other settings below ``trialflow.``."""
+    settings = config.digested()
+    hyperparameters = settings.pop("hyperparameters", {})
+    rest = {f"trialflow.{name}": value for name, value in flat(settings) if value not in (None, "")}
+    return {**rest, **dict(flat(hyperparameters))}
+
+
+def flat(fields: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Plain values by their paths; lists as text."""
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{path}{name}.")
+        else:
+            is_plain = isinstance(value, (str, int, float, bool)) or value is None
+            yield f"{path}{name}", value if is_plain else ", ".join(map(str, value))
+
+
+def slug(bucket: str) -> str:
+    """``checkpoint stall`` as a part of a metric's name."""
+    return bucket.replace(" ", "_")
+
+
+def shortened(text: str) -> str:
+    """A text in one line, not too long."""
+    line = text_format.one_line(text)
+    return line if len(line) <= LONGEST_TEXT else f"{line[: LONGEST_TEXT - 1]}…"
