@@ -50,6 +50,7 @@ BEFORE: Mapping[str, tuple[str, ...]] = {
     "docs/guides/slurm.md": (),
     "docs/guides/stages.md": (INIT,),
     "docs/guides/stopping.md": (INIT, TRAIN, DEPLOY),
+    "docs/guides/trackers.md": (INIT,),
     "examples/digits/README.md": (),
     "examples/gan/README.md": (),
     # What `trialflow up` of that page sets up.
@@ -75,6 +76,7 @@ NOT_RUN = {
     "trialflow train experiment.yaml --start-from": (
         "tests/trial_core/transfer/test_import_checkpoint.py"
     ),
+    "trialflow runs sync": "tests/trial_core/trackers/test_tracked_runs.py",
     "trialflow jobset": "tests/deployments/test_kubernetes_run.py",
     "trialflow deploy --type": "tests/deployments/test_deploy_templates.py",
     "prefect worker start": "works until Ctrl-C: tests/deployments/test_deploy.py",

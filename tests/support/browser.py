@@ -79,6 +79,12 @@ class Browser:
         self.wait_for(lambda: bool(self._driver.find_elements(By.XPATH, where)), text)
         self._driver.find_element(By.XPATH, where).click()
 
+    def type_into(self, placeholder: str, text: str) -> None:
+        """Type into the field with that placeholder, once there is one."""
+        where = f"//input[@placeholder='{placeholder}']"
+        self.wait_for(lambda: bool(self._driver.find_elements(By.XPATH, where)), placeholder)
+        self._driver.find_element(By.XPATH, where).send_keys(text)
+
     def wait_until_idle(self) -> None:
         """Wait until the page has handled all events and has been drawn, or some seconds.
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from trial_core.trackers.records import AnyRecord
-from trial_core.trackers.tracker import Refused, Tracker
+from trial_core.trackers.tracker import RecordRefused, Tracker
 
 
 class LinesTracker(Tracker):
@@ -27,7 +27,7 @@ class LinesTracker(Tracker):
             raise ConnectionError("nobody answers")
         lines = [msgspec.json.encode(each).decode() for each in records]
         if (text := self.options.get("refuses")) and any(text in line for line in lines):
-            raise Refused(f"no {text} here")
+            raise RecordRefused(f"no {text} here")
         with Path(self.options["file"]).open("a") as file:
             file.writelines(f"{line}\n" for line in lines)
 

@@ -17,11 +17,11 @@ from trial_core.trackers.records import (
     Committed,
     Deleted,
     Described,
-    Ended,
     Metrics,
     Noted,
+    RunEnded,
 )
-from trial_core.trackers.tracker import Refused, TrackedRun, Tracker, refuse_unknown
+from trial_core.trackers.tracker import RecordRefused, TrackedRun, Tracker, refuse_unknown
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
@@ -83,7 +83,7 @@ class MlflowTracker(Tracker):
                 self._log(record)
         except MlflowException as error:
             if error.error_code in _REFUSALS:
-                raise Refused(str(error)) from error
+                raise RecordRefused(str(error)) from error
             raise
 
     def _found(self) -> str | None:
@@ -179,7 +179,7 @@ class MlflowTracker(Tracker):
             self._checkpoints.pop(record.uuid, None)
         elif isinstance(record, Noted):
             self._tag("trialflow.last_notice", f"batch {record.batches}: {record.text}")
-        elif isinstance(record, Ended):
+        elif isinstance(record, RunEnded):
             self._tag("trialflow.ended", record.why or record.outcome)
             self._log_report(Path(record.report))
             self._client.set_terminated(self._id, _STATUS.get(record.outcome, "KILLED"))

@@ -13,9 +13,9 @@ from trial_core.trackers.records import (
     Began,
     Committed,
     Described,
-    Ended,
     Metrics,
     Noted,
+    RunEnded,
 )
 from trial_core.trackers.tracker import TrackedRun, Tracker, refuse_unknown
 
@@ -85,7 +85,7 @@ class WandbTracker(Tracker):
             run.log_artifact(artifact, aliases=["latest", f"batch-{record.batches}"])
         elif isinstance(record, Noted):
             run.alert(title=f"batch {record.batches}", text=record.text)
-        elif isinstance(record, Ended):
+        elif isinstance(record, RunEnded):
             run.summary["ended"] = record.why or record.outcome
             self._exit_code = int(record.outcome == "failed")
             if Path(record.report).exists():

@@ -16,7 +16,7 @@ from trial_core import text_format
 from trial_core.trackers.journal import JournalReader, State
 from trial_core.trackers.records import AnyRecord, Committed, Metrics
 from trial_core.trackers.system_metrics import SystemMetrics
-from trial_core.trackers.tracker import Refused, Tracker
+from trial_core.trackers.tracker import RecordRefused, Tracker
 
 AT_ONCE = 500
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0
@@ -135,7 +135,7 @@ class Outbox:
         try:
             if new := [kept for each in records if (kept := self._note(each, tracker))]:
                 tracker.send(new)
-        except Refused as refusal:
+        except RecordRefused as refusal:
             if len(records) > 1:
                 self._points, self._at_once = points, 1  # to find out which one
                 return

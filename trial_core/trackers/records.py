@@ -82,7 +82,7 @@ class Noted(Record, frozen=True, kw_only=True):
     text: str
 
 
-class Ended(Record, frozen=True, kw_only=True):
+class RunEnded(Record, frozen=True, kw_only=True):
     """A run of the trial has ended.
 
     Attributes:
@@ -96,4 +96,4 @@ class Ended(Record, frozen=True, kw_only=True):
     report: str
 
 
-AnyRecord = Described | Began | Metrics | Committed | Deleted | Noted | Ended
+AnyRecord = Described | Began | Metrics | Committed | Deleted | Noted | RunEnded

@@ -2,8 +2,8 @@
 
 Standard input holds one line of JSON, the order, then a byte for each new record, and `END` when
 the run has ended; its own end means that the driver has. The process prints what people should
-know, a line each. It ends when all is sent, or after `Order.patience_seconds`; after a few seconds,
-if the driver was killed.
+know, a line each. It ends when all is sent, or after `SenderOrder.patience_seconds`; after a few
+seconds, if the driver was killed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ END = b"."
 KILLED_PATIENCE_SECONDS = 5.0
 
 
-class Order(msgspec.Struct, kw_only=True):
+class SenderOrder(msgspec.Struct, kw_only=True):
     """What the sender is to do.
 
     Attributes:
@@ -56,7 +56,7 @@ def main() -> None:
     def say(line: str) -> None:
         print(line, file=said, flush=True)
 
-    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=Order)
+    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=SenderOrder)
     folder = Path(order.run_dir) / FOLDER
     # The sender of a killed driver may still be sending.
     with filelock.FileLock(folder / "lock", timeout=4 * KILLED_PATIENCE_SECONDS):
@@ -79,7 +79,7 @@ def main() -> None:
         os._exit(0)  # the threads, or what a tracker's package does at exit, would hold it up
 
 
-def _outbox(order: Order, name: str, say: Callable[[str], None]) -> Outbox:
+def _outbox(order: SenderOrder, name: str, say: Callable[[str], None]) -> Outbox:
     run_dir = Path(order.run_dir)
     folder = run_dir / FOLDER
     run = TrackedRun(order.trial, order.experiment, folder / name, run_dir)

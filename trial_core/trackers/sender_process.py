@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from trial_core import text_format
-from trial_core.trackers.sender import END, Order
+from trial_core.trackers.sender import END, SenderOrder
 
 
 class SenderProcess:
@@ -28,7 +28,7 @@ class SenderProcess:
     """
 
     def __init__(
-        self, order: Order, variables: Mapping[str, str], hear: Callable[[str], None]
+        self, order: SenderOrder, variables: Mapping[str, str], hear: Callable[[str], None]
     ) -> None:
         logs = Path(order.run_dir) / "logs"
         logs.mkdir(exist_ok=True)

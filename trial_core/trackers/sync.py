@@ -10,7 +10,7 @@ import msgspec
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import ConfigError
 from trial_core.trackers.journal import FOLDER, ORDER
-from trial_core.trackers.sender import Order, unsent
+from trial_core.trackers.sender import SenderOrder, unsent
 from trial_core.trackers.sender_process import SenderProcess
 from trial_core.trackers.stored_journal import AnyLogger, adopt_stored, keep
 from trial_core.trackers.tracker import find_tracker
@@ -38,7 +38,7 @@ def sync_trackers(
         raise ConfigError(
             f"no run of trial {trial} had trackers, neither on this machine nor in {store.url}"
         )
-    earlier = msgspec.json.decode(file.read_bytes(), type=Order)
+    earlier = msgspec.json.decode(file.read_bytes(), type=SenderOrder)
     order = msgspec.structs.replace(
         earlier, run_dir=str(run_dir), patience_seconds=patience_seconds, measures=False
     )

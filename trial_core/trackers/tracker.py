@@ -25,7 +25,7 @@ BUILT_IN = {
 }
 
 
-class Refused(Exception):
+class RecordRefused(Exception):
     """The tracker will never take a record: it is left out, and what comes after it is sent."""
 
 
@@ -90,7 +90,7 @@ class Tracker:
         """Show these records, in their order.
 
         Raises:
-            Refused: it will never take the first of them.
+            RecordRefused: it will never take the first of them.
         """
         raise NotImplementedError
 

@@ -29,11 +29,11 @@ from trial_core.trackers.records import (
     Committed,
     Deleted,
     Described,
-    Ended,
     Metrics,
     Noted,
+    RunEnded,
 )
-from trial_core.trackers.sender import Order, unsent
+from trial_core.trackers.sender import SenderOrder, unsent
 from trial_core.trackers.sender_process import SenderProcess
 from trial_core.trackers.stored_journal import AnyLogger, adopt_stored, keep
 from trial_core.trackers.tracker import find_tracker
@@ -112,7 +112,7 @@ class Tracking(Observer):
         self._measure_time()
         outcome, why = self._ending
         page = str(self._run_dir / PAGE)
-        self._append(Ended(at=time.time(), outcome=outcome, why=shortened(why), report=page))
+        self._append(RunEnded(at=time.time(), outcome=outcome, why=shortened(why), report=page))
         if self._journal is not None:
             self._journal.__exit__(kind, error, traceback)
             self._journal = None
@@ -234,7 +234,7 @@ class Tracking(Observer):
             ))  # fmt: skip
 
     def _start_sender(self) -> None:
-        order = Order(
+        order = SenderOrder(
             trial=self._trial, experiment=self._config.name, run_dir=str(self._run_dir),
             trackers=self._trackers, patience_seconds=PATIENCE_SECONDS,
         )  # fmt: skip

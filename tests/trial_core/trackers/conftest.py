@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.browser import Browser, chromium
 from tests.support.flow import WarmForkServer
 from tests.support.mlflow_server import MlflowServer, mlflow_server
 
@@ -33,6 +34,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     monkeypatch.setattr("trial_core.driver.placement.ForkServer", WarmForkServer)
     return tmp_path
+
+
+@pytest.fixture
+def browser() -> Iterator[Browser]:
+    """A tab that is wide enough for MLflow's page."""
+    with chromium(1500, 700) as tab:
+        yield tab
 
 
 @pytest.fixture

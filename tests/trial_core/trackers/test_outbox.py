@@ -12,7 +12,7 @@ from trial_core.trackers import outbox as module
 from trial_core.trackers.journal import JournalReader, JournalWriter, State
 from trial_core.trackers.outbox import Outbox, read_state
 from trial_core.trackers.records import AnyRecord, Began, Committed, Metrics
-from trial_core.trackers.tracker import Refused, TrackedRun, Tracker
+from trial_core.trackers.tracker import RecordRefused, TrackedRun, Tracker
 
 
 class Noting(Tracker):
@@ -33,7 +33,7 @@ class Noting(Tracker):
             self.fails -= 1
             raise ConnectionError("down")
         if any(point(each)[1] == self.refused for each in records):
-            raise Refused("never")
+            raise RecordRefused("never")
         self.got += records
 
 

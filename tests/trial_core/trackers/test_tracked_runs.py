@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.browser import Browser
 from tests.support.cli import ROOT, trialflow
 from tests.support.driving import TRIAL, drive
 from tests.support.flow import breaking, one_slot
@@ -127,7 +129,7 @@ def test_a_core_api_script_is_tracked(here: Path, own_package: Path) -> None:
     )  # fmt: skip
     drive(config)
     kinds = [json.loads(line)["type"] for line in lines.read_text().splitlines()]
-    assert kinds[-1] == "Ended"
+    assert kinds[-1] == "RunEnded"
     assert {"Began", "Metrics", "Committed"} <= set(kinds)
 
 
@@ -182,3 +184,22 @@ def test_sync_sends_what_a_lost_machine_has_left(here: Path, own_package: Path) 
     assert [step for step, _ in LinesTracker.points(lines, "training/loss")] == [4, 8]
     again = sync()
     assert (again.returncode, again.stdout) == (0, f"the trackers of {TRIAL} have got everything\n")
+
+
+@pytest.mark.long
+@pytest.mark.browser
+def test_mlflows_page_shows_the_run(mlflow: MlflowServer, here: Path, browser: Browser) -> None:
+    """Its curves. The picture of the guide is of this page (TRIALFLOW_SCREENSHOTS)."""
+    drive(one_slot(
+        here, 400, name="gpt", scheduling_unit=20, min_checkpoint_period={"batches": 40},
+        min_validation_period={"batches": 40}, trackers=[{"mlflow": {"tracking_uri": mlflow.url}}],
+    ), trial="gpt-0000beef")  # fmt: skip
+    info = mlflow.run("gpt-0000beef").info
+    page = f"{mlflow.url}/#/experiments/{info.experiment_id}/runs/{info.run_id}/model-metrics"
+    browser.open(page, expecting="learning_rate/0")
+    browser.type_into("Search metric charts", "loss")
+    browser.wait_for(lambda: "learning_rate" not in browser.text, "end of the search")
+    browser.wait_for(lambda: "validation" in browser.text, "the validations' curve")
+    assert "training" in browser.text
+    if folder := os.environ.get("TRIALFLOW_SCREENSHOTS"):
+        browser.save_png(Path(folder) / "mlflow.png", is_changing=True)
