@@ -45,7 +45,9 @@ from trial_core.errors import (
 )
 from trial_core.ledger.run_clock import RunClock
 from trial_core.ledger.stored_ledger import KeptLedger
+from trial_core.report.kubeflow_status import kubeflow_status
 from trial_core.report.live_report import Report
+from trial_core.report.progress import Place, ProgressReport, progress_file
 from trial_core.retention.trial_owner import own_trial
 from trial_core.run.known_storages import note_storage
 from trial_core.run.run_dirs import clear_kept, clear_rank_files, locked_run_dir
@@ -153,12 +155,15 @@ def drive_trial(config: ExperimentConfig, trial: str, caller: Caller) -> TrialRe
             logger=logger, publish=caller.publish, publish_errors=caller.publish_errors,
             has_metric=caller.script is None or caller.script.has_metric,
         ) as report,
+        ProgressReport(
+            config.name, trial, _told_of_progress(run_dir), caller.stopping, logger=logger
+        ) as progress,
         _placed(config, run_dir, caller) as placement,
     ):  # fmt: skip
         note_storage(store, fence.record.storage, logger)
         if not store.is_process_local:  # a later attempt cannot find it in any case
             caller.begun(fence.record.storage)
-        observer = Observers(report, caller.observer, tracking)
+        observer = Observers(report, progress, caller.observer, tracking)
         run = Run(
             config, trial, run_dir, store, observer, caller.stopping, claim, fence, caller.devices,
             clock, find_logger=caller.find_logger,
@@ -173,9 +178,16 @@ def drive_trial(config: ExperimentConfig, trial: str, caller: Caller) -> TrialRe
             report_path=str(report.path),
             run_dir=str(run_dir),
         )
-        report.ended(_ending(result, request), result.tensorboard_url)
-        tracking.ended(_ending(result, request))
+        ending = _ending(result, request)
+        report.ended(ending, result.tensorboard_url)
+        progress.ended(ending)
+        tracking.ended(ending)
     return replace(result, ledger=ledger.read().to_json())  # only now it says that the run is over
+
+
+def _told_of_progress(run_dir: Path) -> list[Place]:
+    endpoint = kubeflow_status()
+    return [progress_file(run_dir), *([endpoint] if endpoint is not None else [])]
 
 
 def try_trial(config: ExperimentConfig, trial: str, caller: Caller) -> Ended:

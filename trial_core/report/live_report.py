@@ -22,14 +22,14 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.driver.observers import Observer
 from trial_core.driver.run_status import UPLOAD
-from trial_core.errors import Stopped, TrialflowError
+from trial_core.errors import TrialflowError
 from trial_core.ledger.time_ledger import TimeLedger
 from trial_core.messages import MetricsKind
 from trial_core.report.history import ReportHistory, SavedCheckpoint
 from trial_core.report.html_report import render_html
 from trial_core.report.rank_logs import LogLimits, StoredLogs
 from trial_core.report.trial_report import TrialFacts
-from trial_core.run.stop_requests import StopHandler
+from trial_core.run.stop_requests import StopHandler, how_it_ended
 from trial_core.slots.log_pump import WARNING_PATTERN
 from trial_core.trackers.journal import STORED
 
@@ -261,12 +261,7 @@ class Report(Observer):
     ) -> None:
         """Write the final report, also after a failure, and store it with the logs."""
         if error is not None:
-            is_stop = isinstance(error, Stopped) or not isinstance(error, Exception)
-            reason = str(error) or type(error).__name__
-            request = self._stopping.final_request() if self._stopping is not None else None
-            if is_stop and request is not None:
-                reason = f"{request}; {reason}"
-            self.ended(f"{'stopped' if is_stop else 'failed'}: {reason}")
+            self.ended(how_it_ended(error, self._stopping))
         self._has_ended.set()
         self._has_changed.set()
         self._logs.cut_short()

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.report.progress import PROGRESS
 from trial_core.storage.parallel import CancelSignal, WorkCancelled
 from trial_core.transfer.run_files import TENSORBOARD, tensorboard_url
 
@@ -212,7 +213,7 @@ def stored_name(run_dir: Path, file: Path) -> str | None:
     None: nowhere, because only this machine needs it.
     """
     if file.parts[0] != "logs":
-        return None if file.name == PLACE else file.as_posix()
+        return None if file.name in (PLACE, PROGRESS) else file.as_posix()
     place = run_dir / PLACE
     return f"{place.read_text()}/{file.name}" if place.exists() else file.as_posix()
 

@@ -41,6 +41,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trial_core import text_format
+from trial_core.errors import Stopped
 
 StopReason = Literal[
     "cancelled", "suspended", "preempted", "interrupted", "time budget", "server lost"
@@ -84,6 +85,20 @@ def as_the_trial_asked(reason: str | None) -> str:
         reason: what the trial says, if it does.
     """
     return "as the trial asked" + (f": {text_format.one_line(reason)}" if reason else "")
+
+
+def how_it_ended(error: BaseException, stopping: StopHandler | None) -> str:
+    """How a run has ended that raised `error`, for people: ``failed: why`` or ``stopped: why``.
+
+    Args:
+        stopping: the run's stop requests, of which the final one is named.
+    """
+    is_stop = isinstance(error, Stopped) or not isinstance(error, Exception)
+    reason = str(error) or type(error).__name__
+    request = stopping.final_request() if stopping is not None else None
+    if is_stop and request is not None:
+        reason = f"{request}; {reason}"
+    return f"{'stopped' if is_stop else 'failed'}: {reason}"
 
 
 class StopHandler:
