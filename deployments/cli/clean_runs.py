@@ -14,6 +14,7 @@ from trial_core import text_format
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.experiment_options import ConfigFile, Storage, open_store
 from trialflow.deployments.cli.tables import print_table
+from trialflow.deployments.cli.waiting import waiting
 
 if TYPE_CHECKING:
     from trial_core.checkpoint.store import CheckpointStore
@@ -38,8 +39,9 @@ def clean(
     from trial_core.run.run_dirs import LOCK, home_folder, locked_if_ended
 
     store, home = open_store(config, storage), home_folder()
-    folders = {lock.parent: _size(lock.parent) for lock in sorted(home.glob(f"*/{LOCK}"))}
-    kept = {path: _why_kept(path, store, older_than) for path in folders}
+    with waiting(f"comparing {home} with {store.url}"):
+        folders = {lock.parent: _size(lock.parent) for lock in sorted(home.glob(f"*/{LOCK}"))}
+        kept = {path: _why_kept(path, store, older_than) for path in folders}
     print_table(
         ("action", "trial", "size", "why"),
         (

@@ -21,7 +21,6 @@ import re
 import sys
 import tempfile
 import traceback
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from trial_core import text_format
@@ -36,7 +35,7 @@ from trial_core.errors import (
     TrialError,
     TrialflowError,
 )
-from trialflow.deployments.cli.run_display import is_interactive
+from trialflow.deployments.cli.waiting import above_the_wait
 
 FAILED = 1
 REFUSED = 2
@@ -59,7 +58,8 @@ def warning(text: str) -> None:
 
 def note(text: str) -> None:
     """Print details of an error, or advice, to stderr."""
-    print(text_format.clean(text), file=sys.stderr, flush=True)
+    with above_the_wait():
+        print(text_format.clean(text), file=sys.stderr, flush=True)
 
 
 def is_confirmed(question: str, done: str, advice: str = "") -> bool:
@@ -78,15 +78,6 @@ def is_confirmed(question: str, done: str, advice: str = "") -> bool:
         return True
     note(f"nothing was {done}")
     return False
-
-
-def status(text: str) -> AbstractContextManager[object]:
-    """Show a spinner with `text` on stderr during the block, if stderr is a terminal."""
-    if not is_interactive(sys.stderr):
-        return nullcontext()
-    from rich.console import Console
-
-    return Console(stderr=True).status(text)
 
 
 def is_debugging() -> bool:
@@ -171,7 +162,8 @@ def show_log() -> None:
 def _say(kind: str, text: str, colour: str) -> None:
     coloured = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
     label = f"\x1b[1;{colour}m{kind}:\x1b[0m" if coloured else f"{kind}:"
-    print(f"{label} {text_format.clean(text)}", file=sys.stderr, flush=True)
+    with above_the_wait():
+        print(f"{label} {text_format.clean(text)}", file=sys.stderr, flush=True)
 
 
 def _report_rank(failure: RankFailed, code_folder: Path | None) -> None:

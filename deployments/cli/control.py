@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from trial_core.errors import ConfigError
 from trialflow.deployments.cli.deploy import configured_client
 from trialflow.deployments.cli.experiment_options import TrialId, named_trial
+from trialflow.deployments.cli.waiting import waiting
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
@@ -80,7 +81,8 @@ class _Run(NamedTuple):
         if self.client is not None and self.flow_run is not None:
             run_id, now = self.flow_run.id, self.flow_run.state_name or ""
             resume, change = self.client.resume_flow_run, self.client.set_flow_run_state
-            answer = resume(run_id) if state is None else change(run_id, state)
+            with waiting("asking the Prefect server"):
+                answer = resume(run_id) if state is None else change(run_id, state)
             result, reason = answer.state, getattr(answer.details, "reason", "")
         if result is None or result.type.value not in expected:
             raise ConfigError(
@@ -110,7 +112,8 @@ def _run_of(named: str) -> Iterator[_Run]:
     with using_server_of_up():
         url = get_current_settings().api.url
         with configured_client() if url else nullcontext() as client:
-            runs = _flow_runs(client, named) if client else {}
+            with waiting("asking the Prefect server"):
+                runs = _flow_runs(client, named) if client else {}
             trial = named_trial(named, [*runs, *here])
             if trial is None:
                 raise ConfigError(

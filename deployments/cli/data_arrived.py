@@ -10,6 +10,7 @@ from cyclopts import Parameter
 from trial_core import text_format
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.deploy import configured_client
+from trialflow.deployments.cli.waiting import waiting
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
@@ -56,7 +57,7 @@ def data_arrived(
     checked_model(model)
     new_data = parse_data(data or [])
     event = data_arrived_event(model, new_data)
-    with configured_client() as client:
+    with configured_client() as client, waiting("asking the Prefect server"):
         send(client, event)
         if problem := _automation_problem(client, model):
             console.warning(problem)

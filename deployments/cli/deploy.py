@@ -14,6 +14,7 @@ from cyclopts.validators import Number
 from trial_core.errors import ConfigError, TrialflowError
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.experiment_options import read_experiment
+from trialflow.deployments.cli.waiting import above_the_wait, waiting
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
@@ -259,7 +260,9 @@ def configured_client() -> Iterator[SyncPrefectClient]:
                 "no Prefect server is configured: set PREFECT_API_URL to the server that runs "
                 "trials, or run `trialflow up`, which starts a server on this machine"
             )
-        if problem := configured_api_problem():
+        with waiting("asking the Prefect server"):
+            problem = configured_api_problem()
+        if problem:
             raise PrefectServerError(problem)
         with get_client(sync_client=True) as client:
             try:
@@ -272,7 +275,10 @@ def configured_client() -> Iterator[SyncPrefectClient]:
 
 
 def _print(changes: Iterator[Change], dry_run: bool) -> None:
-    for each in changes:
-        would = "would be " if dry_run and each.verb in ("created", "changed", "removed") else ""
-        detail = f" ({each.detail})" if each.detail else ""
-        print(f"{would}{each.verb}: {each.resource}{detail}", flush=True)
+    with waiting("asking the Prefect server"):
+        for each in changes:
+            is_change = each.verb in ("created", "changed", "removed")
+            would = "would be " if dry_run and is_change else ""
+            detail = f" ({each.detail})" if each.detail else ""
+            with above_the_wait():
+                print(f"{would}{each.verb}: {each.resource}{detail}", flush=True)

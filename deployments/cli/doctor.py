@@ -30,6 +30,7 @@ from trialflow.deployments.cli.experiment_options import (
     read_experiment,
     with_engine,
 )
+from trialflow.deployments.cli.waiting import waiting
 
 NEEDED = ("trialflow", "torch", "deepspeed", "prefect", "fsspec")
 OLDEST_PYTHON = (3, 10)
@@ -156,7 +157,8 @@ def accelerators() -> Iterator[Check]:
         yield Check("accelerators", "ok", "none: slots are CPU processes")
         return
     found = f"{text_format.plural(len(visible.devices), 'accelerator')} ({visible.kind})"
-    problem, nvcc = try_accelerators(visible)
+    with waiting("starting a process with the accelerators"):
+        problem, nvcc = try_accelerators(visible)
     yield Check("accelerators", "fail" if problem else "ok", found, problem or "")
     if nvcc is not None:
         yield Check("nvcc", "warn", nvcc, f"needed {FOR_OPERATORS}")
@@ -170,7 +172,8 @@ def stored(
     """Check that runs can use the storage."""
     try:
         store = open_store(config, storage, overrides)
-        store.check_writable()
+        with waiting(f"writing to {store.url}"):
+            store.check_writable()
         yield Check("storage", "ok", f"{store.url} is writable, and its writes can be create-only")
     except TrialflowError as error:
         yield Check("storage", "fail", str(error))
@@ -207,7 +210,7 @@ def prefect_server() -> Check:
         prepare_prefect()
         from prefect.settings import get_current_settings
 
-        with using_server_of_up() as login:
+        with waiting("asking the Prefect server"), using_server_of_up() as login:
             api_url = get_current_settings().api.url
             if not api_url:
                 return Check("server", "ok", "none configured: each run starts its own")

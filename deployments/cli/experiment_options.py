@@ -13,6 +13,7 @@ from cyclopts import Parameter
 
 from trial_core.errors import ConfigError
 from trialflow.deployments.cli import console
+from trialflow.deployments.cli.waiting import waiting
 
 if TYPE_CHECKING:
     from trial_core.checkpoint.store import CheckpointStore
@@ -108,7 +109,8 @@ def refuse_what_cannot_run(
 
     refuse_missing_code(experiment)
     if store is not None:
-        with contextlib.suppress(StillRunning):  # the run waits longer
+        # the run waits longer
+        with contextlib.suppress(StillRunning), waiting(f"trying the storage {store.url}"):
             in_background(store.check_writable, "storage-check").result(STORAGE_SECONDS)
 
 
@@ -187,7 +189,7 @@ def with_block(experiment: ExperimentConfig) -> ExperimentConfig:
     from trialflow.flows.server.embedded_server import prefect_api
     from trialflow.tasks.storage_block import with_credentials
 
-    with prefect_api():
+    with waiting("asking Prefect for the storage's credentials"), prefect_api():
         return with_credentials(experiment)
 
 

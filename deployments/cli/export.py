@@ -26,6 +26,7 @@ from trialflow.deployments.cli.experiment_options import (
     open_store,
 )
 from trialflow.deployments.cli.tables import AsJson
+from trialflow.deployments.cli.waiting import waiting
 
 
 def export(
@@ -102,15 +103,18 @@ def export(
     check_target(to, format_, force)
     reference = _reference(checkpoint, trial)
     store = open_store(config, storage)
-    manifest = open_checkpoint(store, reference)
+    with waiting(f"reading {store.url}"):
+        manifest = open_checkpoint(store, reference)
     is_trusted = trusted or _is_trusted(config)
     request = ExportRequest(manifest, engine, dtype, is_trusted, format_, max_shard_size)
-    done = export_checkpoint(store, request, to, force)
+    with waiting(f"exporting {manifest.uuid} to {to}") as wait:
+        done = export_checkpoint(store, request, to, force, wait.bytes_read)
     pushed = None
     if push_to is not None:
         from trial_core.export.hf_folder import push
 
-        pushed = push(to, push_to, f"Checkpoint {manifest.uuid} of trial {manifest.trial}")
+        with waiting(f"uploading {to} to {push_to}, {text_format.size(done.size_bytes)}"):
+            pushed = push(to, push_to, f"Checkpoint {manifest.uuid} of trial {manifest.trial}")
     if json_:
         result = {
             "uuid": manifest.uuid,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from trial_core import text_format
@@ -80,15 +81,18 @@ class FlowRun(Generic[Result]):
             return call(lambda *_: None)
 
     def _run_on_server(self, call: Callable[[StateHook], Result]) -> Result:
-        from trial_core.driver.placement import importing_ahead
-        from trialflow.flows.server.embedded_server import is_unauthorized, prefect_api
-        from trialflow.flows.server.prefect_server import PrefectServerError
-
         # What libraries print goes to stderr: stdout is for the display and the result.
         away = contextlib.redirect_stdout(sys.stderr)
-        importing = importing_ahead(self._experiment, SET_WITH_A_SERVER)
         waiting_for = self._display.waiting_for
-        with self._display, importing, prefect_api(waiting_for=waiting_for) as api, away:
+        with ExitStack() as until_the_end:
+            until_the_end.enter_context(self._display)  # before the imports, which take seconds
+            from trial_core.driver.placement import importing_ahead
+            from trialflow.flows.server.embedded_server import is_unauthorized, prefect_api
+            from trialflow.flows.server.prefect_server import PrefectServerError
+
+            until_the_end.enter_context(importing_ahead(self._experiment, SET_WITH_A_SERVER))
+            api = until_the_end.enter_context(prefect_api(waiting_for=waiting_for))
+            until_the_end.enter_context(away)
             import httpx
             from prefect.exceptions import Abort, CancelledRun, Pause
 

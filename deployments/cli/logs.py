@@ -19,6 +19,7 @@ from trialflow.deployments.cli.experiment_options import (
     named_trial,
     open_store,
 )
+from trialflow.deployments.cli.waiting import waiting
 
 if TYPE_CHECKING:
     from trial_core.checkpoint.store import CheckpointStore
@@ -49,7 +50,9 @@ def logs(
     found = named_trial(trial, here)
     if found is None:
         with tempfile.TemporaryFile() as fetched:
-            _fetch(open_store(config, storage), trial, name, fetched)
+            store = open_store(config, storage)
+            with waiting(f"reading {store.url}"):
+                _fetch(store, trial, name, fetched)
             fetched.seek(0)
             _print(io.TextIOWrapper(fetched, encoding="utf-8", errors="replace"))
         return 0

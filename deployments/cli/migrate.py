@@ -17,6 +17,7 @@ from trial_core.errors import ConfigError
 from trial_core.slots.accelerators import KIND_VARIABLE
 from trial_core.text_format import plural
 from trialflow.deployments.cli import console
+from trialflow.deployments.cli.waiting import waiting
 
 if TYPE_CHECKING:
     from trialflow.deployments.migration.imports import Migrated
@@ -49,7 +50,8 @@ def migrate(
     changed = left = 0
     for path in _files(folder):
         try:
-            with redirect_stdout(sys.stderr):  # DeepSpeed prints when it is imported
+            # The first one imports DeepSpeed, which prints.
+            with waiting(f"reading {path}"), redirect_stdout(sys.stderr):
                 migrated = _migrated(path)
         except (ConfigError, OSError) as error:
             console.warning(f"not changed: {error}")

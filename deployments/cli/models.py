@@ -20,6 +20,7 @@ from trialflow.deployments.cli.experiment_options import (
 )
 from trialflow.deployments.cli.model_view import LIST_COLUMNS, ModelView, view_model
 from trialflow.deployments.cli.tables import AsJson, print_table
+from trialflow.deployments.cli.waiting import waiting
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -41,7 +42,8 @@ Why = Annotated[str, Parameter(help="Reason, shown in the model's history. Defau
 def list_(*, config: ConfigFile = None, storage: Storage = None, json_: AsJson = False) -> int:
     """List models and their champions."""
     registry = _registry(config, storage)
-    models = [view_model(registry, name) for name in registry.models()]
+    with waiting(f"reading {registry.store.url}"):
+        models = [view_model(registry, name) for name in registry.models()]
     if json_:
         print(json.dumps([model.summary() for model in models], indent=2))
     elif not models:
@@ -63,8 +65,9 @@ def show(
         The model's name.
     """
     registry = _registry(config, storage)
-    registry.check_exists(model)
-    view = ModelView(registry, model)
+    with waiting(f"reading {registry.store.url}"):
+        registry.check_exists(model)
+        view = ModelView(registry, model)
     if json_:
         print(json.dumps(view.details(), indent=2))
     else:
@@ -102,7 +105,8 @@ def promote(
     """
     registry = _registry(config, storage)
     if checkpoint is not None and version is None:
-        number = _register(registry, model, checkpoint, config, storage).number
+        with waiting(f"registering {checkpoint}"):
+            number = _register(registry, model, checkpoint, config, storage).number
     elif version is not None and checkpoint is None:
         number = version
     else:
@@ -110,8 +114,9 @@ def promote(
             "give either the number of a version (`trialflow models show` lists them) or "
             "--checkpoint"
         )
-    before = registry.last_move(model)
-    move = registry.promote(model, number, why=why)
+    with waiting(f"verifying version {number} of model {model}"):
+        before = registry.last_move(model)
+        move = registry.promote(model, number, why=why)
     is_new = before is None or move.number > before.number
     if is_new:
         _tell_server(registry, move)
@@ -137,7 +142,8 @@ def rollback(
         The model's name.
     """
     registry = _registry(config, storage)
-    move = registry.rollback(model, why=why)
+    with waiting(f"verifying the previous champion of model {model}"):
+        move = registry.rollback(model, why=why)
     _tell_server(registry, move)
     _print_move(move, True, json_, _storage_options(config, storage))
     return 0
@@ -190,7 +196,7 @@ def _tell_server(registry: Registry, move: Move) -> None:
     from trialflow.tasks.events import champion_event, send
 
     try:
-        with configured_client() as client:
+        with configured_client() as client, waiting("asking the Prefect server"):
             send(client, champion_event(registry, move))
     except ConfigError:
         return  # no server is configured

@@ -41,6 +41,7 @@ from trial_core.text_format import plural, size
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.check import Check
 from trialflow.deployments.cli.experiment_options import open_store_of
+from trialflow.deployments.cli.waiting import waiting
 
 CLOCK_SECONDS = 2.0
 SHARED_MEMORY_BYTES = 2**30
@@ -150,7 +151,8 @@ def ask(
     deadline = time.monotonic() + ANSWER_SECONDS[kind]
     while asked_at:
         try:
-            name, message, at = inbox.get(timeout=max(0.0, deadline - time.monotonic()))
+            with waiting(f"waiting for {plural(len(asked_at), 'node')}: {subject}"):
+                name, message, at = inbox.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
             break
         if name in asked_at and isinstance(message, (str, kind)):
@@ -308,7 +310,8 @@ def _stored_probe(storage: Storage) -> Iterator[TryStorage]:
     digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
     entry = FileEntry(path="of-the-driver", size_bytes=PROBE_BYTES, digest=digest, rank=0)
     try:
-        storage.write(f"{folder}/{entry.path}", data)
+        with waiting(f"writing to {storage.url}"):
+            storage.write(f"{folder}/{entry.path}", data)
         yield TryStorage(storage=storage.spec, folder=folder, object=entry)
     finally:
         storage.clear(folder)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import IO, TYPE_CHECKING, Any, TextIO, cast
@@ -20,7 +21,7 @@ from typing import IO, TYPE_CHECKING, Any, TextIO, cast
 from typing_extensions import Self
 
 from trial_core import text_format
-from trial_core.driver.run_status import TRAINING, UPLOAD, RunStatus
+from trial_core.driver.run_status import TRAINING, UPLOAD, RunStatus, Stage
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -32,6 +33,9 @@ NARROWEST_BAR, WIDEST_BAR = 10, 40
 NARROWEST_WITH_BAR = 50
 # Shorter callbacks get no line.
 SHORTEST_CALLBACKS_SECONDS = 1.0
+# A plain line says what takes longer, except for what every few lines are about.
+ANNOUNCED_AFTER_SECONDS = 2.0
+OFTEN = (TRAINING, "validate")
 
 
 class Display(RunStatus):
@@ -114,6 +118,28 @@ class PlainLines(Display):
         self._file = file or LastingOutput(sys.stdout)
         self._workload_begins_at = 0
         self._ended: dict[str, tuple[str, float]] = {}
+        self._announced: Stage | None = None
+        self._is_over = threading.Event()
+        self._watch = threading.Thread(
+            target=self._announce_what_takes_long, name="plain-lines", daemon=True
+        )
+
+    def __enter__(self) -> Self:
+        self._watch.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._is_over.set()
+        self._watch.join()
+
+    def _announce_what_takes_long(self) -> None:
+        """Say which stage is waited for, once: its own line follows when it ends."""
+        while not self._is_over.wait(ANNOUNCED_AFTER_SECONDS / 4):
+            stage = self.stage
+            is_known = stage is self._announced or stage.name in OFTEN
+            if not is_known and self.seconds_in(stage) >= ANNOUNCED_AFTER_SECONDS:
+                self._announced = stage
+                self.say(f"{stage}…")
 
     def say(self, line: str) -> None:
         print(text_format.clean(self._subject + line), file=self._file, flush=True)
@@ -128,6 +154,7 @@ class PlainLines(Display):
 
     def waiting_for(self, what: str) -> None:
         super().waiting_for(what)
+        self._announced = self.stage
         self.say(f"{what}…")
 
     def stage_started(self, stage: str, detail: str) -> None:

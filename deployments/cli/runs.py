@@ -16,6 +16,7 @@ from trial_core.errors import ConfigError
 from trialflow.deployments.cli.clean_runs import clean
 from trialflow.deployments.cli.experiment_options import ConfigFile, Storage, open_store
 from trialflow.deployments.cli.tables import AsJson, local_time, print_table
+from trialflow.deployments.cli.waiting import waiting
 
 if TYPE_CHECKING:
     from trial_core.checkpoint.store import CheckpointStore
@@ -80,7 +81,8 @@ def _read(store: CheckpointStore, trial: str) -> StoredTrial:
 def list_(*, config: ConfigFile = None, storage: Storage = None, json_: AsJson = False) -> int:
     """List the trials that have saved, the newest last, with their best searcher metric."""
     store = open_store(config, storage)
-    found = [_read(store, trial) for trial in store.trials()]
+    with waiting(f"reading {store.url}"):
+        found = [_read(store, trial) for trial in store.trials()]
     found.sort(key=lambda trial: trial.saved_at)
     if json_:
         _print_json([{"trial": t.trial, "saved_at": t.saved_at, **t.results} for t in found])
@@ -111,7 +113,8 @@ def compare(
 ) -> int:
     """Compare trials: the fields of their experiments that differ, and their results."""
     store = open_store(config, storage)
-    found = [_read(store, trial) for trial in trials]
+    with waiting(f"reading {store.url}"):
+        found = [_read(store, trial) for trial in trials]
     rows: dict[str, list[Any]] = {}
     for name in dict.fromkeys(name for each in found for name in (*each.settings, *each.results)):
         row = [{**each.settings, **each.results}.get(name) for each in found]
@@ -214,7 +217,8 @@ def show(
     from trial_core.ledger.time_ledger import TimeLedger
 
     store = open_store(config, storage)
-    ledger = read_ledger(store, trial)
+    with waiting(f"reading {store.url}"):
+        ledger = read_ledger(store, trial)
     if not ledger.runs:
         raise ConfigError(
             f"no run of trial {trial} has a ledger of time in {store.url}; trials with checkpoints "

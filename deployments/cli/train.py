@@ -35,6 +35,7 @@ from trialflow.deployments.cli.flow_run import FlowRun, StateHook
 from trialflow.deployments.cli.json_result import JsonResult
 from trialflow.deployments.cli.run_display import Display, PlainLines, display_for_stdout
 from trialflow.deployments.cli.tables import SHORT_UUID
+from trialflow.deployments.cli.waiting import waiting
 
 if TYPE_CHECKING:
     from trial_core.checkpoint.manifest import Manifest
@@ -341,7 +342,8 @@ def _other_best(store: CheckpointStore, result: TrialResult) -> Manifest | None:
     from trial_core.retention.policy import best_of_trial
 
     try:
-        best = best_of_trial(store.list(result.trial))
+        with waiting(f"looking for the best checkpoint in {store.url}"):
+            best = best_of_trial(store.list(result.trial))
     except CheckpointError as error:  # the run has ended well: its summary must appear
         console.warning(f"the best checkpoint is not known: {error}")
         return None

@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -25,6 +25,7 @@ from trialflow.deployments.cli.deploy import (
     wanted_resources,
 )
 from trialflow.deployments.cli.signals import Terminated, stoppable
+from trialflow.deployments.cli.waiting import above_the_wait, waiting
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
@@ -130,11 +131,13 @@ def _serve(
 
     print("starting Prefect…", flush=True)
     server_log, worker_log = home / "trialflow-server.log", home / "trialflow-worker.log"
-    with (
-        single_instance(home) as store_address,
-        local_server(port, server_log, start_timeout_seconds) as server,
-        restarting(server),
-    ):
+    with ExitStack() as until_the_end:
+        store_address = until_the_end.enter_context(single_instance(home))
+        with waiting("starting the Prefect server"):
+            server = until_the_end.enter_context(
+                local_server(port, server_log, start_timeout_seconds)
+            )
+        until_the_end.enter_context(restarting(server))
         store_address(f"{server.api_url} (password: in {server.login.path})")
         pool_name = _set_up(pool, retrainings)
         with LocalWorker(pool_name, worker_log) as worker:
@@ -165,9 +168,11 @@ def _set_up(requested_pool: str | None, retrainings: Sequence[RetrainingRequest]
             models=models_on_server(client),
         )
         changes = set_up(resources, client, False)
-        for change in chain(changes, remove_withdrawn(retrainings, client, False)):
-            if change.verb != "unchanged":
-                print(f"{change.verb}: {change.resource}", flush=True)
+        with waiting("setting up the Prefect server"):
+            for change in chain(changes, remove_withdrawn(retrainings, client, False)):
+                if change.verb != "unchanged":
+                    with above_the_wait():
+                        print(f"{change.verb}: {change.resource}", flush=True)
         for warning in location_warnings(client, pool):
             console.warning(warning)
         if count := requeue_interrupted_starts(client, pool):

@@ -20,7 +20,13 @@ from trial_core.checkpoint.intents import SweptUpload, sweep
 from trial_core.checkpoint.json_objects import named_keys
 from trial_core.checkpoint.manifest import FileEntry, Manifest, is_tombstone
 from trial_core.checkpoint.references import ReferenceReader, References, delete_files
-from trial_core.checkpoint.verified_read import Damage, damage_error, find_damage
+from trial_core.checkpoint.verified_read import (
+    Damage,
+    OnRead,
+    damage_error,
+    find_damage,
+    unheard,
+)
 from trial_core.errors import (
     CheckpointDamaged,
     CheckpointError,
@@ -318,12 +324,14 @@ class CheckpointStore:
             raise damage_error(self.storage, manifest.uuid, damage)
         return manifest
 
-    def find_damage(self, uuid: str, entries: Iterable[FileEntry]) -> _Damaged:
+    def find_damage(
+        self, uuid: str, entries: Iterable[FileEntry], on_read: OnRead = unheard
+    ) -> _Damaged:
         """Read every byte of files of a checkpoint; return those that differ from their entries.
 
         After finding damage in an unclaimed checkpoint, call `raise_if_deleted`.
         """
-        return find_damage(self.storage, uuid, entries)
+        return find_damage(self.storage, uuid, entries, on_read=on_read)
 
     def raise_if_deleted(self, uuid: str) -> None:
         """Call after finding damage in an unclaimed checkpoint: a concurrent prune deletes the

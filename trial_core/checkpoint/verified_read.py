@@ -30,6 +30,14 @@ READ_THREADS = buffer_pool.POOL_BUFFERS
 """Ranges read at once, each in one buffer of the storage's pool."""
 
 
+OnRead = Callable[[int, int], None]
+"""Called with the bytes that are read so far, and with all bytes to read. Must return at once."""
+
+
+def unheard(done: int, total: int) -> None:
+    """An `OnRead` that does nothing."""
+
+
 @dataclass(frozen=True)
 class Damage:
     """How a stored file differs from its manifest entry.
@@ -61,7 +69,12 @@ class Damage:
 
 
 def find_damage(
-    storage: Storage, uuid: str, entries: Iterable[FileEntry], *, threads: int = READ_THREADS
+    storage: Storage,
+    uuid: str,
+    entries: Iterable[FileEntry],
+    *,
+    threads: int = READ_THREADS,
+    on_read: OnRead = unheard,
 ) -> list[Damage]:
     """Read every byte of a checkpoint's files; return the files that differ from their entries."""
     wanted = list(entries)
@@ -71,7 +84,7 @@ def find_damage(
         found[damage.entry.path] = damage
 
     files = [StoredFile(entry, entry.key(uuid)) for entry in wanted if entry.path not in found]
-    read_files(storage, files, note, threads)
+    read_files(storage, files, note, threads, on_read)
     note_damage(storage, uuid, found.values())
     return [found[entry.path] for entry in wanted if entry.path in found]
 
@@ -221,13 +234,15 @@ def read_files(
     files: Sequence[StoredFile],
     on_damage: Callable[[Damage], None],
     threads: int = READ_THREADS,
+    on_read: OnRead = unheard,
 ) -> None:
     """Read whole files, each byte once; write those that have a target.
 
     Args:
         on_damage: called once for each damaged file; may raise to end all reads.
     """
-    buffers, lock = storage.buffers, Lock()
+    buffers, lock, done = storage.buffers, Lock(), 0
+    total = sum(file.entry.size_bytes for file in files)
     ranges = (each for file in files for each in file.ranges())
 
     def take(stop: CancelSignal) -> tuple[Range, bytearray] | None:
@@ -240,12 +255,16 @@ def read_files(
             return taken, buffers.acquire(end - start, stop)
 
     def work(number: int, stop: CancelSignal) -> None:
+        nonlocal done
         while (taken := take(stop)) is not None:
             (file, start, end), buffer = taken
             try:
                 file.read(storage, start, memoryview(buffer)[: end - start], stop, on_damage)
             finally:
                 buffers.release(buffer)
+            with lock:
+                done += end - start
+                on_read(done, total)
 
     with buffers.in_use():
         try:

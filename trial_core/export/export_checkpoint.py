@@ -23,6 +23,7 @@ from trial_core.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     from trial_core.checkpoint.manifest import FileEntry, Manifest
     from trial_core.checkpoint.store import CheckpointStore
+    from trial_core.checkpoint.verified_read import OnRead
     from trial_core.export.weights import SavedWeight
 
 Precision = Literal["fp32", "16bit"]
@@ -120,13 +121,18 @@ def check_target(to: Path, format_: Format, force: bool) -> None:
 
 
 def export_checkpoint(
-    store: CheckpointStore, request: ExportRequest, to: Path, force: bool = False
+    store: CheckpointStore,
+    request: ExportRequest,
+    to: Path,
+    force: bool = False,
+    on_read: OnRead | None = None,
 ) -> Exported:
     """Fetch and verify a checkpoint's files, and write what they hold.
 
     Args:
         to: a file, .safetensors, .pt or .bin; or a folder.
         force: whether to replace an existing file or exported folder.
+        on_read: called while the files are fetched; they are converted then.
 
     Raises:
         ConfigError: see `check_target`.
@@ -135,6 +141,7 @@ def export_checkpoint(
         StorageError: the storage failed, or the target cannot be written.
     """
     check_target(to, request.format, force)
+    from trial_core.checkpoint.verified_read import unheard
     from trial_core.storage.local_files import atomic_file
     from trial_core.storage.storage_errors import ErrorTranslator
     from trial_core.transfer.fetch import fetch_files
@@ -146,7 +153,8 @@ def export_checkpoint(
         there = next(folder for folder in to.absolute().parents if folder.exists())
         tempfile.TemporaryFile(dir=there).close()
     with tempfile.TemporaryDirectory(prefix="trialflow-export-") as folder:
-        fetch_files(store, request.manifest.uuid, entries, Path(folder))
+        uuid, fetched = request.manifest.uuid, Path(folder)
+        fetch_files(store, uuid, entries, fetched, on_read=on_read or unheard)
         # Copied to the target: safetensors makes files that only their owner can read.
         written = Path(folder) / f"weights{to.suffix}"
         done = _convert(Path(folder), request, written)

@@ -17,10 +17,12 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.verified_read import (
     READ_THREADS,
     Damage,
+    OnRead,
     StoredFile,
     damage_error,
     note_damage,
     read_files,
+    unheard,
     wrong_sizes,
 )
 from trial_core.errors import CheckpointDamaged, CheckpointError
@@ -42,6 +44,7 @@ def fetch_files(
     target: Path,
     *,
     threads: int = READ_THREADS,
+    on_read: OnRead = unheard,
 ) -> int:
     """Bring files of a checkpoint into `target`, verified; return the bytes fetched.
 
@@ -64,7 +67,7 @@ def fetch_files(
     missing = take_local(uuid, wanted, target)
     files = [StoredFile(entry, entry.key(uuid), target / entry.path) for entry in missing]
     with ErrorTranslator(str(target)).translated("write into"):
-        read_files(store.storage, files, refuse, threads)
+        read_files(store.storage, files, refuse, threads, on_read)
     return sum(entry.size_bytes for entry in missing)
 
 
@@ -103,7 +106,9 @@ def _check_paths(uuid: str, entries: Iterable[FileEntry], target: Path) -> None:
             )
 
 
-def download(store: CheckpointStore, uuid: str, target: Path) -> Manifest:
+def download(
+    store: CheckpointStore, uuid: str, target: Path, on_read: OnRead = unheard
+) -> Manifest:
     """Bring a whole checkpoint, its code included, into a folder, verified; its manifest last.
 
     Args:
@@ -131,7 +136,7 @@ def download(store: CheckpointStore, uuid: str, target: Path) -> Manifest:
         if not final.exists():
             unfinished.write_bytes(data)
     try:
-        fetch_files(store, manifest.uuid, manifest.all_files, target)
+        fetch_files(store, manifest.uuid, manifest.all_files, target, on_read=on_read)
     except CheckpointDamaged:
         store.raise_if_deleted(manifest.uuid)
         raise

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from trial_core import text_format
-from trialflow.deployments.cli import console
 from trialflow.deployments.cli.checkpoints import pin, prune, verify
 from trialflow.deployments.cli.experiment_options import (
     Checkpoint,
@@ -19,6 +18,7 @@ from trialflow.deployments.cli.experiment_options import (
     open_store,
 )
 from trialflow.deployments.cli.tables import AsJson, local_time, print_table, shortest_unique
+from trialflow.deployments.cli.waiting import waiting
 
 if TYPE_CHECKING:
     from trial_core.checkpoint.manifest import Manifest
@@ -51,9 +51,10 @@ def list_(
     from trial_core.retention.protections import pins
 
     store = open_store(config, storage)
-    manifests = store.list(trial)
+    with waiting(f"reading {store.url}"):
+        manifests = store.list(trial)
+        pinned, held = pins(store), Registry(store).held()
     best = _best_of_trials(manifests)
-    pinned, held = pins(store), Registry(store).held()
     if json_:
         shown = [
             {
@@ -91,12 +92,13 @@ def show(
     from trial_core.retention.protections import protections
 
     store = open_store(config, storage)
-    manifest = open_checkpoint(store, checkpoint)
+    with waiting(f"reading {store.url}"):
+        manifest = open_checkpoint(store, checkpoint)
+        pinned = protections(store, manifest.uuid, "pin").get(manifest.uuid, [])
+        held = Registry(store).held().get(manifest.uuid, [])
     if json_:
         print(manifest.to_json().decode(), end="")
     else:
-        pinned = protections(store, manifest.uuid, "pin").get(manifest.uuid, [])
-        held = Registry(store).held().get(manifest.uuid, [])
         why = [str(each) for each in (*pinned, *held)]
         print("\n".join(text_format.clean(line) for line in description(store, manifest, why)))
     return 0
@@ -119,8 +121,8 @@ def download(
     from trial_core.transfer.fetch import download as fetch
 
     store = open_store(config, storage)
-    with console.status(f"downloading {checkpoint}"):
-        manifest = fetch(store, referenced_uuid(store, checkpoint), to)
+    with waiting(f"downloading {checkpoint}") as wait:
+        manifest = fetch(store, referenced_uuid(store, checkpoint), to, wait.bytes_read)
     if json_:
         print(json.dumps({**summary(store, manifest), "folder": str(to.absolute())}, indent=2))
     else:

@@ -17,6 +17,7 @@ from trialflow.deployments.cli.experiment_options import (
     open_store,
 )
 from trialflow.deployments.cli.tables import AsJson
+from trialflow.deployments.cli.waiting import waiting
 
 if TYPE_CHECKING:
     from trial_core.checkpoint.store import CheckpointStore
@@ -36,7 +37,9 @@ def pin(
     from trial_core.retention import protections
 
     store, uuids = _named(checkpoints, config, storage)
-    _say([protections.pin(store, uuid, reason) for uuid in uuids], "pinned", json_)
+    with waiting(f"writing to {store.url}"):
+        pinned = [protections.pin(store, uuid, reason) for uuid in uuids]
+    _say(pinned, "pinned", json_)
     return 0
 
 
@@ -51,7 +54,8 @@ def unpin(
 
     store, uuids = _named(checkpoints, config, storage)
     released = protections.WHEN_RELEASED
-    gone = [protections.unpin(store, uuid) for uuid in uuids]
+    with waiting(f"writing to {store.url}"):
+        gone = [protections.unpin(store, uuid) for uuid in uuids]
     _say(gone, "unpinned", json_)
     for each in gone:
         if why := protections.protected(store, each.uuid).get(each.uuid):
@@ -66,7 +70,8 @@ def _named(
     from trial_core.models.checkpoint_reference import referenced_uuid
 
     store = open_store(config, storage)
-    return store, [referenced_uuid(store, checkpoint) for checkpoint in checkpoints]
+    with waiting(f"reading {store.url}"):
+        return store, [referenced_uuid(store, checkpoint) for checkpoint in checkpoints]
 
 
 def _say(pins: list[Protection], done: str, as_json: bool) -> None:

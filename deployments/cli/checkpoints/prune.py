@@ -21,6 +21,7 @@ from trialflow.deployments.cli.experiment_options import (
     read_experiment,
 )
 from trialflow.deployments.cli.tables import AsJson, local_time, print_table, shortest_unique
+from trialflow.deployments.cli.waiting import above_the_wait, waiting
 
 if TYPE_CHECKING:
     from trial_core.checkpoint.intents import SweptUpload
@@ -92,16 +93,18 @@ def prune(
         )
     if experiment is None and of_config is not None:
         experiment = of_config.name
-    leftovers = _find_leftovers(store, leftovers_after_days, trial, experiment)
     plans = []
-    if policy is not None and not leftovers_only:
-        plans = _plans(store, policy, experiment, trial, has_leftovers=bool(leftovers))
+    with waiting(f"reading {store.url}"):
+        leftovers = _find_leftovers(store, leftovers_after_days, trial, experiment)
+        if policy is not None and not leftovers_only:
+            plans = _plans(store, policy, experiment, trial, has_leftovers=bool(leftovers))
     if not json_:
         _print_what_is_there(store, plans, leftovers, leftovers_only)
     pruned, swept = None, None
     if not dry_run and (yes or _is_confirmed(plans, leftovers)):
-        pruned = _delete(store, plans, is_silent=json_)
-        swept = _sweep(store, leftovers, leftovers_after_days, is_silent=json_)
+        with waiting(f"deleting in {store.url}"):
+            pruned = _delete(store, plans, is_silent=json_)
+            swept = _sweep(store, leftovers, leftovers_after_days, is_silent=json_)
     if json_:
         print(json.dumps(_as_json(policy, plans, leftovers, pruned, swept), indent=2))
     return 0
@@ -232,7 +235,8 @@ def _delete(store: CheckpointStore, plans: list[PruningPlan], is_silent: bool) -
 
     def say(decision: RetentionDecision) -> None:
         if not is_silent:
-            print(f"deleted {decision.manifest.uuid}", flush=True)
+            with above_the_wait():
+                print(f"deleted {decision.manifest.uuid}", flush=True)
 
     pruned = [carry_out(store, plan, say) for plan in plans]
     for decision in (decision for each in pruned for decision in each.spared):
@@ -247,7 +251,8 @@ def _sweep(
 
     def say(swept: SweptUpload) -> None:
         if not is_silent:
-            print(f"deleted {swept}", flush=True)
+            with above_the_wait():
+                print(f"deleted {swept}", flush=True)
 
     swept = sweep_leftovers(store, leftovers, after_days=after_days, on_swept=say)
     for trial, why in swept.spared.items():

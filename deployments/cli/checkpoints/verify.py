@@ -24,6 +24,7 @@ from trialflow.deployments.cli.experiment_options import (
     open_store,
 )
 from trialflow.deployments.cli.tables import AsJson, print_table, shortest_unique
+from trialflow.deployments.cli.waiting import waiting
 
 if TYPE_CHECKING:
     from trial_core.checkpoint.layout import ManifestName
@@ -78,7 +79,8 @@ def verify(
     if bool(checkpoints) == (all_ or trial is not None):
         raise ConfigError("give either checkpoints, or --trial or --all")
     store = open_store(config, storage)
-    names = _named(store, checkpoints) if checkpoints else _all(store, trial)
+    with waiting(f"reading {store.url}"):
+        names = _named(store, checkpoints) if checkpoints else _all(store, trial)
     found = [*_verify(store, names)]
     if json_:
         print(json.dumps([summary(each) for each in found], indent=2))
@@ -142,9 +144,10 @@ def _all(store: CheckpointStore, trial: str | None) -> list[ManifestName]:
 def _verify(store: CheckpointStore, names: list[ManifestName]) -> Iterator[Verified]:
     for count, name in enumerate(names, start=1):
         try:
-            with console.status(f"verifying {name.uuid} ({count} of {len(names)})"):
+            with waiting(f"verifying {name.uuid} ({count} of {len(names)})") as wait:
                 manifest = store.open(name.uuid)
-                damage = store.find_damage(manifest.uuid, manifest.all_files)
+                files = manifest.all_files
+                damage = store.find_damage(manifest.uuid, files, wait.bytes_read)
                 if damage:
                     store.raise_if_deleted(manifest.uuid)
         except StorageError:

@@ -192,9 +192,9 @@ def test_download_of_a_checkpoint_deleted_meanwhile(
     store = CheckpointStore(str(tmp_path / "storage"))
     fetch_files = fetch.fetch_files
 
-    def delete_first(*arguments: Any) -> int:
+    def delete_first(*arguments: Any, **named: Any) -> int:
         store.delete(stored[0])
-        return fetch_files(*arguments)
+        return fetch_files(*arguments, **named)
 
     monkeypatch.setattr(fetch, "fetch_files", delete_first)
     assert run(tmp_path, "download", "aaaaaaaa", "--to", str(tmp_path / "here")) == 2

@@ -10,6 +10,7 @@ import sys
 import pytest
 from rich.console import Console
 
+from tests.support.waiting import until
 from trialflow.deployments.cli.run_display import (
     Display,
     LiveDisplay,
@@ -286,3 +287,19 @@ def test_a_run_without_batches_left_says_so(begins_at: int, is_over: bool) -> No
     said = "nothing is left to train: it is already at 100 of 100 batches" in out.getvalue()
     assert said == is_over
     assert display.had_batches_left != is_over
+
+
+def test_plain_lines_say_what_takes_long() -> None:
+    """Once, after two seconds; not of training and validation, whose lines are many."""
+    display, out, clock = plain()
+    with display:
+        display.stage_started("train-workload", "[0→10]")
+        clock.now += 60
+        display.stage_ended("train-workload", "[0→10]", 60.0)
+        display.stage_started("checkpoint-upload", "@10")
+        clock.now += 3
+        until(lambda: "checkpoint-upload" in out.getvalue(), "a line about the upload")
+        clock.now += 3
+        display.waiting_for("starting the ranks")
+        clock.now += 3
+    assert out.getvalue().splitlines() == ["checkpoint-upload @10…", "starting the ranks…"]

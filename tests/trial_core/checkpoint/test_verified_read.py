@@ -57,13 +57,22 @@ def overwrite_after_the_first_range(
 
 @pytest.mark.usefixtures("small_pieces")
 def test_files_of_any_number_of_ranges_are_read(store: CheckpointStore, tmp_path: Path) -> None:
-    """Several ranges with and without a remainder, one range, one byte, no byte."""
+    """Several ranges with and without a remainder, one range, one byte, no byte.
+
+    How many bytes are read is told after each range.
+    """
     sizes = {"rest": 713, "whole": 700, "one": PIECE, "byte": 1, "empty": 0}
     files = {name: BIG[:size] for name, size in sizes.items()}
     manifest = upload_whole(store, tmp_path, files)
-    fetched = fetch_files(store, manifest.uuid, manifest.files, tmp_path / "target")
+    read: list[tuple[int, int]] = []
+    fetched = fetch_files(
+        store, manifest.uuid, manifest.files, tmp_path / "target",
+        on_read=lambda done, total: read.append((done, total)),
+    )  # fmt: skip
     assert stored_files(tmp_path / "target") == files
     assert fetched == sum(sizes.values())
+    assert read == sorted(read)
+    assert read[-1] == (fetched, fetched)
     assert store.find_damage(manifest.uuid, manifest.files) == []
 
 

@@ -1,0 +1,147 @@
+"""What a command waits for is shown: on a terminal a line that is redrawn, else a plain line."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tests.support.cli import TRIALFLOW, environment_in
+from tests.support.waiting import until
+from trialflow.deployments.cli import console, waiting as waiting_module
+from trialflow.deployments.cli.waiting import Waiting, waiting
+
+ERASED = re.compile(r"\x1b\[2K")
+
+
+class Terminal:
+    """A pseudo terminal of 100 columns.
+
+    Attributes:
+        side: the descriptor that a process writes to.
+        shown: everything that was written to it.
+    """
+
+    def __init__(self) -> None:
+        self._ours, self.side = pty.openpty()
+        self.shown = ""
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        with suppress(OSError):  # nothing writes to it any longer
+            while data := os.read(self._ours, 65536):
+                self.shown += data.decode(errors="replace")
+
+    def close(self) -> None:
+        os.close(self.side)
+        self._reader.join()
+        os.close(self._ours)
+
+
+@pytest.fixture
+def terminal() -> Iterator[Terminal]:
+    with closing(Terminal()) as found:
+        yield found
+
+
+@contextmanager
+def slow_migration(folder: Path, stderr: int) -> Iterator[subprocess.Popen[str]]:
+    """`trialflow migrate` of a folder with a file whose content `let_it_read` gives."""
+    folder.mkdir()
+    os.mkfifo(folder / "slow.py")
+    process = subprocess.Popen(
+        [*TRIALFLOW, "migrate", "."], cwd=folder, stderr=stderr, text=True,
+        env=environment_in(folder, {"TERM": "xterm-256color", "COLUMNS": "100"}),
+        stdout=subprocess.PIPE, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def let_it_read(folder: Path) -> None:
+    with (folder / "slow.py").open("w") as pipe:  # waits until the command reads it
+        (folder / "quick").write_text("x = 1\n")
+        (folder / "quick").replace(folder / "slow.py")  # for its second look
+        pipe.write("x = 1\n")
+
+
+def test_a_slow_command_shows_its_wait(tmp_path: Path, terminal: Terminal) -> None:
+    """Redrawn on a terminal, and gone at the end; without one, one line. stdout has the result."""
+    on, off = tmp_path / "terminal", tmp_path / "pipe"
+    with slow_migration(on, terminal.side) as shown, slow_migration(off, subprocess.PIPE) as plain:
+        until(lambda: terminal.shown.count("reading slow.py") > 3, "it is redrawn", 30)
+        let_it_read(on)
+        assert shown.wait(60) == 0
+        assert plain.stderr is not None
+        assert plain.stderr.readline() == "reading slow.py…\n"
+        let_it_read(off)
+        printed, errors = plain.communicate(timeout=60)
+        assert plain.returncode == 0
+    assert (printed, errors) == ("", "changed 0 files; 0 lines to look at\n")
+    *_, last = ERASED.split(terminal.shown)
+    assert "reading" not in last
+    assert "changed 0 files; 0 lines to look at" in last
+
+
+def test_a_quick_command_shows_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    """Not within the first two seconds."""
+    with waiting("reading") as wait:
+        pass
+    wait.show()  # the timer is late
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_warning_is_not_mixed_with_the_line(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The line makes room for it, and is drawn again below."""
+    monkeypatch.setattr(waiting_module, "SHOWN_AFTER_SECONDS", 0.0)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    with os.fdopen(os.dup(terminal.side), "w") as stderr:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        with waiting("reading s3://bucket"):
+            until(lambda: "reading s3://bucket" in terminal.shown, "the line")
+            console.warning("the disk is nearly full")
+            until(
+                lambda: "reading s3://bucket" in terminal.shown.partition("nearly full")[2],
+                "the line, again",
+            )
+    [before] = re.findall(r"([^\r\n]*)warning: the disk is nearly full\r\n", terminal.shown)
+    assert "reading" not in ERASED.split(before)[-1]
+
+
+def test_bytes_are_shown_as_a_bar() -> None:
+    """As far as they are known."""
+    wait = Waiting("verifying 4f0c")
+    wait.bytes_read(3 * 2**20, 12 * 2**20)
+    drawn = Console(file=io.StringIO(), width=100, color_system=None)
+    with drawn.capture() as capture:
+        drawn.print(wait.render())
+    assert re.search(r"verifying 4f0c ━+╸ +3.0 MiB of 12.0 MiB 0:00", capture.get())
+
+
+def test_a_wait_within_another_shows_nothing_of_its_own(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two lines that are redrawn would destroy each other."""
+    monkeypatch.setattr(waiting_module, "SHOWN_AFTER_SECONDS", 0.0)
+    seen = ""
+    with waiting("reading all"), waiting("reading one"):
+        while "reading all" not in seen:
+            seen += capfd.readouterr().err
+    assert seen + capfd.readouterr().err == "reading all…\n"
