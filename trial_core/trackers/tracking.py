@@ -21,7 +21,7 @@ from trial_core.driver.observers import Observer
 from trial_core.ledger.time_ledger import TimeLedger
 from trial_core.messages import MetricsKind
 from trial_core.report.live_report import PAGE
-from trial_core.run.stop_requests import StopHandler
+from trial_core.run.stop_requests import StopHandler, how_it_ended
 from trial_core.trackers.journal import FOLDER, JOURNAL, ORDER, JournalWriter
 from trial_core.trackers.records import (
     AnyRecord,
@@ -84,7 +84,7 @@ class Tracking(Observer):
         self._stopping = stopping
         self._logger = logger
         self._batches = self._batch_samples = 0
-        self._ending: tuple[str, str] = ("completed", "")
+        self._status = "completed"
         self._journal: JournalWriter | None = None
         self._sender: SenderProcess | None = None
         self._restarts_sender_at = 0.0
@@ -105,19 +105,19 @@ class Tracking(Observer):
     ) -> None:  # fmt: skip
         if not self._trackers:
             return
-        is_asked = self._stopping.request is not None
         if error is not None:
-            is_stop = is_asked or not isinstance(error, Exception)
-            self._ending = ("stopped" if is_stop else "failed", str(error) or type(error).__name__)
+            self._status = how_it_ended(error, self._stopping)
         self._measure_time()
-        outcome, why = self._ending
+        outcome, _, why = self._status.partition(": ")
         page = str(self._run_dir / PAGE)
         self._append(RunEnded(at=time.time(), outcome=outcome, why=shortened(why), report=page))
         if self._journal is not None:
             self._journal.__exit__(kind, error, traceback)
             self._journal = None
         if self._sender is not None:
-            patience = URGENT_PATIENCE_SECONDS if is_asked else PATIENCE_SECONDS + 1
+            patience = PATIENCE_SECONDS + 1
+            if self._stopping.request is not None:
+                patience = URGENT_PATIENCE_SECONDS
             self._sender.end(patience)
         for name, count in unsent(self._run_dir, [*self._trackers]).items():
             self._logger.warning(
@@ -203,9 +203,8 @@ class Tracking(Observer):
         self._noted(f"restart {attempt} of at most {max_restarts}: {reason}")
 
     def ended(self, status: str) -> None:
-        """How the run has ended, if it does not end by an error: as of the report."""
-        outcome = "completed" if status.startswith("completed") else "stopped"
-        self._ending = (outcome, status)
+        """Set how the run has ended: ``completed``, or ``stopped: why``."""
+        self._status = status
 
     # ------------------------------------------------------------------ internals
 
