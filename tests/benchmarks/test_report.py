@@ -1,4 +1,4 @@
-"""That the benchmarks of the report and of the driver's memory run and end as promised."""
+"""That the benchmarks of report, telemetry and the driver's memory run and end as promised."""
 
 from __future__ import annotations
 
@@ -30,6 +30,16 @@ def test_the_report_benchmark_ends_with_one_line_of_json() -> None:
     assert seen["targets"] == {"ratio_1_rank": 1.01}
     assert seen["figures"]["batch_ms_1_rank"] > 10
     assert seen["figures"]["ratio_1_rank"] > 0
+
+
+@pytest.mark.long
+@pytest.mark.slots
+def test_the_telemetry_benchmark_ends_with_one_line_of_json() -> None:
+    """A short run says what a batch costs whose run is exported, and that it was."""
+    seen = outcome("benchmarks.telemetry --pairs 1 --workloads 1 --batches 2")
+    assert seen["targets"] == {"ratio_1_rank": 1.002}
+    assert seen["figures"]["batch_ms_1_rank"] > 10
+    assert seen["figures"]["requests"] >= 4
 
 
 @pytest.mark.long

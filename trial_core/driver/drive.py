@@ -53,6 +53,7 @@ from trial_core.run.known_storages import note_storage
 from trial_core.run.run_dirs import clear_kept, clear_rank_files, locked_run_dir
 from trial_core.run.run_loop import TrialResult, follow_schedule
 from trial_core.run.stop_requests import StopHandler, StopRequest, as_the_trial_asked
+from trial_core.telemetry.run_telemetry import run_telemetry
 from trial_core.trackers.tracking import Tracking, check_trackers
 from trial_core.transfer.trial_code import TrialCode, code_of_folder
 
@@ -140,6 +141,8 @@ def drive_trial(config: ExperimentConfig, trial: str, caller: Caller) -> TrialRe
     store.check_writable()
     clock, logger = RunClock(caller.waited_seconds), caller.find_logger()
     with (
+        # It ends last: a slow backend must delay neither the ledger nor the release of the trial.
+        run_telemetry(config, trial, clock, caller.stopping, logger) as telemetry,
         locked_run_dir(trial, caller.takeover_wait_seconds) as run_dir,
         # Once, not per restart: a restart must not take the trial back from a newer run.
         own_trial(
@@ -163,7 +166,8 @@ def drive_trial(config: ExperimentConfig, trial: str, caller: Caller) -> TrialRe
         note_storage(store, fence.record.storage, logger)
         if not store.is_process_local:  # a later attempt cannot find it in any case
             caller.begun(fence.record.storage)
-        observer = Observers(report, progress, caller.observer, tracking)
+        observer = Observers(report, progress, caller.observer, tracking, telemetry)
+        observer.trial_owned(fence.number)
         run = Run(
             config, trial, run_dir, store, observer, caller.stopping, claim, fence, caller.devices,
             clock, find_logger=caller.find_logger,

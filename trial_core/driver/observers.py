@@ -31,6 +31,9 @@ class Observer:
             batch_samples: samples in one batch on all ranks; 0: unknown.
         """
 
+    def trial_owned(self, attempt: int) -> None:
+        """The run has taken its trial, as the first or a later attempt at it. Once a run."""
+
     def trial_built(self, topology: Topology, versions: Mapping[str, str], code: str) -> None:
         """The trial exists on all ranks. Again after a restart, and in each `Trainer.fit`.
 

@@ -56,6 +56,8 @@ from trial_core.transfer.checkpoint_source import copy_into, is_place, resume_ma
 LATEST = "latest"
 NO_GRACE_SECONDS = 1e8
 """Who stops a script decides how long to wait: a scheduler, a person."""
+ANSWERS = 1
+"""Standard output: the pipe to rank 0."""
 RANK_0_GONE_SECONDS = 60.0
 """How long the driver may take to write its report once rank 0 is gone."""
 
@@ -138,6 +140,9 @@ def main() -> None:
     if not line:
         return  # the script has ended without an order
     threading.Thread(target=_end_after_rank_0, daemon=True).start()
+    # Rank 0 reads a single line. What a library prints, as OpenTelemetry's console exporter does,
+    # would fill the pipe.
+    sys.stdout = sys.stderr
     log = ForwardedLog()
     ours = logging.getLogger("trial_core")
     ours.setLevel(logging.INFO)
@@ -245,7 +250,7 @@ def _follow(order: Order) -> Follow:
 def _answer(message: Invitation | Abort) -> None:
     """Give rank 0 its line; only the first one is read, and rank 0 may be gone."""
     with suppress(BrokenPipeError):
-        os.write(sys.stdout.fileno(), _line_of(message))
+        os.write(ANSWERS, _line_of(message))
 
 
 def _line_of(message: Invitation | Abort) -> bytes:

@@ -39,7 +39,7 @@ from trial_core.trackers.stored_journal import AnyLogger, adopt_stored, keep
 from trial_core.trackers.tracker import find_tracker
 
 # How long the end of a run waits for a tracker that hangs. One that is stopped may be killed soon.
-PATIENCE_SECONDS, URGENT_PATIENCE_SECONDS = 30.0, 3.0
+PATIENCE_SECONDS, URGENT_PATIENCE_SECONDS = 15.0, 3.0
 RESTART_SECONDS = 10.0
 LONGEST_TEXT = 500
 

@@ -1,0 +1,282 @@
+"""When telemetry is on, what it needs, and what a backend that fails costs. Without ranks."""
+
+from __future__ import annotations
+
+import logging
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+
+from tests.support.slots import toy_config
+from tests.support.telemetry import MemorySpans, Receiver, install_memory
+from trial_core.ledger.run_clock import RunClock
+from trial_core.run.stop_requests import StopHandler
+from trial_core.telemetry import providers
+from trial_core.telemetry.run_telemetry import exporter_names, run_telemetry
+from trial_core.telemetry.run_trace import derived_ids
+
+ROOT = Path(__file__).parents[3]
+GUIDE = ROOT / "docs/guides/opentelemetry.md"
+ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
+TRIAL = "toy-0000beef"
+logger = logging.getLogger("tests.telemetry")
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (ENDPOINT, "OTEL_TRACES_EXPORTER", "OTEL_METRICS_EXPORTER", "OTEL_SDK_DISABLED"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type[MemorySpans]:
+    install_memory(tmp_path / "packages")
+    monkeypatch.syspath_prepend(str(tmp_path / "packages"))
+    monkeypatch.setattr(MemorySpans, "ended", [])
+    return MemorySpans
+
+
+def report(folder: Path, attempt: int = 1, stopping: StopHandler | None = None) -> None:
+    """Report a run that trains 10 batches in a stage."""
+    with run_telemetry(
+        toy_config(folder), TRIAL, RunClock(), stopping or StopHandler(1.0), logger
+    ) as observer:
+        observer.trial_owned(attempt)
+        observer.run_started(TRIAL, 10, 0, 4)
+        observer.stage_started("train-workload", "[0→10]")
+        observer.stage_ended("train-workload", "[0→10]", 0.5)
+        observer.training_timed(0, 10, 0.5, [0.1, 0.2], [0.01, 0.02])
+        observer.learning_rates_read(10, [0.1, None])
+        observer.metrics_reported("training", 10, {"loss": 0.5, "curve": [1, 2]})
+        observer.stage_started("validate", "@10")
+        observer.stage_ended("validate", "@10", 0.25)
+        observer.metrics_reported("validation", 10, {"loss": 0.25})
+        observer.stage_ended("checkpoint-save", "@10", 0.05)
+        observer.stage_started("checkpoint-upload", "@10")
+        observer.checkpoint_committed("4f0c21aa", 10, 2_000_000)
+        observer.stage_ended("checkpoint-upload", "@10", 1.5)
+
+
+@pytest.mark.parametrize(
+    ("variables", "traces", "metrics"),
+    [
+        ({}, [], []),
+        ({ENDPOINT: "http://collector:4318"}, ["otlp"], ["otlp"]),
+        ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://collector:4318"}, ["otlp"], []),
+        ({"OTEL_METRICS_EXPORTER": "prometheus"}, [], ["prometheus"]),
+        ({"OTEL_TRACES_EXPORTER": "otlp, console"}, ["otlp", "console"], []),
+        ({ENDPOINT: "http://collector:4318", "OTEL_METRICS_EXPORTER": "none"}, ["otlp"], []),
+        ({ENDPOINT: "http://collector:4318", "OTEL_SDK_DISABLED": "TRUE"}, [], []),
+    ],
+)
+def test_the_standard_variables_switch_each_signal(
+    variables: dict[str, str], traces: list[str], metrics: list[str]
+) -> None:
+    assert exporter_names("traces", variables) == traces
+    assert exporter_names("metrics", variables) == metrics
+
+
+REPORTING = """
+import logging, sys
+from pathlib import Path
+{before}
+from trial_core.config import ExperimentConfig
+from trial_core.driver.drive import RunClock, StopHandler, run_telemetry
+logging.basicConfig(format="%(message)s")
+config = ExperimentConfig(name="toy", entrypoint="a:B", searcher=dict(
+    name="single", metric="loss", max_length=dict(batches=1)))
+with run_telemetry(config, "toy-1", RunClock(), StopHandler(1.0), logging.getLogger()) as observer:
+    observer.trial_owned(1)
+    observer.run_started("toy-1", 1, 0, 1)
+    observer.batches_trained(1)
+{after}
+"""
+
+
+def in_process(before: str, after: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Report a run in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-c", REPORTING.format(before=before, after=after)],
+        env={"PYTHONPATH": ":".join(filter(None, sys.path)), "TRIALFLOW_HOME": "/nonexistent",
+             **variables},
+        capture_output=True, text=True, check=True, cwd=ROOT,
+    )  # fmt: skip
+
+
+def test_a_run_without_the_variables_does_not_import_opentelemetry() -> None:
+    seen = in_process("", "print([m for m in sys.modules if m.startswith('opentelemetry')])")
+    assert (seen.stdout.strip(), seen.stderr) == ("[]", "")
+
+
+def test_missing_packages_are_one_warning_that_says_what_to_install() -> None:
+    """And the run goes on."""
+    missing = "sys.modules['opentelemetry.sdk'] = None"
+    seen = in_process(missing, "print('trained')", **{ENDPOINT: "http://127.0.0.1:9"})
+    assert seen.stdout.strip() == "trained"
+    assert len(seen.stderr.splitlines()) == 1
+    assert "Install it with: pip install 'trialflow[otel]'" in seen.stderr
+
+
+GLOBAL = """
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+provider, spans = TracerProvider(), InMemorySpanExporter()
+provider.add_span_processor(SimpleSpanProcessor(spans))
+trace.set_tracer_provider(provider)
+"""
+
+
+def test_the_provider_that_the_process_has_is_used_and_stays_open() -> None:
+    """Its exporters get the spans; a program's own spans before and after are as they were."""
+    after = """
+with trace.get_tracer("mine").start_as_current_span("own"): pass
+print([(each.name, hex(each.context.trace_id)) for each in spans.get_finished_spans()])
+"""
+    seen = in_process(GLOBAL, after, OTEL_TRACES_EXPORTER="console")
+    own_trace = hex(derived_ids("toy-1")[0])
+    assert re.fullmatch(
+        rf"\[\('launch', '{own_trace}'\), \('attempt', '{own_trace}'\), \('own', '0x\w+'\)\]",
+        seen.stdout.strip(),
+    )
+
+
+def test_an_attempt_is_linked_to_the_span_around_it(
+    tmp_path: Path, memory: type[MemorySpans], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not its child: attempts of a trial have one trace."""
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "memory")
+    with TracerProvider().get_tracer("flow").start_as_current_span("flow") as flow:
+        report(tmp_path)
+    attempt = memory.ended[-1]
+    assert [link.context for link in attempt.links] == [flow.get_span_context()]
+    assert attempt.parent is None
+
+
+def test_the_sampler_decides_once_for_all_attempts(
+    tmp_path: Path, memory: type[MemorySpans], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "memory")
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
+    for ratio, count in (("0", 0), ("1", 10)):
+        monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", ratio)
+        report(tmp_path, attempt=1)
+        report(tmp_path, attempt=2)
+        assert len(memory.ended) == count
+
+
+def test_a_stop_is_said_and_is_no_error(
+    tmp_path: Path, memory: type[MemorySpans], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "memory")
+    with StopHandler(1.0) as stopping:
+        stopping.ask("preempted", "SIGTERM")
+        assert stopping.wait(10)
+        report(tmp_path, stopping=stopping)
+    attempt = memory.ended[-1]
+    assert attempt.attributes is not None
+    assert attempt.attributes["trialflow.stop_reason"] == "preempted (SIGTERM)"
+    assert attempt.status.is_unset
+
+
+def test_an_otlp_receiver_gets_both_signals_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With what the variables say of service, resource, headers and compression."""
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment=staging")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "gzip")
+    with Receiver().listening() as receiver:
+        monkeypatch.setenv(ENDPOINT, receiver.url)
+        report(tmp_path)
+    assert [span.name for span in receiver.spans] == [
+        "train-workload", "validate", "checkpoint-upload", "launch", "attempt",
+    ]  # fmt: skip
+    assert {"trialflow.train.duration", "trialflow.data_wait.time"} <= receiver.metric_names
+    attributes = receiver.traces[0].resource_spans[0].resource.attributes
+    named = {each.key: each.value.string_value for each in attributes}
+    assert named["service.name"] == "trialflow"
+    assert named["deployment.environment"] == "staging"
+
+
+def test_a_backend_that_is_down_is_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """For each signal; OpenTelemetry's own lines are left out."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    monkeypatch.setenv(ENDPOINT, f"http://127.0.0.1:{port}")
+    report(tmp_path)
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == 2
+    for signal in ("traces", "metrics"):
+        (warning,) = [each for each in warnings if f"gets no {signal}" in each]
+        assert "training continues" in warning
+        assert "refused" in warning
+
+
+def test_the_end_of_a_run_does_not_wait_for_a_backend_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor for retries: this one asks for them a day later, and the exporter would wait."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1000000")
+    monkeypatch.setattr(providers, "END_SECONDS", 1e6)
+    receiver = Receiver()
+    receiver.refuses = True
+    with receiver.listening():
+        monkeypatch.setenv(ENDPOINT, receiver.url)
+        report(tmp_path)
+    assert receiver.refusals == 2
+
+
+def test_the_end_of_a_run_waits_a_limited_time_for_a_backend_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It accepts connections, and never answers."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1000000")
+    monkeypatch.setattr(providers, "END_SECONDS", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv(ENDPOINT, f"http://127.0.0.1:{server.getsockname()[1]}")
+        report(tmp_path)
+
+
+def test_an_exporter_that_is_not_installed_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "zipkin")
+    report(tmp_path)
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert "called 'zipkin'; there are: console, otlp_proto_http" in warning
+    assert "correct OTEL_TRACES_EXPORTER" in warning
+
+
+SCRAPING = """
+import os, urllib.request
+from tests.trial_core.telemetry.test_run_telemetry import report
+report(Path("/nonexistent"))  # a second run
+port = os.environ["OTEL_EXPORTER_PROMETHEUS_PORT"]
+print(urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics").read().decode())
+"""
+
+
+def test_prometheus_gets_the_names_that_the_guide_has() -> None:
+    """Also of a second run in the process, which shares the port. No name is left out."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+    seen = in_process(
+        "", SCRAPING, OTEL_METRICS_EXPORTER="prometheus",
+        OTEL_EXPORTER_PROMETHEUS_HOST="127.0.0.1", OTEL_EXPORTER_PROMETHEUS_PORT=port,
+    )  # fmt: skip
+    assert seen.stderr == ""
+    types = re.findall(r"^# TYPE (trialflow_\w+) (\w+)$", seen.stdout, re.M)
+    assert ("trialflow_train_duration_seconds", "histogram") in types
+    assert 'trialflow_batches_total{otel_scope_name="trialflow"' in seen.stdout
+    for trial in ("toy-1", TRIAL):
+        assert f'trialflow_trial="{trial}"' in seen.stdout
+    table = re.findall(r"^\| `[\w.]+` \|.*\| `(trialflow_\w+)` \|$", GUIDE.read_text(), re.M)
+    assert sorted(table) == sorted(name for name, _ in types)

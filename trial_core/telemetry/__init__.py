@@ -1,0 +1,1 @@
+"""Reports runs to OpenTelemetry: a trace of each trial, and metrics."""
