@@ -210,8 +210,9 @@ class RunTrace(Observer):
 
     def _end_launch(self, status: Status | None) -> None:
         """End the launch, and the stages that have not succeeded: uploads are over by now."""
-        for key in list(self._open):
-            _end(self._open.pop(key), status)
+        for span in list(self._open.values()):
+            _end(span, status)
+        self._open.clear()
         _end(self._launch, status)
 
 
