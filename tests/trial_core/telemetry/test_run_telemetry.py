@@ -11,9 +11,14 @@ from pathlib import Path
 
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.trace import StatusCode
 
+from tests.support.driving import drive
 from tests.support.slots import toy_config
 from tests.support.telemetry import MemorySpans, Receiver, install_memory
+from tests.trial_core.driver.test_drive import FullMachine
+from trial_core.driver.drive import Script, follow_run
+from trial_core.errors import LaunchError
 from trial_core.ledger.run_clock import RunClock
 from trial_core.run.stop_requests import StopHandler
 from trial_core.telemetry import providers
@@ -145,6 +150,25 @@ print([(each.name, hex(each.context.trace_id)) for each in spans.get_finished_sp
         rf"\[\('launch', '{own_trace}'\), \('attempt', '{own_trace}'\), \('own', '0x\w+'\)\]",
         seen.stdout.strip(),
     )
+
+
+def test_every_run_of_a_trial_is_an_attempt_that_is_reported(
+    tmp_path: Path, memory: type[MemorySpans], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its number, and an error if it failed; here, because the machine has no slots left."""
+    monkeypatch.setenv("TRIALFLOW_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "memory")
+    for _ in range(2):
+        with pytest.raises(LaunchError):
+            drive(toy_config(tmp_path), script=Script(FullMachine(), follow_run))
+    first, second = (span for span in memory.ended if span.name == "attempt")
+    assert second.parent is not None
+    assert (first.parent, second.parent.span_id) == (None, first.context.span_id)
+    for number, span in enumerate((first, second), start=1):
+        assert dict(span.attributes or {})["trialflow.attempt"] == number
+        assert (span.status.status_code, span.status.description) == (
+            StatusCode.ERROR, "too few slots",
+        )  # fmt: skip
 
 
 def test_an_attempt_is_linked_to_the_span_around_it(
