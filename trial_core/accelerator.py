@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
+import resource
+import sys
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -75,6 +77,47 @@ def _reason() -> str:
 def has_accelerator() -> bool:
     """Whether this rank computes on an accelerator, not on the CPU."""
     return bool(get_accelerator().device_name() != "cpu")
+
+
+def accelerator_name() -> str:
+    """The name of this rank's accelerator, such as ``NVIDIA H100 80GB HBM3``; empty: none.
+
+    Empty as well before anything was put on it: asking would initialise it.
+    """
+    device = _device_in_use()
+    return "" if device is None else str(getattr(device, "get_device_name", str)())
+
+
+_EARLIER_PEAKS = [0]
+
+
+def peak_memory_bytes(since_start: bool = True) -> int:
+    """The most memory of its accelerator that torch has allocated; on the CPU, of this process.
+
+    Args:
+        since_start: of the process; else since `reset_peak_memory`, which has no effect on the CPU.
+    """
+    device = _device_in_use()
+    if device is None:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+    now = int(get_accelerator().max_memory_allocated())
+    return max(now, *_EARLIER_PEAKS) if since_start else now
+
+
+def reset_peak_memory() -> None:
+    """Begin a new measurement of `peak_memory_bytes`; the earlier peak is kept."""
+    if _device_in_use() is not None:
+        _EARLIER_PEAKS[0] = peak_memory_bytes()
+        get_accelerator().reset_peak_memory_stats()
+
+
+def _device_in_use() -> Any:
+    """torch's module of the accelerator that this rank has put something on; None: of none."""
+    if not has_accelerator() or not torch.accelerator.is_available():
+        return None
+    device = torch.get_device_module()
+    return device if getattr(device, "is_initialized", lambda: True)() else None
 
 
 def accelerator_rng_state() -> dict[str, Any]:

@@ -11,7 +11,6 @@ They find the trial's context themselves. A resumed run continues their state ex
 from __future__ import annotations
 
 import math
-import resource
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,10 +18,9 @@ from numbers import Real
 from typing import Any
 
 import torch
-from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-from trial_core.accelerator import has_accelerator
+from trial_core.accelerator import peak_memory_bytes, reset_peak_memory
 from trial_core.errors import TrialError, TrialValueError
 from trial_core.pytorch.callback import TrialCallback
 from trial_core.pytorch.custom_reducers import MetricReducer
@@ -280,14 +278,11 @@ class _Measured(MetricReducer):
 
     def reset(self) -> None:
         self._begin, self._began = self._info.batches_trained, time.monotonic()
-        if has_accelerator():
-            get_accelerator().reset_peak_memory_stats()
+        reset_peak_memory()
 
     def per_slot_reduce(self) -> tuple[float, float]:
         seconds = time.monotonic() - self._began
-        if has_accelerator():
-            return seconds, get_accelerator().max_memory_allocated() / GIB
-        return seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
+        return seconds, peak_memory_bytes(since_start=False) / GIB
 
     def cross_slot_reduce(self, per_slot_metrics: list[Any]) -> dict[str, float]:
         seconds, memory = (max(each) for each in zip(*per_slot_metrics, strict=True))

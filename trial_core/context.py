@@ -26,6 +26,7 @@ from trial_core.controller.tensorboard import TensorBoard
 from trial_core.distributed import DistributedContext
 from trial_core.errors import ConfigError, TrialError, TrialTypeError, TrialValueError
 from trial_core.units import EpochLength
+from trial_core.work import NumberType, Work, said_work
 
 DEBUGGED_TRIAL = "debug-00000000"
 
@@ -49,6 +50,7 @@ class RunInfo:
         stop_requested: whether the trial has asked to save and end.
         stop_reason: why it has, if it says so.
         tensorboard: this rank's TensorBoard writer and profiler.
+        sample_work: what the trial says that one sample holds.
     """
 
     trial: str
@@ -62,6 +64,7 @@ class RunInfo:
     stop_requested: bool = False
     stop_reason: str | None = None
     tensorboard: TensorBoard = field(default_factory=TensorBoard)
+    sample_work: Work = field(default_factory=lambda: Work(samples=1))
 
     @property
     def experiment_seed(self) -> int:
@@ -251,6 +254,37 @@ class TrialContext:
         """
         batch, epoch = self.current_train_batch(), self._known_epoch("is_epoch_end")
         return epoch.epoch_of(batch + 1) != epoch.epoch_of(batch)
+
+    # ---------------------------------------------------------------------------- throughput
+
+    def set_work_per_sample(
+        self,
+        tokens: float | None = None,
+        flops: float | None = None,
+        number_type: NumberType = "bf16",
+    ) -> None:
+        """Say what one sample holds, so that the run shows tokens/s and the utilisation (MFU).
+
+        Call it on every rank, in ``__init__``, or later if it changes: the last call counts. That
+        of rank 0 is used.
+
+        Args:
+            tokens: of one sample, on average; None: not known.
+            flops: floating-point operations of the model's forward and backward pass on one sample,
+                in the whole model; a multiplication and an addition are two. Without what a
+                checkpointed activation is computed again. Of a transformer, about
+                ``6 * parameters * tokens``. None: not known, or measured by DeepSpeed's
+                ``flops_profiler``.
+            number_type: what the model multiplies in: bf16, fp16, tf32 or fp32. It decides which
+                peak of the device is 100 %.
+
+        Raises:
+            TrialTypeError: `tokens` or `flops` is not a number.
+            TrialValueError: it is not positive and finite, or there is no such number type.
+        """
+        self._info.sample_work = said_work(
+            "set_work_per_sample", number_type, samples=1, tokens=tokens, flops=flops
+        )
 
     # ------------------------------------------------------------- TensorBoard and profiling
 

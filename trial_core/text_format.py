@@ -108,18 +108,20 @@ def size(size_bytes: int) -> str:
     return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
 
 
-def speed(samples_per_second: float) -> str:
-    """``412 samples/s``."""
-    digits = 0 if samples_per_second >= 100 else 1
-    return f"{samples_per_second:.{digits}f} samples/s"
+def rate(per_second: float, unit: str) -> str:
+    """``4.0 batches/s``, ``412 samples/s``, ``105k tokens/s``, ``1.2M tokens/s``."""
+    letter = ""
+    if per_second >= 10_000:
+        per_second, letter = per_second / 1000, "k"
+    if per_second >= 1000 and letter:
+        per_second, letter = per_second / 1000, "M"
+    digits = 0 if per_second >= 100 else 1
+    return f"{per_second:.{digits}f}{letter} {unit}"
 
 
-def training_speed(batches: int, batch_samples: int, seconds: float) -> str:
-    """``412 samples/s``; ``52 batches/s`` if the samples of a batch are unknown (0)."""
-    if batch_samples:
-        return speed(batches * batch_samples / seconds)
-    digits = 0 if batches >= 100 * seconds else 1
-    return f"{batches / seconds:.{digits}f} batches/s"
+def utilisation(mfu: float) -> str:
+    """``38 % MFU``, ``3.8 % MFU``."""
+    return f"{100 * mfu:.{0 if mfu >= 0.1 else 2 if mfu < 0.01 else 1}f} % MFU"
 
 
 def ranks_by_node(nodes: Sequence[str]) -> str:

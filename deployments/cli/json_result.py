@@ -122,6 +122,7 @@ class JsonResult:
             "report_path": str(report) if report and report.exists() else None,
             "run_dir": str(run_dir) if run_dir and run_dir.exists() else None,
             "flow_run_id": self.flow_run_id,
+            "throughput": self.run_status.run_throughput.to_json(),
             "ledger": self._ledger(),
         }
 

@@ -5,7 +5,7 @@ A run on a terminal; the last two lines are redrawn::
     trial gpt-1a2b3c4d5e6f: 300 batches of 16 samples
     validate @100: loss 2.912
     ⠼ train-workload [100→200] ━━━━━━━━━━━━━━╸━━━━━━━━━━━━━━━━ 137/300 0:04
-      412 samples/s · loss 2.73 · validated @100: loss 2.912 · 0:42 left · checkpoint-upload @100
+      412 samples/s · 105k tokens/s · 38 % MFU · 61.2 GiB · 0:42 left · loss 2.73 · checkpoint @100
 """
 
 from __future__ import annotations
@@ -116,7 +116,6 @@ class PlainLines(Display):
     def __init__(self, file: IO[str] | None = None, **display: Any) -> None:
         super().__init__(**display)
         self._file = file or LastingOutput(sys.stdout)
-        self._workload_begins_at = 0
         self._ended: dict[str, tuple[str, float]] = {}
         self._announced: Stage | None = None
         self._is_over = threading.Event()
@@ -157,11 +156,6 @@ class PlainLines(Display):
         self._announced = self.stage
         self.say(f"{what}…")
 
-    def stage_started(self, stage: str, detail: str) -> None:
-        super().stage_started(stage, detail)
-        if stage == TRAINING:
-            self._workload_begins_at = self.batches
-
     def stage_takes_long(self, activity: str) -> None:
         super().stage_takes_long(activity)
         self.say(activity if self._names_stage(activity) else f"{self.stage}: {activity}")
@@ -177,17 +171,14 @@ class PlainLines(Display):
     def metrics_reported(self, kind: MetricsKind, batches: int, metrics: Mapping[str, Any]) -> None:
         super().metrics_reported(kind, batches, metrics)
         stage = TRAINING if kind == "training" else "validate"
-        if stage not in self._ended:  # a Core API script reports within its own stage
-            self.say(f"{kind} @{batches}: {text_format.metrics_line(metrics)}")
-            return
-        detail, seconds = self._ended[stage]
-        parts = [text_format.duration(seconds)]
-        if kind == "training" and seconds > 0:
-            trained = batches - self._workload_begins_at
-            parts.append(text_format.training_speed(trained, self.batch_samples, seconds))
-        if metrics:
-            parts.append(text_format.metrics_line(metrics))
-        self.say(f"{stage} {detail}: {' · '.join(parts)}")
+        parts = [str(self.last_throughput)] if kind == "training" else []
+        parts.append(text_format.metrics_line(metrics))
+        if stage in self._ended:
+            detail, seconds = self._ended[stage]
+            parts.insert(0, text_format.duration(seconds))
+        else:  # a Core API script reports within its own stage
+            stage, detail = kind, f"@{batches}"
+        self.say(f"{stage} {detail}: {' · '.join(filter(None, parts))}")
 
     def checkpoint_committed(
         self, uuid: str, batches: int, total_bytes: int, digest: str = ""
@@ -266,16 +257,16 @@ class LiveDisplay(Display):
     def _facts(self) -> list[str]:
         activity = "" if self._names_stage(self.activity) else text_format.clean(self.activity)
         facts = [note for note in (self._stop_note, activity) if note]
-        if self.samples_per_second is not None:
-            facts.append(text_format.speed(self.samples_per_second))
+        if speed := str(self.throughput):
+            facts.append(speed)
+        if self.seconds_left is not None:
+            facts.append(f"{text_format.clock(self.seconds_left)} left")
         if training := text_format.main_metric(self.training, ("loss", *self.preferred)):
             facts.append(text_format.metrics_line(dict([training])))
         if validation := text_format.main_metric(self.validation, self.preferred):
             facts.append(
                 f"validated @{self.validated_at}: {text_format.metrics_line(dict([validation]))}"
             )
-        if self.seconds_left is not None:
-            facts.append(f"{text_format.clock(self.seconds_left)} left")
         if self.uploads:
             facts += [str(upload) for upload in self.uploads]
         elif self.committed_at is not None:

@@ -16,6 +16,7 @@ from uuid import uuid4
 from cyclopts import Parameter
 
 from trial_core import text_format
+from trial_core.driver.throughput import Throughput
 from trial_core.errors import CheckpointError, ConfigError, Stopped, TrialError, TrialflowError
 from trial_core.run.stop_requests import as_the_trial_asked
 from trialflow.deployments.cli import console
@@ -374,6 +375,7 @@ def _summary(
         how = f"stopped early, {why}," if result.stopped_early else "completed"
         ending = f"{how} after {text_format.plural(trained, 'batch')}"
         continue_with = resume_option if result.stop_reason else None
+    throughput = Throughput.from_json(result.throughput)
     at = result.validated_at
     when = "" if at in (None, trained) else f" (validated at batch {at})"
     facts = [  # pairs, not a dict: a metric may be called "report"
@@ -381,6 +383,8 @@ def _summary(
             (text_format.clean(name), text_format.one_line(text_format.number(value)) + when)
             for name, value in result.validation_metrics.items()
         ),
+        ("throughput", throughput.speed or None),
+        ("peak memory", throughput.memory or None),
         ("checkpoint", result.checkpoint_url),
         ("best", best and _described(best)),
         ("continue with", continue_with),

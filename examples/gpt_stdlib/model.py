@@ -101,6 +101,17 @@ class GPT(nn.Module):
         # The head shares the weights of the byte embedding.
         return functional.linear(self.norm(hidden), self.byte_embedding.weight)
 
+    def training_flops(self) -> int:
+        """Operations of the forward and backward pass on a window of bytes.
+
+        Six for each byte and weight that multiplies (PaLM, appendix B), and those of attention.
+        """
+        config = self.config
+        weights = sum(each.numel() for each in self.parameters())
+        weights -= self.position_embedding.weight.numel()  # only added
+        attention = 2 * config.layers * config.width * config.window
+        return 6 * config.window * (weights + attention)
+
     @torch.no_grad()
     def generate(
         self, prompt: bytes, length_bytes: int, temperature: float, generator: torch.Generator

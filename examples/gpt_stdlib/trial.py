@@ -35,6 +35,7 @@ class GPTTrial(DeepSpeedTrial):
         self.training = Windows(self.text, window)
         self.validation = Windows(text.validation, window, self.hparams["validation_windows"])
         model = GPT(GPTConfig.from_hparams(self.hparams))
+        context.set_work_per_sample(tokens=window, flops=model.training_flops())
         engine, _, _, _ = deepspeed.initialize(
             model=model, model_parameters=model.parameters(), config=self._deepspeed_config()
         )

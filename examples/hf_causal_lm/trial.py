@@ -46,6 +46,7 @@ class CausalLMTrial(DeepSpeedTrial):
             ),
         )
         self.engine = context.wrap_model_engine(engine)
+        context.set_work_per_sample(tokens=hparams["window"])
         context.set_tokenizer(tokenizer)  # goes with the model when it is exported
         self.perplexity = context.wrap_reducer(Perplexity(), for_training=False)
 

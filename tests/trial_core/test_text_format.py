@@ -6,7 +6,7 @@ from itertools import combinations
 
 from hypothesis import given, settings, strategies as st
 
-from trial_core.text_format import number, training_speed, unique_slug
+from trial_core.text_format import number, rate, unique_slug
 
 
 def test_a_key_that_needs_no_change_stays() -> None:
@@ -50,9 +50,8 @@ def test_numbers_have_the_digits_that_mean_something() -> None:
     ]  # fmt: skip
 
 
-def test_the_speed_of_training() -> None:
-    """In samples; in batches if the trial does not say how many samples a batch has."""
-    assert training_speed(100, 16, 4.0) == "400 samples/s"
-    assert training_speed(10, 2, 4.0) == "5.0 samples/s"
-    assert training_speed(500, 0, 4.0) == "125 batches/s"
-    assert training_speed(10, 0, 4.0) == "2.5 batches/s"
+def test_rates_have_few_digits() -> None:
+    """Tokens are many: thousands and millions have letters."""
+    shown = {2.5: "2.5 x", 125.0: "125 x", 9999.0: "9999 x", 10_400.0: "10.4k x",
+             105_472.0: "105k x", 1_250_000.0: "1.2M x"}  # fmt: skip
+    assert {value: rate(value, "x") for value in shown} == shown

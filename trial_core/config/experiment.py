@@ -77,7 +77,7 @@ _NOT_IN_DIGEST: dict[str, Any] = {
     "resources": {
         "preload", "engine", "slots_per_node", "network", "max_wait_seconds", "replace_seconds",
         "channel", "ray",
-        "shrink_micro_batches",
+        "shrink_micro_batches", "peak_flops",
     },
 }  # fmt: skip
 

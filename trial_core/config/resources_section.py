@@ -233,6 +233,15 @@ class ResourcesConfig(Section):
         description="With a range of slots, seconds that a run waits for more machines before it "
         "trains with those that it has.",
     )
+    peak_flops: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        title="Peak speed",
+        description="Operations a second that one slot's device can do, in the number type that "
+        "the trial multiplies in: 100 % of model FLOPs utilisation (MFU). Default: what the data "
+        "sheet of an accelerator that trialflow knows says.",
+    )
     channel: ChannelConfig = Field(
         default=ChannelConfig(),
         title="Channel",

@@ -17,6 +17,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
+from msgspec.structs import replace
+
+from trial_core.accelerator import accelerator_name, peak_memory_bytes
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.context import RunInfo
 from trial_core.controller.checkpoint_files import CheckpointFiles
@@ -67,6 +70,7 @@ from trial_core.pytorch.metric_values import as_reported
 from trial_core.run.run_dirs import rank_run_dir
 from trial_core.slots.stop_barrier import StopBarrier
 from trial_core.transfer.run_files import rank_folder
+from trial_core.work import Work
 
 T = TypeVar("T")
 
@@ -339,6 +343,9 @@ class Controller:
             non_finite=outcome.non_finite,
             scaled_steps=adapter.scaled_steps()[0] - steps,
             skipped_steps=adapter.scaled_steps()[1] - skipped,
+            work=self._sample_work().times(info.batch_samples),
+            device=accelerator_name(),
+            peak_memory_bytes=peak_memory_bytes(),
         )
 
     def name_metrics(self, request: NameMetrics) -> MetricsNamed:
@@ -432,6 +439,13 @@ class Controller:
         return Done()
 
     # ---------------------------------------------------------------------------- internals
+
+    def _sample_work(self) -> Work:
+        """What one sample holds, as the trial says, else as has been measured."""
+        said = self._trial.info.sample_work
+        if said.flops:
+            return said
+        return replace(said, flops=self._trial.adapter.measured_flops_per_sample())
 
     def _restore_rng(self) -> None:
         # As late as possible: random numbers that hooks draw must not change those of training.

@@ -145,6 +145,10 @@ class TrialAdapter(ABC):
         May wait for the accelerator.
         """
 
+    def measured_flops_per_sample(self) -> float:
+        """FLOPs of the model's forward and backward pass on one sample, measured; 0: unknown."""
+        return 0.0
+
     @abstractmethod
     def evaluate_batch(self, micro_batches: Iterator[Any] | None, batch_idx: int) -> Any:
         """The metrics of one of the trial's `evaluate_batch` calls."""

@@ -17,6 +17,7 @@ from trial_core.distributed import DistributedContext
 from trial_core.errors import TrialError, TrialValueError
 from trial_core.messages import MetricsKind
 from trial_core.unknown_names import SaysWhatToUse
+from trial_core.work import NumberType, said_work
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +113,32 @@ class TrainContext(SaysWhatToUse):
     def get_experiment_best_validation(self) -> float | None:
         """The best ``searcher.metric`` that this trial has reported, on rank 0; None: none yet."""
         return self._host.best_validation
+
+    def set_work_per_step(
+        self,
+        samples: float | None = None,
+        tokens: float | None = None,
+        flops: float | None = None,
+        number_type: NumberType = "bf16",
+    ) -> None:
+        """Say what one step holds on all ranks, so that the run shows its throughput.
+
+        Call it before the steps, or again if it changes. Ranks other than 0 are not heard. The run
+        then measures from one report of training metrics to the next, and leaves out the time
+        before a report of validation metrics and for storing a checkpoint.
+
+        Args:
+            samples, tokens: of one step; None: not known.
+            flops, number_type: as of `TrialContext.set_work_per_sample`, but of one step.
+
+        Raises:
+            TrialTypeError: an argument is not a number.
+            TrialValueError: it is not positive and finite, or there is no such number type.
+        """
+        work = said_work(
+            "train.set_work_per_step", number_type, samples=samples, tokens=tokens, flops=flops
+        )
+        self._host.measure_steps(work)
 
     def set_status(self, status: str) -> None:
         """Tell people what the script is doing. Ranks other than 0 are not heard."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from trial_core.accelerator import peak_memory_bytes
 from trial_core.checkpoint.manifest import Topology
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.cluster_info import ClusterInfo, published
@@ -163,7 +164,11 @@ class ScriptController:
         with published(info):
             self._run(script.command, host)
         writes_run_files = script.info.tensorboard.has_files_to_upload
-        return ScriptEnded(was_preempted=host.was_preempted, writes_run_files=writes_run_files)
+        return ScriptEnded(
+            was_preempted=host.was_preempted,
+            writes_run_files=writes_run_files,
+            peak_memory_bytes=peak_memory_bytes(),
+        )
 
     def fetch_checkpoint(self, request: FetchCheckpoint) -> Fetched:
         """Fetch all files of a checkpoint to this machine. I/O lane."""

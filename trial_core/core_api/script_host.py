@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+from trial_core.accelerator import accelerator_name
 from trial_core.cluster_info import ClusterInfo
 from trial_core.config.lengths import named_length
 from trial_core.context import RunInfo
@@ -28,6 +30,7 @@ from trial_core.messages import (
 )
 from trial_core.run.run_loop import TrialResult
 from trial_core.slots.stop_barrier import StopBarrier
+from trial_core.work import Work
 
 ScriptMessage = (
     Activity
@@ -82,6 +85,9 @@ class ScriptHost:
         self.best_validation = best_validation
         self.has_trainer = False
         self.run = run
+        self._step_work: Work | None = None
+        # Where the script's present training began: its steps, and when.
+        self._training_since = (run.batches_trained, time.monotonic())
         self._serve_fit = serve_fit
         self._on_first_question = on_first_question
         self._has_asked = False
@@ -98,13 +104,27 @@ class ScriptHost:
 
     def report(self, kind: MetricsKind, steps_completed: int, metrics: Mapping[str, Any]) -> None:
         """Report metrics. Rank 0 alone calls this. Does not wait."""
-        self.run.batches_trained = steps_completed
+        message = MetricsReported(kind=kind, steps_completed=steps_completed, metrics=dict(metrics))
+        begin, began = self._training_since
+        if kind == "training" and self._step_work is not None:
+            message.steps = max(0, steps_completed - begin)
+            message.seconds = time.monotonic() - began
+            message.work, message.device = self._step_work, accelerator_name()
+        self._note_trained(steps_completed)
         if kind == "validation":
             self._note_validation(metrics)
         self.run.tensorboard.report(kind, steps_completed, metrics)
-        self._emit(
-            MetricsReported(kind=kind, steps_completed=steps_completed, metrics=dict(metrics))
-        )
+        self._emit(message)
+
+    def measure_steps(self, work: Work) -> None:
+        """Measure how fast the script trains from now on; one step holds `work`."""
+        if self._step_work is None:  # what the script has done before was no training
+            self._note_trained(self.run.batches_trained)
+        self._step_work = work
+
+    def _note_trained(self, steps_completed: int) -> None:
+        self.run.batches_trained = steps_completed
+        self._training_since = steps_completed, time.monotonic()
 
     def _note_validation(self, metrics: Mapping[str, Any]) -> None:
         searcher = self.run.experiment.get("searcher") or {}
@@ -142,11 +162,12 @@ class ScriptHost:
         if shard:
             self.distributed.allgather(None)  # all ranks have written their parts
         if self.distributed.get_rank() == 0:
-            self.run.batches_trained = steps_completed
             self._emit(CheckpointWritten(uuid=uuid, steps_completed=steps_completed, waits=wait))
         self._uploading = uuid
         if wait:
             self.wait_for_upload()
+        if self.distributed.get_rank() == 0:
+            self._note_trained(steps_completed)  # last: the wait is no training
 
     def wait_for_upload(self) -> None:
         """Wait until the last checkpoint is committed. Raises why the run has failed, if so."""

@@ -151,6 +151,23 @@ class DeepSpeedTrialAdapter(TrialAdapter):
         steps = sum(int(engine.global_steps) for engine in engines)
         return steps, sum(int(engine.skipped_steps) for engine in engines)
 
+    def measured_flops_per_sample(self) -> float:
+        """As DeepSpeed's flops profiler has measured it, once it has, on rank 0.
+
+        The profiler counts the forward pass of a micro-batch on that rank. So nothing is said of a
+        model that is divided among ranks; nor of one with frozen weights, or of several models,
+        whose backward pass is not twice that.
+        """
+        engines = self._context.models
+        profiler = getattr(engines[0], "flops_profiler", None)
+        forward_flops = getattr(profiler, "flops", 0)  # set once the profile is printed
+        is_whole = self.data_parallel_size == self._context.distributed.get_size()
+        if not forward_flops or len(engines) > 1 or not is_whole:
+            return 0.0
+        if not all(each.requires_grad for each in engines[0].module.parameters()):
+            return 0.0
+        return 3.0 * forward_flops / int(engines[0].train_micro_batch_size_per_gpu())
+
     def evaluate_batch(self, micro_batches: Iterator[Any] | None, batch_idx: int) -> Any:
         if self._evaluate_takes_index:
             return self._trial.evaluate_batch(micro_batches, batch_idx)

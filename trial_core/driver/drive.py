@@ -181,6 +181,7 @@ def drive_trial(config: ExperimentConfig, trial: str, caller: Caller) -> TrialRe
             tensorboard_url=launch.progress.tensorboard_url,
             report_path=str(report.path),
             run_dir=str(run_dir),
+            throughput=run.throughput.throughput.to_json(),
         )
         ending = _ending(result, request)
         report.ended(ending, result.tensorboard_url)

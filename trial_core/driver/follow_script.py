@@ -96,6 +96,7 @@ def follow_script(launch: Launch, stages: Stages, uploads: Uploads) -> TrialResu
         newest = event.uuid
         launch.has_saved(event.steps_completed)
     calls.finish_upload()
+    run.throughput.note_memory([rank.peak_memory_bytes for rank in event])
     launch.answers.writes_run_files = any(rank.writes_run_files for rank in event)
     calls.finish(launch.progress.batches_trained)
     if fitted is not None:
@@ -128,7 +129,10 @@ def follow_fit(
         launch.slots.stop()  # again: the trial's ranks begin without a request
     schedule = _schedule(launch.run, fit)
     result = follow_schedule(LaunchStages(launch, stages, uploads, schedule, start))
-    result = replace(result, run_dir=str(launch.run.run_dir), trial_stop_reason=answers.stop_reason)
+    result = replace(
+        result, run_dir=str(launch.run.run_dir), trial_stop_reason=answers.stop_reason,
+        throughput=launch.run.throughput.throughput.to_json(),
+    )  # fmt: skip
     launch.ask(EndFit(result=asdict(result)), Done)
     return result
 

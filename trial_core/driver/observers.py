@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # it imports storages, for which the command line's help does not wait
     from trial_core.checkpoint.manifest import Topology
+    from trial_core.driver.throughput import Throughput
     from trial_core.messages import MetricsKind
 
 
@@ -78,6 +79,15 @@ class Observer:
             data_seconds: how long each rank waited for data, by rank; empty if unknown. Ranks
                 train in step, so the others wait for the rank that waits longest.
             forward_seconds: of a forward pass, by rank; empty or 0 if unknown.
+        """
+
+    def throughput_measured(self, batches: int, now: Throughput, whole_run: Throughput) -> None:
+        """How fast a train-workload was, or what a script has trained since its last report.
+
+        Args:
+            batches: trained after it.
+            now: of the workload.
+            whole_run: of all train-workloads of this run so far.
         """
 
     def learning_rates_read(self, batches: int, learning_rates: Sequence[float | None]) -> None:

@@ -18,6 +18,7 @@ from trial_core.checkpoint.resume_point import ResumePoint
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.driver.observers import Observer
+from trial_core.driver.throughput import ThroughputMeter
 from trial_core.errors import RankFailed
 from trial_core.ledger.run_clock import RunClock
 from trial_core.messages import AnyRequest, MayStop, Result
@@ -65,6 +66,7 @@ class Run:
         choose_resume_points: what the run may resume from, best first; None: its trial's
             checkpoints, else the experiment's source.
         find_logger: the log of the stage that the calling thread executes, else of the run.
+        throughput: of all train-workloads.
     """
 
     config: ExperimentConfig
@@ -82,6 +84,10 @@ class Run:
     how_to_go_on: str = HOW_TO_GO_ON
     choose_resume_points: Callable[[], list[ResumePoint]] | None = None
     find_logger: Callable[[], Logger] = _module_logger
+    throughput: ThroughputMeter = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.throughput = ThroughputMeter(self.config.resources.peak_flops)
 
     def resume_points(self) -> list[ResumePoint]:
         """What the run may resume from now, best first; at least one.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trial_core.driver.observers import Observer
+from trial_core.driver.throughput import Throughput
 
 if TYPE_CHECKING:  # as `observers`
     from trial_core.messages import MetricsKind
@@ -49,6 +50,8 @@ class RunStatus(Observer):
         committed_at: batches trained at the last committed checkpoint; None before any.
         has_trained: whether this run has trained a batch.
         activity: what the present stage is doing, if it takes long; empty if not.
+        last_throughput: of the last train-workload.
+        run_throughput: of all train-workloads of this run.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -63,6 +66,8 @@ class RunStatus(Observer):
         self.committed_at: int | None = None
         self.has_trained = False
         self.activity = ""
+        self.last_throughput = Throughput()
+        self.run_throughput = Throughput()
         self._begins_at = 0
         self._began = clock()
         self._running: dict[tuple[str, str], Stage] = {}
@@ -113,6 +118,9 @@ class RunStatus(Observer):
         began = self._workload_began
         if began is not None:
             self._note_speed(self._trained_seconds + self._clock() - began)
+
+    def throughput_measured(self, batches: int, now: Throughput, whole_run: Throughput) -> None:
+        self.last_throughput, self.run_throughput = now, whole_run
 
     def metrics_reported(self, kind: MetricsKind, batches: int, metrics: Mapping[str, Any]) -> None:
         self.batches = max(self.batches, batches)
@@ -173,6 +181,12 @@ class RunStatus(Observer):
             return None
         (began, first), (now, last) = points[0], points[-1]
         return (last - first) * self.batch_samples / (now - began)
+
+    @property
+    def throughput(self) -> Throughput:
+        """The throughput in the last seconds of train-workloads; before, of the last workload."""
+        speed = self.samples_per_second
+        return self.last_throughput if speed is None else self.last_throughput.at(speed)
 
     @property
     def seconds_left(self) -> float | None:

@@ -14,6 +14,7 @@ from trial_core.errors import RankFailed, SlotsError, Stalled, TrialflowError
 from trial_core.messages.requests import AnyRequest, AnyResult, Message
 from trial_core.run.sequencer import CheckpointPolicy
 from trial_core.run.stop_requests import StopReason
+from trial_core.work import Work
 
 MetricsKind = Literal["training", "validation"]
 
@@ -198,11 +199,22 @@ class LogLines(Message):
 
 
 class MetricsReported(Message):
-    """Metrics that a Core API script has reported on rank 0."""
+    """Metrics that a Core API script has reported on rank 0.
+
+    Attributes:
+        steps, seconds: trained since its last report, validation or checkpoint, and how long that
+            took; with training metrics of a script that says what a step holds, else 0.
+        work: of one step, on all ranks.
+        device: the name of the accelerator that the script computes on; empty: the CPU.
+    """
 
     kind: MetricsKind
     steps_completed: int
     metrics: dict[str, Any]
+    steps: int = 0
+    seconds: float = 0.0
+    work: Work = Work()
+    device: str = ""
 
 
 class CheckpointWritten(Message):

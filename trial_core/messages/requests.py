@@ -13,6 +13,7 @@ from trial_core.checkpoint.manifest import FileEntry, Topology
 from trial_core.checkpoint.resume_point import Restore
 from trial_core.checkpoint.store import StorageSpec
 from trial_core.units import EpochLength
+from trial_core.work import Work
 
 Lane = Literal["compute", "io"]
 
@@ -193,6 +194,9 @@ class Trained(MayStop, kw_only=True):
         learning_rates: of the next batch, one per optimizer; None: an engine has none.
         non_finite: this rank's metrics that were NaN or infinite in some batch.
         scaled_steps, skipped_steps: optimizer steps with a loss scaler, and how many it skipped.
+        work: of one batch on all ranks, as far as this rank knows it.
+        device: the name of the accelerator that this rank computes on; empty: the CPU.
+        peak_memory_bytes: the most that this rank has used since it was started.
     """
 
     batches_trained: int
@@ -204,6 +208,9 @@ class Trained(MayStop, kw_only=True):
     non_finite: dict[str, NonFinite] = {}
     scaled_steps: int = 0
     skipped_steps: int = 0
+    work: Work = Work()
+    device: str = ""
+    peak_memory_bytes: int = 0
 
 
 class NameMetrics(Request):
@@ -362,10 +369,12 @@ class ScriptEnded(Result):
     Attributes:
         was_preempted: whether it was told on this rank to save and end.
         writes_run_files: whether the rank has TensorBoard files to upload.
+        peak_memory_bytes: the most that the rank has used since it was started.
     """
 
     was_preempted: bool
     writes_run_files: bool = False
+    peak_memory_bytes: int = 0
 
 
 class AttachTrial(Request):

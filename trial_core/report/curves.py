@@ -72,7 +72,7 @@ def figures(history: ReportHistory, searcher_metric: str) -> list[CurveFigure]:
         return "loss" not in names, searcher_metric not in names, names
 
     own = [
-        *(("throughput (samples/s)", points) for points in _curves(history, "speed").values()),
+        *((f"throughput ({unit})", each) for unit, each in _curves(history, "speed").items()),
         *_curves(history, "learning_rate").items(),
     ]
     return [

@@ -22,6 +22,7 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.driver.observers import Observer
 from trial_core.driver.run_status import UPLOAD
+from trial_core.driver.throughput import Throughput
 from trial_core.errors import TrialflowError
 from trial_core.ledger.time_ledger import TimeLedger
 from trial_core.messages import MetricsKind
@@ -168,9 +169,14 @@ class Report(Observer):
         with self._update() as facts:
             facts.waits.append((seconds, tuple(data_seconds)))
             facts.forward_seconds = tuple(forward_seconds)
-            samples = (reached - begin) * facts.run_status.batch_samples
-            if seconds > 0 and samples:
-                facts.history.add_point("speed", reached, {"samples/s": samples / seconds})
+
+    def throughput_measured(self, batches: int, now: Throughput, whole_run: Throughput) -> None:
+        rates = {"samples/s": now.samples_per_second, "tokens/s": now.tokens_per_second}
+        known = {unit: each for unit, each in rates.items() if each is not None}
+        with self._update() as facts:
+            facts.run_status.throughput_measured(batches, now, whole_run)
+            if known:
+                facts.history.add_point("speed", batches, known)
 
     def learning_rates_read(self, batches: int, learning_rates: Sequence[float | None]) -> None:
         names = ["learning rate"]

@@ -67,7 +67,6 @@ FILTERS: Mapping[str, Callable[..., str]] = {
     "percent": "{:.0%}".format,
     "shortened": lambda value: shortened(str(value)),
     "size": text_format.size,
-    "speed": text_format.speed,
     "value": _value,
 }
 """The templates' filters for numbers, times and text."""

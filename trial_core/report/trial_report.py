@@ -21,6 +21,7 @@ BAR_CELLS = 30
 SHOWN_METRICS = 24
 SHOWN_FIGURES = 16
 SHOWN_CHECKPOINTS = 15
+SHOWN_RANKS = 64
 WAIT_WORKLOADS = 20
 # A rank that waits less than this share of its time is not reported.
 MIN_WAITING_SHARE = 0.02
@@ -115,6 +116,7 @@ class TrialFacts:
             stall_seconds=statistics.median(stalls) if stalls else None,
             stall_share=None if ledger is None else ledger.stall_share,
             shown_metrics=SHOWN_METRICS,
+            shown_ranks=SHOWN_RANKS,
             chart_lines=chart_lines,
             listed=listed,
             unlisted=self.history.unlisted + len(checkpoints) - len(listed),

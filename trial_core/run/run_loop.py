@@ -67,6 +67,9 @@ class TrialResult:
         ledger: the trial's ledger of time until then, as `trialflow runs show --json` prints it.
         trial_stop_reason: why the trial requested a stop, if it says so.
         checkpoint_at: how many batches were trained when the checkpoint was saved.
+        throughput: the run's average over its train-workloads: batches_per_second,
+            samples_per_second, tokens_per_second, mfu; and peak_memory_bytes, by rank. None: not
+            known.
         config: the flow run's experiment, with which later flows and tasks find the checkpoint.
     """
 
@@ -86,6 +89,7 @@ class TrialResult:
     ledger: dict[str, Any] | None = None
     trial_stop_reason: str | None = None
     checkpoint_at: int | None = None
+    throughput: dict[str, Any] | None = None
     config: ExperimentConfig | None = field(default=None, repr=False)
 
 

@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from tests.support.waiting import until
+from trial_core.driver.throughput import Throughput
 from trialflow.deployments.cli.run_display import (
     Display,
     LiveDisplay,
@@ -19,6 +20,7 @@ from trialflow.deployments.cli.run_display import (
     is_interactive,
 )
 
+GIB = 2**30
 COLOUR = re.compile(r"\x1b\[(?:\d+;)*(?:3[0-8]|4[0-8]|9[0-7])[;m]")
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
 
@@ -39,6 +41,8 @@ def train_a_little(display: Display, clock: Clock) -> None:
     display.stage_started("train-workload", "[0→10]")
     clock.now += 4
     display.stage_ended("train-workload", "[0→10]", 4.0)
+    workload = Throughput(2.5, 40.0, 5120.0, 0.384, (GIB, 3 * GIB))
+    display.throughput_measured(10, workload, workload)
     display.metrics_reported("training", 10, {"accuracy": 0.5, "loss": 2.34567})
     display.stage_started("validate", "@10")
     display.stage_ended("validate", "@10", 2.0)
@@ -125,7 +129,8 @@ def test_plain_lines_for_every_stage() -> None:
     display.stage_ended("checkpoint-upload", "@20", 5.5)
     assert out.getvalue().splitlines() == [
         "trial toy-0a: 30 batches of 16 samples",
-        "train-workload [0→10]: 4.0 s · 40.0 samples/s · accuracy 0.5 · loss 2.346",
+        "train-workload [0→10]: 4.0 s · 40.0 samples/s · 5120 tokens/s · 38 % MFU · 3.0 GiB"
+        " · accuracy 0.5 · loss 2.346",
         "validate @10: 2.0 s · perplexity 12.5 · val_loss 2.75",
         "checkpoint-save @10: 0.2 s",
         "checkpoint-upload @10: 2.0 s · 3.0 MiB · checkpoint 1234-5678",
@@ -140,6 +145,7 @@ def test_a_trial_with_unknown_samples() -> None:
     display.stage_started("train-workload", "[0→10]")
     clock.now += 4
     display.stage_ended("train-workload", "[0→10]", 4.0)
+    display.throughput_measured(10, Throughput(2.5), Throughput(2.5))
     display.metrics_reported("training", 10, {"loss": 2.5})
     assert out.getvalue().splitlines() == [
         "trial toy-0a: 30 batches",
@@ -206,15 +212,15 @@ def test_quiet_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_live_display_shows_the_progress() -> None:
     """Shows stage, batches, speed, metrics, time left and the upload."""
-    display, _, clock = live()
+    display, _, clock = live(120)
     train_a_little(display, clock)
-    head, facts = rendered(display)
+    head, facts = rendered(display, 120)
     assert "train-workload [10→20]" in head
     assert "━" in head
     assert head.endswith("15/30 0:02")
     assert facts == (
-        "  40.0 samples/s · loss 2.346 · validated @10: val_loss 2.75 · 0:06 left"
-        " · checkpoint-upload @10"
+        "  40.0 samples/s · 5120 tokens/s · 38 % MFU · 3.0 GiB · 0:06 left · loss 2.346"
+        " · validated @10: val_loss 2.75 · checkpo…"
     )
 
 

@@ -93,6 +93,11 @@ def _note(launch: Launch, progress: ScriptProgress, event: MetricsReported) -> N
     at.batches_trained = steps
     run.clock.batches_trained(steps)
     run.logger.info("%s metrics at %d: %s", kind, steps, metrics_line(metrics))
+    if event.steps and event.seconds > 0:
+        now, whole_run = run.throughput.measured(
+            event.steps, event.seconds, event.work, [event.device] * launch.world_size
+        )
+        run.observer.throughput_measured(steps, now, whole_run)
     run.observer.metrics_reported(kind, steps, metrics)
     if mistake is not None and not progress.has_warned:
         progress.has_warned = True

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from trial_core.driver.run import Launch
 from trial_core.messages import TrainBatches, Trained
-from trial_core.text_format import metrics_line, training_speed
+from trial_core.text_format import metrics_line
 
 
 def train_workload(launch: Launch, begin: int, until: int) -> int:
@@ -31,15 +31,18 @@ def train_workload(launch: Launch, begin: int, until: int) -> int:
     warnings = launch.losses.trained(begin, reached, metrics, [each.non_finite for each in results])
     launch.warn(warnings + launch.losses.stepped(results[0]))
     seconds = max(result.seconds for result in results)
-    run.logger.info(
-        "trained [%d→%d] at %s: %s",
-        begin, reached, training_speed(reached - begin, answers.batch_samples, seconds),
-        metrics_line(results[0].metrics),
+    now, whole_run = run.throughput.measured(
+        reached - begin, seconds, results[0].work,
+        [rank.device for rank in results], [rank.peak_memory_bytes for rank in results],
     )  # fmt: skip
+    run.logger.info(
+        "trained [%d→%d] at %s: %s", begin, reached, now.speed, metrics_line(results[0].metrics)
+    )
     run.observer.training_timed(
         begin, reached, seconds,
         [rank.data_seconds for rank in results], [rank.forward_seconds for rank in results],
     )  # fmt: skip
+    run.observer.throughput_measured(reached, now, whole_run)
     run.observer.learning_rates_read(reached, results[0].learning_rates)
     run.observer.metrics_reported("training", reached, results[0].metrics)
     return reached
