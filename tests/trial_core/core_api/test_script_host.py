@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,11 +23,13 @@ from trial_core.core import (
     PreemptMode,
     TensorboardMode,
 )
+from trial_core.core_api import script_host
 from trial_core.core_api.script_host import ScriptHost, current_slot, in_slot
 from trial_core.distributed import DistributedContext
 from trial_core.errors import StorageError, TrialValueError
 from trial_core.messages import Activity, CheckpointWritten, MetricsReported
 from trial_core.slots.stop_barrier import Position, StopBarrier
+from trial_core.work import Work
 
 
 class Slot:
@@ -61,6 +64,28 @@ def test_reports_are_sent_and_do_not_wait(tmp_path: Path) -> None:
         MetricsReported(kind="training", steps_completed=3, metrics={"loss": 0.5}),
     ]
     assert slot.run.batches_trained == 3
+
+
+def test_a_script_that_says_what_a_step_holds_is_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From report to report; without its start, its validations and the waits for its uploads."""
+    seconds = iter([0.0, 50.0, 57.0, 57.0, 90.0, 93.0, 93.0, 200.0, 211.0, 211.0])
+    slot_time = SimpleNamespace(monotonic=lambda: next(seconds))
+    monkeypatch.setattr(script_host, "time", slot_time)
+    slot = Slot(tmp_path)
+    train = slot.context.train
+    train.set_work_per_step(samples=4, tokens=40)
+    train.report_training_metrics(3, {})
+    train.report_validation_metrics(5, {})
+    train.report_training_metrics(7, {})
+    slot.host.commit("u", 8, shard=False, wait=False)
+    train.report_training_metrics(13, {})
+    reported = [each for each in slot.sent if isinstance(each, MetricsReported)]
+    assert [(each.steps, each.seconds) for each in reported] == [
+        (3, 7.0), (0, 0.0), (2, 3.0), (5, 11.0),
+    ]  # fmt: skip
+    assert reported[0].work == Work(samples=4, tokens=40)
 
 
 def test_groups_progress_and_messages_are_sent(tmp_path: Path) -> None:

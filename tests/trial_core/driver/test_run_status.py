@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trial_core.driver.run_status import RunStatus
+from trial_core.driver.throughput import Throughput
 
 
 class Clock:
@@ -61,6 +62,15 @@ def test_speed_follows_a_change(status: RunStatus, clock: Clock) -> None:
     for begin in range(2, 62, 10):
         train(status, clock, begin, begin + 10, seconds=5)
     assert status.samples_per_second == pytest.approx(10 * 16 / 5)
+
+
+def test_tokens_and_utilisation_follow_the_speed(status: RunStatus, clock: Clock) -> None:
+    """Between workloads they are those of the last one, at the speed of the last seconds."""
+    workload = Throughput(2.5, 40.0, 800.0, 0.5, (7,))
+    status.throughput_measured(10, workload, workload)
+    assert status.throughput == workload
+    train(status, clock, 0, 10, seconds=8)
+    assert status.throughput == Throughput(1.25, 20.0, 400.0, 0.25, (7,))
 
 
 def test_unknown_samples_have_no_speed(status: RunStatus, clock: Clock) -> None:

@@ -62,11 +62,11 @@ def test_throughput_and_learning_rate_have_figures_of_their_own() -> None:
     """They come last, and never beside a metric."""
     made = history(
         learning_rate={10: {"learning rate": 0.1}},
-        speed={10: {"samples/s": 400.0}},
+        speed={10: {"samples/s": 400.0, "tokens/s": 8000.0}},
         training={10: {"loss": 4.0, "samples/s": 1.0}},
     )
     assert list(drawn(figures(made, "loss"))) == [
-        "loss", "samples/s", "throughput (samples/s)", "learning rate",
+        "loss", "samples/s", "throughput (samples/s)", "throughput (tokens/s)", "learning rate",
     ]  # fmt: skip
 
 

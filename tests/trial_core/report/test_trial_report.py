@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
 from tests.trial_core.ledger.test_time_ledger import run_time
 from trial_core.driver.run_status import RunStatus
+from trial_core.driver.throughput import Throughput
 from trial_core.ledger.time_ledger import TimeLedger
 from trial_core.report.history import MAX_CHECKPOINTS, SavedCheckpoint
 from trial_core.report.trial_report import TrialFacts
@@ -50,6 +52,23 @@ def test_progress(facts: TrialFacts) -> None:
     assert "**running** · batch 100 of 400 · trial `toy-0000beef`" in text
     assert f"`{bar}` **25%** · 160 samples/s · 30 s left" in text
     assert "now: train-workload [0→100], beside it checkpoint-upload @50" in text
+
+
+def test_throughput(facts: TrialFacts) -> None:
+    """The average of the run and the last workload; each rank's memory, of 64 ranks at most."""
+    assert "## Throughput" not in facts.render()
+    peaks = (3 * 2**30, 5 * 2**30)
+    now, run = Throughput(2, 50, 800, 0.25), Throughput(2, 40, 640, 0.2, peaks)
+    facts.run_status.throughput_measured(10, now, run)
+    assert (
+        "## Throughput\n\n- this run: 40.0 samples/s · 640 tokens/s · 20 % MFU\n"
+        "- last train-workload: 50.0 samples/s · 800 tokens/s · 25 % MFU\n"
+        "- peak memory: 5.0 GiB on rank 1; by rank: 3.0 GiB, 5.0 GiB\n"
+    ) in facts.render()
+    run = replace(run, peak_memory_bytes=tuple(range(100)))
+    facts.run_status.throughput_measured(10, now, run)
+    assert "99 B on rank 99; by rank: 0 B, 1 B" in facts.render()
+    assert "62 B, 63 B, … 36 more\n" in facts.render()
 
 
 def test_last_metrics_and_curves(facts: TrialFacts) -> None:
