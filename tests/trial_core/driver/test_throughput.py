@@ -159,6 +159,7 @@ def test_result_report_and_json_agree(here: Path, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.slots
+@pytest.mark.long
 def test_nothing_is_claimed_of_a_trial_that_says_nothing(here: Path) -> None:
     """Its samples and its memory are known; neither tokens nor the utilisation."""
     result = drive(config(here, "toy_trial:ToyTrial"))
@@ -170,6 +171,7 @@ def test_nothing_is_claimed_of_a_trial_that_says_nothing(here: Path) -> None:
 
 
 @pytest.mark.slots
+@pytest.mark.long
 def test_a_trial_that_says_nonsense_is_refused(here: Path) -> None:
     """The error is the trial's own, with what it said."""
     with pytest.raises(RankFailed, match="set_work_per_sample: tokens is a positive, finite"):
@@ -177,10 +179,12 @@ def test_a_trial_that_says_nonsense_is_refused(here: Path) -> None:
 
 
 @pytest.mark.slots
+@pytest.mark.long
 def test_a_trial_may_say_another_number_later(here: Path) -> None:
     """A train-workload counts with what was said last in it."""
     observer = Measured()
-    drive(config(here, "throughput_trials:SaysMoreLater"), observer=observer)
+    of = config(here, "throughput_trials:SaysMoreLater", global_batch_size=4)
+    drive(of, observer=observer)
     ratios = [_known(now.tokens_per_second) / _known(now.samples_per_second)
               for _, now, _ in observer.seen]  # fmt: skip
     assert ratios == pytest.approx([8, 24])
@@ -206,7 +210,7 @@ def test_flops_of_deepspeeds_profiler(here: Path, freezes: bool) -> None:
     """Known from the workload in which it measures; not of a model with frozen weights."""
     observer = Measured()
     entrypoint = "throughput_trials:Profiled"
-    of = config(here, entrypoint, 4, freezes=freezes)
+    of = config(here, entrypoint, 4, freezes=freezes, micro_batch_size=4, accumulation=2)
     drive(of.model_copy(update={"scheduling_unit": 2}), observer=observer)
     first, second = (now for _, now, _ in observer.seen)
     assert first.mfu is None
