@@ -18,6 +18,7 @@ from trial_core.checkpoint.manifest import Topology
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.driver.observers import Observer
+from trial_core.driver.throughput import Throughput
 from trial_core.ledger.time_ledger import TimeLedger
 from trial_core.messages import MetricsKind
 from trial_core.report.live_report import PAGE
@@ -163,16 +164,18 @@ class Tracking(Observer):
         self, begin: int, reached: int, seconds: float, data_seconds: Sequence[float],
         forward_seconds: Sequence[float] = (),
     ) -> None:  # fmt: skip
-        if seconds <= 0:
-            return
-        values = {"speed/batches_per_second": (reached - begin) / seconds}
-        if self._batch_samples:
-            values["speed/samples_per_second"] = (
-                values["speed/batches_per_second"] * self._batch_samples
-            )
-        if data_seconds:
-            values["speed/data_wait_percent"] = 100 * max(data_seconds) / seconds
-        self._measured(reached, values)
+        if data_seconds and seconds > 0:
+            self._measured(reached, {"speed/data_wait_percent": 100 * max(data_seconds) / seconds})
+
+    def throughput_measured(self, batches: int, now: Throughput, whole_run: Throughput) -> None:
+        values = {
+            "speed/batches_per_second": now.batches_per_second,
+            "speed/samples_per_second": now.samples_per_second,
+            "speed/tokens_per_second": now.tokens_per_second,
+            "speed/mfu_percent": None if now.mfu is None else 100 * now.mfu,
+            "memory/peak_bytes": max(now.peak_memory_bytes, default=0) or None,
+        }
+        self._measured(batches, values)
 
     def stage_ended(self, stage: str, detail: str, seconds: float) -> None:
         if stage == "checkpoint-save":
