@@ -39,7 +39,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def browser() -> Iterator[Browser]:
     """A tab that is wide enough for MLflow's page."""
-    with chromium(1500, 700) as tab:
+    with chromium(1500, 1000) as tab:
         yield tab
 
 
