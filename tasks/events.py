@@ -25,6 +25,7 @@ from trial_core.errors import TrialflowError
 from trial_core.messages import MetricsKind
 from trial_core.models.records import Move
 from trial_core.models.registry import Registry
+from trial_core.trackers.model_registry import NOT_SHOWN, NotShown, show_champion
 
 PROMOTED = "trialflow.model.promoted"
 KEPT = "trialflow.model.kept"
@@ -94,13 +95,22 @@ def champion_event(registry: Registry, move: Move) -> Event:
 
 
 def tell_champion(registry: Registry, move: Move) -> None:
-    """Send the event of a move from a task, in the background. The champion has moved anyway."""
+    """Tell of a move from a task: by an event, in the background, and in MLflow's registry.
+
+    The champion has moved anyway.
+    """
+    logger = get_run_logger()
     try:
         event = champion_event(registry, move)
     except TrialflowError as error:
-        get_run_logger().warning("no event tells of the new champion: %s", error)
+        logger.warning("no event tells of the new champion: %s", error)
     else:
         _emit(event)
+    try:
+        if shown := show_champion(registry, move.model):
+            logger.info("MLflow's registry shows the champion: %s", shown)
+    except (NotShown, TrialflowError) as error:
+        logger.warning("%s: %s", NOT_SHOWN, error)
 
 
 def send(client: SyncPrefectClient, event: Event) -> None:

@@ -187,7 +187,8 @@ def _register(
 
 
 def _tell_server(registry: Registry, move: Move) -> None:
-    """Send the event of a move to the Prefect server, if there is one. It has moved in any case."""
+    """Tell of a move: the Prefect server, if there is one, and MLflow. It has moved in any case."""
+    _show_in_mlflow(registry, move)
     from trialflow.flows.server.prefect_settings import prepare_prefect
 
     prepare_prefect()
@@ -202,6 +203,16 @@ def _tell_server(registry: Registry, move: Move) -> None:
         return  # no server is configured
     except (TrialflowError, httpx.HTTPError) as error:
         console.warning(f"the champion has changed, and no event tells of it: {error}")
+
+
+def _show_in_mlflow(registry: Registry, move: Move) -> None:
+    from trial_core.trackers.model_registry import NOT_SHOWN, NotShown, show_champion
+
+    try:
+        with waiting("asking MLflow's registry"):
+            show_champion(registry, move.model)
+    except (NotShown, TrialflowError) as error:
+        console.warning(f"{NOT_SHOWN}: {error}")
 
 
 def _print_move(move: Move, is_new: bool, as_json: bool, storage_options: str) -> None:

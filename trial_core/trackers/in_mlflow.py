@@ -43,6 +43,7 @@ class MlflowTracker(Tracker):
     shows the last one. Options: ``tracking_uri`` (default: ``MLFLOW_TRACKING_URI``), ``experiment``
     (default: the experiment's name), ``run_name`` (default: the trial's id), ``tags``, and
     ``artifacts``: whether the report and the list of checkpoints are stored there (default: true).
+    ``registered_model``: see `trial_core.trackers.model_registry`.
     """
 
     def __init__(self, options: Mapping[str, Any], run: TrackedRun) -> None:
@@ -59,12 +60,7 @@ class MlflowTracker(Tracker):
 
     @cached_property
     def _client(self) -> MlflowClient:
-        # Its own are minutes: the outbox tries again by itself.
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
-        from mlflow.tracking import MlflowClient
-
-        return MlflowClient(self.options.get("tracking_uri"))
+        return quiet_client(self.options)
 
     def open(self, known: str) -> str:
         self._id = known or self._found() or self._created()
@@ -182,7 +178,8 @@ class MlflowTracker(Tracker):
         elif isinstance(record, RunEnded):
             self._tag("trialflow.ended", record.why or record.outcome)
             self._log_report(Path(record.report))
-            self._client.set_terminated(self._id, _STATUS.get(record.outcome, "KILLED"))
+            status = _STATUS.get(record.outcome, "KILLED")
+            self._client.set_terminated(self._id, status, end_time=round(record.at * 1000))
 
     def _tag(self, name: str, text: str) -> None:
         self._client.set_tag(self._id, name, text[:LONGEST_TAG])
@@ -195,6 +192,16 @@ class MlflowTracker(Tracker):
     def _log_report(self, page: Path) -> None:
         if self.options.get("artifacts", True) and page.exists():
             self._client.log_artifact(self._id, str(page))
+
+
+def quiet_client(options: Mapping[str, Any]) -> MlflowClient:
+    """A client that gives up within seconds."""
+    # Its own limits are minutes: the outbox tries again by itself.
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    from mlflow.tracking import MlflowClient
+
+    return MlflowClient(options.get("tracking_uri"))
 
 
 def _name(text: str) -> str:
