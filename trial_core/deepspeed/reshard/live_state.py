@@ -133,6 +133,9 @@ def zero_optimizer_state(
 ) -> dict[str, Any]:
     """This rank's partitions of fp32 weights and optimizer state, under ZeRO's keys.
 
+    The tensors are the optimizer's own where it may have them, so that the state is never there
+    twice: when DeepSpeed loads a tensor into itself, nothing is copied.
+
     Args:
         live_state: what the live optimizer's ``state_dict`` returns.
     """
@@ -145,7 +148,7 @@ def zero_optimizer_state(
     for buffer, flat in enumerate(flat_partitions):
         parameters = [source.parameters[name] for name in partitions.buffers[buffer]]
         filled = {
-            key: torch.zeros(flat.numel(), dtype=dtype)
+            key: _own_zeros(engine.optimizer, flat, key, dtype)
             for key, dtype in _dtypes(parameters).items()
         }
         fragments = partitions.fragments(buffer, rank, flat.numel())
@@ -211,6 +214,26 @@ def _flat_partitions(optimizer: Any) -> tuple[list[torch.Tensor], bool]:
     if isinstance(optimizer, BF16_Optimizer):
         return optimizer.fp32_groups_flat_partition, False
     return optimizer.single_partition_of_fp32_groups, False
+
+
+def _own_zeros(optimizer: Any, flat: torch.Tensor, key: str, dtype: torch.dtype) -> torch.Tensor:
+    """The optimizer's own tensor of a partition, set to zero, or a new one that takes its place.
+
+    Args:
+        flat: the partition of the fp32 weights.
+    """
+    base, own = getattr(optimizer, "optimizer", None), None
+    is_elsewhere = getattr(optimizer, "swap_optimizer", False)  # on a disk: DeepSpeed moves it
+    if key == MASTER and not is_elsewhere:
+        own = flat.detach()
+    elif isinstance(base, torch.optim.Optimizer) and not is_elsewhere:
+        state = base.state[flat]
+        if key not in state:
+            state[key] = torch.zeros_like(flat, dtype=dtype)
+        own = state[key]
+    if own is None or (own.shape, own.dtype) != (flat.shape, dtype):
+        return torch.zeros(flat.numel(), dtype=dtype)
+    return own.zero_()
 
 
 def _dtypes(parameters: Iterable[ParameterState]) -> dict[str, torch.dtype]:

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.fake_accelerator import Memory
 from tests.support.toy.toy_trial import ToyTrial
+from trial_core.controller.optimizer_load import optimizers_loaded_in_place
 from trial_core.controller.safe_load import Reader
 from trial_core.deepspeed.deepspeed_adapter import DeepSpeedTrialAdapter
 from trial_core.deepspeed.reshard import live_state as live_state_module
@@ -186,6 +188,32 @@ def test_parameters_with_different_numbers_of_steps_are_refused(
     assert state_after(4.0, 4.0) == {0: {"step": 4.0}}
     with pytest.raises(CheckpointError, match=r"different numbers of steps .*4.* and .*2.*stage 0"):
         state_after(4.0, 2.0)
+
+
+@pytest.mark.parametrize("is_new", [True, False], ids=["without state", "with state"])
+def test_resharding_does_not_double_the_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_new: bool
+) -> None:
+    """One rank loads what two saved into the tensors that it has, or will have: no others."""
+    flat = torch.nn.Parameter(torch.ones(3))
+    adam = torch.optim.Adam([flat])
+    adam.state[flat] = {} if is_new else {"exp_avg": torch.ones(3)}
+    zero = SimpleNamespace(single_partition_of_fp32_groups=[flat], optimizer=adam)
+    engine: Any = SimpleNamespace(
+        optimizer=zero, _get_zero_param_shapes=lambda: [{"weight": THREE}]
+    )
+    monkeypatch.setattr(live_state_module, "_data_parallel_place", lambda engine: (0, 1))
+    live_state = {"base_optimizer_state": {"param_groups": [{"params": [0]}]}}
+    saved = source(tmp_path, model(), shard(0), shard(1))
+    with Memory() as memory, optimizers_loaded_in_place([adam]):
+        state = zero_optimizer_state(engine, live_state, saved)
+        adam.load_state_dict(state["base_optimizer_state"])
+        (master,) = state["single_partition_of_fp32_groups"]
+        flat.data.copy_(master)
+    scalar_bytes = 4  # the number of steps
+    assert memory.peak_bytes <= scalar_bytes * 2 + (flat.nbytes if is_new else 0)
+    assert flat.tolist() == [0.0, 1.0, 2.0]
+    assert adam.state[flat]["exp_avg"].tolist() == [5.0, 6.0, 7.0]
 
 
 def test_a_trials_load_method_cannot_save(tmp_path: Path) -> None:
