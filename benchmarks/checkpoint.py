@@ -29,7 +29,14 @@ from typing import Any
 import psutil
 
 from benchmarks.figures import Estimate, conclude
-from benchmarks.ranks import ENVIRONMENT, ROOT, built, experiment, launched
+from benchmarks.ranks import (
+    ENVIRONMENT,
+    ROOT,
+    built,
+    experiment,
+    launched,
+    processor_seconds_with_helpers,
+)
 from tests.support.faults.plan import Fault
 from tests.support.faults.s3 import FaultyS3, faulty_s3
 from tests.support.s3 import S3Server, ceph_gateway, moto_server
@@ -52,7 +59,6 @@ from trial_core.messages import (
     Trained,
     TrialBuilt,
 )
-from trial_core.slots.slot_group import SlotGroup
 from trial_core.transfer.fetch import fetch_files
 from trial_core.transfer.upload import merge_entries
 
@@ -288,7 +294,8 @@ def training(server: S3Server, pairs: int) -> dict[str, float]:
             of_ranks: dict[bool, float] = {}
             for saves in (pair % 2 == 0, pair % 2 == 1):
                 trained += 10
-                busy_before, ranks_before = _busy_seconds(), _busy_seconds(slots)
+                busy_before = _busy_seconds()
+                ranks_before = processor_seconds_with_helpers(slots.pids)
                 began = time.perf_counter()
                 if saves:
                     checkpoint = str(uuid.uuid4())
@@ -299,7 +306,7 @@ def training(server: S3Server, pairs: int) -> dict[str, float]:
                     by_rank(persisted.result())  # raises if the upload failed
                 turn[saves] = time.perf_counter() - began
                 busy[saves] = _busy_seconds() - busy_before
-                of_ranks[saves] = _busy_seconds(slots) - ranks_before
+                of_ranks[saves] = processor_seconds_with_helpers(slots.pids) - ranks_before
                 if saves:
                     slots.request(ReleaseStaging(uuid=checkpoint), Done)
             if pair:  # the first pair warms up
@@ -326,16 +333,10 @@ def training(server: S3Server, pairs: int) -> dict[str, float]:
     }
 
 
-def _busy_seconds(slots: SlotGroup | None = None) -> float:
-    """Processor seconds used so far by the ranks and their children, or by the whole machine."""
-    if slots is None:
-        times = psutil.cpu_times()
-        return float(sum(times) - times.idle - times.iowait)
-    ranks = [psutil.Process(pid) for pid in slots.pids]
-    processes = [*ranks, *(child for rank in ranks for child in rank.children(recursive=True))]
-    return float(
-        sum(sum(process.cpu_times()[:4]) for process in processes)
-    )  # [:4]: with reaped children
+def _busy_seconds() -> float:
+    """Processor seconds used so far by the whole machine."""
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - times.iowait)
 
 
 def main() -> None:

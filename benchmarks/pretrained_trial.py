@@ -5,20 +5,19 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
-import threading
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import deepspeed
 import torch
 from transformers import AutoModelForCausalLM
 
+from benchmarks.memory import PeakMemory, resident_bytes
 from benchmarks.pretrained import SMALL
 from trial_core.deepspeed import DeepSpeedTrial, DeepSpeedTrialContext
 from trial_core.pytorch import DataLoader
 
 CONFIG = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam", "params": {}}}
-SAMPLE_SECONDS = 0.01
 
 
 class PretrainedTrial(DeepSpeedTrial):
@@ -30,16 +29,15 @@ class PretrainedTrial(DeepSpeedTrial):
         AutoModelForCausalLM.from_pretrained(folder / SMALL)  # imports what loading needs
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
-        before = resident_bytes()
-        with PeakMemory() as peak:
+        with PeakMemory(resident_bytes) as peak:
             model = AutoModelForCausalLM.from_pretrained(folder)
         parameters: list[Any] = [*model.parameters()]  # ds_numel is DeepSpeed's
         weights = sum(each.ds_numel * each.element_size() for each in parameters)
         figures = {
             "weights_mib": weights / 2**20,
-            "peak_share": (peak.own - before.own) / weights,
-            "kept_share": (resident_bytes().own - before.own) / weights,
-            "mapped_peak_share": (peak.mapped - before.mapped) / weights,
+            "peak_share": (peak.own - peak.before.own) / weights,
+            "kept_share": (resident_bytes().own - peak.before.own) / weights,
+            "mapped_peak_share": (peak.mapped - peak.before.mapped) / weights,
         }
         rank = context.distributed.get_rank()
         (folder / f"rank-{rank}.json").write_text(json.dumps(figures))
@@ -60,39 +58,3 @@ class PretrainedTrial(DeepSpeedTrial):
 
     def build_validation_data_loader(self) -> DataLoader:
         raise NotImplementedError
-
-
-class Resident(NamedTuple):
-    """A process's resident memory: its own, and mapped files, whose pages the kernel can drop."""
-
-    own: int
-    mapped: int
-
-
-class PeakMemory:
-    """The most memory that the process has within the block, sampled by a thread."""
-
-    def __init__(self) -> None:
-        self.own = self.mapped = 0
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-
-    def __enter__(self) -> PeakMemory:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._ended.wait(SAMPLE_SECONDS):
-            now = resident_bytes()
-            self.own, self.mapped = max(self.own, now.own), max(self.mapped, now.mapped)
-
-
-def resident_bytes() -> Resident:
-    """This process's resident memory."""
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
-    kib = {line.split(":")[0]: int(line.split()[1]) for line in lines}
-    return Resident(kib["Anonymous"] * 1024, (kib["Rss"] - kib["Anonymous"]) * 1024)

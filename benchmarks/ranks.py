@@ -14,6 +14,8 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.messages import BuildLoadersAndRestore, BuildTrial, ReadyToTrain, TrialBuilt
 from trial_core.slots.accelerators import resolve_slot_count
+from trial_core.slots.fork_server import ForkServer
+from trial_core.slots.launcher import LocalLauncher
 from trial_core.slots.slot_group import SlotGroup
 
 ROOT = Path(__file__).parents[1]
@@ -53,8 +55,12 @@ def case_name(world_size: int) -> str:
 
 
 @contextmanager
-def launched(world_size: int) -> Iterator[SlotGroup]:
-    """A slot group that lives as long as the block."""
+def launched(world_size: int, fork_server: ForkServer | None = None) -> Iterator[SlotGroup]:
+    """A slot group that lives as long as the block.
+
+    Args:
+        fork_server: starts its ranks; None: one for this group alone.
+    """
     with (
         tempfile.TemporaryDirectory(prefix="benchmark-") as folder,
         SlotGroup(
@@ -62,6 +68,7 @@ def launched(world_size: int) -> Iterator[SlotGroup]:
             working_dir=ROOT,
             log_dir=Path(folder),
             environment=ENVIRONMENT,
+            launcher=None if fork_server is None else LocalLauncher(fork_server),
         ) as slots,
     ):
         yield slots
@@ -87,6 +94,19 @@ def processor_seconds(pids: list[int]) -> float:
         for pid in pids
         for path in Path(f"/proc/{pid}/task").glob("*/schedstat")
     )
+
+
+def with_helpers(pid: int) -> list[psutil.Process]:
+    """A process, and the processes that it has started directly or through others."""
+    process = psutil.Process(pid)
+    return [process, *process.children(recursive=True)]
+
+
+def processor_seconds_with_helpers(pids: list[int]) -> float:
+    """The processor time so far of processes and their helpers, those that have ended included."""
+    return float(
+        sum(sum(each.cpu_times()[:4]) for pid in pids for each in with_helpers(pid))
+    )  # [:4]: with ended children
 
 
 @contextmanager
