@@ -1,9 +1,9 @@
 """Measures what loading a checkpoint from S3 costs, beside torch's DCP and DeepSpeed's own ways.
 
-An engine under ZeRO-1 is saved on 2 ranks and on 4, once with each library, to a real S3 gateway
-(Ceph) on this machine, which uses the same cores. Then new ranks load it: 2 what 2 have saved, 4
-what 2 have saved, 2 what 4 have saved; all libraries in turns. Each load is checked: the weights
-and the optimizer's state are the saved ones, bit for bit.
+An engine under ZeRO-1 is saved on 2 ranks, once with each library, to a real S3 gateway (Ceph) on
+this machine, which uses the same cores. Then 2 and 4 new ranks load it, with all libraries in
+turns. Then the same with 4 ranks that save, and 2 that load. Each load is checked: the weights and
+the optimizer's state are the saved ones, bit for bit.
 
 - trialflow: the requests of a resumed run, FetchCheckpoint (verified) and BuildLoadersAndRestore;
 - dcp: torch.distributed.checkpoint's `load` with its FsspecReader, in place;
@@ -58,12 +58,15 @@ from trial_core.messages import (
 from trial_core.slots.fork_server import ForkServer
 from trial_core.slots.rank_main import TRIAL_MODULES
 from trial_core.slots.slot_group import SlotGroup
+from trial_core.transfer.memory_files import GIB, free_bytes
 from trial_core.transfer.upload import merge_entries
 
 OURS, KEPT = "trialflow", "kept"
 PEERS = ("dcp", "deepspeed")
 CASES = ((2, 2), (2, 4), (4, 2))
 """How many ranks save, and how many load."""
+MEMORY_RATIO = 12
+"""Memory that the benchmark takes, relative to the state. The gateway takes half."""
 TRIAL_CLASS = "benchmarks.loading_trial:LoadingTrial"
 WORK, CHECK = RunHook(hook="on_training_start"), RunHook(hook="on_validation_start")
 
@@ -120,7 +123,7 @@ class Bench:
     """The machine and the engine.
 
     Attributes:
-        store: where all libraries save, in folders of their own for each number of ranks.
+        store: where all libraries save.
         fork_servers: by number of ranks; they import what ranks need, and keep what ranks saved.
         folder: for files on this machine.
     """
@@ -144,7 +147,7 @@ class Bench:
             "way": way,
             "saves": saved_by is None,
             "is_resharded": saved_by != count,
-            "url": f"{self.store.url}/{saved_by or count}",
+            "url": f"{self.store.url}/peers",
             "options": self.options,
             "folder": str(run_dir),
             "layers": self.layers,
@@ -240,16 +243,33 @@ Loads = dict[tuple[str, str], list[Load]]
 """By library and case, one of each turn."""
 
 
-def measure(bench: Bench, repeats: int) -> Loads:
+@contextmanager
+def new_bench(server_name: str, layers: int) -> Iterator[Bench]:
+    """A gateway, a folder and fork servers of their own: their memory is free at the end."""
+    with (
+        SERVERS[server_name]() as server,
+        ExitStack() as stack,
+        tempfile.TemporaryDirectory(prefix="benchmark-") as folder,
+    ):
+        modules = [*TRIAL_MODULES, "benchmarks.loading_trial"]
+        fork_servers = {
+            ranks: stack.enter_context(ForkServer(modules))
+            for ranks in sorted({ranks for case in CASES for ranks in case})
+        }
+        store = CheckpointStore(server.new_bucket(), server.options)
+        yield Bench(store, server.options, layers, fork_servers, Path(folder))
+
+
+def measure(bench: Bench, saved_by: int, repeats: int) -> Loads:
     """Save, then load in turns. The first turn warms up, and alone watches the memory."""
-    saved = {ranks: bench.save(ranks) for ranks in sorted({ranks for ranks, _ in CASES})}
+    saved = bench.save(saved_by)
     loads: Loads = defaultdict(list)
     for turn in range(repeats + 1):
-        for saved_by, ranks in CASES:
+        for ranks in [loading for saving, loading in CASES if saving == saved_by]:
             case = case_name(saved_by, ranks)
             for way in (OURS, *PEERS, *([KEPT] if saved_by == ranks else [])):
                 watches_memory = turn == 0 and way != KEPT  # memory files are there anyway
-                load = bench.load(way, saved[saved_by], ranks, watches_memory)
+                load = bench.load(way, saved, ranks, watches_memory)
                 loads[way, case].append(load)
                 print(f"turn {turn}, {case}, {way}: {load}", flush=True)
     return loads
@@ -289,21 +309,18 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--server", choices=SERVERS, default="ceph")
     given = parser.parse_args()
-    layers = max(1, round(given.mib * MIB / BYTES_PER_LAYER))
-    with ExitStack() as stack:
-        server = stack.enter_context(SERVERS[given.server]())
-        bench = Bench(
-            CheckpointStore(server.new_bucket(), server.options),
-            server.options,
-            layers,
-            {
-                ranks: stack.enter_context(ForkServer([*TRIAL_MODULES, "benchmarks.loading_trial"]))
-                for ranks in {ranks for _, ranks in CASES}
-            },
-            Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="benchmark-"))),
+    needed, free = MEMORY_RATIO * given.mib * MIB, free_bytes()
+    if free < needed:
+        parser.error(
+            f"--mib {given.mib} needs {needed / GIB:.0f} GiB of memory, and {free / GIB:.0f} are "
+            "free: the kernel would kill the gateway; choose fewer"
         )
-        figures = figures_of(measure(bench, given.repeats))
-    conclude({"state_mib": layers * BYTES_PER_LAYER / MIB, **figures}, TARGETS)
+    layers = max(1, round(given.mib * MIB / BYTES_PER_LAYER))
+    loads: Loads = {}
+    for saved_by in sorted({saved_by for saved_by, _ in CASES}):
+        with new_bench(given.server, layers) as bench:
+            loads |= measure(bench, saved_by, given.repeats)
+    conclude({"state_mib": layers * BYTES_PER_LAYER / MIB, **figures_of(loads)}, TARGETS)
 
 
 if __name__ == "__main__":
