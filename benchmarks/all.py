@@ -17,8 +17,8 @@ from typing import Any
 HISTORY = Path(__file__).with_name("history.jsonl")
 ORDER = (
     "request", "workload", "loop", "start", "restart", "replace", "stopping", "checkpoint",
-    "loading", "continuous", "report", "telemetry", "rebuild", "driver_memory", "scale", "pretrained",
-    "goodput",
+    "loading", "continuous", "report", "telemetry", "rebuild", "driver_memory", "scale",
+    "pretrained", "goodput",
 )  # fmt: skip
 """All but `gpu`, which needs one. The short ones come first."""
 
