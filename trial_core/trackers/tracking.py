@@ -152,7 +152,10 @@ class Tracking(Observer):
 
     def metrics_reported(self, kind: MetricsKind, batches: int, metrics: Mapping[str, Any]) -> None:
         self._batches = batches
-        self._measured(batches, {f"{kind}/{name}": value for name, value in metrics.items()})
+        values = {f"{kind}/{name}": value for name, value in metrics.items()}
+        if kind == "training" and self._batch_samples:
+            values["progress/samples"] = batches * self._batch_samples
+        self._measured(batches, values)
 
     def learning_rates_read(self, batches: int, learning_rates: Sequence[float | None]) -> None:
         known = {

@@ -64,6 +64,7 @@ def test_each_tracker_shows_one_run_of_all_attempts(
         (20, result.validation_metrics["loss"]),
     ]
 
+    assert mlflow.points(TRIAL)["progress/samples"][-1] == (20, 40.0)
     assert run.data.params["model.width"] == "16"
     assert run.data.params["trialflow.searcher.max_length.batches"] == "12"  # they never change
     assert run.data.tags["changed.trialflow.searcher.max_length.batches"] == "20"
