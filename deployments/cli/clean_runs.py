@@ -90,8 +90,16 @@ def _why_kept(path: Path, store: CheckpointStore, older_than_days: float) -> str
     copies = {*RANK_FILE_FOLDERS, CODE, KEPT, LOCK}  # of what a checkpoint has, or of nothing
     for file, status in files.items():
         inner = file.relative_to(path)
-        name = None if inner.parts[0] in copies else stored_name(path, inner)
+        name = None if inner.parts[0] in copies or _is_trackers(inner) else stored_name(path, inner)
         # An empty file is not uploaded.
         if name and status.st_size and stored.get(f"{folder}/{name}") != status.st_size:
             return f"{inner} is not in {store.url}, or not all of it"
     return ""
+
+
+def _is_trackers(inner: Path) -> bool:
+    """Whether a file is a tracker's own, which it has elsewhere; W&B's offline files it has not."""
+    from trial_core.trackers.journal import FOLDER
+
+    is_own = inner.parts[0] == FOLDER and len(inner.parts) > 2
+    return is_own and not any(part.startswith("offline-run") for part in inner.parts)

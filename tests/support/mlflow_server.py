@@ -60,19 +60,19 @@ class MlflowServer:
             wait_until_gone(pids, 10)
             self._process = None
 
-    def points(self, trial: str) -> dict[str, list[tuple[int, float]]]:
+    def points(self, trial: str, experiment: str) -> dict[str, list[tuple[int, float]]]:
         """The points of the trial's only run, by metric, in the order of time."""
-        run = self.run(trial)
+        run = self.run(trial, experiment)
         found = {}
         for name in run.data.metrics:
             history = self.client.get_metric_history(run.info.run_id, name)
             found[name] = [(each.step, each.value) for each in history]
         return found
 
-    def run(self, trial: str):  # type: ignore[no-untyped-def]
-        """The trial's only run."""
-        experiments = [each.experiment_id for each in self.client.search_experiments()]
-        (run,) = self.client.search_runs(experiments, f"tags.`trialflow.trial` = '{trial}'")
+    def run(self, trial: str, experiment: str):  # type: ignore[no-untyped-def]
+        """The trial's only run, in an experiment."""
+        place = self.client.get_experiment_by_name(experiment).experiment_id
+        (run,) = self.client.search_runs([place], f"tags.`trialflow.trial` = '{trial}'")
         return run
 
     def _answers(self) -> bool:

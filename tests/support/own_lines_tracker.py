@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,12 +13,16 @@ import msgspec
 from trial_core.trackers.records import AnyRecord
 from trial_core.trackers.tracker import RecordRefused, Tracker
 
+CHILD = "3333.5"
+
 
 class LinesTracker(Tracker):
     """Options: ``file``; ``hang``, ``down``: files while which exist it hangs, or fails;
     ``refuses``: a text that a record may not have."""
 
     def open(self, known: str) -> str:
+        if "hang" in self.options:  # as the programs of some trackers do
+            subprocess.Popen(["sleep", CHILD])
         return known or f"run-of-{self.run.trial}"
 
     def send(self, records: Sequence[AnyRecord]) -> None:

@@ -32,7 +32,7 @@ from trial_core.report.rank_logs import LogLimits, StoredLogs
 from trial_core.report.trial_report import TrialFacts
 from trial_core.run.stop_requests import StopHandler, how_it_ended
 from trial_core.slots.log_pump import WARNING_PATTERN
-from trial_core.trackers.journal import STORED
+from trial_core.trackers.journal import DRIVER_EVENTS
 
 UPDATE_SECONDS = 5.0
 # How long the end of the run waits for an update; what publishes it has timeouts as well.
@@ -88,7 +88,9 @@ class Report(Observer):
         self._page_is_due_at = 0.0
         self._stopping = stopping
         self._logger = logger
-        self._logs = StoredLogs(store, trial, run_dir, (REPORT, HISTORY, PAGE, *STORED))
+        self._logs = StoredLogs(
+            store, trial, run_dir, (REPORT, HISTORY, PAGE, f"{DRIVER_EVENTS}/*")
+        )
         self._facts = TrialFacts(
             config.name, trial, config.searcher.metric, config.searcher.smaller_is_better,
             f"{store.url}/{layout.CHECKPOINTS}", self._logs.locations("HTML report", PAGE),

@@ -13,7 +13,7 @@ from http.client import HTTPException
 from logging import Logger, LoggerAdapter
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import msgspec
 
@@ -29,7 +29,7 @@ FILE_VARIABLE = "TRIALFLOW_PROGRESS_FILE"
 
 UPDATE_SECONDS = 5.0
 # How long the end of a run waits for the last update of all places: an endpoint may hang.
-LAST_UPDATE_SECONDS = 5.0
+LAST_UPDATE_SECONDS, URGENT_SECONDS = 5.0, 2.0
 
 Status = Literal["running", "completed", "stopped", "failed"]
 
@@ -127,7 +127,7 @@ class ProgressReport(RunStatus):
         return RunProgress(
             trial=self._trial_id,
             experiment=self._experiment,
-            status=msgspec.convert(status or "running", Status),
+            status=cast(Status, status or "running"),
             why=text_format.one_line(why),
             percent=100.0 if has_completed else percent,
             batches=self.batches,
@@ -152,7 +152,8 @@ class ProgressReport(RunStatus):
         """Tell all places how the run has ended, also after a failure."""
         if error is not None:
             self._end = how_it_ended(error, self._stopping)
-        deadline = time.monotonic() + LAST_UPDATE_SECONDS
+        is_urgent = self._stopping is not None and self._stopping.request is not None
+        deadline = time.monotonic() + (URGENT_SECONDS if is_urgent else LAST_UPDATE_SECONDS)
         for each in self._updates:
             each.end()
         for each in self._updates:
@@ -203,5 +204,12 @@ def finite_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     return {
         name: value
         for name, value in metrics.items()
-        if text_format.is_number(value) and math.isfinite(value)
+        if text_format.is_number(value) and _is_finite(value)
     }
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number of hundreds of digits
+        return False

@@ -24,6 +24,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
 END_SECONDS = 5.0
+URGENT_SECONDS = 2.0
 """How long the end of a run waits for the last exports."""
 SDK_LOGGERS = {
     "traces": "opentelemetry.sdk._shared_internal",
@@ -39,21 +40,30 @@ _pulled: dict[str, MeterProvider] = {}
 
 @contextmanager
 def providers(
-    traces: list[str], metrics_: list[str], logger: AnyLogger
+    traces: list[str],
+    metrics_: list[str],
+    logger: AnyLogger,
+    is_urgent: Callable[[], bool] = lambda: False,
 ) -> Iterator[tuple[trace.TracerProvider, list[metrics.MeterProvider]]]:
     """The provider of traces and those of metrics for the block.
 
     Args:
         traces, metrics_: names of exporters; empty: the signal is off.
         logger: gets a warning if an exporter cannot be made, or if exports fail.
+        is_urgent: whether the end has little time.
     """
     own: list[OwnProvider] = []
     try:
-        yield _tracer_provider(traces, own, logger), _meter_providers(metrics_, own, logger)
+        try:
+            made = _tracer_provider(traces, own, logger), _meter_providers(metrics_, own, logger)
+        except ValueError as error:  # a variable that the SDK cannot read
+            logger.warning("the run is not reported to OpenTelemetry: %s", error)
+            made = trace.NoOpTracerProvider(), []
+        yield made
     finally:
         for each in own:
             each.end()
-        deadline = time.monotonic() + END_SECONDS
+        deadline = time.monotonic() + (URGENT_SECONDS if is_urgent() else END_SECONDS)
         for each in own:
             each.wait(deadline)
 

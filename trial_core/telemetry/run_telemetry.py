@@ -63,7 +63,10 @@ def run_telemetry(
         yield Observer()
         return
     with (
-        providers(traces, metrics, logger) as (tracer_provider, meter_providers),
+        providers(traces, metrics, logger, lambda: stopping.request is not None) as (
+            tracer_provider,
+            meter_providers,
+        ),
         ExitStack() as at_end,
     ):
         run_trace = at_end.enter_context(RunTrace(tracer_provider, config.name, trial, stopping))

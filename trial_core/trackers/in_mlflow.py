@@ -9,8 +9,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from trial_core.errors import ConfigError
+from trial_core.storage.credentials import without_credentials
 from trial_core.trackers.records import (
     AnyRecord,
     Began,
@@ -46,6 +48,8 @@ class MlflowTracker(Tracker):
     ``registered_model``: see `trial_core.trackers.model_registry`.
     """
 
+    place_variables: ClassVar[Mapping[str, str]] = {"tracking_uri": "MLFLOW_TRACKING_URI"}
+
     def __init__(self, options: Mapping[str, Any], run: TrackedRun) -> None:
         super().__init__(options, run)
         self._id = ""
@@ -69,6 +73,16 @@ class MlflowTracker(Tracker):
         self._is_continued = bool(run.data.metrics)
         self._client.update_run(self._id, status="RUNNING")
         return self._id
+
+    def recall(self, records: Sequence[Committed | Deleted]) -> None:
+        for record in records:
+            if isinstance(record, Deleted):
+                self._checkpoints.pop(record.uuid, None)
+            else:
+                self._checkpoints[record.uuid] = {
+                    "batches": record.batches, "url": record.url, "digest": record.digest,
+                    "size_bytes": record.size_bytes,
+                }  # fmt: skip
 
     def send(self, records: Sequence[AnyRecord]) -> None:
         from mlflow.exceptions import MlflowException
@@ -164,15 +178,13 @@ class MlflowTracker(Tracker):
                     f"trialflow.run_{record.attempt}", f"continues from batch {record.batches}"
                 )
         elif isinstance(record, Committed):
-            self._checkpoints[record.uuid] = {
-                "batches": record.batches, "url": record.url, "digest": record.digest,
-                "size_bytes": record.size_bytes,
-            }  # fmt: skip
+            self.recall([record])
             self._tag("trialflow.checkpoint", record.url)
             self._tag("trialflow.checkpoint_digest", record.digest)
             self._log_checkpoints()
         elif isinstance(record, Deleted):
-            self._checkpoints.pop(record.uuid, None)
+            self.recall([record])
+            self._log_checkpoints()
         elif isinstance(record, Noted):
             self._tag("trialflow.last_notice", f"batch {record.batches}: {record.text}")
         elif isinstance(record, RunEnded):
@@ -201,7 +213,15 @@ def quiet_client(options: Mapping[str, Any]) -> MlflowClient:
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     from mlflow.tracking import MlflowClient
 
-    return MlflowClient(options.get("tracking_uri"))
+    place, variable = options.get("tracking_uri"), os.environ.get("MLFLOW_TRACKING_URI")
+    if place and variable and without_credentials(variable) == place:
+        place = variable
+    if not place:
+        raise ConfigError(
+            "trackers.mlflow: give it tracking_uri, or the driver MLFLOW_TRACKING_URI: where "
+            "MLflow's server or database is"
+        )
+    return MlflowClient(place)
 
 
 def _name(text: str) -> str:

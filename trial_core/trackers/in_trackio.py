@@ -20,6 +20,7 @@ class TrackioTracker(Tracker):
     """
 
     measures_the_system: ClassVar[bool] = True
+    place_variables: ClassVar[Mapping[str, str]] = {"space_id": "TRACKIO_SPACE_ID"}
 
     def __init__(self, options: Mapping[str, Any], run: TrackedRun) -> None:
         super().__init__(options, run)

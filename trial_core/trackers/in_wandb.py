@@ -32,6 +32,10 @@ class WandbTracker(Tracker):
     """
 
     measures_the_system: ClassVar[bool] = True
+    place_variables: ClassVar[Mapping[str, str]] = {
+        "base_url": "WANDB_BASE_URL", "mode": "WANDB_MODE", "project": "WANDB_PROJECT",
+        "entity": "WANDB_ENTITY",
+    }  # fmt: skip
 
     def __init__(self, options: Mapping[str, Any], run: TrackedRun) -> None:
         super().__init__(options, run)

@@ -6,13 +6,16 @@ checkpoint, so that a run on another machine continues it.
 
 from __future__ import annotations
 
+import errno
 import threading
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
 import msgspec
 from typing_extensions import Self
 
+from trial_core.decoding import decode, decoder
 from trial_core.trackers.records import AnyRecord, Began
 
 FOLDER = "trackers"
@@ -22,11 +25,10 @@ JOURNAL, ORDER = "journal.jsonl", "order.json"
 DRIVER_EVENTS = "tensorboard/driver"
 """The folder of the event files that the tracker ``tensorboard`` writes."""
 
-STORED = (f"{FOLDER}/*.json", f"{FOLDER}/{JOURNAL}", f"{DRIVER_EVENTS}/*")
-"""What is stored of the trial's folder. States before the journal: they must not be ahead of it."""
+SENDER_LOG = "logs/trackers.log"
 
 _encoder = msgspec.json.Encoder()
-_decoder = msgspec.json.Decoder(AnyRecord)
+_decoder: msgspec.json.Decoder[AnyRecord] = decoder(AnyRecord)
 
 
 class State(msgspec.Struct, kw_only=True):
@@ -50,10 +52,9 @@ class JournalWriter:
     def __init__(self, path: Path) -> None:
         self._lock = threading.Lock()
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a+b")
-        end = self._file.seek(0, 2)
-        if end and (whole := _whole_bytes(path)) < end:
-            self._file.truncate(whole)
+        whole = _whole_bytes(path) if path.exists() else 0
+        self._file = path.open("ab", buffering=0)
+        self._file.truncate(whole)
 
     def __enter__(self) -> Self:
         return self
@@ -62,13 +63,28 @@ class JournalWriter:
         self, kind: type[BaseException] | None, error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:  # fmt: skip
+        self.close()
+
+    def close(self) -> None:
+        """Close the file: nothing more is appended."""
         self._file.close()
 
     def append(self, record: AnyRecord) -> None:
-        """Append a record, which readers see at once. Raises OSError."""
+        """Append a record, which readers see at once.
+
+        Raises:
+            OSError: the disk is full, for example. Nothing of the record is written.
+            ValueError: it has a text that is no Unicode.
+        """
+        line = _encoder.encode(record) + b"\n"
         with self._lock:
-            self._file.write(_encoder.encode(record) + b"\n")
-            self._file.flush()
+            before = self._file.tell()
+            try:
+                if self._file.write(line) != len(line):
+                    raise OSError(errno.ENOSPC, "the line does not fit", self._file.name)
+            except OSError:
+                self._file.truncate(before)
+                raise
 
 
 class JournalReader:
@@ -79,7 +95,7 @@ class JournalReader:
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self._offset = 0
         self.count = 0
 
@@ -89,10 +105,10 @@ class JournalReader:
         Raises:
             msgspec.MsgspecError: the journal is damaged, or of a later version.
         """
-        if not self._path.exists():
+        if not self.path.exists():
             return []
         records: list[AnyRecord] = []
-        with self._path.open("rb") as file:
+        with self.path.open("rb") as file:
             file.seek(self._offset)
             for line in file:
                 if len(records) == most or not line.endswith(b"\n"):
@@ -101,6 +117,32 @@ class JournalReader:
                 self._offset += len(line)
         self.count += len(records)
         return records
+
+
+def set_damaged_aside(folder: Path) -> str | None:
+    """Move a journal that cannot be read out of the way; what is wrong with it, None: nothing.
+
+    The states keep their runs, and begin at the new journal's first record. Raises OSError.
+    """
+    journal = folder / JOURNAL
+    reader = JournalReader(journal)
+    try:
+        while reader.read(1000):
+            pass
+    except (msgspec.MsgspecError, UnicodeDecodeError) as damage:
+        journal.replace(folder / f"{JOURNAL}.damaged")
+        for file in folder.glob("*.json"):
+            if file.name != ORDER:
+                file.write_bytes(_encoder.encode(State(run=read_state(file).run)))
+        return f"{journal} is damaged and was renamed: {damage}"
+    return None
+
+
+def read_state(path: Path) -> State:
+    """What a tracker has got; nothing, if the file is missing or damaged."""
+    with suppress(OSError, msgspec.MsgspecError, RecursionError):
+        return decode(path.read_bytes(), State)
+    return State()
 
 
 def age(data: bytes) -> tuple[int, int]:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
 from trial_core import text_format
-from trial_core.trackers.journal import JournalReader, State
-from trial_core.trackers.records import AnyRecord, Committed, Metrics
+from trial_core.trackers.journal import JournalReader, read_state
+from trial_core.trackers.records import AnyRecord, Committed, Deleted, Metrics
 from trial_core.trackers.system_metrics import SystemMetrics
 from trial_core.trackers.tracker import RecordRefused, Tracker
 
@@ -51,6 +51,7 @@ class Outbox:
         # Values of points after the last checkpoint, by batches and name: they may come again.
         self._points: dict[tuple[int, str], float | None] = {}
         self._batches = self._samples = self._attempt = 0
+        self._committed = 0
         self._at_once = AT_ONCE
         self._wakes, self._ending = threading.Event(), threading.Event()
         self._has_failed = False
@@ -107,9 +108,10 @@ class Outbox:
     def _send_next(self) -> bool:
         """Send some records; whether there may be more."""
         if self._tracker is None:
-            self._skip_sent()
+            had = self._skip_sent()
             tracker = self._new_tracker()
             self._state.run = tracker.open(self._state.run)
+            tracker.recall(had)
             self._write_state()
             self._tracker = tracker
         self._pending = self._pending or self._journal.read(AT_ONCE)
@@ -120,15 +122,19 @@ class Outbox:
             self._tracker.send([self._system.measure(self._batches, self._samples, self._attempt)])
         return False
 
-    def _skip_sent(self) -> None:
-        """Read what was sent before, to know its points."""
+    def _skip_sent(self) -> list[Committed | Deleted]:
+        """Read what was sent before, to know its points; its checkpoints."""
+        found: list[Committed | Deleted] = []
+        self._journal = JournalReader(self._journal.path)
         while self._journal.count < self._state.sent:
             records = self._journal.read(min(AT_ONCE, self._state.sent - self._journal.count))
             if not records:
                 self._state.sent = self._journal.count  # a copy of the journal lacks its end
-                return
+                break
             for record in records:
                 self._note(record)
+            found += [each for each in records if isinstance(each, (Committed, Deleted))]
+        return found
 
     def _send(self, tracker: Tracker, records: Sequence[AnyRecord]) -> None:
         points = self._points.copy()
@@ -162,9 +168,11 @@ class Outbox:
             if tracker is None or tracker.replaces_points:
                 return record
             return msgspec.structs.replace(record, values=new) if new else None
-        if isinstance(record, Committed):  # a resume goes back to it, not further
-            for place in [each for each in self._points if each[0] <= record.batches]:
+        if isinstance(record, Committed):
+            # A resume goes back to it; or to the one before, if it is damaged.
+            for place in [each for each in self._points if each[0] <= self._committed]:
                 del self._points[place]
+            self._committed = record.batches
         return record
 
     def _write_state(self) -> None:
@@ -177,16 +185,11 @@ class Outbox:
 
 
 _NONE = object()
-
-
-def read_state(path: Path) -> State:
-    """What a tracker has got; nothing, if the file is missing or damaged."""
-    with suppress(OSError, msgspec.MsgspecError):
-        return msgspec.json.decode(path.read_bytes(), type=State)
-    return State()
+_USER, _QUERY = re.compile(r"://[^/@\s]*@"), re.compile(r"\?[^\s)'\"]*=[^\s)'\"]*")
 
 
 def describe(error: BaseException) -> str:
-    """An error in one line, not too long."""
+    """An error in one line, not too long, and without the secrets that URLs may have."""
     text = text_format.one_line(f"{type(error).__name__}: {error}")
+    text = _QUERY.sub("?…", _USER.sub("://***@", text))
     return text if len(text) <= 300 else f"{text[:299]}…"

@@ -9,7 +9,7 @@ seconds, if the driver was killed.
 from __future__ import annotations
 
 import os
-import sys
+import signal
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,8 +19,9 @@ from typing import Any
 import filelock
 import msgspec
 
-from trial_core.trackers.journal import FOLDER, JOURNAL, JournalReader
-from trial_core.trackers.outbox import Outbox, read_state
+from trial_core.decoding import decode
+from trial_core.trackers.journal import FOLDER, JOURNAL, JournalReader, read_state
+from trial_core.trackers.outbox import Outbox
 from trial_core.trackers.system_metrics import SystemMetrics
 from trial_core.trackers.tracker import TrackedRun, Tracker, find_tracker
 
@@ -56,7 +57,8 @@ def main() -> None:
     def say(line: str) -> None:
         print(line, file=said, flush=True)
 
-    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=SenderOrder)
+    with open(0, "rb", buffering=0, closefd=False) as given:  # without reading ahead
+        order = decode(given.readline(), SenderOrder)
     folder = Path(order.run_dir) / FOLDER
     # The sender of a killed driver may still be sending.
     with filelock.FileLock(folder / "lock", timeout=4 * KILLED_PATIENCE_SECONDS):
@@ -64,8 +66,8 @@ def main() -> None:
         for outbox in outboxes:
             outbox.thread.start()
         has_ended = False
-        while not has_ended and (given := os.read(sys.stdin.fileno(), 4096)):
-            has_ended = END in given
+        while not has_ended and (wakes := os.read(0, 4096)):
+            has_ended = END in wakes
             for outbox in outboxes:
                 outbox.wake()
         for outbox in outboxes:
@@ -75,8 +77,8 @@ def main() -> None:
         for outbox in outboxes:
             outbox.thread.join(max(0.0, deadline - time.monotonic()))
         has_hung = any(outbox.thread.is_alive() for outbox in outboxes)
-    if has_hung:
-        os._exit(0)  # the threads, or what a tracker's package does at exit, would hold it up
+    if has_hung:  # it, and what the trackers' packages do at exit, would hold this process up
+        os.killpg(0, signal.SIGKILL)
 
 
 def _outbox(order: SenderOrder, name: str, say: Callable[[str], None]) -> Outbox:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
 
 from trial_core import text_format
+from trial_core.trackers.journal import SENDER_LOG
 from trial_core.trackers.sender import END, SenderOrder
+
+POLL_SECONDS = 0.1
 
 
 class SenderProcess:
@@ -30,9 +35,9 @@ class SenderProcess:
     def __init__(
         self, order: SenderOrder, variables: Mapping[str, str], hear: Callable[[str], None]
     ) -> None:
-        logs = Path(order.run_dir) / "logs"
-        logs.mkdir(exist_ok=True)
-        with (logs / "trackers.log").open("ab") as log:
+        path = Path(order.run_dir) / SENDER_LOG
+        path.parent.mkdir(exist_ok=True)
+        with path.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "trial_core.trackers.sender"],
                 env={**os.environ, **variables}, start_new_session=True,
@@ -49,18 +54,29 @@ class SenderProcess:
         self._write(b"\n")
         return self._process.poll() is None
 
-    def end(self, patience_seconds: float) -> None:
-        """Tell it that no more records come, and wait for its end; then kill it."""
+    def end(
+        self, patience_seconds: float, should_hurry: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Tell it that no more records come, and wait for its end; then kill it.
+
+        Its own child processes end, too.
+
+        Args:
+            should_hurry: polled; whether to kill it now.
+        """
         if self._process.stdin is not None:
             os.set_blocking(self._process.stdin.fileno(), True)
             self._write(END)
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
-        try:
-            self._process.wait(patience_seconds)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        deadline = time.monotonic() + patience_seconds
+        while time.monotonic() < deadline and not should_hurry():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(POLL_SECONDS)
+                break
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
         self._listener.join(1.0)
 
     def _write(self, data: bytes) -> None:

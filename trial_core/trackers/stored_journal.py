@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+from concurrent.futures import TimeoutError as FutureTimeout
 from logging import Logger, LoggerAdapter
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from trial_core.background import in_background
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.errors import StorageError, TrialflowError
-from trial_core.storage.parallel import CancelSignal
-from trial_core.trackers.journal import FOLDER, JOURNAL, STORED, age
+from trial_core.decoding import decode
+from trial_core.errors import TrialflowError
+from trial_core.report.rank_logs import stored_name
+from trial_core.trackers.journal import (
+    DRIVER_EVENTS,
+    FOLDER,
+    JOURNAL,
+    ORDER,
+    SENDER_LOG,
+    State,
+    age,
+    read_state,
+)
 
+KEEP_SECONDS = 60.0
 AnyLogger = Logger | LoggerAdapter[Any]
 
 
@@ -26,16 +39,18 @@ def adopt_stored(store: CheckpointStore, trial: str, run_dir: Path, logger: AnyL
     stored = layout.run_file_key(trial, FOLDER)
     try:
         journal = store.storage.read(f"{stored}/{JOURNAL}")
-        if journal is None or (local.exists() and age(local.read_bytes()) >= age(journal)):
+        ours = age(local.read_bytes()) if local.exists() else (0, 0)
+        if journal is None or ours > age(journal):
             return
         folder.mkdir(parents=True, exist_ok=True)
-        for file in folder.glob("*.json"):
-            file.unlink()
         for key in store.storage.sizes(stored):
-            name = key.rpartition("/")[2]
-            if name.endswith(".json") and (data := store.storage.read(f"{stored}/{name}")):
-                (folder / name).write_bytes(data)
-        local.write_bytes(journal)
+            file = folder / key.rpartition("/")[2]
+            if file.suffix == ".json" and (data := store.storage.read(f"{stored}/{file.name}")):
+                is_ours = ours == age(journal) and file.exists() and file.name != ORDER
+                if not is_ours or read_state(file).sent < decode(data, State).sent:
+                    file.write_bytes(data)
+        if ours != age(journal):
+            local.write_bytes(journal)
     except (OSError, TrialflowError, msgspec.MsgspecError) as error:
         logger.warning(
             "what trial %s has told its trackers before is not known, so they may get it twice: %s",
@@ -43,14 +58,37 @@ def adopt_stored(store: CheckpointStore, trial: str, run_dir: Path, logger: AnyL
         )  # fmt: skip
 
 
-def keep(store: CheckpointStore, trial: str, run_dir: Path, logger: AnyLogger) -> None:
-    """Store journal and states, for the trial's next run on another machine."""
+def keep(
+    store: CheckpointStore, trial: str, run_dir: Path, logger: AnyLogger,
+    timeout_seconds: float = KEEP_SECONDS, is_end: bool = True,
+) -> None:  # fmt: skip
+    """Store states and journal, and wait for that at most so long.
+
+    At the end of a run not if another one has stored a newer journal: this one was superseded.
+    """
     if store.is_process_local:
         return
     try:
-        for pattern in STORED:
-            for file in sorted(run_dir.glob(pattern)):
-                key = layout.run_file_key(trial, file.relative_to(run_dir).as_posix())
-                store.storage.upload(file, key, CancelSignal())
-    except (OSError, StorageError) as error:
-        logger.warning("the journal of trial %s is not stored: %s", trial, error)
+        in_background(lambda: _store(store, trial, run_dir, is_end), "trackers").result(
+            timeout_seconds
+        )
+    except (OSError, TimeoutError, FutureTimeout, TrialflowError, msgspec.MsgspecError) as error:
+        logger.warning(
+            "the journal of trial %s is not stored: %s", trial, error or type(error).__name__
+        )
+
+
+def _store(store: CheckpointStore, trial: str, run_dir: Path, is_end: bool) -> None:
+    journal = run_dir / FOLDER / JOURNAL
+    if is_end:
+        stored = store.storage.read(layout.run_file_key(trial, f"{FOLDER}/{JOURNAL}"))
+        if stored is not None and age(stored) > age(journal.read_bytes()):
+            return
+    # The journal after the states: a state must not be ahead of it.
+    files = [*sorted((run_dir / FOLDER).glob("*.json")), journal]
+    if is_end:  # what the sender has written after the report's last upload
+        files += [*sorted((run_dir / DRIVER_EVENTS).glob("*")), run_dir / SENDER_LOG]
+    for file in filter(Path.exists, files):
+        name = stored_name(run_dir, file.relative_to(run_dir))
+        if name and (data := file.read_bytes()):  # at once: it is being written
+            store.storage.write(layout.run_file_key(trial, name), data)

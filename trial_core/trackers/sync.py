@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.decoding import decode
 from trial_core.errors import ConfigError
 from trial_core.trackers.journal import FOLDER, ORDER
 from trial_core.trackers.sender import SenderOrder, unsent
@@ -38,7 +39,7 @@ def sync_trackers(
         raise ConfigError(
             f"no run of trial {trial} had trackers, neither on this machine nor in {store.url}"
         )
-    earlier = msgspec.json.decode(file.read_bytes(), type=SenderOrder)
+    earlier = decode(file.read_bytes(), SenderOrder)
     order = msgspec.structs.replace(
         earlier, run_dir=str(run_dir), patience_seconds=patience_seconds, measures=False
     )
@@ -46,6 +47,7 @@ def sync_trackers(
         find_tracker(name)
     before = unsent(run_dir, [*order.trackers])
     if before:
-        SenderProcess(order, {}, hear).end(patience_seconds + 1)
+        sender = SenderProcess(order, {}, hear)
+        sender.end(patience_seconds + 1)
         keep(store, trial, run_dir, logger)
     return before, unsent(run_dir, [*order.trackers])

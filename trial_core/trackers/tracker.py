@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 
 from trial_core.config.error_text import did_you_mean
 from trial_core.errors import ConfigError
-from trial_core.trackers.records import AnyRecord
+from trial_core.storage.credentials import without_credentials
+from trial_core.trackers.records import AnyRecord, Committed, Deleted
 
 GROUP = "trialflow.trackers"
 """The entry points of other packages' trackers: each is a subclass of `Tracker`."""
@@ -58,14 +59,27 @@ class Tracker:
         replaces_points: whether a point that is trained again after a resume replaces the one
             before. If not, a point that is trained again with the same values is not sent again.
         measures_the_system: whether it measures the machine itself.
+        place_variables: options that say where its data go, and the environment variables that
+            its package takes for them.
     """
 
     replaces_points: ClassVar[bool] = False
     measures_the_system: ClassVar[bool] = False
+    place_variables: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, options: Mapping[str, Any], run: TrackedRun) -> None:
         self.options = options
         self.run = run
+
+    @classmethod
+    def remembered(cls, options: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, Any]:
+        """The options with the place that `variables` name, without secrets: for a later `sync`."""
+        named = {
+            option: without_credentials(variables[variable])
+            for option, variable in cls.place_variables.items()
+            if variables.get(variable)
+        }
+        return {**named, **options}
 
     @classmethod
     def check(cls, options: Mapping[str, Any]) -> None:
@@ -85,6 +99,9 @@ class Tracker:
             The id of the run there, which the trial's storage remembers.
         """
         raise NotImplementedError
+
+    def recall(self, records: Sequence[Committed | Deleted]) -> None:
+        """The checkpoints that the run there was told of before. Called once, after `open`."""
 
     def send(self, records: Sequence[AnyRecord]) -> None:
         """Show these records, in their order.

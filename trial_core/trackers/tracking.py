@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,6 +16,7 @@ import msgspec
 from typing_extensions import Self
 
 from trial_core import text_format
+from trial_core.background import in_background
 from trial_core.checkpoint.manifest import Topology
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
@@ -23,7 +26,13 @@ from trial_core.ledger.time_ledger import TimeLedger
 from trial_core.messages import MetricsKind
 from trial_core.report.live_report import PAGE
 from trial_core.run.stop_requests import StopHandler, how_it_ended
-from trial_core.trackers.journal import FOLDER, JOURNAL, ORDER, JournalWriter
+from trial_core.trackers.journal import (
+    FOLDER,
+    JOURNAL,
+    ORDER,
+    JournalWriter,
+    set_damaged_aside,
+)
 from trial_core.trackers.records import (
     AnyRecord,
     Began,
@@ -36,7 +45,7 @@ from trial_core.trackers.records import (
 )
 from trial_core.trackers.sender import SenderOrder, unsent
 from trial_core.trackers.sender_process import SenderProcess
-from trial_core.trackers.stored_journal import AnyLogger, adopt_stored, keep
+from trial_core.trackers.stored_journal import KEEP_SECONDS, AnyLogger, adopt_stored, keep
 from trial_core.trackers.tracker import find_tracker
 
 # How long the end of a run waits for a tracker that hangs. One that is stopped may be killed soon.
@@ -90,12 +99,15 @@ class Tracking(Observer):
         self._sender: SenderProcess | None = None
         self._restarts_sender_at = 0.0
         self._has_warned = False
+        self._keeping = threading.Lock()
 
     def __enter__(self) -> Self:
         if not self._trackers:
             return self
         adopt_stored(self._store, self._trial, self._run_dir, self._logger)
         with self._warning("its trackers show nothing of this run"):
+            if damage := set_damaged_aside(self._run_dir / FOLDER):
+                self._logger.warning("trackers may lack something of earlier runs: %s", damage)
             self._journal = JournalWriter(self._run_dir / FOLDER / JOURNAL)
             self._start_sender()
         return self
@@ -113,20 +125,21 @@ class Tracking(Observer):
         page = str(self._run_dir / PAGE)
         self._append(RunEnded(at=time.time(), outcome=outcome, why=shortened(why), report=page))
         if self._journal is not None:
-            self._journal.__exit__(kind, error, traceback)
+            self._journal.close()
             self._journal = None
+        is_urgent = self._stopping.request is not None
         if self._sender is not None:
-            patience = PATIENCE_SECONDS + 1
-            if self._stopping.request is not None:
-                patience = URGENT_PATIENCE_SECONDS
-            self._sender.end(patience)
-        for name, count in unsent(self._run_dir, [*self._trackers]).items():
-            self._logger.warning(
-                "tracker %s has not got %s; the trial's next run sends them, or trialflow runs "
-                "sync %s",
-                name, text_format.plural(count, "record"), self._trial,
-            )  # fmt: skip
-        keep(self._store, self._trial, self._run_dir, self._logger)
+            patience = URGENT_PATIENCE_SECONDS if is_urgent else PATIENCE_SECONDS + 1
+            self._sender.end(patience, lambda: self._stopping.has_expired)
+        with self._warning("what its trackers have got is not known"):
+            for name, count in unsent(self._run_dir, [*self._trackers]).items():
+                self._logger.warning(
+                    "tracker %s has not got %s; the trial's next run sends them, or trialflow runs "
+                    "sync %s",
+                    name, text_format.plural(count, "record"), self._trial,
+                )  # fmt: skip
+        limit = URGENT_PATIENCE_SECONDS if is_urgent else KEEP_SECONDS
+        keep(self._store, self._trial, self._run_dir, self._logger, limit)
 
     # ------------------------------------------------------------------ observer
 
@@ -192,6 +205,15 @@ class Tracking(Observer):
             size_bytes=total_bytes, digest=digest,
         ))  # fmt: skip
         self._measure_time()
+        in_background(self._keep, "trackers")
+
+    def _keep(self) -> None:
+        """Store the journal beside training, unless it is being stored."""
+        if self._keeping.acquire(blocking=False):
+            try:
+                keep(self._store, self._trial, self._run_dir, self._logger, is_end=False)
+            finally:
+                self._keeping.release()
 
     def checkpoint_deleted(self, uuid: str) -> None:
         self._append(Deleted(at=time.time(), uuid=uuid))
@@ -228,9 +250,7 @@ class Tracking(Observer):
 
     def _measured(self, batches: int, values: Mapping[str, Any]) -> None:
         numbers = {
-            name: float(value) if math.isfinite(value) else None
-            for name, value in values.items()
-            if text_format.is_number(value)
+            name: finite(value) for name, value in values.items() if text_format.is_number(value)
         }
         if numbers:
             self._append(Metrics(
@@ -243,8 +263,14 @@ class Tracking(Observer):
             trial=self._trial, experiment=self._config.name, run_dir=str(self._run_dir),
             trackers=self._trackers, patience_seconds=PATIENCE_SECONDS,
         )  # fmt: skip
-        (self._run_dir / FOLDER / ORDER).write_bytes(msgspec.json.encode(order))
         variables = self._config.environment.environment_variables
+        there = {**os.environ, **variables}
+        places = {
+            name: find_tracker(name).remembered(options, there)
+            for name, options in self._trackers.items()
+        }
+        remembered = msgspec.structs.replace(order, trackers=places)
+        (self._run_dir / FOLDER / ORDER).write_bytes(msgspec.json.encode(remembered))
         self._sender = SenderProcess(order, variables, self._logger.warning)
         self._restarts_sender_at = time.monotonic() + RESTART_SECONDS
 
@@ -268,10 +294,18 @@ class Tracking(Observer):
     def _warning(self, what: str) -> Iterator[None]:
         try:
             yield
-        except OSError as error:
+        except (OSError, ValueError, TypeError, msgspec.MsgspecError) as error:
             if not self._has_warned:
                 self._logger.warning("trial %s: %s: %s", self._trial, what, error)
             self._has_warned = True
+
+
+def finite(value: float) -> float | None:
+    """The number, if JSON has it."""
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # a whole number of hundreds of digits
+        return None
 
 
 def parameters(config: ExperimentConfig) -> dict[str, str | int | float | bool | None]:

@@ -121,7 +121,7 @@ def test_a_run_killed_ten_times(
     run.until_ended()
     trial = tmp_path / "home" / TRIAL
     shown = {
-        "mlflow": mlflow.points(TRIAL)["training/loss"],
+        "mlflow": mlflow.points(TRIAL, config.name)["training/loss"],
         "wandb": in_wandb([trial / FOLDER / "wandb"], "training/loss"),
         "tensorboard": in_tensorboard(trial / DRIVER_EVENTS, "training/loss"),
         "trackio": in_trackio(tmp_path / "trackio", config.name, "training/loss"),

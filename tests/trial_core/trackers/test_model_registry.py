@@ -15,6 +15,7 @@ from trial_core.models.registry import Registry
 from trial_core.trackers.model_registry import NotShown, show_champion
 
 
+@pytest.mark.long
 def test_the_alias_follows_the_champion(
     mlflow: MlflowServer, moto_s3: S3Server, here: Path
 ) -> None:
@@ -22,7 +23,7 @@ def test_the_alias_follows_the_champion(
     place = {"url": f"{moto_s3.new_bucket()}/runs", "options": moto_s3.options}
     tracker = {"tracking_uri": mlflow.url, "registered_model": f"shown-{here.name}"}
     trackers = [{"mlflow": tracker}]
-    drive(one_slot(here, 12, trackers=trackers, checkpoint_storage=place))
+    drive(one_slot(here, 12, name=here.name, trackers=trackers, checkpoint_storage=place))
     store = CheckpointStore(place["url"], moto_s3.options)
     registry = Registry(store)
     first, second, third = (
@@ -33,7 +34,7 @@ def test_the_alias_follows_the_champion(
     def shown() -> tuple[str | None, str]:
         """The checkpoint and the URL of the version that has the alias."""
         version = mlflow.client.get_model_version_by_alias(f"shown-{here.name}", "champion")
-        assert version.run_id == mlflow.run(TRIAL).info.run_id
+        assert version.run_id == mlflow.run(TRIAL, here.name).info.run_id
         return version.tags["trialflow.checkpoint"], version.source
 
     for version in (first, second):
@@ -52,6 +53,7 @@ def test_the_alias_follows_the_champion(
     assert shown()[0] == third.checkpoint
 
 
+@pytest.mark.long
 def test_without_the_option_nothing_is_shown(here: Path) -> None:
     """And MLflow's package is not needed."""
     drive(one_slot(here, 4))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,8 +11,15 @@ import pytest
 
 from tests.support.waiting import until
 from trial_core.trackers import outbox as module
-from trial_core.trackers.journal import JournalReader, JournalWriter, State
-from trial_core.trackers.outbox import Outbox, read_state
+from trial_core.trackers.journal import (
+    JOURNAL,
+    JournalReader,
+    JournalWriter,
+    State,
+    read_state,
+    set_damaged_aside,
+)
+from trial_core.trackers.outbox import Outbox, describe
 from trial_core.trackers.records import AnyRecord, Began, Committed, Metrics
 from trial_core.trackers.tracker import RecordRefused, TrackedRun, Tracker
 
@@ -106,6 +115,19 @@ def test_points_that_are_trained_again(tracker: Noting) -> None:
     assert got == [*first, again[0], again[2]]
 
 
+def test_points_between_the_last_two_checkpoints(tracker: Noting) -> None:
+    """The newest checkpoint may be damaged: a resume from the one before repeats its points."""
+    first = [committed(4), loss(8, 0.25), committed(8)]
+    sent(tracker, *first)
+    again = [Began(at=0.0, batches=4, attempt=2), loss(8, 0.25, 2)]
+    assert sent(tracker, *again)[0] == [*first, again[0]]
+
+
+def test_an_error_is_shown_without_secrets(tracker: Noting) -> None:
+    problem = ConnectionError("http://me:hunter22@host/api?token=hunter22 cannot be reached")
+    assert describe(problem) == "ConnectionError: http://***@host/api?… cannot be reached"
+
+
 def test_a_tracker_that_replaces_points_gets_all(
     tracker: Noting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,3 +148,31 @@ def test_a_torn_line_of_a_killed_driver(tmp_path: Path) -> None:
     with JournalWriter(path) as journal:
         journal.append(loss(8, 0.25))
     assert until(lambda: reader.read(10), "the next record") == [loss(8, 0.25)]
+
+
+def test_a_damaged_journal_gives_way(tmp_path: Path) -> None:
+    """As after a power loss. The runs of the trackers are still known."""
+    (tmp_path / JOURNAL).write_bytes(bytes(60) + b"\n")
+    (tmp_path / "noting.json").write_bytes(b'{"run": "run-1", "sent": 7}')
+    assert "is damaged" in (set_damaged_aside(tmp_path) or "")
+    assert read_state(tmp_path / "noting.json") == State(run="run-1", sent=0)
+    assert not (tmp_path / JOURNAL).exists()
+    assert set_damaged_aside(tmp_path) is None
+
+
+def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
+    """A record that does not fit is not there in part, and later ones are read."""
+    path = tmp_path / JOURNAL
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with JournalWriter(path) as journal:
+        journal.append(loss(4, 0.5))
+        before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, limits[1]))
+        try:
+            with pytest.raises(OSError, match=r"large|fit"):
+                journal.append(loss(8, 0.25))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            signal.signal(signal.SIGXFSZ, before)
+        journal.append(loss(12, 0.125))
+    assert JournalReader(path).read(10) == [loss(4, 0.5), loss(12, 0.125)]

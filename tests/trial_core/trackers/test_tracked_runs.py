@@ -8,8 +8,10 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.support.browser import Browser
@@ -17,13 +19,17 @@ from tests.support.cli import ROOT, trialflow
 from tests.support.driving import TRIAL, drive
 from tests.support.flow import breaking, one_slot
 from tests.support.mlflow_server import MlflowServer
-from tests.support.own_lines_tracker import LinesTracker
+from tests.support.own_lines_tracker import CHILD, LinesTracker
 from tests.support.slots import TOY
 from tests.support.trackers import in_tensorboard, in_trackio, in_wandb
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.errors import ConfigError
-from trial_core.trackers.journal import FOLDER, JOURNAL
+from trial_core.run.run_dirs import locked_run_dir
+from trial_core.trackers.journal import FOLDER, JOURNAL, JournalWriter
+from trial_core.trackers.records import AnyRecord, Metrics
+from trial_core.trackers.sender import KILLED_PATIENCE_SECONDS
+from trial_core.trackers.sync import sync_trackers
 
 
 def test_each_tracker_shows_one_run_of_all_attempts(
@@ -47,11 +53,11 @@ def test_each_tracker_shows_one_run_of_all_attempts(
     result = drive(type(first).from_mapping(longer))
     assert result.batches_trained == 20
 
-    run = mlflow.run(TRIAL)
+    run = mlflow.run(TRIAL, first.name)
     homes = [here / "home" / TRIAL, here / "other-home" / TRIAL]
     stored = here / "checkpoints" / "runs" / TRIAL / "tensorboard" / "driver"
     shown = {
-        "mlflow": mlflow.points(TRIAL)["training/loss"],
+        "mlflow": mlflow.points(TRIAL, first.name)["training/loss"],
         "wandb": in_wandb([home / FOLDER / "wandb" for home in homes], "training/loss"),
         "tensorboard": in_tensorboard(stored, "training/loss"),
         "trackio": in_trackio(here / "trackio", first.name, "training/loss"),
@@ -59,12 +65,12 @@ def test_each_tracker_shows_one_run_of_all_attempts(
     for name, points in shown.items():
         assert [step for step, _ in points] == [4, 8, 12, 16, 20], name
         assert points[-1][1] == pytest.approx(result.training_metrics["loss"]), name
-    assert mlflow.points(TRIAL)["validation/loss"] == [
-        (12, pytest.approx(mlflow.points(TRIAL)["validation/loss"][0][1])),
+    assert mlflow.points(TRIAL, first.name)["validation/loss"] == [
+        (12, pytest.approx(mlflow.points(TRIAL, first.name)["validation/loss"][0][1])),
         (20, result.validation_metrics["loss"]),
     ]
 
-    assert mlflow.points(TRIAL)["progress/samples"][-1] == (20, 40.0)
+    assert mlflow.points(TRIAL, first.name)["progress/samples"][-1] == (20, 40.0)
     assert run.data.params["model.width"] == "16"
     assert run.data.params["trialflow.searcher.max_length.batches"] == "12"  # they never change
     assert run.data.tags["changed.trialflow.searcher.max_length.batches"] == "20"
@@ -75,13 +81,14 @@ def test_each_tracker_shows_one_run_of_all_attempts(
     newest = CheckpointStore(first.checkpoint_storage.url).list()[-1]
     assert run.data.tags["trialflow.checkpoint_digest"] == newest.digest
     assert run.data.tags["trialflow.checkpoint"].endswith(newest.uuid)
-    assert set(artifacts(mlflow)) == {"checkpoints.json", "report.html"}
+    artifacts = mlflow.client.list_artifacts(run.info.run_id)
+    assert {each.path for each in artifacts} == {"checkpoints.json", "report.html"}
+    listed = mlflow.client.download_artifacts(run.info.run_id, "checkpoints.json", str(here))
+    there = {each.uuid for each in CheckpointStore(first.checkpoint_storage.url).list()}
+    assert set(json.loads(Path(listed).read_text())) == there
 
 
-def artifacts(mlflow: MlflowServer) -> list[str]:
-    return [each.path for each in mlflow.client.list_artifacts(mlflow.run(TRIAL).info.run_id)]
-
-
+@pytest.mark.long
 def test_what_a_server_does_not_get_is_sent_by_the_next_run(
     mlflow: MlflowServer, here: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -114,6 +121,10 @@ def test_a_tracker_of_ones_own_that_hangs(
     assert drive(one_slot(here, 8, trackers=trackers)).batches_trained == 8
     assert not lines.exists()
     assert any("tracker lines has not got" in line for line in caplog.messages)
+    left = [
+        each for each in psutil.process_iter(["cmdline"]) if CHILD in (each.info["cmdline"] or ())
+    ]
+    assert left == []
     hang.unlink()
     drive(one_slot(here, 12, trackers=trackers))
     assert [step for step, _ in LinesTracker.points(lines, "training/loss")] == [4, 8, 12]
@@ -139,6 +150,9 @@ def test_a_core_api_script_is_tracked(here: Path, own_package: Path) -> None:
     [
         ([{"mlflow": {"password": "hunter22"}}], "passwords and keys are not written here"),
         ([{"mlflow": {"tracking_uri": "https://me:hunter22@host"}}], "passwords and keys"),
+        ([{"trackio": {"server_url": "https://host/?write_token=hunter22"}}], "nor URLs"),
+        ([{"mlflow": {"tracking_uri": "http://hunter22@host"}}], "nor URLs"),
+        (["mlflow", {"mlflow": {}}], "mlflow is there twice"),
         ([{"mlflow": {}, "wandb": {}}], "expected one tracker with its options"),
         ({"mlflow": {}}, "expected a list of trackers"),
     ],
@@ -163,6 +177,42 @@ def test_unknown_names_are_refused_before_training(here: Path, trackers: Any, pr
         drive(one_slot(here, 4, trackers=trackers))
     assert problem in str(refusal.value)
     assert not (here / "home" / TRIAL / FOLDER / JOURNAL).exists()
+
+
+def test_a_full_disk_does_not_end_the_run(
+    here: Path, own_package: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is said, once, and what follows is tracked again."""
+    lines, failed = here / "lines", []
+    append = JournalWriter.append
+
+    def full(journal: JournalWriter, record: AnyRecord) -> None:
+        if isinstance(record, Metrics) and record.batches == 4:
+            failed.append(record)
+            raise OSError(28, "No space left on device")
+        append(journal, record)
+
+    monkeypatch.setattr(JournalWriter, "append", full)
+    drive(one_slot(here, 8, trackers=[{"lines": {"file": str(lines)}}]))
+    assert failed
+    assert len([line for line in caplog.messages if "lack a part" in line]) == 1
+    assert [step for step, _ in LinesTracker.points(lines, "training/loss")] == [8]
+
+
+@pytest.mark.long
+def test_sync_waits_as_long_as_it_is_told(
+    here: Path, own_package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a tracker that is slow: longer than for one whose driver was killed."""
+    monkeypatch.setattr("trial_core.trackers.tracking.PATIENCE_SECONDS", 0.1)
+    lines, hang = here / "lines", here / "hang"
+    hang.touch()
+    drive(one_slot(here, 4, trackers=[{"lines": {"file": str(lines), "hang": str(hang)}}]))
+    store = CheckpointStore(f"file://{here}/checkpoints")
+    Timer(KILLED_PATIENCE_SECONDS + 5, hang.unlink).start()
+    with locked_run_dir(TRIAL) as folder:
+        before, after = sync_trackers(store, TRIAL, folder, 60.0, print, logging.getLogger())
+    assert (before.keys(), after) == ({"lines"}, {})
 
 
 def test_sync_sends_what_a_lost_machine_has_left(here: Path, own_package: Path) -> None:
@@ -195,7 +245,7 @@ def test_mlflows_page_shows_the_run(mlflow: MlflowServer, here: Path, browser: B
         here, 400, name="gpt", scheduling_unit=20, min_checkpoint_period={"batches": 40},
         min_validation_period={"batches": 40}, trackers=[{"mlflow": {"tracking_uri": mlflow.url}}],
     ), trial="gpt-0000beef")  # fmt: skip
-    info = mlflow.run("gpt-0000beef").info
+    info = mlflow.run("gpt-0000beef", "gpt").info
     page = f"{mlflow.url}/#/experiments/{info.experiment_id}/runs/{info.run_id}/model-metrics"
     browser.open(page, expecting="stall_seconds")
     browser.type_into("Search metric charts", "loss")
