@@ -62,3 +62,13 @@ def resident_bytes(pids: Iterable[int | str] = ("self",)) -> Resident:
         own += (kib["Pss_Anon"] + kib["Pss_Shmem"]) * 1024
         mapped += kib["Pss_File"] * 1024
     return Resident(own, mapped)
+
+
+def own_resident_bytes() -> Resident:
+    """This process's resident memory, with whole pages that others have too.
+
+    Unlike `resident_bytes` it does not walk the process's memory, which would slow it.
+    """
+    lines = Path("/proc/self/status").read_text().splitlines()
+    kib = {line.split(":")[0]: int(line.split()[1]) for line in lines if line.startswith("Rss")}
+    return Resident((kib["RssAnon"] + kib["RssShmem"]) * 1024, kib["RssFile"] * 1024)

@@ -12,7 +12,7 @@ import deepspeed
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.memory import PeakMemory, resident_bytes
+from benchmarks.memory import PeakMemory, own_resident_bytes
 from benchmarks.pretrained import SMALL
 from trial_core.deepspeed import DeepSpeedTrial, DeepSpeedTrialContext
 from trial_core.pytorch import DataLoader
@@ -29,14 +29,14 @@ class PretrainedTrial(DeepSpeedTrial):
         AutoModelForCausalLM.from_pretrained(folder / SMALL)  # imports what loading needs
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
-        with PeakMemory(resident_bytes) as peak:
+        with PeakMemory(own_resident_bytes) as peak:
             model = AutoModelForCausalLM.from_pretrained(folder)
         parameters: list[Any] = [*model.parameters()]  # ds_numel is DeepSpeed's
         weights = sum(each.ds_numel * each.element_size() for each in parameters)
         figures = {
             "weights_mib": weights / 2**20,
             "peak_share": (peak.own - peak.before.own) / weights,
-            "kept_share": (resident_bytes().own - peak.before.own) / weights,
+            "kept_share": (own_resident_bytes().own - peak.before.own) / weights,
             "mapped_peak_share": (peak.mapped - peak.before.mapped) / weights,
         }
         rank = context.distributed.get_rank()

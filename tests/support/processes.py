@@ -20,11 +20,12 @@ def alive(pids: Iterable[int]) -> list[int]:
 def wait_until_gone(pids: Iterable[int], timeout_seconds: float) -> list[int]:
     """Wait until none of `pids` runs; returns those that still do at the deadline."""
     deadline = time.monotonic() + timeout_seconds
-    left = alive(pids)
+    left = [psutil.Process(pid) for pid in alive(pids)]
     while left and time.monotonic() < deadline:
         time.sleep(0.05)
-        left = alive(left)
-    return left
+        # Not another process that has got the same number since.
+        left = [each for each in left if each.is_running() and _runs(each.pid)]
+    return [each.pid for each in left]
 
 
 def descendants(pid: int) -> list[int]:

@@ -24,7 +24,7 @@ import socket
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 
 import msgspec
@@ -109,8 +109,9 @@ class Server:
     def preload(self, modules: Sequence[str]) -> None:
         """Import the modules. A rank that cannot use them imports them itself, and reports why."""
         try:
-            for module in modules:
-                importlib.import_module(module)
+            with without_mlflow():
+                for module in modules:
+                    importlib.import_module(module)
         except Exception:  # noqa: BLE001 - each rank imports it again, and reports it
             traceback.print_exc()
             self._can_use_imported = False
@@ -276,6 +277,23 @@ def _live_members(leaders: Collection[int]) -> set[int]:
             if int(session) in leaders and state not in (b"Z", b"X"):
                 found.add(int(name))
     return found
+
+
+@contextlib.contextmanager
+def without_mlflow() -> Iterator[None]:
+    """Hide MLflow while DeepSpeed is imported; a trial may import it afterwards.
+
+    DeepSpeed's autotuner, which comes with it, imports MLflow where that is installed: a second of
+    processor time, and a thread, which a fork does not take along.
+    """
+    is_hidden = "mlflow" not in sys.modules
+    if is_hidden:
+        sys.modules["mlflow"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if is_hidden:
+            del sys.modules["mlflow"]
 
 
 def main() -> None:

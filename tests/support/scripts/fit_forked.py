@@ -27,9 +27,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "toy"))
 
 import numpy as np
 import torch
-from toy_trial import ToyTrial
 
-from trial_core.deepspeed import Trainer, init
+from trial_core.slots.fork_server_main import without_mlflow
+
+with without_mlflow():  # it has a thread
+    from toy_trial import ToyTrial
+
+    from trial_core.deepspeed import Trainer, init
 from trial_core.pytorch import Batch, PyTorchCallback
 
 # Modules that ranks import when they first need them.

@@ -163,3 +163,16 @@ def test_children_in_groups_of_their_own_are_killed() -> None:
         kill_sessions({rank.pid})
         assert wait_until_gone([compiler], DEADLINE_SECONDS) == []
     assert rank.returncode == -signal.SIGKILL
+
+
+def test_ranks_do_not_import_mlflow_with_deepspeed() -> None:
+    """It costs a second and has a thread. A trial may import it all the same."""
+    program = (
+        "import sys\n"
+        "from trial_core.slots.fork_server_main import without_mlflow\n"
+        "with without_mlflow():\n"
+        "    import deepspeed\n"
+        "assert 'mlflow' not in sys.modules\n"
+        "import mlflow\n"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)
