@@ -20,7 +20,10 @@ def alive(pids: Iterable[int]) -> list[int]:
 def wait_until_gone(pids: Iterable[int], timeout_seconds: float) -> list[int]:
     """Wait until none of `pids` runs; returns those that still do at the deadline."""
     deadline = time.monotonic() + timeout_seconds
-    left = [psutil.Process(pid) for pid in alive(pids)]
+    left = []
+    for pid in alive(pids):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            left.append(psutil.Process(pid))
     while left and time.monotonic() < deadline:
         time.sleep(0.05)
         # Not another process that has got the same number since.
