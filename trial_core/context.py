@@ -265,18 +265,14 @@ class TrialContext:
     ) -> None:
         """Say what one sample holds, so that the run shows tokens/s and the utilisation (MFU).
 
-        Call it on every rank, in ``__init__``, or later if it changes: the last call counts. That
-        of rank 0 is used.
+        Call it on every rank; the last call of rank 0 counts.
 
         Args:
             tokens: of one sample, on average; None: not known.
-            flops: floating-point operations of the model's forward and backward pass on one sample,
-                in the whole model; a multiplication and an addition are two. Without what a
-                checkpointed activation is computed again. Of a transformer, about
-                ``6 * parameters * tokens``. None: not known, or measured by DeepSpeed's
-                ``flops_profiler``.
-            number_type: what the model multiplies in: bf16, fp16, tf32 or fp32. It decides which
-                peak of the device is 100 %.
+            flops: floating-point operations of the model's forward and backward pass on one
+                sample, without recomputation; of a transformer, about ``6 * parameters * tokens``.
+                None: not known, or measured by DeepSpeed's ``flops_profiler``.
+            number_type: bf16, fp16, tf32 or fp32: which peak of the device is 100 %.
 
         Raises:
             TrialTypeError: `tokens` or `flops` is not a number.

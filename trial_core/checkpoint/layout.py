@@ -11,8 +11,7 @@ checkpoints/{uuid}/trial-code.tar               driver, before the ranks upload 
 uploads/{trial}/{uuid}.json                     driver, before the upload (intent)      commit; sweep if never committed
 attempts/{trial}/{number:06d}.json              driver, to take over the trial          later attempts: the last 8 stay
 claims/{trial}.json                             driver, when it starts and restores     end of the run; ignored after 30 days
-pins/{uuid}/pin.json                            a person who pins                       a person who unpins
-pins/{uuid}/pin-{unique}.json                   a person who pins, until pin.json is    the same; a person who unpins
+pins/{uuid}/pin-{unique}.json                   a person who pins                       a person who unpins, or pins again
 pins/{uuid}/{model}/{move:06d}-{unique}.json    registry, before a promotion (hold)     a later move of the model's aliases
 deletions/{uuid}/{unique}.json                  prune, before it deletes: one a prune   prune, when it has deleted
 damages/{uuid}/{path}.json                      a reader that found the file damaged    prune, with the file

@@ -2,7 +2,7 @@
 
 ::
 
-    pins/{uuid}/pin.json                            a person's pin: who, when and why
+    pins/{uuid}/pin-{unique}.json                   a person's pin: who, when and why
     pins/{uuid}/pin-{unique}.json                   the same, while it is being made
     pins/{uuid}/{model}/{move:06d}-{unique}.json    the registry's hold: which version of a model
 
@@ -86,13 +86,17 @@ def pin(store: CheckpointStore, uuid: str, reason: str = "", by: str | None = No
         by: who pins; by default this user on this machine.
     """
     manifest = store.open(uuid)
-    made = Protection(uuid=manifest.uuid, by=by or user_at_host(), at=utc_now(), reason=reason)
+    earlier = protections(store, manifest.uuid, kind="pin").get(manifest.uuid, [])
     # Refused, it is removed: under a key of its own, or it would remove the pin of another person
-    # who pins at the same time and has not been refused.
-    first = msgspec.structs.replace(made, unique=uuids.uuid4().hex)
-    place(store, manifest.name, first)
-    store.storage.write(made.key, encode_json(made))
-    store.storage.remove(first.key)
+    # who pins at the same time and has not been refused. It keeps that key: a second write could
+    # come after an unpin and a prune, and stay for a checkpoint that is gone.
+    made = Protection(
+        uuid=manifest.uuid, by=by or user_at_host(), at=utc_now(), reason=reason,
+        unique=uuids.uuid4().hex,
+    )  # fmt: skip
+    place(store, manifest.name, made)
+    for each in earlier:
+        store.storage.remove(each.key)
     return made
 
 

@@ -32,7 +32,7 @@ def test_a_pin_says_who_and_why(store: CheckpointStore) -> None:
     assert pins(store) == {manifest.uuid: made}
     assert (made.uuid, made.reason, made.by) == (manifest.uuid, "figure 3", "ann@here")
     assert str(made) == "pinned by ann@here: figure 3"
-    stored = store.storage.read(f"pins/{manifest.uuid}/pin.json") or b""
+    stored = store.storage.read(made.key) or b""
     assert b'"reason": "figure 3"' in stored  # readable by anything
     assert unpin(store, manifest.uuid[:9]) == made
     assert pins(store) == {}
