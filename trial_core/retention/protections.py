@@ -2,7 +2,7 @@
 
 ::
 
-    pins/{uuid}/pin-{unique}.json                   a person's pin: who, when and why
+    pins/{uuid}/pin.json                            a person's pin: who, when and why
     pins/{uuid}/pin-{unique}.json                   the same, while it is being made
     pins/{uuid}/{model}/{move:06d}-{unique}.json    the registry's hold: which version of a model
 
@@ -145,8 +145,8 @@ def protections(
             continue
         unknown = Protection(uuid=name.uuid, by="unknown", at="", reason=f"{key} cannot be read")
         read = read_json(store.storage, key, Protection, unknown)
-        if read is None:
-            continue  # it has just been removed
+        if read is None:  # it has just been removed, maybe for another that the list lacks
+            return protections(store, uuid, kind)
         found.setdefault(name.uuid, []).append(msgspec.structs.replace(read, **name._asdict()))
     for of_checkpoint in found.values():
         of_checkpoint.sort(
