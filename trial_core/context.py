@@ -268,15 +268,14 @@ class TrialContext:
         Call it on every rank; the last call of rank 0 counts.
 
         Args:
-            tokens: of one sample, on average; None: not known.
-            flops: floating-point operations of the model's forward and backward pass on one
-                sample, without recomputation; of a transformer, about ``6 * parameters * tokens``.
-                None: not known, or measured by DeepSpeed's ``flops_profiler``.
+            tokens: on average; None: not known.
+            flops: operations of the model's forward and backward pass, without recomputation; of a
+                transformer about ``6 * parameters * tokens``. None: not known, or measured by
+                DeepSpeed's ``flops_profiler``.
             number_type: bf16, fp16, tf32 or fp32: which peak of the device is 100 %.
 
         Raises:
-            TrialTypeError: `tokens` or `flops` is not a number.
-            TrialValueError: it is not positive and finite, or there is no such number type.
+            TrialTypeError, TrialValueError: a value is not positive and finite, or unknown.
         """
         self._info.sample_work = said_work(
             "set_work_per_sample", number_type, samples=1, tokens=tokens, flops=flops
