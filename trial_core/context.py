@@ -263,15 +263,13 @@ class TrialContext:
         flops: float | None = None,
         number_type: NumberType = "bf16",
     ) -> None:
-        """Say what one sample holds, so that the run shows tokens/s and the utilisation (MFU).
-
-        Call it on every rank; the last call of rank 0 counts.
+        """Say what a sample holds: the run shows tokens/s and MFU. The last call of rank 0 counts.
 
         Args:
             tokens: on average; None: not known.
-            flops: operations of the model's forward and backward pass, without recomputation; of a
-                transformer about ``6 * parameters * tokens``. None: not known, or measured by
-                DeepSpeed's ``flops_profiler``.
+            flops: of the forward and backward pass, without recomputation: of a transformer about
+                ``6 * parameters * tokens``. None: not known, or DeepSpeed's ``flops_profiler``
+                measures them.
             number_type: bf16, fp16, tf32 or fp32: which peak of the device is 100 %.
 
         Raises:
