@@ -31,7 +31,8 @@ def sync_trackers(
         How many records each tracker lacked before, and lacks still; only those that lack some.
 
     Raises:
-        ConfigError: no run of the trial had trackers, or one of them is not installed here.
+        ConfigError: no run of the trial had trackers, it is not readable which, or one of them is
+            not installed here.
     """
     adopt_stored(store, trial, run_dir, logger)
     file = run_dir / FOLDER / ORDER
@@ -39,7 +40,12 @@ def sync_trackers(
         raise ConfigError(
             f"no run of trial {trial} had trackers, neither on this machine nor in {store.url}"
         )
-    earlier = decode(file.read_bytes(), SenderOrder)
+    try:
+        earlier = decode(file.read_bytes(), SenderOrder)
+    except msgspec.MsgspecError as damage:
+        raise ConfigError(
+            f"{file} does not say which trackers trial {trial} had: {damage}; its next run does"
+        ) from None
     order = msgspec.structs.replace(
         earlier, run_dir=str(run_dir), patience_seconds=patience_seconds, measures=False
     )
