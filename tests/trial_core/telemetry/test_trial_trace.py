@@ -19,6 +19,7 @@ from tests.support.slots import toy_config
 from tests.support.telemetry import MemoryMetrics, MemorySpans, Receiver, install_memory, points
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.driver.run_status import UPLOAD
 
 pytestmark = pytest.mark.slots
 
@@ -110,7 +111,10 @@ def test_every_span_has_its_parent_in_the_trace(told: Told) -> None:
 
 
 def test_a_restart_is_an_event_and_another_launch(told: Told) -> None:
-    """The launch that failed, and its stage, are errors that say why. The attempt is none."""
+    """The launch that failed, and its stage, are errors that say why. The attempt is none.
+
+    The checkpoint at 4 may be uploading when the rank breaks; its upload then fails as well.
+    """
     failed, good = told.named(0, "launch")
     (attempt,) = told.named(0, "attempt")
     (event,) = [each for each in attempt.events if each.name == "restart"]
@@ -121,8 +125,11 @@ def test_a_restart_is_an_event_and_another_launch(told: Told) -> None:
     assert "the toy was told to break" in str(failed.status.description)
     assert good.status.is_unset
     assert attempt.status.is_unset
-    broken = [each for each in told.attempts[0] if each.parent == failed.context]
-    assert [each.name for each in broken if not each.status.is_unset] == ["train-workload"]
+    broken = [
+        each for each in told.attempts[0]
+        if each.parent == failed.context and each.name != UPLOAD and not each.status.is_unset
+    ]  # fmt: skip
+    assert [each.name for each in broken] == ["train-workload"]
     assert [launch.parent for launch in (failed, good)] == [attempt.context] * 2
     assert dict(good.attributes or {})["trialflow.ranks"] == 2
 
@@ -148,7 +155,9 @@ def test_metrics_count_what_was_trained_and_name_the_rank(told: Told) -> None:
     """Batches that were lost and trained again count again."""
     ((_, batches),) = told.values(0, "trialflow.batches")
     ((_, samples),) = told.values(0, "trialflow.samples")
-    assert batches in (8, 8 + 1, 8 + 5)  # the batch before the failure may not have been told
+    # Trained again: what came after batch 4, or after 0 if its upload failed. The batch before the
+    # failure may not have been told.
+    assert batches in (8, 8 + 1, 8 + 4, 8 + 5)
     assert samples == batches * 4
     assert told.values(0, "trialflow.restarts") == [([], 1)]
     assert told.values(1, "trialflow.restarts") == [([], 0)]
