@@ -75,6 +75,7 @@ class Trialflow:
             searcher={"name": "single", "metric": "loss", "max_length": {"batches": job.batches}},
             scheduling_unit=job.save_every, min_checkpoint_period={"batches": job.save_every},
             checkpoint_policy="none", max_restarts=job.restarts,
+            checkpointing={"when_busy": "postpone"},
             stopping={"stall_timeout_seconds": job.stall_seconds},
             environment={
                 "environment_variables": {

@@ -28,11 +28,12 @@ class CheckpointingConfig(Section):
         "machine share half of the memory that is free at their first snapshot; each takes what it "
         "needs.",
     )
-    when_busy: Literal["wait", "skip"] = Field(
+    when_busy: Literal["wait", "postpone"] = Field(
         default="wait",
         title="While an upload is running",
-        description="Whether the next checkpoint waits for it or is skipped. Only periodic "
-        "checkpoints are skipped; the best and the last one always wait.",
+        description="What happens when the next checkpoint is due. wait: training waits for the "
+        "upload. postpone: training goes on, and the checkpoint is saved as soon as the upload has "
+        "ended. Only periodic checkpoints are postponed; the best and the last one always wait.",
     )
     exclude_frozen_parameters: Flag = Field(
         default=False,

@@ -46,7 +46,7 @@ class LaunchStages:
         self.store = run.store
         self.metrics = launch.answers.metrics
         self.metric = run.metric
-        self.skips_when_busy = run.config.checkpointing.when_busy == "skip"
+        self.postpones_when_busy = run.config.checkpointing.when_busy == "postpone"
         self.how_to_go_on = run.how_to_go_on
         self._has_mistake = False
         self.logger = run.logger
@@ -153,10 +153,13 @@ class LaunchStages:
     def start_upload(self, staged: StagedCheckpoint) -> None:
         if self._launch.run.test_mode == "keep nothing":
             self._launch.ask(ReleaseStaging(uuid=staged.uuid), Done)
-        elif self._saves_continuously:
-            self._uploads.start(staged, self._launch.slots.break_training)
-        else:
-            self._uploads.start(staged)
+            return
+        self._uploads.start(staged)
+        if self._saves_continuously:
+            self.break_training_after_upload()
+
+    def break_training_after_upload(self) -> None:
+        self._uploads.call_at_end(self._launch.slots.break_training)
 
     def finish_upload(self) -> None:
         self._after_upload(self._uploads.wait())

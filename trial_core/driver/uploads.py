@@ -49,24 +49,15 @@ class Uploads:
         """Whether an upload is in progress."""
         return not self._has_ended.is_set()
 
-    def start(self, staged: StagedCheckpoint, on_end: Callable[[], None] = lambda: None) -> None:
-        """Upload and commit a staged checkpoint beside training.
-
-        Args:
-            on_end: called once `is_busy` is False, in any thread.
-        """
-
-        def end(_: object) -> None:
-            has_ended.set()
-            on_end()
-
+    def start(self, staged: StagedCheckpoint) -> None:
+        """Upload and commit a staged checkpoint beside training."""
         # An event, because the state of a future of Prefect's would ask the server, over HTTP.
         self._has_ended = has_ended = threading.Event()
         self._pending = self._stages.checkpoint_upload(self._launch, staged)
-        self._pending.add_done_callback(end)
+        self._pending.add_done_callback(lambda _: has_ended.set())
 
     def call_at_end(self, call: Callable[[], None]) -> None:
-        """Call `call` once the upload in progress has ended, in any thread; now without one."""
+        """Call `call` once `is_busy` is False, in any thread; now without an upload."""
         if self._pending is None:
             call()
         else:

@@ -114,7 +114,7 @@ class RunStages(Protocol):
         store: the trial's checkpoint storage.
         metrics: the last metrics of each kind.
         metric: the name of the searcher metric; None if the run has none.
-        skips_when_busy: whether to skip an optional checkpoint during an upload
+        postpones_when_busy: whether to postpone an optional checkpoint during an upload
             (`checkpointing.when_busy`).
         how_to_go_on: what to do with a trial that has reached its maximum length.
     """
@@ -124,7 +124,7 @@ class RunStages(Protocol):
     logger: Logger | LoggerAdapter[Any]
     metrics: dict[str, dict[str, Any]]
     metric: str | None
-    skips_when_busy: bool
+    postpones_when_busy: bool
     how_to_go_on: str
 
     @property
@@ -184,6 +184,9 @@ class RunStages(Protocol):
 
     def start_upload(self, staged: StagedCheckpoint) -> None:
         """Start to upload and commit a staged checkpoint, beside training."""
+
+    def break_training_after_upload(self) -> None:
+        """End the train-workload in progress as soon as the upload in progress has ended."""
 
     def finish_upload(self) -> None:
         """Wait for the upload, if there is one, and run its hook. Raises its error."""
@@ -248,8 +251,8 @@ def follow_schedule(stages: RunStages) -> TrialResult:
             if stages.withholds_checkpoint(trained):
                 progress = progress.after_checkpoint()  # as if there were nothing to save
                 continue
-            if not _has_room(stages, work, schedule, trained):
-                progress = progress.skipping_checkpoint()
+            if not _has_room(stages, work, schedule, progress):
+                progress = progress.postponing_checkpoint()
                 continue
             staged = stages.save(progress)
             stages.run_hook("on_checkpoint_write_end", trained)
@@ -294,17 +297,19 @@ def _missing_metric(stages: RunStages, first: Workload) -> TrialError | None:
 
 
 def _has_room(
-    stages: RunStages, checkpoint: Checkpoint, schedule: Schedule, batches_trained: int
+    stages: RunStages, checkpoint: Checkpoint, schedule: Schedule, progress: Progress
 ) -> bool:
-    """Whether to save now: one upload runs at a time. Waits for it, unless the save is skipped."""
+    """Whether to save now: one upload runs at a time. Waits for it, or postpones the save."""
     if stages.is_uploading:
         if checkpoint.is_optional and schedule.checkpoint_period == "continuous":
             return False  # the end of the upload ends the next train-workload
-        if checkpoint.is_optional and stages.skips_when_busy:
-            stages.logger.warning(
-                "checkpoint skipped at batch %d: the last one is still being uploaded "
-                "(checkpointing.when_busy: skip)", batches_trained,
-            )  # fmt: skip
+        if checkpoint.is_optional and stages.postpones_when_busy:
+            if progress.postponed_at is None:
+                stages.logger.info(
+                    "the checkpoint at batch %d is postponed: the last one is still being uploaded",
+                    progress.batches_trained,
+                )  # fmt: skip
+                stages.break_training_after_upload()
             return False
         stages.logger.info("training waits: the last checkpoint is still being uploaded")
     stages.finish_upload()

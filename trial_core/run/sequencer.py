@@ -56,7 +56,8 @@ class Progress:
         best_metric: the best value of the searcher metric so far.
         improved: whether the last validation was the best so far.
         stop_requested: whether the run was asked to save and end.
-        skipped_at: `batches_trained` at the last due checkpoint that was skipped.
+        postponed_at: `batches_trained` when an upload last kept a checkpoint from being saved;
+            None: the last one that was due is saved.
     """
 
     batches_trained: int = 0
@@ -65,7 +66,7 @@ class Progress:
     best_metric: float | None = None
     improved: bool = False
     stop_requested: bool = False
-    skipped_at: int | None = None
+    postponed_at: int | None = None
 
     def after_training(self, batches_trained: int) -> Progress:
         """The progress after training to `batches_trained`."""
@@ -94,11 +95,11 @@ class Progress:
 
     def after_checkpoint(self) -> Progress:
         """The progress after a checkpoint of this state was saved."""
-        return replace(self, checkpointed_at=self.batches_trained)
+        return replace(self, checkpointed_at=self.batches_trained, postponed_at=None)
 
-    def skipping_checkpoint(self) -> Progress:
-        """The progress after a due checkpoint was skipped."""
-        return replace(self, skipped_at=self.batches_trained)
+    def postponing_checkpoint(self) -> Progress:
+        """The progress after a due checkpoint was postponed: it is due after the next workload."""
+        return replace(self, postponed_at=self.batches_trained)
 
     def stopping(self, stop_requested: bool = True) -> Progress:
         """The progress after a stop request; `False` clears it."""
@@ -122,7 +123,7 @@ class Checkpoint:
     """Save a checkpoint.
 
     Attributes:
-        is_optional: whether it is only periodic, so it may be skipped.
+        is_optional: whether it is only periodic, so it may be postponed.
     """
 
     is_optional: bool = False
@@ -190,9 +191,9 @@ def _must_checkpoint(progress: Progress, schedule: Schedule, end: int) -> bool:
 
 def _may_checkpoint(progress: Progress, schedule: Schedule, epoch: EpochLength | None) -> bool:
     trained, period = progress.batches_trained, schedule.checkpoint_period
-    if trained == 0 or trained in (progress.checkpointed_at, progress.skipped_at):
+    if trained == 0 or trained in (progress.checkpointed_at, progress.postponed_at):
         return False
-    if isinstance(period, str):
+    if isinstance(period, str) or progress.postponed_at is not None:
         return True
     return period is not None and period.is_due(trained, epoch)
 

@@ -43,7 +43,9 @@ class MyTrial(DeepSpeedTrial):
         )
         self.engine = context.wrap_model_engine(engine)
         context.set_tokenizer(tokenizer)  # goes with the model: trialflow export best --format hf
-        self.data = windows(tokenizer, context.get_hparam("window"))
+        window = context.get_hparam("window")
+        context.set_work_per_sample(tokens=window)  # so that tokens a second are shown
+        self.data = windows(tokenizer, window)
 
     def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
         loss = self._loss(dataloader_iter)

@@ -53,7 +53,7 @@ EVERY_FIELD: dict[str, Any] = {
         "url": "s3://bucket/prefix", "options": {"key": "k", "config_kwargs": {"s3": {}}},
         "save_trial_best": 1, "keep_every": {"batches": 10},
     },
-    "checkpointing": {"memory_gib_per_rank": 1.5, "when_busy": "skip", "trusted": False},
+    "checkpointing": {"memory_gib_per_rank": 1.5, "when_busy": "postpone", "trusted": False},
     "reproducibility": {"experiment_seed": 7},
     "max_restarts": 0,
     "stopping": {"grace_seconds": 5, "time_budget_seconds": 7.5, "stall_timeout_seconds": None},

@@ -43,7 +43,7 @@ class RecordedStages:
         self.metrics: dict[str, dict[str, Any]] = {}
         self.newest_checkpoint: str | None = None
         self.is_uploading = False
-        self.skips_when_busy = False
+        self.postpones_when_busy = False
         self.how_to_go_on = "give a greater length"
         self.upload_is_slow = False
         self.uploads_until = 10**6
@@ -114,6 +114,10 @@ class RecordedStages:
     def start_upload(self, staged: StagedCheckpoint) -> None:
         assert not self.is_uploading
         self._pending, self.is_uploading = staged.uuid, self.upload_is_slow
+
+    def break_training_after_upload(self) -> None:
+        assert self.is_uploading
+        self.calls.append("break after upload")
 
     def finish_upload(self) -> None:
         if self._pending is not None:
@@ -283,23 +287,40 @@ def test_the_metrics_names_are_not_looked_for_in_vain(tmp_path: Path, case: str)
     assert "name metrics" not in stages.calls
 
 
-@pytest.mark.parametrize(("skips", "saved"), [(True, [2, 6]), (False, [2, 4, 6])])
-def test_only_optional_checkpoints_are_skipped_during_an_upload(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, skips: bool, saved: list[int]
+@pytest.mark.parametrize(
+    ("postpones", "saved"), [(True, [4, 9, 12, 13]), (False, [4, 8, 12, 13])]
+)
+def test_only_optional_checkpoints_are_postponed_during_an_upload(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, postpones: bool, saved: list[int]
 ) -> None:
-    """With `when_busy: skip`. The last checkpoint waits for the upload; both cases are logged."""
-    stages = RecordedStages(tmp_path, checkpoint_period=Batch(2), checkpoint_policy="none")
-    stages.upload_is_slow, stages.skips_when_busy = True, skips
+    """With `when_busy: postpone`, until a workload ends after the upload; and so does one then. The
+    last checkpoint waits for the upload. Both cases are logged, once."""
+    stages = RecordedStages(
+        tmp_path, max_length=Batch(13), checkpoint_period=Batch(4), checkpoint_policy="none",
+        reporting_period=Batch(3),
+    )  # fmt: skip
+    stages.upload_is_slow, stages.postpones_when_busy, stages.uploads_until = True, postpones, 9
     with caplog.at_level(logging.INFO, "recorded"):
         follow_schedule(stages)
     assert [call for call in stages.calls if call.startswith("save")] == [
         f"save {batches}" for batches in saved
     ]
-    skipped = (
-        "checkpoint skipped at batch 4: the last one is still being uploaded "
-        "(checkpointing.when_busy: skip)"
-    )
-    assert (skipped in caplog.messages) is skips
+    assert stages.calls.count("break after upload") == postpones
+    postponed = "the checkpoint at batch 8 is postponed: the last one is still being uploaded"
+    assert caplog.messages.count(postponed) == postpones
+    waits = caplog.messages.count("training waits: the last checkpoint is still being uploaded")
+    assert waits == (0 if postpones else 1)
+
+
+def test_a_last_checkpoint_is_not_postponed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It waits for the upload before it."""
+    stages = RecordedStages(tmp_path, checkpoint_period=Batch(4), checkpoint_policy="none")
+    stages.upload_is_slow = stages.postpones_when_busy = True
+    with caplog.at_level(logging.INFO, "recorded"):
+        follow_schedule(stages)
+    assert [call for call in stages.calls if call.startswith("save")] == ["save 4", "save 6"]
     assert "training waits: the last checkpoint is still being uploaded" in caplog.messages
 
 

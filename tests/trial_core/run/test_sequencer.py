@@ -292,13 +292,17 @@ def test_only_a_periodic_checkpoint_may_be_skipped() -> None:
     assert optional == {4: True, 8: False, 12: False}
 
 
-def test_a_skipped_checkpoint_is_skipped_once() -> None:
+def test_a_postponed_checkpoint_is_due_after_the_next_workload() -> None:
     """Training continues; if the run then stops at this batch, it saves."""
     schedule = Schedule(Batch(12), Batch(4), checkpoint_period=Batch(4), checkpoint_policy="none")
-    skipped = Progress(4).skipping_checkpoint()
-    assert next_workload(skipped, schedule, EPOCH) == Train(8)
-    assert next_workload(skipped.stopping(), schedule, EPOCH) == Checkpoint()
-    assert next_workload(skipped.after_training(8), schedule, EPOCH) == Checkpoint(is_optional=True)
+    postponed = Progress(4).postponing_checkpoint()
+    assert next_workload(postponed, schedule, EPOCH) == Train(8)
+    assert next_workload(postponed.stopping(), schedule, EPOCH) == Checkpoint()
+    later = postponed.after_training(5)
+    assert next_workload(later, schedule, EPOCH) == Checkpoint(is_optional=True)
+    assert next_workload(later.after_checkpoint(), schedule, EPOCH) == Train(8)
+    again = later.postponing_checkpoint().after_training(7)
+    assert next_workload(again, schedule, EPOCH) == Checkpoint(is_optional=True)
 
 
 def test_a_state_saved_before_its_best_validation_is_saved_again() -> None:
