@@ -58,6 +58,7 @@ from trial_core.messages import (
 from trial_core.slots.fork_server import ForkServer
 from trial_core.slots.rank_main import TRIAL_MODULES
 from trial_core.slots.slot_group import SlotGroup
+from trial_core.storage.open_storage import packages_of
 from trial_core.transfer.memory_files import GIB, free_bytes
 from trial_core.transfer.upload import merge_entries
 
@@ -251,12 +252,12 @@ def new_bench(server_name: str, layers: int) -> Iterator[Bench]:
         ExitStack() as stack,
         tempfile.TemporaryDirectory(prefix="benchmark-") as folder,
     ):
-        modules = [*TRIAL_MODULES, "benchmarks.loading_trial"]
+        store = CheckpointStore(server.new_bucket(), server.options)
+        modules = [*TRIAL_MODULES, *packages_of(store.url), "benchmarks.loading_trial"]
         fork_servers = {
             ranks: stack.enter_context(ForkServer(modules))
             for ranks in sorted({ranks for case in CASES for ranks in case})
         }
-        store = CheckpointStore(server.new_bucket(), server.options)
         yield Bench(store, server.options, layers, fork_servers, Path(folder))
 
 

@@ -31,6 +31,7 @@ from trial_core.slots.fork_server import ForkServer
 from trial_core.slots.launcher import Launcher, LocalLauncher, rank_environment
 from trial_core.slots.listen_address import ListenAddress
 from trial_core.slots.rank_main import SCRIPT_MODULES, TRIAL_MODULES
+from trial_core.storage.open_storage import packages_of
 from trial_core.text_format import plural
 
 JOIN_TOKEN = "join-token"
@@ -230,7 +231,8 @@ def _modules(config: ExperimentConfig) -> Sequence[str]:
     """What is imported before ranks are forked."""
     if not config.resources.preload:
         return ()
-    return SCRIPT_MODULES if config.is_script else TRIAL_MODULES
+    of_ranks = SCRIPT_MODULES if config.is_script else TRIAL_MODULES
+    return *of_ranks, *packages_of(config.checkpoint_storage.url)
 
 
 def _slots_here(config: ExperimentConfig, variables: Mapping[str, str]) -> int:

@@ -225,10 +225,27 @@ def become_rank(
         for descriptor in (*store, keeper):
             os.set_inheritable(descriptor, True)
         os.execv(sys.executable, [sys.executable, "-m", rank_main.__name__])
+    _fork_persister([*store, keeper])
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()  # Python's generator reseeds itself, and torch's is never random
     sys.argv[:] = [rank_main.__file__]
     rank_main.main()
+
+
+def _fork_persister(unneeded: Sequence[int]) -> None:
+    """Fork a rank's persister process, if what it needs is imported.
+
+    Args:
+        unneeded: descriptors that only the rank needs.
+    """
+
+    def prepare() -> None:
+        for descriptor in unneeded:
+            os.close(descriptor)
+        rank_main.show_title(f"trialflow: persister of rank {os.environ['RANK']}")
+
+    if (persister := sys.modules.get("trial_core.transfer.persister")) is not None:
+        persister.fork_ahead(prepare)
 
 
 def work_in(folder: str) -> None:

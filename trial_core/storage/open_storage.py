@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from difflib import get_close_matches
+from importlib.util import find_spec
 from typing import Any
 
 import fsspec
@@ -54,6 +55,12 @@ def open_storage(url: str, options: dict[str, Any] | None = None) -> Storage:
         return S3Storage(StorageSpec(url, options), fs, root)
     storage = Storage(StorageSpec(url, options), fs, root)
     return MemoryStorage(storage.spec, fs, root) if storage.is_process_local else storage
+
+
+def packages_of(url: str) -> tuple[str, ...]:
+    """The installed packages that the storage at a URL needs besides fsspec; slow to import."""
+    package = _PACKAGES.get(fsspec.core.split_protocol(url)[0] or "file")
+    return () if package is None or find_spec(package) is None else (package,)
 
 
 def _connect(url: str, options: dict[str, Any]) -> tuple[Any, str]:

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import multiprocessing
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import NamedTuple, cast
 
 import msgspec
 
@@ -26,9 +29,11 @@ from trial_core.storage.base import StorageSpec
 from trial_core.text_format import first_few
 from trial_core.transfer import persister_process
 from trial_core.transfer.persister_process import (
+    Environment,
     Failed,
     FetchRequest,
     Finished,
+    Message,
     Report,
     Request,
     Stored,
@@ -162,6 +167,43 @@ class Persister:
         raise _ProcessEnded(watch.stall_message or process.how_it_ended())
 
 
+class _Ahead(NamedTuple):
+    """A persister process that was forked before it is needed, and the environment that it has."""
+
+    process: BaseProcess
+    connection: socket.socket
+    environment: Mapping[str, str]
+
+
+_ahead: _Ahead | None = None
+
+
+def fork_ahead(prepare: Callable[[], None]) -> None:
+    """Fork this rank's first persister process, which then imports nothing.
+
+    Only in a process with one thread: a rank that a fork server has just forked.
+
+    Args:
+        prepare: called first in the new process.
+    """
+    global _ahead
+    ours, theirs = socket.socketpair()
+
+    def serve() -> None:
+        ours.close()
+        prepare()
+        persister_process.serve_rank(theirs)
+
+    with theirs:
+        process = multiprocessing.get_context("fork").Process(target=serve, daemon=True)
+        try:
+            process.start()
+        except OSError:  # too many processes: one is started when it is needed
+            ours.close()
+        else:
+            _ahead = _Ahead(process, ours, {**os.environ})
+
+
 class _ProcessEnded(Exception):
     """The process has ended; the message says how. Never leaves the `Persister`."""
 
@@ -174,30 +216,42 @@ class _Process:
             self._start()
 
     def _start(self) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._popen = subprocess.Popen(
-                [sys.executable, "-m", PROCESS, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-            )
-        self._socket = ours
-        self._stream = ours.makefile("rwb")
-        self.pid = self._popen.pid
+        global _ahead
+        ahead, _ahead = _ahead, None
+        self._process: BaseProcess | subprocess.Popen[bytes]
+        if ahead is not None:
+            self._process, self._socket, _ = ahead
+        else:
+            self._socket, theirs = socket.socketpair()
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", PROCESS, str(theirs.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                )
+        self._stream = self._socket.makefile("rwb")
+        self._exit_code: int | None = None
+        self.pid = cast(int, self._process.pid)  # it is started
+        if ahead is not None:
+            self._send(Environment(_changes(ahead.environment)))
 
     def reports(self, request: Request) -> Iterator[Report]:
         """Send a request; yield the reports, until the process ends."""
+        self._send(request)
         with contextlib.suppress(OSError):  # the connection of a process that has ended
-            self._stream.write(msgspec.json.encode(request) + b"\n")
-            self._stream.flush()
             for line in self._stream:
                 if not line.endswith(b"\n"):
                     return  # the process ended within this line
                 yield _report_decoder.decode(line)
 
+    def _send(self, message: Message) -> None:
+        with contextlib.suppress(OSError):  # it has ended, as `reports` finds
+            self._stream.write(msgspec.json.encode(message) + b"\n")
+            self._stream.flush()
+
     def kill(self) -> None:
         """Kill the process and end `reports`, also if the process cannot end. From any thread."""
-        self._popen.kill()
+        self._process.kill()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -207,9 +261,8 @@ class _Process:
         with contextlib.suppress(OSError):  # unsent bytes
             self._stream.close()
         self._socket.close()
-        try:
-            self._popen.wait(KILL_SECONDS)
-        except subprocess.TimeoutExpired:
+        self._exit_code = _exit_code(self._process)
+        if self._exit_code is None:
             _logger.warning(
                 "the persister (process %d) was killed %g s ago and has not ended: it is inside a "
                 "system call; check this machine's disks",
@@ -218,8 +271,25 @@ class _Process:
 
     def how_it_ended(self) -> str:
         """The text that follows "the process": how it ended. Call after `end`."""
-        code = self._popen.returncode
+        code = self._exit_code
         if code is not None and code < 0:
             name = signal.Signals(-code).name
             return f"was killed by {name}; if you did not kill it, check whether memory ran out"
         return f"ended with exit code {code}; see this rank's log"
+
+
+def _exit_code(process: BaseProcess | subprocess.Popen[bytes]) -> int | None:
+    """That of a killed process, once it has ended; None if it does not end."""
+    if isinstance(process, BaseProcess):
+        process.join(KILL_SECONDS)
+        return process.exitcode
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(KILL_SECONDS)
+    return process.returncode
+
+
+def _changes(before: Mapping[str, str]) -> dict[str, str | None]:
+    """What has changed in the environment."""
+    now = os.environ
+    changed = {name: value for name, value in now.items() if before.get(name) != value}
+    return {**changed, **dict.fromkeys(before.keys() - now.keys())}

@@ -4,6 +4,9 @@ It opens the rank's staged files by their paths (memory files too), reports each
 ends with its rank. It imports neither torch nor deepspeed.
 
 Messages are lines of JSON. Credentials are in them only, not on the command line.
+
+The first one of a rank that a fork server has forked is itself forked, from the rank: it has
+imported what it needs. Any other is a new interpreter.
 """
 
 from __future__ import annotations
@@ -61,7 +64,18 @@ class FetchRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     target: str
 
 
+class Environment(msgspec.Struct, frozen=True, tag=True):
+    """What the rank has changed of its environment since this process was forked.
+
+    Attributes:
+        variables: the new values; None where a variable is gone.
+    """
+
+    variables: dict[str, str | None]
+
+
 Request = UploadRequest | FetchRequest
+Message = Request | Environment
 
 
 class Stored(msgspec.Struct, frozen=True, tag=True):
@@ -89,25 +103,28 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 Report = Stored | Finished | Failed
-_request_decoder: msgspec.json.Decoder[Request] = decoder(Request)
+_message_decoder: msgspec.json.Decoder[Message] = decoder(Message)
 
 
 def serve(stream: BufferedRWPair) -> None:
     """Handle requests until the rank closes the connection; then exit at once."""
-    requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def work() -> None:
         try:
             while True:
-                request = _request_decoder.decode(requests.get())
-                _report(stream, _handle(request, stream))
+                message = _message_decoder.decode(messages.get())
+                if isinstance(message, Environment):
+                    _change_environment(message)
+                else:
+                    _report(stream, _handle(message, stream))
         except BaseException:  # the thread's top frame; the rank would wait for its answer
             _logger.exception("the persister failed and exits")
             os._exit(1)
 
     threading.Thread(target=work, name="files", daemon=True).start()
     for line in stream:
-        requests.put(line)
+        messages.put(line)
     os._exit(0)
 
 
@@ -140,6 +157,14 @@ def _handle(request: Request, stream: BufferedRWPair) -> Report:
         return Failed(str(error), "invalid")
 
 
+def _change_environment(message: Environment) -> None:
+    for name, value in message.variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
 _report_lock = threading.Lock()
 
 
@@ -149,13 +174,17 @@ def _report(stream: BufferedRWPair, report: Report) -> None:
         stream.flush()
 
 
-def main() -> None:
-    """Serve the rank over the socket whose file descriptor is the argument."""
+def serve_rank(connection: socket.socket) -> None:
+    """Be the persister process of the rank at the other end. Does not return."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the rank handles Ctrl-C
     logging.basicConfig(level=logging.INFO, format="%(asctime)s [storage] %(message)s")
     os.nice(NICENESS)
-    connection = socket.socket(fileno=int(sys.argv[1]))
     serve(connection.makefile("rwb"))
+
+
+def main() -> None:
+    """Serve the rank over the socket whose file descriptor is the argument."""
+    serve_rank(socket.socket(fileno=int(sys.argv[1])))
 
 
 if __name__ == "__main__":

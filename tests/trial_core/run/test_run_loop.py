@@ -287,9 +287,7 @@ def test_the_metrics_names_are_not_looked_for_in_vain(tmp_path: Path, case: str)
     assert "name metrics" not in stages.calls
 
 
-@pytest.mark.parametrize(
-    ("postpones", "saved"), [(True, [4, 9, 12, 13]), (False, [4, 8, 12, 13])]
-)
+@pytest.mark.parametrize(("postpones", "saved"), [(True, [4, 9, 12, 13]), (False, [4, 8, 12, 13])])
 def test_only_optional_checkpoints_are_postponed_during_an_upload(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, postpones: bool, saved: list[int]
 ) -> None:

@@ -65,6 +65,24 @@ def test_ranks_are_forked_also_by_a_later_group(
     assert wait_until_gone([parent, other], DEADLINE_SECONDS) == []
 
 
+def test_a_rank_forks_its_persister(tmp_path: Path, interpreters: dict[str, str]) -> None:
+    """It has what the fork server has imported, and ends with its rank, also one that is killed."""
+    with ForkServer(["trial_core.transfer.persister"]) as server:
+        launcher = LocalLauncher(server)
+        slots = SlotGroup(2, working_dir=tmp_path, launcher=launcher, environment=interpreters)
+        with slots:
+            slots.request(Ping(), Done)
+            persisters = [
+                child for pid in slots.pids for child in psutil.Process(pid).children()
+            ]  # fmt: skip
+            titles = [child.cmdline()[0].strip() for child in persisters]
+            assert titles == [f"trialflow: persister of rank {rank}" for rank in range(2)]
+            assert len(interpreters_in(tmp_path)) == 1
+            os.kill(slots.pids[1], signal.SIGKILL)
+            assert wait_until_gone([persisters[1].pid], DEADLINE_SECONDS) == []
+    assert wait_until_gone([child.pid for child in persisters], DEADLINE_SECONDS) == []
+
+
 USED_A_DEVICE = """
 import sys, types
 sys.modules["torch"] = types.SimpleNamespace(

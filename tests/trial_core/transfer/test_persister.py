@@ -176,6 +176,50 @@ while time.monotonic() < deadline:
 """
 
 
+def test_a_persister_that_was_forked_ahead(tmp_path: Path) -> None:
+    """It gets what has changed in the environment since. After its end, a new interpreter works."""
+    script = tmp_path / "rank.py"
+    script.write_text(FORKED_AHEAD)
+    told = subprocess.run(
+        [sys.executable, script, tmp_path / "store"], stdout=subprocess.PIPE, cwd=Path.cwd()
+    )
+    assert told.stdout.decode().splitlines() == ["seven", "was killed by SIGKILL", "a file"]
+
+
+FORKED_AHEAD = """
+import os, signal, sys, uuid
+from pathlib import Path
+import psutil
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.errors import StorageError
+from trial_core.transfer import persister, persister_process
+from trial_core.transfer.staging import StagedFile
+
+def handle(request, stream):
+    changed = os.environ.get("SET_LATE"), os.environ.get("REMOVED")
+    return persister_process.Finished(fetched_bytes=7 if changed == ("x", None) else 0)
+
+handle, persister_process._handle = persister_process._handle, handle
+os.environ["REMOVED"] = "y"
+persister.fork_ahead(lambda: None)
+persister_process._handle = handle
+os.environ["SET_LATE"] = "x"
+del os.environ["REMOVED"]
+
+rank, store, uid = persister.Persister(), CheckpointStore(sys.argv[1]), str(uuid.uuid4())
+print("seven" if rank.fetch(store.spec, uid, [], Path("nowhere")) == 7 else "another")
+(child,) = psutil.Process().children()
+child.send_signal(signal.SIGKILL)
+files = [StagedFile("me", __file__, 1)]
+try:
+    rank.upload(store.spec, uid, 0, files)
+except StorageError as error:
+    print("was killed by SIGKILL" if "was killed by SIGKILL" in str(error) else error)
+print("a file" if len(rank.upload(store.spec, uid, 0, files)) == 1 else "none")
+rank.close()
+"""
+
+
 def test_a_persister_ends_with_its_rank(tmp_path: Path) -> None:
     """Also if the rank is killed."""
     script = tmp_path / "rank.py"
