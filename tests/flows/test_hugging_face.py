@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from tests.support.fitting import start
 from tests.support.flow import train
@@ -16,6 +17,7 @@ from trial_core.checkpoint import layout
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import StorageError
+from trial_core.transfer.fetch import download
 
 pytestmark = [pytest.mark.slots, pytest.mark.server]
 pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
@@ -119,6 +121,32 @@ def test_a_trainer_that_is_killed_equals_one_that_is_not(here: Path, stage: int 
     assert steps[begin] in (4, 6)  # the upload of the last one may not have ended
     assert steps[begin:] == list(range(steps[begin], 10))
     assert content(here, killed.trial, 10) == expected
+
+
+@pytest.mark.long
+def test_the_best_model_is_loaded_at_the_end_of_a_killed_run(here: Path) -> None:
+    """As of one that is not killed. The folders that the limit removes are checkpoints still."""
+    arguments = [
+        "--max_steps 8 --save_steps 2 --eval_strategy steps --eval_steps 2 --learning_rate 0.3",
+        "--lr_scheduler_type constant --load_best_model_at_end True --save_total_limit 1",
+        "--metric_for_best_model eval_loss",
+    ]
+    train(hf_config(here, *arguments))
+    whole = json.loads((here / "best.json").read_text())
+    best, weights = whole
+    assert best != "checkpoint-8", "the last one is the best: the test shows nothing"
+
+    shutil.rmtree(here / "out")
+    (here / "best.json").unlink()
+    killed = train(hf_config(here, *arguments, kill="0:7"))
+    assert (here / "killed").exists()
+    assert json.loads((here / "best.json").read_text()) == whole
+    stored = saved(here, killed.trial)
+    assert sorted(stored) == [2, 4, 6, 8]
+    step = int(best.removeprefix("checkpoint-"))
+    download(CheckpointStore(f"file://{here}/checkpoints"), stored[step].uuid, here / "stored")
+    loaded = load_file(here / "stored" / best / "model.safetensors")
+    assert loaded["transformer.wte.weight"].tolist() == weights
 
 
 @pytest.mark.long

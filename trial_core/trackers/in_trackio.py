@@ -9,14 +9,14 @@ from typing import Any, ClassVar
 from trial_core.trackers.records import AnyRecord, Committed, Described, Metrics, Noted
 from trial_core.trackers.tracker import TrackedRun, Tracker, refuse_unknown
 
-OPTIONS = ("project", "name", "space_id", "dataset_id", "group", "server_url")
+OPTIONS = ("project", "space_id", "dataset_id", "group", "server_url")
 
 
 class TrackioTracker(Tracker):
     """One run of Trackio, whose name is the trial's id.
 
-    Options: those of `trackio.init`: ``project`` (default: the experiment's name), ``name``,
-    ``space_id``, ``dataset_id``, ``group``, ``server_url``.
+    Options: those of `trackio.init`: ``project`` (default: the experiment's name), ``space_id``,
+    ``dataset_id``, ``group``, ``server_url``.
     """
 
     measures_the_system: ClassVar[bool] = True
@@ -33,7 +33,7 @@ class TrackioTracker(Tracker):
     def open(self, known: str) -> str:
         import trackio
 
-        given = {"project": self.run.experiment, **self.options, "name": known or self.run.trial}
+        given = {"project": self.run.experiment, **self.options, "name": self.run.trial}
         self._run = trackio.init(resume="allow", embed=False, **given)
         return str(self._run.name)
 

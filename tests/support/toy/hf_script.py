@@ -2,7 +2,8 @@
 
 It trains with one more callback, which opens the run. WAY ``sft`` is TRL's SFTTrainer; ``det`` has
 the shape of Determined's hf_trainer examples. It notes rank 0's steps in FOLDER, and once kills
-RANK at STEP; ``storage:STEP`` takes the storage away.
+RANK at STEP; ``storage:STEP`` takes the storage away. With ``--load_best_model_at_end`` it notes the
+name of the best checkpoint, and the weights after the training.
 """
 
 from __future__ import annotations
@@ -86,7 +87,12 @@ def main() -> None:
         return
     (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(ARGUMENTS)
     if WAY != "det":
-        trainer(args, TrialflowCallback(user_data={"kept": 1})).train()
+        trained = trainer(args, TrialflowCallback(user_data={"kept": 1}))
+        trained.train()
+        if args.load_best_model_at_end and args.process_index == 0:
+            best = Path(trained.state.best_model_checkpoint or "").name
+            weights = trained.model.transformer.wte.weight.tolist()
+            Path(FOLDER, "best.json").write_text(json.dumps([best, weights]))
         return
     assert det.get_cluster_info() is not None
     distributed = det.core.DistributedContext.from_torch_distributed()
