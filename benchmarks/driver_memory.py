@@ -177,7 +177,7 @@ def measure(workloads: int, every: int, folder: Path, counts_objects: bool = Fal
             with Uploads(launch, STAGES) as uploads:
                 STAGES.build_trial(launch)
                 follow_schedule(LaunchStages(launch, STAGES, uploads))
-            report.ended("completed")
+            report.run_ended("completed")
 
     drive()
     return slots

@@ -75,7 +75,7 @@ def measure(world_size: int, plan: Plan, pause_seconds: float, folder: Path) -> 
                 STAGES.build_loaders(launch, ResumePoint())
                 report.run_started(trial, plan.total_batches, 0, launch.answers.batch_samples)
                 pairs = Turns(launch, relay, reported, STAGES.train_workload, plan).measure()
-            report.ended("completed")
+            report.run_ended("completed")
         return pairs
 
     return turns()

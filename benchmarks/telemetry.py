@@ -30,6 +30,7 @@ from trial_core.driver.placement import ThisMachine
 from trial_core.driver.run import Launch, Run
 from trial_core.driver.stages import PLAIN_STAGES
 from trial_core.ledger.run_clock import RunClock
+from trial_core.run.ending import Ending
 from trial_core.run.stop_requests import StopHandler
 from trial_core.slots.fork_server import ForkServer
 from trial_core.telemetry.run_telemetry import run_telemetry
@@ -52,7 +53,7 @@ def measure(world_size: int, plan: Plan, folder: Path) -> list[Pair]:
     @contextmanager
     def exported() -> Iterator[Observer]:
         stopping = StopHandler(1.0)
-        with run_telemetry(config, trial, clock, stopping, logger) as observer:
+        with run_telemetry(config, trial, clock, stopping, Ending(stopping), logger) as observer:
             observer.trial_owned(1)
             observer.run_started(trial, plan.total_batches, 0, launch.answers.batch_samples)
             yield observer

@@ -192,7 +192,7 @@ def test_the_artifact_is_updated_during_a_workload(
                 return any("batch 5" in each["data"] for each in found)
 
             until(has_moved, "an update of the artifact")
-            report.ended("completed")
+            report.run_ended("completed")
 
     with prefect_server.configured():
         run()

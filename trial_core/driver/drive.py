@@ -49,10 +49,11 @@ from trial_core.report.kubeflow_status import kubeflow_status
 from trial_core.report.live_report import Report
 from trial_core.report.progress import Place, ProgressReport, progress_file
 from trial_core.retention.trial_owner import own_trial
+from trial_core.run.ending import Ending
 from trial_core.run.known_storages import note_storage
 from trial_core.run.run_dirs import clear_kept, clear_rank_files, locked_run_dir
 from trial_core.run.run_loop import TrialResult, follow_schedule
-from trial_core.run.stop_requests import StopHandler, StopRequest, as_the_trial_asked
+from trial_core.run.stop_requests import StopHandler, as_the_trial_asked, how_it_ended
 from trial_core.telemetry.run_telemetry import run_telemetry
 from trial_core.trackers.tracking import Tracking, check_trackers
 from trial_core.transfer.trial_code import TrialCode, code_of_folder
@@ -140,54 +141,63 @@ def drive_trial(config: ExperimentConfig, trial: str, caller: Caller) -> TrialRe
     check_trackers(config)
     store.check_writable()
     clock, logger = RunClock(caller.waited_seconds), caller.find_logger()
+    ending = Ending(caller.stopping)
     with (
         # It ends last: a slow backend must delay neither the ledger nor the release of the trial.
-        run_telemetry(config, trial, clock, caller.stopping, logger) as telemetry,
+        run_telemetry(config, trial, clock, caller.stopping, ending, logger) as telemetry,
         locked_run_dir(trial, caller.takeover_wait_seconds) as run_dir,
         # Once, not per restart: a restart must not take the trial back from a newer run.
         own_trial(
             store, trial, caller.attempt, is_new=caller.is_new, take_over=caller.take_over,
             source=config.searcher.source_checkpoint_uuid, mark=caller.storage,
         ) as (claim, fence),
-        KeptLedger(store, trial, fence.number, clock, config.cost.per_slot_hour, logger) as ledger,
-        Tracking(
-            config, trial, run_dir, store, fence.number, ledger.read, caller.stopping, logger
-        ) as tracking,  # ends after the report, which it shows
+        KeptLedger(
+            store, trial, fence.number, clock, ending, config.cost.per_slot_hour, logger
+        ) as ledger,
         Report(
-            config, trial, run_dir, store, caller.stopping, ledger.read,
+            config, trial, run_dir, store, caller.stopping, ledger.read, ending,
             logger=logger, publish=caller.publish, publish_errors=caller.publish_errors,
             has_metric=caller.script is None or caller.script.has_metric,
         ) as report,
         ProgressReport(
-            config.name, trial, _told_of_progress(run_dir), caller.stopping, logger=logger
+            config.name, trial, _told_of_progress(run_dir), ending, logger=logger
         ) as progress,
-        _placed(config, run_dir, caller) as placement,
+        Tracking(
+            config, trial, run_dir, store, fence.number, ledger.read, ending, logger
+        ) as tracking,  # ends before the report, which stores what the trackers have written
     ):  # fmt: skip
-        note_storage(store, fence.record.storage, logger)
-        if not store.is_process_local:  # a later attempt cannot find it in any case
-            caller.begun(fence.record.storage)
+        # The report first: the trackers show its page.
         observer = Observers(report, progress, caller.observer, tracking, telemetry)
-        observer.trial_owned(fence.number)
         run = Run(
             config, trial, run_dir, store, observer, caller.stopping, claim, fence, caller.devices,
             clock, find_logger=caller.find_logger,
         )  # fmt: skip
-        ended = _driver(run, caller, placement, lambda: report.last_checkpoint).drive()
-        launch, request = ended.launch, caller.stopping.final_request()
-        result = replace(
-            ended.result,
-            stop_reason=str(request) if request else None,
-            trial_stop_reason=launch.answers.stop_reason,
-            tensorboard_url=launch.progress.tensorboard_url,
-            report_path=str(report.path),
-            run_dir=str(run_dir),
-            throughput=run.throughput.throughput.to_json(),
-        )
-        ending = _ending(result, request)
-        report.ended(ending, result.tensorboard_url)
-        progress.ended(ending)
-        tracking.ended(ending)
+        try:
+            note_storage(store, fence.record.storage, logger)
+            if not store.is_process_local:  # a later attempt cannot find it in any case
+                caller.begun(fence.record.storage)
+            observer.trial_owned(fence.number)
+            result = _run_to_its_end(run, caller, report)
+        except BaseException as error:
+            observer.run_ended(how_it_ended(error, caller.stopping))
+            raise
+        observer.run_ended(_status(result), result.tensorboard_url)
     return replace(result, ledger=ledger.read().to_json())  # only now it says that the run is over
+
+
+def _run_to_its_end(run: Run, caller: Caller, report: Report) -> TrialResult:
+    with _placed(run.config, run.run_dir, caller) as placement:
+        ended = _driver(run, caller, placement, lambda: report.last_checkpoint).drive()
+    launch, request = ended.launch, caller.stopping.final_request()
+    return replace(
+        ended.result,
+        stop_reason=str(request) if request else None,
+        trial_stop_reason=launch.answers.stop_reason,
+        tensorboard_url=launch.progress.tensorboard_url,
+        report_path=str(report.path),
+        run_dir=str(run.run_dir),
+        throughput=run.throughput.throughput.to_json(),
+    )
 
 
 def _told_of_progress(run_dir: Path) -> list[Place]:
@@ -490,8 +500,8 @@ def while_stopping(failure: Exception) -> str:
     return f"failed while stopping: {failure}"
 
 
-def _ending(result: TrialResult, request: StopRequest | None) -> str:
+def _status(result: TrialResult) -> str:
     if not result.stopped_early:
         return "completed"
-    why = request or as_the_trial_asked(result.trial_stop_reason)
+    why = result.stop_reason or as_the_trial_asked(result.trial_stop_reason)
     return f"stopped: {why}; {describe_saved(result)}"

@@ -128,6 +128,13 @@ class Observer:
     def restarting(self, reason: str, attempt: int, max_restarts: int) -> None:
         """The slot group has failed and is launched again."""
 
+    def run_ended(self, status: str, tensorboard_url: str | None = None) -> None:
+        """The ranks have ended: ``completed``, ``stopped: why`` or ``failed: why``. Once a run.
+
+        Args:
+            tensorboard_url: where the trial's TensorBoard files are, if it has any.
+        """
+
 
 class Observers(Observer):
     """Passes each call to several observers, in their order."""

@@ -21,11 +21,10 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointDamaged, StorageError
 from trial_core.ledger.run_clock import RunClock
 from trial_core.ledger.time_ledger import RunTime, TimeLedger
+from trial_core.run.ending import Ending
 from trial_core.storage.parallel import read_all
 
 WRITE_SECONDS = 60.0
-# How long the end of a run waits for its last write. A run that is stopped may be killed soon.
-END_SECONDS = 3.0
 
 _logger = logging.getLogger(__name__)
 
@@ -68,6 +67,7 @@ class KeptLedger:
     Args:
         number: of the run's attempt.
         clock: measures the run. The block tells it what earlier runs have trained.
+        ending: limits the wait for the last write.
         per_slot_hour: price of an hour of one slot; None: unknown.
     """
 
@@ -77,6 +77,7 @@ class KeptLedger:
         trial: str,
         number: int,
         clock: RunClock,
+        ending: Ending,
         per_slot_hour: float | None = None,
         logger: logging.Logger | logging.LoggerAdapter[Any] = _logger,
     ) -> None:
@@ -84,6 +85,7 @@ class KeptLedger:
         self._trial = trial
         self._number = number
         self._clock = clock
+        self._ending = ending
         self._per_slot_hour = per_slot_hour
         self._logger = logger
         self._has_warned = False
@@ -108,12 +110,11 @@ class KeptLedger:
 
     def __exit__(self, *error: object) -> None:
         self._has_ended.set()
-        self._thread.join(END_SECONDS)
-        if self._thread.is_alive():
+        if not self._ending.join(self._thread):
             self._logger.warning(
                 "the run's last minute may be missing in the ledger of time: the storage did not "
-                "take it within %g s", END_SECONDS,
-            )  # fmt: skip
+                "take it in time"
+            )
 
     def read(self) -> TimeLedger:
         """The trial's ledger until now; after the block, until the run's end."""

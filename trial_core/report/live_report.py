@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextvars
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from logging import Logger, LoggerAdapter
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -23,20 +22,20 @@ from trial_core.config import ExperimentConfig
 from trial_core.driver.observers import Observer
 from trial_core.driver.run_status import UPLOAD
 from trial_core.driver.throughput import Throughput
-from trial_core.errors import TrialflowError
+from trial_core.errors import Superseded, TrialflowError
 from trial_core.ledger.time_ledger import TimeLedger
 from trial_core.messages import MetricsKind
 from trial_core.report.history import ReportHistory, SavedCheckpoint
 from trial_core.report.html_report import render_html
 from trial_core.report.rank_logs import LogLimits, StoredLogs
 from trial_core.report.trial_report import TrialFacts
-from trial_core.run.stop_requests import StopHandler, how_it_ended
+from trial_core.run.ending import Ending
+from trial_core.run.stop_requests import StopHandler
 from trial_core.slots.log_pump import WARNING_PATTERN
+from trial_core.storage.local_files import atomic_file
 from trial_core.trackers.journal import DRIVER_EVENTS
 
 UPDATE_SECONDS = 5.0
-# How long the end of the run waits for an update; what publishes it has timeouts as well.
-JOIN_SECONDS = 30.0
 REPORT, HISTORY, PAGE = "report.md", "report.json", "report.html"
 # The page has 5 MB, and its readers reload it by hand.
 PAGE_SECONDS = 60.0
@@ -57,9 +56,10 @@ class Report(Observer):
         store: the trial's checkpoints; by default in the experiment's storage.
         stopping: tells whether a stop was requested.
         ledger: reads the trial's ledger of time; None: the report has none.
+        ending: limits the wait for a `publish` or a storage that hangs.
         logger: gets warnings, and a limited number of the ranks' lines.
-        publish: shows the report's Markdown elsewhere too. Called in the context in which the
-            report was created.
+        publish: shows the report's Markdown elsewhere too. Called by one thread, in the context in
+            which the report was created.
         publish_errors: what `publish` raises when that fails, besides OSError and TrialflowError.
 
     Attributes:
@@ -74,6 +74,7 @@ class Report(Observer):
         store: CheckpointStore | None = None,
         stopping: StopHandler | None = None,
         ledger: Callable[[], TimeLedger] | None = None,
+        ending: Ending | None = None,
         *,
         logger: Logger | LoggerAdapter[Any],
         publish: Callable[[str], None] | None = None,
@@ -87,6 +88,7 @@ class Report(Observer):
         self._page_path = run_dir / PAGE
         self._page_is_due_at = 0.0
         self._stopping = stopping
+        self._ending = ending or Ending(stopping)
         self._logger = logger
         self._logs = StoredLogs(
             store, trial, run_dir, (REPORT, HISTORY, PAGE, f"{DRIVER_EVENTS}/*")
@@ -110,7 +112,8 @@ class Report(Observer):
             self._previous_end = earlier.ended or KILLED
             earlier.ended = ""
             self._facts.history = earlier
-        self._lock = threading.RLock()
+        self._text = ""
+        self._lock, self._writing = threading.RLock(), threading.Lock()
         self._has_changed = threading.Event()
         self._has_ended = threading.Event()
         self._logs_are_due = False
@@ -247,13 +250,14 @@ class Report(Observer):
         at = self._facts.run_status.committed_at
         return "" if at is None else f"; the last checkpoint is at batch {at}"
 
-    def ended(self, status: str, tensorboard_url: str | None = None) -> None:
-        """Set the final status, and where the trial's TensorBoard files are, if it has any."""
-        with self._update() as facts:
-            facts.status, facts.is_over = status, True
-            facts.history.ended = status
+    def run_ended(self, status: str, tensorboard_url: str | None = None) -> None:
+        with self._lock:
+            self._facts.status, self._facts.is_over = status, True
+            self._facts.history.ended = status
             if tensorboard_url:
-                facts.locations = {"TensorBoard": tensorboard_url, **facts.locations}
+                self._facts.locations = {"TensorBoard": tensorboard_url, **self._facts.locations}
+        self.write()  # here: the thread may hang in `publish`
+        self._end_updates()
 
     # ------------------------------------------------------------------------------ writing
 
@@ -261,37 +265,34 @@ class Report(Observer):
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Write the final report, also after a failure, and store it with the logs."""
-        if error is not None:
-            self.ended(how_it_ended(error, self._stopping))
-        self._has_ended.set()
-        self._has_changed.set()
-        self._logs.cut_short()
-        self._thread.join(JOIN_SECONDS)
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        """Store the report with the logs, and wait until it is published."""
+        self._end_updates()
         self._log_dropped_lines()
-        self.write()
-        is_urgent = error is not None or self._stop_request is not None
-        self._attempt("stored", lambda: self._logs.store_final(is_urgent))
+        if not isinstance(error, Superseded):  # else the newer run stores its report
+            storing = threading.Thread(
+                target=self._attempt, args=["stored", self._logs.store_final], daemon=True
+            )
+            storing.start()
+            if not self._ending.join(storing):
+                self._logs.cut_short()
+        self._ending.join(self._thread)
 
     def write(self) -> None:
-        """Write the report's present state: its files and its history. Publish it."""
-        with self._lock:
-            if not self._facts.is_over and (asked := self._stop_request):
-                self._facts.status = f"stopping: {asked}"
-            text, history = self._facts.render(), self._facts.history.to_json()
-            page = render_html(self._facts) if self._page_is_due() else None
-        self._attempt("up to date", lambda: _write_atomically(self.path, text.encode()))
-        self._attempt("up to date", lambda: _write_atomically(self._history_path, history))
-        if page is not None:
-            self._attempt("up to date", lambda: _write_atomically(self._page_path, page.encode()))
-        if (publish := self._publish) is not None:
-            self._attempt("up to date", lambda: publish(text))
+        """Write the report's present state: its files and its history."""
+        with self._writing:
+            with self._lock:
+                if not self._facts.is_over and (asked := self._stop_request):
+                    self._facts.status = f"stopping: {asked}"
+                self._text = self._facts.render()
+                files = {
+                    self.path: self._text.encode(),
+                    self._history_path: self._facts.history.to_json(),
+                }
+                if self._page_is_due():
+                    files[self._page_path] = render_html(self._facts).encode()
+            for path, data in files.items():
+                self._attempt("up to date", partial(_write_atomically, path, data))
 
     def _page_is_due(self) -> bool:
         """Whether to write the page now; asked once per write."""
@@ -301,18 +302,29 @@ class Report(Observer):
         self._page_is_due_at = now + PAGE_SECONDS
         return True
 
+    def _end_updates(self) -> None:
+        self._has_ended.set()
+        self._has_changed.set()
+        self._logs.cut_short()
+
     def _keep_writing(self) -> None:
         while not self._has_ended.is_set():
             self._has_changed.wait()
             self._has_changed.clear()
             if self._has_ended.is_set():
-                return
+                break
             self.write()
+            self._publish_text()
             if self._logs_are_due:
                 self._logs_are_due = False
                 self._attempt("stored", self._logs.store_changed)
                 self._attempt("complete", self._add_tensorboard)
             self._has_ended.wait(UPDATE_SECONDS)
+        self._publish_text()
+
+    def _publish_text(self) -> None:
+        if (publish := self._publish) is not None:
+            self._attempt("up to date", lambda: publish(self._text))
 
     def _attempt(self, what: str, action: Callable[[], None]) -> None:
         try:
@@ -376,7 +388,5 @@ def _remember(memory: dict[Any, float], key: int | str, value: float) -> None:
 
 
 def _write_atomically(path: Path, data: bytes) -> None:
-    # A reader sees either the old or the new content, complete.
-    temporary = path.with_name(f".{path.name}.part")
-    temporary.write_bytes(data)
-    os.replace(temporary, path)
+    with atomic_file(path, is_durable=False) as file:
+        file.write(data)

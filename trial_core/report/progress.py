@@ -5,21 +5,19 @@ from __future__ import annotations
 import math
 import os
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from http.client import HTTPException
 from logging import Logger, LoggerAdapter
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, cast
 
 import msgspec
 
 from trial_core import text_format
 from trial_core.driver.run_status import RunStatus
-from trial_core.run.stop_requests import StopHandler, how_it_ended
+from trial_core.run.ending import Ending
 from trial_core.storage.local_files import atomic_file
 
 PROGRESS = "progress.json"
@@ -28,8 +26,6 @@ FILE_VARIABLE = "TRIALFLOW_PROGRESS_FILE"
 """Names another place for the file."""
 
 UPDATE_SECONDS = 5.0
-# How long the end of a run waits for the last update of all places: an endpoint may hang.
-LAST_UPDATE_SECONDS, URGENT_SECONDS = 5.0, 2.0
 
 Status = Literal["running", "completed", "stopped", "failed"]
 
@@ -94,7 +90,7 @@ class ProgressReport(RunStatus):
     that cannot be told is only a warning: it neither ends nor delays training.
 
     Args:
-        stopping: tells who asked the run to stop.
+        ending: limits the wait for the last update of a place.
         logger: gets the warnings.
     """
 
@@ -103,19 +99,20 @@ class ProgressReport(RunStatus):
         experiment: str,
         trial: str,
         places: Sequence[Place],
-        stopping: StopHandler | None = None,
+        ending: Ending,
         *,
         logger: Logger | LoggerAdapter[Any],
     ) -> None:
         super().__init__()
         self._experiment, self._trial_id = experiment, trial
-        self._stopping = stopping
+        self._ending = ending
         self._end = ""
         self._updates = [_Updates(place, self.progress, logger) for place in places]
 
-    def ended(self, status: str) -> None:
-        """Set how the run has ended: ``completed``, or ``stopped: why``."""
+    def run_ended(self, status: str, tensorboard_url: str | None = None) -> None:
         self._end = status
+        for each in self._updates:
+            each.end()
 
     def progress(self) -> RunProgress:
         """The present progress."""
@@ -143,21 +140,12 @@ class ProgressReport(RunStatus):
             each.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Tell all places how the run has ended, also after a failure."""
-        if error is not None:
-            self._end = how_it_ended(error, self._stopping)
-        is_urgent = self._stopping is not None and self._stopping.request is not None
-        deadline = time.monotonic() + (URGENT_SECONDS if is_urgent else LAST_UPDATE_SECONDS)
+    def __exit__(self, *error: object) -> None:
+        """Wait until all places are told how the run has ended."""
         for each in self._updates:
             each.end()
         for each in self._updates:
-            each.join(max(0.0, deadline - time.monotonic()))
+            self._ending.join(each)
 
 
 class _Updates(threading.Thread):

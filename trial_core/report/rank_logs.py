@@ -34,10 +34,6 @@ GROWTH = 1.5
 PLACE = "logs-place"
 """The file of a run's folder that has the name of its log folder in the storage."""
 
-FINAL_TIMEOUT_SECONDS = 60.0
-# A run that is stopping may be killed soon.
-URGENT_TIMEOUT_SECONDS = 3.0
-
 
 class LogLimit:
     """A token bucket of log lines: a burst, then a few per second."""
@@ -109,6 +105,7 @@ class StoredLogs:
         self._folder = _stored_folder(run_dir / PLACE)
         self._uploaded: dict[Path, tuple[int, int]] = {}
         self._stop = CancelSignal()
+        self._storing = threading.Lock()
 
     def locations(self, title: str, name: str) -> dict[str, str]:
         """Where one of the other files and the logs are: in the storage, and on this machine.
@@ -138,7 +135,7 @@ class StoredLogs:
         return tensorboard_url(self._store, self._trial) if has_files else None
 
     def store_changed(self) -> None:
-        """Upload the files that have changed enough. One thread at a time.
+        """Upload the files that have changed enough.
 
         Raises:
             StorageError: the storage failed. The next call tries again.
@@ -147,33 +144,18 @@ class StoredLogs:
         self._store_all(self._has_changed_enough, self._stop)
 
     def cut_short(self) -> None:
-        """Make a running `store_changed` return soon, because the run has ended."""
-        self._stop.set()
+        """Make calls of `store_changed` and `store_final` that are running return soon."""
+        stop, self._stop = self._stop, CancelSignal()
+        stop.set()
 
-    def store_final(self, is_urgent: bool) -> None:
-        """Upload everything, after the ranks have ended; stop at a timeout.
-
-        Args:
-            is_urgent: whether the process may be killed soon.
-
-        Raises:
-            StorageError: the storage failed.
-            OSError: a log cannot be copied.
-        """
-        stop = CancelSignal()
-        timeout_seconds = URGENT_TIMEOUT_SECONDS if is_urgent else FINAL_TIMEOUT_SECONDS
-        timer = threading.Timer(timeout_seconds, stop.set)
-        timer.daemon = True
-        timer.start()
-        try:
-            self._store_all(lambda path, size: True, stop)
-        finally:
-            timer.cancel()
+    def store_final(self) -> None:
+        """Upload everything, after the ranks have ended. Raises as `store_changed`."""
+        self._store_all(lambda path, size: True, self._stop)
 
     def _store_all(self, is_due: Callable[[Path, int], bool], stop: CancelSignal) -> None:
         if self._store.is_process_local:
             return
-        try:
+        with self._storing, contextlib.suppress(WorkCancelled):  # the rest stays on this machine
             # Small ones first: a run that stops has only seconds for them.
             for path, key in sorted(self._files(), key=lambda file: file[0].stat().st_size):
                 status = path.stat()
@@ -183,8 +165,6 @@ class StoredLogs:
                     continue
                 self._upload(path, key, stop)
                 self._uploaded[path] = version
-        except WorkCancelled:
-            pass  # the remaining files stay on this machine
 
     def _has_changed_enough(self, path: Path, size_bytes: int) -> bool:
         uploaded_bytes = self._uploaded.get(path, (0, 0))[0]

@@ -87,7 +87,7 @@ def as_the_trial_asked(reason: str | None) -> str:
     return "as the trial asked" + (f": {text_format.one_line(reason)}" if reason else "")
 
 
-def how_it_ended(error: BaseException, stopping: StopHandler | None) -> str:
+def how_it_ended(error: BaseException, stopping: StopHandler) -> str:
     """How a run has ended that raised `error`, for people: ``failed: why`` or ``stopped: why``.
 
     Args:
@@ -95,7 +95,7 @@ def how_it_ended(error: BaseException, stopping: StopHandler | None) -> str:
     """
     is_stop = isinstance(error, Stopped) or not isinstance(error, Exception)
     reason = str(error) or type(error).__name__
-    request = stopping.final_request() if stopping is not None else None
+    request = stopping.final_request()
     if is_stop and request is not None:
         reason = f"{request}; {reason}"
     return f"{'stopped' if is_stop else 'failed'}: {reason}"
@@ -144,9 +144,11 @@ class StopHandler:
     def final_request(self) -> StopRequest | None:
         """The request, once it is known who asked. For what people read at the end of a run.
 
-        Waits once for an answer: a run that asks several times must end before its worker kills it.
+        Waits once for an answer, and not after the grace period: a run that asks several times must
+        end before its worker kills it.
         """
-        if not self._is_clear.wait(CLARIFY_SECONDS):
+        left = self.seconds_left
+        if not self._is_clear.wait(CLARIFY_SECONDS if left is None else min(CLARIFY_SECONDS, left)):
             self._is_clear.set()
         return self._request
 

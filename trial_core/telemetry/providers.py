@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import entry_points
@@ -23,9 +22,8 @@ from opentelemetry.sdk.resources import SERVICE_NAME, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-END_SECONDS = 5.0
-URGENT_SECONDS = 2.0
-"""How long the end of a run waits for the last exports."""
+from trial_core.run.ending import Ending
+
 SDK_LOGGERS = {
     "traces": "opentelemetry.sdk._shared_internal",
     "metrics": "opentelemetry.sdk.metrics._internal.export",
@@ -40,17 +38,14 @@ _pulled: dict[str, MeterProvider] = {}
 
 @contextmanager
 def providers(
-    traces: list[str],
-    metrics_: list[str],
-    logger: AnyLogger,
-    is_urgent: Callable[[], bool] = lambda: False,
+    traces: list[str], metrics_: list[str], logger: AnyLogger, ending: Ending
 ) -> Iterator[tuple[trace.TracerProvider, list[metrics.MeterProvider]]]:
     """The provider of traces and those of metrics for the block.
 
     Args:
         traces, metrics_: names of exporters; empty: the signal is off.
         logger: gets a warning if an exporter cannot be made, or if exports fail.
-        is_urgent: whether the end has little time.
+        ending: limits the wait for the last exports.
     """
     own: list[OwnProvider] = []
     try:
@@ -63,9 +58,8 @@ def providers(
     finally:
         for each in own:
             each.end()
-        deadline = time.monotonic() + (URGENT_SECONDS if is_urgent() else END_SECONDS)
         for each in own:
-            each.wait(deadline)
+            each.wait(ending)
 
 
 class FirstFailure(logging.Filter):
@@ -122,9 +116,9 @@ class OwnProvider:
         self._failure.has_failed.clear()
         self._thread.start()
 
-    def wait(self, deadline: float) -> None:
-        """Wait until it is exported, but not longer than `deadline`, or a first failure."""
-        self._failure.has_failed.wait(max(0.0, deadline - time.monotonic()))
+    def wait(self, ending: Ending) -> None:
+        """Wait until it is exported, or a first failure; then cut what is not exported short."""
+        ending.wait(self._failure.has_failed.wait)
         if not self._has_ended:
             for each in self._exporters:
                 threading.Thread(target=each.shutdown, name="telemetry-cut", daemon=True).start()

@@ -16,6 +16,7 @@ from typing import Any
 from trial_core.config import ExperimentConfig
 from trial_core.driver.observers import Observer, Observers
 from trial_core.ledger.run_clock import RunClock
+from trial_core.run.ending import Ending
 from trial_core.run.stop_requests import StopHandler
 
 
@@ -36,16 +37,17 @@ def run_telemetry(
     trial: str,
     clock: RunClock,
     stopping: StopHandler,
+    ending: Ending,
     logger: Logger | LoggerAdapter[Any],
 ) -> Iterator[Observer]:
     """For the block, an observer that reports the run, or one that does nothing.
 
-    The end of the block exports what is left, for at most `END_SECONDS`. A backend that fails is a
-    warning: it ends no run.
+    The end of the block exports what is left. A backend that fails is a warning: it ends no run.
 
     Args:
         clock: the run's.
         stopping: tells at the end whether a stop was requested.
+        ending: limits the wait for the last exports.
     """
     traces, metrics = exporter_names("traces"), exporter_names("metrics")
     if not (traces or metrics):
@@ -63,10 +65,7 @@ def run_telemetry(
         yield Observer()
         return
     with (
-        providers(traces, metrics, logger, lambda: stopping.request is not None) as (
-            tracer_provider,
-            meter_providers,
-        ),
+        providers(traces, metrics, logger, ending) as (tracer_provider, meter_providers),
         ExitStack() as at_end,
     ):
         run_trace = at_end.enter_context(RunTrace(tracer_provider, config.name, trial, stopping))

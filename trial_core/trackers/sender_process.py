@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -17,8 +16,6 @@ import msgspec
 from trial_core import text_format
 from trial_core.trackers.journal import SENDER_LOG
 from trial_core.trackers.sender import END, SenderOrder
-
-POLL_SECONDS = 0.1
 
 
 class SenderProcess:
@@ -54,30 +51,29 @@ class SenderProcess:
         self._write(b"\n")
         return self._process.poll() is None
 
-    def end(
-        self, patience_seconds: float, should_hurry: Callable[[], bool] = lambda: False
-    ) -> None:
+    def end(self, wait: Callable[[Callable[[float], bool]], bool]) -> None:
         """Tell it that no more records come, and wait for its end; then kill it.
 
         Its own child processes end, too.
 
         Args:
-            should_hurry: polled; whether to kill it now.
+            wait: waits for its end, as `Ending.wait`.
         """
         if self._process.stdin is not None:
             os.set_blocking(self._process.stdin.fileno(), True)
             self._write(END)
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
-        deadline = time.monotonic() + patience_seconds
-        while time.monotonic() < deadline and not should_hurry():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(POLL_SECONDS)
-                break
+        wait(self._has_ended)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._listener.join(1.0)
+
+    def _has_ended(self, seconds: float) -> bool:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+        return self._process.poll() is not None
 
     def _write(self, data: bytes) -> None:
         # A full pipe holds wakes enough; a sender that has died cannot be woken.

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from concurrent.futures import TimeoutError as FutureTimeout
 from logging import Logger, LoggerAdapter
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from trial_core.background import in_background
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.decoding import decode
@@ -26,7 +24,6 @@ from trial_core.trackers.journal import (
     read_state,
 )
 
-KEEP_SECONDS = 60.0
 AnyLogger = Logger | LoggerAdapter[Any]
 
 
@@ -59,23 +56,18 @@ def adopt_stored(store: CheckpointStore, trial: str, run_dir: Path, logger: AnyL
 
 
 def keep(
-    store: CheckpointStore, trial: str, run_dir: Path, logger: AnyLogger,
-    timeout_seconds: float = KEEP_SECONDS, is_end: bool = True,
-) -> None:  # fmt: skip
-    """Store states and journal, and wait for that at most so long.
+    store: CheckpointStore, trial: str, run_dir: Path, logger: AnyLogger, is_end: bool = True
+) -> None:
+    """Store states and journal.
 
     At the end of a run not if another one has stored a newer journal: this one was superseded.
     """
     if store.is_process_local:
         return
     try:
-        in_background(lambda: _store(store, trial, run_dir, is_end), "trackers").result(
-            timeout_seconds
-        )
-    except (OSError, TimeoutError, FutureTimeout, TrialflowError, msgspec.MsgspecError) as error:
-        logger.warning(
-            "the journal of trial %s is not stored: %s", trial, error or type(error).__name__
-        )
+        _store(store, trial, run_dir, is_end)
+    except (OSError, TrialflowError, msgspec.MsgspecError) as error:
+        logger.warning("the journal of trial %s is not stored: %s", trial, error)
 
 
 def _store(store: CheckpointStore, trial: str, run_dir: Path, is_end: bool) -> None:

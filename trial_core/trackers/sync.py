@@ -54,6 +54,6 @@ def sync_trackers(
     before = unsent(run_dir, [*order.trackers])
     if before:
         sender = SenderProcess(order, {}, hear)
-        sender.end(patience_seconds + 1)
+        sender.end(lambda has_ended: has_ended(patience_seconds + 1))
         keep(store, trial, run_dir, logger)
     return before, unsent(run_dir, [*order.trackers])

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -22,10 +21,11 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.driver.observers import Observer
 from trial_core.driver.throughput import Throughput
+from trial_core.errors import Superseded
 from trial_core.ledger.time_ledger import TimeLedger
 from trial_core.messages import MetricsKind
 from trial_core.report.live_report import PAGE
-from trial_core.run.stop_requests import StopHandler, how_it_ended
+from trial_core.run.ending import Ending
 from trial_core.trackers.journal import (
     FOLDER,
     JOURNAL,
@@ -45,11 +45,11 @@ from trial_core.trackers.records import (
 )
 from trial_core.trackers.sender import SenderOrder, unsent
 from trial_core.trackers.sender_process import SenderProcess
-from trial_core.trackers.stored_journal import KEEP_SECONDS, AnyLogger, adopt_stored, keep
+from trial_core.trackers.stored_journal import AnyLogger, adopt_stored, keep
 from trial_core.trackers.tracker import find_tracker
 
-# How long the end of a run waits for a tracker that hangs. One that is stopped may be killed soon.
-PATIENCE_SECONDS, URGENT_PATIENCE_SECONDS = 15.0, 3.0
+# How long the sender sends after the run has ended; less, if the end has less time.
+PATIENCE_SECONDS = 15.0
 RESTART_SECONDS = 10.0
 LONGEST_TEXT = 500
 
@@ -78,12 +78,12 @@ class Tracking(Observer):
         run_dir: the trial's folder on this machine.
         attempt: the number of this run of the trial.
         ledger: reads the trial's ledger of time.
-        stopping: tells whether the run was asked to stop.
+        ending: limits the wait for the sender and the storage.
     """
 
     def __init__(
         self, config: ExperimentConfig, trial: str, run_dir: Path, store: CheckpointStore,
-        attempt: int, ledger: Callable[[], TimeLedger], stopping: StopHandler, logger: AnyLogger,
+        attempt: int, ledger: Callable[[], TimeLedger], ending: Ending, logger: AnyLogger,
     ) -> None:  # fmt: skip
         self._config = config
         self._trial = trial
@@ -91,7 +91,7 @@ class Tracking(Observer):
         self._store = store
         self._attempt = attempt
         self._ledger = ledger
-        self._stopping = stopping
+        self._ending = ending
         self._logger = logger
         self._batches = self._batch_samples = 0
         self._status = "completed"
@@ -112,25 +112,19 @@ class Tracking(Observer):
             self._start_sender()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:  # fmt: skip
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         if not self._trackers:
             return
-        if error is not None:
-            self._status = how_it_ended(error, self._stopping)
-        self._measure_time()
-        outcome, _, why = self._status.partition(": ")
-        page = str(self._run_dir / PAGE)
-        self._append(RunEnded(at=time.time(), outcome=outcome, why=shortened(why), report=page))
+        if not isinstance(error, Superseded):  # else the newer run is the same run of the trackers
+            self._measure_time()
+            outcome, _, why = self._status.partition(": ")
+            page = str(self._run_dir / PAGE)
+            self._append(RunEnded(at=time.time(), outcome=outcome, why=shortened(why), report=page))
         if self._journal is not None:
             self._journal.close()
             self._journal = None
-        is_urgent = self._stopping.request is not None
         if self._sender is not None:
-            patience = URGENT_PATIENCE_SECONDS if is_urgent else PATIENCE_SECONDS + 1
-            self._sender.end(patience, lambda: self._stopping.has_expired)
+            self._sender.end(self._ending.wait)
         with self._warning("what its trackers have got is not known"):
             for name, count in unsent(self._run_dir, [*self._trackers]).items():
                 self._logger.warning(
@@ -138,8 +132,13 @@ class Tracking(Observer):
                     "sync %s",
                     name, text_format.plural(count, "record"), self._trial,
                 )  # fmt: skip
-        limit = URGENT_PATIENCE_SECONDS if is_urgent else KEEP_SECONDS
-        keep(self._store, self._trial, self._run_dir, self._logger, limit)
+        keeping = threading.Thread(target=self._keep, args=[True], name="trackers", daemon=True)
+        keeping.start()
+        if not self._ending.join(keeping):
+            self._logger.warning(
+                "the journal of trial %s is not stored: the storage did not take it in time",
+                self._trial,
+            )
 
     # ------------------------------------------------------------------ observer
 
@@ -207,11 +206,11 @@ class Tracking(Observer):
         self._measure_time()
         in_background(self._keep, "trackers")
 
-    def _keep(self) -> None:
-        """Store the journal beside training, unless it is being stored."""
-        if self._keeping.acquire(blocking=False):
+    def _keep(self, is_end: bool = False) -> None:
+        """Store the journal; beside training, unless it is being stored."""
+        if self._keeping.acquire(blocking=is_end):
             try:
-                keep(self._store, self._trial, self._run_dir, self._logger, is_end=False)
+                keep(self._store, self._trial, self._run_dir, self._logger, is_end)
             finally:
                 self._keeping.release()
 
@@ -230,8 +229,7 @@ class Tracking(Observer):
     def restarting(self, reason: str, attempt: int, max_restarts: int) -> None:
         self._noted(f"restart {attempt} of at most {max_restarts}: {reason}")
 
-    def ended(self, status: str) -> None:
-        """Set how the run has ended: ``completed``, or ``stopped: why``."""
+    def run_ended(self, status: str, tensorboard_url: str | None = None) -> None:
         self._status = status
 
     # ------------------------------------------------------------------ internals

@@ -51,10 +51,13 @@ DRAINED = "node a is drained"
 
 
 class FullMachine(Placement):
-    """Has no slots left."""
+    """Has no slots left, or what else a test says is wrong."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self._error = error or LaunchError("too few slots")
 
     def prepare(self, launch: Launch) -> Any:
-        raise LaunchError("too few slots")
+        raise self._error
 
 
 class FakePolicy:

@@ -19,6 +19,8 @@ from trial_core.ledger.run_clock import RunClock
 from trial_core.ledger.stored_ledger import KeptLedger, read_ledger
 from trial_core.retention.leftovers import find_leftovers
 from trial_core.retention.orphaned_files import find_orphaned_files
+from trial_core.run import ending
+from trial_core.run.ending import Ending
 from trial_core.storage.local import LocalStorage
 
 TRIAL = "gpt-7"
@@ -45,7 +47,7 @@ def test_all_runs_of_a_trial_are_in_its_ledger(
     """
     put(local_store, 11, encode_json(run_time(11, trained_to=8)))
     put(local_store, 2, encode_json(run_time(2, trained_to=13, is_over=False)))
-    with KeptLedger(local_store, TRIAL, 12, clock, per_slot_hour=2.5) as kept:
+    with KeptLedger(local_store, TRIAL, 12, clock, Ending(), per_slot_hour=2.5) as kept:
         assert clock.trained_to == 13
         numbers = [(run.number, run.is_over) for run in kept.read().runs]
         assert numbers == [(2, False), (11, True), (12, False)]
@@ -67,7 +69,7 @@ def test_the_record_is_renewed_while_the_run_lives(
 ) -> None:
     """So that the time of a killed run is known up to its last minute."""
     monkeypatch.setattr(stored_ledger, "WRITE_SECONDS", 0.01)
-    with KeptLedger(local_store, TRIAL, 1, clock):
+    with KeptLedger(local_store, TRIAL, 1, clock, Ending()):
         clock.batches_trained(7)
         deadline = time.monotonic() + 60
         while not any(run.trained_to == 7 for run in read_ledger(local_store, TRIAL).runs):
@@ -94,7 +96,7 @@ def test_a_storage_that_fails_costs_only_the_ledger(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """It can be neither read nor written, or it hangs: warnings, and the run goes its way."""
-    monkeypatch.setattr(stored_ledger, "END_SECONDS", 0.05)
+    monkeypatch.setattr(ending, "TOTAL_SECONDS", 0.1)
     hangs = threading.Event()
 
     def fail(storage: LocalStorage, key: str, data: bytes = b"") -> None:
@@ -106,11 +108,11 @@ def test_a_storage_that_fails_costs_only_the_ledger(
 
     monkeypatch.setattr(LocalStorage, "write", fail)
     monkeypatch.setattr(LocalStorage, "sizes", refuse)
-    kept = KeptLedger(local_store, TRIAL, 1, clock)
+    kept = KeptLedger(local_store, TRIAL, 1, clock, Ending())
     with kept:
         assert len(kept.read().runs) == 1
     assert "lacks the trial's earlier runs, which cannot be read: HTTP 403" in caplog.text
-    assert "did not take it within 0.05 s" in caplog.text
+    assert "did not take it in time" in caplog.text
     hangs.set()
     kept._thread.join(60)
     warnings = [each for each in caplog.records if "is not stored" in each.getMessage()]
@@ -121,7 +123,7 @@ def test_a_ledger_is_neither_a_checkpoint_nor_garbage(
     local_store: CheckpointStore, clock: RunClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     """No listing, sweep or search for leftovers sees it."""
-    with KeptLedger(local_store, TRIAL, 1, clock):
+    with KeptLedger(local_store, TRIAL, 1, clock, Ending()):
         pass
     assert local_store.list() == []
     assert local_store.trials() == []

@@ -16,9 +16,10 @@ import pytest
 from tests.support.slots import toy_config
 from tests.support.waiting import until
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.errors import RankFailed, Stopped
+from trial_core.errors import RankFailed
 from trial_core.report import Report
 from trial_core.report.live_report import HISTORY
+from trial_core.run import ending
 from trial_core.run.stop_requests import StopHandler
 
 LOST = RankFailed(rank=1, host="here", during="train-workload", signal_name="SIGKILL")
@@ -68,10 +69,11 @@ def test_a_resumed_run_has_the_curves_of_all_runs(new_report: NewReport) -> None
     """Up to the checkpoint that it resumes from: later batches are trained again."""
     with new_report() as first:
         train(first, 0, 70)
-        first.ended("stopped: preempted (SIGTERM)")
+        first.run_ended("stopped: preempted (SIGTERM)")
     with new_report() as second:
         train(second, 60, 80)
         assert curve(second) == [10, 20, 30, 40, 50, 60, 70, 80]
+        second.run_ended("completed")
     why = "resumed from the last checkpoint; previous run: stopped: preempted (SIGTERM)"
     assert f"| 60 | {why} |" in text(second)
     assert "`uuid-20`" in text(second)
@@ -82,9 +84,11 @@ def test_another_machine_reads_the_stored_history(new_report: NewReport, tmp_pat
     """Of the local and the stored history, the newer one counts."""
     with new_report() as first:
         train(first, 0, 40)
+        first.run_ended("completed")
     with new_report(tmp_path / "elsewhere") as second:
         train(second, 40, 60)
         assert curve(second) == [10, 20, 30, 40, 50, 60]
+        second.run_ended("completed")
     with new_report() as third:  # the first machine again, with its older file
         train(third, 60, 80)
         assert curve(third) == [10, 20, 30, 40, 50, 60, 70, 80]
@@ -98,6 +102,7 @@ def test_a_restart_within_a_run(new_report: NewReport) -> None:
         train(report, 60, 80)
         assert curve(report) == [10, 20, 30, 40, 50, 60, 70, 80]
         report.moving("saved, to continue on other nodes: node-1 drains\nat once")
+        report.run_ended("completed")
     assert "| 80 | saved, to continue on other nodes: node-1 drains |" in text(report)
     assert "| 70 | restart 1 of at most 5: rank 1 was ended by SIGKILL |" in text(report)
     assert "| 60 | resumed from the last checkpoint |" in text(report)
@@ -107,10 +112,11 @@ def test_a_run_from_scratch_drops_the_history(new_report: NewReport) -> None:
     """Only how the earlier run ended is kept."""
     with new_report() as first:
         train(first, 0, 40)
-        first.ended("failed: out of memory")
+        first.run_ended("failed: out of memory")
     with new_report() as second:
         train(second, 0, 20)
         assert curve(second) == [10, 20]
+        second.run_ended("completed")
     assert "`uuid-40`" not in text(second)
     assert "| 0 | started from scratch; previous run: failed: out of memory |" in text(second)
 
@@ -119,14 +125,14 @@ def test_a_run_that_fails_before_training_keeps_the_history(new_report: NewRepor
     """The next run has all curves, and how the failed run ended."""
     with new_report() as first:
         train(first, 0, 40)
-        first.ended("completed")
-    second = new_report()
-    second.write()
-    with pytest.raises(RuntimeError), second:
-        raise RuntimeError("no such module")
+        first.run_ended("completed")
+    with new_report() as second:
+        second.write()
+        second.run_ended("failed: no such module")
     with new_report() as third:
         train(third, 40, 60)
         assert curve(third) == [10, 20, 30, 40, 50, 60]
+        third.run_ended("completed")
     end = "resumed from the last checkpoint; previous run: failed: no such module"
     assert f"| 40 | {end} |" in text(third)
 
@@ -137,6 +143,7 @@ def test_a_damaged_history_is_a_warning(
     """The run continues with its own history."""
     with new_report() as first:
         train(first, 0, 40)
+        first.run_ended("completed")
     first.path.with_name(HISTORY).write_text("{half")
     shutil.rmtree(tmp_path / "checkpoints")
     with new_report() as second:
@@ -152,6 +159,7 @@ def test_the_run_after_a_killed_run_says_so(new_report: NewReport) -> None:
     killed.write()
     with new_report() as second:
         train(second, 40, 60)
+        second.run_ended("completed")
     assert "previous run: killed, or its machine was lost" in text(second)
 
 
@@ -162,16 +170,14 @@ class Refused(Exception):
 def test_a_failed_publication_is_one_warning(
     new_report: NewReport, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The file is written, and the run's own failure is raised."""
+    """The file is written."""
 
     def publish(text: str) -> None:
         raise Refused("no answer")
 
-    report = new_report(publish=publish, publish_errors=(Refused,))
-    report.write()
-    with pytest.raises(RankFailed) as failure, report:
-        raise LOST
-    assert failure.value is LOST
+    with new_report(publish=publish, publish_errors=(Refused,)) as report:
+        report.batches_trained(10)
+        report.run_ended(f"failed: {LOST}")
     assert f"**failed: {LOST}**" in text(report)
     (warning,) = warnings(caplog)
     assert "the report is not up to date" in warning
@@ -179,31 +185,53 @@ def test_a_failed_publication_is_one_warning(
 
 
 def test_the_report_is_published_in_the_context_of_its_run(new_report: NewReport) -> None:
-    """Also by the thread that updates it: Prefect's flow run is a context variable."""
+    """Prefect's flow run is a context variable, and a thread publishes."""
     flow_run = ContextVar[str]("flow_run")
     flow_run.set("mine")
-    published: dict[int, str] = {}
-    here = threading.get_ident()
+    published: list[tuple[str, bool]] = []
+
+    with new_report(
+        publish=lambda text: published.append((flow_run.get(), "**completed**" in text))
+    ) as report:
+        report.batches_trained(10)
+        until(lambda: published, "an update")
+        report.run_ended("completed")
+    assert published == [("mine", False), ("mine", True)]
+
+
+def test_a_publication_that_hangs(
+    new_report: NewReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end waits for a limited time, begins no second one, and the report is stored."""
+    monkeypatch.setattr(ending, "TOTAL_SECONDS", 0.4)
+    published: list[str] = []
+    answers = threading.Event()
 
     def publish(text: str) -> None:
-        published[threading.get_ident()] = flow_run.get()
+        published.append(text)
+        assert answers.wait(60)
 
     with new_report(publish=publish) as report:
         report.batches_trained(10)
-        until(lambda: bool(published), "an update")
-    assert published.pop(here) == "mine"
-    assert list(published.values()) == ["mine"]
+        until(lambda: published, "an update")
+        report.run_ended("completed")
+    assert len(published) == 1
+    assert "**completed**" in text(report)
+    stored = CheckpointStore(f"file://{tmp_path}/checkpoints").storage
+    assert stored.read("runs/toy-0000beef/report.md") == report.path.read_bytes()
+    answers.set()
+    report._thread.join(60)
+    assert published[1:] == [text(report)]
 
 
 def test_a_file_that_cannot_be_written(
     new_report: NewReport, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As on a full disk: a warning, and the run's own failure is raised."""
+    """As on a full disk: a warning."""
     report = new_report()
     report.path.mkdir()
-    with pytest.raises(RankFailed) as failure, report:
-        raise LOST
-    assert failure.value is LOST
+    with report:
+        report.run_ended(f"failed: {LOST}")
     assert "IsADirectoryError" in caplog.text
 
 
@@ -214,20 +242,18 @@ def test_a_storage_that_fails_at_the_end(
     report = new_report()
     (tmp_path / "checkpoints").write_text("not a folder")
     with report:
-        report.ended("completed")
+        report.run_ended("completed")
     assert "**completed**" in text(report)
     assert any("the report is not stored" in warning for warning in warnings(caplog))
 
 
-def test_a_stopped_run_has_not_failed(new_report: NewReport) -> None:
-    """The report says who has asked for the stop, and what was saved."""
+def test_a_stopping_run_says_who_has_asked(new_report: NewReport) -> None:
     with StopHandler(60) as stopping:
         stopping.ask("cancelled", "in Prefect")
         assert stopping.wait(60)
         report = new_report(stopping=stopping)
-        with pytest.raises(Stopped), report:
-            raise Stopped("nothing to save")
-    assert "**stopped: cancelled (in Prefect); nothing to save**" in text(report)
+        report.write()
+    assert "**stopping: cancelled (in Prefect)**" in text(report)
 
 
 def test_the_file_is_replaced_atomically(new_report: NewReport) -> None:
@@ -235,8 +261,7 @@ def test_the_file_is_replaced_atomically(new_report: NewReport) -> None:
     report = new_report()
     report.write()
     with report.path.open(encoding="utf-8") as reader:
-        report.ended("completed")
-        report.write()
+        report.run_ended("completed")
         assert "**running**" in reader.read()
     assert "**completed**" in text(report)
 
@@ -261,7 +286,7 @@ def test_the_page_is_written_at_intervals(
     now += 1
     assert "batch 40 of" in shown()
     with report:
-        report.ended("completed")
+        report.run_ended("completed")
     assert "<strong>completed</strong>" in page.read_text(encoding="utf-8")
     stored = CheckpointStore(f"file://{tmp_path}/checkpoints")
     assert f"- HTML report: `{stored.url}/runs/toy-0000beef/report.html`" in text(report)
@@ -287,6 +312,7 @@ def test_a_history_of_an_earlier_release_is_read(new_report: NewReport) -> None:
     """It has no learning rates."""
     with new_report() as first:
         train(first, 0, 40)
+        first.run_ended("completed")
     path = first.path.with_name(HISTORY)
     written = json.loads(path.read_text())
     written["curves"] = {"training": written["curves"]["training"], "validation": [], "speed": []}

@@ -28,6 +28,8 @@ from trial_core.messages import MetricsKind
 from trial_core.report import kubeflow_status, progress
 from trial_core.report.kubeflow_status import trainer_status
 from trial_core.report.progress import Place, ProgressReport, RunProgress
+from trial_core.run import ending
+from trial_core.run.ending import Ending
 from trial_core.run.stop_requests import StopHandler
 
 PATH = "/apis/trainer.kubeflow.org/v1alpha1/namespaces/team/trainjobs/mine/status"
@@ -198,16 +200,13 @@ def test_a_failed_run_says_why(
 
 def test_a_run_that_is_stopped_before_it_trains_says_why(tmp_path: Path) -> None:
     """Who asked, and what became of it."""
-    place = progress.progress_file(tmp_path)
+    script = Script(FullMachine(Stopped("no ranks ran")), follow_run)
     with StopHandler(60.0) as stopping:
         stopping.ask("suspended", "in the UI")
         stopping.wait(60.0)
-        with (
-            pytest.raises(Stopped),
-            ProgressReport("mine", TRIAL, [place], stopping, logger=logger),
-        ):
-            raise Stopped("no ranks ran")
-    end = json.loads((tmp_path / "progress.json").read_text())
+        with pytest.raises(Stopped):
+            drive(small(tmp_path), stopping=stopping, script=script)
+    end = read(tmp_path)
     assert (end["status"], end["why"]) == ("stopped", "suspended (in the UI); no ranks ran")
 
 
@@ -221,18 +220,18 @@ def endpoint() -> Place:
 @contextmanager
 def told(*places: Place) -> Iterator[ProgressReport]:
     """A run of two batches that reports to these places."""
-    with ProgressReport("mine", TRIAL, places, logger=logger) as report:
+    with ProgressReport("mine", TRIAL, places, Ending(), logger=logger) as report:
         report.run_started(TRIAL, 2, 0, 16)
         yield report
         report.batches_trained(2)
-        report.ended("completed")
+        report.run_ended("completed")
 
 
 def test_a_server_that_hangs_holds_nothing(
     tmp_path: Path, server: StatusServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run ends, and the file says so, while the server has not answered yet."""
-    monkeypatch.setattr(progress, "LAST_UPDATE_SECONDS", 0.5)
+    monkeypatch.setattr(ending, "TOTAL_SECONDS", 1.0)
     monkeypatch.setattr(kubeflow_status, "TIMEOUT_SECONDS", 600.0)
     (tmp_path / "home" / TRIAL).mkdir(parents=True)
     server.may_answer.clear()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -113,7 +113,7 @@ def test_a_large_log_is_not_uploaded_after_every_checkpoint(
     assert grow(SMALL_BYTES // 2) == 2 * SMALL_BYTES
     assert grow(SMALL_BYTES // 2) == 3 * SMALL_BYTES
     assert grow(10) == 3 * SMALL_BYTES
-    logs.store_final(is_urgent=False)
+    logs.store_final()
     assert grow(0) == 3 * SMALL_BYTES + 10
 
 
@@ -139,17 +139,20 @@ def test_successive_runs_on_a_machine_share_a_stored_log(
     assert log == 8
 
 
-def test_the_final_upload_has_a_timeout(
+def test_the_final_upload_can_be_cut_short(
     store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stopping run does not wait for its logs: no error, no partial file. The report is first."""
-    logs = logs_of(store, tmp_path / "run", **{"rank-0": ""})
-    os.truncate(tmp_path / "run" / "logs" / "rank-0.log", 4 * 2**30)  # sparse: seconds to digest
-    monkeypatch.setattr(
-        "trial_core.report.rank_logs.shutil.copyfile", lambda source, to: os.link(source, to) or to
-    )
-    monkeypatch.setattr("trial_core.report.rank_logs.URGENT_TIMEOUT_SECONDS", 0.2)
-    logs.store_final(is_urgent=True)
+    logs = logs_of(store, tmp_path / "run", **{"rank-0": "x" * 2**20})
+    copy = shutil.copyfile
+
+    def copy_until_the_deadline(source: Path, to: Path) -> Path:
+        if source.name == "rank-0.log":
+            logs.cut_short()
+        return copy(source, to)
+
+    monkeypatch.setattr("trial_core.report.rank_logs.shutil.copyfile", copy_until_the_deadline)
+    logs.store_final()
     assert stored(store) == {"report.md": 8}
 
 
@@ -157,7 +160,7 @@ def test_a_memory_storage_receives_no_logs(tmp_path: Path) -> None:
     """It ends with this process. The report names the local folder."""
     store = CheckpointStore("memory://logs-of-a-test")
     logs = logs_of(store, tmp_path / "run", **{"rank-0": "one\n"})
-    logs.store_final(is_urgent=False)
+    logs.store_final()
     assert stored(store) == {}
     run = tmp_path / "run"
     places = logs.locations("Report", "report.md").values()

@@ -140,6 +140,19 @@ def test_a_signal_that_nobody_explains(
     assert str(stopping.final_request()) == "preempted (SIGTERM)"
 
 
+def test_the_end_of_a_run_does_not_wait_after_the_grace_period(
+    started: Callable[[float], StopHandler],
+) -> None:
+    """Its worker kills it a few seconds later."""
+    stopping = started(0)
+    stopping.ask("preempted", "SIGTERM", is_clear=False)
+    assert stopping.wait(WAIT_SECONDS)
+    waits: list[float] = []
+    stopping._is_clear.wait = waits.append  # type: ignore[method-assign, assignment]
+    stopping.final_request()
+    assert waits == [0.0]
+
+
 def test_the_end_of_a_run_waits_once(
     started: Callable[[float], StopHandler], monkeypatch: pytest.MonkeyPatch
 ) -> None:

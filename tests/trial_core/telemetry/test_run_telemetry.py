@@ -20,8 +20,9 @@ from tests.trial_core.driver.test_drive import FullMachine
 from trial_core.driver.drive import Script, follow_run
 from trial_core.errors import LaunchError
 from trial_core.ledger.run_clock import RunClock
+from trial_core.run import ending
+from trial_core.run.ending import Ending
 from trial_core.run.stop_requests import StopHandler
-from trial_core.telemetry import providers
 from trial_core.telemetry.run_telemetry import exporter_names, run_telemetry
 from trial_core.telemetry.run_trace import derived_ids
 
@@ -48,8 +49,9 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type[MemorySpans]
 
 def report(folder: Path, attempt: int = 1, stopping: StopHandler | None = None) -> None:
     """Report a run that trains 10 batches in a stage."""
+    stopping = stopping or StopHandler(1.0)
     with run_telemetry(
-        toy_config(folder), TRIAL, RunClock(), stopping or StopHandler(1.0), logger
+        toy_config(folder), TRIAL, RunClock(), stopping, Ending(stopping), logger
     ) as observer:
         observer.trial_owned(attempt)
         observer.run_started(TRIAL, 10, 0, 4)
@@ -91,11 +93,13 @@ import logging, sys
 from pathlib import Path
 {before}
 from trial_core.config import ExperimentConfig
-from trial_core.driver.drive import RunClock, StopHandler, run_telemetry
+from trial_core.driver.drive import Ending, RunClock, StopHandler, run_telemetry
 logging.basicConfig(format="%(message)s")
 config = ExperimentConfig(name="toy", entrypoint="a:B", searcher=dict(
     name="single", metric="loss", max_length=dict(batches=1)))
-with run_telemetry(config, "toy-1", RunClock(), StopHandler(1.0), logging.getLogger()) as observer:
+with run_telemetry(
+    config, "toy-1", RunClock(), StopHandler(1.0), Ending(), logging.getLogger()
+) as observer:
     observer.trial_owned(1)
     observer.run_started("toy-1", 1, 0, 1)
     observer.batches_trained(1)
@@ -249,7 +253,7 @@ def test_the_end_of_a_run_does_not_wait_for_a_backend_that_fails(
 ) -> None:
     """Nor for retries: this one asks for them a day later, and the exporter would wait."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1000000")
-    monkeypatch.setattr(providers, "END_SECONDS", 1e6)
+    monkeypatch.setattr(ending, "TOTAL_SECONDS", 1e6)
     receiver = Receiver()
     receiver.refuses = True
     with receiver.listening():
@@ -263,7 +267,7 @@ def test_the_end_of_a_run_waits_a_limited_time_for_a_backend_that_hangs(
 ) -> None:
     """It accepts connections, and never answers."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1000000")
-    monkeypatch.setattr(providers, "END_SECONDS", 0.1)
+    monkeypatch.setattr(ending, "TOTAL_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv(ENDPOINT, f"http://127.0.0.1:{server.getsockname()[1]}")
         report(tmp_path)
