@@ -203,7 +203,7 @@ def test_a_publication_that_hangs(
     new_report: NewReport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The end waits for a limited time, begins no second one, and the report is stored."""
-    monkeypatch.setattr(ending, "TOTAL_SECONDS", 0.4)
+    monkeypatch.setattr(ending, "TOTAL_SECONDS", 2.0)
     published: list[str] = []
     answers = threading.Event()
 

@@ -141,14 +141,14 @@ def test_a_signal_that_nobody_explains(
 
 
 def test_the_end_of_a_run_does_not_wait_after_the_grace_period(
-    started: Callable[[float], StopHandler],
+    started: Callable[[float], StopHandler], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its worker kills it a few seconds later."""
     stopping = started(0)
     stopping.ask("preempted", "SIGTERM", is_clear=False)
     assert stopping.wait(WAIT_SECONDS)
     waits: list[float] = []
-    stopping._is_clear.wait = waits.append  # type: ignore[method-assign, assignment]
+    monkeypatch.setattr(stopping._is_clear, "wait", waits.append)
     stopping.final_request()
     assert waits == [0.0]
 
