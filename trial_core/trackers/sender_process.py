@@ -18,7 +18,8 @@ from trial_core import text_format
 from trial_core.trackers.journal import SENDER_LOG
 from trial_core.trackers.sender import END, SenderOrder
 
-POLL_SECONDS = 0.1
+POLL_SECONDS = 0.02
+REAP_SECONDS = 1.0
 
 
 class SenderProcess:
@@ -52,7 +53,7 @@ class SenderProcess:
     def wake(self) -> bool:
         """Tell it that there are new records. Whether it lives."""
         self._write(b"\n")
-        return self._process.poll() is None
+        return self._lives()
 
     def end(
         self, patience_seconds: float, should_hurry: Callable[[], bool] = lambda: False
@@ -65,19 +66,22 @@ class SenderProcess:
             should_hurry: polled; whether to kill it now.
         """
         if self._process.stdin is not None:
-            os.set_blocking(self._process.stdin.fileno(), True)
             self._write(END)
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
         deadline = time.monotonic() + patience_seconds
-        while time.monotonic() < deadline and not should_hurry():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(POLL_SECONDS)
-                break
+        while self._lives() and time.monotonic() < deadline and not should_hurry():
+            time.sleep(POLL_SECONDS)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in a read of a lost disk
+            self._process.wait(REAP_SECONDS)
         self._listener.join(1.0)
+
+    def _lives(self) -> bool:
+        # Not `Popen.poll`: the id must be its own until `os.killpg`.
+        options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return os.waitid(os.P_PID, self._process.pid, options) is None
 
     def _write(self, data: bytes) -> None:
         # A full pipe holds wakes enough; a sender that has died cannot be woken.
