@@ -23,6 +23,7 @@ from trial_core.config import ExperimentConfig
 from trial_core.driver.code_source import refuse_missing_code
 from trial_core.driver.drive import Caller, describe_saved, drive_trial
 from trial_core.driver.observers import Observers, current_observer
+from trial_core.driver.placement import importing_ahead
 from trial_core.driver.stages import Stages
 from trial_core.errors import ConfigError
 from trial_core.models.checkpoint_reference import open_checkpoint
@@ -110,6 +111,7 @@ def train(
         gpu_slots(config) as devices,
         StopHandler(settings.grace_seconds) as stopping,
         StopMonitor(stopping, settings) as watch,
+        importing_ahead(opened),
     ):
         waited_seconds = time.monotonic() - began
         result = watch.run(

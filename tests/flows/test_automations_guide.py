@@ -28,6 +28,7 @@ from tests.support.prefect import ROOT, PrefectServer
 from tests.support.snippets import SNIPPETS
 from tests.support.waiting import WAIT_SECONDS, ask, until
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.config import ExperimentConfig
 from trial_core.transfer.upload import upload_files
 from trialflow import promote
 from trialflow.flows.server.embedded_server import flush
@@ -69,6 +70,11 @@ def program(here: Path, title: str, **changes: str) -> Path:
     return here / title
 
 
+def write_experiment(here: Path, config: ExperimentConfig) -> None:
+    given = config.model_dump(mode="json", exclude_none=True)
+    (here / "experiment.yaml").write_text(yaml.safe_dump(given))
+
+
 def runs(server: PrefectServer, deployment: str, state: str) -> list[dict[str, Any]]:
     """The runs of a deployment in that state."""
     body = {"deployments": {"name": {"any_": [deployment]}}, "sort": "EXPECTED_START_TIME_ASC"}
@@ -89,7 +95,8 @@ def running(path: Path, server: PrefectServer) -> Iterator[None]:
 
 @pytest.mark.usefixtures("no_automations")
 def test_a_committed_checkpoint_starts_a_run(here: Path, prefect_server: PrefectServer) -> None:
-    """A served flow runs once for each checkpoint of that experiment, with its fields."""
+    """A served flow runs once for each checkpoint of that experiment, and evaluates it."""
+    write_experiment(here, one_slot(here, 4))
     path = program(here, "judge.py", **{"experiment.gpt": "experiment.toy", '"gpt"': '"judged"'})
     with running(path, prefect_server):
         until(
@@ -103,7 +110,7 @@ def test_a_committed_checkpoint_starts_a_run(here: Path, prefect_server: Prefect
         result = train(one_slot(here, 4))
         until(lambda: runs(prefect_server, "judged", "COMPLETED"), "the run of the served flow")
         (run,) = runs(prefect_server, "judged", "COMPLETED")
-    assert run["parameters"] == {"checkpoint": result.checkpoint_uuid, "batches": 4}
+    assert run["parameters"] == {"checkpoint": result.checkpoint_uuid}
 
 
 @pytest.mark.usefixtures("no_automations")
@@ -118,8 +125,7 @@ def test_the_other_recipes(
     monkeypatch.chdir(here)
     url, received = webhook
     config = one_slot(here, 4)
-    given = config.model_dump(mode="json", exclude_none=True)
-    (here / "experiment.yaml").write_text(yaml.safe_dump(given))
+    write_experiment(here, config)
     cast(RunnerDeployment, train_flow.to_deployment(name="train")).apply()
     runpy.run_path(str(program(here, "train_on_data.py")))
     chat = "https://chat.example/hooks/trialflow"

@@ -17,12 +17,13 @@ CHILD = "3333.5"
 
 
 class LinesTracker(Tracker):
-    """Options: ``file``; ``hang``, ``down``: files while which exist it hangs, or fails;
-    ``refuses``: a text that a record may not have."""
+    """Options: ``file``; ``hang``, ``down``: files while which exist it hangs, or fails; ``child``:
+    how long a child process sleeps, with ``hang``; ``refuses``: a text that a record may not have.
+    """
 
     def open(self, known: str) -> str:
         if "hang" in self.options:  # as the programs of some trackers do
-            subprocess.Popen(["sleep", CHILD])
+            subprocess.Popen(["sleep", self.options.get("child", CHILD)])
         return known or f"run-of-{self.run.trial}"
 
     def send(self, records: Sequence[AnyRecord]) -> None:

@@ -149,19 +149,31 @@ def detached(stage: Stage) -> Iterator[Scene]:
 
 
 @contextmanager
-def served_flow(stage: Stage) -> Iterator[Scene]:
+def served_flow(stage: Stage, flow: str = "train") -> Iterator[Scene]:
     """`flow.serve()`: a script runs scheduled runs, and signals only the flow's process."""
     scene = Scene(stage.server, stage.folder)
     name = scene.config.name
     with (
         cleared(scene),
         process(
-            scene, str(SCRIPTS / "serve_train.py"), name, PREFECT_RUNNER_POLL_FREQUENCY="1"
+            scene,
+            "-m",
+            "tests.support.scripts.serve",
+            flow,
+            name,
+            PREFECT_RUNNER_POLL_FREQUENCY="1",
         ) as parent,
     ):
         scene.use_deployment(name, parent)
         scene.create_run()
         scene.until_trained()
+        yield scene
+
+
+@contextmanager
+def served_own_flow(stage: Stage) -> Iterator[Scene]:
+    """As `served_flow`, of a flow of the user's."""
+    with served_flow(stage, "own") as scene:
         yield scene
 
 

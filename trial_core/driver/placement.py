@@ -193,8 +193,13 @@ def place_ranks(
     """
     provider = choose_provider(config)
     if provider is None:
-        with _importing.get() or ForkServer(_modules(config)) as fork_server:
-            yield ThisMachine(fork_server)
+        importing = _importing.get()
+        token = _importing.set(None)  # a run of one of its stages gets another
+        try:
+            with importing or ForkServer(_modules(config)) as fork_server:
+                yield ThisMachine(fork_server)
+        finally:
+            _importing.reset(token)
         return
     preload = config.resources.preload
     what = ("script" if config.is_script else "trial") if preload else "none"
@@ -203,15 +208,18 @@ def place_ranks(
 
 
 @contextmanager
-def importing_ahead(config: ExperimentConfig, late: Sequence[str]) -> Iterator[None]:
+def importing_ahead(config: ExperimentConfig, late: Sequence[str] = ()) -> Iterator[None]:
     """Import PyTorch and DeepSpeed for the ranks of the block's run, while it prepares the rest.
 
     Only on a machine that has no accelerators: a run gets those later, and to count them may take
-    seconds.
+    seconds. Does nothing within such a block.
 
     Args:
         late: as of `ForkServer`.
     """
+    if _importing.get() is not None:
+        yield
+        return
     with ForkServer(_modules(config), late) as fork_server:
         with suppress(TrialflowError, OSError):  # the run reports it
             variables = {**os.environ, **config.rank_variables}

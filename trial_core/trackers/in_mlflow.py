@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from trial_core.errors import ConfigError
-from trial_core.storage.credentials import without_credentials
 from trial_core.trackers.records import (
     AnyRecord,
     Began,
@@ -23,7 +22,13 @@ from trial_core.trackers.records import (
     Noted,
     RunEnded,
 )
-from trial_core.trackers.tracker import RecordRefused, TrackedRun, Tracker, refuse_unknown
+from trial_core.trackers.tracker import (
+    RecordRefused,
+    TrackedRun,
+    Tracker,
+    refuse_unknown,
+    without_user,
+)
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
@@ -34,7 +39,8 @@ LONGEST_PARAMETER, LONGEST_TAG = 6000, 5000
 MOST_METRICS, MOST_PARAMETERS, MOST_TAGS = 1000, 100, 100
 _STATUS = {"completed": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 _NOT_IN_NAMES = re.compile(r"[^\w\-. :/]")
-# They mean the request, not the server: the same request will be refused again.
+# They mean the request, not the server: the same request will be refused again. So is each request
+# for a run that is deleted, until it is restored.
 _REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "INVALID_STATE", "MALFORMED_REQUEST")
 
 
@@ -92,9 +98,12 @@ class MlflowTracker(Tracker):
             for record in records:
                 self._log(record)
         except MlflowException as error:
-            if error.error_code in _REFUSALS:
+            if error.error_code in _REFUSALS and self._is_active():
                 raise RecordRefused(str(error)) from error
             raise
+
+    def _is_active(self) -> bool:
+        return bool(self._client.get_run(self._id).info.lifecycle_stage == "active")
 
     def _found(self) -> str | None:
         """The trial's run, if it was made and the answer was lost."""
@@ -189,9 +198,9 @@ class MlflowTracker(Tracker):
             self._tag("trialflow.last_notice", f"batch {record.batches}: {record.text}")
         elif isinstance(record, RunEnded):
             self._tag("trialflow.ended", record.why or record.outcome)
-            self._log_report(Path(record.report))
             status = _STATUS.get(record.outcome, "KILLED")
             self._client.set_terminated(self._id, status, end_time=round(record.at * 1000))
+            self._log_report(Path(record.report))
 
     def _tag(self, name: str, text: str) -> None:
         self._client.set_tag(self._id, name, text[:LONGEST_TAG])
@@ -199,11 +208,13 @@ class MlflowTracker(Tracker):
     def _log_checkpoints(self) -> None:
         if self.options.get("artifacts", True):
             text = json.dumps(self._checkpoints, indent=1)
-            self._client.log_text(self._id, text, "checkpoints.json")
+            with self.best_effort("the list of checkpoints"):
+                self._client.log_text(self._id, text, "checkpoints.json")
 
     def _log_report(self, page: Path) -> None:
         if self.options.get("artifacts", True) and page.exists():
-            self._client.log_artifact(self._id, str(page))
+            with self.best_effort("the report"):
+                self._client.log_artifact(self._id, str(page))
 
 
 def quiet_client(options: Mapping[str, Any]) -> MlflowClient:
@@ -213,8 +224,9 @@ def quiet_client(options: Mapping[str, Any]) -> MlflowClient:
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     from mlflow.tracking import MlflowClient
 
-    place, variable = options.get("tracking_uri"), os.environ.get("MLFLOW_TRACKING_URI")
-    if place and variable and without_credentials(variable) == place:
+    variable = os.environ.get("MLFLOW_TRACKING_URI", "")
+    place = str(options.get("tracking_uri") or variable)
+    if without_user(variable) == without_user(place):
         place = variable
     if not place:
         raise ConfigError(
@@ -225,5 +237,7 @@ def quiet_client(options: Mapping[str, Any]) -> MlflowClient:
 
 
 def _name(text: str) -> str:
-    """A name that MLflow takes."""
-    return _NOT_IN_NAMES.sub("_", text)[:250]
+    """A name that MLflow takes: its characters, and a path that leads down only."""
+    parts = _NOT_IN_NAMES.sub("_", text)[:250].split("/")
+    name = "/".join(part for part in parts if part not in ("", ".", "..")) or "_"
+    return f"__{name[2:]}" if name.startswith("..") else name

@@ -33,8 +33,7 @@ class WandbTracker(Tracker):
 
     measures_the_system: ClassVar[bool] = True
     place_variables: ClassVar[Mapping[str, str]] = {
-        "base_url": "WANDB_BASE_URL", "mode": "WANDB_MODE", "project": "WANDB_PROJECT",
-        "entity": "WANDB_ENTITY",
+        "base_url": "WANDB_BASE_URL", "mode": "WANDB_MODE", "entity": "WANDB_ENTITY",
     }  # fmt: skip
 
     def __init__(self, options: Mapping[str, Any], run: TrackedRun) -> None:
@@ -84,13 +83,16 @@ class WandbTracker(Tracker):
         elif isinstance(record, Committed):
             facts = {"digest": record.digest, "batches": record.batches, "bytes": record.size_bytes}
             run.summary["checkpoint"] = {"url": record.url, **facts}
-            artifact = wandb.Artifact(f"{run.id}-checkpoint", "checkpoint", metadata=facts)
-            artifact.add_reference(record.url, checksum=False)
-            run.log_artifact(artifact, aliases=["latest", f"batch-{record.batches}"])
+            with self.best_effort("the artifact of a checkpoint"):  # s3:// needs boto3
+                artifact = wandb.Artifact(f"{run.id}-checkpoint", "checkpoint", metadata=facts)
+                artifact.add_reference(record.url, checksum=False)
+                run.log_artifact(artifact, aliases=["latest", f"batch-{record.batches}"])
         elif isinstance(record, Noted):
             run.alert(title=f"batch {record.batches}", text=record.text)
         elif isinstance(record, RunEnded):
             run.summary["ended"] = record.why or record.outcome
             self._exit_code = int(record.outcome == "failed")
-            if Path(record.report).exists():
-                run.save(record.report, base_path=str(Path(record.report).parent), policy="now")
+            with self.best_effort("the report"):
+                if Path(record.report).exists():
+                    folder = str(Path(record.report).parent)
+                    run.save(record.report, base_path=folder, policy="now")

@@ -16,6 +16,7 @@ import msgspec
 from typing_extensions import Self
 
 from trial_core.decoding import decode, decoder
+from trial_core.storage.local_files import atomic_file
 from trial_core.trackers.records import AnyRecord, Began
 
 FOLDER = "trackers"
@@ -54,7 +55,7 @@ class JournalWriter:
         path.parent.mkdir(parents=True, exist_ok=True)
         whole = _whole_bytes(path) if path.exists() else 0
         self._file = path.open("ab", buffering=0)
-        self._file.truncate(whole)
+        self._cut(whole)
 
     def __enter__(self) -> Self:
         return self
@@ -83,8 +84,12 @@ class JournalWriter:
                 if self._file.write(line) != len(line):
                     raise OSError(errno.ENOSPC, "the line does not fit", self._file.name)
             except OSError:
-                self._file.truncate(before)
+                self._cut(before)
                 raise
+
+    def _cut(self, size_bytes: int) -> None:
+        self._file.truncate(size_bytes)
+        self._file.seek(size_bytes)  # else the position stays at the old end
 
 
 class JournalReader:
@@ -103,7 +108,7 @@ class JournalReader:
         """The next records, at most so many; none if there is no journal.
 
         Raises:
-            msgspec.MsgspecError: the journal is damaged, or of a later version.
+            msgspec.MsgspecError: the next line is damaged, or of a later version.
         """
         if not self.path.exists():
             return []
@@ -113,7 +118,12 @@ class JournalReader:
             for line in file:
                 if len(records) == most or not line.endswith(b"\n"):
                     break
-                records.append(_decoder.decode(line))
+                try:
+                    records.append(_record(line))
+                except msgspec.MsgspecError:
+                    if not records:
+                        raise
+                    break
                 self._offset += len(line)
         self.count += len(records)
         return records
@@ -129,11 +139,11 @@ def set_damaged_aside(folder: Path) -> str | None:
     try:
         while reader.read(1000):
             pass
-    except (msgspec.MsgspecError, UnicodeDecodeError) as damage:
+    except msgspec.MsgspecError as damage:
         journal.replace(folder / f"{JOURNAL}.damaged")
         for file in folder.glob("*.json"):
             if file.name != ORDER:
-                file.write_bytes(_encoder.encode(State(run=read_state(file).run)))
+                write_state(file, State(run=read_state(file).run))
         return f"{journal} is damaged and was renamed: {damage}"
     return None
 
@@ -145,15 +155,32 @@ def read_state(path: Path) -> State:
     return State()
 
 
+def write_state(path: Path, state: State) -> None:
+    """Replace what is known of what a tracker has got. Raises OSError."""
+    with atomic_file(path, is_durable=False) as file:
+        file.write(_encoder.encode(state))
+
+
 def age(data: bytes) -> tuple[int, int]:
     """What orders the copies of a journal: its last run, and its length; the greatest is newest.
 
-    Raises:
-        msgspec.MsgspecError: it is damaged.
+    What follows a damaged line is not counted.
     """
-    lines = data[: data.rfind(b"\n") + 1].splitlines()
-    runs = [record.attempt for line in lines if isinstance(record := _decoder.decode(line), Began)]
-    return max(runs, default=0), len(lines)
+    run = count = 0
+    with suppress(msgspec.MsgspecError):
+        for line in data[: data.rfind(b"\n") + 1].split(b"\n")[:-1]:
+            record = _record(line)
+            run = max(run, record.attempt) if isinstance(record, Began) else run
+            count += 1
+    return run, count
+
+
+def _record(line: bytes) -> AnyRecord:
+    """The record of a line. Raises msgspec.MsgspecError."""
+    try:
+        return _decoder.decode(line)
+    except (UnicodeDecodeError, RecursionError) as damage:
+        raise msgspec.DecodeError(str(damage)) from damage
 
 
 def _whole_bytes(path: Path) -> int:

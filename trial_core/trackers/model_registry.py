@@ -11,6 +11,7 @@ from trial_core.models.registry import Registry
 from trial_core.trackers.in_mlflow import quiet_client
 from trial_core.trackers.journal import FOLDER, ORDER, State
 from trial_core.trackers.sender import SenderOrder
+from trial_core.trackers.tracker import describe
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
@@ -51,7 +52,7 @@ def show_champion(registry: Registry, model: str) -> str | None:
         client = quiet_client(options)
         number = _version(client, model if name is True else str(name), registry, champion, state)
     except Exception as error:  # MLflow's own, and those of what it calls
-        raise NotShown(f"{type(error).__name__}: {error}") from error
+        raise NotShown(describe(error)) from error
     return number
 
 

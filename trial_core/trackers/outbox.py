@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import math
-import os
-import re
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
 from trial_core import text_format
-from trial_core.trackers.journal import JournalReader, read_state
+from trial_core.trackers.journal import JournalReader, read_state, write_state
 from trial_core.trackers.records import AnyRecord, Committed, Deleted, Metrics
 from trial_core.trackers.system_metrics import SystemMetrics
-from trial_core.trackers.tracker import RecordRefused, Tracker
+from trial_core.trackers.tracker import RecordRefused, Tracker, describe
 
 AT_ONCE = 500
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0
 # After the end of the run, to a tracker that fails.
 LAST_PAUSE_SECONDS, LAST_TRIES_SECONDS = 0.5, 5.0
+REOPENS_AFTER_FAILURES = 3
 
 
 class Outbox:
@@ -54,7 +54,8 @@ class Outbox:
         self._committed = 0
         self._at_once = AT_ONCE
         self._wakes, self._ending = threading.Event(), threading.Event()
-        self._has_failed = False
+        self._failures = 0  # in a row
+        self._refused = 0
         self.thread = threading.Thread(target=self._run, name=f"tracker {name}", daemon=True)
 
     def wake(self) -> None:
@@ -67,6 +68,14 @@ class Outbox:
         self._wakes.set()
 
     def _run(self) -> None:
+        self._send_all()
+        if self._refused > 1:
+            self._say(
+                f"tracker {self.name} has refused {text_format.plural(self._refused, 'record')}, "
+                "which are left out"
+            )
+
+    def _send_all(self) -> None:
         pause, gives_up_at = 0.0, math.inf
         while True:
             is_last = self._wait(pause)
@@ -78,18 +87,20 @@ class Outbox:
                     self._tracker.close()
             except Exception as error:  # noqa: BLE001 - a tracker's program may raise anything
                 pause = min(max(2 * pause, FIRST_PAUSE_SECONDS), LONGEST_PAUSE_SECONDS)
-                if not self._has_failed:
+                if not self._failures:
                     self._say(
                         f"tracker {self.name}: {describe(error)}; what it does not get is kept and "
                         "sent later (said once; training continues)"
                     )
-                self._has_failed = True
+                self._failures += 1
+                if self._failures % REOPENS_AFTER_FAILURES == 0:
+                    self._drop_tracker()
                 if time.monotonic() >= gives_up_at:
                     return
                 continue
-            if self._has_failed:
+            if self._failures:
                 self._say(f"tracker {self.name}: it is reached again")
-            self._has_failed, pause = False, 0.0
+            self._failures, pause = 0, 0.0
             if has_more:
                 self._wakes.set()
             elif is_last:
@@ -101,9 +112,8 @@ class Outbox:
             self._wakes.wait(self._until_system_metrics())
         elif self._ending.wait(pause):
             time.sleep(LAST_PAUSE_SECONDS)
-        is_last = self._ending.is_set()  # before the journal is read
-        self._wakes.clear()
-        return is_last
+        self._wakes.clear()  # before the journal is read, as the next line
+        return self._ending.is_set()
 
     def _send_next(self) -> bool:
         """Send some records; whether there may be more."""
@@ -112,8 +122,8 @@ class Outbox:
             tracker = self._new_tracker()
             self._state.run = tracker.open(self._state.run)
             tracker.recall(had)
-            self._write_state()
             self._tracker = tracker
+            write_state(self._path, self._state)
         self._pending = self._pending or self._journal.read(AT_ONCE)
         if self._pending:
             self._send(self._tracker, self._pending[: self._at_once])
@@ -126,6 +136,7 @@ class Outbox:
         """Read what was sent before, to know its points; its checkpoints."""
         found: list[Committed | Deleted] = []
         self._journal = JournalReader(self._journal.path)
+        self._pending, self._points, self._committed = [], {}, 0
         while self._journal.count < self._state.sent:
             records = self._journal.read(min(AT_ONCE, self._state.sent - self._journal.count))
             if not records:
@@ -145,7 +156,12 @@ class Outbox:
             if len(records) > 1:
                 self._points, self._at_once = points, 1  # to find out which one
                 return
-            self._say(f"tracker {self.name} does not take a record, which is left out: {refusal}")
+            self._refused += 1
+            if self._refused == 1:
+                self._say(
+                    f"tracker {self.name} does not take a record, which is left out: "
+                    f"{describe(refusal)}"
+                )
         except Exception:
             self._points = points
             raise
@@ -153,7 +169,7 @@ class Outbox:
         if not self._pending:
             self._at_once = AT_ONCE
         self._state.sent += len(records)
-        self._write_state()
+        write_state(self._path, self._state)
 
     def _note(self, record: AnyRecord, tracker: Tracker | None = None) -> AnyRecord | None:
         """Note a record's points. What is new of it: not a point that was there with its value."""
@@ -175,21 +191,15 @@ class Outbox:
             self._committed = record.batches
         return record
 
-    def _write_state(self) -> None:
-        temporary = self._path.with_name(f".{self._path.name}.part")
-        temporary.write_bytes(msgspec.json.encode(self._state))
-        os.replace(temporary, self._path)
+    def _drop_tracker(self) -> None:
+        """Have it opened again: it may not get over its own error, as TensorBoard's writer."""
+        if self._tracker is not None:
+            with suppress(Exception):
+                self._tracker.close()
+            self._tracker = None
 
     def _until_system_metrics(self) -> float | None:
         return None if self._system is None or not self._attempt else self._system.seconds_left()
 
 
 _NONE = object()
-_USER, _QUERY = re.compile(r"://[^/@\s]*@"), re.compile(r"\?[^\s)'\"]*=[^\s)'\"]*")
-
-
-def describe(error: BaseException) -> str:
-    """An error in one line, not too long, and without the secrets that URLs may have."""
-    text = text_format.one_line(f"{type(error).__name__}: {error}")
-    text = _QUERY.sub("?…", _USER.sub("://***@", text))
-    return text if len(text) <= 300 else f"{text[:299]}…"

@@ -12,6 +12,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,8 @@ def main() -> None:
     os.dup2(2, 1)  # what the trackers' packages print is for the log
 
     def say(line: str) -> None:
-        print(line, file=said, flush=True)
+        with suppress(OSError):  # the driver was killed
+            print(line, file=said, flush=True)
 
     with open(0, "rb", buffering=0, closefd=False) as given:  # without reading ahead
         order = decode(given.readline(), SenderOrder)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -16,6 +17,9 @@ import msgspec
 from trial_core import text_format
 from trial_core.trackers.journal import SENDER_LOG
 from trial_core.trackers.sender import END, SenderOrder
+
+POLL_SECONDS = 0.02
+REAP_SECONDS = 1.0
 
 
 class SenderProcess:
@@ -49,7 +53,7 @@ class SenderProcess:
     def wake(self) -> bool:
         """Tell it that there are new records. Whether it lives."""
         self._write(b"\n")
-        return self._process.poll() is None
+        return self._lives()
 
     def end(self, wait: Callable[[Callable[[float], bool]], bool]) -> None:
         """Tell it that no more records come, and wait for its end; then kill it.
@@ -60,20 +64,28 @@ class SenderProcess:
             wait: waits for its end, as `Ending.wait`.
         """
         if self._process.stdin is not None:
-            os.set_blocking(self._process.stdin.fileno(), True)
             self._write(END)
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
         wait(self._has_ended)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it hangs in a read of a lost disk
+            self._process.wait(REAP_SECONDS)
         self._listener.join(1.0)
 
     def _has_ended(self, seconds: float) -> bool:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(seconds)
-        return self._process.poll() is not None
+        deadline = time.monotonic() + seconds
+        while self._lives():
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(POLL_SECONDS)
+        return True
+
+    def _lives(self) -> bool:
+        # Not `Popen.poll`: the id must be its own until `os.killpg`.
+        options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return os.waitid(os.P_PID, self._process.pid, options) is None
 
     def _write(self, data: bytes) -> None:
         # A full pipe holds wakes enough; a sender that has died cannot be woken.

@@ -13,6 +13,7 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.decoding import decode
 from trial_core.errors import TrialflowError
 from trial_core.report.rank_logs import stored_name
+from trial_core.storage.local_files import atomic_file
 from trial_core.trackers.journal import (
     DRIVER_EVENTS,
     FOLDER,
@@ -22,37 +23,60 @@ from trial_core.trackers.journal import (
     State,
     age,
     read_state,
+    set_damaged_aside,
 )
 
 AnyLogger = Logger | LoggerAdapter[Any]
 
 
 def adopt_stored(store: CheckpointStore, trial: str, run_dir: Path, logger: AnyLogger) -> None:
-    """Take the stored journal and states, if the trial was on another machine since."""
-    if store.is_process_local:
-        return
+    """Take the stored journal and states, if the trial was on another machine since.
+
+    A journal that is damaged, here or there, is set aside.
+    """
     folder = run_dir / FOLDER
-    local = folder / JOURNAL
-    stored = layout.run_file_key(trial, FOLDER)
     try:
-        journal = store.storage.read(f"{stored}/{JOURNAL}")
-        ours = age(local.read_bytes()) if local.exists() else (0, 0)
-        if journal is None or ours > age(journal):
-            return
-        folder.mkdir(parents=True, exist_ok=True)
-        for key in store.storage.sizes(stored):
-            file = folder / key.rpartition("/")[2]
-            if file.suffix == ".json" and (data := store.storage.read(f"{stored}/{file.name}")):
-                is_ours = ours == age(journal) and file.exists() and file.name != ORDER
-                if not is_ours or read_state(file).sent < decode(data, State).sent:
-                    file.write_bytes(data)
-        if ours != age(journal):
-            local.write_bytes(journal)
-    except (OSError, TrialflowError, msgspec.MsgspecError) as error:
+        _set_damaged_aside(folder, logger)
+        if not store.is_process_local and _has_adopted(store, trial, folder):
+            _set_damaged_aside(folder, logger)
+    except (OSError, TrialflowError, msgspec.MsgspecError, RecursionError) as error:
         logger.warning(
             "what trial %s has told its trackers before is not known, so they may get it twice: %s",
             trial, error,
         )  # fmt: skip
+
+
+def _set_damaged_aside(folder: Path, logger: AnyLogger) -> None:
+    if damage := set_damaged_aside(folder):
+        logger.warning("trackers may lack something of earlier runs: %s", damage)
+
+
+def _has_adopted(store: CheckpointStore, trial: str, folder: Path) -> bool:
+    """Take the stored journal if it is not older than the local one; whether it is taken."""
+    local = folder / JOURNAL
+    stored = layout.run_file_key(trial, FOLDER)
+    journal = store.storage.read(f"{stored}/{JOURNAL}")
+    if journal is None:
+        return False
+    ours = age(local.read_bytes()) if local.exists() else None
+    theirs = age(journal)
+    if ours is not None and ours > theirs:
+        return False
+    for key in store.storage.sizes(stored):
+        file = folder / key.rpartition("/")[2]
+        if file.suffix == ".json" and (data := store.storage.read(f"{stored}/{file.name}")):
+            is_ours = ours == theirs and file.exists() and file.name != ORDER
+            if not is_ours or read_state(file).sent < decode(data, State).sent:
+                _replace(file, data)
+    if ours == theirs:
+        return False
+    _replace(local, journal)
+    return True
+
+
+def _replace(path: Path, data: bytes) -> None:
+    with atomic_file(path, is_durable=False) as file:
+        file.write(data)
 
 
 def keep(

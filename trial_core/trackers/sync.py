@@ -42,7 +42,7 @@ def sync_trackers(
         )
     try:
         earlier = decode(file.read_bytes(), SenderOrder)
-    except msgspec.MsgspecError as damage:
+    except (msgspec.MsgspecError, RecursionError) as damage:
         raise ConfigError(
             f"{file} does not say which trackers trial {trial} had: {damage}; its next run does"
         ) from None

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, ClassVar
 
+from trial_core import text_format
 from trial_core.config.error_text import did_you_mean
 from trial_core.errors import ConfigError
 from trial_core.storage.credentials import without_credentials
@@ -24,6 +28,10 @@ BUILT_IN = {
     "tensorboard": "trial_core.trackers.in_tensorboard:TensorBoardTracker",
     "trackio": "trial_core.trackers.in_trackio:TrackioTracker",
 }
+
+
+_USER, _QUERY = re.compile(r"(?<=://)[^/\s]*@"), re.compile(r"\?[^\s)'\"]*=[^\s)'\"]*")
+_logger = logging.getLogger(__name__)
 
 
 class RecordRefused(Exception):
@@ -49,7 +57,8 @@ class Tracker:
     """Shows a trial elsewhere. Called in one thread of the sender's process.
 
     A method may raise anything: then it is called again later, with the same records. So a record
-    may come twice, if its tracker failed after it had taken it.
+    may come twice, if its tracker failed after it had taken it. After a few failures in a row the
+    tracker is closed, made and opened again.
 
     Args:
         options: what the experiment gives below the tracker's name.
@@ -70,12 +79,13 @@ class Tracker:
     def __init__(self, options: Mapping[str, Any], run: TrackedRun) -> None:
         self.options = options
         self.run = run
+        self._left_out: set[str] = set()
 
     @classmethod
     def remembered(cls, options: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, Any]:
         """The options with the place that `variables` name, without secrets: for a later `sync`."""
         named = {
-            option: without_credentials(variables[variable])
+            option: without_user(variables[variable])
             for option, variable in cls.place_variables.items()
             if variables.get(variable)
         }
@@ -112,7 +122,17 @@ class Tracker:
         raise NotImplementedError
 
     def close(self) -> None:
-        """The sender ends. The trial may be continued later."""
+        """The sender ends, or opens it again. The trial may be continued later."""
+
+    @contextmanager
+    def best_effort(self, what: str) -> Iterator[None]:
+        """For files and links: if the block fails, the log says so once, and records are sent."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - a tracker's program may raise anything
+            if what not in self._left_out:
+                _logger.warning("%s is left out (said once): %s", what, describe(error))
+            self._left_out.add(what)
 
 
 def find_tracker(name: str) -> type[Tracker]:
@@ -139,6 +159,18 @@ def find_tracker(name: str) -> type[Tracker]:
         )
     loaded: type[Tracker] = others[name].load()
     return loaded
+
+
+def without_user(place: str) -> str:
+    """A tracker's place without what may be secret: a user, a password, a token, a query."""
+    return _USER.sub("", without_credentials(place))
+
+
+def describe(error: BaseException) -> str:
+    """An error in one line, not too long, and without the secrets that URLs may have."""
+    text = text_format.one_line(f"{type(error).__name__}: {error}")
+    text = _QUERY.sub("?…", _USER.sub("***@", text))
+    return text if len(text) <= 300 else f"{text[:299]}…"
 
 
 def refuse_unknown(name: str, options: Mapping[str, Any], known: Sequence[str]) -> None:

@@ -26,13 +26,7 @@ from trial_core.ledger.time_ledger import TimeLedger
 from trial_core.messages import MetricsKind
 from trial_core.report.live_report import PAGE
 from trial_core.run.ending import Ending
-from trial_core.trackers.journal import (
-    FOLDER,
-    JOURNAL,
-    ORDER,
-    JournalWriter,
-    set_damaged_aside,
-)
+from trial_core.trackers.journal import FOLDER, JOURNAL, ORDER, JournalWriter
 from trial_core.trackers.records import (
     AnyRecord,
     Began,
@@ -50,7 +44,7 @@ from trial_core.trackers.tracker import find_tracker
 
 # How long the sender sends after the run has ended; less, if the end has less time.
 PATIENCE_SECONDS = 15.0
-RESTART_SECONDS = 10.0
+FIRST_RESTART_SECONDS, LONGEST_RESTART_SECONDS = 10.0, 600.0
 LONGEST_TEXT = 500
 
 
@@ -98,16 +92,16 @@ class Tracking(Observer):
         self._journal: JournalWriter | None = None
         self._sender: SenderProcess | None = None
         self._restarts_sender_at = 0.0
+        self._restart_pause = FIRST_RESTART_SECONDS
         self._has_warned = False
         self._keeping = threading.Lock()
+        self._waking = threading.Lock()
 
     def __enter__(self) -> Self:
         if not self._trackers:
             return self
-        adopt_stored(self._store, self._trial, self._run_dir, self._logger)
         with self._warning("its trackers show nothing of this run"):
-            if damage := set_damaged_aside(self._run_dir / FOLDER):
-                self._logger.warning("trackers may lack something of earlier runs: %s", damage)
+            adopt_stored(self._store, self._trial, self._run_dir, self._logger)
             self._journal = JournalWriter(self._run_dir / FOLDER / JOURNAL)
             self._start_sender()
         return self
@@ -257,6 +251,7 @@ class Tracking(Observer):
             ))  # fmt: skip
 
     def _start_sender(self) -> None:
+        self._restarts_sender_at = time.monotonic() + self._restart_pause
         order = SenderOrder(
             trial=self._trial, experiment=self._config.name, run_dir=str(self._run_dir),
             trackers=self._trackers, patience_seconds=PATIENCE_SECONDS,
@@ -270,23 +265,29 @@ class Tracking(Observer):
         remembered = msgspec.structs.replace(order, trackers=places)
         (self._run_dir / FOLDER / ORDER).write_bytes(msgspec.json.encode(remembered))
         self._sender = SenderProcess(order, variables, self._logger.warning)
-        self._restarts_sender_at = time.monotonic() + RESTART_SECONDS
 
     def _restart_sender(self) -> None:
-        """Start the sender again after it has died, but not again and again."""
-        if time.monotonic() >= self._restarts_sender_at:
+        """Start the sender again after it has died, with growing pauses."""
+        if time.monotonic() < self._restarts_sender_at:
+            return
+        if self._restart_pause == FIRST_RESTART_SECONDS:
             self._logger.warning(
-                "the process that sends to the trackers has died: starting another"
+                "the process that sends to the trackers has died: starting another (said once)"
             )
-            self._start_sender()
+        self._restart_pause = min(2 * self._restart_pause, LONGEST_RESTART_SECONDS)
+        if self._sender is not None:
+            self._sender.end(lambda has_ended: True)  # what it has started
+            self._sender = None
+        self._start_sender()
 
     def _append(self, record: AnyRecord) -> None:
         if self._journal is None:
             return
         with self._warning("its trackers lack a part of this run"):
             self._journal.append(record)
-            if self._sender is not None and not self._sender.wake():
-                self._restart_sender()
+            with self._waking:
+                if self._sender is None or not self._sender.wake():
+                    self._restart_sender()
 
     @contextmanager
     def _warning(self, what: str) -> Iterator[None]:

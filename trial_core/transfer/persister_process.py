@@ -11,6 +11,7 @@ imported what it needs. Any other is a new interpreter.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -123,8 +124,9 @@ def serve(stream: BufferedRWPair) -> None:
             os._exit(1)
 
     threading.Thread(target=work, name="files", daemon=True).start()
-    for line in stream:
-        messages.put(line)
+    with contextlib.suppress(OSError):  # the rank was killed
+        for line in stream:
+            messages.put(line)
     os._exit(0)
 
 

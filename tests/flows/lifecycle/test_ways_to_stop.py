@@ -41,6 +41,7 @@ from tests.support.ways_to_stop import (
     orphan,
     own_flow,
     served_flow,
+    served_own_flow,
     stuck_batch,
     stuck_upload,
     worker,
@@ -102,6 +103,7 @@ ROWS = {
     "detached-cancelled": Row(detached, cancelled, "Cancelled"),
     "served-stopped": Row(served_flow, parent_terminated_then_cancelled, "Cancelled"),
     "served-cancelled": Row(served_flow, cancelled, "Cancelled"),
+    "served_own-cancelled": Row(served_own_flow, cancelled, "Cancelled"),
     "orphaned-cancelled": Row(orphan, cancelled, "Cancelled"),
     "called-cancelled": Row(called_flow, cancelled, "Cancelled"),
     "called-terminated": Row(called_flow, terminated, "Cancelled"),
@@ -125,7 +127,7 @@ def test_a_stopped_run(
         assert_nothing_left(scene, ports)
         assert scene.state() == row.state
         # A worker that killed it after 30 s says so in the message. Prefect writes a parent's.
-        if row.state == "Cancelled" and row.way is not own_flow:
+        if row.state == "Cancelled" and row.way not in (own_flow, served_own_flow):
             assert scene.run()["state"]["message"].startswith("Stopped: ")
         assert (assert_saved_where_it_ended(scene) if row.saves else scene.saved()) > 0
 

@@ -2,8 +2,8 @@
 
 It trains with one more callback, which opens the run. WAY ``sft`` is TRL's SFTTrainer; ``det`` has
 the shape of Determined's hf_trainer examples. It notes rank 0's steps in FOLDER, and once kills
-RANK at STEP; ``storage:STEP`` takes the storage away. With ``--load_best_model_at_end`` it notes the
-name of the best checkpoint, and the weights after the training.
+RANK at STEP; ``storage:STEP`` takes the storage away. With ``--load_best_model_at_end`` it notes
+the name of the best checkpoint, and the weights after the training.
 """
 
 from __future__ import annotations

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.support.driving import TRIAL, drive
 from tests.support.flow import one_slot
 from tests.support.mlflow_server import MlflowServer
 from tests.support.s3 import S3Server
+from tests.trial_core.models.helpers import MODEL, new_registry
+from trial_core.checkpoint import layout
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.models.registry import Registry
+from trial_core.trackers.journal import FOLDER, ORDER
 from trial_core.trackers.model_registry import NotShown, show_champion
+from trial_core.trackers.sender import SenderOrder
 
 
 @pytest.mark.long
@@ -62,3 +67,22 @@ def test_without_the_option_nothing_is_shown(here: Path) -> None:
     registry.register("gpt", store.list()[0], metric=None, smaller_is_better=True, value=None)
     registry.promote("gpt", 1, why="")
     assert show_champion(registry, "gpt") is None
+
+
+def test_what_mlflow_says_is_shown_without_secrets(
+    local_store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its errors name the server's URL, with the password in it."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:hunter22@127.0.0.1:9")
+    registry = new_registry(local_store, 1)
+    registry.promote(MODEL, 1, why="")
+    trial = registry.version(MODEL, 1).trial
+    order = SenderOrder(
+        trial=trial, experiment="gpt", run_dir="", patience_seconds=1.0,
+        trackers={"mlflow": {"registered_model": True}},
+    )  # fmt: skip
+    key = layout.run_file_key(trial, f"{FOLDER}/{ORDER}")
+    local_store.storage.write(key, msgspec.json.encode(order))
+    with pytest.raises(NotShown, match=r"127\.0\.0\.1") as problem:
+        show_champion(registry, MODEL)
+    assert "hunter22" not in str(problem.value)

@@ -221,19 +221,22 @@ rank.close()
 
 
 def test_a_persister_ends_with_its_rank(tmp_path: Path) -> None:
-    """Also if the rank is killed."""
+    """Also if the rank is killed, and in silence: its error is none of the run's."""
     script = tmp_path / "rank.py"
     script.write_text(RANK_THAT_UPLOADS)
     rank = subprocess.Popen(
-        [sys.executable, script, tmp_path / "store"], stdout=subprocess.PIPE, cwd=Path.cwd()
-    )
+        [sys.executable, script, tmp_path / "store"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=Path.cwd(),
+    )  # fmt: skip
     assert rank.stdout is not None
+    assert rank.stderr is not None
     assert rank.stdout.readline() == b"uploaded\n"
     persisters = descendants(rank.pid)
     assert persisters
     os.kill(rank.pid, signal.SIGKILL)
     rank.wait()
     assert not wait_until_gone(persisters, timeout_seconds=10)
+    assert rank.stderr.read() == b""
 
 
 RANK_THAT_UPLOADS = """

@@ -1,0 +1,93 @@
+"""Journals in the storage, and on this machine, one of which may be damaged."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from tests.support.driving import TRIAL
+from trial_core.checkpoint import layout
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.trackers.journal import FOLDER, JOURNAL, State, read_state, write_state
+from trial_core.trackers.stored_journal import adopt_stored, keep
+
+LINE = b'{"type":"Began","at":0.0,"batches":0,"attempt":%d}\n'
+DAMAGED = LINE % 1 + b'{"type":"Noted","at":0.0,"batches":4,"text":"\xff"}\n'
+LOGGER = logging.getLogger("tests.trackers")
+
+
+class Copies:
+    """A journal and the state of a tracker, in a storage and on this machine."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run_dir = folder / "run"
+        self.local = self.run_dir / FOLDER
+        self.store = CheckpointStore(f"file://{folder}/store")
+
+    def write_local(self, journal: bytes) -> None:
+        self.local.mkdir(parents=True)
+        (self.local / JOURNAL).write_bytes(journal)
+        write_state(self.state_file, State(run="here", sent=2))
+
+    def write_stored(self, journal: bytes) -> None:
+        self.store.storage.write(layout.run_file_key(TRIAL, f"{FOLDER}/{JOURNAL}"), journal)
+        state = b'{"run": "there", "sent": 2}'
+        self.store.storage.write(layout.run_file_key(TRIAL, f"{FOLDER}/noting.json"), state)
+
+    def adopt(self) -> None:
+        adopt_stored(self.store, TRIAL, self.run_dir, LOGGER)
+
+    @property
+    def state_file(self) -> Path:
+        return self.local / "noting.json"
+
+    @property
+    def set_aside(self) -> bytes:
+        return (self.local / f"{JOURNAL}.damaged").read_bytes()
+
+
+@pytest.fixture
+def copies(tmp_path: Path) -> Copies:
+    return Copies(tmp_path)
+
+
+def test_a_damaged_local_journal_gives_way_to_the_stored_one(
+    copies: Copies, caplog: pytest.LogCaptureFixture
+) -> None:
+    copies.write_local(DAMAGED)
+    copies.write_stored(LINE % 1)
+    copies.adopt()
+    assert len([line for line in caplog.messages if "is damaged" in line]) == 1
+    assert copies.set_aside == DAMAGED
+    assert (copies.local / JOURNAL).read_bytes() == LINE % 1
+    assert read_state(copies.state_file) == State(run="there", sent=2)
+
+
+@pytest.mark.parametrize(
+    "stored", [DAMAGED, DAMAGED[len(LINE % 1) :]], ids=["last line", "only line"]
+)
+def test_a_damaged_stored_journal_is_set_aside(
+    copies: Copies, caplog: pytest.LogCaptureFixture, stored: bytes
+) -> None:
+    """The trackers' runs are continued, and the next journal replaces the stored one."""
+    copies.write_stored(stored)
+    copies.adopt()
+    assert len([line for line in caplog.messages if "is damaged" in line]) == 1
+    assert copies.set_aside == stored
+    assert not (copies.local / JOURNAL).exists()
+    assert read_state(copies.state_file) == State(run="there", sent=0)
+    (copies.local / JOURNAL).write_bytes(LINE % 2)
+    keep(copies.store, TRIAL, copies.run_dir, LOGGER)
+    key = layout.run_file_key(TRIAL, f"{FOLDER}/{JOURNAL}")
+    assert copies.store.storage.read(key) == LINE % 2
+
+
+def test_a_newer_local_journal_stays(copies: Copies) -> None:
+    """Whatever the stored one is."""
+    copies.write_local(LINE % 2)
+    copies.write_stored(DAMAGED)
+    copies.adopt()
+    assert (copies.local / JOURNAL).read_bytes() == LINE % 2
+    assert read_state(copies.state_file) == State(run="here", sent=2)
