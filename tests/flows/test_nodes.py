@@ -88,6 +88,7 @@ def test_a_lost_node_is_replaced(
     assert {log.name for log in logs.iterdir()} >= {"rank-0.log", "rank-1.log"}
 
 
+@pytest.mark.long
 def test_a_draining_node_is_left_without_a_crash(
     here: Path, nodes: Callable[[Any, int], Agents]
 ) -> None:

@@ -50,6 +50,7 @@ def run_alone(folder: Path, *command: str) -> str:
     return done.stdout
 
 
+@pytest.mark.long  # test_results_go_from_step_to_step has the same steps
 def test_the_example_trains_twice_and_promotes_the_better_one(tmp_path: Path) -> None:
     """As a script, with a server of its own that leaves the terminal alone."""
     here = tmp_path / "nightly"

@@ -140,8 +140,8 @@ def test_a_wait_within_another_shows_nothing_of_its_own(
 ) -> None:
     """Two lines that are redrawn would destroy each other."""
     monkeypatch.setattr(waiting_module, "SHOWN_AFTER_SECONDS", 0.0)
-    seen = ""
+    before = {*threading.enumerate()}
     with waiting("reading all"), waiting("reading one"):
-        while "reading all" not in seen:
-            seen += capfd.readouterr().err
-    assert seen + capfd.readouterr().err == "reading all…\n"
+        for timer in {*threading.enumerate()} - before:
+            timer.join()
+    assert capfd.readouterr().err == "reading all…\n"

@@ -12,6 +12,8 @@ from trial_core.trackers.in_mlflow import MlflowTracker, quiet_client
 from trial_core.trackers.records import Committed, Described, Metrics, RunEnded
 from trial_core.trackers.tracker import RecordRefused, TrackedRun
 
+pytestmark = pytest.mark.long  # test_tracked_runs has what a run shows there
+
 
 def metrics(**values: float) -> Metrics:
     return Metrics(at=1.0, batches=4, samples=0, attempt=1, values={**values})

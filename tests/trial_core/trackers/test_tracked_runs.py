@@ -215,6 +215,7 @@ def test_sync_waits_as_long_as_it_is_told(
     assert (before.keys(), after) == ({"lines"}, {})
 
 
+@pytest.mark.long
 def test_sync_sends_what_a_lost_machine_has_left(here: Path, own_package: Path) -> None:
     """`trialflow runs sync` needs the storage alone: the run's machine is gone."""
     lines, down = here / "lines", here / "down"
