@@ -172,7 +172,7 @@ class _Ahead(NamedTuple):
 
     process: BaseProcess
     connection: socket.socket
-    environment: Mapping[str, str]
+    environment: Mapping[bytes, bytes]
 
 
 _ahead: _Ahead | None = None
@@ -201,7 +201,7 @@ def fork_ahead(prepare: Callable[[], None]) -> None:
         except OSError:  # too many processes: one is started when it is needed
             ours.close()
         else:
-            _ahead = _Ahead(process, ours, {**os.environ})
+            _ahead = _Ahead(process, ours, {**os.environb})
 
 
 class _ProcessEnded(Exception):
@@ -288,8 +288,8 @@ def _exit_code(process: BaseProcess | subprocess.Popen[bytes]) -> int | None:
     return process.returncode
 
 
-def _changes(before: Mapping[str, str]) -> dict[str, str | None]:
+def _changes(before: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes | None]]:
     """What has changed in the environment."""
-    now = os.environ
-    changed = {name: value for name, value in now.items() if before.get(name) != value}
-    return {**changed, **dict.fromkeys(before.keys() - now.keys())}
+    now = os.environb
+    changed = [(name, value) for name, value in now.items() if before.get(name) != value]
+    return [*changed, *((name, None) for name in before.keys() - now.keys())]

@@ -69,10 +69,10 @@ class Environment(msgspec.Struct, frozen=True, tag=True):
     """What the rank has changed of its environment since this process was forked.
 
     Attributes:
-        variables: the new values; None where a variable is gone.
+        variables: names and new values; None where a variable is gone. They may be any bytes.
     """
 
-    variables: dict[str, str | None]
+    variables: list[tuple[bytes, bytes | None]]
 
 
 Request = UploadRequest | FetchRequest
@@ -160,11 +160,11 @@ def _handle(request: Request, stream: BufferedRWPair) -> Report:
 
 
 def _change_environment(message: Environment) -> None:
-    for name, value in message.variables.items():
+    for name, value in message.variables:
         if value is None:
-            os.environ.pop(name, None)
+            os.environb.pop(name, None)
         else:
-            os.environ[name] = value
+            os.environb[name] = value
 
 
 _report_lock = threading.Lock()

@@ -196,14 +196,14 @@ from trial_core.transfer import persister, persister_process
 from trial_core.transfer.staging import StagedFile
 
 def handle(request, stream):
-    changed = os.environ.get("SET_LATE"), os.environ.get("REMOVED")
-    return persister_process.Finished(fetched_bytes=7 if changed == ("x", None) else 0)
+    changed = os.environb.get(b"SET_LATE"), os.environ.get("REMOVED")
+    return persister_process.Finished(fetched_bytes=7 if changed == (b"\\xff", None) else 0)
 
 handle, persister_process._handle = persister_process._handle, handle
 os.environ["REMOVED"] = "y"
 persister.fork_ahead(lambda: None)
 persister_process._handle = handle
-os.environ["SET_LATE"] = "x"
+os.environb[b"SET_LATE"] = b"\\xff"
 del os.environ["REMOVED"]
 
 rank, store, uid = persister.Persister(), CheckpointStore(sys.argv[1]), str(uuid.uuid4())
