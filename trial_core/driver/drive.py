@@ -162,17 +162,19 @@ def drive_trial(config: ExperimentConfig, trial: str, caller: Caller) -> TrialRe
         ProgressReport(
             config.name, trial, _told_of_progress(run_dir), ending, logger=logger
         ) as progress,
-        Tracking(
-            config, trial, run_dir, store, fence.number, ledger.read, ending, logger
-        ) as tracking,  # ends before the report, which stores what the trackers have written
+        ExitStack() as at_end,  # before the report, which stores what the trackers have written
     ):  # fmt: skip
+        tracking = Tracking(
+            config, trial, run_dir, store, fence.number, ledger.read, ending, logger
+        )
         # The report first: the trackers show its page.
         observer = Observers(report, progress, caller.observer, tracking, telemetry)
-        run = Run(
-            config, trial, run_dir, store, observer, caller.stopping, claim, fence, caller.devices,
-            clock, find_logger=caller.find_logger,
-        )  # fmt: skip
         try:
+            at_end.enter_context(tracking)
+            run = Run(
+                config, trial, run_dir, store, observer, caller.stopping, claim, fence,
+                caller.devices, clock, find_logger=caller.find_logger,
+            )  # fmt: skip
             note_storage(store, fence.record.storage, logger)
             if not store.is_process_local:  # a later attempt cannot find it in any case
                 caller.begun(fence.record.storage)

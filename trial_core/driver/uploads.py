@@ -51,9 +51,9 @@ class Uploads:
 
     def start(self, staged: StagedCheckpoint) -> None:
         """Upload and commit a staged checkpoint beside training."""
+        self._pending = self._stages.checkpoint_upload(self._launch, staged)
         # An event, because the state of a future of Prefect's would ask the server, over HTTP.
         self._has_ended = has_ended = threading.Event()
-        self._pending = self._stages.checkpoint_upload(self._launch, staged)
         self._pending.add_done_callback(lambda _: has_ended.set())
 
     def call_at_end(self, call: Callable[[], None]) -> None:
@@ -116,8 +116,8 @@ class Pruning:
             self._due_at = batches_trained
             return
         self._due_at = None
-        self._has_ended = has_ended = threading.Event()
         self._pending = self._stages.checkpoint_prune(self._launch, self._policy, batches_trained)
+        self._has_ended = has_ended = threading.Event()
         self._pending.add_done_callback(lambda _: has_ended.set())
 
     def postpone(self, batches_trained: int) -> None:

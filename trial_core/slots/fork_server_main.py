@@ -31,6 +31,7 @@ import msgspec
 
 from trial_core.decoding import decoder
 from trial_core.slots import rank_main
+from trial_core.slots.device_locks import keep_inherited_locks
 from trial_core.slots.kept_memory import KEEPER_VARIABLE, Keeper
 from trial_core.slots.rank_network import STORE_SOCKET_VARIABLE
 
@@ -225,6 +226,7 @@ def become_rank(
         for descriptor in (*store, keeper):
             os.set_inheritable(descriptor, True)
         os.execv(sys.executable, [sys.executable, "-m", rank_main.__name__])
+    keep_inherited_locks()  # whose descriptors a forked process closes
     _fork_persister([*store, keeper])
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()  # Python's generator reseeds itself, and torch's is never random

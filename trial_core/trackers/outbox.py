@@ -148,13 +148,13 @@ class Outbox:
         return found
 
     def _send(self, tracker: Tracker, records: Sequence[AnyRecord]) -> None:
-        points = self._points.copy()
+        before = self._points.copy(), self._committed
         try:
             if new := [kept for each in records if (kept := self._note(each, tracker))]:
                 tracker.send(new)
         except RecordRefused as refusal:
             if len(records) > 1:
-                self._points, self._at_once = points, 1  # to find out which one
+                (self._points, self._committed), self._at_once = before, 1  # to find out which one
                 return
             self._refused += 1
             if self._refused == 1:
@@ -163,7 +163,7 @@ class Outbox:
                     f"{describe(refusal)}"
                 )
         except Exception:
-            self._points = points
+            self._points, self._committed = before
             raise
         self._pending = self._pending[len(records) :]
         if not self._pending:

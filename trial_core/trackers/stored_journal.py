@@ -62,16 +62,19 @@ def _has_adopted(store: CheckpointStore, trial: str, folder: Path) -> bool:
     theirs = age(journal)
     if ours is not None and ours > theirs:
         return False
+    states: dict[Path, bytes] = {}
     for key in store.storage.sizes(stored):
         file = folder / key.rpartition("/")[2]
         if file.suffix == ".json" and (data := store.storage.read(f"{stored}/{file.name}")):
             is_ours = ours == theirs and file.exists() and file.name != ORDER
             if not is_ours or read_state(file).sent < decode(data, State).sent:
-                _replace(file, data)
-    if ours == theirs:
-        return False
-    _replace(local, journal)
-    return True
+                states[file] = data
+    # The journal first: a state that is behind it sends twice, one that is ahead loses records.
+    if ours != theirs:
+        _replace(local, journal)
+    for file, data in states.items():
+        _replace(file, data)
+    return ours != theirs
 
 
 def _replace(path: Path, data: bytes) -> None:

@@ -88,7 +88,7 @@ class Tracking(Observer):
         self._ending = ending
         self._logger = logger
         self._batches = self._batch_samples = 0
-        self._status = "completed"
+        self._status = ""
         self._journal: JournalWriter | None = None
         self._sender: SenderProcess | None = None
         self._restarts_sender_at = 0.0
@@ -111,7 +111,8 @@ class Tracking(Observer):
             return
         if not isinstance(error, Superseded):  # else the newer run is the same run of the trackers
             self._measure_time()
-            outcome, _, why = self._status.partition(": ")
+            status = self._status or ("completed" if error is None else f"failed: {error}")
+            outcome, _, why = status.partition(": ")
             page = str(self._run_dir / PAGE)
             self._append(RunEnded(at=time.time(), outcome=outcome, why=shortened(why), report=page))
         if self._journal is not None:

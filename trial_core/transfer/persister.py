@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import multiprocessing
 import os
 import signal
 import socket
@@ -16,11 +15,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple, NoReturn
 
 import msgspec
+import psutil
 
 from trial_core.checkpoint.manifest import FileEntry
 from trial_core.decoding import decoder
@@ -167,10 +166,33 @@ class Persister:
         raise _ProcessEnded(watch.stall_message or process.how_it_ended())
 
 
+class _Forked:
+    """A forked process, with what is used of `subprocess.Popen`. None of `multiprocessing`, whose
+    children programs wait for or end."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def kill(self) -> None:
+        if self.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self, timeout: float) -> None:
+        """Raises `subprocess.TimeoutExpired`."""
+        try:
+            self.returncode = psutil.Process(self.pid).wait(timeout)
+        except psutil.NoSuchProcess:  # the program has waited for it
+            self.returncode = 0
+        except psutil.TimeoutExpired:
+            raise subprocess.TimeoutExpired(PROCESS, timeout) from None
+
+
 class _Ahead(NamedTuple):
     """A persister process that was forked before it is needed, and the environment that it has."""
 
-    process: BaseProcess
+    process: _Forked
     connection: socket.socket
     environment: Mapping[bytes, bytes]
 
@@ -188,20 +210,29 @@ def fork_ahead(prepare: Callable[[], None]) -> None:
     """
     global _ahead
     ours, theirs = socket.socketpair()
-
-    def serve() -> None:
-        ours.close()
-        prepare()
-        persister_process.serve_rank(theirs)
-
     with theirs:
-        process = multiprocessing.get_context("fork").Process(target=serve, daemon=True)
         try:
-            process.start()
+            pid = os.fork()
         except OSError:  # too many processes: one is started when it is needed
             ours.close()
-        else:
-            _ahead = _Ahead(process, ours, {**os.environb})
+            return
+        if pid == 0:
+            ours.close()
+            _serve(theirs, prepare)
+        _ahead = _Ahead(_Forked(pid), ours, {**os.environb})
+
+
+def _serve(connection: socket.socket, prepare: Callable[[], None]) -> NoReturn:
+    try:
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
+        prepare()
+        persister_process.serve_rank(connection)
+    except BaseException:
+        _logger.exception("the persister failed and exits")
+    finally:
+        os._exit(1)
 
 
 class _ProcessEnded(Exception):
@@ -218,7 +249,7 @@ class _Process:
     def _start(self) -> None:
         global _ahead
         ahead, _ahead = _ahead, None
-        self._process: BaseProcess | subprocess.Popen[bytes]
+        self._process: _Forked | subprocess.Popen[bytes]
         if ahead is not None:
             self._process, self._socket, _ = ahead
         else:
@@ -230,8 +261,7 @@ class _Process:
                     pass_fds=[theirs.fileno()],
                 )
         self._stream = self._socket.makefile("rwb")
-        self._exit_code: int | None = None
-        self.pid = cast(int, self._process.pid)  # it is started
+        self.pid = self._process.pid
         if ahead is not None:
             self._send(Environment(_changes(ahead.environment)))
 
@@ -261,8 +291,9 @@ class _Process:
         with contextlib.suppress(OSError):  # unsent bytes
             self._stream.close()
         self._socket.close()
-        self._exit_code = _exit_code(self._process)
-        if self._exit_code is None:
+        try:
+            self._process.wait(KILL_SECONDS)
+        except subprocess.TimeoutExpired:
             _logger.warning(
                 "the persister (process %d) was killed %g s ago and has not ended: it is inside a "
                 "system call; check this machine's disks",
@@ -271,21 +302,11 @@ class _Process:
 
     def how_it_ended(self) -> str:
         """The text that follows "the process": how it ended. Call after `end`."""
-        code = self._exit_code
+        code = self._process.returncode
         if code is not None and code < 0:
             name = signal.Signals(-code).name
             return f"was killed by {name}; if you did not kill it, check whether memory ran out"
         return f"ended with exit code {code}; see this rank's log"
-
-
-def _exit_code(process: BaseProcess | subprocess.Popen[bytes]) -> int | None:
-    """That of a killed process, once it has ended; None if it does not end."""
-    if isinstance(process, BaseProcess):
-        process.join(KILL_SECONDS)
-        return process.exitcode
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(KILL_SECONDS)
-    return process.returncode
 
 
 def _changes(before: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes | None]]:

@@ -48,6 +48,20 @@ def test_training_continues_while_a_checkpoint_is_uploaded(launch: Launch) -> No
     assert uploads.newest is committed
 
 
+def test_an_upload_that_cannot_be_started_is_not_waited_for(launch: Launch) -> None:
+    """As when no thread can be started."""
+
+    def start(launch: Launch, staged: StagedCheckpoint) -> NoReturn:
+        raise RuntimeError("can't start new thread")
+
+    stages = replace(PLAIN_STAGES, checkpoint_upload=start)
+    with (
+        pytest.raises(RuntimeError, match="can't start new thread"),
+        Uploads(launch, stages) as uploads,
+    ):
+        uploads.start(STAGED)
+
+
 def test_a_failed_upload_is_raised_where_training_waits_for_it(launch: Launch) -> None:
     """Not in its thread."""
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.support.gpus import fake_gpus, uuid
@@ -19,6 +20,8 @@ from trial_core.slots.device_locks import (
     inherited_locks,
     reserve_devices,
 )
+from trial_core.slots.fork_server import ForkServer
+from trial_core.slots.launcher import LocalLauncher
 from trial_core.slots.slot_group import SlotGroup
 
 RESERVE_ONE = """
@@ -135,13 +138,20 @@ def test_a_device_is_locked_until_its_ranks_have_ended(
 def test_a_slot_groups_ranks_keep_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A real rank, on whose device no other run trains until it has ended."""
     monkeypatch.setenv(LOCKS_VARIABLE, str(tmp_path / "locks"))
-    with reserve_devices(1, os.environ, lambda: None) as variables:
-        slots = SlotGroup(1, working_dir=tmp_path, log_dir=tmp_path, environment=variables)
-    with slots:
-        assert _lock(uuid(0)) is None
-        (descriptor,) = inherited_locks(variables)
-        flags = Path(f"/proc/{slots.pids[0]}/fdinfo/{descriptor}").read_text().split()[3]
-        assert int(flags, 8) & os.O_CLOEXEC, "its children would keep the lock, too"
+    with ForkServer(["trial_core.transfer.persister"]) as server:
+        with reserve_devices(1, os.environ, lambda: None) as variables:
+            slots = SlotGroup(
+                1, working_dir=tmp_path, log_dir=tmp_path, environment=variables,
+                launcher=LocalLauncher(server),
+            )  # fmt: skip
+        with slots:
+            assert _lock(uuid(0)) is None
+            (descriptor,) = inherited_locks(variables)
+            rank = Path(f"/proc/{slots.pids[0]}")
+            flags = (rank / f"fdinfo/{descriptor}").read_text().split()[3]
+            assert int(flags, 8) & os.O_CLOEXEC, "its children would keep the lock, too"
+            (persister,) = psutil.Process(slots.pids[0]).children()
+            assert not Path(f"/proc/{persister.pid}/fd/{descriptor}").exists()
     lock = _lock(uuid(0))
     assert lock is not None
     _close([lock])

@@ -184,6 +184,15 @@ def test_points_between_the_last_two_checkpoints(tracker: Noting) -> None:
     assert sent(tracker, *again)[0] == [*first, again[0]]
 
 
+def test_points_between_the_last_two_checkpoints_after_a_failure(tracker: Noting) -> None:
+    """A batch of records that is sent again commits its checkpoint once."""
+    tracker.fails = 1
+    first = [committed(4), loss(8, 0.25), committed(8)]
+    sent(tracker, *first)
+    again = [Began(at=0.0, batches=4, attempt=2), loss(8, 0.25, 2)]
+    assert sent(tracker, *again)[0] == [*first, again[0]]
+
+
 def test_an_error_is_shown_without_secrets(tracker: Noting) -> None:
     problem = ConnectionError("http://me:hunter22@host/api?token=hunter22 cannot be reached")
     assert describe(problem) == "ConnectionError: http://***@host/api?… cannot be reached"

@@ -10,6 +10,7 @@ import pytest
 from tests.support.driving import TRIAL
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.trackers import stored_journal
 from trial_core.trackers.journal import FOLDER, JOURNAL, State, read_state, write_state
 from trial_core.trackers.stored_journal import adopt_stored, keep
 
@@ -82,6 +83,25 @@ def test_a_damaged_stored_journal_is_set_aside(
     keep(copies.store, TRIAL, copies.run_dir, LOGGER)
     key = layout.run_file_key(TRIAL, f"{FOLDER}/{JOURNAL}")
     assert copies.store.storage.read(key) == LINE % 2
+
+
+def test_no_state_is_taken_of_a_journal_that_is_not(
+    copies: Copies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A state that is ahead of its journal would lose records: later ones count as sent."""
+    copies.write_local(LINE % 1)
+    copies.write_stored(LINE % 2)
+    replace = stored_journal._replace
+
+    def full(path: Path, data: bytes) -> None:
+        if path.name == JOURNAL:
+            raise OSError(28, "No space left on device")
+        replace(path, data)
+
+    monkeypatch.setattr(stored_journal, "_replace", full)
+    copies.adopt()
+    assert (copies.local / JOURNAL).read_bytes() == LINE % 1
+    assert read_state(copies.state_file) == State(run="here", sent=2)
 
 
 def test_a_newer_local_journal_stays(copies: Copies) -> None:

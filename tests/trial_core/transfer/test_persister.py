@@ -177,7 +177,8 @@ while time.monotonic() < deadline:
 
 
 def test_a_persister_that_was_forked_ahead(tmp_path: Path) -> None:
-    """It gets what has changed in the environment since. After its end, a new interpreter works."""
+    """It gets what has changed in the environment since, and a program that waits for its children
+    does not see it. After its end, a new interpreter works."""
     script = tmp_path / "rank.py"
     script.write_text(FORKED_AHEAD)
     told = subprocess.run(
@@ -187,7 +188,7 @@ def test_a_persister_that_was_forked_ahead(tmp_path: Path) -> None:
 
 
 FORKED_AHEAD = """
-import os, signal, sys, uuid
+import multiprocessing, os, signal, sys, uuid
 from pathlib import Path
 import psutil
 from trial_core.checkpoint.store import CheckpointStore
@@ -207,6 +208,7 @@ os.environb[b"SET_LATE"] = b"\\xff"
 del os.environ["REMOVED"]
 
 rank, store, uid = persister.Persister(), CheckpointStore(sys.argv[1]), str(uuid.uuid4())
+assert multiprocessing.active_children() == []
 print("seven" if rank.fetch(store.spec, uid, [], Path("nowhere")) == 7 else "another")
 (child,) = psutil.Process().children()
 child.send_signal(signal.SIGKILL)
