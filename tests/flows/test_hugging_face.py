@@ -127,9 +127,9 @@ def test_a_trainer_that_is_killed_equals_one_that_is_not(here: Path, stage: int 
 def test_the_best_model_is_loaded_at_the_end_of_a_killed_run(here: Path) -> None:
     """As of one that is not killed. The folders that the limit removes are checkpoints still."""
     arguments = [
-        "--max_steps 8 --save_steps 2 --eval_strategy steps --eval_steps 2 --learning_rate 0.3",
-        "--lr_scheduler_type constant --load_best_model_at_end True --save_total_limit 1",
-        "--metric_for_best_model eval_loss",
+        "--max_steps 8 --save_steps 2 --eval_strategy steps --eval_steps 2",
+        "--load_best_model_at_end True --save_total_limit 1 --metric_for_best_model eval_loss",
+        "--greater_is_better True",  # so that an early one is the best
     ]
     train(hf_config(here, *arguments))
     whole = json.loads((here / "best.json").read_text())
