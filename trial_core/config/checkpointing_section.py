@@ -32,8 +32,8 @@ class CheckpointingConfig(Section):
         default="wait",
         title="While an upload is running",
         description="What happens when the next checkpoint is due. wait: training waits for the "
-        "upload. postpone: training goes on, and the checkpoint is saved as soon as the upload has "
-        "ended. Only periodic checkpoints are postponed; the best and the last one always wait.",
+        "upload. postpone: training continues, and the checkpoint is saved as soon as the upload "
+        "has ended. Only periodic checkpoints are postponed: the best and the last always wait.",
     )
     exclude_frozen_parameters: Flag = Field(
         default=False,

@@ -35,7 +35,8 @@ class Ending:
     @property
     def seconds_left(self) -> float:
         """Until the end must be over."""
-        self._began = self._began or self._clock()
+        if self._began is None:
+            self._began = self._clock()
         spent = self._clock() - self._began
         left = TOTAL_SECONDS - spent
         grace = None if self._stopping is None else self._stopping.seconds_left

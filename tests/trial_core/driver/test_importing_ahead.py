@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,12 @@ import pytest
 
 from tests.support.driving import drive
 from tests.support.slots import TOY, toy_config
-from trial_core.driver.placement import importing_ahead
+from trial_core.driver.placement import (
+    ThisMachine,
+    _importing as importing,
+    importing_ahead,
+    place_ranks,
+)
 from trial_core.slots import fork_server
 
 TRIAL = """
@@ -59,3 +65,24 @@ def test_ranks_get_what_is_set_late(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         monkeypatch.setenv("OTHER_PORT", "1")
         drive(config, "toy-0000cafe")
         assert len(made) == 3
+
+
+def test_a_run_within_a_run_has_another_fork_server(tmp_path: Path) -> None:
+    """A fork server starts the ranks of one run at a time. A block within another imports once."""
+    config = toy_config(tmp_path, resources={"preload": False})
+
+    def placed() -> ExitStack:
+        stack = ExitStack()
+        placement = stack.enter_context(place_ranks(config, tmp_path, lambda text: None))
+        assert isinstance(placement, ThisMachine)
+        servers.append(placement._fork_server)
+        return stack
+
+    servers: list[fork_server.ForkServer] = []
+    with importing_ahead(config):
+        ahead = importing.get()
+        with importing_ahead(config), placed(), placed():
+            pass
+        with placed():
+            pass
+    assert [server is ahead for server in servers] == [True, False, True]
