@@ -32,7 +32,7 @@ from trial_core.report.trial_report import TrialFacts
 from trial_core.run.ending import Ending
 from trial_core.run.stop_requests import StopHandler
 from trial_core.slots.log_pump import WARNING_PATTERN
-from trial_core.storage.local_files import atomic_file
+from trial_core.storage.local_files import replace_file
 from trial_core.trackers.journal import DRIVER_EVENTS
 
 UPDATE_SECONDS = 5.0
@@ -292,7 +292,7 @@ class Report(Observer):
                 if self._page_is_due():
                     files[self._page_path] = render_html(self._facts).encode()
             for path, data in files.items():
-                self._attempt("up to date", partial(_write_atomically, path, data))
+                self._attempt("up to date", partial(replace_file, path, data))
 
     def _page_is_due(self) -> bool:
         """Whether to write the page now; asked once per write."""
@@ -385,8 +385,3 @@ def _remember(memory: dict[Any, float], key: int | str, value: float) -> None:
     memory[key] = value
     if len(memory) > MAX_PENDING:
         del memory[next(iter(memory))]
-
-
-def _write_atomically(path: Path, data: bytes) -> None:
-    with atomic_file(path, is_durable=False) as file:
-        file.write(data)

@@ -18,7 +18,7 @@ import msgspec
 from trial_core import text_format
 from trial_core.driver.run_status import RunStatus
 from trial_core.run.ending import Ending
-from trial_core.storage.local_files import atomic_file
+from trial_core.storage.local_files import replace_file
 
 PROGRESS = "progress.json"
 """The file, in the trial's folder on this machine."""
@@ -77,8 +77,7 @@ def progress_file(run_dir: Path) -> Place:
 
     def write(progress: RunProgress) -> None:
         data = msgspec.json.format(msgspec.json.encode(progress), indent=2)
-        with atomic_file(path, is_durable=False) as file:
-            file.write(data + b"\n")
+        replace_file(path, data + b"\n")
 
     return Place(f"the progress file {path}", write)
 

@@ -93,6 +93,12 @@ def atomic_file(path: Path, *, is_durable: bool, is_new: bool = False) -> Iterat
         _sync_folder(path.parent)
 
 
+def replace_file(path: Path, data: bytes) -> None:
+    """Replace a file's content: readers see the old or the new one, whole. Not synced to disk."""
+    with atomic_file(path, is_durable=False) as file:
+        file.write(data)
+
+
 class PartFile:
     """An atomic file whose bytes are written in any order."""
 

@@ -16,7 +16,7 @@ import msgspec
 from typing_extensions import Self
 
 from trial_core.decoding import decode, decoder
-from trial_core.storage.local_files import atomic_file
+from trial_core.storage.local_files import replace_file
 from trial_core.trackers.records import AnyRecord, Began
 
 FOLDER = "trackers"
@@ -157,8 +157,7 @@ def read_state(path: Path) -> State:
 
 def write_state(path: Path, state: State) -> None:
     """Replace what is known of what a tracker has got. Raises OSError."""
-    with atomic_file(path, is_durable=False) as file:
-        file.write(_encoder.encode(state))
+    replace_file(path, _encoder.encode(state))
 
 
 def age(data: bytes) -> tuple[int, int]:

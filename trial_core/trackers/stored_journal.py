@@ -13,7 +13,7 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.decoding import decode
 from trial_core.errors import TrialflowError
 from trial_core.report.rank_logs import stored_name
-from trial_core.storage.local_files import atomic_file
+from trial_core.storage.local_files import replace_file
 from trial_core.trackers.journal import (
     DRIVER_EVENTS,
     FOLDER,
@@ -71,15 +71,10 @@ def _has_adopted(store: CheckpointStore, trial: str, folder: Path) -> bool:
                 states[file] = data
     # The journal first: a state that is behind it sends twice, one that is ahead loses records.
     if ours != theirs:
-        _replace(local, journal)
+        replace_file(local, journal)
     for file, data in states.items():
-        _replace(file, data)
+        replace_file(file, data)
     return ours != theirs
-
-
-def _replace(path: Path, data: bytes) -> None:
-    with atomic_file(path, is_durable=False) as file:
-        file.write(data)
 
 
 def keep(

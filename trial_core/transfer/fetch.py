@@ -26,7 +26,7 @@ from trial_core.checkpoint.verified_read import (
     wrong_sizes,
 )
 from trial_core.errors import CheckpointDamaged, CheckpointError
-from trial_core.storage.local_files import atomic_file, local_digest, temporary_beside
+from trial_core.storage.local_files import local_digest, replace_file, temporary_beside
 from trial_core.storage.parallel import CancelSignal, in_parallel
 from trial_core.storage.storage_errors import ErrorTranslator
 from trial_core.transfer.memory_files import is_memory_file
@@ -141,8 +141,7 @@ def download(
         store.raise_if_deleted(manifest.uuid)
         raise
     with errors.translated("write into"):
-        with atomic_file(final, is_durable=False) as file:
-            file.write(data)
+        replace_file(final, data)
         unfinished.unlink(missing_ok=True)
     return manifest
 

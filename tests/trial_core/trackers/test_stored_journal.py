@@ -91,14 +91,14 @@ def test_no_state_is_taken_of_a_journal_that_is_not(
     """A state that is ahead of its journal would lose records: later ones count as sent."""
     copies.write_local(LINE % 1)
     copies.write_stored(LINE % 2)
-    replace = stored_journal._replace
+    replace = stored_journal.replace_file
 
     def full(path: Path, data: bytes) -> None:
         if path.name == JOURNAL:
             raise OSError(28, "No space left on device")
         replace(path, data)
 
-    monkeypatch.setattr(stored_journal, "_replace", full)
+    monkeypatch.setattr(stored_journal, "replace_file", full)
     copies.adopt()
     assert (copies.local / JOURNAL).read_bytes() == LINE % 1
     assert read_state(copies.state_file) == State(run="here", sent=2)
