@@ -16,13 +16,10 @@ from prefect.client.schemas.filters import (
     ArtifactFilterKey,
 )
 from prefect.exceptions import PrefectException
-from prefect.settings import (
-    PREFECT_CLIENT_MAX_RETRIES,
-    get_current_settings,
-    temporary_settings,
-)
+from prefect.settings import get_current_settings
 
 from trial_core.text_format import unique_slug
+from trialflow.tasks.client_retries import client_retries
 
 ARTIFACT_ERRORS = (httpx.HTTPError, PrefectException)
 """What is raised if the server does not answer, or refuses a request."""
@@ -59,7 +56,7 @@ class MarkdownArtifact:
             ARTIFACT_ERRORS: the server does not answer, or refuses the request.
         """
         _unsent[self] = text
-        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):
+        with client_retries(0):
             self._send(text)
         _unsent.pop(self, None)
 

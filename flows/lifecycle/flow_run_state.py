@@ -12,8 +12,9 @@ from prefect.client.schemas.objects import State, StateType
 from prefect.context import FlowRunContext
 from prefect.exceptions import PrefectException
 from prefect.logging import get_run_logger
-from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.states import Suspended
+
+from trialflow.tasks.client_retries import client_retries
 
 
 def set_state(state: State[Any]) -> bool:
@@ -38,7 +39,7 @@ def hold_suspended(flow_run_id: UUID) -> None:
     that expects a living process becomes one that starts the run again.
     """
     with (
-        temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
+        client_retries(0),
         get_client(sync_client=True) as client,
     ):
         state = client.read_flow_run(flow_run_id).state

@@ -23,11 +23,11 @@ from prefect import runtime
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import FlowRun, StateType, TaskRun
 from prefect.context import FlowRunContext, TaskRunContext
-from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from trial_core.config import ExperimentConfig
 from trial_core.errors import TrialflowError
 from trial_core.run.stop_requests import StopReason
+from trialflow.tasks.client_retries import client_retries
 
 _identities: dict[UUID, str] = {}
 """What each subflow run has got from `_identity`."""
@@ -115,7 +115,7 @@ class ParentRuns:
         if self._call is None:
             return None
         with (
-            temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
+            client_retries(0),
             get_client(sync_client=True) as client,
         ):
             call: UUID | None = self._call

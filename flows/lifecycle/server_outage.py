@@ -22,8 +22,9 @@ from prefect.events import clients
 from prefect.events.worker import EventsWorker, emit_events_to_cloud
 from prefect.exceptions import PrefectException
 from prefect.logging.handlers import APILogWorker, set_api_log_sink
-from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from websockets.exceptions import InvalidHandshake
+
+from trialflow.tasks.client_retries import client_retries
 
 NO_ANSWER = (httpx.HTTPError, PrefectException, OSError, ValueError, RuntimeError)
 """The server did not answer a request, or something else did in its place."""
@@ -179,7 +180,7 @@ class PatientLogWorker(APILogWorker):
         while (outage := _bearable()) is not None:
             answers_before = outage.answers
             try:
-                with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):  # its pauses double
+                with client_retries(0):
                     await self._client.create_logs(items)
             except (httpx.TransportError, httpx.HTTPStatusError) as error:
                 if isinstance(error, httpx.HTTPStatusError) and _is_final(error.response):

@@ -29,7 +29,6 @@ from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.context import FlowRunContext
 from prefect.exceptions import Abort, Pause
 from prefect.logging import get_run_logger
-from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.states import Cancelled, Running, Suspended
 
 from trial_core.config.stopping_section import StoppingConfig
@@ -45,6 +44,7 @@ from trialflow.flows.lifecycle.server_outage import NO_ANSWER, ServerOutage, rep
 from trialflow.flows.lifecycle.stop_signals import Interrupted, StopSignals
 from trialflow.flows.server.embedded_server import is_unauthorized
 from trialflow.tasks.artifact import forget_unsent, send_unsent
+from trialflow.tasks.client_retries import client_retries
 
 T = TypeVar("T")
 
@@ -356,7 +356,7 @@ class StopMonitor:
         """The flow run, asked for once; None if it was deleted. Raises one of `NO_ANSWER`."""
         answers_before = self._outage.answers
         try:
-            with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):
+            with client_retries(0):
                 run = self._reader.read()
         except NO_ANSWER:
             self._outage.did_not_answer(answers_before)
@@ -385,7 +385,7 @@ class StopMonitor:
         """Correct the state of a run that was presumed dead because its server was away."""
         # Once: the automation schedules the run again after ten seconds.
         with (
-            temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
+            client_retries(0),
             get_client(sync_client=True) as client,
         ):
             running: State[Any] = Running(message=self._alive_message)

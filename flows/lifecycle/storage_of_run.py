@@ -13,12 +13,12 @@ from uuid import UUID
 from prefect import runtime
 from prefect.client.orchestration import get_client
 from prefect.logging import get_run_logger
-from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from trial_core.errors import Stopped, TrialflowError
 from trial_core.run.stop_requests import StopHandler
 from trialflow.flows.lifecycle.server_outage import NO_ANSWER, RETRY_SECONDS, ServerOutage
 from trialflow.flows.server.embedded_server import is_unauthorized
+from trialflow.tasks.client_retries import client_retries
 
 LABEL = "trialflow.storage"
 FIRST_RETRIES = 3
@@ -39,7 +39,7 @@ def storage_of_run(limit_seconds: float | None, stopping: StopHandler | None = N
     while True:
         try:
             with (
-                temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),  # its pauses double
+                client_retries(0),
                 get_client(sync_client=True) as client,
             ):
                 mark = client.read_flow_run(_run_id()).labels.get(LABEL)
@@ -79,7 +79,7 @@ class StorageLabel:
         if (mark := self._unsent) is not None:
             with (
                 suppress(*NO_ANSWER),
-                temporary_settings({PREFECT_CLIENT_MAX_RETRIES: retries}),
+                client_retries(retries),
                 get_client(sync_client=True) as client,
             ):
                 client.update_flow_run_labels(_run_id(), {LABEL: mark})

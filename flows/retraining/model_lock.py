@@ -37,10 +37,10 @@ from prefect.client.schemas.filters import (
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.exceptions import PrefectException
 from prefect.logging import get_run_logger
-from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from trial_core.errors import TrialflowError
 from trialflow.flows.lifecycle.requeue import requeue_if_stopped
+from trialflow.tasks.client_retries import client_retries
 
 FLOW = "retrain"
 MODEL_LABEL = "trialflow.retrains"
@@ -133,8 +133,7 @@ class _ModelLock:
             while not ended.wait(pause):
                 pause = HEARTBEAT_SECONDS
                 try:
-                    # Prefect's own pauses double: a server that is back would wait for minutes.
-                    with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):
+                    with client_retries(0):
                         self._update_labels({HEARTBEAT_LABEL: _now()})
                 except (httpx.HTTPError, PrefectException) as error:
                     pause = RETRY_SECONDS
