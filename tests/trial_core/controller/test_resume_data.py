@@ -154,6 +154,75 @@ def test_a_stateful_loader_resumes_anywhere(length: int, before: int, between: i
     assert seen == [i % length for i in range(before + between + 7)]
 
 
+def test_a_state_is_the_loaded_one_until_a_micro_batch_is_taken() -> None:
+    """A validation after a resume saves again. litdata's loader would then skip a worker."""
+
+    class Advancing(Counting):
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            state["next"] += 1  # as litdata's, changes the state that it got
+            self.next = state["next"] - 1
+
+        def state_dict(self) -> dict[str, int]:
+            return {"next": self.next + (0 if self.is_begun else 1)}
+
+        is_begun = False
+
+        def __iter__(self) -> Iterator[int]:
+            self.is_begun = True
+            yield from super().__iter__()
+
+    first = loaders(Counting(9))
+    take(first, 3)
+    again = loaders(Advancing(9), saved=first.state_dict())
+    assert take(loaders(Counting(9), saved=again.state_dict()), 2) == [3, 4]
+
+
+class LikeLitdata(Counting):
+    """Loads and saves as litdata's loader with workers, whose epoch is in two places."""
+
+    __module__ = "litdata.streaming.dataloader"
+    num_workers = 2
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.current_epoch = 1
+        self.dataset = SimpleNamespace(current_epoch=1, _elastic_drop_first=None)
+
+    def state_dict(self) -> dict[str, int]:
+        epochs = {"current_epoch": self.current_epoch, "dataset": self.dataset.current_epoch}
+        return {**super().state_dict(), **epochs, "num_workers": self.num_workers}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        super().load_state_dict(state)
+        self.current_epoch = state["current_epoch"]
+        if state["num_workers"] != self.num_workers:
+            self.dataset._elastic_drop_first = 8
+
+
+def saved_by_litdata(workers: int) -> dict[str, Any]:
+    """A state in the third epoch."""
+    state = {"next": 2, "current_epoch": 3, "dataset": 3, "num_workers": workers}
+    return {**DRAWN, "loader": state}
+
+
+def test_litdatas_loader_keeps_its_epoch_in_the_second_resume() -> None:
+    """With workers, its dataset in this process does not load the epoch."""
+    resumed = loaders(LikeLitdata(9), saved_by_litdata(workers=2))
+    take(resumed, 1)
+    state = resumed.state_dict()
+    assert state is not None
+    assert (state["loader"]["current_epoch"], state["loader"]["dataset"]) == (3, 3)
+
+
+def test_litdatas_loader_with_workers_cannot_divide_a_pass_anew() -> None:
+    """The next state would be wrong; without workers it is right."""
+    with pytest.raises(TrialError, match=r"LikeLitdata of litdata has num_workers=2 and a state"):
+        loaders(LikeLitdata(9), saved_by_litdata(workers=1))
+    alone = LikeLitdata(9)
+    alone.num_workers = 0
+    assert take(loaders(alone, saved_by_litdata(workers=1)), 2) == [2, 3]
+
+
 def test_ranks_of_one_model_load_with_the_same_random_numbers_after_a_restart() -> None:
     """Random numbers depend on a micro-batch's position."""
 

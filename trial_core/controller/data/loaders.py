@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -10,6 +11,7 @@ from typing import Any
 
 from trial_core.controller.data.data_position import micro_batches_drawn
 from trial_core.controller.data.data_rng import with_shared_rng
+from trial_core.controller.data.litdata_state import complete_litdata_state
 from trial_core.controller.data.validation_set import (
     ValidationSet,
     validation_set,
@@ -32,6 +34,7 @@ class MicroBatches(Iterator[Any]):
         per_batch: micro-batches of one batch.
         drawn: how many this rank has taken before these, over the whole life of the trial.
         loader: the loader behind `source`, if it saves its own state; None otherwise.
+        loaded: the state that was loaded into `loader`; None if none was.
 
     Attributes:
         waited_seconds: the time that loading took, without what was loaded ahead. Ranks train in
@@ -39,12 +42,18 @@ class MicroBatches(Iterator[Any]):
     """
 
     def __init__(
-        self, source: Iterator[Any], per_batch: int, drawn: int = 0, loader: Any = None
+        self,
+        source: Iterator[Any],
+        per_batch: int,
+        drawn: int = 0,
+        loader: Any = None,
+        loaded: Any = None,
     ) -> None:
         self._source = source
         self._per_batch = per_batch
-        self._drawn = drawn
+        self._drawn = self._drawn_before = drawn
         self._loader = loader
+        self._loaded = loaded
         self._has_warned = False
         self.taken = 0
         self.waited_seconds = 0.0
@@ -59,12 +68,13 @@ class MicroBatches(Iterator[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's position in the data, for `Loaders.begin`. Call between batches."""
-        # Before the first micro-batch there is no state, and asking for it would begin a pass.
-        has_state = self._loader is not None and self._drawn > 0
+        # Before the first micro-batch, torchdata's loader would begin a pass, and litdata's would
+        # tell another worker than the one that it has loaded.
+        is_moved = self._loader is not None and self._drawn > self._drawn_before
         return {
             "drawn": self._drawn,
             "per_batch": self._per_batch,
-            "loader": self._loader.state_dict() if has_state else None,
+            "loader": self._loader.state_dict() if is_moved else self._loaded,
             "loader_type": type(self._loader).__qualname__,
             "loader_is_global": bool(getattr(self._loader, "state_is_global", False)),
         }
@@ -231,8 +241,10 @@ def _training_micro_batches(
     else:
         endless = _repeat(loader, _rest_of_pass(adapter, loader, drawn, saved))
     endless = with_shared_rng(endless, adapter, loaders.distributed, loaders.seed, drawn)
-    is_stateful = not isinstance(loader, DataLoader) and _saves_state(loader)
-    return MicroBatches(iter(endless), per_batch, drawn, loader if is_stateful else None)
+    if isinstance(loader, DataLoader) or not _saves_state(loader):
+        return MicroBatches(iter(endless), per_batch, drawn)
+    loaded = None if saved is None else saved["loader"]
+    return MicroBatches(iter(endless), per_batch, drawn, loader, loaded)
 
 
 def _saves_state(loader: Any) -> bool:
@@ -246,7 +258,8 @@ def _rest_of_pass(
     """The rest of the pass in which `loader` was saved; None if a new pass begins."""
     state = None if saved is None else saved["loader"]
     if state is not None and _saves_state(loader):
-        loader.load_state_dict(state)
+        loader.load_state_dict(copy.deepcopy(state))  # some loaders keep it, and change it
+        complete_litdata_state(loader)
         # iter() now: the uninterrupted run drew its random numbers earlier, and the random state
         # is restored after this.
         rest: Iterator[Any] = iter(loader)
