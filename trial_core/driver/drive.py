@@ -178,7 +178,7 @@ def drive_trial(config: ExperimentConfig, trial: str, caller: Caller) -> TrialRe
             note_storage(store, fence.record.storage, logger)
             if not store.is_process_local:  # a later attempt cannot find it in any case
                 caller.begun(fence.record.storage)
-            observer.trial_owned(fence.number)
+            observer.trial_owned(fence.number, ledger.earlier)
             result = _run_to_its_end(run, caller, report)
         except BaseException as error:
             observer.run_ended(how_it_ended(error, caller.stopping))

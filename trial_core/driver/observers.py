@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # it imports storages, for which the command line's help does not wait
     from trial_core.checkpoint.manifest import Topology
     from trial_core.driver.throughput import Throughput
+    from trial_core.ledger.time_ledger import RunTime
     from trial_core.messages import MetricsKind
 
 
@@ -32,8 +33,12 @@ class Observer:
             batch_samples: samples in one batch on all ranks; 0: unknown.
         """
 
-    def trial_owned(self, attempt: int) -> None:
-        """The run has taken its trial, as the first or a later attempt at it. Once a run."""
+    def trial_owned(self, attempt: int, earlier: Sequence[RunTime] = ()) -> None:
+        """The run has taken its trial, as the first or a later attempt at it. Once a run.
+
+        Args:
+            earlier: what the ledger has of earlier attempts, oldest first.
+        """
 
     def trial_built(self, topology: Topology, versions: Mapping[str, str], code: str) -> None:
         """The trial exists on all ranks. Again after a restart, and in each `Trainer.fit`.

@@ -69,6 +69,9 @@ class KeptLedger:
         clock: measures the run. The block tells it what earlier runs have trained.
         ending: limits the wait for the last write.
         per_slot_hour: price of an hour of one slot; None: unknown.
+
+    Attributes:
+        earlier: the trial's earlier runs, oldest first; empty before the block.
     """
 
     def __init__(
@@ -90,7 +93,7 @@ class KeptLedger:
         self._logger = logger
         self._has_warned = False
         self._final: RunTime | None = None
-        self._earlier: Sequence[RunTime] = ()
+        self.earlier: Sequence[RunTime] = ()
         began = datetime.now(timezone.utc) - timedelta(seconds=clock.seconds)
         self._began_at = began.strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         self._by = user_at_host()
@@ -99,12 +102,12 @@ class KeptLedger:
 
     def __enter__(self) -> KeptLedger:
         try:
-            self._earlier = read_ledger(self._store, self._trial).runs
+            self.earlier = read_ledger(self._store, self._trial).runs
         except StorageError as error:
             self._logger.warning(
                 "the ledger of time lacks the trial's earlier runs, which cannot be read: %s", error
             )
-        self._clock.continues(max((run.trained_to for run in self._earlier), default=0))
+        self._clock.continues(max((run.trained_to for run in self.earlier), default=0))
         self._thread.start()
         return self
 
@@ -118,7 +121,7 @@ class KeptLedger:
 
     def read(self) -> TimeLedger:
         """The trial's ledger until now; after the block, until the run's end."""
-        return TimeLedger(self._trial, (*self._earlier, self._final or self._record()))
+        return TimeLedger(self._trial, (*self.earlier, self._final or self._record()))
 
     def _record(self) -> RunTime:
         return RunTime(

@@ -73,6 +73,7 @@ class FirstFailure(logging.Filter):
         super().__init__()
         self._signal = signal
         self._logger = logger
+        self._lock = threading.Lock()
         self._has_warned = False
         self.has_failed = threading.Event()
 
@@ -80,14 +81,19 @@ class FirstFailure(logging.Filter):
         """Part of `logging.Filter`."""
         if record.levelno < logging.WARNING:
             return True
-        if not self._has_warned:
-            self._has_warned = True
-            self._logger.warning(
-                "OpenTelemetry gets no %s (logged once; training continues): %s",
-                self._signal, record.getMessage(),
-            )  # fmt: skip
+        self.warn(record.getMessage())
         self.has_failed.set()
         return False
+
+    def warn(self, why: str) -> None:
+        """Log that exports fail, unless that is logged."""
+        with self._lock:
+            if self._has_warned:
+                return
+            self._has_warned = True
+        self._logger.warning(
+            "OpenTelemetry gets no %s (logged once; training continues): %s", self._signal, why
+        )
 
 
 class OwnProvider:
@@ -109,7 +115,9 @@ class OwnProvider:
         self._loggers = [logging.getLogger(each) for each in {SDK_LOGGERS[signal], *modules}]
         for each in self._loggers:
             each.addFilter(self._failure)
+        self._lock = threading.Lock()
         self._has_ended = False
+        self._cuts: list[threading.Thread] = []
 
     def end(self) -> None:
         """Begin to export what is left. Returns at once."""
@@ -118,10 +126,17 @@ class OwnProvider:
 
     def wait(self, ending: Ending) -> None:
         """Wait until it is exported, or a first failure; then cut what is not exported short."""
-        ending.wait(self._failure.has_failed.wait)
-        if not self._has_ended:
-            for each in self._exporters:
-                threading.Thread(target=each.shutdown, name="telemetry-cut", daemon=True).start()
+        if not ending.wait(self._failure.has_failed.wait):  # it hangs, and may never say so
+            self._failure.warn("the end of the run does not wait longer for the last of them")
+        with self._lock:
+            if self._has_ended:
+                return
+            self._cuts = [
+                threading.Thread(target=each.shutdown, name="telemetry-cut", daemon=True)
+                for each in self._exporters
+            ]
+            for each in self._cuts:
+                each.start()
 
     def _run(self) -> None:
         try:
@@ -129,9 +144,12 @@ class OwnProvider:
         except Exception as error:  # noqa: BLE001 - the SDK raises bare ones, and the run is over
             self._loggers[0].warning("%s", error)
         finally:
+            with self._lock:
+                self._has_ended = True
+            for cut in self._cuts:  # an exporter warns if it is shut down twice
+                cut.join()
             for each in self._loggers:
                 each.removeFilter(self._failure)
-            self._has_ended = True
             self._failure.has_failed.set()
 
 

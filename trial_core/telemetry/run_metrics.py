@@ -13,6 +13,7 @@ from trial_core import text_format
 from trial_core.driver.observers import Observer
 from trial_core.driver.run_status import TRAINING, UPLOAD
 from trial_core.ledger.run_clock import BUCKETS, RunClock
+from trial_core.ledger.time_ledger import RunTime
 from trial_core.messages import MetricsKind
 
 MAX_METRICS = 32
@@ -97,7 +98,7 @@ class RunMetrics(Observer):
     def __exit__(self, *error: object) -> None:
         self._note_slots()
 
-    def trial_owned(self, attempt: int) -> None:
+    def trial_owned(self, attempt: int, earlier: Sequence[RunTime] = ()) -> None:
         self._restarts.add(0, self._attributes)  # a series that is 0 until it is more
 
     def run_started(

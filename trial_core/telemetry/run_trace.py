@@ -11,6 +11,9 @@ All attempts at a trial (runs of it) have one trace, whose id is derived from th
     │   └── …
     └── attempt (2)                 resumed
         └── launch
+
+A span is sent when it ends, so a driver that is killed sends no attempt. If the first one was, the
+second attempt sends the root in its place: without a root, a backend shows a trace that never ends.
 """
 
 from __future__ import annotations
@@ -27,10 +30,12 @@ from opentelemetry.trace import Link, NonRecordingSpan, Span, SpanContext, Trace
 from opentelemetry.trace.status import Status, StatusCode
 
 from trial_core import text_format
+from trial_core.checkpoint.json_objects import parse_time
 from trial_core.checkpoint.manifest import Topology
 from trial_core.driver.observers import Observer
 from trial_core.driver.run_status import UPLOAD
 from trial_core.errors import Stopped
+from trial_core.ledger.time_ledger import RunTime
 from trial_core.run.stop_requests import StopHandler
 
 MAX_REASON = 2000
@@ -109,7 +114,11 @@ class RunTrace(Observer):
         self._end_launch(status)
         _end(self._attempt, status)
 
-    def trial_owned(self, attempt: int) -> None:
+    def trial_owned(self, attempt: int, earlier: Sequence[RunTime] = ()) -> None:
+        if attempt == 2:
+            for run in earlier:
+                if not run.is_over:
+                    self._send_killed(run)
         around = trace.get_current_span().get_span_context()
         self._attempt = self._tracer.start_span(
             ATTEMPT,
@@ -142,10 +151,11 @@ class RunTrace(Observer):
         again = self._open.pop((stage, detail), None)
         if again is not None:
             _end(again, _failed("failed, and is tried again"))
+        of_stage = {"trialflow.stage.detail": detail} if detail else {}
         self._open[stage, detail] = self._tracer.start_span(
             stage,
             context=trace.set_span_in_context(self._launch),
-            attributes={"trialflow.stage.detail": detail} if detail else None,
+            attributes={**self._attributes, **of_stage},
         )
 
     def stage_ended(self, stage: str, detail: str, seconds: float) -> None:
@@ -189,8 +199,23 @@ class RunTrace(Observer):
         )  # fmt: skip
         self._launch_again(_failed(reason))
 
+    def _send_killed(self, first: RunTime) -> None:
+        """Send the span of a first attempt whose driver was killed, as far as it is known.
+
+        A driver that only seemed dead sends its own later, with the same id.
+        """
+        began, until = (_nanoseconds(each) for each in (first.began_at, first.until))
+        root = self._tracer.start_span(
+            ATTEMPT,
+            context=trace.set_span_in_context(trace.INVALID_SPAN),
+            attributes={**self._attributes, "trialflow.attempt": first.number},
+            start_time=began,
+        )
+        root.set_status(_failed("its driver was killed, or its machine was lost"))
+        root.end(until)
+
     def _root(self) -> Span:
-        """The first attempt's span, which another process has made; or will not have, if killed."""
+        """The first attempt's span, which another process has made."""
         trace_id, span_id = derived_ids(self._trial)
         is_sampled = True
         if isinstance(self._tracer, Tracer):  # as it has been then
@@ -202,7 +227,9 @@ class RunTrace(Observer):
     def _start_launch(self) -> None:
         self._is_built = False
         context = trace.set_span_in_context(self._attempt)
-        self._launch = self._tracer.start_span("launch", context=context)
+        self._launch = self._tracer.start_span(
+            "launch", context=context, attributes=self._attributes
+        )
 
     def _launch_again(self, status: Status | None) -> None:
         self._end_launch(status)
@@ -214,6 +241,11 @@ class RunTrace(Observer):
             _end(span, status)
         self._open.clear()
         _end(self._launch, status)
+
+
+def _nanoseconds(at: str) -> int | None:
+    moment = parse_time(at)
+    return None if moment is None else int(moment.timestamp() * 1e6) * 1000
 
 
 def _failed(reason: str) -> Status:

@@ -7,6 +7,8 @@ import re
 import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -20,9 +22,11 @@ from tests.trial_core.driver.test_drive import FullMachine
 from trial_core.driver.drive import Script, follow_run
 from trial_core.errors import LaunchError
 from trial_core.ledger.run_clock import RunClock
+from trial_core.ledger.time_ledger import RunTime
 from trial_core.run import ending
 from trial_core.run.ending import Ending
 from trial_core.run.stop_requests import StopHandler
+from trial_core.telemetry.providers import OwnProvider
 from trial_core.telemetry.run_telemetry import exporter_names, run_telemetry
 from trial_core.telemetry.run_trace import derived_ids
 
@@ -47,13 +51,18 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type[MemorySpans]
     return MemorySpans
 
 
-def report(folder: Path, attempt: int = 1, stopping: StopHandler | None = None) -> None:
+def report(
+    folder: Path,
+    attempt: int = 1,
+    stopping: StopHandler | None = None,
+    earlier: Sequence[RunTime] = (),
+) -> None:
     """Report a run that trains 10 batches in a stage."""
     stopping = stopping or StopHandler(1.0)
     with run_telemetry(
         toy_config(folder), TRIAL, RunClock(), stopping, Ending(stopping), logger
     ) as observer:
-        observer.trial_owned(attempt)
+        observer.trial_owned(attempt, earlier)
         observer.run_started(TRIAL, 10, 0, 4)
         observer.stage_started("train-workload", "[0→10]")
         observer.stage_ended("train-workload", "[0→10]", 0.5)
@@ -175,6 +184,54 @@ def test_every_run_of_a_trial_is_an_attempt_that_is_reported(
         )  # fmt: skip
 
 
+def ran(is_over: bool) -> RunTime:
+    """What the ledger has of a first attempt."""
+    return RunTime(
+        number=1, by="ada@east", began_at="2026-11-26T08:09:23.223686Z",
+        until="2026-11-26T08:10:23.5Z", is_over=is_over, slots=2, trained_to=8,
+        slot_milliseconds={},
+    )  # fmt: skip
+
+
+def test_the_root_of_a_killed_first_attempt_is_sent_by_the_second(
+    tmp_path: Path, memory: type[MemorySpans], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its driver could not send it. The third attempt does not send it again."""
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "memory")
+    for attempt in (2, 3):
+        report(tmp_path, attempt, earlier=[ran(is_over=False)])
+    root, second, third = (span for span in memory.ended if span.name == "attempt")
+    assert (root.context.trace_id, root.context.span_id) == derived_ids(TRIAL)
+    assert root.parent is None
+    assert dict(root.attributes or {})["trialflow.attempt"] == 1
+    assert root.status.status_code is StatusCode.ERROR
+    assert "killed" in str(root.status.description)
+    assert (root.start_time, root.end_time) == (1795680563223686000, 1795680623500000000)
+    for later in (second, third):
+        assert later.parent is not None
+        assert later.parent.span_id == root.context.span_id
+
+
+def test_the_root_of_a_first_attempt_that_ended_is_not_sent_again(
+    tmp_path: Path, memory: type[MemorySpans], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "memory")
+    report(tmp_path, attempt=2, earlier=[ran(is_over=True)])
+    assert [span.name for span in memory.ended].count("attempt") == 1
+
+
+def test_every_span_has_its_trial(
+    tmp_path: Path, memory: type[MemorySpans], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run in progress has sent the spans of its stages alone, and is found by them."""
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "memory")
+    report(tmp_path)
+    seen = [dict(span.attributes or {}) for span in memory.ended]
+    assert len(seen) == 5
+    assert {each["trialflow.trial"] for each in seen} == {TRIAL}
+    assert {each["trialflow.experiment"] for each in seen} == {"toy"}
+
+
 def test_an_attempt_is_linked_to_the_span_around_it(
     tmp_path: Path, memory: type[MemorySpans], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,15 +319,54 @@ def test_the_end_of_a_run_does_not_wait_for_a_backend_that_fails(
     assert receiver.refusals == 2
 
 
-def test_the_end_of_a_run_waits_a_limited_time_for_a_backend_that_hangs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def wait_for_the_end() -> None:
+    """Until what a run has left of telemetry is over."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("telemetry-"):
+            thread.join()
+
+
+def test_an_exporter_that_is_cut_short_says_nothing_more(
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """It accepts connections, and never answers."""
+    """Also if it ends at the same time: OpenTelemetry's exporters warn of a second shutdown."""
+
+    class Exporter:
+        def shutdown(self) -> None:
+            for thread in threading.enumerate():
+                if thread.name == "telemetry-end":
+                    cut.set()
+                    thread.join(0.2)  # it does not end before this has
+            exports.warning("already shut down")
+
+    def finish() -> None:
+        exports.warning("not exported")
+        cut.wait()
+
+    cut, exports = threading.Event(), logging.getLogger(Exporter.__module__)
+    provider = OwnProvider(finish, [Exporter()], "traces", logger)
+    provider.end()
+    provider.wait(Ending())
+    wait_for_the_end()
+    assert [each.rpartition(": ")[2] for each in caplog.messages] == ["not exported"]
+
+
+def test_the_end_of_a_run_waits_a_limited_time_for_a_backend_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It accepts connections, and never answers. The run says so before it is over, once."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1000000")
     monkeypatch.setattr(ending, "TOTAL_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv(ENDPOINT, f"http://127.0.0.1:{server.getsockname()[1]}")
         report(tmp_path)
+        warnings = list(caplog.messages)
+    wait_for_the_end()
+    assert caplog.messages == warnings
+    for signal in ("traces", "metrics"):
+        (warning,) = [each for each in warnings if f"gets no {signal}" in each]
+        assert "does not wait longer" in warning
+    assert len(warnings) == 2
 
 
 def test_an_exporter_that_is_not_installed_is_a_warning(
