@@ -303,7 +303,7 @@ class Controller:
             self._distributed,
             wants_batch_metrics,
             self._stop_barrier,
-            send_progress=self._send_progress(BatchesTrained),
+            progress=ProgressReporter(self._send_progress(BatchesTrained)),
             on_first_batch=trial.snapshots.rehearse,
             on_stop_requested=self._request_stop,
         )

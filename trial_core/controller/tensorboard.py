@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +18,9 @@ from trial_core.errors import TrialError, TrialflowError
 from trial_core.messages import MetricsKind
 
 logger = logging.getLogger(__name__)
+
+FLUSH_SECONDS = 1.0
+"""How long the metrics of short workloads may stay out of the event file."""
 
 
 class TensorBoard:
@@ -39,6 +43,7 @@ class TensorBoard:
         self._writer: Any = None
         self._profiler: Any = None
         self._is_profiling = False
+        self._next_flush = 0.0
         self._batches_to_profile: tuple[int, int, Callable[[], int]] | None = None
 
     @property
@@ -129,7 +134,10 @@ class TensorBoard:
                 for name, value in numbers.items():
                     prefix = "val_" if kind == "validation" and not name.startswith("val") else ""
                     self.writer().add_scalar(f"Determined/{prefix}{name}", value, batches)
-        self.flush()
+        # Waits for the writer's thread, and so do all ranks. What uploads the files flushes them.
+        if kind == "validation" or time.monotonic() >= self._next_flush:
+            self._next_flush = time.monotonic() + FLUSH_SECONDS
+            self.flush()
 
     def _has_metrics_writer(self) -> bool:
         """Make the writer. It has been made before, unless metrics are only written by default."""

@@ -75,3 +75,24 @@ def test_a_failed_move_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "old").write_text("in the way")
     with pytest.raises(TrialflowError, match=r"TensorBoard files from .*new to .*old, .*exists"):
         tensorboard.move_to(tmp_path / "old")
+
+
+def test_short_workloads_do_not_wait_for_the_event_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their metrics are in the file some time later; those of a validation at once."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.setattr("trial_core.controller.tensorboard.FLUSH_SECONDS", 1e6)
+    tensorboard = TensorBoard(tmp_path)
+    tensorboard.set_automatic(True)
+    flushes: list[int] = []
+    flush = tensorboard.writer().flush
+    monkeypatch.setattr(tensorboard.writer(), "flush", lambda: (flushes.append(1), flush()))
+    for batches in (1, 2, 3):
+        tensorboard.report("training", batches, {"loss": 0.5})
+    assert len(flushes) == 1
+    tensorboard.report("validation", 3, {"loss": 0.25})
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert len(events.Scalars("Determined/loss")) == 3
+    assert [each.value for each in events.Scalars("Determined/val_loss")] == [0.25]
