@@ -14,7 +14,6 @@ from tests.support.flow import train
 from tests.support.hosts import DRIVER, Hosts, new_hosts
 from tests.support.s3 import S3Server, ceph_gateway, moto_server
 from tests.support.slots import toy_config
-from trial_core.checkpoint import layout
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.nodes.join_token import write_token
@@ -76,10 +75,11 @@ def results(here: Path, config: Any) -> list[Any]:
 
 
 def files_by_client(gateway: S3Server, method: str, bucket: str, saved: Manifest) -> Any:
-    """The addresses that have stored (PUT) or fetched (GET) files of a checkpoint, and which."""
-    paths = {
-        f"{bucket}/{layout.file_key(saved.uuid, file.path)}": file.path for file in saved.files
-    }
+    """The addresses that have stored (PUT) or fetched (GET) files of a checkpoint, and which.
+
+    An earlier checkpoint may have stored some of them.
+    """
+    paths = {f"{bucket}/{file.key(saved.uuid)}": file.path for file in saved.files}
     found: dict[str, set[str]] = {}
     for request in gateway.requests():
         if request.method == method and request.url in paths:

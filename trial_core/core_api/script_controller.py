@@ -16,6 +16,7 @@ from trial_core.context import RunInfo
 from trial_core.controller.checkpoint_files import CheckpointFiles
 from trial_core.controller.controller import Controller, library_versions
 from trial_core.controller.run_file_upload import RunFileUpload, tensorboard_in
+from trial_core.core_api.deepspeed_builds import builds_prepared
 from trial_core.core_api.run_script import run_script
 from trial_core.core_api.script_host import ScriptHost, ScriptMessage, in_slot
 from trial_core.distributed import DistributedContext
@@ -53,7 +54,7 @@ class _PreparedScript:
 
 def run_in_slot(command: ScriptCommand, host: ScriptHost) -> None:
     """Run a script to its end, as ``__main__``, in this thread."""
-    with in_slot(host):
+    with in_slot(host), builds_prepared(host.distributed.get_local_rank()):
         run_script(command)
 
 
