@@ -74,16 +74,16 @@ def results(here: Path, config: Any) -> list[Any]:
     return [(each.batches_trained, each.validation_metrics) for each in done]
 
 
-def files_by_client(gateway: S3Server, method: str, bucket: str, saved: Manifest) -> Any:
-    """The addresses that have stored (PUT) or fetched (GET) files of a checkpoint, and which.
+def keys_by_client(gateway: S3Server, method: str, bucket: str, saved: Manifest) -> Any:
+    """The addresses that have stored (PUT) or fetched (GET) files of a checkpoint, and their keys.
 
-    An earlier checkpoint may have stored some of them.
+    An earlier checkpoint may have stored some of them, and files with the same bytes have one key.
     """
-    paths = {f"{bucket}/{file.key(saved.uuid)}": file.path for file in saved.files}
+    keys = {f"{bucket}/{file.key(saved.uuid)}": file.key(saved.uuid) for file in saved.files}
     found: dict[str, set[str]] = {}
     for request in gateway.requests():
-        if request.method == method and request.url in paths:
-            found.setdefault(request.client, set()).add(paths[request.url])
+        if request.method == method and request.url in keys:
+            found.setdefault(request.client, set()).add(keys[request.url])
     return found
 
 
@@ -121,10 +121,12 @@ def test_two_hosts_train_and_continue(
     assert saved.topology.world_size == 4
     for agent in hosts.agents:
         assert agent.wait(60) == 0
-    shards = [{file.path for file in saved.files if file.rank in own} for own in ({0, 1}, {2, 3})]
-    stored = files_by_client(gateway, "PUT", bucket, saved)
+    shards = [{f for f in saved.files if f.rank in own} for own in ({0, 1}, {2, 3})]
+    stored = keys_by_client(gateway, "PUT", bucket, saved)
     assert sorted(stored) == [hosts.address(name) for name in hosts.names]
-    assert sorted(stored.values(), key=sorted) == sorted(shards, key=sorted)
+    new = {f.key(saved.uuid) for f in saved.files if not f.stored_at}
+    own = [{f.key(saved.uuid) for f in shard} & new for shard in shards]
+    assert sorted((each & new for each in stored.values()), key=sorted) == sorted(own, key=sorted)
 
     further = on_hosts(here, gateway, 4, 12, **trial, checkpoint_storage=config.checkpoint_storage)
     for name in hosts.names:
@@ -132,21 +134,13 @@ def test_two_hosts_train_and_continue(
         token = (here / "token").read_text()
         hosts.start_agent(name, f"tls://{DRIVER}:{PORT}", token, folder)
     assert train(further, trial=result.trial).batches_trained == 12
-    fetched = files_by_client(gateway, "GET", bucket, saved)
+    fetched = keys_by_client(gateway, "GET", bucket, saved)
     assert sorted(fetched) == [hosts.address(name) for name in hosts.names]
-    shared = {
-        "latest",
-        "zero_to_fp32.py",
-        "zero_to_torch.py",
-        *(f"model0/{name}" for name in common),
-        # Small, and compared or exported as a whole.
-        *(
-            f.path
-            for f in saved.files
-            if f.path.startswith(("trialflow/fingerprints-", "export0/"))
-        ),
-    }
-    needed = [own | shared for own in shards]
+    shared = {"latest", "zero_to_fp32.py", "zero_to_torch.py"} | {f"model0/{n}" for n in common}
+    # Small, and compared or exported as a whole.
+    whole = ("trialflow/fingerprints-", "export0/")
+    read_by_all = {f for f in saved.files if f.path in shared or f.path.startswith(whole)}
+    needed = [{f.key(saved.uuid) for f in shard | read_by_all} for shard in shards]
     assert sorted(fetched.values(), key=sorted) == sorted(needed, key=sorted)
 
 
