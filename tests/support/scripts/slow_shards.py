@@ -12,7 +12,7 @@ import trial_core
 from trial_core.checkpoint.manifest import FileEntry
 from trial_core.controller.checkpoint_files import CheckpointFiles
 
-STORE_SECONDS = 12.0
+STORE_SECONDS = 20.0
 
 
 def main(folder: Path) -> None:

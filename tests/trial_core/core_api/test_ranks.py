@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slots, pytest.mark.long]
 
 SCRIPT = Path(__file__).parents[2] / "support" / "scripts" / "core_ranks.py"
 WATCHED = SCRIPT.with_name("core_watched.py")
-COLLECTIVE_SECONDS = 5
+COLLECTIVE_SECONDS = 10
 
 
 @pytest.mark.parametrize("mode", ["WORKERS_ASK_CHIEF", "CHIEF_ONLY"])
