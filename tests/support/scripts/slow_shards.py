@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -20,9 +21,9 @@ def main(folder: Path) -> None:
     dist.init_process_group("gloo")
     rank, persist = dist.get_rank(), CheckpointFiles.persist
 
-    def slow(files: CheckpointFiles, uuid: str) -> list[FileEntry]:
+    def slow(files: CheckpointFiles, *arguments: Any) -> list[FileEntry]:
         time.sleep(STORE_SECONDS * rank)
-        return persist(files, uuid)
+        return persist(files, *arguments)
 
     CheckpointFiles.persist = slow  # type: ignore[method-assign]
     experiment = {"name": "slow", "checkpoint_storage": str(folder / "stored")}
