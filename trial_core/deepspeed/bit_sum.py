@@ -11,12 +11,17 @@ import functools
 import torch
 
 WORD_BYTES = 8
+_COLUMNS = 256
+_ROW_BYTES = _COLUMNS * WORD_BYTES
 _CPU_WORDS, _DEVICE_WORDS = 2**17, 2**22
-"""Words at a time: bounds the memory. On a CPU, more would be slower, because of new pages."""
+"""Words at a time: bounds the memory. On a CPU, more would leave its cache."""
 
 
 def bit_sum(part: torch.Tensor, first: int = 0, dtype: torch.dtype | None = None) -> torch.Tensor:
     """The sum over a part of a tensor: an integer on its device. Waits for no device.
+
+    The words are the rows of a matrix: its sums by row and by column need no product with each
+    word, which takes twice as long.
 
     Args:
         part: consecutive elements of the flattened tensor.
@@ -24,22 +29,25 @@ def bit_sum(part: torch.Tensor, first: int = 0, dtype: torch.dtype | None = None
         dtype: cast the elements to this type before.
     """
     flat, dtype = part.detach().reshape(-1), dtype or part.dtype
-    size = _CPU_WORDS if part.device.type == "cpu" else _DEVICE_WORDS
+    words = _CPU_WORDS if part.device.type == "cpu" else _DEVICE_WORDS
+    size = words * WORD_BYTES // dtype.itemsize
+    columns = _odd_numbers(part.device, _COLUMNS)
+    twice_row = _odd_numbers(part.device, words // _COLUMNS + 1) - 1
     total = torch.zeros((), dtype=torch.int64, device=part.device)
     for begin in range(0, flat.numel(), size):
         content = flat[begin : begin + size].to(dtype).view(torch.uint8)
         word, before = divmod((first + begin) * dtype.itemsize, WORD_BYTES)
-        count = -(-(before + content.numel()) // WORD_BYTES)
-        if before or content.storage_offset() % WORD_BYTES or content.numel() % WORD_BYTES:
-            filled = content.new_zeros(count * WORD_BYTES)
+        rows = -(-(before + content.numel()) // _ROW_BYTES)
+        if before or content.storage_offset() % WORD_BYTES or content.numel() % _ROW_BYTES:
+            filled = content.new_zeros(rows * _ROW_BYTES)
             filled[before : before + content.numel()] = content
             content = filled
-        words = content.view(torch.int64)
-        products = words * _weights(part.device, size + 1)[:count]
-        total = total + products.sum() + words.sum() * (2 * word)
+        matrix = content.view(torch.int64).view(rows, _COLUMNS)
+        total = total + (matrix.sum(0) * columns).sum()
+        total = total + (matrix.sum(1) * (twice_row[:rows] * _COLUMNS + 2 * word)).sum()
     return total
 
 
 @functools.cache
-def _weights(device: torch.device, count: int) -> torch.Tensor:
+def _odd_numbers(device: torch.device, count: int) -> torch.Tensor:
     return 2 * torch.arange(count, device=device) + 1
