@@ -137,7 +137,7 @@ class Server:
             if self._keeper.inbox.fileno() in readable:  # before a later rank is forked
                 self._keeper.receive()
             if self._control.fileno() in readable:
-                data, descriptors, _, _ = socket.recv_fds(self._control, MESSAGE_BYTES, DESCRIPTORS)
+                data, descriptors = self._receive()
                 if not data:
                     break
                 command = decoder(Command).decode(data)
@@ -153,6 +153,14 @@ class Server:
                 break
         kill_sessions(self._ranks.values())
         return None
+
+    def _receive(self) -> tuple[bytes, Sequence[int]]:
+        """The next command, with its descriptors; no bytes: the driver has ended."""
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self._control, MESSAGE_BYTES, DESCRIPTORS)
+        except ConnectionError:  # it has not read all events before
+            return b"", ()
+        return data, descriptors
 
     def _signal(self, command: SignalRank) -> None:
         pid = self._ranks.get(command.number)

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
-from tests.support.processes import wait_until_gone
+from tests.support.processes import descendants, kill, wait_until_gone
+from tests.support.ranks import ROOT
+from tests.support.waiting import until
 from trial_core.errors import RankFailed, Stopped
 from trial_core.messages import Done, Ping
+from trial_core.slots import fork_server_main
 from trial_core.slots.fork_server import ForkServer
-from trial_core.slots.fork_server_main import kill_sessions
+from trial_core.slots.fork_server_main import StartRank, kill_sessions
 from trial_core.slots.launcher import LocalLauncher
 from trial_core.slots.slot_group import SlotGroup
 
@@ -140,6 +145,39 @@ def test_ranks_end_with_their_fork_server(tmp_path: Path) -> None:
                 slots.submit(Ping()).result(timeout=DEADLINE_SECONDS)
         assert wait_until_gone(ranks, DEADLINE_SECONDS) == []
         launched(tmp_path, server, {})
+
+
+PAUSING = """
+import signal
+from trial_core.slots import rank_main
+
+rank_main.main = signal.pause
+"""
+
+
+def test_ranks_end_with_a_driver_that_has_not_read_what_it_was_told(tmp_path: Path) -> None:
+    """It was stopped, and then killed: the kernel resets the connection."""
+    (tmp_path / "imported.py").write_text(PAUSING)
+    control, other_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command = [sys.executable, "-m", fork_server_main.__name__]
+    with other_end:
+        end = other_end.fileno()
+        server = subprocess.Popen(
+            [*command, str(end), str(os.getpid()), "imported"],
+            cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, pass_fds=[end],
+        )  # fmt: skip
+    ranks: list[int] = []
+    try:
+        with control, open(os.devnull, "r+b") as nothing:
+            start = StartRank(number=0, variables={}, folder=str(tmp_path))
+            socket.send_fds(control, [msgspec.json.encode(start)], [nothing.fileno()] * 2)
+            until(lambda: descendants(server.pid), "a rank")
+            ranks = descendants(server.pid)
+        assert server.wait(DEADLINE_SECONDS) == 0
+        assert wait_until_gone(ranks, DEADLINE_SECONDS) == []
+    finally:
+        kill([server.pid, *ranks])
+        server.wait()
 
 
 NUMBER_OF_A_FORKED_RANK = """
