@@ -88,7 +88,7 @@ class CheckpointContext:
         else:
             parts = [_plain(metadata, source)]
         steps_completed, text = _checked(_merged(parts, source), source)
-        folder = host.staging(uuid)
+        folder = host.files.staging(uuid)
         folder.mkdir(parents=True, exist_ok=True)
         try:
             yield folder, uuid

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from pathlib import Path
 from typing import Any
 
 from trial_core.accelerator import accelerator_name
@@ -98,10 +97,6 @@ class ScriptHost:
         self._uploading: str | None = None
         self._has_released = threading.Condition()
 
-    def staging(self, uuid: str) -> Path:
-        """This rank's folder for the files of a checkpoint."""
-        return self.files.staging(uuid)
-
     def report(self, kind: MetricsKind, steps_completed: int, metrics: Mapping[str, Any]) -> None:
         """Report metrics. Rank 0 alone calls this. Does not wait."""
         message = MetricsReported(kind=kind, steps_completed=steps_completed, metrics=dict(metrics))
@@ -114,7 +109,7 @@ class ScriptHost:
         if kind == "validation":
             self._note_validation(metrics)
         self.run.tensorboard.report(kind, steps_completed, metrics)
-        self._emit(message)
+        self._tell(message)
 
     def measure_steps(self, work: Work) -> None:
         """Measure how fast the script trains from now on; one step holds `work`."""
@@ -135,7 +130,7 @@ class ScriptHost:
 
     def set_status(self, text: str) -> None:
         """Tell people what the script is doing. Rank 0 alone calls this."""
-        self._emit(Activity(text=text))
+        self._tell(Activity(text=text))
 
     def expect_stops(self) -> None:
         """From now on, a signal to this rank asks the run to stop."""
@@ -152,7 +147,7 @@ class ScriptHost:
         return self.was_preempted
 
     def commit(self, uuid: str, steps_completed: int, shard: bool, wait: bool = True) -> None:
-        """Have what was written into `staging` uploaded and committed, one checkpoint at a time.
+        """Have a staged checkpoint uploaded and committed. There is one at a time.
 
         Args:
             shard: whether every rank calls this. If not, rank 0 does.
@@ -162,7 +157,7 @@ class ScriptHost:
         if shard:
             self.distributed.allgather(None)  # all ranks have written their parts
         if self.distributed.get_rank() == 0:
-            self._emit(CheckpointWritten(uuid=uuid, steps_completed=steps_completed, waits=wait))
+            self._tell(CheckpointWritten(uuid=uuid, steps_completed=steps_completed, waits=wait))
         self._uploading = uuid
         if wait:
             self.wait_for_upload()
@@ -180,10 +175,14 @@ class ScriptHost:
         self._raise_error()
 
     def failed(self, error: BaseException) -> None:
-        """The run has failed elsewhere: the script's next question raises this. For any thread."""
+        """The run has failed elsewhere: the script's next call raises this. For any thread."""
         with self._has_released:
             self._error = error
             self._has_released.notify_all()
+
+    def _tell(self, message: ScriptMessage) -> None:
+        self._raise_error()
+        self._emit(message)
 
     def _raise_error(self) -> None:
         if self._error is not None:

@@ -60,6 +60,7 @@ class _ScriptInBlock:
         )
         self._host: ScriptHost | None = None
         self._error: BaseException | None = None
+        self._cause: TrialflowError | None = None
         self._has_begun, self._has_ended = threading.Event(), threading.Event()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._serve, name="compute-lane", daemon=True)
@@ -93,20 +94,26 @@ class _ScriptInBlock:
 
     def _serve(self) -> None:
         try:
-            self._joined.serve(self._controller)
+            self._joined.serve(self._controller, self._failed)
         except BaseException as error:  # noqa: BLE001 - the thread's top frame: the script raises it
             self._error = error
-            if self._host is not None and isinstance(error, TrialflowError):
-                self._host.failed(error)
         finally:
             self._has_begun.set()
 
     def _run(self, command: ScriptCommand, host: ScriptHost) -> None:
         self._host = host
+        if self._cause is not None:  # meanwhile
+            host.failed(self._cause)
         self._has_begun.set()
         self._has_ended.wait()
         if self._failure is not None:
             raise self._failure
+
+    def _failed(self, error: TrialflowError) -> None:
+        """The run has failed elsewhere, while the script may run. Called in another thread."""
+        self._cause = error
+        if self._host is not None:
+            self._host.failed(error)
 
     def _run_dir(self, request: BuildTrial) -> Path:
         if self._ranks.cross_rank != 0 and self._ranks.get_local_rank() == 0:

@@ -106,6 +106,7 @@ class JoinedRank:
         self.send = self._server.send
         self.stop_barrier = self._server.stop_barrier
         self._workloads: _EndableWorkloads | None = None
+        self._on_failure: Callable[[TrialflowError], None] = lambda error: None
         self._signals = RankSignals(self._handle_signal)
         self._interrupted_at: float | None = None
         self._lock = threading.Lock()
@@ -145,11 +146,19 @@ class JoinedRank:
         """From now on, until the end of the block, SIGTERM and Ctrl-C are reported. Called once."""
         self._signals.__enter__()
 
-    def serve(self, workloads: Workloads) -> None:
+    def serve(
+        self,
+        workloads: Workloads,
+        on_failure: Callable[[TrialflowError], None] = lambda error: None,
+    ) -> None:
         """Serve the driver's requests until it says that the run is over. Called once.
 
         The calling thread is the compute lane. In the main thread, it raises also while a workload
         is in Python code; in another one, at the workload's next step.
+
+        Args:
+            on_failure: told that the run has failed elsewhere, in another thread, while a workload
+                may still run.
 
         Raises:
             Exception: of a workload of this rank, if that is the first cause.
@@ -158,6 +167,7 @@ class JoinedRank:
             SlotsError: the driver is gone, or has ended the ranks for another reason.
             TrialflowError: an error of the driver's part of the run.
         """
+        self._on_failure = on_failure
         self._workloads = _EndableWorkloads(workloads, lambda: self._error)
         self._server.start(self._workloads)
         while (envelope := self._server.next_request()) is not None:
@@ -197,6 +207,7 @@ class JoinedRank:
 
     def _end_call(self, error: TrialflowError) -> None:
         """Have the main thread raise; if it cannot, end the process."""
+        self._on_failure(error)
         self.stop_barrier.pause()
         self.stop_barrier.resume_until(Position(0, 0))  # the next step does not begin
         self._signals.interrupt()

@@ -1,7 +1,7 @@
 """A Core API script that tests watch and disturb: ``core_watched.py OPTIONS``, as fit_watched.py.
 
 It needs no torch.distributed between steps, and stores when it is asked to stop. ``asks``: whether
-it asks.
+it asks. ``calls``: what a single rank calls in each step, ``report`` or ``store``.
 """
 
 from __future__ import annotations
@@ -32,6 +32,11 @@ def run(options: dict[str, Any]) -> dict[str, Any]:
             with (folder / f"batches-{rank}").open("a") as file:
                 file.write(f"{step}\n")
             step += 1
+            if options.get("calls") == "report":
+                context.train.report_training_metrics(step, {"loss": 0.5})
+            elif options.get("calls") == "store":
+                with context.checkpoint.store_path({"steps_completed": step}):
+                    pass
         with context.checkpoint.store_path({"steps_completed": step}, shard=True) as (path, uuid):
             (path / f"part-{rank}").touch()
     return {"batches_trained": step, "checkpoint_uuid": uuid, "stopped_early": True}

@@ -91,6 +91,18 @@ def test_without_its_driver_every_rank_ends(tmp_path: Path) -> None:
         assert ranks.left(pids) == []
 
 
+@pytest.mark.parametrize("calls", ["report", "store"])
+def test_without_its_driver_a_script_that_never_asks_raises_in_its_next_call(
+    tmp_path: Path, calls: str
+) -> None:
+    """Also where it waits for an upload."""
+    with watched_ranks(tmp_path, "python", script=WATCHED, asks=False, calls=calls) as ranks:
+        ranks.until_batch(3)
+        kill([ranks.driver()])
+        ended = ranks.ended(0)
+        assert (ended["error"], ended["text"]) == ("SlotsError", "the driver is gone")
+
+
 @pytest.mark.parametrize("launcher", ["python", "torchrun"])
 def test_ctrl_c_is_a_request_to_stop(tmp_path: Path, launcher: Launcher) -> None:
     """To the terminal's foreground group: the script, or torchrun."""
