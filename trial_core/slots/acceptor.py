@@ -33,7 +33,7 @@ from trial_core.slots.tls import DriverTls
 logger = logging.getLogger(__name__)
 
 MAX_UNPROVEN = 256
-"""So many connections at once may not have proved yet that they know the secret."""
+"""So many strangers may be connected at once."""
 ACCEPT_RETRY_SECONDS = 1.0
 LOGGED_STRANGERS = 20
 
@@ -50,6 +50,7 @@ class Acceptor(Generic[PeerT]):
         read_hello: who the peer is that has sent this first message. Raises ProtocolError or
             msgspec.MsgspecError if it must not join.
         talk: serves a peer until its connection ends; then the connection is closed.
+        expected: how many peers may come at once, beside strangers.
     """
 
     def __init__(
@@ -59,12 +60,14 @@ class Acceptor(Generic[PeerT]):
         hello_max_bytes: int,
         read_hello: Callable[[bytes, asyncio.StreamWriter], PeerT],
         talk: Callable[[PeerT, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
+        expected: int = 0,
     ) -> None:
         self._secret = secret
         self._role = role
         self._hello_max_bytes = hello_max_bytes
         self._read_hello = read_hello
         self._talk = talk
+        self._expected = expected
         self._unproven = 0
         self._strangers = 0
         self._is_closing = False
@@ -107,7 +110,7 @@ class Acceptor(Generic[PeerT]):
             self._start(self._serve(connection, origin, tls))
 
     async def _serve(self, connection: socket.socket, origin: Any, tls: DriverTls | None) -> None:
-        if self._unproven >= MAX_UNPROVEN:
+        if self._unproven >= MAX_UNPROVEN + self._expected:
             self._refuse(origin, ProtocolError("too many connections at once"))
             connection.close()
             return

@@ -42,6 +42,7 @@ from trial_core.slots.tls import make_certificate
 logger = logging.getLogger(__name__)
 
 HELLO_MAX_BYTES = 4096
+MIN_BACKLOG = 128
 MAX_SOCKET_FOLDER_CHARACTERS = 90  # the whole path may have about 108
 _CREDENTIALS = struct.Struct("3i")
 """Process, user and group of a Unix socket's other end, as Linux gives them."""
@@ -83,7 +84,9 @@ class Channel:
         self._ranks = ranks
         self._listener = listener
         self._writers: dict[int, asyncio.StreamWriter] = {}
-        self._acceptor = Acceptor(self.secret, "rank", HELLO_MAX_BYTES, self._admit, self._talk)
+        self._acceptor = Acceptor(
+            self.secret, "rank", HELLO_MAX_BYTES, self._admit, self._talk, len(ranks)
+        )
         self._folder = _socket_folder()
         self.address = str(self._folder / "channel")
         self.remote_address: str | None = None
@@ -122,7 +125,7 @@ class Channel:
     def _listen(self, listen: ListenAddress | None) -> None:
         here = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         here.bind(self.address)
-        here.listen()
+        here.listen(MIN_BACKLOG + len(self._ranks))  # a full backlog refuses a rank at once
         self._loop.call_soon_threadsafe(self._acceptor.listen, here)
         if listen is not None:
             listening, self.remote_address = listen.open()

@@ -9,8 +9,9 @@ import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -39,6 +40,7 @@ from trial_core.slots.rank_network import LOOPBACK_ADDRESS
 from trial_core.slots.tls import client_context, make_certificate
 
 DEADLINE_SECONDS = 10.0
+MANY_RANKS = 300
 
 
 class RecordingListener:
@@ -126,6 +128,31 @@ def test_a_peer_without_the_secret_is_rejected(channel: Opened) -> None:
     with pytest.raises(SlotsError, match="cannot join the driver"):
         RankConnection(channel.address, b"guess", hello(0))
     assert channel.listener.events.empty()
+
+
+def test_all_ranks_may_join_at_once(channel: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of 64 machines, which torchrun starts together. They are no strangers."""
+    monkeypatch.setattr(acceptor, "MAX_UNPROVEN", 1)
+    with raw_connection(channel) as first, raw_connection(channel) as second:
+        for each in (first, second):
+            assert len(each.recv(NONCE_BYTES)) == NONCE_BYTES
+        RankConnection(channel.address, channel.driver.secret, hello(0)).close()
+        assert channel.listener.next() == ("joined", 0)
+
+
+def test_hundreds_of_ranks_connect_while_the_driver_is_busy() -> None:
+    """They wait for it. A Unix socket refuses those who find its queue full."""
+    if int(Path("/proc/sys/net/core/somaxconn").read_text()) < MANY_RANKS:
+        pytest.skip("the kernel's limit is lower")
+    driver, is_free = Channel(range(MANY_RANKS), RecordingListener()), threading.Event()
+    driver._loop.call_soon_threadsafe(is_free.wait)
+    with ExitStack() as opened:
+        opened.callback(driver.close)
+        opened.callback(is_free.set)
+        for _ in range(MANY_RANKS):
+            here = opened.enter_context(socket.socket(socket.AF_UNIX))
+            here.settimeout(DEADLINE_SECONDS)
+            here.connect(driver.address)
 
 
 def test_a_rank_without_the_secret_does_not_join(channel: Opened) -> None:
