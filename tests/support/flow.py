@@ -30,14 +30,15 @@ class WarmForkServer(ForkServer):
 
     processes: ClassVar[dict[Any, ServerProcess]] = {}
 
-    def prepare(self, environment: Mapping[str, str], working_dir: Path, log: Path) -> None:
+    def prepare(
+        self, environment: Mapping[str, str], working_dir: Path, log: Path
+    ) -> ServerProcess:
         """Part of `ForkServer`."""
         variables = {key: environment[key] for key in environment if key != "PYTEST_CURRENT_TEST"}
         of = (self._preload, tuple(sorted(variables.items())))
         self._process = self.processes.get(of)
-        super().prepare(variables, working_dir, log)
-        assert self._process is not None
-        self.processes[of] = self._process
+        self.processes[of] = super().prepare(variables, working_dir, log)
+        return self.processes[of]
 
     def close(self) -> None:
         """Part of `ForkServer`."""

@@ -7,7 +7,6 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -68,9 +67,7 @@ class RemoteRank(LaunchedRank):
 
     def written_bytes(self) -> int:
         """Grows when the rank writes to a disk of its node, or to its log."""
-        with suppress(OSError):  # the log was deleted
-            return self.disk_bytes + self.log_size()
-        return self.disk_bytes
+        return self.disk_bytes + self.log_size()
 
     def lost(self) -> None:
         """Note that its node is lost: the agent, if it lives, ends the rank."""

@@ -16,7 +16,6 @@ from pathlib import Path
 import msgspec
 
 from trial_core.decoding import decoder
-from trial_core.errors import SlotsError
 from trial_core.slots import fork_server_main
 from trial_core.slots.accelerators import KIND_VARIABLE
 from trial_core.slots.device_locks import inherited_locks
@@ -71,11 +70,7 @@ class RankProcess(LaunchedRank):
 
     def written_bytes(self) -> int:
         """Grows when the rank writes to a disk, or when it or a child writes to its log."""
-        try:
-            logged_bytes = self.log_size()
-        except OSError:  # the log was deleted
-            logged_bytes = 0
-        return disk_bytes(self.pid) + logged_bytes
+        return disk_bytes(self.pid) + self.log_size()
 
 
 def disk_bytes(pid: int | None) -> int:
@@ -114,8 +109,10 @@ class ForkServer:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def prepare(self, environment: Mapping[str, str], working_dir: Path, log: Path) -> None:
-        """Have a process with these variables, made by `rank_environment`. Returns at once.
+    def prepare(
+        self, environment: Mapping[str, str], working_dir: Path, log: Path
+    ) -> ServerProcess:
+        """A process with these variables, made by `rank_environment`. Returns at once.
 
         Args:
             working_dir: where it starts, if there is none yet.
@@ -124,20 +121,12 @@ class ForkServer:
         Raises:
             OSError: the process cannot be started.
         """
-        if self._process and self._process.serves(environment, self._late):
-            return
-        self.close()
-        can_preload = environment[KIND_VARIABLE] in PRELOADED_KINDS
-        modules = self._preload if can_preload else ()
-        self._process = ServerProcess(environment, working_dir, log, modules)
-
-    def new_rank(
-        self, rank: int, log_path: Path, on_exit: Callable[[int, int], None]
-    ) -> RankProcess:
-        """A rank that is not started yet. Call `prepare` first."""
-        if self._process is None:
-            raise SlotsError("a rank was made before the fork server was prepared")
-        return self._process.new_rank(rank, log_path, on_exit)
+        if self._process is None or not self._process.serves(environment, self._late):
+            self.close()
+            can_preload = environment[KIND_VARIABLE] in PRELOADED_KINDS
+            modules = self._preload if can_preload else ()
+            self._process = ServerProcess(environment, working_dir, log, modules)
+        return self._process
 
     def close(self) -> None:
         """End the process, and ranks that still run."""

@@ -103,7 +103,7 @@ class JoinedConnections(RankConnections, Listener):
     # -------------------------------------------------------------- in the channel's thread
 
     def rank_joined(self, peer: Peer) -> None:
-        self.ranks[peer.rank].has_joined(peer, lambda: self._left(peer.rank, None))
+        self.ranks[peer.rank].has_joined(peer, lambda: self.rank_disconnected(peer.rank, None))
         self._listener.rank_joined(peer)
 
     def message_received(self, rank: int, message: FromRank) -> None:
@@ -116,14 +116,11 @@ class JoinedConnections(RankConnections, Listener):
             self._listener.message_received(rank, message)
 
     def rank_disconnected(self, rank: int, protocol_error: str | None) -> None:
-        self._left(rank, protocol_error)
+        if self.ranks[rank].has_left():
+            self._listener.rank_disconnected(rank, protocol_error)
 
     def node_lost(self, ranks: Sequence[int], why: str) -> None:
         self._listener.node_lost(ranks, why)
-
-    def _left(self, rank: int, protocol_error: str | None) -> None:
-        if self.ranks[rank].has_left():
-            self._listener.rank_disconnected(rank, protocol_error)
 
 
 class JoinedProcess(RankHandle):

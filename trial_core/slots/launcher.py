@@ -141,10 +141,10 @@ def launch_here(
         launch.log_dir.mkdir(parents=True, exist_ok=True)
         base = rank_environment(len(share.ranks), launch.environment, share.address)
         first_log = launch.log_dir / f"rank-{share.ranks[0]}.log"
-        fork_server.prepare(base, launch.working_dir, first_log)
+        server = fork_server.prepare(base, launch.working_dir, first_log)
         for local_rank, rank in enumerate(share.ranks):
             log_path = launch.log_dir / f"rank-{rank}.log"
-            process = fork_server.new_rank(rank, log_path, launch.on_exit)
+            process = server.new_rank(rank, log_path, launch.on_exit)
             own = {"TRIALFLOW_CHANNEL": channel.address, "TRIALFLOW_LOG": str(log_path)}
             variables = {**place_variables(share, local_rank), **own}
             stores = [store.fileno()] if store is not None and rank == 0 else []

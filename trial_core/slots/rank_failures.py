@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trial_core.errors import RankFailed, Stalled
-from trial_core.messages import Answer, Peer, RunScript
+from trial_core.messages import Peer, RankError, RunScript
 from trial_core.slots.pending_requests import PendingRequest, PendingRequests
 from trial_core.slots.progress_clock import has_batches
 from trial_core.slots.rank_handle import RankHandle
@@ -59,17 +59,17 @@ class RankFailures:
         exit_code, signal_name = exit_status(code)
         self._note(rank, exit_code=exit_code, signal_name=signal_name)
 
-    def note_raised(self, rank: int, answer: Answer) -> None:
-        """Note that a rank has answered a request with an error."""
-        pending, error = self._pending.get(answer.number), answer.error
+    def note_raised(self, rank: int, number: int, error: RankError) -> None:
+        """Note that a rank has answered request `number` with an error."""
+        pending = self._pending.get(number)
         self._note(
             rank,
             during=pending.name if pending else "an earlier stage",
-            error_type=error.error_type if error else None,
-            is_ours=error.is_ours if error else False,
-            error_message=error.message if error else None,
-            rank_traceback=error.traceback if error else None,
-            batches_trained=error.batches_trained if error else None,
+            error_type=error.error_type,
+            is_ours=error.is_ours,
+            error_message=error.message,
+            rank_traceback=error.traceback,
+            batches_trained=error.batches_trained,
         )
 
     def note_node_lost(self, ranks: Sequence[int], why: str) -> None:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+
+TAIL_LINES = 20
+TAIL_BYTES = 16384
 
 
 class RankHandle(ABC):
@@ -46,23 +50,25 @@ class RankHandle(ABC):
         """Grows when the rank writes to a disk, or when it or a child writes to its log."""
 
     def log_size(self) -> int:
-        """The size of the rank's log in bytes."""
-        return self.log_path.stat().st_size
+        """The size of the rank's log in bytes; 0 if it was deleted."""
+        try:
+            return self.log_path.stat().st_size
+        except OSError:
+            return 0
 
     def log_from(self, start: int) -> str:
-        """The rank's log from byte `start`."""
-        with self.log_path.open("rb") as log:
-            log.seek(start)
-            return log.read().decode(errors="replace")
-
-    def log_tail(self, lines: int = 20, limit_bytes: int = 16384) -> str:
-        """The last lines of the rank's log."""
+        """The rank's log from byte `start`; empty if it was deleted."""
         try:
-            return "\n".join(
-                self.log_from(max(0, self.log_size() - limit_bytes)).splitlines()[-lines:]
-            )
+            with self.log_path.open("rb") as log:
+                log.seek(start)
+                return log.read().decode(errors="replace")
         except OSError:
             return ""
+
+    def log_tail(self) -> str:
+        """The last lines of the rank's log."""
+        end = self.log_from(max(0, self.log_size() - TAIL_BYTES))
+        return "\n".join(end.splitlines()[-TAIL_LINES:])
 
 
 class LaunchedRank(RankHandle):
@@ -84,3 +90,9 @@ class LaunchedRank(RankHandle):
         if not self._ended.is_set():
             self._ended.set()
             self._on_exit(self.rank, code)
+
+
+def wait_for_end(ranks: Iterable[RankHandle], timeout_seconds: float) -> list[RankHandle]:
+    """Wait until the ranks and their children have ended. Return those that have not by then."""
+    deadline = time.monotonic() + timeout_seconds
+    return [rank for rank in ranks if not rank.wait(max(0.0, deadline - time.monotonic()))]

@@ -62,7 +62,7 @@ from trial_core.slots.launcher import Launcher, LaunchRequest, LocalLauncher, Ra
 from trial_core.slots.pending_requests import PendingRequest, PendingRequests
 from trial_core.slots.progress_clock import ProgressClock
 from trial_core.slots.rank_failures import RankFailures
-from trial_core.slots.rank_handle import RankHandle
+from trial_core.slots.rank_handle import RankHandle, wait_for_end
 from trial_core.slots.stop_barrier import Position, StopCoordinator
 
 logger = logging.getLogger(__name__)
@@ -327,12 +327,11 @@ class SlotGroup(Listener):
         self._is_closing = True
         for rank in self._ranks:
             rank.kill()
-        for rank in self._ranks:
-            if not rank.wait(KILL_SECONDS):
-                logger.error(
-                    "rank %d (process %s) still runs %g s after SIGKILL",
-                    rank.rank, rank.pid, KILL_SECONDS,
-                )  # fmt: skip
+        for rank in wait_for_end(self._ranks, KILL_SECONDS):
+            logger.error(
+                "rank %d (process %s) still runs %g s after SIGKILL",
+                rank.rank, rank.pid, KILL_SECONDS,
+            )  # fmt: skip
         self._pending.fail(self._failure or _closed())
         self._fork_server.close()
         if self._connections is not None:
@@ -344,17 +343,11 @@ class SlotGroup(Listener):
         with self._lock:
             if self._is_closing or self._has_aborted or self._pending or self._failure is not None:
                 return
-        future = self.submit(Shutdown())
+        self._submit(Shutdown())
         self._is_closing = True  # from here on, the end of a rank is not a failure
-        deadline = time.monotonic() + SHUTDOWN_SECONDS
-        try:
-            future.result(SHUTDOWN_SECONDS)
-        except (SlotsError, FutureTimeout) as error:
+        if wait_for_end(self._ranks, SHUTDOWN_SECONDS):
             then = ", so they are killed" if self._are_launched else ""
-            logger.warning("ranks did not shut down%s: %s", then, str(error) or "no answer")
-            return
-        for rank in self._ranks:
-            rank.wait(max(0.0, deadline - time.monotonic()))
+            logger.warning("ranks did not shut down within %g s%s", SHUTDOWN_SECONDS, then)
 
     def _end_failed(self, failure: RankFailed) -> None:
         """End the ranks after one has failed; first give callbacks time for `on_trial_shutdown`.
@@ -364,9 +357,7 @@ class SlotGroup(Listener):
         """
         if self._has_shutdown_hook and self._are_launched and not self._is_closing:
             self._submit(Shutdown())
-            deadline = time.monotonic() + SHUTDOWN_SECONDS
-            for rank in self._ranks:
-                rank.wait(max(0.0, deadline - time.monotonic()))
+            wait_for_end(self._ranks, SHUTDOWN_SECONDS)
         self._end_with(failure)
 
     def _end_with(self, failure: SlotsError) -> SlotsError:
@@ -419,7 +410,7 @@ class SlotGroup(Listener):
         elif not isinstance(message, Answer):
             pass  # of ranks that have joined, for their launcher
         elif message.error is not None:
-            self._failures.note_raised(rank, message)
+            self._failures.note_raised(rank, message.number, message.error)
         elif message.result is not None:
             if isinstance(message.result, TrialBuilt):
                 self._has_shutdown_hook = "on_trial_shutdown" in message.result.hooks

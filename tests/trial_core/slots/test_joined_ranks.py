@@ -132,6 +132,16 @@ def test_an_exception_outside_of_workloads_is_reported() -> None:
         slots.request(Ping(), Done)
 
 
+def test_ranks_whose_shutdown_fails_are_not_waited_for() -> None:
+    """Each raises its own error and leaves; the run is over."""
+    with joined_group(2, before="Work.close = lambda self: 1 / 0") as (slots, ranks):
+        slots.request(Ping(), Done)
+        began = time.monotonic()
+        slots.close()
+        assert time.monotonic() - began < slot_group.SHUTDOWN_SECONDS / 2
+        assert [each.ended()[0] for each in ranks.ranks] == ["ZeroDivisionError"] * 2
+
+
 def test_an_error_of_the_driver_is_raised_by_every_rank() -> None:
     """With its class, also if a workload runs."""
 

@@ -121,3 +121,14 @@ def test_a_hung_rank_is_detected_after_its_last_write(tmp_path: Path) -> None:
         writing.join()
     assert len(written) == 30
     assert time.monotonic() - written[-1] >= 1.0
+
+
+@pytest.mark.slots
+def test_a_hung_rank_whose_log_was_deleted_is_detected(tmp_path: Path) -> None:
+    """Only its stack is missing."""
+    with SlotGroup(1, working_dir=tmp_path, log_dir=tmp_path) as slots:
+        os.kill(slots.pids[0], signal.SIGSTOP)
+        (tmp_path / "rank-0.log").unlink()
+        with pytest.raises(Stalled) as stalled:
+            slots.request(Ping(), Done, stall_seconds=0.5)
+    assert stalled.value.stacks == ("(no stack in the log)",)
