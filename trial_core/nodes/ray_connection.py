@@ -100,10 +100,13 @@ def check_admission(
         )
         for each in clients
     ]  # fmt: skip
-    while any(each.poll() is None for each in processes) and deadline.left_seconds():
-        time.sleep(POLL_SECONDS)
-    for each in processes:
-        each.kill()
+    try:
+        while any(each.poll() is None for each in processes) and deadline.left_seconds():
+            time.sleep(POLL_SECONDS)
+    finally:
+        for each in processes:
+            each.kill()
+            each.wait()
     said = [each.communicate() for each in processes]
     answers = [last_line(out) or last_line(err) or deadline.how() for out, err in said]
     if answers[0] == _REFUSED:
