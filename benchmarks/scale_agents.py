@@ -43,7 +43,7 @@ from trial_core.nodes.node_messages import (
     ToAgent,
     ToRanks,
     Welcome,
-    to_agent_decoder,
+    decode_to_agent,
 )
 from trial_core.nodes.versions import own_versions
 from trial_core.slots.framing import HEADER, frame, frame_length
@@ -83,7 +83,7 @@ class SimulatedAgent:
         try:
             while True:
                 length = frame_length(await reader.readexactly(HEADER.size))
-                message = to_agent_decoder.decode(await reader.readexactly(length))
+                message = decode_to_agent(await reader.readexactly(length))
                 if isinstance(message, Leave):
                     return
                 self._obey(message)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -46,13 +45,9 @@ def join(
     such signal, this machine leaves at once.
     """
     from trial_core.nodes.agent_main import run_agent
-    from trial_core.nodes.join_token import checked_token, token_of_file
+    from trial_core.nodes.join_token import read_token
 
-    if token_file is not None:
-        token = token_of_file(token_file)
-    else:
-        token = checked_token(sys.stdin.read(), "standard input")
     console.show_log()
-    code = run_agent(driver, token, slots=slots, wait_seconds=wait_seconds)
+    code = run_agent(driver, read_token(token_file), slots=slots, wait_seconds=wait_seconds)
     console.note("this node has left the run" if code else "the driver needs this node no longer")
     return code

@@ -28,7 +28,7 @@ from trial_core.nodes.node_messages import (
     NodeReady,
     ToAgent,
     Welcome,
-    to_agent_decoder,
+    decode_to_agent,
 )
 from trial_core.nodes.node_provider import AGENT_MODULE
 from trial_core.nodes.versions import own_versions
@@ -110,7 +110,7 @@ class FakeAgent:
         with contextlib.suppress(OSError, EOFError):
             while True:
                 length = frame_length(await self._reader.readexactly(HEADER.size))
-                message = to_agent_decoder.decode(await self._reader.readexactly(length))
+                message = decode_to_agent(await self._reader.readexactly(length))
                 if not isinstance(message, Alive):
                     self.heard.put(message)
                 elif beats:

@@ -23,7 +23,6 @@ import queue
 import signal
 import socket
 import threading
-import time
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,7 +59,7 @@ from trial_core.nodes.node_messages import (
     ToAgent,
     ToRanks,
     Welcome,
-    to_agent_decoder,
+    decode_to_agent,
 )
 from trial_core.nodes.versions import own_versions
 from trial_core.run.run_dirs import RUN_DIR_VARIABLE, clear_rank_files
@@ -73,7 +72,7 @@ from trial_core.slots.launcher import (
     launch_here,
     rank_environment,
 )
-from trial_core.slots.rank_handle import RankHandle
+from trial_core.slots.rank_handle import RankHandle, wait_for_end
 from trial_core.slots.rank_network import addresses_in
 from trial_core.text_format import plural
 from trial_core.transfer.code_archive import unpack_code
@@ -190,14 +189,14 @@ class Agent:
     async def _obey(self, reader: asyncio.StreamReader) -> None:
         while True:
             try:
-                message = to_agent_decoder.decode(await read_frame(reader, self._heard))
+                message = decode_to_agent(await read_frame(reader, self._heard))
             except (OSError, EOFError) as error:
                 if self._loop.time() - self._heard_at >= SILENCE_SECONDS:
                     why = f"the driver was silent for {SILENCE_SECONDS:g} s"
                 else:
                     why = "the driver is gone"
                 raise LaunchError(why) from error
-            except (ProtocolError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+            except (ProtocolError, msgspec.MsgspecError) as error:
                 raise LaunchError(f"the driver has sent an invalid message: {error}") from error
             if isinstance(message, Leave):
                 return
@@ -341,7 +340,7 @@ class Agent:
         here = self._of(message.launch)
         for rank in here.ranks if here is not None else ():
             if rank.rank == message.rank:
-                rank.kill() if message.signal == signal.SIGKILL else rank.signal(message.signal)
+                rank.signal(message.signal)
 
     def _of(self, launch: int) -> RanksHere | None:
         """The ranks of a launch; None: they are not here now."""
@@ -354,9 +353,7 @@ class Agent:
             return
         for rank in here.ranks:
             rank.kill()
-        deadline = time.monotonic() + KILL_SECONDS
-        for rank in here.ranks:
-            rank.wait(max(0.0, deadline - time.monotonic()))
+        wait_for_end(here.ranks, KILL_SECONDS)
         if here.connections is not None:
             here.connections.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 from trial_core.errors import LaunchError
 from trial_core.slots.framing import (
@@ -19,6 +20,8 @@ from trial_core.slots.tls import client_context, digest_of
 
 RETRY_SECONDS = 1.0
 
+logger = logging.getLogger(__name__)
+
 
 async def join(
     driver: str, token: bytes, wait_seconds: float
@@ -30,6 +33,7 @@ async def join(
     """
     addresses = parse_driver_address(driver)
     deadline = asyncio.get_running_loop().time() + wait_seconds
+    has_told = False
     while True:
         problems = []
         for host, port in addresses:
@@ -39,12 +43,16 @@ async def join(
                 raise LaunchError(f"the driver at {host}:{port} is another one: {error}") from None
             except (OSError, EOFError, asyncio.TimeoutError) as error:
                 problems.append(f"{host}:{port}: {str(error) or type(error).__name__}")
+        why = "; ".join(problems)
         if asyncio.get_running_loop().time() > deadline:
             raise LaunchError(
-                f"no driver answered within {wait_seconds:g} s ({'; '.join(problems)}): check that "
+                f"no driver answered within {wait_seconds:g} s ({why}): check that "
                 "it runs, that its address can be reached from here, and that the token is that "
                 "of its run"
             )
+        if not has_told:
+            logger.info("waiting up to %g s for the driver: %s", wait_seconds, why)
+            has_told = True
         await asyncio.sleep(RETRY_SECONDS)
 
 

@@ -20,8 +20,8 @@ from setproctitle import setproctitle
 
 from trial_core.errors import LaunchError, TrialflowError
 from trial_core.nodes.agent import Agent
-from trial_core.nodes.join_token import checked_token, token_of_file
-from trial_core.run.run_dirs import home_folder
+from trial_core.nodes.join_token import read_token
+from trial_core.run.run_dirs import explaining_errors, home_folder
 from trial_core.slots.fork_server import ForkServer
 from trial_core.slots.rank_main import SCRIPT_MODULES, TRIAL_MODULES
 
@@ -85,23 +85,31 @@ def _end_soon(hangs_in: str) -> None:
 def node_folder() -> Iterator[Path]:
     """A folder for one agent, below the home folder, deleted at the end of the block.
 
-    Deletes those of agents of this machine that were killed.
+    Deletes those of agents of this machine that were killed. On a file system without locks, which
+    does not tell them, they stay.
+
+    Raises:
+        TrialflowError: it cannot be created.
     """
     folders = home_folder() / "nodes" / socket.gethostname()
-    folders.mkdir(parents=True, exist_ok=True)
+    with explaining_errors(folders):
+        folders.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(dir=folders))
     for path in folders.glob(f"*{_LOCK}"):
         free = filelock.FileLock(path, timeout=0, fallback_to_soft=False)
         with suppress(OSError, filelock.Timeout), free:
             shutil.rmtree(path.with_suffix(""), ignore_errors=True)
             path.unlink()
-    folder = Path(tempfile.mkdtemp(dir=folders))
     path = folder.with_suffix(_LOCK)
-    with filelock.FileLock(path, fallback_to_soft=False):
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-            path.unlink(missing_ok=True)
+    lock = filelock.FileLock(path, fallback_to_soft=False)
+    with suppress(OSError):  # a file system without locks
+        lock.acquire()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        path.unlink(missing_ok=True)
+        lock.release()
 
 
 def main() -> None:
@@ -120,14 +128,14 @@ def main() -> None:
         stream=sys.stderr,
     )
     try:
-        if given.token_file is not None:
-            token = token_of_file(given.token_file)
-        else:
-            token = checked_token(sys.stdin.read(), "standard input")
         code = run_agent(
-            given.driver, token, node=given.node, slots=given.slots, preload=given.preload,
+            given.driver,
+            read_token(given.token_file),
+            node=given.node,
+            slots=given.slots,
+            preload=given.preload,
             wait_seconds=given.wait_seconds,
-        )  # fmt: skip
+        )
         sys.exit(code)
     except TrialflowError as error:
         sys.exit(f"this node ends: {error}")

@@ -30,8 +30,8 @@ from trial_core.nodes.node_messages import (
     NodeReady,
     Refused,
     Welcome,
-    from_agent_decoder,
-    hello_decoder,
+    decode_agent_hello,
+    decode_from_agent,
 )
 from trial_core.nodes.versions import describe_difference, own_versions
 from trial_core.slots.acceptor import Acceptor
@@ -140,7 +140,7 @@ class Hub:
         self._names: set[str] = set()
         self._is_closing = False
         self._acceptor = Acceptor(
-            token.encode(), "agent", HELLO_MAX_BYTES, lambda data, _: hello_decoder.decode(data),
+            token.encode(), "agent", HELLO_MAX_BYTES, lambda data, _: decode_agent_hello(data),
             self._talk,
         )  # fmt: skip
         tls = make_certificate()
@@ -250,10 +250,10 @@ class Hub:
         """Handle what an agent tells. Returns why it is lost."""
         while True:
             try:
-                message = from_agent_decoder.decode(await read_frame(reader, agent.heard))
+                message = decode_from_agent(await read_frame(reader, agent.heard))
             except (OSError, EOFError) as error:
                 return f"its agent has closed the connection ({type(error).__name__})"
-            except (ProtocolError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+            except (ProtocolError, msgspec.MsgspecError) as error:
                 return f"its agent has sent an invalid message: {error}"
             if isinstance(message, NodeReady):
                 why = self._other_versions(agent.versions)  # of one that was ready sooner

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import sys
 from pathlib import Path
 
 from trial_core.errors import LaunchError
@@ -41,6 +42,14 @@ def token_of_file(path: Path) -> str:
     except OSError as error:
         raise LaunchError(f"the token in {path} cannot be read: {error.strerror}") from error
     return checked_token(text, str(path))
+
+
+def read_token(path: Path | None) -> str:
+    """The token in a file; without one, on standard input. Raises as `token_of_file`."""
+    if path is not None:
+        return token_of_file(path)
+    text = sys.stdin.buffer.read().decode(errors="replace")
+    return checked_token(text, "standard input")
 
 
 def write_token(path: Path) -> str:

@@ -11,11 +11,13 @@ to `TryStorage`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from trial_core.checkpoint.manifest import FileEntry
 from trial_core.checkpoint.store import StorageSpec
-from trial_core.messages import Message
+from trial_core.messages import Message, decoding
 from trial_core.slots.launcher import MachineShare
 
 ALIVE_SECONDS = 5.0
@@ -301,6 +303,6 @@ ToAgent = (
     | Leave
 )
 
-hello_decoder = msgspec.msgpack.Decoder(AgentHello)
-from_agent_decoder: msgspec.msgpack.Decoder[FromAgent] = msgspec.msgpack.Decoder(FromAgent)
-to_agent_decoder: msgspec.msgpack.Decoder[ToAgent] = msgspec.msgpack.Decoder(ToAgent)
+decode_agent_hello: Callable[[bytes], AgentHello] = decoding(AgentHello)
+decode_from_agent: Callable[[bytes], FromAgent] = decoding(FromAgent)
+decode_to_agent: Callable[[bytes], ToAgent] = decoding(ToAgent)

@@ -81,7 +81,7 @@ def locked_run_dir(trial: str, timeout_seconds: float = 0.0) -> Iterator[Path]:
     run_dir = run_dir_of(trial)
     path = run_dir / LOCK
     lock = filelock.FileLock(path, thread_local=False, fallback_to_soft=False)
-    with _explaining_errors(run_dir):
+    with explaining_errors(run_dir):
         _make_lock_file(path)
     try:
         try:
@@ -155,7 +155,7 @@ def prepare_run_dir(trial: str) -> Path:
         TrialflowError: the folder cannot be created.
     """
     run_dir = run_dir_of(trial)
-    with _explaining_errors(run_dir):
+    with explaining_errors(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
     clear_rank_files(run_dir)
     return run_dir
@@ -173,7 +173,8 @@ def clear_kept(run_dir: Path) -> None:
 
 
 @contextmanager
-def _explaining_errors(run_dir: Path) -> Iterator[None]:
+def explaining_errors(run_dir: Path) -> Iterator[None]:
+    """Raise `TrialflowError` if a folder for a run cannot be created in the block."""
     try:
         yield
     except OSError as error:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import fcntl
 import signal
 import threading
 from pathlib import Path
@@ -15,9 +17,11 @@ from tests.support.nodes import DEADLINE_SECONDS, Agents, hub
 from tests.support.waiting import until
 from trial_core.checkpoint.manifest import FileEntry
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.errors import TrialflowError
 from trial_core.messages import Message, encode
 from trial_core.nodes import agent as agent_module
 from trial_core.nodes.agent import LOG_BYTES, Agent, RanksHere
+from trial_core.nodes.agent_main import node_folder
 from trial_core.nodes.node_messages import (
     ForwardSignal,
     FromAgent,
@@ -28,7 +32,7 @@ from trial_core.nodes.node_messages import (
     StartRanks,
     ToRanks,
     TryStorage,
-    from_agent_decoder,
+    decode_from_agent,
 )
 from trial_core.slots.fork_server import ForkServer
 from trial_core.slots.framing import HEADER, frame
@@ -58,7 +62,7 @@ class StubConnection:
         return False
 
     def write(self, data: bytes) -> None:
-        self.sent.append(from_agent_decoder.decode(data[HEADER.size :]))
+        self.sent.append(decode_from_agent(data[HEADER.size :]))
 
     async def drain(self) -> None:
         await self.can_take_more.wait()
@@ -102,7 +106,7 @@ def test_a_signal_reaches_its_rank_and_a_launch_ends_its_ranks(tmp_path: Path) -
     for launch, signal_number in ((1, signal.SIGTERM), (2, signal.SIGUSR1), (2, signal.SIGKILL)):
         agent._signal(ForwardSignal(launch=launch, rank=1, signal=signal_number))
     agent._signal(ForwardSignal(launch=2, rank=0, signal=signal.SIGTERM))
-    assert got == [signal.SIGUSR1, "killed"]
+    assert got == [signal.SIGUSR1, signal.SIGKILL]
     agent._end_ranks()
     assert got[2:] == ["killed"]
 
@@ -197,3 +201,30 @@ def test_an_agent_whose_storage_hangs_ends(
         assert f"this node ends, but {question} hangs" in agents.log(0)
         if code == 0:
             assert list(agents.home(0).glob("nodes/*/*")) == []
+
+
+def test_the_folder_of_an_agent_needs_no_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some file systems have none. Then those of other agents stay, which may live."""
+
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setenv("TRIALFLOW_HOME", str(tmp_path / "home"))
+    with node_folder() as other:
+        with monkeypatch.context() as patch:
+            patch.setattr(fcntl, "flock", flock)
+            with node_folder() as folder:
+                assert folder.is_dir()
+        assert (folder.exists(), other.exists()) == (False, True)
+
+
+def test_a_folder_that_cannot_be_created_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that of an agent that was started in a folder of the system."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TRIALFLOW_HOME", str(tmp_path / "file"))
+    with pytest.raises(TrialflowError, match="Not a directory; set TRIALFLOW_HOME"), node_folder():
+        pass

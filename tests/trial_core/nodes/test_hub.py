@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import logging
 import socket
 import ssl
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,16 +17,17 @@ import pytest
 from tests.support.nodes import DEADLINE_SECONDS, LOOPBACK, FakeAgent, fake_agent, hub
 from tests.support.waiting import until
 from trial_core.errors import LaunchError
+from trial_core.messages import encode
 from trial_core.nodes import hub as hub_module
 from trial_core.nodes.agent import Agent
 from trial_core.nodes.agent_connection import connect
 from trial_core.nodes.hub import Hub
-from trial_core.nodes.join_token import checked_token, new_token, token_of_file, write_token
-from trial_core.nodes.node_messages import Alive, Leave, NodeReady, Refused, Welcome
+from trial_core.nodes.join_token import new_token, read_token, token_of_file, write_token
+from trial_core.nodes.node_messages import AgentHello, Alive, Leave, NodeReady, Refused, Welcome
 from trial_core.nodes.versions import own_versions
 from trial_core.slots import acceptor
 from trial_core.slots.fork_server import ForkServer
-from trial_core.slots.framing import HEADER, NONCE_BYTES, PROOF_BYTES, ProtocolError, proof
+from trial_core.slots.framing import HEADER, NONCE_BYTES, PROOF_BYTES, ProtocolError, frame, proof
 from trial_core.slots.listen_address import (
     ListenAddress,
     driver_address,
@@ -110,6 +113,21 @@ def test_a_stranger_is_refused_and_logged(
         assert agent.next() == Leave()
     assert f"rejected a connection from ('{LOOPBACK}'" in caplog.text
     assert "does not know this run's secret" in caplog.text or not secured
+
+
+def test_a_hello_that_is_no_text_ends_its_connection_alone(driver: Hub) -> None:
+    """As any other message that does not match its type."""
+
+    async def answer() -> bytes:
+        reader, writer = await connect(LOOPBACK, port_of(driver), TOKEN.encode())
+        hello = AgentHello(node="", host="here", pid=1, slots=None, versions={})
+        writer.write(frame(encode(hello).replace(b"\xa4here", b"\xa4\xff\xfe\xfd\xfc")))
+        answer = await asyncio.wait_for(reader.read(1), DEADLINE_SECONDS)
+        writer.close()
+        return answer
+
+    assert asyncio.run(answer()) == b""
+    until(lambda: driver._acceptor._unproven == 0, "it is no longer counted")
 
 
 def test_a_proof_cannot_be_replayed(driver: Hub, caplog: pytest.LogCaptureFixture) -> None:
@@ -277,9 +295,10 @@ def test_the_end_of_a_run_is_told_to_agents_that_get_ready() -> None:
 
 
 def test_an_agent_ends_when_its_driver_refuses_it_or_is_another_one(
-    driver: Hub, tmp_path_factory: pytest.TempPathFactory
+    driver: Hub, tmp_path_factory: pytest.TempPathFactory, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And says so."""
+    """And says so, also while it still tries."""
+    caplog.set_level(logging.INFO)
     folder = tmp_path_factory.mktemp("node")
 
     def join(token: str, seconds: float = 5.0) -> None:
@@ -287,6 +306,9 @@ def test_an_agent_ends_when_its_driver_refuses_it_or_is_another_one(
 
     with pytest.raises(LaunchError, match=r"no driver answered within 0 s \(127.*the token is"):
         join(new_token(), 0)
+    with pytest.raises(LaunchError, match=r"no driver answered within 0\.5 s"):
+        join(new_token(), 0.5)
+    assert caplog.text.count("waiting up to 0.5 s for the driver: 127") == 1
     with fake_agent(driver, TOKEN, node="gpu-7"):
         wait_for(driver, lambda: "gpu-7" in driver.agents)
         with pytest.raises(LaunchError, match="the driver refuses this node: the agent of"):
@@ -327,14 +349,17 @@ def test_the_connection_is_at_least_tls_1_3(driver: Hub) -> None:
         context.wrap_socket(plain)
 
 
-def test_tokens(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Only their owner can read the file; a short token is refused."""
+def test_tokens(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only their owner can read the file; a short token is refused. Any bytes may be one."""
     path = tmp_path_factory.mktemp("token") / "token"
     token = write_token(path)
     assert path.stat().st_mode & 0o777 == 0o600
     assert token_of_file(path) == token != write_token(path)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"short\n")))
     with pytest.raises(LaunchError, match="standard input has 5 characters, and a token at least"):
-        checked_token("short\n", "standard input")
+        read_token(None)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff" * 32)))
+    assert len(read_token(None)) == 32
     with pytest.raises(LaunchError, match="cannot be read: No such file"):
         token_of_file(path.with_name("none"))
 
