@@ -56,20 +56,20 @@ def script_config(
     Raises:
         ConfigError: one line per mistake.
     """
-    everything = _mapping(exp_conf, SOURCE)
+    everything = checked_mapping(exp_conf, SOURCE)
     given = {name: everything[name] for name in _USED if name in everything}
     if hparams is not None:
-        given["hyperparameters"] = dict(_mapping(hparams, "hparams"))
+        given["hyperparameters"] = dict(checked_mapping(hparams, "hparams"))
     script = _script_of(trial_class)
     folder, module = _module_of(script, trial_class)
     given["entrypoint"] = f"{module}:{trial_class.__name__ if trial_class else 'Trial'}"
     given["code"] = str(folder)
     given["name"] = given.get("name") or script.stem
-    searcher = _mapping(everything.get("searcher"), f"{SOURCE}: searcher")
+    searcher = checked_mapping(everything.get("searcher"), f"{SOURCE}: searcher")
     length = Batch(1) if max_length is None else max_length
     used = {name: searcher[name] for name in _USED_OF_SEARCHER if name in searcher}
     given["searcher"] = {"metric": "loss", **used, "max_length": length}
-    stopping = _mapping(everything.get("stopping"), f"{SOURCE}: stopping")
+    stopping = checked_mapping(everything.get("stopping"), f"{SOURCE}: stopping")
     given["stopping"] = {name: stopping[name] for name in _USED_OF_STOPPING if name in stopping}
     if trial_class is None:  # once: not again in `fit`
         _warn_of_misspelt(everything, list(ExperimentConfig.model_fields), SOURCE)
@@ -90,9 +90,9 @@ def named_metric(exp_conf: Mapping[str, Any]) -> str | None:
     return (exp_conf.get("searcher") or {}).get("metric")
 
 
-def given_length(exp_conf: Mapping[str, Any] | None) -> Any:
+def given_length(exp_conf: Mapping[str, Any]) -> Any:
     """The length of training as `exp_conf` gives it, not checked; None: it gives none."""
-    searcher = exp_conf.get("searcher") if isinstance(exp_conf, Mapping) else None
+    searcher = exp_conf.get("searcher")
     return searcher.get("max_length") if isinstance(searcher, Mapping) else None
 
 
@@ -131,7 +131,8 @@ def _module_of(script: Path, trial_class: type | None) -> tuple[Path, str]:
     return script.parent, re.sub(r"\W|^(?=\d)", "_", script.stem)
 
 
-def _mapping(value: Any, name: str) -> Mapping[str, Any]:
+def checked_mapping(value: Any, name: str) -> Mapping[str, Any]:
+    """A mapping that a script has given; empty for None. Raises ConfigError if it is none."""
     if value is None:
         return {}
     if not isinstance(value, Mapping):

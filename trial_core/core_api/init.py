@@ -30,6 +30,8 @@ from trial_core.cluster_info import checkpoint_to_continue
 from trial_core.config.command import ScriptCommand, without_values
 from trial_core.config.lengths import OPEN_END
 from trial_core.config.script import (
+    SOURCE,
+    checked_mapping,
     given_length,
     has_code_folder,
     named_metric,
@@ -104,10 +106,10 @@ def init(
         )
     uncaught_errors.install()
     with visible_logs():
-        given = dict(exp_conf or {})
+        given = dict(checked_mapping(exp_conf, SOURCE))
         if checkpoint_storage is not None:
             given["checkpoint_storage"] = checkpoint_storage
-        length = given_length(exp_conf)
+        length = given_length(given)
         config = script_config(given, max_length=OPEN_END if length is None else length)
         config = config.model_copy(update={"entrypoint": script_command()})
 

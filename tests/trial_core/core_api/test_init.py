@@ -388,3 +388,9 @@ def test_what_cannot_be_resumed_is_refused(init: Init) -> None:
         trial_core.init(exp_conf={"checkpoint_storage": 3}).__enter__()
     with init(latest_checkpoint="latest") as context:
         assert context.info.latest_checkpoint is None
+
+
+def test_an_experiment_that_is_no_mapping_is_named() -> None:
+    """As the path of its file."""
+    with pytest.raises(ConfigError, match=r'exp_conf: expected a mapping, got "train\.yaml"'):
+        trial_core.init(exp_conf="train.yaml").__enter__()  # type: ignore[arg-type]
