@@ -15,6 +15,7 @@ from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rn
 
 from trial_core.errors import LaunchError
 from trial_core.slots.accelerators import ADVICE, KIND_VARIABLE, count_accelerators
+from trial_core.text_format import plural
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ def _check_that_cpu_is_chosen() -> None:
     """
     if count := count_accelerators():
         raise LaunchError(
-            f"this machine has {count} accelerator{'s' if count != 1 else ''}, but torch "
+            f"this machine has {plural(count, 'accelerator')}, but torch "
             f"{torch.__version__} can use none of them{_reason()}; install a torch build for this "
             f"machine's driver (docs/guides/gpu.md); to train on the CPU, set the environment "
             f"variable {KIND_VARIABLE}=cpu"

@@ -150,24 +150,22 @@ class ScriptController:
     def run(self, request: RunScript) -> ScriptEnded:
         """Run the script to its end."""
         script, ranks = self._script, self._distributed
-        script.info.batches_trained = request.batches_trained
         run = script.info
+        run.batches_trained = request.batches_trained
         info = ClusterInfo.of(
             run.trial, run.experiment, run.experiment_seed, request.checkpoint,
             slots=ranks.local_size, machine=ranks.cross_rank, machines=ranks.cross_size,
         )  # fmt: skip
-        host = ScriptHost(
-            info, ranks, script.info, script.files, self._emit,
+        script.host = host = ScriptHost(
+            info, ranks, run, script.files, self._emit,
             self._stop_barrier, self._serve_fit, self._on_first_question, request.best_metric,
         )  # fmt: skip
-        script.host = host
         self._stop_barrier.begin_workload()
         with published(info):
             self._run(script.command, host)
-        writes_run_files = script.info.tensorboard.has_files_to_upload
         return ScriptEnded(
             was_preempted=host.was_preempted,
-            writes_run_files=writes_run_files,
+            writes_run_files=run.tensorboard.has_files_to_upload,
             peak_memory_bytes=peak_memory_bytes(),
         )
 

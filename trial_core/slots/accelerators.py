@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trial_core.errors import LaunchError
-from trial_core.text_format import last_line
+from trial_core.text_format import last_line, plural
 
 CPU_SLOTS = 2
 
@@ -138,15 +138,14 @@ def resolve_slot_count(
     accelerators = count_accelerators(environment)
     if accelerators and (problem := torch_problem()):
         raise LaunchError(
-            f"this machine has {accelerators} accelerator{'s' if accelerators != 1 else ''}, but "
-            f"{problem}; {ADVICE}"
+            f"this machine has {plural(accelerators, 'accelerator')}, but {problem}; {ADVICE}"
         )
     if not isinstance(requested, int):
         return accelerators or CPU_SLOTS
     if accelerators and requested > accelerators:
         raise LaunchError(
-            f"resources.slots_per_trial is {requested}, but this machine has {accelerators} "
-            f"accelerator{'s' if accelerators != 1 else ''}; ask for at most {accelerators} "
+            f"resources.slots_per_trial is {requested}, but this machine has "
+            f"{plural(accelerators, 'accelerator')}; ask for at most {accelerators} "
             f'(or "auto"), or train on several machines (resources.engine); {ADVICE}'
         )
     cores = available_cores()
@@ -154,7 +153,7 @@ def resolve_slot_count(
     if not accelerators and requested > limit:
         raise LaunchError(
             f"resources.slots_per_trial is {requested}, but this machine has no accelerator and "
-            f"{cores} core{'s' if cores != 1 else ''}: each slot would be a process on a CPU; ask "
+            f"{plural(cores, 'core')}: each slot would be a process on a CPU; ask "
             f'for at most {limit} (or "auto"), or train on several machines (resources.engine)'
         )
     wanted = at_most if isinstance(at_most, int) else requested
