@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
     from prefect.client.schemas import FlowRun, State
 
+FLOWS = ("train", "retrain", "evaluate")
+"""The names of the flows whose runs are of trials: other runs on the server are left alone."""
+
 RETRAINING = "retrain "
 """The name of a retraining's flow run begins so; the id of its challenger's trial follows."""
 
@@ -126,13 +129,16 @@ def _run_of(named: str) -> Iterator[_Run]:
 
 def _flow_runs(client: SyncPrefectClient, named: str) -> dict[str, FlowRun]:
     """The flow runs that are not over, by trial; of a trial the one that was started last."""
-    from prefect.client.schemas.filters import FlowRunFilter
+    from prefect.client.schemas.filters import FlowFilter, FlowRunFilter
     from prefect.client.schemas.objects import TERMINAL_STATES
     from prefect.client.schemas.sorting import FlowRunSort
 
     is_over = {"state": {"type": {"not_any_": list(TERMINAL_STATES)}}}
     wanted = FlowRunFilter.model_validate({"name": {"like_": named}, **is_over})
-    found = client.read_flow_runs(flow_run_filter=wanted, sort=FlowRunSort.EXPECTED_START_TIME_ASC)
+    of_trials = FlowFilter.model_validate({"name": {"any_": [*FLOWS]}})
+    found = client.read_flow_runs(
+        flow_filter=of_trials, flow_run_filter=wanted, sort=FlowRunSort.EXPECTED_START_TIME_ASC
+    )
     return {each.name.removeprefix(RETRAINING): each for each in found}
 
 

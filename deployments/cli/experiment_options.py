@@ -123,8 +123,10 @@ def named_trial(named: str, trials: Iterable[str]) -> str | None:
     """The trial with an id, else the only one whose id begins so; None: there is none.
 
     Raises:
-        ConfigError: there are several.
+        ConfigError: there are several; or the id is empty, as that of an unset shell variable.
     """
+    if not named:
+        raise ConfigError("the id of the trial is empty: give it, or its first characters")
     found = sorted({trial for trial in trials if trial.startswith(named)})
     if len(found) > 1 and named not in found:
         raise ConfigError(f"{named} is not one trial, but {len(found)}: {', '.join(found)}")

@@ -39,9 +39,9 @@ def referenced_uuid(store: CheckpointStore, reference: str) -> str:
         ModelNotFound: there is no such model, alias or version.
         RegistryError: no model may have that name.
     """
-    first, _, trial = reference.partition(":")
+    first, colon, trial = reference.partition(":")
     if first in OF_TRIAL:
-        return _of_trial(store, first, trial or _newest_trial(store, first)).uuid
+        return _of_trial(store, first, trial if colon else _newest_trial(store, first)).uuid
     if ":" not in reference:
         return reference
     version = _version(Registry(store), reference)

@@ -34,9 +34,11 @@ with locked_run_dir(sys.argv[1]):
 class Run:
     """A flow run on a real server that no process executes."""
 
-    def __init__(self, server: PrefectServer, name: str, is_deployed: bool = True) -> None:
+    def __init__(
+        self, server: PrefectServer, name: str, is_deployed: bool = True, of: str = "train"
+    ) -> None:
         self.server = server
-        flow = server.query("flows/", {"name": "train"})["id"]
+        flow = server.query("flows/", {"name": of})["id"]
         where, deployment = "flow_runs/", {"flow_id": flow}
         if is_deployed:
             created = server.query("deployments/", {"name": "controlled", "flow_id": flow})
@@ -98,18 +100,25 @@ def test_a_run_of_a_deployment(server: PrefectServer) -> None:
 
 
 def test_what_is_refused(server: PrefectServer, capsys: pytest.CaptureFixture[str]) -> None:
-    """What Prefect cannot do; several trials; no run. The error says what to do in its place."""
+    """What Prefect cannot do; several trials; no trial, no run. The error says what to do instead.
+
+    A run of another flow is not a trial's, although Prefect has given it a name that begins so.
+    """
     first, second = Run(server, "refused-1", is_deployed=False), Run(server, "retrain refused-2")
+    other = Run(server, "flying-fox", is_deployed=False, of="other")
     for command, error in (
         (("suspend", "refused-1"), "`trialflow cancel refused-1` saves, too"),
         (("resume", "refused-2"), "the run of trial refused-2 is Running, and Cannot resume"),
         (("cancel", "refused"), "refused is not one trial, but 2: refused-1, refused-2"),
         (("cancel", "refused-3"), "no run of a trial refused-3 is waiting, running or suspended"),
+        (("cancel", "flying"), "no run of a trial flying is waiting, running or suspended"),
+        (("cancel", ""), "the id of the trial is empty"),
     ):
         assert main(command) == REFUSED
         assert error in capsys.readouterr().err
-    assert [first.state["name"], second.state["name"]] == ["Running", "Running"]
-    for run in (first, second):
+    runs = (first, second, other)
+    assert [run.state["name"] for run in runs] == ["Running"] * 3
+    for run in runs:
         run.set_state("FAILED")
 
 

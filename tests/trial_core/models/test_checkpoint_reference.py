@@ -129,6 +129,7 @@ def test_the_best_and_the_latest_of_a_trial(tmp_path: Path, config: dict[str, An
         ("gpt", "best:gpt-9", "trial 'gpt-9' has no checkpoint in file://"),
         ("gpt", "latest:gpt-9", "trial 'gpt-9' has no checkpoint in file://"),
         ("gpt", "best", "no checkpoint of trial gpt-0123abcd is its best: none .*latest:gpt-0123"),
+        ("gpt", "best:", "'' cannot be a trial's id"),  # not the newest one: an unset variable
         ("gpt", "best:../x", "'../x' cannot be a trial's id"),
     ],
 )
