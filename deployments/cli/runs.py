@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from trial_core import text_format
-from trial_core.errors import ConfigError
+from trial_core.errors import CheckpointDamaged, CheckpointNotFound, ConfigError
 from trialflow.deployments.cli.clean_runs import clean
 from trialflow.deployments.cli.experiment_options import ConfigFile, Storage, open_store
 from trialflow.deployments.cli.tables import AsJson, local_time, print_table
@@ -50,6 +50,12 @@ class StoredTrial:
 
 
 def _read(store: CheckpointStore, trial: str) -> StoredTrial:
+    """What is stored of a trial; a manifest that cannot be read is a warning.
+
+    Raises:
+        CheckpointNotFound: it has no checkpoint.
+        CheckpointDamaged: none of its manifests can be read.
+    """
     from trial_core.checkpoint import layout
     from trial_core.checkpoint.json_objects import decode_json
     from trial_core.report.history import ReportHistory
@@ -59,7 +65,9 @@ def _read(store: CheckpointStore, trial: str) -> StoredTrial:
     saved = store.resume_candidates(trial)
     if not saved:
         there = ", ".join(store.trials()) or "none"
-        raise ConfigError(f"no checkpoint of trial {trial} in {store.url}; trials there: {there}")
+        raise CheckpointNotFound(
+            f"no checkpoint of trial {trial} in {store.url}; trials there: {there}"
+        )
     newest, best = saved[0], best_of_trial(saved)
     data = store.storage.read(layout.run_file_key(trial, HISTORY)) or b""
     history = decode_json(data, ReportHistory) or ReportHistory()
@@ -81,8 +89,13 @@ def _read(store: CheckpointStore, trial: str) -> StoredTrial:
 def list_(*, config: ConfigFile = None, storage: Storage = None, json_: AsJson = False) -> int:
     """List the trials that have saved, the newest last, with their best searcher metric."""
     store = open_store(config, storage)
+    found = []
     with waiting(f"reading {store.url}"):
-        found = [_read(store, trial) for trial in store.trials()]
+        for trial in store.trials():
+            try:
+                found.append(_read(store, trial))
+            except (CheckpointNotFound, CheckpointDamaged):
+                continue  # deleted meanwhile; or a warning has said that it cannot be read
     found.sort(key=lambda trial: trial.saved_at)
     if json_:
         _print_json([{"trial": t.trial, "saved_at": t.saved_at, **t.results} for t in found])

@@ -171,3 +171,12 @@ def test_what_cannot_be_compared_is_refused(
     """With the trials that there are."""
     assert main(["runs", "compare", *words, "--storage", compared]) == 2
     assert error in capsys.readouterr().err
+
+
+def test_a_damaged_trial_hides_no_other(compared: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A warning names its manifest."""
+    CheckpointStore(compared).storage.write(layout.manifest_key("gpt-c", 7, "cccc"), b"{")
+    assert main(["runs", "list", "--storage", compared]) == 0
+    shown = capsys.readouterr()
+    assert ("gpt-a" in shown.out, "gpt-c" in shown.out) == (True, False)
+    assert "manifests/gpt-c/0000000007-cccc.json" in shown.err
