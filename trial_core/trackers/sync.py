@@ -31,8 +31,8 @@ def sync_trackers(
         How many records each tracker lacked before, and lacks still; only those that lack some.
 
     Raises:
-        ConfigError: no run of the trial had trackers, it is not readable which, or one of them is
-            not installed here.
+        ConfigError: no run of the trial had trackers, it is not readable which, or one that lacks
+            something is not installed here.
     """
     adopt_stored(store, trial, run_dir, logger)
     file = run_dir / FOLDER / ORDER
@@ -46,14 +46,16 @@ def sync_trackers(
         raise ConfigError(
             f"{file} does not say which trackers trial {trial} had: {damage}; its next run does"
         ) from None
-    order = msgspec.structs.replace(
-        earlier, run_dir=str(run_dir), patience_seconds=patience_seconds, measures=False
-    )
-    for name in order.trackers:
+    before = unsent(run_dir, [*earlier.trackers])
+    for name in before:
         find_tracker(name)
-    before = unsent(run_dir, [*order.trackers])
     if before:
+        # No others: a run that is opened again is shown as running, or as ended well.
+        order = msgspec.structs.replace(
+            earlier, trackers={name: earlier.trackers[name] for name in before},
+            run_dir=str(run_dir), patience_seconds=patience_seconds, measures=False,
+        )  # fmt: skip
         sender = SenderProcess(order, {}, hear)
         sender.end(lambda has_ended: has_ended(patience_seconds + 1))
         keep(store, trial, run_dir, logger)
-    return before, unsent(run_dir, [*order.trackers])
+    return before, unsent(run_dir, [*before])

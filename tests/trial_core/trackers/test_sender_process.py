@@ -26,10 +26,11 @@ from tests.support.waiting import until
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.ledger.time_ledger import TimeLedger
 from trial_core.run.ending import Ending
-from trial_core.trackers.journal import FOLDER, JOURNAL, JournalWriter
+from trial_core.trackers.journal import FOLDER, JOURNAL, ORDER, JournalWriter, State, write_state
 from trial_core.trackers.records import Metrics
 from trial_core.trackers.sender import END, SenderOrder
 from trial_core.trackers.sender_process import SenderProcess
+from trial_core.trackers.sync import sync_trackers
 from trial_core.trackers.tracking import Tracking
 
 WAKES_THAT_FILL_A_PIPE = 70_000
@@ -162,3 +163,15 @@ def test_a_sender_that_dies_again_and_again(
         assert DeadSender.started_at == [0, 10, 30, 70, 150, 310, 630, 1230, 1830]
         assert DeadSender.ended == len(DeadSender.started_at) - 1
     assert len([line for line in caplog.messages if "has died" in line]) == 1
+
+
+def test_sync_opens_only_trackers_that_lack_something(tmp_path: Path, order: SenderOrder) -> None:
+    """Another one would show its run as running, or as ended well."""
+    events = tmp_path / "events"
+    order.trackers["tensorboard"] = {"logdir": str(events)}
+    write_state(tmp_path / FOLDER / "tensorboard.json", State(run=str(events), sent=3))
+    (tmp_path / FOLDER / ORDER).write_bytes(msgspec.json.encode(order))
+    store = CheckpointStore(f"file://{tmp_path}/storage")
+    logger = logging.getLogger("tests.trackers")
+    assert sync_trackers(store, TRIAL, tmp_path, 30.0, print, logger) == ({"lines": 3}, {})
+    assert not events.exists()
