@@ -35,6 +35,7 @@ from trial_core.errors import (
     TrialError,
     TrialflowError,
 )
+from trial_core.storage.credentials import without_credentials
 from trialflow.deployments.cli.waiting import above_the_wait
 
 FAILED = 1
@@ -113,8 +114,14 @@ def report_bug(failure: Exception) -> None:
     with tempfile.NamedTemporaryFile(
         "w", prefix="trialflow-bug-", suffix=".txt", delete=False, encoding="utf-8"
     ) as file:
-        file.write(f"{' '.join(sys.argv)}\n\n{details}")
+        file.write(f"{' '.join(map(_without_value, sys.argv))}\n\n{details}")
     note(f"details to report: {file.name} (TRIALFLOW_DEBUG=1 prints them here)")
+
+
+def _without_value(word: str) -> str:
+    """A word of the command line without the value that it may set, which may be a credential."""
+    name, equals, _ = without_credentials(word).partition("=")
+    return f"{name}=..." if equals else name
 
 
 def exit_code(failure: TrialflowError, has_trained: bool = False) -> int:

@@ -18,7 +18,7 @@ from trial_core.errors import (
     TrialError,
     TrialflowError,
 )
-from trialflow.deployments.cli.console import exit_code, report
+from trialflow.deployments.cli.console import exit_code, report, report_bug
 
 TRACEBACK = """\
 Traceback (most recent call last):
@@ -88,3 +88,20 @@ def test_a_killed_rank_shows_its_log(capsys: pytest.CaptureFixture[str]) -> None
     printed = capsys.readouterr().err
     assert "was killed by SIGKILL" in printed
     assert "out of memory" in printed
+
+
+def test_a_bug_report_has_no_values_of_options(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A person gives it to others, and the command line may have credentials."""
+    words = ["trialflow", "train", "x.yaml", "--set", "checkpoint_storage.options.secret=hunter22"]
+    monkeypatch.setattr("sys.argv", [*words, "--storage", "ftp://me:hunter22@host/runs"])
+    report_bug(KeyError("x"))
+    file = Path(capsys.readouterr().err.split("details to report: ")[1].split()[0])
+    text = file.read_text()
+    file.unlink()
+    assert text.startswith(
+        "trialflow train x.yaml --set checkpoint_storage.options.secret=... --storage "
+        "ftp://host/runs\n"
+    )
+    assert "hunter22" not in text
