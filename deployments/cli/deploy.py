@@ -244,7 +244,7 @@ def configured_client() -> Iterator[SyncPrefectClient]:
 
     Raises:
         ConfigError: no server is configured, and `trialflow up` does not run.
-        PrefectServerError: the server does not answer.
+        PrefectServerError: the server does not answer, or does not answer any more.
         ServerRefused: the server answered a request of the block with an error.
     """
     import httpx
@@ -264,14 +264,19 @@ def configured_client() -> Iterator[SyncPrefectClient]:
             problem = configured_api_problem()
         if problem:
             raise PrefectServerError(problem)
-        with get_client(sync_client=True) as client:
-            try:
+        try:
+            with get_client(sync_client=True) as client:
                 yield client
-            except httpx.HTTPStatusError as error:
-                raise ServerRefused(
-                    f"the Prefect server answered {error.request.method} {error.request.url} with "
-                    f"{error.response.status_code}: {error.response.text[:500]}"
-                ) from error
+        except httpx.HTTPStatusError as error:
+            raise ServerRefused(
+                f"the Prefect server answered {error.request.method} {error.request.url} with "
+                f"{error.response.status_code}: {error.response.text[:500]}"
+            ) from error
+        except httpx.RequestError as error:  # it has answered a moment ago
+            raise PrefectServerError(
+                f"the Prefect server at {get_current_settings().api.url} does not answer any more "
+                f"({type(error).__name__}: {error}). Try again"
+            ) from error
 
 
 def _print(changes: Iterator[Change], dry_run: bool) -> None:

@@ -192,8 +192,6 @@ def _tell_server(registry: Registry, move: Move) -> None:
     from trialflow.flows.server.prefect_settings import prepare_prefect
 
     prepare_prefect()
-    import httpx
-
     from trialflow.tasks.events import champion_event, send
 
     try:
@@ -201,7 +199,7 @@ def _tell_server(registry: Registry, move: Move) -> None:
             send(client, champion_event(registry, move))
     except ConfigError:
         return  # no server is configured
-    except (TrialflowError, httpx.HTTPError) as error:
+    except TrialflowError as error:
         console.warning(f"the champion has changed, and no event tells of it: {error}")
 
 

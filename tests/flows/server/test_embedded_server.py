@@ -237,6 +237,16 @@ def test_the_server_of_a_running_up_is_used(prefect_server: PrefectServer, tmp_p
             assert str(client.api_url).startswith(prefect_server.api_url)
 
 
+def test_a_server_that_stops_answering_a_command(prefect_server: PrefectServer) -> None:
+    """It is no bug of trialflow's, whose message would say nothing of a server."""
+    with prefect_server.configured():
+        stops = pytest.raises(
+            PrefectServerError, match=r"not answer any more \(ReadTimeout: slow\)"
+        )
+        with stops, configured_client():
+            raise httpx.ReadTimeout("slow")
+
+
 def test_a_configured_server_that_does_not_answer(tmp_path: Path) -> None:
     """The message has the server's address and what to do."""
     variables = {**isolated(tmp_path), "PREFECT_API_URL": f"{CLOSED_PORT}/api"}
