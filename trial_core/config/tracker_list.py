@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import urlsplit
 
 from trial_core.config.error_text import format_value, validation_error
+from trial_core.config.values import validate_plain_mapping
 from trial_core.storage.credentials import secrets_in
+
+# A URL with a user or a query: trackers take tokens and passwords there.
+_MAY_HAVE_A_SECRET = re.compile(r"://([^/\s]*@|.*\?.)")
 
 
 def tracker_list(data: Any) -> Any:
     """Names without options become entries with none; refuses secrets, which would be stored.
 
-    ``[mlflow, {wandb: {project: gpt}}]`` is ``[{mlflow: {}}, {wandb: {project: gpt}}]``.
+    ``[mlflow, {wandb: {project: gpt}}]`` is ``[{mlflow: {}}, {wandb: {project: gpt}}]``. An option
+    that is null has its default.
     """
     if not isinstance(data, (list, tuple)):
         raise validation_error(f"expected a list of trackers, got {format_value(data)}")
@@ -23,14 +28,6 @@ def tracker_list(data: Any) -> Any:
         if names.count(name) > 1:
             raise validation_error(f"{name} is there twice; a trial has one run in each tracker")
     return entries
-
-
-def _may_hold_secrets(value: Any) -> bool:
-    """Whether it is a URL with a user or a query: trackers take tokens and passwords there."""
-    if not isinstance(value, str) or "://" not in value:
-        return False
-    place = urlsplit(value)
-    return bool(place.query) or "@" in place.netloc
 
 
 def _entry(number: int, entry: Any) -> dict[str, dict[str, Any]]:
@@ -47,11 +44,19 @@ def _entry(number: int, entry: Any) -> dict[str, dict[str, Any]]:
         raise validation_error(
             f"[{number}].{name}: expected a mapping of options, got {format_value(options)}"
         )
-    if secrets_in("", given) or any(_may_hold_secrets(value) for value in given.values()):
+    given = validate_plain_mapping(given)
+    if secrets_in("", given) or _may_have_secrets(given):
         raise validation_error(
             f"[{number}].{name}: passwords and keys are not written here, where checkpoints and "
             "flow runs would show them, nor URLs that may have them: give them by the tracker's "
             "environment variables, such as MLFLOW_TRACKING_USERNAME and "
             "MLFLOW_TRACKING_PASSWORD, or WANDB_API_KEY"
         )
-    return {str(name): {str(key): value for key, value in given.items()}}
+    return {str(name): {key: value for key, value in given.items() if value is not None}}
+
+
+def _may_have_secrets(value: Any) -> bool:
+    if isinstance(value, (Mapping, list)):
+        inner = value.values() if isinstance(value, Mapping) else value
+        return any(map(_may_have_secrets, inner))
+    return isinstance(value, str) and _MAY_HAVE_A_SECRET.search(value) is not None

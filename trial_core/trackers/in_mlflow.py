@@ -26,14 +26,17 @@ from trial_core.trackers.tracker import (
     RecordRefused,
     TrackedRun,
     Tracker,
-    refuse_unknown,
+    check_options,
     without_user,
 )
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
-OPTIONS = ("tracking_uri", "experiment", "run_name", "tags", "artifacts", "registered_model")
+OPTIONS: dict[str, tuple[type, ...]] = {
+    "tracking_uri": (str,), "experiment": (str,), "run_name": (str,), "tags": (dict,),
+    "artifacts": (bool,), "registered_model": (bool, str),
+}  # fmt: skip
 TRIAL_TAG = "trialflow.trial"
 LONGEST_PARAMETER, LONGEST_TAG = 6000, 5000
 MOST_METRICS, MOST_PARAMETERS, MOST_TAGS = 1000, 100, 100
@@ -66,7 +69,7 @@ class MlflowTracker(Tracker):
 
     @classmethod
     def check(cls, options: Mapping[str, Any]) -> None:
-        refuse_unknown("mlflow", options, OPTIONS)
+        check_options("mlflow", options, OPTIONS)
 
     @cached_property
     def _client(self) -> MlflowClient:

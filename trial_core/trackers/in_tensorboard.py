@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from trial_core.trackers.journal import DRIVER_EVENTS
 from trial_core.trackers.records import AnyRecord, Began, Committed, Described, Metrics, Noted
-from trial_core.trackers.tracker import TrackedRun, Tracker, refuse_unknown
+from trial_core.trackers.tracker import TrackedRun, Tracker, check_options
 
 
 class TensorBoardTracker(Tracker):
@@ -26,7 +26,7 @@ class TensorBoardTracker(Tracker):
 
     @classmethod
     def check(cls, options: Mapping[str, Any]) -> None:
-        refuse_unknown("tensorboard", options, ("logdir",))
+        check_options("tensorboard", options, {"logdir": (str,)})
 
     def open(self, known: str) -> str:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter

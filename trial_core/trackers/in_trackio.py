@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from trial_core.trackers.records import AnyRecord, Committed, Described, Metrics, Noted
-from trial_core.trackers.tracker import TrackedRun, Tracker, refuse_unknown
+from trial_core.trackers.tracker import TrackedRun, Tracker, check_options
 
 OPTIONS = ("project", "space_id", "dataset_id", "group", "server_url")
 
@@ -28,7 +28,7 @@ class TrackioTracker(Tracker):
 
     @classmethod
     def check(cls, options: Mapping[str, Any]) -> None:
-        refuse_unknown("trackio", options, OPTIONS)
+        check_options("trackio", options, dict.fromkeys(OPTIONS, (str,)))
 
     def open(self, known: str) -> str:
         import trackio

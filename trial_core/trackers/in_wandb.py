@@ -17,9 +17,9 @@ from trial_core.trackers.records import (
     Noted,
     RunEnded,
 )
-from trial_core.trackers.tracker import TrackedRun, Tracker, refuse_unknown
+from trial_core.trackers.tracker import TrackedRun, Tracker, check_options
 
-OPTIONS = ("project", "entity", "group", "job_type", "mode", "name", "tags", "notes", "base_url")
+TEXTS = ("project", "entity", "group", "job_type", "mode", "name", "notes", "base_url")
 
 
 class WandbTracker(Tracker):
@@ -43,7 +43,7 @@ class WandbTracker(Tracker):
 
     @classmethod
     def check(cls, options: Mapping[str, Any]) -> None:
-        refuse_unknown("wandb", options, OPTIONS)
+        check_options("wandb", options, {**dict.fromkeys(TEXTS, (str,)), "tags": (list,)})
 
     def open(self, known: str) -> str:
         import wandb

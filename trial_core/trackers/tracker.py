@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from trial_core import text_format
-from trial_core.config.error_text import did_you_mean
+from trial_core.config.error_text import did_you_mean, format_value
 from trial_core.errors import ConfigError
 from trial_core.storage.credentials import without_credentials
 from trial_core.trackers.records import AnyRecord, Committed, Deleted
@@ -139,7 +139,7 @@ def find_tracker(name: str) -> type[Tracker]:
     """The class of a tracker.
 
     Raises:
-        ConfigError: there is none of that name, or its package is not installed.
+        ConfigError: there is none of that name, or its package is not installed or fails.
     """
     if (target := BUILT_IN.get(name)) is not None:
         if importlib.util.find_spec(name) is None:
@@ -157,7 +157,12 @@ def find_tracker(name: str) -> type[Tracker]:
             f"trackers: no tracker is named {name!r}{did_you_mean(name, known)}; there are "
             f"{', '.join(known)}, and packages may add others by entry points of {GROUP}"
         )
-    loaded: type[Tracker] = others[name].load()
+    try:
+        loaded: type[Tracker] = others[name].load()
+    except Exception as error:  # code of another package may raise anything
+        raise ConfigError(
+            f"trackers: {name} cannot be loaded from {others[name].value}: {describe(error)}"
+        ) from error
     return loaded
 
 
@@ -173,15 +178,29 @@ def describe(error: BaseException) -> str:
     return text if len(text) <= 300 else f"{text[:299]}…"
 
 
-def refuse_unknown(name: str, options: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Refuse options that a tracker does not have.
+EXPECTED = {str: "text", bool: "true or false", dict: "a mapping", list: "a list"}
+"""The types that options of trackers may have, in words."""
+
+
+def check_options(
+    name: str, options: Mapping[str, Any], known: Mapping[str, tuple[type, ...]]
+) -> None:
+    """Refuse options that a tracker does not have, and values of another type.
+
+    Args:
+        known: its options, each with the types that it takes, which are in `EXPECTED`.
 
     Raises:
-        ConfigError: says which it has.
+        ConfigError: says which it has, or which type is expected.
     """
-    for option in options:
+    for option, value in options.items():
         if option not in known:
             raise ConfigError(
-                f"trackers.{name}: unknown field {option!r}{did_you_mean(option, known)}; it has "
-                f"{', '.join(known)}"
+                f"trackers.{name}: unknown field {option!r}{did_you_mean(option, list(known))}; it "
+                f"has {', '.join(known)}"
+            )
+        if not isinstance(value, known[option]):
+            expected = " or ".join(EXPECTED[kind] for kind in known[option])
+            raise ConfigError(
+                f"trackers.{name}.{option}: expected {expected}, got {format_value(value)}"
             )

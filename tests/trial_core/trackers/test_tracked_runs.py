@@ -152,6 +152,8 @@ def test_a_core_api_script_is_tracked(here: Path, own_package: Path) -> None:
         ([{"mlflow": {"tracking_uri": "https://me:hunter22@host"}}], "passwords and keys"),
         ([{"trackio": {"server_url": "https://host/?write_token=hunter22"}}], "nor URLs"),
         ([{"mlflow": {"tracking_uri": "http://hunter22@host"}}], "nor URLs"),
+        ([{"mlflow": {"tags": {"code": ["https://hunter22@host/x.git"]}}}], "nor URLs"),
+        ([{"lines": {"limit": 2**70}}], "limit: .*does not fit into 64 bits"),
         (["mlflow", {"mlflow": {}}], "mlflow is there twice"),
         ([{"mlflow": {}, "wandb": {}}], "expected one tracker with its options"),
         ({"mlflow": {}}, "expected a list of trackers"),
@@ -170,6 +172,12 @@ def test_secrets_and_other_forms_are_refused(here: Path, trackers: Any, problem:
     [
         (["mlfow"], "no tracker is named 'mlfow'; did you mean \"mlflow\"?"),
         ([{"wandb": {"projct": "gpt"}}], "unknown field 'projct'; did you mean \"project\"?"),
+        ([{"mlflow": {"artifacts": "no"}}], 'artifacts: expected true or false, got "no"'),
+        (
+            [{"mlflow": {"registered_model": 7}}],
+            "trackers.mlflow.registered_model: expected true or false or text, got 7",
+        ),
+        ([{"wandb": {"tags": "gpt"}}], 'trackers.wandb.tags: expected a list, got "gpt"'),
     ],
 )
 def test_unknown_names_are_refused_before_training(here: Path, trackers: Any, problem: str) -> None:
@@ -177,6 +185,17 @@ def test_unknown_names_are_refused_before_training(here: Path, trackers: Any, pr
         drive(one_slot(here, 4, trackers=trackers))
     assert problem in str(refusal.value)
     assert not (here / "home" / TRIAL / FOLDER / JOURNAL).exists()
+
+
+def test_a_package_that_fails_is_refused_before_training(here: Path, own_package: Path) -> None:
+    """With what it raises."""
+    (own_package / "own_lines_tracker.py").write_text("import a_package_that_is_not_installed")
+    with pytest.raises(ConfigError) as refusal:
+        drive(one_slot(here, 4, trackers=["lines"]))
+    assert "trackers: lines cannot be loaded from own_lines_tracker:LinesTracker" in str(
+        refusal.value
+    )
+    assert "a_package_that_is_not_installed" in str(refusal.value)
 
 
 def test_a_full_disk_does_not_end_the_run(
