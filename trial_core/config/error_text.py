@@ -28,58 +28,15 @@ class IgnoredFieldWarning(ExperimentWarning):
     """A field of Determined that has no effect here; the message begins with its path."""
 
 
-def warn_ignored(message: str) -> None:
-    """Warn that a field of the experiment has no effect."""
-    _warn(message, IgnoredFieldWarning)
-
-
-def _warn(message: str, category: type[ExperimentWarning]) -> None:
+def warn(message: str, category: type[ExperimentWarning] = ExperimentWarning) -> None:
+    """Warn of something in an experiment; the message begins with its path."""
     # `warn_explicit`, because no stack level points to the experiment: the stack is pydantic's.
     warnings.warn_explicit(message, category, filename="<experiment>", lineno=1)
 
 
-class MetricDirectionWarning(ExperimentWarning):
-    """The searcher metric sounds as if a greater value were better, and the default is not that."""
-
-
-def warn_of_direction(metric: str) -> None:
-    """Warn that the worst value of a metric would count as the best."""
-    _warn(
-        f"searcher.smaller_is_better is not set, so the smallest {metric} counts as the best; set "
-        "it to false if greater is better, else to true",
-        MetricDirectionWarning,
-    )
-
-
-class NewHyperparameterWarning(ExperimentWarning):
-    """An override sets a hyperparameter that the file does not have."""
-
-
-def warn_of_new_hyperparameter(section: str, name: str, names: Sequence[str]) -> None:
-    """Warn of a name that may be misspelt.
-
-    Args:
-        section: the path of the mapping that the name is set in.
-        names: those that the file has there.
-    """
-    _warn(
-        f"--set {section}.{name}: the file has no such hyperparameter, so it has no effect unless "
-        f"the trial reads it{did_you_mean(name, names)}",
-        NewHyperparameterWarning,
-    )
-
-
-class UnitWarning(ExperimentWarning):
-    """A length or a period is a number without its unit."""
-
-
-def warn_of_missing_unit(path: str, batches: int) -> None:
-    """Warn of a number that may have been meant in epochs."""
-    _warn(
-        f"{path}: {batches} has no unit and counts batches; to say so, write {{batches: {batches}}}"
-        f", or else {{epochs: {batches}}}",
-        UnitWarning,
-    )
+def warn_ignored(message: str) -> None:
+    """Warn that a field of the experiment has no effect."""
+    warn(message, IgnoredFieldWarning)
 
 
 def format_value(value: object) -> str:

@@ -28,7 +28,7 @@ from trial_core.config.error_text import (
     error_lines,
     format_value,
     validation_error,
-    warn_of_missing_unit,
+    warn,
 )
 from trial_core.config.lengths import OPEN_END, CheckpointPeriod, Period
 from trial_core.config.parsing import (
@@ -132,7 +132,10 @@ def _warn_of_missing_units(given: Mapping[str, Any]) -> None:
     }
     for path, value in lengths.items():
         if type(value) is int and 0 < value <= MAX_COUNT:
-            warn_of_missing_unit(path, value)
+            warn(
+                f"{path}: {value} has no unit and counts batches; to say so, write "
+                f"{{batches: {value}}}, or else {{epochs: {value}}}"
+            )
 
 
 class ExperimentConfig(Section):

@@ -17,7 +17,7 @@ import yaml
 from yaml.constructor import ConstructorError
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from trial_core.config.error_text import format_value, warn_of_new_hyperparameter
+from trial_core.config.error_text import did_you_mean, format_value, warn
 from trial_core.config.values import MAX_LEVELS, is_unicode
 from trial_core.errors import ConfigError
 
@@ -278,7 +278,11 @@ def warn_of_new_hyperparameters(mapping: Mapping[str, Any], overrides: Iterable[
             if not isinstance(section, Mapping) or not section:
                 break
             if name not in section:
-                warn_of_new_hyperparameter(".".join(path[:depth]), name, [*map(str, section)])
+                near = did_you_mean(name, [*map(str, section)])
+                warn(
+                    f"--set {'.'.join(path[: depth + 1])}: the file has no such hyperparameter, so "
+                    f"it has no effect unless the trial reads it{near}"
+                )
                 break
             section = section[name]
 

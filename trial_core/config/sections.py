@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from trial_core.checkpoint.layout import is_name, is_uuid
 from trial_core.config import determined
-from trial_core.config.error_text import format_value, validation_error, warn_of_direction
+from trial_core.config.error_text import format_value, validation_error, warn
 from trial_core.config.lengths import Length
 from trial_core.config.section_base import Section
 from trial_core.config.values import Count, Flag, Positive, Seed, Text
@@ -122,7 +122,10 @@ class SearcherConfig(Section):
             and "smaller_is_better" not in given
             and GREATER_IS_BETTER.search(metric)
         ):
-            warn_of_direction(metric)
+            warn(
+                f"searcher.smaller_is_better is not set, so the smallest {metric} counts as the "
+                "best; set it to false if greater is better, else to true"
+            )
         names = ("source_checkpoint_uuid", "source_checkpoint", "source_trial_id")
         sources = [name for name in names if given.get(name) is not None]
         if given.get("source_weights_only") is True and not sources:

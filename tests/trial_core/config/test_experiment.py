@@ -14,7 +14,7 @@ from hypothesis import given, strategies as st
 from tests.support.strategies import plain_data
 from trial_core.config import ExperimentConfig, OptimizationsConfig, load_config
 from trial_core.config.checkpointing_section import CheckpointingConfig
-from trial_core.config.error_text import MetricDirectionWarning, NewHyperparameterWarning
+from trial_core.config.error_text import ExperimentWarning
 from trial_core.config.parsing import parse_yaml
 from trial_core.errors import ConfigError
 from trial_core.run.sequencer import Schedule
@@ -332,7 +332,7 @@ def test_an_override_of_no_hyperparameter_of_the_file(
     """It may be misspelt, which is said. What the file leaves open may be set."""
     section = "hyperparameters: {lr: 1, width: 2, adam: {eps: 3}, overwrite: {}}\n"
     path = written(tmp_path, MINIMAL + section)
-    expected = pytest.warns(NewHyperparameterWarning, match=warning)
+    expected = pytest.warns(ExperimentWarning, match=warning)
     with warnings.catch_warnings(), expected if warning else nullcontext():
         warnings.simplefilter("always" if warning else "error")
         load_config(path, [override])
@@ -350,9 +350,7 @@ def test_an_override_of_no_hyperparameter_of_the_file(
 def test_the_smallest_accuracy_as_the_best_is_doubtful(metric: str, is_doubtful: bool) -> None:
     """A warning, unless the experiment says which direction is meant."""
     searcher = {"metric": metric, "max_length": {"batches": 1}}
-    expected = pytest.warns(
-        MetricDirectionWarning, match=f"the smallest {metric} counts as the best"
-    )
+    expected = pytest.warns(ExperimentWarning, match=f"the smallest {metric} counts as the best")
     with expected if is_doubtful else nullcontext():
         ExperimentConfig.from_mapping({"entrypoint": "a:B", "searcher": searcher})
     with warnings.catch_warnings():
