@@ -22,6 +22,12 @@ def one_line(text: str) -> str:
     return next((line.strip() for line in clean(text).splitlines() if line.strip()), "")
 
 
+def shortened(text: str, most: int = 500) -> str:
+    """`one_line` of a text, of so many characters at most."""
+    line = one_line(text)
+    return line if len(line) <= most else f"{line[: most - 1]}…"
+
+
 def last_line(text: str) -> str:
     """The last line that is not blank: what a program or an error says in the end."""
     return next((line.strip() for line in reversed(text.split("\n")) if line.strip()), "")

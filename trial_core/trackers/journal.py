@@ -10,10 +10,8 @@ import errno
 import threading
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
 import msgspec
-from typing_extensions import Self
 
 from trial_core.decoding import decode, decoder
 from trial_core.storage.local_files import replace_file
@@ -45,7 +43,7 @@ class State(msgspec.Struct, kw_only=True):
 
 
 class JournalWriter:
-    """Appends to the journal. A context manager; several threads may append.
+    """Appends to the journal. Several threads may append.
 
     A last line that is incomplete, because its writer was killed, is removed.
     """
@@ -56,15 +54,6 @@ class JournalWriter:
         whole = _whole_bytes(path) if path.exists() else 0
         self._file = path.open("ab", buffering=0)
         self._cut(whole)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:  # fmt: skip
-        self.close()
 
     def close(self) -> None:
         """Close the file: nothing more is appended."""

@@ -178,9 +178,10 @@ class Outbox:
             self._attempt = record.attempt
             new = {}
             for name, value in record.values.items():
-                if self._points.get((record.batches, name), _NONE) != value:
+                place = record.batches, name
+                if place not in self._points or self._points[place] != value:
                     new[name] = value
-                self._points[record.batches, name] = value
+                self._points[place] = value
             if tracker is None or tracker.replaces_points:
                 return record
             return msgspec.structs.replace(record, values=new) if new else None
@@ -200,6 +201,3 @@ class Outbox:
 
     def _until_system_metrics(self) -> float | None:
         return None if self._system is None or not self._attempt else self._system.seconds_left()
-
-
-_NONE = object()

@@ -29,7 +29,7 @@ BUILT_IN = {
     "trackio": "trial_core.trackers.in_trackio:TrackioTracker",
 }
 
-
+LONGEST_ERROR = 300
 _USER, _QUERY = re.compile(r"(?<=://)[^/\s]*@"), re.compile(r"\?[^\s)'\"]*=[^\s)'\"]*")
 _logger = logging.getLogger(__name__)
 
@@ -174,8 +174,7 @@ def without_user(place: str) -> str:
 def describe(error: BaseException) -> str:
     """An error in one line, not too long, and without the secrets that URLs may have."""
     text = text_format.one_line(f"{type(error).__name__}: {error}")
-    text = _QUERY.sub("?…", _USER.sub("***@", text))
-    return text if len(text) <= 300 else f"{text[:299]}…"
+    return text_format.shortened(_QUERY.sub("?…", _USER.sub("***@", text)), LONGEST_ERROR)
 
 
 EXPECTED = {str: "text", bool: "true or false", dict: "a mapping", list: "a list"}

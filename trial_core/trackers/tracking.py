@@ -45,7 +45,6 @@ from trial_core.trackers.tracker import find_tracker
 # How long the sender sends after the run has ended; less, if the end has less time.
 PATIENCE_SECONDS = 15.0
 FIRST_RESTART_SECONDS, LONGEST_RESTART_SECONDS = 10.0, 600.0
-LONGEST_TEXT = 500
 
 
 def check_trackers(config: ExperimentConfig) -> None:
@@ -80,6 +79,7 @@ class Tracking(Observer):
         attempt: int, ledger: Callable[[], TimeLedger], ending: Ending, logger: AnyLogger,
     ) -> None:  # fmt: skip
         self._config = config
+        self._trackers = trackers_of(config)
         self._trial = trial
         self._run_dir = run_dir
         self._store = store
@@ -114,7 +114,10 @@ class Tracking(Observer):
             status = self._status or ("completed" if error is None else f"failed: {error}")
             outcome, _, why = status.partition(": ")
             page = str(self._run_dir / PAGE)
-            self._append(RunEnded(at=time.time(), outcome=outcome, why=shortened(why), report=page))
+            self._append(RunEnded(
+                at=time.time(), outcome=outcome, why=text_format.shortened(why),
+                report=page,
+            ))  # fmt: skip
         if self._journal is not None:
             self._journal.close()
             self._journal = None
@@ -229,16 +232,15 @@ class Tracking(Observer):
 
     # ------------------------------------------------------------------ internals
 
-    @property
-    def _trackers(self) -> dict[str, dict[str, Any]]:
-        return trackers_of(self._config)
-
     def _noted(self, text: str) -> None:
-        self._append(Noted(at=time.time(), batches=self._batches, text=shortened(text)))
+        short = text_format.shortened(text)
+        self._append(Noted(at=time.time(), batches=self._batches, text=short))
 
     def _measure_time(self) -> None:
         spent = self._ledger().slot_milliseconds
-        values = {f"time/{slug(bucket)}_seconds": ms / 1000 for bucket, ms in spent.items()}
+        values = {
+            f"time/{bucket.replace(' ', '_')}_seconds": ms / 1000 for bucket, ms in spent.items()
+        }
         self._measured(self._batches, values)
 
     def _measured(self, batches: int, values: Mapping[str, Any]) -> None:
@@ -324,14 +326,3 @@ def flat(fields: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]
         else:
             is_plain = isinstance(value, (str, int, float, bool)) or value is None
             yield f"{path}{name}", value if is_plain else ", ".join(map(str, value))
-
-
-def slug(bucket: str) -> str:
-    """``checkpoint stall`` as a part of a metric's name."""
-    return bucket.replace(" ", "_")
-
-
-def shortened(text: str) -> str:
-    """A text in one line, not too long."""
-    line = text_format.one_line(text)
-    return line if len(line) <= LONGEST_TEXT else f"{line[: LONGEST_TEXT - 1]}…"

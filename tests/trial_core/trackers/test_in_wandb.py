@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 from tests.support.trackers import in_wandb
@@ -15,7 +16,7 @@ from trial_core.trackers.sender_process import SenderProcess
 def test_a_checkpoint_that_is_gone_holds_nothing_up(tmp_path: Path) -> None:
     """W&B refuses a link to files that were pruned: the points after it are sent."""
     url = f"file://{tmp_path}/pruned"
-    with JournalWriter(tmp_path / FOLDER / JOURNAL) as journal:
+    with closing(JournalWriter(tmp_path / FOLDER / JOURNAL)) as journal:
         for batches in (4, 8):
             journal.append(Committed(
                 at=1.0, batches=batches, uuid="u", url=url, size_bytes=1, digest="d"

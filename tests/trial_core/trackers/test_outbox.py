@@ -6,6 +6,7 @@ import resource
 import signal
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -85,7 +86,7 @@ def sent(
     """
     folder = tracker.run.folder
     said: list[str] = []
-    with JournalWriter(folder / "journal.jsonl") as journal:
+    with closing(JournalWriter(folder / "journal.jsonl")) as journal:
         for record in records:
             journal.append(record)
     outbox = Outbox(
@@ -210,13 +211,13 @@ def test_a_tracker_that_replaces_points_gets_all(
 def test_a_torn_line_of_a_killed_driver(tmp_path: Path) -> None:
     """It is not read, and the next driver's records do not run into it."""
     path = tmp_path / "journal.jsonl"
-    with JournalWriter(path) as journal:
+    with closing(JournalWriter(path)) as journal:
         journal.append(loss(4, 0.5))
     with path.open("ab") as file:
         file.write(b'{"type":"Metr')
     reader = JournalReader(path)
     assert reader.read(10) == [loss(4, 0.5)]
-    with JournalWriter(path) as journal:
+    with closing(JournalWriter(path)) as journal:
         journal.append(loss(8, 0.25))
     assert until(lambda: reader.read(10), "the next record") == [loss(8, 0.25)]
 
@@ -241,13 +242,13 @@ def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
     """Records that do not fit are not there in part, and later ones are read. Nor is the line of a
     driver that was killed."""
     path = tmp_path / JOURNAL
-    with JournalWriter(path) as journal:
+    with closing(JournalWriter(path)) as journal:
         journal.append(loss(4, 0.5))
     whole = path.stat().st_size
     with path.open("ab") as file:
         file.write(b'{"type":"Metr')
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with JournalWriter(path) as journal:
+    with closing(JournalWriter(path)) as journal:
         before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (whole + 20, limits[1]))
         try:
@@ -264,7 +265,7 @@ def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
 
 def test_records_before_a_damaged_line_are_read(tmp_path: Path) -> None:
     path = tmp_path / JOURNAL
-    with JournalWriter(path) as journal:
+    with closing(JournalWriter(path)) as journal:
         journal.append(loss(4, 0.5))
         journal.append(loss(8, 0.25))
     with path.open("ab") as file:

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,7 +39,7 @@ WAKES_THAT_FILL_A_PIPE = 70_000
 @pytest.fixture
 def order(tmp_path: Path, own_package: Path) -> SenderOrder:
     """An order for a journal of three points."""
-    with JournalWriter(tmp_path / FOLDER / JOURNAL) as journal:
+    with closing(JournalWriter(tmp_path / FOLDER / JOURNAL)) as journal:
         for batches in (4, 8, 12):
             values = {"training/loss": 1 / batches}
             journal.append(Metrics(at=0.0, batches=batches, samples=0, attempt=1, values=values))
