@@ -92,10 +92,7 @@ class FlowDeployment(Resource):
 
     def read(self, client: SyncPrefectClient) -> DeploymentResponse | None:
         """The existing deployment of that name; None if there is none."""
-        try:
-            return client.read_deployment_by_name(self._name)
-        except ObjectNotFound:
-            return None
+        return _deployment(client, self._name)
 
     def _changes(self, found: DeploymentResponse) -> dict[str, Any]:
         """The fields to update, with their new values."""
@@ -147,8 +144,12 @@ def models_on_server(client: SyncPrefectClient) -> list[str]:
 
 def deployment_of(client: SyncPrefectClient, model: str) -> DeploymentResponse | None:
     """The deployment that retrains the model; None if there is none."""
+    return _deployment(client, f"{FLOW}/{model}")
+
+
+def _deployment(client: SyncPrefectClient, name: str) -> DeploymentResponse | None:
     try:
-        return client.read_deployment_by_name(f"{FLOW}/{model}")
+        return client.read_deployment_by_name(name)
     except ObjectNotFound:
         return None
 

@@ -16,14 +16,8 @@ from pathlib import Path
 
 import psutil
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.filters import (
-    FlowRunFilter,
-    FlowRunFilterState,
-    FlowRunFilterStateType,
-    WorkPoolFilter,
-    WorkPoolFilterName,
-)
-from prefect.client.schemas.objects import State, StateType
+from prefect.client.schemas.filters import FlowRunFilter, WorkPoolFilter
+from prefect.client.schemas.objects import State
 from prefect.states import AwaitingRetry
 
 from trialflow.deployments import process_reaper
@@ -113,10 +107,8 @@ def requeue_interrupted_starts(client: SyncPrefectClient, pool: str) -> int:
     Call it only for a work pool that has no worker now.
     """
     interrupted = client.read_flow_runs(
-        flow_run_filter=FlowRunFilter(
-            state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.PENDING]))
-        ),
-        work_pool_filter=WorkPoolFilter(name=WorkPoolFilterName(any_=[pool])),
+        flow_run_filter=FlowRunFilter.model_validate({"state": {"type": {"any_": ["PENDING"]}}}),
+        work_pool_filter=WorkPoolFilter.model_validate({"name": {"any_": [pool]}}),
     )
     for run in interrupted:
         state: State[None] = AwaitingRetry(message="its start was interrupted")

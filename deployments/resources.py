@@ -127,7 +127,7 @@ class Pool(Resource):
         self._overwrite = overwrite
 
     def look(self, client: SyncPrefectClient) -> tuple[bool, str]:
-        found = self._read(client)
+        found = find_pool(client, self._name)
         if found is None:
             return False, ""
         if found.type != self._type:
@@ -139,7 +139,7 @@ class Pool(Resource):
         return True, "its job template" if differs else ""
 
     def put(self, client: SyncPrefectClient) -> None:
-        if self._read(client) is not None:
+        if find_pool(client, self._name) is not None:
             client.update_work_pool(self._name, WorkPoolUpdate(base_job_template=self._template))
             return
         client.create_work_pool(
@@ -155,12 +155,9 @@ class Pool(Resource):
         client.delete_work_pool(self._name)
 
     def reason_to_keep(self, client: SyncPrefectClient) -> str:
-        found = self._read(client)
+        found = find_pool(client, self._name)
         is_ours = found is None or found.description == POOL_DESCRIPTION
         return "" if is_ours else "it was not made by `trialflow deploy`"
-
-    def _read(self, client: SyncPrefectClient) -> WorkPool | None:
-        return find_pool(client, self._name)
 
 
 class GpuLimit(Resource):

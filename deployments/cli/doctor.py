@@ -30,6 +30,7 @@ from trialflow.deployments.cli.experiment_options import (
     read_experiment,
     with_engine,
 )
+from trialflow.deployments.cli.tables import AsJson
 from trialflow.deployments.cli.waiting import waiting
 
 NEEDED = ("trialflow", "torch", "deepspeed", "prefect", "fsspec")
@@ -49,9 +50,7 @@ def doctor(
             "resources.engine. Default: this machine alone."
         ),
     ] = None,
-    json_: Annotated[
-        bool, Parameter(name="--json", negative=(), help="Print JSON, for programs.")
-    ] = False,
+    json_: AsJson = False,
 ) -> int:
     """Check packages, compiler, accelerators, storage and Prefect server, here or on all nodes.
 

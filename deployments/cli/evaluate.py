@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
@@ -21,7 +21,7 @@ from trialflow.deployments.cli.experiment_options import (
 )
 from trialflow.deployments.cli.flow_run import FlowRun, StateHook
 from trialflow.deployments.cli.run_display import display_for_stdout
-from trialflow.deployments.cli.tables import AsJson
+from trialflow.deployments.cli.tables import AsJson, print_json
 
 if TYPE_CHECKING:
     from trialflow.flows.evaluate import EvaluateResult
@@ -63,7 +63,10 @@ def evaluate(
     run: FlowRun[EvaluateResult] = FlowRun(display, experiment)
     exit_code = run.run(call)
     if run.result is not None:
-        print(_as_json(run.result) if json_ else "\n".join(_summary(run.result)), flush=True)
+        if json_:
+            print_json(_as_data(run.result))
+        else:
+            print("\n".join(_summary(run.result)))
     return exit_code
 
 
@@ -80,14 +83,11 @@ def _summary(result: EvaluateResult) -> list[str]:
     ]
 
 
-def _as_json(result: EvaluateResult) -> str:
-    import msgspec
-
-    shown = {
+def _as_data(result: EvaluateResult) -> dict[str, Any]:
+    return {
         "checkpoint": result.checkpoint_uuid,
         "trial": result.trial,
         "batches_trained": result.batches_trained,
         "metrics": result.metrics,
         "flow_run_id": result.flow_run_id,
     }
-    return msgspec.json.format(msgspec.json.encode(shown), indent=2).decode()  # NaN is null

@@ -20,7 +20,7 @@ from trialflow.deployments.cli.experiment_options import (
 )
 from trialflow.deployments.cli.flow_run import FlowRun, StateHook
 from trialflow.deployments.cli.run_display import display_for_stdout
-from trialflow.deployments.cli.tables import AsJson
+from trialflow.deployments.cli.tables import AsJson, print_json
 
 if TYPE_CHECKING:
     from trial_core.config import ExperimentConfig
@@ -62,8 +62,10 @@ def retrain(
     flow_run = FlowRun[None](display, experiment)
     exit_code = flow_run.run(run.run)
     if exit_code == 0:
-        text = run.json() if json_ else "\n".join(run.summary_lines(flow_run.later_ui))
-        print(text, flush=True)
+        if json_:
+            print_json(run.as_data())
+        else:
+            print("\n".join(run.summary_lines(flow_run.later_ui)))
     return exit_code
 
 
@@ -120,21 +122,16 @@ class _RetrainRun:
         lines = [f"  {name:<{width}}  {text_format.one_line(fact)}" for name, fact in facts if fact]
         return [headline, *lines]
 
-    def json(self) -> str:
+    def as_data(self) -> dict[str, Any]:
         """The outcome for programs: the result's fields, and ``status``.
 
         The status is ``promoted``, ``kept``, ``stopped`` or ``skipped``.
         """
-        import msgspec
-
         result = self._result
         if result is None:
-            outcome: dict[str, Any] = {"status": "skipped", "why": self._skip_message}
-        else:
-            kept = "stopped" if result.stop_reason else "kept"
-            status = "promoted" if result.promoted else kept
-            outcome = {"status": status, **result.as_json_data()}
-        return msgspec.json.format(msgspec.json.encode(outcome), indent=2).decode()
+            return {"status": "skipped", "why": self._skip_message}
+        kept = "stopped" if result.stop_reason else "kept"
+        return {"status": "promoted" if result.promoted else kept, **result.as_json_data()}
 
 
 def _model(version: int | None, metric: str, value: float | None) -> str | None:

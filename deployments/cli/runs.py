@@ -15,7 +15,7 @@ from trial_core import text_format
 from trial_core.errors import CheckpointDamaged, CheckpointNotFound, ConfigError
 from trialflow.deployments.cli.clean_runs import clean
 from trialflow.deployments.cli.experiment_options import ConfigFile, Storage, open_store
-from trialflow.deployments.cli.tables import AsJson, local_time, print_table
+from trialflow.deployments.cli.tables import AsJson, local_time, print_json, print_table
 from trialflow.deployments.cli.waiting import waiting
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def list_(*, config: ConfigFile = None, storage: Storage = None, json_: AsJson =
                 continue  # deleted meanwhile; or a warning has said that it cannot be read
     found.sort(key=lambda trial: trial.saved_at)
     if json_:
-        _print_json([{"trial": t.trial, "saved_at": t.saved_at, **t.results} for t in found])
+        print_json([{"trial": t.trial, "saved_at": t.saved_at, **t.results} for t in found])
         return 0
     rows = [
         (each.trial, local_time(each.saved_at), *map(_cell, [each.metric, *each.results.values()]))
@@ -136,7 +136,7 @@ def compare(
     if figure is not None:
         _draw(found, figure)
     if json_:
-        _print_json({"trials": trials, **rows})
+        print_json({"trials": trials, **rows})
     else:
         print_table(("", *trials), [(name, *map(_cell, row)) for name, row in rows.items()])
     return 0
@@ -168,14 +168,8 @@ def _flat(fields: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]
 
 def _cell(value: Any) -> str:
     """A value for a table. Why a run ended may be a long text, which `--json` has in full."""
-    text = "" if value is None else text_format.one_line(text_format.number(value))
-    return text if len(text) <= CELL_CHARACTERS else f"{text[: CELL_CHARACTERS - 1]}…"
-
-
-def _print_json(value: object) -> None:
-    import msgspec
-
-    print(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())  # NaN is null
+    text = "" if value is None else text_format.number(value)
+    return text_format.shortened(text, CELL_CHARACTERS)
 
 
 @app.command

@@ -37,6 +37,13 @@ def shortest_unique(uuids: Sequence[str]) -> int:
     return length
 
 
+def print_json(value: object) -> None:
+    """Print plain data, or a record, as JSON to stdout. NaN is null."""
+    import msgspec
+
+    print(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+
+
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Print a table to stdout. The last column may wrap; the others are never cut."""
     from rich import box

@@ -73,6 +73,8 @@ def prune(
 
     Also deletes leftovers: files that killed runs uploaded and never committed.
     """
+    from trial_core.retention.leftovers import find_leftovers
+
     if json_ and not (dry_run or yes):
         raise ConfigError("--json cannot ask for confirmation: give --dry-run or --yes as well")
     if config is None and storage is None and DEFAULT_EXPERIMENT.exists():
@@ -95,7 +97,9 @@ def prune(
         experiment = of_config.name
     plans = []
     with waiting(f"reading {store.url}"):
-        leftovers = _find_leftovers(store, leftovers_after_days, trial, experiment)
+        leftovers = find_leftovers(
+            store, after_days=leftovers_after_days, trial=trial, experiment=experiment
+        )
         if policy is not None and not leftovers_only:
             plans = _plans(store, policy, experiment, trial, has_leftovers=bool(leftovers))
     if not json_:
@@ -108,14 +112,6 @@ def prune(
     if json_:
         print(json.dumps(_as_json(policy, plans, leftovers, pruned, swept), indent=2))
     return 0
-
-
-def _find_leftovers(
-    store: CheckpointStore, after_days: float, trial: str | None, experiment: str | None
-) -> list[Leftover]:
-    from trial_core.retention.leftovers import find_leftovers
-
-    return find_leftovers(store, after_days=after_days, trial=trial, experiment=experiment)
 
 
 def _plans(
