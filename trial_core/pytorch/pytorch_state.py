@@ -9,7 +9,7 @@ are in files of all ranks: see `sharded_state`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from trial_core.pytorch.sharded_state import (
     Targets,
     copy_parts,
     divided,
+    file_name,
     joined,
     part_of,
     require_joined,
@@ -142,8 +143,9 @@ def read_state(
             f"the checkpoint has no {STATE_FILE}: a PyTorchTrial did not save it; resume with the "
             "kind of trial that saved it"
         )
-    targets = _whole_tensors(kinds) if context is None else _own_tensors(kinds, context)
-    return joined(reader.load_mapped(path), SavedParts(folder, kinds, reader), targets)
+    parts = SavedParts(folder, kinds, reader)
+    targets = _whole_tensors(kinds, parts) if context is None else _own_tensors(kinds, context)
+    return joined(reader.load_mapped(path), parts, targets)
 
 
 def load_state(context: PyTorchTrialContext, state: Mapping[str, Any]) -> None:
@@ -197,7 +199,7 @@ def write_gradients(context: PyTorchTrialContext, folder: Path, memory_files: Me
     write_parts(parts, rank, folder, memory_files)
     if any(gradients):
         content = {"ranks": context.distributed.get_size(), "models": gradients}
-        name = _gradients_name(rank)
+        name = f"{GRADIENTS_FOLDER}/{file_name(rank)}"
         memory_files.write(folder, name, lambda file: write_tensors(content, file))
 
 
@@ -210,7 +212,7 @@ def load_gradients(context: PyTorchTrialContext, folder: Path, reader: Reader) -
         path.name: reader.load_mapped(path) for path in (folder / GRADIENTS_FOLDER).glob("*.pt")
     }
     parts = SavedParts(folder, [GRADIENTS], reader)
-    own = Path(_gradients_name(context.distributed.get_rank())).name
+    own = file_name(context.distributed.get_rank())
     for index, model in enumerate(context.models):
         for name, parameter in sharded_parameters(unwrapped(model)).items():
             gradient = torch.empty_like(parameter, requires_grad=False)
@@ -243,17 +245,17 @@ def _mean_gradient(
     return torch.stack(gradients).sum(0).div_(saved_by) if gradients else None
 
 
-def _gradients_name(rank: int) -> str:
-    return f"{GRADIENTS_FOLDER}/rank-{rank:05d}.pt"
+def _whole_tensors(kinds: Sequence[str], parts: SavedParts) -> Targets:
+    """For `joined`: an empty tensor for each that is sharded in the checkpoint.
 
-
-def _whole_tensors(kinds: Sequence[str]) -> Targets:
-    """For `joined`: an empty tensor for each that is sharded in the checkpoint."""
+    Tied weights have one, as they have in a checkpoint that is not sharded: an export needs it.
+    """
+    whole: dict[Hashable, torch.Tensor] = {}
 
     def target(keys: KeyPath, saved: torch.Tensor) -> torch.Tensor | None:
         if not saved.is_meta or keys[0] not in kinds:
             return None
-        return torch.empty(saved.shape, dtype=saved.dtype)
+        return whole.setdefault(parts.memory(keys), torch.empty(saved.shape, dtype=saved.dtype))
 
     return target
 

@@ -10,7 +10,7 @@ Ranks of any number can join the parts: each copies what overlaps with its own p
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,7 @@ def write_parts(
     """
     files: dict[str, dict[KeyPath, Part]] = defaultdict(dict)
     for keys, part in parts.items():
-        path = Path(SHARDS_FOLDER, str(keys[0]), _file_name(rank))
+        path = Path(SHARDS_FOLDER, str(keys[0]), file_name(rank))
         files[(frozen_path(path) if keys in frozen else path).as_posix()][keys] = part
     for name, content in files.items():
 
@@ -108,6 +108,13 @@ class SavedParts:
 
     def __contains__(self, keys: KeyPath) -> bool:
         return keys in self._parts
+
+    def memory(self, keys: KeyPath) -> Hashable:
+        """Where a tensor's parts are in memory: the same for the names of tied weights."""
+        return frozenset(
+            (offset, part.shape, part.dtype, part.data_ptr())
+            for offset, part in self._parts.get(keys, {}).items()
+        )
 
     def fill(self, keys: KeyPath, target: torch.Tensor) -> None:
         """Copy the saved tensor to `target`: of a sharded one, this rank's part.
@@ -196,7 +203,7 @@ def files_of_parts(
     folders = {f"{SHARDS_FOLDER}/{kind}" for kind in kinds}
     names = None
     if ranks is not None:
-        paths = [Path(_file_name(rank)) for rank in ranks]
+        paths = [Path(file_name(rank)) for rank in ranks]
         names = {path.name for path in (*paths, *map(frozen_path, paths))}
     found = []
     for file in files:
@@ -206,7 +213,8 @@ def files_of_parts(
     return found
 
 
-def _file_name(rank: int) -> str:
+def file_name(rank: int) -> str:
+    """The name of a file that each rank writes."""
     return f"rank-{rank:05d}.pt"
 
 

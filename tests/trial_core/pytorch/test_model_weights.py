@@ -20,7 +20,10 @@ from trial_core.controller.safe_load import Reader
 from trial_core.errors import CheckpointError
 from trial_core.models.registry import Registry
 from trial_core.pytorch.model_weights import model_weights
+from trial_core.pytorch.pytorch_state import MODELS, STATE_FILE
+from trial_core.pytorch.sharded_state import write_parts
 from trial_core.slots.slot_group import SlotGroup
+from trial_core.transfer.memory_files import MemoryFiles
 from trialflow.deployments.cli.main import main
 
 pytestmark = pytest.mark.slots
@@ -117,6 +120,23 @@ def test_models_that_a_callback_has_removed_are_missed(tmp_path: Path) -> None:
     torch.save({"models_state_dict": []}, tmp_path / "state_dict.pth")
     with pytest.raises(CheckpointError, match="holds no models_state_dict: a callback may have"):
         model_weights(tmp_path, 0, "fp32", Reader())
+
+
+def test_tied_weights_of_a_sharded_model_are_exported_as_one(tmp_path: Path) -> None:
+    """`from_pretrained` would else get an untied model, with one weight more."""
+    names = ("embed.weight", "head.weight", "other.weight")
+    for rank in range(2):
+        tied, other = torch.full((2, 3), 1.0 + rank), torch.full((2, 3), 1.0 + rank)
+        parts = {
+            (MODELS, 0, name): ((2 * rank, 0), other if name == "other.weight" else tied)
+            for name in names
+        }
+        write_parts(parts, rank, tmp_path, MemoryFiles(0))
+    placeholder = torch.empty(4, 3, device="meta")
+    torch.save({MODELS: [dict.fromkeys(names, placeholder)]}, tmp_path / STATE_FILE)
+    weights = model_weights(tmp_path, 0, "fp32", Reader())
+    assert weights["embed.weight"] is weights["head.weight"] is not weights["other.weight"]
+    assert weights["head.weight"].read()[:, 0].tolist() == [1, 1, 2, 2]
 
 
 @pytest.mark.long
