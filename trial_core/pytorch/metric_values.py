@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 from trial_core.errors import TrialError
 from trial_core.messages import check_integer
@@ -64,9 +65,16 @@ def collected(name: str, value: Any, source: str) -> Collected:
     """A copy of a metric's value, because the trial may reuse it. Does not wait for the device.
 
     Raises:
-        TrialError: the value is not made of numbers, text, None, arrays, lists and dicts, or an
-            integer does not fit into 64 bits.
+        TrialError: the value is not made of numbers, text, None, arrays, lists and dicts, or is
+            divided among the ranks, or an integer does not fit into 64 bits.
     """
+    if isinstance(value, DTensor):
+        if not all(each.is_replicate() for each in value.placements):
+            raise TrialError(
+                f'metric "{name}" returned by {source} is divided among the ranks (a DTensor); '
+                "return its full_tensor(), which every rank must call"
+            )
+        value = value.to_local()
     if isinstance(value, torch.Tensor) and not value.is_complex():
         return value.detach().clone()
     if value is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from hypothesis import given, settings, strategies as st
 from torch.overrides import TorchFunctionMode
 
 from trial_core.errors import TrialError
+from trial_core.pytorch import metric_values
 from trial_core.pytorch.metric_reduction import (
     BatchMetrics,
     Partials,
@@ -323,6 +325,22 @@ def test_values_that_json_cannot_hold_are_refused(value: Any, kind: str) -> None
         BatchMetrics("evaluate_batch").add_batch([{"odd": value}])
     expected = f'metric "odd" returned by evaluate_batch is or holds a value of type {kind}'
     assert expected in str(raised.value)
+
+
+def test_a_tensor_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The norm of a sharded model's gradients is the same on all; a part of a tensor is refused."""
+
+    class OfAllRanks:
+        def __init__(self, is_whole: bool) -> None:
+            self.placements = [SimpleNamespace(is_replicate=lambda: is_whole)]
+
+        def to_local(self) -> torch.Tensor:
+            return torch.tensor(3.0)
+
+    monkeypatch.setattr(metric_values, "DTensor", OfAllRanks)
+    assert reduced([{"norm": OfAllRanks(True)}]) == {"norm": 3.0}
+    with pytest.raises(TrialError, match=r'"norm" returned by train_batch .* its full_tensor\(\)'):
+        reduced([{"norm": OfAllRanks(False)}])
 
 
 @pytest.mark.parametrize(("outcome", "kind"), [(None, "NoneType"), (3.0, "float"), ([1], "list")])
