@@ -30,7 +30,6 @@ Precision = Literal["fp32", "16bit"]
 Format = Literal["safetensors", "hf", "adapter", "deepspeed", "universal"]
 """The first is one file, the others are folders."""
 COPY_BYTES = 16 * 2**20
-SHOWN_NAMES = 3
 HUB = ("hf", "adapter")
 """The formats that a hub takes."""
 FOLDERS = {
@@ -109,6 +108,11 @@ def check_target(to: Path, format_: Format, force: bool) -> None:
         raise ConfigError(f"--to {to} is a folder; give the name of a file")
     if is_folder and to.exists() and not to.is_dir():
         raise ConfigError(f"--to {to} is a file; --format {format_} writes a folder")
+    if is_folder and to.exists() and Path.cwd().is_relative_to(to.resolve()):
+        raise ConfigError(
+            f"--to {to} is the working folder, or above it, and an export replaces the folder that "
+            "it writes; give the name of another one"
+        )
     has_content = to.exists() and not (is_folder and not any(to.iterdir()))
     if has_content and not force:
         raise ConfigError(f"--to {to} exists already; add --force to replace it")
@@ -261,11 +265,9 @@ def _size_of(folder: Path) -> int:
 
 
 def _not_held(missing: list[str]) -> str:
-    more = ", …" if len(missing) > SHOWN_NAMES else ""
-    named = ", ".join(missing[:SHOWN_NAMES])
     return (
         f"the checkpoint does not hold {text_format.plural(len(missing), 'frozen weight')} "
-        f"({named}{more}), because of checkpointing.exclude_frozen_parameters"
+        f"({text_format.first_few(missing)}), because of checkpointing.exclude_frozen_parameters"
     )
 
 

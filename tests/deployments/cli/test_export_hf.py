@@ -15,6 +15,7 @@ from tests.support.manifests import new_manifest
 from tests.support.slots import drive, toy_config
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.slots.slot_group import SlotGroup
+from trial_core.text_format import first_few
 from trialflow.deployments.cli.main import main
 
 pytestmark = pytest.mark.slots
@@ -127,6 +128,4 @@ def test_what_the_checkpoint_does_not_hold_is_said(
     said = capsys.readouterr()
     missing = json.loads(said.out)["missing"]
     assert len(missing) == 17
-    assert f"does not hold 17 frozen weights ({', '.join(missing[:3])}, …)" in " ".join(
-        said.err.split()
-    )
+    assert f"does not hold 17 frozen weights ({first_few(missing)})" in " ".join(said.err.split())
