@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trial_core.config.command import is_command
 from trial_core.controller.rank_state import seed_everything
 from trial_core.controller.safe_load import Reader
 from trial_core.deepspeed.mpu import forget_model_parallelism
@@ -59,7 +60,7 @@ def load_trial_from_checkpoint_path(
         CheckpointNotFound: there is no such checkpoint.
         CheckpointDamaged: one of its files is missing or differs from the manifest.
         CheckpointError: it has no code, or `path` is neither a folder nor such a URL.
-        TrialError: the class is not a trial, or wraps no model.
+        TrialError: the class is not a trial, or wraps no model, or is neither given nor named.
     """
     if kwargs:
         warnings.warn(
@@ -77,8 +78,14 @@ def load_trial_from_checkpoint_path(
     checkpoint = open_checkpoint(path)
     if trial_class is not None:
         return _load(checkpoint, trial_class, trial_kwargs or {}, options)
+    entrypoint = checkpoint.manifest.entrypoint
+    if is_command(entrypoint):
+        raise TrialError(
+            f"the checkpoint was saved in a script ({entrypoint}), which does not tell the trial's "
+            "class: give it as trial_class"
+        )
     with importing_from(_unpacked(checkpoint)):
-        found = load_trial_class(checkpoint.manifest.entrypoint)
+        found = load_trial_class(entrypoint)
         return _load(checkpoint, found, trial_kwargs or {}, options)
 
 

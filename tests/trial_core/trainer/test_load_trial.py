@@ -155,6 +155,14 @@ def test_a_checkpoint_without_code(tmp_path: Path, local_store: CheckpointStore)
         load_trial_from_checkpoint_path(tmp_path / "downloaded")
 
 
+def test_a_checkpoint_of_a_script_needs_the_class(local_store: CheckpointStore) -> None:
+    """Its entrypoint is a command; a trial in it may be of any class."""
+    manifest = new_manifest(entrypoint="python train.py --lr ...")
+    local_store.commit(manifest)
+    with pytest.raises(TrialError, match=r"\(python train.py --lr ...\).* give it as trial_class"):
+        load_trial_from_checkpoint_path(local_store.files_url(manifest.uuid))
+
+
 def test_a_downloaded_checkpoint_that_was_altered(
     tmp_path: Path, local_store: CheckpointStore
 ) -> None:
