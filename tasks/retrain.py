@@ -20,6 +20,7 @@ from prefect.logging import get_run_logger
 from trial_core.checkpoint.manifest import utc_now
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
+from trial_core.config.parsing import merged
 from trial_core.errors import (
     CheckpointDamaged,
     CheckpointNotFound,
@@ -29,7 +30,7 @@ from trial_core.errors import (
     TrialflowError,
 )
 from trial_core.models.callback_process import call_function, log_lines
-from trial_core.models.data_templates import check_plain_data, merge_data, render_data
+from trial_core.models.data_templates import check_plain_data, render_data
 from trial_core.models.journal import (
     Challenger,
     Champion,
@@ -128,7 +129,7 @@ def make_plan(
         trial=trial_id(retraining.config.name, retraining.run_id),
         scheduled_at=scheduled_time.isoformat(),
         begun_at=utc_now(),
-        data=merge_data(
+        data=merged(
             render_data(retraining.config.data, scheduled_time), check_plain_data(data or {})
         ),
         champion=last_move.champion if last_move else None,

@@ -265,6 +265,18 @@ def override_values(mapping: Mapping[str, Any], values: Mapping[str, Any]) -> di
     return result
 
 
+def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with the values of `changes`. Nested mappings are merged."""
+    result = dict(base)
+    for key, value in changes.items():
+        existing = result.get(key)
+        if isinstance(existing, Mapping) and isinstance(value, Mapping):
+            result[key] = merged(existing, value)
+        else:
+            result[key] = value
+    return result
+
+
 def warn_of_new_hyperparameters(mapping: Mapping[str, Any], overrides: Iterable[str]) -> None:
     """Warn of every hyperparameter that an override adds to those of the file.
 

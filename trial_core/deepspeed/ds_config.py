@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trial_core.config.parsing import merged
 from trial_core.errors import TrialError, TrialTypeError, TrialValueError
 
 
@@ -42,18 +43,7 @@ def overwrite_deepspeed_config(
             "source_ds_dict must be a dictionary, "
             f"got {type(source_ds_dict).__name__}: {source_ds_dict!r}"
         )
-    return _merged(base, source_ds_dict)
-
-
-def _merged(base: Mapping[str, Any], source: Mapping[str, Any]) -> dict[str, Any]:
-    result = copy.deepcopy(dict(base))
-    for key, value in source.items():
-        section = result.get(key)
-        if isinstance(section, Mapping) and isinstance(value, Mapping):
-            result[key] = _merged(section, value)
-        else:
-            result[key] = copy.deepcopy(value)
-    return result
+    return copy.deepcopy(merged(base, source_ds_dict))
 
 
 def _read(path: Path) -> dict[str, Any]:

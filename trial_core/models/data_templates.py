@@ -79,18 +79,6 @@ def parse_data(assignments: Sequence[str]) -> dict[str, Any]:
     return check_plain_data(override({}, assignments, "--data"))
 
 
-def merge_data(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with the values of `changes`. Nested mappings are merged."""
-    result = dict(base)
-    for key, value in changes.items():
-        existing = result.get(key)
-        if isinstance(existing, Mapping) and isinstance(value, Mapping):
-            result[key] = merge_data(existing, value)
-        else:
-            result[key] = value
-    return result
-
-
 def _render(
     value: Any, path: tuple[str | int, ...], scheduled_time: datetime, problems: list[str]
 ) -> Any:

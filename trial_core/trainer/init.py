@@ -24,6 +24,7 @@ import deepspeed
 import torch.distributed as dist
 
 from trial_core.accelerator import claim_accelerator
+from trial_core.config.parsing import merged
 from trial_core.config.script import script_config
 from trial_core.context import RunInfo
 from trial_core.controller.rank_state import seed_everything
@@ -106,10 +107,9 @@ def pytorch_init(
     Raises:
         ConfigError: an argument is invalid; lists every mistake.
     """
-    if aggregation_frequency != 1:
-        given = dict((exp_conf or {}).get("optimizations") or {})
-        given["aggregation_frequency"] = aggregation_frequency
-        exp_conf = {**(exp_conf or {}), "optimizations": given}
+    if aggregation_frequency != 1 and isinstance(exp_conf, Mapping | None):
+        frequency = {"aggregation_frequency": aggregation_frequency}
+        exp_conf = merged(exp_conf or {}, {"optimizations": frequency})
     with _context(
         PyTorchTrialContext, hparams, exp_conf, distributed, enable_tensorboard_logging
     ) as context:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from trial_core.config.parsing import MAX_CHARACTERS, MAX_VALUES, parse_yaml, read_mapping
+from trial_core.config.parsing import MAX_CHARACTERS, MAX_VALUES, merged, parse_yaml, read_mapping
 from trial_core.errors import ConfigError
 
 
@@ -58,3 +59,20 @@ def test_a_large_file_is_refused_before_it_is_parsed(tmp_path: Path) -> None:
     path.write_text("x" * (MAX_CHARACTERS + 1))
     with pytest.raises(ConfigError, match=f"more than {MAX_CHARACTERS} characters; put large data"):
         read_mapping(path)
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "expected"),
+    [
+        ({"a": 1, "b": 2}, {"b": 3}, {"a": 1, "b": 3}),
+        ({"a": {"b": 1, "c": 2}}, {"a": {"c": 3, "d": 4}}, {"a": {"b": 1, "c": 3, "d": 4}}),
+        ({"a": {"b": 1}}, {"a": 2}, {"a": 2}),
+        ({"a": 2}, {"a": {"b": 1}}, {"a": {"b": 1}}),
+        ({"a": [1, 2]}, {"a": [3]}, {"a": [3]}),
+    ],
+)
+def test_mappings_are_merged(base: Any, changes: Any, expected: Any) -> None:
+    """At every depth; other values are replaced; the arguments are not changed."""
+    before = repr((base, changes))
+    assert merged(base, changes) == expected
+    assert repr((base, changes)) == before

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from datetime import datetime, timezone
-from typing import Any
 
 import pytest
 
 from trial_core.errors import ConfigError
-from trial_core.models.data_templates import check_plain_data, merge_data, parse_data, render_data
+from trial_core.models.data_templates import check_plain_data, parse_data, render_data
 
 AT = datetime(2026, 3, 1, 3, 30, tzinfo=timezone.utc)
 
@@ -66,23 +65,6 @@ def test_every_error_is_reported() -> None:
     with pytest.raises(ConfigError) as error:
         render_data({"a": "{{ x }}", "b": "{{ y }}"}, AT)
     assert [line[:7] for line in str(error.value).splitlines()] == ["data.a:", "data.b:"]
-
-
-@pytest.mark.parametrize(
-    ("base", "changes", "expected"),
-    [
-        ({"a": 1, "b": 2}, {"b": 3}, {"a": 1, "b": 3}),
-        ({"a": {"b": 1, "c": 2}}, {"a": {"c": 3, "d": 4}}, {"a": {"b": 1, "c": 3, "d": 4}}),
-        ({"a": {"b": 1}}, {"a": 2}, {"a": 2}),
-        ({"a": 2}, {"a": {"b": 1}}, {"a": {"b": 1}}),
-        ({"a": [1, 2]}, {"a": [3]}, {"a": [3]}),
-    ],
-)
-def test_merge(base: Any, changes: Any, expected: Any) -> None:
-    """Mappings are merged, other values replaced; the arguments are not changed."""
-    before = repr((base, changes))
-    assert merge_data(base, changes) == expected
-    assert repr((base, changes)) == before
 
 
 def test_data_given_to_a_run_is_plain() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import trial_core.trainer.init
 import trial_core.trainer.trainer
 from trial_core.config.script import named_metric, script_config
 from trial_core.context import RunInfo
@@ -221,3 +224,30 @@ def test_a_trial_can_be_fitted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         TrialError, match="fit was called twice; to continue training, construct a new"
     ):
         one.fit(max_length=Batch(2))
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("experiment.yaml", "experiment.yaml"),  # `script_config` refuses it
+        (None, {"optimizations": {"aggregation_frequency": 2}}),
+        (
+            {"optimizations": {"sharding": "fsdp2"}},
+            {"optimizations": {"sharding": "fsdp2", "aggregation_frequency": 2}},
+        ),
+    ],
+)
+def test_an_aggregation_frequency_is_added_to_exp_conf(
+    monkeypatch: pytest.MonkeyPatch, given: Any, expected: Any
+) -> None:
+    """What is no mapping is left to the check of all fields."""
+    seen = []
+
+    @contextmanager
+    def context(kind: type, hparams: object, exp_conf: object, *others: object) -> Iterator[None]:
+        seen.append(exp_conf)
+        yield
+
+    monkeypatch.setattr(trial_core.trainer.init, "_context", context)
+    with trial_core.trainer.init.pytorch_init(exp_conf=given, aggregation_frequency=2):
+        assert seen == [expected]
