@@ -13,6 +13,7 @@ import torch
 from deepspeed.checkpoint.ds_to_universal import main
 
 from trial_core.controller.safe_load import Reader
+from trial_core.deepspeed.checkpoint_engine import CHECKPOINT_CLASSES
 from trial_core.deepspeed.export.deepspeed_folder import join_frozen
 from trial_core.deepspeed.export.engine_weights import saved_weights
 from trial_core.deepspeed.fingerprints import check_exported, fingerprints_of
@@ -54,6 +55,7 @@ def export_weights(
     folder: Path, engine: int = 0, dtype: Precision = "fp32", reader: Reader | None = None
 ) -> Weights:
     """All weights that an export has, in memory, compared with their fingerprints together."""
+    reader = reader or Reader(classes=CHECKPOINT_CLASSES)
     weights = read_all(saved_weights(folder, engine, dtype, reader))
     check_exported(fingerprints_of(folder, engine), weights)
     return weights

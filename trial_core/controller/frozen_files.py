@@ -30,9 +30,9 @@ def frozen_path(path: Path) -> Path:
     return path.with_name(f"{path.stem}{_SUFFIX}{path.suffix}")
 
 
-def frozen_names(module: nn.Module) -> set[str]:
-    """The names of all parameters that are not trained, those of tied ones included."""
-    named = module.named_parameters(remove_duplicate=False)
+def frozen_names(module: nn.Module, *, every_name: bool = True) -> set[str]:
+    """The names of all parameters that are not trained; of tied ones every name, or the first."""
+    named = module.named_parameters(remove_duplicate=not every_name)
     return {name for name, parameter in named if not parameter.requires_grad}
 
 

@@ -46,8 +46,7 @@ class SnapshotCheckpointEngine(TorchCheckpointEngine):
     Args:
         folder: the staging folder, or the folder of a fetched checkpoint.
         memory_files: where shards below `folder` are written; None writes files on disk.
-        reader: reads files, and will read those that are written; None uses one that does not
-            trust the checkpoint.
+        reader: reads files, and will read those that are written.
         frozen: names of the engine's weights that are not trained: they are written into files of
             their own (see `frozen_files`).
     """
@@ -56,7 +55,7 @@ class SnapshotCheckpointEngine(TorchCheckpointEngine):
         self,
         folder: Path,
         memory_files: MemoryFiles | None,
-        reader: Reader | None,
+        reader: Reader,
         frozen: Collection[str] = (),
     ) -> None:
         CheckpointEngine.__init__(self)
@@ -64,7 +63,7 @@ class SnapshotCheckpointEngine(TorchCheckpointEngine):
         self._folder = folder
         self._memory_files = memory_files
         self._frozen = [(part, name) for part in (MODULE, FRAGMENTS) for name in frozen]
-        self.reader = reader or Reader(classes=CHECKPOINT_CLASSES)
+        self.reader = reader
 
     def create(self, info: Any) -> None:
         """Nothing to prepare."""
@@ -130,8 +129,8 @@ def snapshot_checkpoint_engines(
     engines: Sequence[DeepSpeedEngine],
     folder: Path,
     *,
+    reader: Reader,
     memory_files: MemoryFiles | None = None,
-    reader: Reader | None = None,
 ) -> Iterator[None]:
     """Inside the block, engines read and write shards with a `SnapshotCheckpointEngine`."""
     replacements = (

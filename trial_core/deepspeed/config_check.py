@@ -75,10 +75,14 @@ def refusals(config: Mapping[str, Any]) -> list[str]:
         for key, why in REFUSED.items()
         if _is_on(_value(config, key))
     ]
-    is_zero3 = _value(config, "zero_optimization.stage") == 3
-    if is_zero3 and _value(config, "zero_optimization.offload_optimizer.device") == "nvme":
+    if is_zero_3(config) and _value(config, "zero_optimization.offload_optimizer.device") == "nvme":
         found.append(f"the DeepSpeed config's {_ON_NVME}")
     return found
+
+
+def is_zero_3(config: Mapping[str, Any]) -> bool:
+    """Whether a DeepSpeed config is one of ZeRO-3."""
+    return bool(_value(config, "zero_optimization.stage") == 3)
 
 
 def removals(config: Mapping[str, Any]) -> list[str]:

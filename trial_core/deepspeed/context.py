@@ -14,7 +14,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from typing_extensions import Self
 
 from trial_core.context import RunInfo
-from trial_core.deepspeed.config_check import check_engine_config
+from trial_core.deepspeed.config_check import check_engine_config, is_zero_3
 from trial_core.deepspeed.ds_config import overwrite_deepspeed_config
 from trial_core.deepspeed.mpu import (
     ModelParallelUnit,
@@ -25,7 +25,6 @@ from trial_core.deepspeed.op_builds import prepare_op_builds
 from trial_core.deepspeed.pretrained import (
     divide_no_more,
     divide_pretrained,
-    divides_weights,
     end_of_loading,
     is_transformers_in_use,
     named_config,
@@ -130,7 +129,7 @@ class DeepSpeedTrialContext(SaysWhatToUse, TorchTrialContext):
         """
         divide_no_more()
         read = {} if config is None else overwrite_deepspeed_config(config, {})
-        self._divides_pretrained = divide_pretrained(read) if divides_weights(read) else None
+        self._divides_pretrained = divide_pretrained(read) if is_zero_3(read) else None
 
     def set_mpu(self, mpu: ModelParallelUnit) -> None:
         """Use a custom model-parallel layout. Every rank calls this, with its own unit.

@@ -15,6 +15,7 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import GatheredParameters
 
+from trial_core.controller.frozen_files import frozen_names
 from trial_core.controller.imported_weights import imported_weights
 from trial_core.deepspeed.checkpoint_engine import reader_of
 from trial_core.deepspeed.export.engine_weights import saved_weights
@@ -63,7 +64,7 @@ def load_weights(engine: DeepSpeedEngine, folder: Path, tag: str) -> None:
             name: SavedWeight(each.shape, each.dtype, each.clone) for name, each in imported.items()
         }
         _load_by_parts(engine, weights)
-        missing = _frozen(engine.module, every_name=False) - weights.keys()
+        missing = frozen_names(engine.module, every_name=False) - weights.keys()
         if missing and dist.get_rank() == 0:
             _logger.warning(
                 "%d frozen weights are not in the imported files, and stay as the trial has built "
@@ -87,7 +88,7 @@ def load_weights(engine: DeepSpeedEngine, folder: Path, tag: str) -> None:
     # DeepSpeed's own loading needs a shard for each present rank, and reads the tag saved last.
     # Under ZeRO-3 it also has the whole model on every device, and in every rank's host memory.
     index = int(tag.removeprefix("model"))
-    _load_by_parts(engine, saved_weights(folder, index, reader=reader_of(engine)))
+    _load_by_parts(engine, saved_weights(folder, index, "fp32", reader_of(engine)))
 
 
 def _load_by_parts(engine: DeepSpeedEngine, weights: Mapping[str, SavedWeight]) -> None:
@@ -154,7 +155,7 @@ def _load_checkpoint(engine: DeepSpeedEngine, folder: Path, tag: str, **options:
 
 def _module_options(engine: DeepSpeedEngine) -> dict[str, Any]:
     """Options of ``load_checkpoint`` for a checkpoint that may have no frozen weights."""
-    if not _frozen(engine.module):
+    if not frozen_names(engine.module):
         return {}
     if isinstance(engine.module, PipelineModule):
         return {"load_module_strict": False}  # it loads its layers itself
@@ -239,18 +240,13 @@ def _require_same_names(
         CheckpointError: names what else differs.
     """
     # DeepSpeed leaves a frozen parameter out by its first name only.
-    if _frozen(module, every_name=False) <= missing:
-        missing = missing - _frozen(module)
+    if frozen_names(module, every_name=False) <= missing:
+        missing = missing - frozen_names(module)
     if missing or unexpected:
         raise CheckpointError(
             "the checkpoint was saved by another model; missing in the checkpoint: "
             f"{_listed(missing)}; not in the model: {_listed(unexpected)}"
         )
-
-
-def _frozen(module: torch.nn.Module, every_name: bool = True) -> set[str]:
-    named = module.named_parameters(remove_duplicate=not every_name)
-    return {name for name, parameter in named if not parameter.requires_grad}
 
 
 def _listed(names: Collection[str]) -> str:

@@ -19,7 +19,6 @@ from deepspeed.accelerator import get_accelerator
 from trial_core.deepspeed.ds_config import overwrite_deepspeed_config
 from trial_core.errors import TrialError
 
-_ZERO_STAGE_WEIGHTS = 3
 _INTEGRATION = "transformers.integrations.deepspeed"
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 _LARGE_BYTES = 2**20
@@ -43,12 +42,6 @@ def named_config(hparams: Mapping[str, Any]) -> dict[str, Any] | None:
 def is_transformers_in_use() -> bool:
     """Whether this process has imported transformers, and could divide its models."""
     return "transformers" in sys.modules and find_spec("accelerate") is not None
-
-
-def divides_weights(config: Mapping[str, Any]) -> bool:
-    """Whether a DeepSpeed config is one of ZeRO-3."""
-    zero = config.get("zero_optimization")
-    return isinstance(zero, Mapping) and zero.get("stage") == _ZERO_STAGE_WEIGHTS
 
 
 def divide_pretrained(config: Mapping[str, Any]) -> object:

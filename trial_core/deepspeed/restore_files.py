@@ -15,6 +15,7 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from trial_core.checkpoint.manifest import FileEntry, Topology
+from trial_core.deepspeed.export.pipeline_weights import LAYER
 from trial_core.deepspeed.load_engine import needs_optimizer_shards
 
 _SHARD = re.compile(
@@ -22,7 +23,6 @@ _SHARD = re.compile(
 )
 _RANK_STATE = re.compile(r"trialflow/rank-(?P<rank>\d+)\.pt")
 _OPTIMIZER_STATES = re.compile(r"\w+_optim_states\.pt")
-_LAYER = re.compile(r"layer_(\d+)-(?:model_\d+-)?model_states\.pt")
 
 
 def files_for_ranks(
@@ -111,7 +111,7 @@ def _layers_of_other_stages(
     return {
         f"model{index}/{name}"
         for name in _names(files, index)
-        if (match := _LAYER.fullmatch(name)) and int(match[1]) not in layers
+        if (match := LAYER.fullmatch(name)) and int(match[1]) not in layers
     }
 
 

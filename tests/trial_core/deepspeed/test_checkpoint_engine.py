@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from trial_core.controller.safe_load import Reader
 from trial_core.deepspeed.checkpoint_engine import SnapshotCheckpointEngine
 from trial_core.transfer.memory_files import MemoryFiles, is_memory_file
 
@@ -21,7 +22,7 @@ def test_a_shard_beyond_the_memory_limit_is_written_to_disk(
     state = {str(n): torch.full((TENSOR_BYTES // 4,), float(n)) for n in range(4)}
     memory_files = MemoryFiles(limit_bytes)
     memory_files.begin()
-    engine = SnapshotCheckpointEngine(tmp_path, memory_files, None)
+    engine = SnapshotCheckpointEngine(tmp_path, memory_files, Reader())
     engine.save(state, str(tmp_path / "shard.pt"))
     memory_files.end()
     assert not is_memory_file(tmp_path / "shard.pt")
@@ -34,7 +35,7 @@ def test_a_shard_is_left_in_its_file_until_it_is_used(tmp_path: Path) -> None:
     """DeepSpeed reads model states twice on every rank: neither takes memory for the whole."""
     path = tmp_path / "mp_rank_00_model_states.pt"
     torch.save({"module": {"weight": torch.ones(2**16)}}, path)
-    engine = SnapshotCheckpointEngine(tmp_path, None, None)
+    engine = SnapshotCheckpointEngine(tmp_path, None, Reader())
     loaded = engine.load(str(path), map_location=lambda storage, location: storage)
     with path.open("r+b") as file:  # the tensor shows what is in the file now
         file.seek(2**17)

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from trial_core.controller.safe_load import Reader
-from trial_core.deepspeed.checkpoint_engine import CHECKPOINT_CLASSES
 from trial_core.deepspeed.export.consolidate import consolidated, exported
 from trial_core.deepspeed.export.model_parallel_weights import joined
 from trial_core.deepspeed.export.pipeline_weights import LAYER, pipeline_weights
@@ -41,7 +40,7 @@ _logger = logging.getLogger(__name__)
 
 
 def checked_weights(
-    folder: Path, engine: int = 0, dtype: Precision = "fp32", reader: Reader | None = None
+    folder: Path, engine: int, dtype: Precision, reader: Reader
 ) -> dict[str, SavedWeight]:
     """As `saved_weights`; each is compared with its fingerprint when it is read."""
     known = fingerprints_of(folder, engine)
@@ -60,7 +59,7 @@ def checked_weights(
 
 
 def saved_weights(
-    folder: Path, engine: int = 0, dtype: Precision = "fp32", reader: Reader | None = None
+    folder: Path, engine: int, dtype: Precision, reader: Reader
 ) -> dict[str, SavedWeight]:
     """The weights and persistent buffers of one engine, by the names of its ``state_dict``.
 
@@ -75,13 +74,11 @@ def saved_weights(
         dtype: ``fp32``: the weights that the optimizer steps on, from ZeRO's shards; 16-bit
             weights without an fp32 copy are converted. ``16bit``: the weights that the model
             computes with, as ``save_16bit_model`` writes them.
-        reader: reads the files; by default one that does not trust the checkpoint.
 
     Raises:
         CheckpointError: there are no such weights; or ranks hold parts that export cannot join; or
             the files hold objects that the reader does not trust.
     """
-    reader = reader or Reader(classes=CHECKPOINT_CLASSES)
     tag = folder / f"model{engine}"
     files = sorted(tag.glob("*.pt"))
     if any(LAYER.fullmatch(file.name) for file in files):
