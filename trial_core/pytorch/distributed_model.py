@@ -37,9 +37,9 @@ class DistributedModel(DistributedDataParallel):
         forwards: forward passes that train, which will be averaged over ranks.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device, **options: Any) -> None:
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
         devices = None if device.type == "cpu" else [device]
-        super().__init__(module, device_ids=devices, **_KEEPS_BUFFERS, **options)
+        super().__init__(module, device_ids=devices, **_KEEPS_BUFFERS)
         self.forwards = 0
         if hidden := self._hidden_attributes():
             logger.warning(

@@ -58,8 +58,8 @@ class _InTurn(SamplerWrapper[T], Generic[T]):
 class _Repeat(SamplerWrapper[T], Generic[T]):
     """The base sampler's epochs, one after the other without end."""
 
-    def __init__(self, base: Iterable[T]) -> None:
-        super().__init__(base)
+    def __init__(self, sampler: Iterable[T]) -> None:
+        super().__init__(sampler)
         self.is_endless = True
 
     def iterate(self, epoch: int, start: int = 0, step: int = 1) -> Iterator[T]:
@@ -109,13 +109,13 @@ def _empty_epoch(epoch: int) -> TrialError:
 class _Shard(SamplerWrapper[T], Generic[T]):
     """Every `num_workers`-th item, starting with item `rank`."""
 
-    def __init__(self, base: Iterable[T], num_workers: int, rank: int) -> None:
+    def __init__(self, sampler: Iterable[T], num_workers: int, rank: int) -> None:
         if num_workers < 1 or not 0 <= rank < num_workers:
             raise TrialValueError(
                 "a shard needs 0 <= rank < num_workers, got "
                 f"rank={rank} and num_workers={num_workers}"
             )
-        super().__init__(base)
+        super().__init__(sampler)
         self.num_workers = num_workers
         self.rank = rank
 
@@ -130,10 +130,10 @@ class _Shard(SamplerWrapper[T], Generic[T]):
 class _Skip(SamplerWrapper[T], Generic[T]):
     """The items after the first `skip`."""
 
-    def __init__(self, base: Iterable[T], skip: int) -> None:
+    def __init__(self, sampler: Iterable[T], skip: int) -> None:
         if skip < 0:
             raise TrialValueError(f"skip must not be negative, got {skip}")
-        super().__init__(base)
+        super().__init__(sampler)
         self.skip = skip
 
     def length(self, epoch: int | None = None) -> int:
@@ -147,9 +147,6 @@ class _Skip(SamplerWrapper[T], Generic[T]):
 class RepeatSampler(_InTurn[int], _Repeat[int]):
     """A sampler's items, epoch after epoch without end. ``len()`` is one epoch."""
 
-    def __init__(self, sampler: Iterable[int]) -> None:
-        super().__init__(sampler)
-
 
 class RepeatBatchSampler(_InTurn[list[int]], _Repeat[list[int]]):
     """A batch sampler's batches, epoch after epoch without end. ``len()`` is one epoch."""
@@ -160,9 +157,6 @@ class RepeatBatchSampler(_InTurn[list[int]], _Repeat[list[int]]):
 
 class DistributedSampler(_InTurn[int], _Shard[int]):
     """Every `num_workers`-th item of a sampler: the shard of data-parallel rank `rank`."""
-
-    def __init__(self, sampler: Iterable[int], num_workers: int, rank: int) -> None:
-        super().__init__(sampler, num_workers, rank)
 
 
 class DistributedBatchSampler(_InTurn[list[int]], _Shard[list[int]]):
@@ -178,9 +172,6 @@ class SkipSampler(_InTurn[int], _Skip[int]):
     Repeat before you skip; otherwise every epoch loses its beginning. Prefer `SkipBatchSampler` to
     resume: progress is counted in batches.
     """
-
-    def __init__(self, sampler: Iterable[int], skip: int) -> None:
-        super().__init__(sampler, skip)
 
     def __len__(self) -> int:
         return self.base.length()
@@ -205,9 +196,6 @@ class ReproducibleShuffleSampler(_InTurn[int], ShuffledSampler[int]):
 
     Shuffle before repeating, sharding and skipping. All ranks must use the same seed.
     """
-
-    def __init__(self, sampler: Iterable[int], seed: int) -> None:
-        super().__init__(sampler, seed)
 
 
 class ReproducibleShuffleBatchSampler(_InTurn[list[int]], ShuffledSampler[list[int]]):

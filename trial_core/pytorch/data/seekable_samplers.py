@@ -127,8 +127,8 @@ class FixedSampler(SeekableSampler[T], Generic[T]):
 class ShuffledSampler(SamplerWrapper[T], Generic[T]):
     """The items of another sampler, in an order that depends only on the seed and the epoch."""
 
-    def __init__(self, base: Iterable[T], seed: int) -> None:
-        super().__init__(base)
+    def __init__(self, sampler: Iterable[T], seed: int) -> None:
+        super().__init__(sampler)
         if self.is_endless:
             raise ValueError("cannot shuffle an endless sampler: shuffle before repeating")
         self._seed = seed
