@@ -99,18 +99,14 @@ def read_remapped_state(
     is_own = data.get("loader") is not None and not data.get("loader_is_global")
     if restore == "everything" and is_own:
         raise CheckpointError(
-            "the checkpoint holds the state of the trial's own training loader"
-            f"{_of_type(data)} on each of {remap.saved.data_parallel_size} data-parallel ranks, "
-            f"which cannot be resharded to {remap.now.data_parallel_size}; resume with "
+            "the checkpoint holds the state of the trial's own training loader "
+            f"({data['loader_type']}) on each of {remap.saved.data_parallel_size} data-parallel "
+            f"ranks, which cannot be resharded to {remap.now.data_parallel_size}; resume with "
             f"{remap.saved.world_size} slots, or train with a trial_core.pytorch.DataLoader, which "
             "can be resharded. A loader whose state is the same on all ranks, and holds for any "
             "number of them, says so with state_is_global = True"
         )
     return {**own, "training_data": data or None, "rng": seeded_rng(remap.seed)}
-
-
-def _of_type(data: Mapping[str, Any]) -> str:
-    return f" ({data['loader_type']})" if "loader_type" in data else ""
 
 
 def seeded_rng(seed: int) -> dict[str, Any]:

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from typing import Any
 
 from trial_core.context import RunInfo
 from trial_core.controller.data.loaders import MicroBatches
-from trial_core.controller.trial_adapter import TrialAdapter
+from trial_core.controller.trial_adapter import TrialAdapter, accepts
 from trial_core.controller.workload_metrics import reduce_training
 from trial_core.distributed import DistributedContext
 from trial_core.messages import NonFinite
@@ -126,20 +125,11 @@ def _begin_epochs(
     previous = epoch.epoch_of(batch_idx - 1) if batch_idx else -1
     for begun in range(previous + 1, current + 1):
         for callback in callbacks.values():
-            if _takes_epoch(callback.on_training_epoch_start):
+            if accepts(callback.on_training_epoch_start, begun):
                 callback.on_training_epoch_start(begun)
-            else:
-                callback.on_training_epoch_start()  # type: ignore[call-arg]  # older form
+            else:  # as in old releases of Determined
+                callback.on_training_epoch_start()  # type: ignore[call-arg]
     return current
-
-
-def _takes_epoch(on_training_epoch_start: Callable[..., None]) -> bool:
-    """Whether the hook has a parameter, of any name. In old releases of Determined it had none."""
-    try:
-        inspect.signature(on_training_epoch_start).bind(0)
-    except TypeError:
-        return False
-    return True
 
 
 def _end_epochs(

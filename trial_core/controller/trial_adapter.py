@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -227,3 +228,12 @@ class TrialAdapter(ABC):
 
     def destroy(self) -> None:  # noqa: B027 - torch frees what is not used any more
         """Free what the library holds of the trial, which is not used any more."""
+
+
+def accepts(method: Callable[..., Any], *arguments: Any) -> bool:
+    """Whether a trial's method has parameters, of any name, for these arguments."""
+    try:
+        inspect.signature(method).bind(*arguments)
+    except TypeError:
+        return False
+    return True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -19,7 +18,7 @@ from trial_core.checkpoint.manifest import FileEntry, Topology
 from trial_core.checkpoint.resume_point import Restore
 from trial_core.controller.optimizer_load import optimizers_loaded_in_place
 from trial_core.controller.safe_load import Reader
-from trial_core.controller.trial_adapter import TrialAdapter
+from trial_core.controller.trial_adapter import TrialAdapter, accepts
 from trial_core.deepspeed.checkpoint_engine import CHECKPOINT_CLASSES, snapshot_checkpoint_engines
 from trial_core.deepspeed.config_check import config_of
 from trial_core.deepspeed.context import DeepSpeedTrialContext
@@ -39,8 +38,6 @@ from trial_core.export.model_files import facts_folder, write_facts
 from trial_core.transfer.memory_files import MemoryFiles
 
 logger = logging.getLogger(__name__)
-
-ZERO_STAGE_WEIGHTS = 3
 
 
 class DeepSpeedTrialAdapter(TrialAdapter):
@@ -96,7 +93,7 @@ class DeepSpeedTrialAdapter(TrialAdapter):
             if self.evaluates_in_lockstep
             else None
         )
-        self._evaluate_takes_index = _accepts_batch_idx(trial.evaluate_batch)
+        self._evaluate_takes_index = accepts(trial.evaluate_batch, None, 0)
 
     def training_loader(self) -> Any:
         return finite(super().training_loader())
@@ -306,17 +303,8 @@ def _micro_batches_trained(engine: DeepSpeedEngine) -> int:
 def _forward_needs_other_ranks(context: DeepSpeedTrialContext) -> bool:
     """Whether other ranks hold weights that a forward pass of this rank needs."""
     partitions_weights = any(
-        engine.zero_optimization_stage() == ZERO_STAGE_WEIGHTS or engine.has_moe_layers
+        engine.zero_optimization_partition_weights() or engine.has_moe_layers
         for engine in context.models
     )
     splits_model = context.mpu.data_parallel_world_size < context.distributed.get_size()
     return context.use_pipeline_parallel or partitions_weights or splits_model
-
-
-def _accepts_batch_idx(evaluate_batch: Any) -> bool:
-    """Whether `evaluate_batch` has a second parameter, of any name."""
-    try:
-        inspect.signature(evaluate_batch).bind(None, 0)
-    except TypeError:
-        return False
-    return True

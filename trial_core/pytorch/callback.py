@@ -133,6 +133,9 @@ class PyTorchCallback:
     def on_validation_epoch_end(self, outputs: list[Any]) -> None:
         """Called after the last batch of a validation.
 
+        If a forward pass needs other ranks, what this hook adds to custom reducers does not count
+        on a rank whose shard was shorter than another's.
+
         Args:
             outputs: this rank's metrics, a dict for each batch, without custom reducers', of the
                 types in `batch_metrics`. Empty on a rank that reports none, and on all ranks but 0
@@ -218,7 +221,11 @@ class TrialCallback(PyTorchCallback):
 
 
 def built_callbacks(trial: Any, context: Any) -> Mapping[str, PyTorchCallback]:
-    """The trial's callbacks. Raises as `overridden_hooks`."""
+    """The trial's callbacks.
+
+    Raises:
+        TrialError: they are not a mapping of names to `PyTorchCallback` instances.
+    """
     callbacks: Mapping[str, PyTorchCallback] = trial.build_callbacks()
     _check(callbacks)
     for callback in trial_callbacks(callbacks):
@@ -232,12 +239,7 @@ def trial_callbacks(callbacks: Mapping[str, PyTorchCallback]) -> list[TrialCallb
 
 
 def overridden_hooks(callbacks: Mapping[str, PyTorchCallback]) -> frozenset[str]:
-    """The names of the hooks that at least one callback overrides.
-
-    Raises:
-        TrialError: `callbacks` is not a mapping of names to `PyTorchCallback` instances.
-    """
-    _check(callbacks)
+    """The names of the hooks that at least one callback overrides."""
     return frozenset(
         hook for hook in HOOKS for callback in callbacks.values() if _overrides(callback, hook)
     )

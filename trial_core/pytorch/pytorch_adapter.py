@@ -174,9 +174,7 @@ class PyTorchTrialAdapter(TrialAdapter):
         )
 
     def _next(self, micro_batches: Iterator[Any] | None) -> Any:
-        if micro_batches is None:
-            raise TrialError("every rank of a PyTorchTrial needs a data loader; this one has none")
-        batch = next(micro_batches)
+        batch = next(micro_batches)  # type: ignore[arg-type]  # never None: every rank needs data
         return self._context.to_device(batch) if self._context.moves_batches else batch
 
     def _share_buffers(self) -> None:

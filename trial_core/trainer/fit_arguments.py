@@ -21,18 +21,15 @@ def fit_begun(
     step_zero_validation: bool,
 ) -> FitBegun:
     """`fit`'s arguments, for its driver. Raises ConfigError if an argument is invalid."""
-    if max_length is not None:
-        _check_unit("max_length", max_length)
-        if not isinstance(max_length.value, int):
-            raise ConfigError(
-                f"fit: max_length is one number of batches or epochs, got {max_length!r}"
-            )
+    length = _optional("max_length", max_length, None)
+    if length is not None and not isinstance(length.value, int):
+        raise ConfigError(f"fit: max_length is one number of batches or epochs, got {max_length!r}")
     if checkpoint_policy is not None and checkpoint_policy not in get_args(CheckpointPolicy):
         raise ConfigError(
             f'fit: checkpoint_policy is "best", "all" or "none", got {checkpoint_policy!r}'
         )
     return FitBegun(
-        max_length=None if max_length is None else _plain("max_length", max_length, None),
+        max_length=length,
         reporting_period=_plain("reporting_period", reporting_period, max_length),
         validation_period=_optional("validation_period", validation_period, max_length),
         checkpoint_period=_optional("checkpoint_period", checkpoint_period, max_length),

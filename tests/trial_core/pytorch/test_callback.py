@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from trial_core.errors import TrialError
-from trial_core.pytorch.callback import HOOKS, PyTorchCallback, overridden_hooks
+from trial_core.pytorch.callback import HOOKS, PyTorchCallback, built_callbacks, overridden_hooks
 
 REFERENCE = {
     "on_trial_startup": ["first_batch_idx", "checkpoint_uuid"],
@@ -107,4 +108,4 @@ def test_deprecated_hook_warns() -> None:
 def test_wrong_callbacks_are_refused(callbacks: Any, message: str) -> None:
     """The error says what build_callbacks must return."""
     with pytest.raises(TrialError, match=message):
-        overridden_hooks(callbacks)
+        built_callbacks(SimpleNamespace(build_callbacks=lambda: callbacks), None)
