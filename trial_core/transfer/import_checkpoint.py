@@ -13,18 +13,19 @@ import logging
 import re
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
-from uuid import NAMESPACE_URL, uuid5
+from uuid import NAMESPACE_URL, uuid4, uuid5
 
 import fsspec
 
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.manifest import FileEntry, Manifest, Topology, utc_now
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.errors import CheckpointDamaged, CheckpointNotFound, CommitConflict
+from trial_core.errors import CheckpointDamaged, CheckpointNotFound
 from trial_core.run.sequencer import Progress
 from trial_core.storage.parallel import CancelSignal, in_parallel
 from trial_core.storage.storage_errors import ErrorTranslator
@@ -46,6 +47,8 @@ _LATEST = "latest"
 _STAMPS = ("size", "etag", "mtime", "lastmodified", "last_modified", "last_commit", "blob_id")
 """What file systems tell of a file that changes with its content."""
 _ONE_RANK = Topology(world_size=1, data_parallel_size=1)
+_BAD_ARCHIVE = (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, ValueError)
+"""What zipfile raises for damaged headers and content; RuntimeError: it seems to be encrypted."""
 _KINDS = (
     "a folder that DeepSpeed's save_checkpoint has written (or its global_stepN, or a universal "
     "one), a folder of Hugging Face's save_pretrained, or a file with a state_dict (.safetensors, "
@@ -60,7 +63,8 @@ def import_checkpoint(
 ) -> Manifest:
     """The checkpoint with the files at `url`; imported now, unless that was done before.
 
-    The files are known again by their names, sizes and times.
+    The files are known again by their names, sizes and times: the trial's id is a digest of them.
+    Each import has a uuid of its own. The commit of one ends the uploads below its uuid.
 
     Args:
         url: a folder or a file: a path, or a URL of fsspec.
@@ -75,10 +79,10 @@ def import_checkpoint(
     source = _Source(url, options or {})
     found = _recognised(source)
     stamps = sorted((path, name, source.stamps[path]) for path, name in found.files.items())
-    uuid = str(uuid5(NAMESPACE_URL, json.dumps([source.shown, stamps])))
-    with contextlib.suppress(CheckpointNotFound):
-        return store.open(uuid)
-    trial = f"{EXPERIMENT}-{uuid[:12]}"
+    digest = uuid5(NAMESPACE_URL, json.dumps([source.shown, stamps])).hex
+    trial, uuid = f"{EXPERIMENT}-{digest[:12]}", str(uuid4())
+    if (imported := store.newest(trial)) is not None:
+        return imported
     _logger.info("importing %s files of %s into %s", len(found.files), source.shown, store.url)
     store.announce_upload(trial, uuid, EXPERIMENT)
 
@@ -95,6 +99,10 @@ def import_checkpoint(
     now = _Source(url, options or {})
     if any(now.stamps.get(path) != source.stamps[path] for path in found.files):
         raise CheckpointDamaged(f"{source.shown} changed while it was copied; start again")
+    if (imported := store.newest(trial)) is not None:  # by another run, meanwhile
+        store.storage.clear(layout.files_folder(uuid))
+        store.storage.remove(layout.intent_key(trial, uuid))
+        return imported
     manifest = Manifest(
         uuid=uuid,
         trial=trial,
@@ -110,10 +118,7 @@ def import_checkpoint(
         entrypoint=source.shown,
         hyperparameters={},
     )
-    try:
-        store.commit(manifest)
-    except CommitConflict:  # another run has imported the same files meanwhile
-        return store.open(uuid)
+    store.commit(manifest)
     return manifest
 
 
@@ -279,7 +284,7 @@ def _check_archive(file: Path, shown: str) -> None:
             # torch can leave checksums out; all of them are 0 then.
             has_checksums = any(member.CRC for member in archive.infolist())
             damaged = archive.testzip() if has_checksums else None
-    except zipfile.BadZipFile as error:
+    except _BAD_ARCHIVE as error:
         damaged = str(error)
     if damaged is not None:
         raise CheckpointDamaged(f"{shown} is damaged: {damaged}; copy it once more")

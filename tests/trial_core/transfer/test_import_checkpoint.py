@@ -6,7 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from safetensors.torch import save_file
 
 from tests.support.consolidated import consolidated, export_weights
+from tests.support.manifests import keys_of, stored_keys
 from tests.support.slots import Driven, drive, toy_config
 from tests.support.snippets import ROOT
 from tests.trial_core.deepspeed.resuming import saved_again
@@ -34,6 +35,7 @@ from trial_core.errors import (
 from trial_core.run.choose_resume_point import resume_points
 from trial_core.run.sequencer import Progress
 from trial_core.slots.slot_group import SlotGroup
+from trial_core.storage.local_files import read_chunks
 from trial_core.transfer.import_checkpoint import import_checkpoint
 
 WarmSlots = Callable[[int], SlotGroup]
@@ -234,6 +236,24 @@ def test_files_are_imported_once(store: CheckpointStore, tmp_path: Path) -> None
     store.verify(first.uuid)
 
 
+def test_runs_that_import_at_once_do_not_disturb_each_other(
+    store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one's commit does not end the upload of the other, which takes its checkpoint."""
+    file = state_dict_file({"a": torch.ones(2)}, tmp_path)
+    others: list[Manifest] = []
+
+    def read(*arguments: Any) -> Iterator[bytes]:
+        monkeypatch.setattr("trial_core.storage.local.read_chunks", read_chunks)
+        others.append(import_checkpoint(store, str(file)))
+        yield from read_chunks(*arguments)
+
+    monkeypatch.setattr("trial_core.storage.local.read_chunks", read)
+    assert [import_checkpoint(store, str(file))] == others
+    store.verify(others[0].uuid)
+    assert stored_keys(store) == keys_of(others)
+
+
 def test_files_come_from_any_storage_of_fsspec(store: CheckpointStore, tmp_path: Path) -> None:
     """A copy is made only for the time of its upload."""
     file = state_dict_file({"a": torch.ones(2)}, tmp_path)
@@ -312,6 +332,14 @@ def flip_bit(folder: Path) -> None:
     file.write_bytes(content)
 
 
+def flip_flag(folder: Path) -> None:
+    """A file in the archive seems to be encrypted."""
+    file = folder / TAG / "mp_rank_00_model_states.pt"
+    content = bytearray(file.read_bytes())
+    content[content.index(b"PK\x01\x02") + 8] ^= 1
+    file.write_bytes(content)
+
+
 def only_readme(folder: Path) -> None:
     shutil.rmtree(folder)
     folder.mkdir()
@@ -324,6 +352,7 @@ def only_readme(folder: Path) -> None:
         (remove_shard, CheckpointDamaged, "has 1 .*expected 2.*copy those of all nodes"),
         (keep_half, CheckpointDamaged, "copy those of all nodes"),
         (flip_bit, CheckpointDamaged, "mp_rank_00_model_states.pt is damaged"),
+        (flip_flag, CheckpointDamaged, "mp_rank_00_model_states.pt is damaged"),
         (only_readme, CheckpointNotFound, "its files are README.md; expected a folder"),
         (shutil.rmtree, CheckpointNotFound, "there is no checkpoint at"),
     ],
