@@ -126,9 +126,15 @@ class PartFile:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Sync the names in a folder to disk, and the folder's own name, which may be new."""
+    """Sync the names in a folder to disk, and the folder's own name, which may be new.
+
+    A folder that this user may not read, such as the one of all users' folders, has no new name.
+    """
     for each in (folder, folder.parent):
-        descriptor = os.open(each, os.O_RDONLY)
+        try:
+            descriptor = os.open(each, os.O_RDONLY)
+        except PermissionError:
+            continue
         try:
             os.fsync(descriptor)
         finally:

@@ -12,6 +12,7 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointError
 from trial_core.storage.local_files import local_digest
 from trial_core.storage.parallel import CancelSignal, in_parallel
+from trial_core.storage.storage_errors import ErrorTranslator
 from trial_core.transfer.staging import StagedFile, staged_files
 
 UPLOAD_THREADS = 4
@@ -87,7 +88,8 @@ def upload_staged(
             may_be_shared = file.size_bytes in shared_sizes and file.path not in changing
             if file is not own and may_be_shared:
                 # Hashed before it may be sent: a file that has changed is hashed twice, once.
-                digest = local_digest(Path(file.file), file.size_bytes, stop)
+                with ErrorTranslator(file.file).translated("read"):
+                    digest = local_digest(Path(file.file), file.size_bytes, stop)
                 if place := places.get((file.size_bytes, digest)):
                     return FileEntry(
                         path=file.path, size_bytes=file.size_bytes, digest=digest, rank=rank,

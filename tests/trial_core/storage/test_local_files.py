@@ -1,8 +1,13 @@
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
+from typing import Any
 
-from trial_core.storage.local_files import read_at
+import pytest
+
+from trial_core.storage.local_files import atomic_file, read_at
 
 
 def test_a_read_past_the_end_returns_the_bytes_that_exist(tmp_path: Path) -> None:
@@ -13,3 +18,20 @@ def test_a_read_past_the_end_returns_the_bytes_that_exist(tmp_path: Path) -> Non
         assert read_at(file.fileno(), 4, view) == 6
         assert bytes(view) == b"456789"
         assert read_at(file.fileno(), 7, view) == 3
+
+
+def test_a_storage_may_lie_in_a_folder_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On many clusters a user may enter /scratch, but not list it: its name is not synced."""
+    open_it = os.open
+
+    def refuse(path: Any, flags: int, *others: Any, **more: Any) -> int:
+        if path == tmp_path:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return open_it(path, flags, *others, **more)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with atomic_file(tmp_path / "storage" / "object", is_durable=True) as file:
+        file.write(b"1")
+    assert (tmp_path / "storage" / "object").read_bytes() == b"1"

@@ -132,6 +132,16 @@ def test_a_failed_upload_reports_the_files_it_stored(
     assert uploaded == []
 
 
+def test_a_file_that_is_gone_before_it_is_compared_is_a_storage_error(
+    local_store: CheckpointStore, files: list[StagedFile]
+) -> None:
+    """The file is named. It is hashed, as an earlier checkpoint has one of its size."""
+    missing = StagedFile("zzz", "/nonexistent", 99)
+    shared = [replace(entry("zzz", b"z" * 99), stored_at="earlier/zzz")]
+    with pytest.raises(StorageError, match="cannot read /nonexistent: it does not exist"):
+        upload_staged(local_store, "u", [*files, missing], 3, shared=shared)
+
+
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="Linux only")
 def test_a_memory_file_is_uploaded_up_to_its_size(store: CheckpointStore) -> None:
     """Bytes behind the given size are not uploaded; a shorter file is an error."""
