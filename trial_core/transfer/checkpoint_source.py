@@ -37,13 +37,22 @@ class CheckpointSource:
 
     @contextmanager
     def files(self, entries: list[FileEntry]) -> Iterator[Path]:
-        """The folder with these of its files, verified."""
+        """The folder with these of its files, verified.
+
+        Raises:
+            CheckpointNotFound: the checkpoint was deleted after its manifest was read.
+            CheckpointDamaged: a file is missing or differs.
+        """
         if isinstance(self.place, Path):
             check_downloaded(self.place, self.manifest.uuid, entries)
             yield self.place
             return
         with tempfile.TemporaryDirectory(prefix="trialflow-load-") as folder:
-            fetch_files(self.place, self.manifest.uuid, entries, Path(folder))
+            try:
+                fetch_files(self.place, self.manifest.uuid, entries, Path(folder))
+            except CheckpointDamaged:
+                self.place.raise_if_deleted(self.manifest.uuid)
+                raise
             yield Path(folder)
 
 
@@ -78,7 +87,7 @@ def open_checkpoint(
             f"such as s3://bucket/folder/{layout.CHECKPOINTS}/UUID"
         )
     has_options = beside is not None and _protocol(beside.spec.url) == _protocol(storage)
-    store = CheckpointStore(storage, beside.spec.options if beside and has_options else None)
+    store = CheckpointStore(storage or "/", beside.spec.options if beside and has_options else None)
     return CheckpointSource(store.open(uuid), store)
 
 

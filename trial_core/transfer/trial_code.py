@@ -11,7 +11,6 @@ import logging
 import os
 import posixpath
 import shlex
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,9 +25,9 @@ from trial_core.errors import CheckpointDamaged, CheckpointError, ConfigError
 from trial_core.run.run_dirs import home_folder
 from trial_core.storage.credentials import secrets_in
 from trial_core.text_format import size
+from trial_core.transfer.checkpoint_source import CheckpointSource
 from trial_core.transfer.code_archive import MAX_ARCHIVE_BYTES, unpack_code
 from trial_core.transfer.code_folder import IGNORE_FILES, TAKE_IN, PackedCode, pack_code
-from trial_core.transfer.fetch import fetch_files
 
 _FILE = "file://"
 
@@ -153,12 +152,12 @@ def code_of_checkpoint(store: CheckpointStore, manifest: Manifest, target: Path)
 
     Raises:
         CheckpointError: the checkpoint has no code.
+        CheckpointNotFound: it was deleted after its manifest was read.
         CheckpointDamaged: its code is missing or differs from the manifest.
     """
     entry = code_entry(manifest)
-    with tempfile.TemporaryDirectory(prefix="trialflow-code-") as folder:
-        fetch_files(store, manifest.uuid, [entry], Path(folder))
-        data = (Path(folder) / entry.path).read_bytes()
+    with CheckpointSource(manifest, store).files([entry]) as folder:
+        data = (folder / entry.path).read_bytes()
     unpack_code(data, target, f"the code of the checkpoint {manifest.uuid}")
     return TrialCode(target, data)
 

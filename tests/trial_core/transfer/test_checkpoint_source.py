@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid as uuids
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -66,6 +67,33 @@ def test_a_checkpoint_is_copied_to_the_runs_storage(
     assert copy_into(ours, place, fence) == resume_manifest(ours, place) == copied
     assert copy_into(ours, place, None) == copied
     assert stored_keys(ours) == before
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_read_is_not_called_damaged(
+    theirs: CheckpointStore,
+) -> None:
+    """The run that saved it may live, and have a rule that deletes it."""
+    manifest = commit_files(theirs)
+    source = open_checkpoint(theirs.files_url(manifest.uuid))
+    theirs.delete(manifest)
+    with ExitStack() as stack, pytest.raises(CheckpointNotFound, match="been deleted meanwhile"):
+        stack.enter_context(source.files(manifest.files))
+
+
+def test_a_folder_at_the_root_is_not_looked_for_in_the_present_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As if a storage that is mounted at /checkpoints is taken for one of its own folders."""
+    opened: list[str] = []
+
+    def note(self: CheckpointStore, url: str, options: object) -> NoReturn:
+        opened.append(url)
+        raise StorageError("enough")
+
+    monkeypatch.setattr(CheckpointStore, "__init__", note)
+    with pytest.raises(StorageError, match="enough"):
+        open_checkpoint(f"/checkpoints/{uuids.uuid4()}")
+    assert opened == ["/"]
 
 
 def test_a_damaged_download_is_not_copied(

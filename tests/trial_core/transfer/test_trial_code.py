@@ -12,7 +12,7 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointDamaged, CheckpointNotFound
 from trial_core.retention.policy import RetentionPolicy
 from trial_core.retention.pruning import plan_pruning, prune
-from trial_core.transfer import trial_code
+from trial_core.transfer import checkpoint_source, trial_code
 from trial_core.transfer.code_folder import pack_code
 from trial_core.transfer.fetch import download
 from trial_core.transfer.trial_code import code_of_checkpoint, upload_code
@@ -71,7 +71,7 @@ def test_code_of_any_size_is_not_fetched(
     """Its size is in the manifest: it is refused by name before a byte of it is read."""
     manifest = commit_with_code(local_store, code=packed(tmp_path / "packed"))
     monkeypatch.setattr(trial_code, "MAX_ARCHIVE_BYTES", 2048)
-    monkeypatch.setattr(trial_code, "fetch_files", None)
+    monkeypatch.setattr(checkpoint_source, "fetch_files", None)
     with pytest.raises(CheckpointDamaged, match=rf"{manifest.uuid} has 10\.0 KiB, and trialflow"):
         code_of_checkpoint(local_store, manifest, tmp_path / "code")
 
