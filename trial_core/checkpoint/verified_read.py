@@ -73,7 +73,6 @@ def find_damage(
     uuid: str,
     entries: Iterable[FileEntry],
     *,
-    threads: int = READ_THREADS,
     on_read: OnRead = unheard,
 ) -> list[Damage]:
     """Read every byte of a checkpoint's files; return the files that differ from their entries."""
@@ -84,7 +83,7 @@ def find_damage(
         found[damage.entry.path] = damage
 
     files = [StoredFile(entry, entry.key(uuid)) for entry in wanted if entry.path not in found]
-    read_files(storage, files, note, threads, on_read)
+    read_files(storage, files, note, on_read)
     note_damage(storage, uuid, found.values())
     return [found[entry.path] for entry in wanted if entry.path in found]
 
@@ -233,7 +232,6 @@ def read_files(
     storage: Storage,
     files: Sequence[StoredFile],
     on_damage: Callable[[Damage], None],
-    threads: int = READ_THREADS,
     on_read: OnRead = unheard,
 ) -> None:
     """Read whole files, each byte once; write those that have a target.
@@ -268,7 +266,7 @@ def read_files(
 
     with buffers.in_use():
         try:
-            in_parallel(work, range(threads), threads)
+            in_parallel(work, range(READ_THREADS), READ_THREADS)
         finally:
             for file in files:
                 file.close()

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 from fsspec.asyn import AsyncFileSystem
-from fsspec.implementations.memory import MemoryFileSystem
 
 from trial_core.errors import CheckpointDamaged, StorageError
 from trial_core.storage.buffer_pool import BufferPool
@@ -119,7 +118,10 @@ class Storage:
     Attributes:
         url: the root, without credentials.
         buffers: bounds the memory of all transfers of this storage together.
+        is_process_local: whether only this process can see what is stored.
     """
+
+    is_process_local = False
 
     def __init__(self, spec: StorageSpec, fs: Any, root: str) -> None:
         self.spec = spec
@@ -129,11 +131,6 @@ class Storage:
         self.url = self._errors.url.rstrip("/")
         self.buffers = BufferPool()
         self._is_create_only = False
-
-    @property
-    def is_process_local(self) -> bool:
-        """Whether only this process can see what is stored."""
-        return isinstance(self._fs, MemoryFileSystem)
 
     def read(self, key: str) -> bytes | None:
         """All bytes of a small object; None if it does not exist.

@@ -116,6 +116,8 @@ class LocalStorage(Storage):
 class MemoryStorage(Storage):
     """This process's memory: for tests and trials."""
 
+    is_process_local = True
+
     def _create_only_problem(self) -> str | None:
         return None
 

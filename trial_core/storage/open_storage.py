@@ -10,6 +10,7 @@ from typing import Any
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import known_implementations, registry
 
 from trial_core.errors import StorageError
@@ -49,12 +50,14 @@ def open_storage(url: str, options: dict[str, Any] | None = None) -> Storage:
     fs, root = _connect(url, options)
     if isinstance(fs, LocalFileSystem):
         return LocalStorage(StorageSpec(f"file://{root}", options), fs, root)
+    spec = StorageSpec(url, options)
+    if isinstance(fs, MemoryFileSystem):
+        return MemoryStorage(spec, fs, root)
     if _is_s3(fs):
         from trial_core.storage.s3_storage import S3Storage  # s3fs takes a second to import
 
-        return S3Storage(StorageSpec(url, options), fs, root)
-    storage = Storage(StorageSpec(url, options), fs, root)
-    return MemoryStorage(storage.spec, fs, root) if storage.is_process_local else storage
+        return S3Storage(spec, fs, root)
+    return Storage(spec, fs, root)
 
 
 def packages_of(url: str) -> tuple[str, ...]:

@@ -15,7 +15,6 @@ from trial_core.checkpoint import layout
 from trial_core.checkpoint.manifest import FileEntry, Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.verified_read import (
-    READ_THREADS,
     Damage,
     OnRead,
     StoredFile,
@@ -43,7 +42,6 @@ def fetch_files(
     entries: Iterable[FileEntry],
     target: Path,
     *,
-    threads: int = READ_THREADS,
     on_read: OnRead = unheard,
 ) -> int:
     """Bring files of a checkpoint into `target`, verified; return the bytes fetched.
@@ -67,7 +65,7 @@ def fetch_files(
     missing = take_local(uuid, wanted, target)
     files = [StoredFile(entry, entry.key(uuid), target / entry.path) for entry in missing]
     with ErrorTranslator(str(target)).translated("write into"):
-        read_files(store.storage, files, refuse, threads, on_read)
+        read_files(store.storage, files, refuse, on_read)
     return sum(entry.size_bytes for entry in missing)
 
 

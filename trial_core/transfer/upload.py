@@ -51,7 +51,6 @@ def upload_staged(
     changing: set[str] | None = None,
     stored: Mapping[str, FileEntry] | None = None,
     on_stored: Callable[[FileEntry], None] = lambda entry: None,
-    threads: int = UPLOAD_THREADS,
 ) -> list[FileEntry]:
     """Upload files; return their manifest entries, in the same order.
 
@@ -105,7 +104,7 @@ def upload_staged(
                 on_stored(entry)
         return entry
 
-    return in_parallel(upload, files, threads)
+    return in_parallel(upload, files, UPLOAD_THREADS)
 
 
 def merge_entries(per_rank: Mapping[int, Iterable[FileEntry]]) -> list[FileEntry]:

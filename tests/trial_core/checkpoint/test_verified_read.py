@@ -53,6 +53,7 @@ def overwrite_after_the_first_range(
         return piece
 
     monkeypatch.setattr(store.storage, "read_into", read_then_overwrite)
+    monkeypatch.setattr("trial_core.checkpoint.verified_read.READ_THREADS", 1)
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -102,7 +103,7 @@ def test_readers_that_share_a_pool_do_not_deadlock(
     local_store.storage.buffers = BufferPool(2)
 
     def read(_: int) -> list[Any]:
-        return find_damage(local_store.storage, manifest.uuid, manifest.files, threads=5)
+        return find_damage(local_store.storage, manifest.uuid, manifest.files)
 
     with ThreadPoolExecutor(3) as pool:
         reading = [pool.submit(read, number) for number in range(3)]
@@ -118,7 +119,7 @@ def test_a_file_overwritten_between_ranges_is_damage(
     overwrite_after_the_first_range(monkeypatch, store, manifest)
     seen = "has digest" if store.is_process_local else "was overwritten while it was read"
     with pytest.raises(CheckpointDamaged, match=f"big, written by rank 3, {seen}"):
-        fetch_files(store, manifest.uuid, manifest.files, tmp_path / "target", threads=1)
+        fetch_files(store, manifest.uuid, manifest.files, tmp_path / "target")
     assert stored_files(tmp_path / "target") == {}
 
 
@@ -129,7 +130,7 @@ def test_an_overwritten_file_is_reported_on_s3(
     """The ETag shows it; the other files are still verified."""
     manifest = upload_whole(s3_store, tmp_path, {"big": BIG, "other": b"1"})
     overwrite_after_the_first_range(monkeypatch, s3_store, manifest)
-    damage = find_damage(s3_store.storage, manifest.uuid, manifest.files, threads=1)
+    damage = find_damage(s3_store.storage, manifest.uuid, manifest.files)
     assert [(each.entry.path, each.was_overwritten) for each in damage] == [("big", True)]
 
 
@@ -145,7 +146,7 @@ def test_one_version_is_read_in_a_versioned_bucket(
     )
     manifest = upload_whole(s3_store, tmp_path)
     overwrite_after_the_first_range(monkeypatch, s3_store, manifest)
-    fetch_files(s3_store, manifest.uuid, manifest.files, tmp_path / "target", threads=1)
+    fetch_files(s3_store, manifest.uuid, manifest.files, tmp_path / "target")
     assert stored_files(tmp_path / "target") == {"big": BIG}
 
 

@@ -119,13 +119,14 @@ def test_a_failed_upload_reports_the_files_it_stored(
 ) -> None:
     """So a retry can skip them."""
     reported: dict[str, FileEntry] = {}
+    monkeypatch.setattr("trial_core.transfer.upload.UPLOAD_THREADS", 1)
     missing = StagedFile("zzz", "/nonexistent", 1)
 
     def note(each: FileEntry) -> None:
         reported[each.path] = each
 
     with pytest.raises(StorageError, match="it does not exist"):
-        upload_staged(local_store, "u", [*files, missing], 3, on_stored=note, threads=1)
+        upload_staged(local_store, "u", [*files, missing], 3, on_stored=note)
     assert reported.keys() == FILES.keys()
     uploaded = watch_uploads(monkeypatch, local_store)
     upload_staged(local_store, "u", files, 3, stored=reported)
