@@ -145,14 +145,16 @@ def read_intent(storage: Storage, trial: str, uuid: str) -> Intent | None:
     return None if read is None else msgspec.structs.replace(read, trial=trial, uuid=uuid)
 
 
+def intent_names(storage: Storage, trial: str | None = None) -> list[layout.IntentName]:
+    """The names of a trial's intents, or of all."""
+    folder = layout.UPLOADS if trial is None else layout.intents_folder(trial)
+    return [name for _, name in named_keys(storage, folder, layout.parse_intent_key)]
+
+
 def intents(storage: Storage, trial: str, number: int | None = None) -> list[Intent]:
     """A trial's intents, without those of attempts later than `number`."""
-    found = []
-    for _, name in named_keys(storage, layout.intents_folder(trial), layout.parse_intent_key):
-        intent = read_intent(storage, trial, name.uuid)
-        if intent is not None and (number is None or intent.number <= number):
-            found.append(intent)
-    return found
+    found = (read_intent(storage, *name) for name in intent_names(storage, trial))
+    return [each for each in found if each and (number is None or each.number <= number)]
 
 
 def _committed(storage: Storage, trial: str, uuids: Collection[str]) -> set[str]:

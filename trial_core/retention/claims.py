@@ -27,7 +27,7 @@ from datetime import timedelta
 import msgspec
 
 from trial_core.checkpoint import layout
-from trial_core.checkpoint.intents import read_intent
+from trial_core.checkpoint.intents import intent_names, read_intent
 from trial_core.checkpoint.json_objects import (
     encode_json,
     is_older,
@@ -197,10 +197,5 @@ def claimed_checkpoints(claims: Iterable[Claim], manifests: Collection[Manifest]
 
 def uploading_trials(store: CheckpointStore, trial: str | None = None) -> set[str]:
     """The trials with an upload in progress, or only this one: with an intent not too old."""
-    found = set()
-    folder = layout.UPLOADS if trial is None else layout.intents_folder(trial)
-    for _, name in named_keys(store.storage, folder, layout.parse_intent_key):
-        intent = read_intent(store.storage, *name)
-        if intent is not None and not is_older(intent.created_at, CLAIM_LIFETIME):
-            found.add(intent.trial)
-    return found
+    found = (read_intent(store.storage, *name) for name in intent_names(store.storage, trial))
+    return {each.trial for each in found if each and not is_older(each.created_at, CLAIM_LIFETIME)}

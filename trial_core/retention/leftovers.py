@@ -19,9 +19,9 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from trial_core.checkpoint import layout
-from trial_core.checkpoint.fencing import newest_attempts, take_over
-from trial_core.checkpoint.intents import Intent, SweptUpload, intents
-from trial_core.checkpoint.json_objects import age_of, named_keys
+from trial_core.checkpoint.fencing import newest_attempts
+from trial_core.checkpoint.intents import Intent, SweptUpload, intent_names, intents
+from trial_core.checkpoint.json_objects import age_of
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CommitConflict, ConfigError
@@ -122,7 +122,8 @@ def find_leftovers(
             f"{after_days:g}"
         )
     age = timedelta(days=after_days)
-    activities = [_read_activity(store, name) for name in _trials_with_intents(store, trial)]
+    announced = sorted({name.trial for name in intent_names(store.storage, trial)})
+    activities = [_read_activity(store, name) for name in announced]
     found = [
         leftover
         for each in activities
@@ -167,7 +168,7 @@ def sweep_leftovers(
             continue
         try:
             attempt = f"{SWEEPER}{uuids.uuid4()}"
-            fence = take_over(store.storage, trial, attempt, after=activity.newest_attempt)
+            fence = store.take_over(trial, attempt, activity.newest_attempt)
             for each in store.sweep(trial, fence):
                 on_swept(each)
                 swept.append(each)
@@ -228,12 +229,6 @@ class _TrialActivity:
     def last_active(self) -> str:
         """The time of the trial's last activity."""
         return max(self.times, default="")
-
-
-def _trials_with_intents(store: CheckpointStore, trial: str | None) -> list[str]:
-    folder = layout.UPLOADS if trial is None else layout.intents_folder(trial)
-    named = named_keys(store.storage, folder, layout.parse_intent_key)
-    return sorted({name.trial for _, name in named})
 
 
 def _read_activity(store: CheckpointStore, trial: str) -> _TrialActivity:

@@ -34,20 +34,18 @@ Orphaned = dict[str, tuple[datetime, list[StoredObject]]]
 written, by the storage's clock."""
 
 
-def find_orphaned_files(store: CheckpointStore, age: timedelta) -> Orphaned:
-    """The orphaned files that are older than `age`. Changes nothing."""
-    return _find(store, layout.CHECKPOINTS, age)
-
-
 def sweep_orphaned_files(store: CheckpointStore, uuid: str, age: timedelta) -> SweptUpload | None:
     """Delete a checkpoint's files if they are still orphaned; None: they are not, or are gone."""
-    if not _find(store, layout.files_folder(uuid), age):
+    if not find_orphaned_files(store, age, layout.files_folder(uuid)):
         return None
     keep = store.references().keys
     return SweptUpload(uuid, None, *store.storage.clear(layout.files_folder(uuid), keep))
 
 
-def _find(store: CheckpointStore, folder: str, age: timedelta) -> Orphaned:
+def find_orphaned_files(
+    store: CheckpointStore, age: timedelta, folder: str = layout.CHECKPOINTS
+) -> Orphaned:
+    """The orphaned files below a folder that are older than `age`. Changes nothing."""
     by_uuid: dict[str, list[tuple[str, StoredObject]]] = {}
     stored = [  # first, see above
         *store.storage.unfinished_uploads(folder),
