@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 from collections.abc import Iterable, Mapping
 from datetime import datetime, timezone
 from functools import partial
@@ -60,7 +61,10 @@ class CheckpointStore:
     """
 
     def __init__(
-        self, url: str, options: Mapping[str, Any] | None = None, experiment: str = ""
+        self,
+        url: str | os.PathLike[str],
+        options: Mapping[str, Any] | None = None,
+        experiment: str = "",
     ) -> None:
         """Open a storage; sends no request yet.
 
@@ -73,7 +77,7 @@ class CheckpointStore:
         Raises:
             StorageError: the URL is invalid, or a package for it is not installed.
         """
-        self.storage = open_storage(url, dict(options or {}))
+        self.storage = open_storage(os.fspath(url), dict(options or {}))
         self.experiment = experiment
         self._references = ReferenceReader(self._names, self._read)
 

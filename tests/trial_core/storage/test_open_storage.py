@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import StorageError
 from trial_core.storage.open_storage import open_storage
 
@@ -38,3 +39,8 @@ def test_an_s3_url_without_a_bucket_is_refused() -> None:
     """It is refused before any request."""
     with pytest.raises(StorageError, match="names no bucket"):
         open_storage("s3://")
+
+
+def test_a_local_folder_may_be_a_path(tmp_path: Path) -> None:
+    """As everywhere in Python, not only text."""
+    assert CheckpointStore(tmp_path).url == f"file://{tmp_path}"
