@@ -50,10 +50,7 @@ def announce_upload(
     storage: Storage, trial: str, uuid: str, attempt: str, fence: Fence | None, base: str
 ) -> None:
     """See `CheckpointStore.announce_upload`."""
-    number = fence.number if fence is not None else 0
-    intent = Intent(
-        trial=trial, uuid=uuid, attempt=attempt, created_at=utc_now(), number=number, base=base
-    )
+    intent = _new_intent(trial, uuid, attempt, fence, base)
     for _ in range(_ANNOUNCE_TRIES):
         try:
             storage.create(intent.key, encode_json(intent))
@@ -80,8 +77,10 @@ def commit(storage: Storage, manifest: Manifest, fence: Fence | None, base: str)
     """See `CheckpointStore.commit`."""
     data, uuid = manifest.to_json(), manifest.uuid
     # What readers would refuse must not be committed.
-    Manifest.from_json(data, f"the manifest of checkpoint {manifest.uuid}")
-    intent = _announce_commit(storage, manifest, fence, base)
+    Manifest.from_json(data, f"the manifest of checkpoint {uuid}")
+    batches = manifest.progress.batches_trained
+    intent = _new_intent(manifest.trial, uuid, manifest.attempt, fence, base, batches)
+    storage.write(intent.key, encode_json(intent))
     if fence is not None:
         fence.check(_not_committed(manifest))
     if (missing := _first_missing_file(storage, manifest)) is not None:
@@ -104,21 +103,13 @@ def commit(storage: Storage, manifest: Manifest, fence: Fence | None, base: str)
     _tidy(storage, intent)
 
 
-def _announce_commit(
-    storage: Storage, manifest: Manifest, fence: Fence | None, base: str
+def _new_intent(
+    trial: str, uuid: str, attempt: str, fence: Fence | None, base: str, batches: int | None = None
 ) -> Intent:
-    """Write into the intent under which key the manifest is about to be written."""
-    intent = Intent(
-        trial=manifest.trial,
-        uuid=manifest.uuid,
-        attempt=manifest.attempt,
-        created_at=utc_now(),
-        number=fence.number if fence is not None else 0,
-        batches=manifest.progress.batches_trained,
-        base=base,
-    )
-    storage.write(intent.key, encode_json(intent))
-    return intent
+    return Intent(
+        trial=trial, uuid=uuid, attempt=attempt, created_at=utc_now(),
+        number=fence.number if fence is not None else 0, batches=batches, base=base,
+    )  # fmt: skip
 
 
 def _tidy(storage: Storage, intent: Intent) -> None:
