@@ -6,7 +6,6 @@ and others. Keys are POSIX paths relative to the storage's URL. Every failure is
 
 from __future__ import annotations
 
-import hashlib
 import os
 import socket
 import tempfile
@@ -22,7 +21,7 @@ from fsspec.asyn import AsyncFileSystem
 
 from trial_core.errors import CheckpointDamaged, StorageError
 from trial_core.storage.buffer_pool import BufferPool
-from trial_core.storage.local_files import changed_during_upload, read_chunks
+from trial_core.storage.local_files import changed_during_upload, sha256_of
 from trial_core.storage.parallel import CancelSignal, in_parallel
 from trial_core.storage.storage_errors import (
     ABSENCE_CODES,
@@ -484,17 +483,12 @@ class Storage:
 
     def _store_file(self, source: Path, size_bytes: int, key: str, stop: CancelSignal) -> str:
         """Store the first `size_bytes` of a file; return their SHA-256 as hexadecimal digits."""
-        digest = hashlib.sha256()
         with open(source, "rb") as file, tempfile.NamedTemporaryFile() as copy:
             is_longer = os.fstat(file.fileno()).st_size > size_bytes
-            for chunk in read_chunks(file, size_bytes):
-                stop.check()
-                digest.update(chunk)
-                if is_longer:
-                    copy.write(chunk)
+            digest = sha256_of(file, size_bytes, stop, copy.file if is_longer else None)
             copy.flush()
             self._fs.put_file(copy.name if is_longer else str(source), self._path(key))
-        return digest.hexdigest()
+        return digest
 
 
 def protocols_of(fs: Any) -> tuple[str, ...]:

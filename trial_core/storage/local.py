@@ -7,7 +7,6 @@ object is written atomically and synced to disk.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import tempfile
 import threading
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from trial_core.storage.base import PROBES, DeletedFiles, RangeRead, Storage, StoredObject
-from trial_core.storage.local_files import TEMPORARY_NAME, atomic_file, read_at, read_chunks
+from trial_core.storage.local_files import TEMPORARY_NAME, atomic_file, read_at, sha256_of
 from trial_core.storage.parallel import CancelSignal
 
 # fsspec's memory:// is one file system for the whole process.
@@ -101,16 +100,11 @@ class LocalStorage(Storage):
 
     def _store_file(self, source: Path, size_bytes: int, key: str, stop: CancelSignal) -> str:
         # One pass over the source: the digest is that of the bytes written.
-        digest = hashlib.sha256()
         with (
             open(source, "rb") as file,
             atomic_file(Path(self._path(key)), is_durable=True) as copy,
         ):
-            for chunk in read_chunks(file, size_bytes):
-                stop.check()
-                digest.update(chunk)
-                copy.write(chunk)
-        return digest.hexdigest()
+            return sha256_of(file, size_bytes, stop, copy)
 
 
 class MemoryStorage(Storage):

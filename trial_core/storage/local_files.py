@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, BinaryIO
 
 from trial_core.errors import CheckpointError
 from trial_core.storage.parallel import CancelSignal
@@ -25,22 +25,28 @@ TEMPORARY_NAME = re.compile(r"(^|/)\.[0-9a-f]{32}\.part$")
 """Matches the paths of temporary files, which remain only when a process was killed."""
 
 
-def read_chunks(file: BinaryIO, size_bytes: int) -> Iterator[bytes]:
-    """The next `size_bytes` of an open file, at most `READ_BYTES` at a time."""
-    left = size_bytes
+def sha256_of(
+    file: BinaryIO, size_bytes: int, stop: CancelSignal, copy: IO[bytes] | None = None
+) -> str:
+    """The SHA-256 of the next `size_bytes` of an open file, as hexadecimal digits.
+
+    Args:
+        copy: also gets the bytes.
+    """
+    digest, left = hashlib.sha256(), size_bytes
     while chunk := file.read(min(READ_BYTES, left)):
+        stop.check()
+        digest.update(chunk)
+        if copy is not None:
+            copy.write(chunk)
         left -= len(chunk)
-        yield chunk
+    return digest.hexdigest()
 
 
 def local_digest(path: Path, size_bytes: int, stop: CancelSignal) -> str:
     """The ``sha256:…`` digest of a file's first `size_bytes`."""
-    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        for chunk in read_chunks(file, size_bytes):
-            stop.check()
-            digest.update(chunk)
-    return f"sha256:{digest.hexdigest()}"
+        return f"sha256:{sha256_of(file, size_bytes, stop)}"
 
 
 def read_at(descriptor: int, offset: int, view: memoryview) -> int:

@@ -6,7 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from trial_core.errors import (
 from trial_core.run.choose_resume_point import resume_points
 from trial_core.run.sequencer import Progress
 from trial_core.slots.slot_group import SlotGroup
-from trial_core.storage.local_files import read_chunks
+from trial_core.storage.local_files import sha256_of
 from trial_core.transfer.import_checkpoint import import_checkpoint
 
 WarmSlots = Callable[[int], SlotGroup]
@@ -243,12 +243,12 @@ def test_runs_that_import_at_once_do_not_disturb_each_other(
     file = state_dict_file({"a": torch.ones(2)}, tmp_path)
     others: list[Manifest] = []
 
-    def read(*arguments: Any) -> Iterator[bytes]:
-        monkeypatch.setattr("trial_core.storage.local.read_chunks", read_chunks)
+    def read(*arguments: Any) -> str:
+        monkeypatch.setattr("trial_core.storage.local.sha256_of", sha256_of)
         others.append(import_checkpoint(store, str(file)))
-        yield from read_chunks(*arguments)
+        return sha256_of(*arguments)
 
-    monkeypatch.setattr("trial_core.storage.local.read_chunks", read)
+    monkeypatch.setattr("trial_core.storage.local.sha256_of", read)
     assert [import_checkpoint(store, str(file))] == others
     store.verify(others[0].uuid)
     assert stored_keys(store) == keys_of(others)
