@@ -25,7 +25,7 @@ import fsspec
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.manifest import FileEntry, Manifest, Topology, utc_now
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.errors import CheckpointDamaged, CheckpointNotFound
+from trial_core.errors import CheckpointDamaged, CheckpointNotFound, StorageError
 from trial_core.run.sequencer import Progress
 from trial_core.storage.parallel import CancelSignal, in_parallel
 from trial_core.storage.storage_errors import ErrorTranslator
@@ -95,13 +95,17 @@ def import_checkpoint(
         rank = found.rank_of(PurePosixPath(name).name)
         return FileEntry(path=name, size_bytes=size, digest=digest, rank=rank)
 
-    files = sorted(in_parallel(copy, found.files, UPLOAD_THREADS), key=lambda each: each.path)
-    now = _Source(url, options or {})
-    if any(now.stamps.get(path) != source.stamps[path] for path in found.files):
-        raise CheckpointDamaged(f"{source.shown} changed while it was copied; start again")
+    try:
+        files = sorted(in_parallel(copy, found.files, UPLOAD_THREADS), key=lambda each: each.path)
+        now = _Source(url, options or {})
+        if any(now.stamps.get(path) != source.stamps[path] for path in found.files):
+            raise CheckpointDamaged(f"{source.shown} changed while it was copied; start again")
+    except BaseException:
+        with contextlib.suppress(StorageError):
+            _discard(store, trial, uuid)
+        raise
     if (imported := store.newest(trial)) is not None:  # by another run, meanwhile
-        store.storage.clear(layout.files_folder(uuid))
-        store.storage.remove(layout.intent_key(trial, uuid))
+        _discard(store, trial, uuid)
         return imported
     manifest = Manifest(
         uuid=uuid,
@@ -120,6 +124,12 @@ def import_checkpoint(
     )
     store.commit(manifest)
     return manifest
+
+
+def _discard(store: CheckpointStore, trial: str, uuid: str) -> None:
+    """Delete what was uploaded, and its intent last."""
+    store.storage.clear(layout.files_folder(uuid))
+    store.storage.remove(layout.intent_key(trial, uuid))
 
 
 class _Source:
