@@ -150,7 +150,7 @@ class KeptLedger:
         key = layout.ledger_key(self._trial, self._number)
         try:
             self._store.storage.write(key, encode_json(record))
-        except (StorageError, OSError) as error:
+        except StorageError as error:
             if not self._has_warned:
                 self._logger.warning(
                     "the ledger of time is not stored (logged once; training continues): %s", error
