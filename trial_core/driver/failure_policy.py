@@ -110,10 +110,10 @@ class FailurePolicy:
             return False
         batch = topology.batch_samples // topology.data_parallel_size
         was = topology.micro_batch_samples
-        self.micro_batch_samples = next((n for n in range(was // 2, 0, -1) if batch % n == 0), None)
-        if self.micro_batch_samples is None:
+        now = next((n for n in range(was // 2, 0, -1) if batch % n == 0), None)
+        if now is None:
             return False
-        now = self.micro_batch_samples
+        self.micro_batch_samples = now
         what = (
             f"rank {failure.rank} has no memory for micro-batches of {plural(was, 'sample')}, so "
             f"they get {now}, and {batch // now} of them are accumulated; a batch stays "

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.support.slots import toy_config
+from trial_core.checkpoint.manifest import Topology
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.driver.failure_policy import Failure, FailurePolicy, Relaunch, Restarts
 from trial_core.driver.observers import Observer
@@ -303,3 +305,25 @@ def test_the_batches_of_an_unfinished_workload_count(tmp_path: Any) -> None:
     assert restarts.grant(raised(at=700), 0, True)
     assert restarts.grant(raised(at=800), 0, True)
     assert not restarts.grant(raised(at=800), 0, True)
+
+
+def out_of_memory(batches_trained: int) -> RankFailed:
+    return RankFailed(
+        rank=1, host="here", during="train-workload", error_type="OutOfMemoryError",
+        batches_trained=batches_trained,
+    )  # fmt: skip
+
+
+def test_a_restart_keeps_the_size_of_micro_batches(tmp_path: Path) -> None:
+    """That of the last launch, if no smaller one is possible: the configured one would not fit."""
+    run = Run(toy_config(tmp_path), "toy-0a", tmp_path, CheckpointStore(f"file://{tmp_path}"))
+    policy, sizes = FailurePolicy(FakePlacement(), 5), []  # type: ignore[arg-type]
+    for batches, size in ((2, 2), (3, 1)):
+        launch = Launch(run)
+        launch.progress.has_trained = launch.answers.loads_micro_batches = True
+        launch.answers.topology = Topology(
+            world_size=2, data_parallel_size=2, batch_samples=8, micro_batch_samples=size
+        )
+        assert policy.grant(out_of_memory(batches), launch)
+        sizes.append(policy.micro_batch_samples)
+    assert sizes == [1, 1]
