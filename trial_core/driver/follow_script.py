@@ -31,7 +31,6 @@ from trial_core.messages import (
     Length,
     ReleaseStaging,
     RunScript,
-    ScriptEnded,
 )
 from trial_core.run.choose_resume_point import fetch_first_intact
 from trial_core.run.run_loop import TrialResult, follow_schedule
@@ -58,7 +57,7 @@ def follow_script(launch: Launch, stages: Stages, uploads: Uploads) -> TrialResu
     calls.metrics.update(start.metrics)
     searcher, begin = run.config.searcher, start.progress.batches_trained
     progress = ScriptProgress(run.metric, searcher.smaller_is_better, start.progress, calls.metrics)
-    launch.progress.batches_trained = begin
+    launch.progress.batches_trained = launch.progress.began_at = begin
     run.clock.starts_at(begin)
     launch.progress.end = _length(run)
     run.observer.run_started(run.trial, launch.progress.end, begin, 0)
@@ -98,13 +97,15 @@ def follow_script(launch: Launch, stages: Stages, uploads: Uploads) -> TrialResu
     calls.finish_upload()
     run.throughput.note_memory([rank.peak_memory_bytes for rank in event])
     launch.answers.writes_run_files = any(rank.writes_run_files for rank in event)
-    calls.finish(launch.progress.batches_trained)
+    was_preempted = any(rank.was_preempted for rank in event)
+    stopped_early = was_preempted or (fitted is not None and fitted.stopped_early)
+    calls.finish(launch.progress.batches_trained, stopped_early)
     if fitted is not None:
-        return replace(fitted, stopped_early=fitted.stopped_early or _was_preempted(event))
+        return replace(fitted, stopped_early=stopped_early)
     return TrialResult(
         trial=run.trial,
         batches_trained=launch.progress.batches_trained,
-        stopped_early=_was_preempted(event),
+        stopped_early=stopped_early,
         training_metrics=progress.metrics.get("training", {}),
         validation_metrics=progress.metrics.get("validation", {}),
         validated_at=progress.progress.validated_at,
@@ -171,10 +172,6 @@ def _unit(length: Length | None) -> TrainUnit | None:
     if length is None:
         return None
     return (Batch if length.unit == "batches" else Epoch)(length.value)
-
-
-def _was_preempted(ended: list[ScriptEnded]) -> bool:
-    return any(rank.was_preempted for rank in ended)
 
 
 def _length(run: Run) -> int:

@@ -169,9 +169,9 @@ class LaunchStages:
         self._uploads.own.poll()
         return self._launch.should_stop or self._uploads.own.mistake is not None
 
-    def finish(self, batches_trained: int) -> None:
+    def finish(self, batches_trained: int, stopped_early: bool) -> None:
         own = self._uploads.own
-        self._finish_own_stages(batches_trained)
+        self._finish_own_stages(batches_trained, stopped_early)
         self._uploads.finish_pruning()
         if self._launch.answers.writes_run_files:
             url = self._stages.upload_run_files(self._launch, batches_trained)
@@ -179,13 +179,13 @@ class LaunchStages:
         if own.mistake is not None and not self._has_mistake:  # else the run raises that
             raise own.mistake
 
-    def _finish_own_stages(self, batches_trained: int) -> None:
+    def _finish_own_stages(self, batches_trained: int, stopped_early: bool) -> None:
         own = self._uploads.own
         own.finish()
         launch = self._launch
-        goes_on = launch.run.stopping.request is not None or launch.progress.moves is not None
+        continues = launch.run.stopping.request is not None or launch.moves_after(stopped_early)
         is_wrong = own.mistake is not None or self._has_mistake
-        if not goes_on and not is_wrong:  # also if the trial has ended itself
+        if not continues and not is_wrong:  # also if the trial has ended itself
             own.run_blocking("training", batches_trained, self._uploads.newest)
 
     def _after_upload(self, committed: Manifest | None) -> None:

@@ -60,6 +60,9 @@ class Observer:
     def stage_ended(self, stage: str, detail: str, seconds: float) -> None:
         """A stage has succeeded."""
 
+    def stage_failed(self, stage: str, detail: str) -> None:
+        """A stage of the user's own has failed; the run may continue without it."""
+
     def stage_takes_long(self, activity: str) -> None:
         """What rank 0 is doing in a stage that takes long, and for how long it has."""
 

@@ -7,19 +7,16 @@ them; a stop kills them.
 
 from __future__ import annotations
 
-import math
-import threading
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trial_core.background import in_background
 from trial_core.config.stages_section import After, StageConfig
 from trial_core.driver.run import Launch
-from trial_core.driver.stages import Pending, Stages
+from trial_core.driver.stages import Running, Stages
 from trial_core.driver.stages.own_stage import OwnStageFailed, call
 from trial_core.errors import ConfigError, TrialError
-from trial_core.text_format import clean, one_line
+from trial_core.text_format import clean, is_number, one_line
 from trial_core.units import EpochLength
 
 if TYPE_CHECKING:
@@ -38,9 +35,8 @@ class OwnStages:
         self._launch, self._stages = launch, stages
         self._own = [] if run.test_mode else list(enumerate(run.config.stages))
         self._last: dict[int, int] = {}
-        self._running: dict[int, Pending[Any]] = {}
+        self._running: dict[int, Running[Any]] = {}
         self._waiting: dict[int, dict[str, Any]] = {}
-        self._ended: dict[int, threading.Event] = {}
         self._checks = [
             (number, in_background(partial(call, launch, stage, None), "check-stage"))
             for number, stage in self._own
@@ -104,9 +100,9 @@ class OwnStages:
     def poll(self) -> None:
         """Take the results of those that have ended, and start those that wait for them."""
         for number, stage in self._own:
-            if number in self._running and self._ended[number].is_set():
+            if number in self._running and self._running[number].ended.is_set():
                 try:
-                    returned = self._running.pop(number).result()
+                    returned = self._running.pop(number).pending.result()
                 except OwnStageFailed as failure:
                     self._failed(stage, failure)
                 else:
@@ -114,10 +110,9 @@ class OwnStages:
             if self._launch.run.stopping.request is not None:
                 self._waiting.clear()
             if number in self._waiting and number not in self._running:
-                self._ended[number] = ended = threading.Event()
                 argument = self._waiting.pop(number)
-                self._running[number] = self._stages.own_stage(self._launch, stage, argument)
-                self._running[number].add_done_callback(_setting(ended))
+                started = self._stages.own_stage(self._launch, stage, argument)
+                self._running[number] = Running(started)
 
     def finish(self) -> None:
         """Wait for those that run or wait, and take their results."""
@@ -128,12 +123,12 @@ class OwnStages:
     @property
     def is_busy(self) -> bool:
         """Whether one runs beside training, and may read a checkpoint."""
-        return any(not self._ended[number].is_set() for number in self._running)
+        return any(not each.ended.is_set() for each in self._running.values())
 
     def wait(self) -> None:
         """Wait for those that run. A stop ends them, and the end of a launch that has failed."""
-        for ended in self._ended.values():
-            ended.wait()
+        for each in self._running.values():
+            each.ended.wait()
 
     def _due(self, after: After, batches: int, *, blocking: bool) -> list[tuple[int, StageConfig]]:
         found = []
@@ -189,7 +184,7 @@ class OwnStages:
         given = returned if isinstance(returned, dict) else {}
         problems = []
         if returned is not None and not isinstance(returned, dict):
-            problems.append(f"it returned {one_line(clean(repr(returned)[:60]))}, and no mapping")
+            problems.append(f"it returned {_shown(returned)}, and no mapping")
         validated = self._launch.answers.validated
         for name in sorted({*given, *stage.metrics}):
             value = given.get(name)
@@ -197,17 +192,19 @@ class OwnStages:
                 problems.append(f'it did not return the metric "{name}"')
             elif name not in stage.metrics:
                 problems.append(f'"{name}" is not among its metrics in the experiment')
-            elif isinstance(value, bool) or not isinstance(value, (int, float)):
-                problems.append(f'the metric "{name}" is no number: {value!r}')
+            elif not is_number(value) or (isinstance(value, int) and value.bit_length() > 63):
+                problems.append(
+                    f'the metric "{name}" is no number, or exceeds 64 bits: {_shown(value)}'
+                )
             elif stage.gives_validation_metrics and name in validated:
                 problems.append(f'the trial reports "{name}" already')
             elif stage.gives_validation_metrics:
                 validated[name] = value
             else:
-                shown = value if math.isfinite(value) else str(value)
-                self._launch.run.logger.info("stage %s: %s %s", stage.run, name, shown)
+                self._launch.run.logger.info("stage %s: %s %s", stage.run, name, value)
         self._launch.warn([f"stage {stage.run}: {problem}" for problem in problems])
 
 
-def _setting(event: threading.Event) -> Callable[[Any], None]:
-    return lambda _: event.set()
+def _shown(value: Any) -> str:
+    """The beginning of a value, for people."""
+    return one_line(clean(repr(value)[:60]))

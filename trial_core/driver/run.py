@@ -33,15 +33,10 @@ from trial_core.units import EpochLength
 R = TypeVar("R", bound=Result)
 Logger = logging.Logger | logging.LoggerAdapter[Any]
 
-
 HOW_TO_GO_ON = (
     "to train it further, raise searcher.max_length; to begin a new trial, start a run without "
     "`trial` (`trialflow train` without --resume)"
 )
-
-
-def _module_logger() -> Logger:
-    return logging.getLogger(__name__)
 
 
 @dataclass
@@ -83,7 +78,7 @@ class Run:
     has_metric: bool = True
     how_to_go_on: str = HOW_TO_GO_ON
     choose_resume_points: Callable[[], list[ResumePoint]] | None = None
-    find_logger: Callable[[], Logger] = _module_logger
+    find_logger: Callable[[], Logger] = lambda: logging.getLogger(__name__)
     throughput: ThroughputMeter = field(init=False)
 
     def __post_init__(self) -> None:
@@ -229,8 +224,20 @@ class Launch:
     @property
     def should_stop(self) -> bool:
         """Whether to save and end: the trial or a stop request asks for it, or the ranks move."""
-        is_asked = self.answers.stop_requested or self.run.stopping.request is not None
-        return is_asked or self.progress.moves is not None
+        return self._is_asked_to_stop or self.progress.moves is not None
+
+    def moves_after(self, stopped_early: bool) -> bool:
+        """Whether the run continues on other nodes, once these ranks have ended.
+
+        Args:
+            stopped_early: as of `TrialResult`.
+        """
+        moves = self.progress.moves is not None
+        return moves and stopped_early and not self._is_asked_to_stop
+
+    @property
+    def _is_asked_to_stop(self) -> bool:
+        return self.answers.stop_requested or self.run.stopping.request is not None
 
     def note_stop_requests(self, ranks: Sequence[MayStop]) -> None:
         """Note whether the trial has requested a stop on a rank; log the request once."""

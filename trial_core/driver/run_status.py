@@ -112,6 +112,9 @@ class RunStatus(Observer):
             self._workload_began = None
             self._trained_seconds += seconds
 
+    def stage_failed(self, stage: str, detail: str) -> None:
+        self._running.pop((stage, detail), None)
+
     def batches_trained(self, batches: int) -> None:
         self.batches = max(self.batches, batches)
         self.has_trained = True

@@ -3,14 +3,13 @@ stages of the user's own."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from types import TracebackType
 
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.driver.own_stages import OwnStages
 from trial_core.driver.run import Launch
-from trial_core.driver.stages import Pending, Stages
+from trial_core.driver.stages import Running, Stages
 from trial_core.transfer.staged_checkpoint import StagedCheckpoint
 
 
@@ -23,9 +22,7 @@ class Uploads:
     def __init__(self, launch: Launch, stages: Stages) -> None:
         self._launch = launch
         self._stages = stages
-        self._pending: Pending[Manifest] | None = None
-        self._has_ended = threading.Event()
-        self._has_ended.set()
+        self._upload: Running[Manifest] | None = None
         self._pruning = Pruning(launch, stages)
         self.own = OwnStages(launch, stages)
         self.newest: Manifest | None = None
@@ -39,7 +36,8 @@ class Uploads:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._has_ended.wait()
+        if self._upload is not None:
+            self._upload.ended.wait()
         self._pruning.wait()
         self._launch.has_failed = kind is not None
         self.own.wait()
@@ -47,21 +45,18 @@ class Uploads:
     @property
     def is_busy(self) -> bool:
         """Whether an upload is in progress."""
-        return not self._has_ended.is_set()
+        return self._upload is not None and not self._upload.ended.is_set()
 
     def start(self, staged: StagedCheckpoint) -> None:
         """Upload and commit a staged checkpoint beside training."""
-        self._pending = self._stages.checkpoint_upload(self._launch, staged)
-        # An event, because the state of a future of Prefect's would ask the server, over HTTP.
-        self._has_ended = has_ended = threading.Event()
-        self._pending.add_done_callback(lambda _: has_ended.set())
+        self._upload = Running(self._stages.checkpoint_upload(self._launch, staged))
 
     def call_at_end(self, call: Callable[[], None]) -> None:
         """Call `call` once `is_busy` is False, in any thread; now without an upload."""
-        if self._pending is None:
+        if self._upload is None:
             call()
         else:
-            self._pending.add_done_callback(lambda _: call())
+            self._upload.pending.add_done_callback(lambda _: call())
 
     def take_ended(self) -> Manifest | None:
         """If the upload has ended, do as `wait`; otherwise nothing."""
@@ -73,11 +68,12 @@ class Uploads:
         Raises:
             CheckpointError: the upload failed.
         """
-        if self._pending is None:
+        if self._upload is None:
             return None
-        pending, self._pending = self._pending, None
         with self._launch.run.clock.spending("checkpoint_stall"):
-            self.newest = pending.result()
+            self._upload.ended.wait()
+        upload, self._upload = self._upload, None
+        self.newest = upload.pending.result()
         return self.newest
 
     def prune(self, batches_trained: int) -> None:
@@ -99,10 +95,7 @@ class Pruning:
         self._launch = launch
         self._stages = stages
         self._policy = launch.run.config.retention(launch.run.has_metric)
-        # Kept because Prefect complains about a future that is dropped before it has ended.
-        self._pending: Pending[None] | None = None
-        self._has_ended = threading.Event()
-        self._has_ended.set()
+        self._prune: Running[None] | None = None
         self._due_at: int | None = None
 
     def start(self, batches_trained: int) -> None:
@@ -112,13 +105,13 @@ class Pruning:
         """
         if self._policy is None:
             return
-        if not self._has_ended.is_set():
+        if self._prune is not None and not self._prune.ended.is_set():
             self._due_at = batches_trained
             return
         self._due_at = None
-        self._pending = self._stages.checkpoint_prune(self._launch, self._policy, batches_trained)
-        self._has_ended = has_ended = threading.Event()
-        self._pending.add_done_callback(lambda _: has_ended.set())
+        self._prune = Running(
+            self._stages.checkpoint_prune(self._launch, self._policy, batches_trained)
+        )
 
     def postpone(self, batches_trained: int) -> None:
         """Prune after the next commit, or at the end."""
@@ -133,4 +126,5 @@ class Pruning:
 
     def wait(self) -> None:
         """Wait for the prune in progress, without starting another: for a run that has failed."""
-        self._has_ended.wait()
+        if self._prune is not None:
+            self._prune.ended.wait()

@@ -194,8 +194,12 @@ class RunStages(Protocol):
     def poll(self) -> bool:
         """Between workloads: finish an ended upload. Return whether the run should stop."""
 
-    def finish(self, batches_trained: int) -> None:
-        """After the last hook: wait for background work, and upload the remaining run files."""
+    def finish(self, batches_trained: int, stopped_early: bool) -> None:
+        """After the last hook: wait for background work, and upload the remaining run files.
+
+        Args:
+            stopped_early: as of `TrialResult`.
+        """
 
 
 def follow_schedule(stages: RunStages) -> TrialResult:
@@ -263,14 +267,15 @@ def follow_schedule(stages: RunStages) -> TrialResult:
 
     stages.finish_upload()
     stages.run_hook("on_trial_shutdown", progress.batches_trained)
-    stages.finish(progress.batches_trained)
+    stopped_early = has_more_to_do(progress, schedule, epoch)
+    stages.finish(progress.batches_trained, stopped_early)
     if mistake is not None:
         raise mistake
     newest = stages.newest_checkpoint or (start.uuid if start.restore == "everything" else None)
     return TrialResult(
         trial=stages.trial,
         batches_trained=progress.batches_trained,
-        stopped_early=has_more_to_do(progress, schedule, epoch),
+        stopped_early=stopped_early,
         training_metrics=stages.metrics.get("training", {}),
         validation_metrics=stages.metrics.get("validation", {}),
         validated_at=progress.validated_at,

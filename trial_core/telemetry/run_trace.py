@@ -163,6 +163,11 @@ class RunTrace(Observer):
         if span is not None:
             span.end()
 
+    def stage_failed(self, stage: str, detail: str) -> None:
+        span = self._open.pop((stage, detail), None)
+        if span is not None:
+            _end(span, _failed("failed"))
+
     def notice(self, text: str) -> None:
         _add(self._attempt, "notice", text=text)
 

@@ -130,7 +130,7 @@ class RecordedStages:
         was_interrupted = f"validate {self.interrupted_at}" in self.calls
         return was_interrupted or self._trained >= self.stops_at
 
-    def finish(self, batches_trained: int) -> None:
+    def finish(self, batches_trained: int, stopped_early: bool) -> None:
         self.calls.append("finish")
 
 

@@ -6,11 +6,12 @@ a Prefect task (`flows/train.py`). A failed transfer is tried again, by Prefect 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial, wraps
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from typing_extensions import ParamSpec
 
@@ -44,6 +45,19 @@ class Pending(Protocol[T_co]):
 
     def add_done_callback(self, fn: Callable[[Any], None]) -> None:
         """Call `fn` at the end, in any thread."""
+
+
+class Running(Generic[T]):
+    """A stage that runs beside training, with an event for its end.
+
+    The state of a future of Prefect's would ask the server, over HTTP. The future is kept because
+    Prefect complains about one that is dropped before it has ended.
+    """
+
+    def __init__(self, pending: Pending[T]) -> None:
+        self.pending = pending
+        self.ended = threading.Event()
+        pending.add_done_callback(lambda _: self.ended.set())
 
 
 def retried(stage: Callable[P, T]) -> Callable[P, T]:

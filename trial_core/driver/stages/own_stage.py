@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from trial_core.driver.run import Launch
 from trial_core.errors import TrialflowError
 from trial_core.models.callback_process import call_function, log_lines
 
+POLL_SECONDS = 0.2
+
 
 class OwnStageFailed(TrialflowError):
     """A stage of the user's own has failed."""
@@ -21,20 +24,38 @@ class OwnStageFailed(TrialflowError):
 def own_stage(launch: Launch, stage: StageConfig, argument: Mapping[str, Any]) -> Any:
     """Call the function, and again if it fails, as the experiment says; what it returns.
 
-    A stop request kills it, and ends the pause between two calls, which Prefect's retries do not.
+    A stop request, or the end of the ranks, kills it and ends the pause between two calls, which
+    Prefect's retries do not.
 
     Raises:
         OwnStageFailed: it raised, took too long, or was killed.
     """
-    with launch.stage("own-stage", f"{stage.run} @{argument['batches_trained']}"):
-        for _ in range(stage.retries):
-            try:
-                return call(launch, stage, argument)
-            except OwnStageFailed as failure:
-                if is_ended(launch) or launch.run.stopping.wait(stage.retry_delay_seconds):
-                    raise
-                launch.run.logger.warning("%s; it is called again", failure)
-        return call(launch, stage, argument)
+    detail = f"{stage.run} @{argument['batches_trained']}"
+    try:
+        with launch.stage("own-stage", detail):
+            return _call_repeatedly(launch, stage, argument)
+    except OwnStageFailed:
+        launch.run.observer.stage_failed("own-stage", detail)
+        raise
+
+
+def _call_repeatedly(launch: Launch, stage: StageConfig, argument: Mapping[str, Any]) -> Any:
+    for _ in range(stage.retries):
+        try:
+            return call(launch, stage, argument)
+        except OwnStageFailed as failure:
+            if _ends_during(launch, stage.retry_delay_seconds):
+                raise
+            launch.run.logger.warning("%s; it is called again", failure)
+    return call(launch, stage, argument)
+
+
+def _ends_during(launch: Launch, pause_seconds: float) -> bool:
+    """Wait for the pause before another call. Return whether there is no other call."""
+    end = time.monotonic() + pause_seconds
+    while not is_ended(launch) and (left := end - time.monotonic()) > 0:
+        launch.run.stopping.wait(min(left, POLL_SECONDS))
+    return is_ended(launch)
 
 
 def is_ended(launch: Launch) -> bool:
