@@ -227,9 +227,18 @@ def try_trial(config: ExperimentConfig, trial: str, caller: Caller) -> Ended:
             caller.stopping, devices=caller.devices, find_logger=caller.find_logger,
             test_mode="keep nothing" if caller.script is not None else "restore",
         )  # fmt: skip
+
+        def forget(kind: object, error: BaseException | None, traceback: object) -> None:
+            try:
+                store.forget_trial(trial)
+            except CheckpointError as failure:
+                if error is None:
+                    raise
+                run.logger.warning("what the test has stored is not deleted: %s", failure)
+
         driver = _driver(run, caller, placement)
         if run.test_mode == "restore":
-            at_end.callback(store.forget_trial, trial)
+            at_end.push(forget)
         ended = driver.drive()
         if run.test_mode == "restore" and ended.result.checkpoint_uuid is not None:
             clear_rank_files(run_dir)
@@ -451,10 +460,9 @@ class Driver:
 
     def _after_training(self, state: Completed) -> State:
         launch, result = state.launch, state.result
-        moves = launch.progress.moves
-        is_asked = launch.answers.stop_requested or self._run.stopping.request is not None
-        if moves and result.stopped_early and not is_asked:
-            return Moving(f"saved, to continue on other nodes: {moves}", result)
+        if launch.moves_after(result.stopped_early):
+            why = launch.progress.moves
+            return Moving(f"saved, to continue on other nodes: {why}", result)
         if not result.stopped_early:
             clear_kept(self._run.run_dir)
         return Ended(launch, result)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
 from tests.support.slots import toy_config
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.driver import drive
 from trial_core.driver.drive import (
     Aborted,
+    Caller,
     Completed,
     Driver,
     Ended,
@@ -20,6 +22,7 @@ from trial_core.driver.drive import (
     Moving,
     RanksFailed,
     Restarting,
+    try_trial,
 )
 from trial_core.driver.failure_policy import Relaunch
 from trial_core.driver.observers import Observer
@@ -381,3 +384,23 @@ def test_the_newest_code_is_launched(driver: DriverWithoutRanks, tmp_path: Path)
     driver.train = train
     driver.drive()
     assert len(set(seen)) == 3
+
+
+def test_a_test_that_fails_says_why(
+    stopping: StopHandler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A storage that stores nothing may not delete either: that is not the cause."""
+
+    class Failing:
+        def drive(self) -> NoReturn:
+            raise StorageError("may not write")
+
+    def forget(store: CheckpointStore, trial: str) -> NoReturn:
+        raise StorageError("may not delete")
+
+    monkeypatch.setenv("TRIALFLOW_HOME", str(tmp_path))
+    monkeypatch.setattr(drive, "_driver", lambda *_: Failing())
+    monkeypatch.setattr(CheckpointStore, "forget_trial", forget)
+    caller = Caller("attempt", stopping, lambda: logging.getLogger(__name__))
+    with pytest.raises(StorageError, match="may not write"):
+        try_trial(toy_config(tmp_path), "toy-0000beef", caller)
