@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
@@ -68,6 +69,11 @@ def number(value: Any) -> str:
 def is_number(value: Any) -> TypeGuard[float]:
     """Whether a metric's value is a single number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def is_finite_number(value: Any) -> TypeGuard[float]:
+    """Whether a metric's value is a single number, and neither NaN nor infinite."""
+    return is_number(value) and math.isfinite(value)
 
 
 def main_metric(metrics: Mapping[str, Any], preferred: Iterable[str]) -> tuple[str, Any] | None:

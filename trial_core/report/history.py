@@ -7,7 +7,6 @@ Manifests are not enough: they know only saved batches, and are deleted with old
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -80,8 +79,7 @@ class ReportHistory(msgspec.Struct, kw_only=True):
 
     def add_point(self, curve: Curve, batches: int, values: Mapping[str, Any]) -> None:
         """Add the finite numbers among `values`; thin the curve where its points are densest."""
-        numbers = {name: v for name, v in values.items() if text_format.is_number(v)}
-        drawable = {name: float(v) for name, v in numbers.items() if math.isfinite(v)}
+        drawable = {k: float(v) for k, v in values.items() if text_format.is_finite_number(v)}
         points = self.curves.setdefault(curve, [])
         while points and points[-1].batches >= batches:
             points.pop()

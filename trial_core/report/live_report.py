@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextvars
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -159,6 +158,10 @@ class Report(Observer):
             if stage == "checkpoint-save":
                 _remember(self._blocked_seconds, detail, seconds)
 
+    def stage_failed(self, stage: str, detail: str) -> None:
+        with self._update() as facts:
+            facts.run_status.stage_failed(stage, detail)
+
     def batches_trained(self, batches: int) -> None:
         with self._update() as facts:
             facts.run_status.batches_trained(batches)
@@ -197,7 +200,7 @@ class Report(Observer):
             facts.last[kind] = (batches, metrics)
             facts.history.add_point(kind, batches, metrics)
             metric = metrics.get(facts.searcher_metric)
-            if kind == "validation" and text_format.is_number(metric) and math.isfinite(metric):
+            if kind == "validation" and text_format.is_finite_number(metric):
                 _remember(self._searcher_metrics, batches, float(metric))
 
     def checkpoint_committed(
@@ -282,7 +285,8 @@ class Report(Observer):
         """Write the report's present state: its files and its history."""
         with self._writing:
             with self._lock:
-                if not self._facts.is_over and (asked := self._stop_request):
+                asked = None if self._stopping is None else self._stopping.request
+                if asked is not None and not self._facts.is_over:
                     self._facts.status = f"stopping: {asked}"
                 self._text = self._facts.render()
                 files = {
@@ -348,11 +352,6 @@ class Report(Observer):
         with self._lock:
             yield self._facts
         self._has_changed.set()
-
-    @property
-    def _stop_request(self) -> str | None:
-        asked = self._stopping.request if self._stopping is not None else None
-        return None if asked is None else str(asked)
 
     def _read_history(self) -> ReportHistory | None:
         """The history of the trial's earlier runs: the local or the stored one, if newer."""

@@ -130,7 +130,7 @@ class ProgressReport(RunStatus):
             total_batches=total or None,
             seconds_left=0 if has_completed else None if left is None else math.ceil(left),
             stage="" if self._end else str(self.stage),
-            metrics={kind: finite_numbers(each) for kind, each in metrics.items()},
+            metrics={kind: _finite_numbers(each) for kind, each in metrics.items()},
             updated_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         )
 
@@ -186,17 +186,5 @@ class _Updates(threading.Thread):
             self._has_warned = True
 
 
-def finite_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics that are finite numbers."""
-    return {
-        name: value
-        for name, value in metrics.items()
-        if text_format.is_number(value) and _is_finite(value)
-    }
-
-
-def _is_finite(value: float) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # a whole number of hundreds of digits
-        return False
+def _finite_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    return {name: each for name, each in metrics.items() if text_format.is_finite_number(each)}

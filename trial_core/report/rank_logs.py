@@ -20,6 +20,7 @@ from pathlib import Path
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.report.progress import PROGRESS
+from trial_core.storage.local_files import replace_file
 from trial_core.storage.parallel import CancelSignal, WorkCancelled
 from trial_core.transfer.run_files import TENSORBOARD, tensorboard_url
 
@@ -200,10 +201,11 @@ def stored_name(run_dir: Path, file: Path) -> str | None:
 
 def _stored_folder(name_file: Path) -> str:
     """The stored log folder below the run's folder; remembered in `name_file`."""
-    if name_file.exists():
-        return name_file.read_text()
+    with contextlib.suppress(OSError):
+        if folder := name_file.read_text():  # empty after a full disk or a crash
+            return folder
     host = re.sub(r"[^A-Za-z0-9.-]", "-", socket.gethostname())
     folder = f"logs/{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}-{host}"
     with contextlib.suppress(OSError):  # a full disk: the next run uses another folder
-        name_file.write_text(folder)
+        replace_file(name_file, folder.encode())
     return folder

@@ -132,13 +132,13 @@ class TrialFacts:
 
 def slowest_rank(waits: Sequence[tuple[float, Sequence[float]]]) -> SlowestRank | None:
     """The rank that waits longest for its data; None if unknown or not worth a line."""
-    known = [(seconds, ranks) for seconds, ranks in waits if ranks]
+    # After a restart there may be another number of ranks: the last workload's counts.
+    size = next((len(ranks) for _, ranks in reversed(waits) if ranks), 0)
+    known = [(seconds, ranks) for seconds, ranks in waits if ranks and len(ranks) == size]
     total = sum(seconds for seconds, _ in known)
     if not total:
         return None
-    # After a restart there may be another number of ranks: the last workload's counts.
-    size = len(known[-1][1])
-    by_rank = zip(*(ranks for _, ranks in known if len(ranks) == size), strict=True)
+    by_rank = zip(*(ranks for _, ranks in known), strict=True)
     shares = [sum(waited) / total for waited in by_rank]
     share = max(shares)
     if share < MIN_WAITING_SHARE:

@@ -139,6 +139,17 @@ def test_successive_runs_on_a_machine_share_a_stored_log(
     assert log == 8
 
 
+def test_a_disk_that_was_full_does_not_hide_the_logs(
+    store: CheckpointStore, tmp_path: Path
+) -> None:
+    """The file with the name of their folder may be empty then."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "logs-place").touch()
+    logs_of(store, tmp_path / "run", **{"rank-0": "one\n"}).store_changed()
+    (log,) = [key for key in stored(store) if key.startswith("logs/")]
+    assert log == f"{(tmp_path / 'run' / 'logs-place').read_text()}/rank-0.log"
+
+
 def test_the_final_upload_can_be_cut_short(
     store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -164,6 +164,8 @@ def test_the_slowest_rank(facts: TrialFacts) -> None:
     )
     facts.waits.extend([(1000.0, [0.1, 0.1, 0.1])] * 2)
     assert "slowest rank" not in facts.render()
+    facts.waits.append((10.0, [4.0, 0.3]))  # other ranks, after a restart
+    assert "slowest rank: 0, which waits for its data 40% of the time" in facts.render()
 
 
 def test_restarts_are_listed(facts: TrialFacts) -> None:
