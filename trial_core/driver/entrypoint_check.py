@@ -92,5 +92,9 @@ def _names(spec: ModuleSpec) -> frozenset[str]:
     except OSError:
         return _MAKE_NAMES
     found = {getattr(node, kind, None) for node in nodes for kind in ("name", "asname", "id")}
-    found |= {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)}
+    found |= {
+        f"{node.value.id}.{node.attr}"
+        for node in nodes
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+    }
     return frozenset(filter(None, found))

@@ -123,10 +123,10 @@ def locked_if_ended(run_dir: Path) -> Iterator[bool]:
 def holder_of(run_dir: Path) -> str | None:
     """What trains the trial of a folder now: ``process 7 on node-1``; None: no process does."""
     path = run_dir / LOCK
-    if not path.exists():
-        return None
-    with locked_if_ended(run_dir) as has_ended:
-        return None if has_ended else path.read_text(errors="replace")
+    if path.exists():
+        with locked_if_ended(run_dir) as has_ended, suppress(FileNotFoundError):  # just deleted
+            return None if has_ended else path.read_text(errors="replace")
+    return None
 
 
 def _make_lock_file(path: Path) -> None:

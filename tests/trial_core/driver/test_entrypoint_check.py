@@ -18,6 +18,7 @@ FILES = {
     "made.py": "def __getattr__(name): return name\n",
     "other.py": "from model import MyTrial as Renamed\nif True:\n    Also = Renamed\n",
     "made_too.py": "import sys\nsys.modules[__name__] = object()\n",
+    "long.py": f"TEXT = ({' + '.join(['str'] * 500)}).upper()\nclass MyTrial: ...\n",
     "package/__init__.py": "",
     "package/model.py": "class MyTrial: ...\n",
     "moving/__init__.py": "__path__.append('elsewhere')\n",
@@ -63,7 +64,8 @@ def test_a_missing_entrypoint_is_refused(code: Path, entrypoint: str, message: s
     [
         "model:MyTrial", "model:MyTrial.Inner", "package.model:MyTrial", "spread.model:MyTrial",
         "star:MyTrial", "made:MyTrial", "made_too:MyTrial", "other:Renamed", "other:Also",
-        "moving.elsewhere:MyTrial", "math:MyTrial", "python model.py", "python -m package.model",
+        "moving.elsewhere:MyTrial", "math:MyTrial", "long:MyTrial", "python model.py",
+        "python -m package.model",
     ],
 )  # fmt: skip
 def test_what_may_be_there_is_left_to_the_ranks(code: Path, entrypoint: str) -> None:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from trial_core.cluster_info import trial_number
 from trial_core.errors import CheckpointError, TrialflowError
+from trial_core.run import run_dirs
 from trial_core.run.run_dirs import (
+    LOCK,
     clear_kept,
+    holder_of,
     home_folder,
     locked_run_dir,
     prepare_run_dir,
@@ -65,6 +71,22 @@ def test_only_one_process_trains_a_trial() -> None:
         assert staged.exists()
     with locked_run_dir(TRIAL) as run_dir:
         assert not (run_dir / "staging").exists()
+
+
+def test_a_folder_that_is_deleted_meanwhile_has_no_holder(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a run that was refused: commands look at all folders."""
+    (home / TRIAL).mkdir()
+    (home / TRIAL / LOCK).touch()
+
+    @contextmanager
+    def deleted(run_dir: Path) -> Iterator[bool]:
+        shutil.rmtree(run_dir)
+        yield False
+
+    monkeypatch.setattr(run_dirs, "locked_if_ended", deleted)
+    assert holder_of(home / TRIAL) is None
 
 
 def test_a_killed_process_frees_the_lock_although_its_forked_child_lives() -> None:
