@@ -146,7 +146,8 @@ def measure(workloads: int, every: int, folder: Path, counts_objects: bool = Fal
     from trial_core.report import Report
     from trial_core.run.run_loop import follow_schedule
     from trialflow.flows.train import STAGES
-    from trialflow.tasks.artifact import ARTIFACT_ERRORS, ReportArtifact
+    from trialflow.tasks.artifact import ReportArtifact
+    from trialflow.tasks.client_retries import NO_ANSWER
 
     config = experiment(
         "LoopTrial",
@@ -169,7 +170,7 @@ def measure(workloads: int, every: int, folder: Path, counts_objects: bool = Fal
         report = Report(
             config, "memory-00000000", run_dir, store,
             logger=get_run_logger(), publish=ReportArtifact("memory-00000000").write,
-            publish_errors=ARTIFACT_ERRORS,
+            publish_errors=NO_ANSWER,
         )  # fmt: skip
         with report:
             launch = Launch(Run(config, "memory-00000000", run_dir, store, report))

@@ -42,7 +42,8 @@ def measure(world_size: int, plan: Plan, pause_seconds: float, folder: Path) -> 
     from trial_core.report import Report
     from trial_core.slots.fork_server import ForkServer
     from trialflow.flows.train import STAGES
-    from trialflow.tasks.artifact import ARTIFACT_ERRORS, ReportArtifact
+    from trialflow.tasks.artifact import ReportArtifact
+    from trialflow.tasks.client_retries import NO_ANSWER
 
     name = case_name(world_size)
     trial, run_dir, chatty = f"report-{name}", folder / name, folder / f"{name}-chatty"
@@ -55,7 +56,7 @@ def measure(world_size: int, plan: Plan, pause_seconds: float, folder: Path) -> 
         report = Report(
             config, trial, run_dir, store,
             logger=get_run_logger(), publish=ReportArtifact(trial).write,
-            publish_errors=ARTIFACT_ERRORS,
+            publish_errors=NO_ANSWER,
         )  # fmt: skip
 
         @contextmanager

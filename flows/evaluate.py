@@ -9,11 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
-import httpx
 from prefect import flow, runtime
 from prefect.artifacts import create_table_artifact
 from prefect.client.schemas.objects import State
-from prefect.exceptions import PrefectException
 from prefect.logging import get_run_logger
 
 from trial_core.checkpoint.manifest import Manifest
@@ -47,6 +45,7 @@ from trialflow.flows.lifecycle.shared_gpus import gpu_slots
 from trialflow.flows.lifecycle.stop_monitor import StopMonitor
 from trialflow.flows.train import STAGES, takeover_wait_seconds
 from trialflow.tasks.checkpoint_use import ExperimentOrResult, HasCheckpoint, checkpoint_of
+from trialflow.tasks.client_retries import NO_ANSWER
 from trialflow.tasks.events import RunEvents
 from trialflow.tasks.storage_block import with_credentials
 
@@ -206,7 +205,12 @@ def _fetch_first_intact(
     for manifest in candidates:
         point = ResumePoint.warm(manifest, weights_only=True)
         require_convertible(launch, point)
-        damage = fetch(launch, STAGES, point)
+        try:
+            damage = fetch(launch, STAGES, point)
+        except CheckpointNotFound as error:  # deleted since the candidates were listed
+            if checkpoint:
+                raise
+            damage = str(error)
         if damage is None:
             return manifest
     what = "the checkpoint" if checkpoint else "every checkpoint of the trial, of which the last"
@@ -223,5 +227,5 @@ def _show(config: ExperimentConfig, result: EvaluateResult) -> None:
             description=f"Checkpoint {result.checkpoint_uuid} of trial {result.trial}, after "
             f"{result.batches_trained} batches",
         )
-    except (httpx.HTTPError, PrefectException) as error:
+    except NO_ANSWER as error:
         get_run_logger().warning("the table of metrics was not stored: %s; %s", error, metrics)

@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from prefect import flow, runtime
@@ -40,8 +39,9 @@ from trialflow.flows.lifecycle.stop_monitor import POLL_SECONDS, StopMonitor
 from trialflow.flows.lifecycle.storage_of_run import StorageLabel, storage_of_run
 from trialflow.flows.server.prefect_settings import prepare_temporary_server
 from trialflow.tasks import stages
-from trialflow.tasks.artifact import ARTIFACT_ERRORS, ReportArtifact
+from trialflow.tasks.artifact import ReportArtifact
 from trialflow.tasks.checkpoint_use import HasCheckpoint, checkpoint_of, store_of
+from trialflow.tasks.client_retries import NO_ANSWER
 from trialflow.tasks.events import RunEvents
 from trialflow.tasks.storage_block import with_credentials
 
@@ -157,7 +157,7 @@ def train_trial(
         stages=STAGES,
         observer=Observers(current_observer(), RunEvents(config, trial)),
         publish=publish,
-        publish_errors=ARTIFACT_ERRORS,
+        publish_errors=NO_ANSWER,
         devices=devices,
         is_new=is_new,
         storage=storage_of_run(config.stopping.server_outage_seconds, stopping),
@@ -178,7 +178,7 @@ def started_from(
     the checkpoint may have been deleted.
     """
     weights_only = config.searcher.source_weights_only
-    if isinstance(start, str) and (os.sep in start or Path(start).exists()):
+    if isinstance(start, str) and (os.sep in start or os.path.exists(start)):
         return config.starting_from(path=start, weights_only=weights_only)
     there = config if isinstance(start, str) else start.config or config
     place, own = there.checkpoint_storage.url, config.checkpoint_storage.url

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 from uuid import UUID
 
-import httpx
 import prefect
 from prefect import runtime
 from prefect.client.orchestration import get_client
@@ -15,14 +14,10 @@ from prefect.client.schemas.filters import (
     ArtifactFilterFlowRunId,
     ArtifactFilterKey,
 )
-from prefect.exceptions import PrefectException
 from prefect.settings import get_current_settings
 
 from trial_core.text_format import unique_slug
 from trialflow.tasks.client_retries import client_retries
-
-ARTIFACT_ERRORS = (httpx.HTTPError, PrefectException)
-"""What is raised if the server does not answer, or refuses a request."""
 
 
 class MarkdownArtifact:
@@ -53,7 +48,7 @@ class MarkdownArtifact:
         it does not take is sent by `send_unsent`.
 
         Raises:
-            ARTIFACT_ERRORS: the server does not answer, or refuses the request.
+            NO_ANSWER: the server does not answer, or refuses the request.
         """
         _unsent[self] = text
         with client_retries(0):
@@ -110,7 +105,7 @@ def send_unsent() -> None:
     """Send what the server did not take when this flow run wrote it. Call when it answers again.
 
     Raises:
-        ARTIFACT_ERRORS: it does not answer, or refuses an artifact.
+        NO_ANSWER: it does not answer, or refuses an artifact.
     """
     for artifact in _unsent_here():
         artifact.send_last()

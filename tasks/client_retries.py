@@ -1,11 +1,16 @@
-"""How often Prefect's client repeats a request that fails."""
+"""Requests to the Prefect server that fail: what they raise, and how often they are repeated."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import httpx
 from prefect.context import SettingsContext, get_settings_context
+from prefect.exceptions import PrefectException
+
+NO_ANSWER = (httpx.HTTPError, PrefectException, OSError, ValueError, RuntimeError)
+"""The server did not answer a request, or something else did in its place."""
 
 
 @contextmanager

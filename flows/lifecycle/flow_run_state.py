@@ -5,16 +5,14 @@ from __future__ import annotations
 from typing import Any
 from uuid import UUID
 
-import httpx
 from prefect import runtime
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State, StateType
 from prefect.context import FlowRunContext
-from prefect.exceptions import PrefectException
 from prefect.logging import get_run_logger
 from prefect.states import Suspended
 
-from trialflow.tasks.client_retries import client_retries
+from trialflow.tasks.client_retries import NO_ANSWER, client_retries
 
 
 def set_state(state: State[Any]) -> bool:
@@ -22,7 +20,7 @@ def set_state(state: State[Any]) -> bool:
     try:
         with get_client(sync_client=True) as client:
             client.set_flow_run_state(UUID(str(runtime.flow_run.id)), state, force=True)
-    except (httpx.HTTPError, PrefectException) as error:
+    except NO_ANSWER as error:
         get_run_logger().error("the run's state cannot be set to %s: %s", state.name, error)
         return False
     context = FlowRunContext.get()

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import httpx
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.context import FlowRunContext
-from prefect.exceptions import Abort, PrefectException, TerminationSignal
+from prefect.exceptions import Abort, TerminationSignal
 from prefect.states import AwaitingRetry
 
 from trialflow.flows.lifecycle.flow_run_state import set_state
+from trialflow.tasks.client_retries import NO_ANSWER
 
 
 def has_queue(run: FlowRun | None) -> bool:
@@ -54,6 +54,6 @@ def _is_still_running() -> bool:
     try:
         with get_client(sync_client=True) as client:
             state = client.read_flow_run(run.id).state
-    except (httpx.HTTPError, PrefectException):
+    except NO_ANSWER:
         return False
     return state is not None and state.type == StateType.RUNNING

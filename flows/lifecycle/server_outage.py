@@ -20,14 +20,10 @@ import httpx
 from prefect.client.orchestration import get_client
 from prefect.events import clients
 from prefect.events.worker import EventsWorker, emit_events_to_cloud
-from prefect.exceptions import PrefectException
 from prefect.logging.handlers import APILogWorker, set_api_log_sink
 from websockets.exceptions import InvalidHandshake
 
 from trialflow.tasks.client_retries import client_retries
-
-NO_ANSWER = (httpx.HTTPError, PrefectException, OSError, ValueError, RuntimeError)
-"""The server did not answer a request, or something else did in its place."""
 
 RETRY_SECONDS = 1.0
 # How long the last reports of a flow may take if the server goes away once more.

@@ -40,11 +40,11 @@ from trialflow.flows.lifecycle.flow_run_reader import FlowRunReader
 from trialflow.flows.lifecycle.flow_run_state import hold_suspended, set_state
 from trialflow.flows.lifecycle.parent_runs import ParentRuns
 from trialflow.flows.lifecycle.requeue import has_queue, requeue
-from trialflow.flows.lifecycle.server_outage import NO_ANSWER, ServerOutage, reports_kept
+from trialflow.flows.lifecycle.server_outage import ServerOutage, reports_kept
 from trialflow.flows.lifecycle.stop_signals import Interrupted, StopSignals
 from trialflow.flows.server.embedded_server import is_unauthorized
 from trialflow.tasks.artifact import forget_unsent, send_unsent
-from trialflow.tasks.client_retries import client_retries
+from trialflow.tasks.client_retries import NO_ANSWER, client_retries
 
 T = TypeVar("T")
 

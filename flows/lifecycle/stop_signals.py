@@ -58,7 +58,7 @@ class StopSignals:
     def install(self) -> None:
         """Handle the signals from now on. In other threads, the main one gets them as well."""
         if not self.is_in_main_thread:
-            self._in_thread.enter_context(signals_in_thread(lambda number: self._note(number)))
+            self._in_thread.enter_context(signals_in_thread(self._note))
             return
         for number in _NAMES:
             previous = signal.getsignal(number)

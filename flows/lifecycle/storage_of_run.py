@@ -16,9 +16,9 @@ from prefect.logging import get_run_logger
 
 from trial_core.errors import Stopped, TrialflowError
 from trial_core.run.stop_requests import StopHandler
-from trialflow.flows.lifecycle.server_outage import NO_ANSWER, RETRY_SECONDS, ServerOutage
+from trialflow.flows.lifecycle.server_outage import RETRY_SECONDS, ServerOutage
 from trialflow.flows.server.embedded_server import is_unauthorized
-from trialflow.tasks.client_retries import client_retries
+from trialflow.tasks.client_retries import NO_ANSWER, client_retries
 
 LABEL = "trialflow.storage"
 FIRST_RETRIES = 3

@@ -35,12 +35,11 @@ from prefect.client.schemas.filters import (
     FlowRunFilterStateType,
 )
 from prefect.client.schemas.objects import FlowRun, StateType
-from prefect.exceptions import PrefectException
 from prefect.logging import get_run_logger
 
 from trial_core.errors import TrialflowError
 from trialflow.flows.lifecycle.requeue import requeue_if_stopped
-from trialflow.tasks.client_retries import client_retries
+from trialflow.tasks.client_retries import NO_ANSWER, client_retries
 
 FLOW = "retrain"
 MODEL_LABEL = "trialflow.retrains"
@@ -135,7 +134,7 @@ class _ModelLock:
                 try:
                     with client_retries(0):
                         self._update_labels({HEARTBEAT_LABEL: _now()})
-                except (httpx.HTTPError, PrefectException) as error:
+                except NO_ANSWER as error:
                     pause = RETRY_SECONDS
                     get_run_logger().debug("heartbeat of model %s: %s", self._model, error)
 
@@ -155,7 +154,7 @@ class _ModelLock:
             labels = self._client.read_flow_run(self._run_id).labels
             if labels.get(OWNER_LABEL) == self._owner:
                 self._update_labels({HEARTBEAT_LABEL: ""})
-        except (httpx.HTTPError, PrefectException) as error:
+        except NO_ANSWER as error:
             get_run_logger().warning(
                 "other retrainings of model %s may be skipped for up to %d minutes: this run "
                 "could not release its lock: %s",

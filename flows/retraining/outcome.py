@@ -9,15 +9,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
-from prefect.exceptions import PrefectException
 from prefect.logging import get_run_logger
 
 from trial_core.errors import RegistryError, Stopped, StorageError, Superseded
 from trial_core.models.journal import REPORT, PromotionDecision, StageRecord
 from trial_core.report.retraining_report import FILE, RetrainingFacts
 from trial_core.run.stop_requests import StopHandler
-from trialflow.tasks.artifact import ARTIFACT_ERRORS, MarkdownArtifact
+from trial_core.storage.local_files import replace_file
+from trialflow.tasks.artifact import MarkdownArtifact
+from trialflow.tasks.client_retries import NO_ANSWER
 from trialflow.tasks.retrain import CallbackFailed, RetrainingRun, run_callback, send_event
 
 
@@ -104,14 +104,14 @@ def notify(
 
     Raises:
         CallbackFailed: callbacks failed, and why. The others were called.
-        httpx.HTTPError, PrefectException: the event could not be sent. Callbacks were called.
+        NO_ANSWER: the event could not be sent. Callbacks were called.
     """
     journal, outcome = retraining.journal, result.as_json_data()
     event_error: Exception | None = None
     if journal.read("told", StageRecord) is None:
         try:
             send_event(retraining, outcome)
-        except (httpx.HTTPError, PrefectException) as error:  # callbacks do not need the server
+        except NO_ANSWER as error:  # callbacks do not need the server
             event_error = error
         else:
             journal.mark_done("told", "the event was sent")
@@ -180,22 +180,18 @@ def _publish(facts: RetrainingFacts, retraining: RetrainingRun) -> Path:
     text, path, journal = facts.render(), retraining.folder / FILE, retraining.journal
     name = f"retraining-{facts.model}"
 
-    def write_file() -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-
     def write_artifact() -> None:
         MarkdownArtifact(name, f"Retraining of model {facts.model}").write(text)
 
     places: dict[str, Callable[[], None]] = {
-        f"the file {path}": write_file,
+        f"the file {path}": lambda: replace_file(path, text.encode()),
         journal.url(REPORT): lambda: journal.write_report(text),
         f"the artifact {name}": write_artifact,
     }
     for place, write in places.items():
         try:
             write()
-        except (OSError, StorageError, *ARTIFACT_ERRORS) as error:
+        except (StorageError, *NO_ANSWER) as error:
             get_run_logger().warning(
                 "the report was not written to %s: %s: %s", place, type(error).__name__, error
             )

@@ -11,9 +11,11 @@ import pytest
 
 from tests.support.cli import trialflow, write_experiment
 from tests.support.flow import one_slot, stages, train
+from tests.support.manifests import new_manifest
 from tests.support.prefect import PrefectServer
 from tests.support.slots import lines
 from tests.support.storage_clock import shift_clock
+from trial_core.checkpoint.resume_point import ResumePoint
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.errors import (
@@ -24,6 +26,7 @@ from trial_core.errors import (
 )
 from trial_core.retention.claims import claims
 from trial_core.run.stop_requests import StopHandler
+from trialflow.flows import evaluate as evaluate_flow
 
 pytestmark = [pytest.mark.slots, pytest.mark.server]
 
@@ -121,3 +124,21 @@ def test_nothing_to_evaluate(here: Path) -> None:
         evaluate(config, "abcd")
     with pytest.raises(ModelNotFound, match="there is no model 'gpt'"):
         evaluate(config, "champion:gpt")
+
+
+def test_a_checkpoint_that_is_deleted_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several an older one is validated; one that was asked for is missing."""
+    newest, older = new_manifest(), new_manifest()
+    launch: Any = None
+
+    def fetch(launch: Any, stages: Any, point: ResumePoint) -> str | None:
+        if point.checkpoint is newest:
+            raise CheckpointNotFound("just deleted")
+        return None
+
+    monkeypatch.setattr(evaluate_flow, "fetch", fetch)
+    monkeypatch.setattr(evaluate_flow, "require_convertible", lambda *_: None)
+    choose = evaluate_flow._fetch_first_intact
+    assert choose(launch, [newest, older], None) is older
+    with pytest.raises(CheckpointNotFound):
+        choose(launch, [newest], newest.uuid)

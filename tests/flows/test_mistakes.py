@@ -13,7 +13,7 @@ from tests.support.flow import Stage, one_slot, stages, train
 from tests.support.prefect import PrefectServer
 from tests.support.slots import lines
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.errors import CheckpointError, LaunchError, TrialError
+from trial_core.errors import CheckpointError, CheckpointNotFound, LaunchError, TrialError
 from trialflow.flows.server.embedded_server import flush
 
 pytestmark = [pytest.mark.slots, pytest.mark.server]
@@ -69,6 +69,12 @@ def test_files_that_no_checkpoint_can_have_end_the_run(
     (upload,) = [stage for stage in seen if stage.name == "checkpoint-upload @4"]
     assert (upload.state, upload.tries) == ("Failed", 1)
     assert [stage.name for stage in seen].count("build-trial") == 1
+
+
+def test_a_start_that_no_file_can_have_as_its_name(here: Path) -> None:
+    """It is no path, and so a reference, to nothing."""
+    with pytest.raises(CheckpointNotFound):
+        trialflow.flows.train.started_from(one_slot(here, 6), "x" * 300, "toy-0000beef")
 
 
 @pytest.mark.parametrize("flow", [trialflow.flows.train, trialflow.flows.evaluate])

@@ -22,18 +22,18 @@ import trialflow.tasks.artifact
 from tests.support.prefect import PrefectServer, isolated
 from tests.support.slots import toy_config
 from tests.support.waiting import until
-from tests.support.wire import UNAVAILABLE
+from tests.support.wire import OTHER_PAGE, UNAVAILABLE
 from trial_core.report import Report
 from trial_core.text_format import unique_slug
 from trialflow.flows.server.embedded_server import flush
 from trialflow.flows.server.prefect_settings import environment
 from trialflow.tasks.artifact import (
-    ARTIFACT_ERRORS,
     MarkdownArtifact,
     ReportArtifact,
     forget_unsent,
     send_unsent,
 )
+from trialflow.tasks.client_retries import NO_ANSWER
 
 pytestmark = pytest.mark.server
 
@@ -68,8 +68,12 @@ def test_a_flow_run_has_one_artifact(prefect_server: PrefectServer) -> None:
     assert len({each["flow_run_id"] for each in found}) == 2
 
 
-def test_a_server_that_does_not_answer_is_asked_once(tmp_path: Path) -> None:
-    """Prefect's own repetitions, with pauses that double, would hold up the end of a run."""
+@pytest.mark.parametrize("instead", [UNAVAILABLE, OTHER_PAGE], ids=["unavailable", "a page"])
+def test_a_server_that_does_not_answer_is_asked_once(tmp_path: Path, instead: bytes) -> None:
+    """Prefect's own repetitions, with pauses that double, would hold up the end of a run.
+
+    What a proxy answers in its place is no answer either, and ends no report.
+    """
     asked: list[bytes] = []
 
     def answer(listener: socket.socket) -> None:
@@ -78,7 +82,7 @@ def test_a_server_that_does_not_answer_is_asked_once(tmp_path: Path) -> None:
                 connection, _ = listener.accept()
                 with connection:
                     asked.append(connection.recv(65536))
-                    connection.sendall(UNAVAILABLE)
+                    connection.sendall(instead)
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=answer, args=(listener,))
@@ -86,7 +90,7 @@ def test_a_server_that_does_not_answer_is_asked_once(tmp_path: Path) -> None:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/api"
         with (
             environment({**isolated(tmp_path), "PREFECT_API_URL": url}),
-            pytest.raises(httpx.HTTPStatusError),
+            pytest.raises(NO_ANSWER),
         ):
             ReportArtifact("toy-0000beef").write("text")
         listener.shutdown(socket.SHUT_RDWR)
@@ -179,7 +183,7 @@ def test_the_artifact_is_updated_during_a_workload(
     def run() -> None:
         report = Report(
             toy_config(tmp_path), "toy-live", tmp_path, logger=get_run_logger(),
-            publish=ReportArtifact("toy-live").write, publish_errors=ARTIFACT_ERRORS,
+            publish=ReportArtifact("toy-live").write, publish_errors=NO_ANSWER,
         )  # fmt: skip
         with report:
             report.run_started("toy-live", 1000, 0, 16)
