@@ -278,14 +278,17 @@ def _call_callback(
     should_cancel: Callable[[], bool] = lambda: False,
 ) -> str | None:
     """Call a callback in a process; without `outcome`, only import it. Returns what failed."""
-    return call_function(
-        function, outcome,
-        code=retraining.config.code,
-        log=retraining.callback_log(function),
-        environment=retraining.config.environment.environment_variables,
-        timeout_seconds=retraining.settings.callback_timeout_seconds,
-        should_cancel=should_cancel,
-    )  # fmt: skip
+    try:
+        return call_function(
+            function, outcome,
+            code=retraining.config.code,
+            log=retraining.callback_log(function),
+            environment=retraining.config.environment.environment_variables,
+            timeout_seconds=retraining.settings.callback_timeout_seconds,
+            should_cancel=should_cancel,
+        )  # fmt: skip
+    except OSError as error:  # no process, or no code folder on this machine
+        return str(error)
 
 
 def grace_timer(stopping: StopHandler, grace_seconds: float) -> Callable[[], bool]:

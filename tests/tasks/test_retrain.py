@@ -9,10 +9,11 @@ import pytest
 
 from tests.support.manifests import new_manifest
 from tests.support.slots import toy_config
+from trial_core.errors import ConfigError
 from trial_core.models.journal import RetrainingPlan
 from trial_core.models.records import Version
 from trial_core.run.stop_requests import StopHandler
-from trialflow.tasks.retrain import RetrainingRun, grace_timer
+from trialflow.tasks.retrain import RetrainingRun, _check_callbacks, grace_timer
 
 PLAN = RetrainingPlan(
     trial="toy-1", scheduled_at="2026-03-01T03:00:00Z", begun_at="2026-03-01T03:00:00Z",
@@ -83,3 +84,12 @@ def test_a_champion_is_validated_as_it_was_trained(tmp_path: Path) -> None:
     config = found.champion_config(PLAN, champion(found))
     assert (config.entrypoint, config.hyperparameters) == ("old:Trial", {"width": 3})
     assert (config.resources, config.code) == (found.config.resources, found.config.code)
+
+
+def test_a_callback_needs_the_code_folder(tmp_path: Path) -> None:
+    """Also if the trial's code is that of a checkpoint. That is said before the training."""
+    found = retraining(tmp_path, code=str(tmp_path / "gone"))
+    settings = found.settings.model_copy(update={"callbacks": ["callbacks:tell"]})
+    found.settings = settings
+    with pytest.raises(ConfigError, match=r"callbacks\[0\]: callbacks:tell cannot .*gone"):
+        _check_callbacks(found)
