@@ -170,6 +170,11 @@ def configured_api_problem() -> str | None:
             " PREFECT_API_AUTH_STRING to the one that `trialflow up` or the server's"
             " administrator names"
         )
+    if isinstance(problem, ValueError):
+        return (
+            f"what answers at {api_url} is not the API of a Prefect server: set PREFECT_API_URL to"
+            " its address, which ends with /api"
+        )
     if address_of_running(settings.home) == api_url:
         return (
             f"the Prefect server of `trialflow up`, {api_url}, does not answer ({problem}). Wait"
@@ -190,7 +195,7 @@ def _version_error(client: SyncPrefectClient) -> Exception | None:
         client.api_version()
     except httpx.HTTPStatusError as error:
         return error if is_unauthorized(error) else None  # Prefect Cloud has no such route
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, ValueError) as error:  # or no JSON, from another server
         return error
     return None
 

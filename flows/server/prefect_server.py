@@ -84,12 +84,18 @@ class PrefectServerProcess:
         """Start the server, wait until it answers, and configure Prefect to use it.
 
         Raises:
-            PrefectServerError: the server ended, or did not answer in time.
+            PrefectServerError: the server was not started, ended, or did not answer in time.
         """
         with ExitStack() as stack:
             self._listener = stack.enter_context(_listen(self._wanted_port))
             self._set_address(self._listener.getsockname()[1])
-            self._process = self._start()
+            try:
+                self._process = self._start()
+            except OSError as error:
+                raise PrefectServerError(
+                    f"the Prefect server was not started: {error}; its log has to be in a folder"
+                    " that can be written: set PREFECT_HOME to one"
+                ) from error
             stack.callback(self._stop)
             self._wait_until_ready(self._process)
             # Removed before the server ends: until then no other server has the port.

@@ -77,12 +77,16 @@ def find_password(home: Path, api_url: str, chosen: str | None = None) -> str | 
         chosen: the password that is set, which may be another server's than the one of `home`.
 
     Raises:
-        ConfigError: as `find_login`.
+        ConfigError: as `find_login`; or it is no URL.
     """
     at = urlsplit(api_url)
+    try:
+        port = at.port or 80
+    except ValueError as error:
+        raise ConfigError(f"PREFECT_API_URL: {api_url} is no URL: {error}") from None
     if at.hostname != HOST:
         return None
-    if chosen and chosen != stored_password(password_path(home, at.port or 80)):
+    if chosen and chosen != stored_password(password_path(home, port)):
         return None
     return find_login(home, api_url).password or None
 

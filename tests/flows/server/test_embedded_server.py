@@ -25,6 +25,7 @@ from prefect.cache_policies import NO_CACHE
 
 from tests.support.browser import chromium
 from tests.support.prefect import PrefectServer, isolated, prepared
+from tests.support.wire import OTHER_PAGE, Wire
 from trial_core.errors import ConfigError
 from trialflow.deployments.cli import doctor
 from trialflow.deployments.cli.deploy import configured_client
@@ -256,6 +257,19 @@ def test_a_configured_server_that_does_not_answer(tmp_path: Path) -> None:
         prefect_api(),
     ):
         pass
+
+
+def test_an_address_that_is_not_the_apis(tmp_path: Path) -> None:
+    """As that of the UI, which answers every request with its page."""
+    with Wire(9) as wire:
+        wire.cut(OTHER_PAGE)
+        url = f"http://127.0.0.1:{wire.port}"
+        with (
+            environment({**isolated(tmp_path), "PREFECT_API_URL": url}),
+            pytest.raises(PrefectServerError, match=r"is not the API .*ends with /api"),
+            prefect_api(),
+        ):
+            pass
 
 
 @pytest.mark.long

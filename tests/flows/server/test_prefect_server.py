@@ -97,3 +97,13 @@ def test_a_server_that_does_not_start_in_time_is_ended(tmp_path: Path) -> None:
     assert hanging.has_ended
     with socket.create_server((HOST, hanging.port)):
         pass
+
+
+def test_a_server_that_cannot_write_its_log(tmp_path: Path) -> None:
+    """The error says what to do."""
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(PrefectServerError, match=r"was not started: .*set PREFECT_HOME"),
+        server(tmp_path / "file", "answer"),
+    ):
+        pass

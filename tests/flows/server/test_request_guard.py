@@ -234,6 +234,15 @@ def test_another_password_than_the_stored_one_is_the_users_own(tmp_path: Path) -
         assert os.environ["PREFECT_API_AUTH_STRING"] == "me:other"
 
 
+def test_an_address_that_is_no_url(tmp_path: Path) -> None:
+    """Is named before anything is sent there."""
+    with (
+        environment({**isolated(tmp_path), "PREFECT_API_URL": "http://127.0.0.1:99999/api"}),
+        pytest.raises(ConfigError, match=r"PREFECT_API_URL: .* is no URL"),
+    ):
+        use_stored_password()
+
+
 def test_a_password_is_not_sent_where_owners_of_ports_are_hidden(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
