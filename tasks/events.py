@@ -202,14 +202,12 @@ def _emit(event: Event) -> None:
 def _related(trial: str = "", experiment: str = "", checkpoint: str | None = None) -> Any:
     named = {"trial": trial, "experiment": experiment, "checkpoint": checkpoint}
     return [
-        RelatedResource({**_named(f"trialflow.{role}.{name}", name).root, **_role(role)})
+        RelatedResource(
+            {**_named(f"trialflow.{role}.{name}", name).root, "prefect.resource.role": role}
+        )
         for role, name in named.items()
         if name
     ]
-
-
-def _role(role: str) -> dict[str, str]:
-    return {"prefect.resource.role": role}
 
 
 def _resource(model: str) -> Resource:

@@ -136,9 +136,17 @@ class ThroughputMeter:
             devices: the names of the ranks' devices; empty for one on the CPU.
             peak_memory_bytes: of each rank; empty: unknown.
         """
-        alone = ThroughputMeter(self.peak_flops)
+        done = work.times(batches)
+        peaks = [self.peak_flops or peak_flops(each, work.number_type) for each in devices]
+        alone = ThroughputMeter()
         for meter in (alone, self):
-            meter._add(batches, seconds, work, devices, peak_memory_bytes)
+            meter._batches.add(batches, seconds)
+            meter._samples.add(done.samples, seconds)
+            meter._tokens.add(done.tokens, seconds)
+            if all(peaks):
+                meter._utilisation.add(done.flops, seconds * sum(filter(None, peaks)))
+            if any(peak_memory_bytes):
+                meter.note_memory(peak_memory_bytes)
         return alone.throughput, self.throughput
 
     def note_memory(self, peak_memory_bytes: Sequence[int]) -> None:
@@ -155,24 +163,6 @@ class ThroughputMeter:
             self._utilisation.average,
             self._memory,
         )
-
-    def _add(
-        self,
-        batches: int,
-        seconds: float,
-        work: Work,
-        devices: Sequence[str],
-        peak_memory_bytes: Sequence[int],
-    ) -> None:
-        done = work.times(batches)
-        self._batches.add(batches, seconds)
-        self._samples.add(done.samples, seconds)
-        self._tokens.add(done.tokens, seconds)
-        peaks = [self.peak_flops or peak_flops(each, work.number_type) for each in devices]
-        if all(peaks):
-            self._utilisation.add(done.flops, seconds * sum(filter(None, peaks)))
-        if any(peak_memory_bytes):
-            self.note_memory(peak_memory_bytes)
 
 
 def _times(value: float | None, factor: float) -> float | None:
