@@ -51,11 +51,12 @@ def evaluate(config: ExperimentConfig, checkpoint: str | None = None) -> Any:
 
 
 def damage(config: ExperimentConfig, uuid: str) -> None:
-    """Delete a file of a checkpoint."""
+    """Delete a file of a checkpoint that it shares with no other."""
     store = CheckpointStore(config.checkpoint_storage.url)
-    entry = max(store.open(uuid).files, key=lambda file: file.size_bytes)
-    folder = config.checkpoint_storage.url.removeprefix("file://")
-    Path(folder, "checkpoints", uuid, entry.path).unlink()
+    files = store.open(uuid).files
+    weights = next(file for file in files if file.path.endswith("_model_states.pt"))
+    assert not weights.stored_at
+    store.storage.remove(weights.key(uuid))
 
 
 def test_the_newest_checkpoint_on_other_slots(prefect_server: PrefectServer, here: Path) -> None:

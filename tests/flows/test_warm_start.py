@@ -80,9 +80,8 @@ def test_a_missing_or_damaged_source_checkpoint(here: Path) -> None:
     source = train(experiment(here, 1, "source"))
     config = experiment(here, 1, "own", source_checkpoint_uuid=source.checkpoint_uuid)
     store = CheckpointStore(config.checkpoint_storage.url)
-    folder = here / "checkpoints" / "checkpoints" / source.checkpoint_uuid
     entry = max(store.open(source.checkpoint_uuid).files, key=lambda file: file.size_bytes)
-    (folder / entry.path).unlink()
+    store.storage.remove(entry.key(source.checkpoint_uuid))
     with pytest.raises(
         CheckpointDamaged, match=f"the source checkpoint of the searcher: .*{entry.path}"
     ):

@@ -124,7 +124,7 @@ def keys_of(manifests: Iterable[Manifest]) -> set[str]:
         for each in manifests
         for key in (
             each.name.key,
-            *(layout.file_key(each.uuid, file.path) for file in each.all_files),
+            *(file.key(each.uuid) for file in each.all_files),
         )
     }
 
