@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from trial_core.checkpoint import layout
+from trial_core.checkpoint.json_objects import parse_time
 from trial_core.checkpoint.manifest import tagged, untagged, utc_now
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.decoding import convert, decode
@@ -62,6 +63,24 @@ class RetrainingPlan(msgspec.Struct, frozen=True, kw_only=True):
     def champion_record(self) -> str:
         """The name of the record with this plan's champion's metrics."""
         return _renewed_name("champion", self.renewed)
+
+    @property
+    def lateness_seconds(self) -> float:
+        """Time between scheduled and actual start.
+
+        Raises:
+            ValueError: they cannot be compared; so no plan has such times.
+        """
+        begun_at, scheduled_at = parse_time(self.begun_at), parse_time(self.scheduled_at)
+        if begun_at is None or scheduled_at is None:
+            raise ValueError(
+                "expected times in ISO 8601 with an offset, got "
+                f"{self.begun_at!r} and {self.scheduled_at!r}"
+            )
+        return (begun_at - scheduled_at).total_seconds()
+
+    def __post_init__(self) -> None:
+        _ = self.lateness_seconds
 
 
 class Champion(msgspec.Struct, frozen=True, kw_only=True):

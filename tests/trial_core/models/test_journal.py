@@ -48,6 +48,7 @@ def test_a_later_attempt_reads_the_journal(journal: Journal, tmp_path: Path) -> 
     journal.write_plan(PLAN)
     assert open_journal(tmp_path).plan() == PLAN
     assert open_journal(tmp_path, "run-2").plan() is None
+    assert PLAN.lateness_seconds == 7.5
 
 
 def test_the_last_plan_is_valid(journal: Journal) -> None:

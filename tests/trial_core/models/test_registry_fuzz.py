@@ -56,8 +56,9 @@ def history(registry: Registry) -> object:
 
 def read_journal(registry: Registry) -> object:
     journal = Journal(registry.store, MODEL, "r")
-    records = journal.read("outcome", PromotionDecision), journal.read("champion", Champion)
-    return journal.plan(), *records
+    plan = journal.plan()
+    late = plan.lateness_seconds if plan is not None else 0.0
+    return late, journal.read("outcome", PromotionDecision), journal.read("champion", Champion)
 
 
 STEPS: list[Callable[[Registry], object]] = [
@@ -106,6 +107,16 @@ def test_a_journal_survives(data: dict[str, Any]) -> None:
         journal = Journal(store, MODEL, "r")
         journal.write_plan(plan)
         assert journal.plan() == plan
+
+
+@pytest.mark.parametrize("at", ["2031-13-41T25:61:61Z", "2031-05-09T17:04:00", "soon"])
+def test_a_plan_whose_times_cannot_be_compared_is_refused(at: str) -> None:
+    """Impossible, or without an offset."""
+    data = json_bytes({**msgspec.to_builtins(PLAN), "scheduled_at": at})
+    with memory_store() as store:
+        store.storage.write(layout.retraining_key(MODEL, "r", "plan.json"), data)
+        with pytest.raises(RegistryError, match="cannot be read: expected times in ISO 8601"):
+            Journal(store, MODEL, "r").plan()
 
 
 def test_a_version_that_was_copied_from_another_model_is_refused() -> None:
