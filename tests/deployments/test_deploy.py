@@ -282,6 +282,7 @@ def test_leases_in_memory_are_a_warning(client: SyncPrefectClient) -> None:
     assert "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE=prefect.server" in problem
 
 
+@pytest.mark.long
 def test_the_commands_output(
     client: SyncPrefectClient, prefect_server: PrefectServer, tmp_path: Path
 ) -> None:

@@ -93,6 +93,7 @@ def running(path: Path, server: PrefectServer) -> Iterator[None]:
             process.terminate()
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("no_automations")
 def test_a_committed_checkpoint_starts_a_run(here: Path, prefect_server: PrefectServer) -> None:
     """A served flow runs once for each checkpoint of that experiment, and evaluates it."""

@@ -78,6 +78,7 @@ def test_their_metrics_decide_and_checkpoints_are_handed_over(
     assert "own-stage own_stages:note @12" in names
 
 
+@pytest.mark.long
 def test_a_failure_is_a_warning_unless_it_ends_the_run(here: Path) -> None:
     """Which then saves first. Without Prefect, as in a script."""
     seen = Notices()

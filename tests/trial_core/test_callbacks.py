@@ -104,6 +104,7 @@ def test_a_scripts_loss_that_stays_nan_ends_it_too(
     assert [each.progress.batches_trained for each in store.list()] == [4, 8]
 
 
+@pytest.mark.long
 @pytest.mark.slots
 def test_a_loss_that_stays_nan_ends_the_run_before_it_saves_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

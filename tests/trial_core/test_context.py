@@ -368,6 +368,7 @@ print(json.dumps({{
 """
 
 
+@pytest.mark.long
 @pytest.mark.slots
 def test_debugging_a_trial_in_plain_python() -> None:
     """Determined's example: create a context and a trial, then train batches."""

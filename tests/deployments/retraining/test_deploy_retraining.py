@@ -171,6 +171,7 @@ def runs_of(client: SyncPrefectClient) -> list[dict[str, Any]]:
     return runs
 
 
+@pytest.mark.long
 def test_arriving_data_starts_a_run(
     client: SyncPrefectClient, prefect_server: PrefectServer, tmp_path: Path
 ) -> None:

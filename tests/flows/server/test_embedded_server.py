@@ -117,6 +117,7 @@ def waiting_flow(home: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
             driver.kill()
 
 
+@pytest.mark.long
 def test_the_terminal_shows_the_commands_own_lines_alone(used_home: Path) -> None:
     """Nothing of Prefect's, even in the first run of a new database."""
     assert (used_home / "shown").read_text().splitlines() == OUTPUT

@@ -46,6 +46,7 @@ dist.barrier()  # the store ends with rank 0
 """
 
 
+@pytest.mark.long
 @pytest.mark.slots
 def test_the_metadata_of_all_ranks_are_stored(tmp_path: Path) -> None:
     """A mistake of one rank is refused on all of them, so none waits for another."""

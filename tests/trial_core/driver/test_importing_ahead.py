@@ -33,6 +33,7 @@ class LateTrial(ToyTrial):
 """
 
 
+@pytest.mark.long
 @pytest.mark.slots
 def test_ranks_get_what_is_set_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run uses the process that imports already, and sets the variable in its ranks. A run with

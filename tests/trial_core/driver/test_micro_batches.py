@@ -96,6 +96,7 @@ def test_otherwise_the_run_fails(
         drive(config, TRIAL)
 
 
+@pytest.mark.long
 def test_tune_batch_finds_the_largest(here: Path) -> None:
     """It begins with a whole batch of the rank, and keeps nothing."""
     write_experiment(

@@ -204,8 +204,9 @@ def test_a_core_api_script_says_what_a_step_holds(here: Path) -> None:
     assert min(run.peak_memory_bytes) > 2**20
 
 
+@pytest.mark.long
 @pytest.mark.slots
-@pytest.mark.parametrize("freezes", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("freezes", [False, True])
 def test_flops_of_deepspeeds_profiler(here: Path, freezes: bool) -> None:
     """Known from the workload in which it measures; not of a model with frozen weights."""
     observer = Measured()

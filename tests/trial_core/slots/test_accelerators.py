@@ -184,6 +184,7 @@ def test_other_accelerators_are_counted_by_deepspeed(monkeypatch: pytest.MonkeyP
         visible_accelerators({})
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("torch_for_xpus")
 def test_deepspeed_answers_the_probe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

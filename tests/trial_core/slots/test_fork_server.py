@@ -221,6 +221,7 @@ def test_children_in_groups_of_their_own_are_killed() -> None:
     assert rank.returncode == -signal.SIGKILL
 
 
+@pytest.mark.long
 def test_ranks_do_not_import_mlflow_with_deepspeed() -> None:
     """It costs a second and has a thread. A trial may import it all the same."""
     program = (

@@ -72,6 +72,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {"folder": folder, **{name: o[0] for name, o in zip(runs, outcomes, strict=True)}}
 
 
+@pytest.mark.long
 def test_periods_in_containers_and_epochs(alone: dict[str, Any]) -> None:
     """Validations after 5, 30 and at the end; checkpoints after epochs 1 and 3 and at the end."""
     folder = alone["folder"] / "periods"

@@ -20,6 +20,7 @@ print(json.dumps({"threads": threads}))
 """
 
 
+@pytest.mark.long
 @pytest.mark.slots
 def test_later_blocks_use_the_groups_of_the_first() -> None:
     """Process groups of every block's own would add up: each has threads."""
