@@ -36,6 +36,7 @@ MAX_UNPROVEN = 256
 """So many strangers may be connected at once."""
 ACCEPT_RETRY_SECONDS = 1.0
 LOGGED_STRANGERS = 20
+READ_BYTES = 2**16
 
 PeerT = TypeVar("PeerT")
 
@@ -160,7 +161,7 @@ async def _open_streams(
     """The streams of an accepted connection, once TLS has begun."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader()
-    protocol = asyncio.StreamReaderProtocol(reader)
+    protocol = _ReadToTheEnd(reader, connection if tls is None else None)
     transport, _ = await loop.connect_accepted_socket(
         lambda: protocol,
         connection,
@@ -168,6 +169,29 @@ async def _open_streams(
         ssl_handshake_timeout=HANDSHAKE_SECONDS if tls is not None else None,
     )
     return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
+
+
+class _ReadToTheEnd(asyncio.StreamReaderProtocol):
+    """Reads what a peer has sent before it closed, also if a write to the peer has failed first.
+
+    asyncio then ends a connection without reading it, and drops what it has read: the error by
+    which a rank explains its end.
+
+    Args:
+        connection: without TLS; None: with TLS, whose socket holds encrypted bytes.
+    """
+
+    def __init__(self, reader: asyncio.StreamReader, connection: socket.socket | None) -> None:
+        super().__init__(reader)
+        self._connection = connection
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if isinstance(exc, ConnectionError):
+            exc = None  # an end, before which everything is read
+            with contextlib.suppress(OSError):
+                while self._connection and (data := self._connection.recv(READ_BYTES)):
+                    self.data_received(data)
+        super().connection_lost(exc)
 
 
 async def _close(writer: asyncio.StreamWriter) -> None:

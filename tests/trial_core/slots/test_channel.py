@@ -123,6 +123,27 @@ def test_a_closed_connection_is_noticed(channel: Opened) -> None:
     assert listener.next() == ("left", 0, None)
 
 
+def test_what_a_rank_says_before_it_ends_arrives() -> None:
+    """Also if the driver writes to it first, which fails, and although it has not read all."""
+    can_read, listener = threading.Event(), RecordingListener()
+    driver = Channel(range(1), listener)
+    with ExitStack() as opened:
+        opened.callback(driver.close)
+        opened.callback(can_read.set)
+        rank = RankConnection(driver.address, driver.secret, hello(0))
+        assert listener.next() == ("joined", 0)
+        driver.send(Envelope(number=7, request=Ping()))
+        driver._loop.call_soon_threadsafe(can_read.wait)
+        messages = [BatchesTrained(batches=count) for count in range(3)]
+        for message in messages:
+            rank.send(message)
+        rank.close()
+        driver.send(Envelope(number=8, request=Ping()))
+        can_read.set()
+        assert [listener.next() for _ in messages] == [("received", 0, each) for each in messages]
+        assert listener.next() == ("left", 0, None)
+
+
 def test_a_peer_without_the_secret_is_rejected(channel: Opened) -> None:
     """The rank raises, and the driver sees no event."""
     with pytest.raises(SlotsError, match="cannot join the driver"):
