@@ -134,12 +134,14 @@ class PartFile:
 def _sync_folder(folder: Path) -> None:
     """Sync the names in a folder to disk, and the folder's own name, which may be new.
 
-    A folder that this user may not read, such as the one of all users' folders, has no new name.
+    A parent that this user may not read, such as that of all users' folders, has no new name.
     """
     for each in (folder, folder.parent):
         try:
             descriptor = os.open(each, os.O_RDONLY)
         except PermissionError:
+            if each == folder:  # what was just renamed into it would not be durable
+                raise
             continue
         try:
             os.fsync(descriptor)

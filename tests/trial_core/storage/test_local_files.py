@@ -23,11 +23,14 @@ def test_a_read_past_the_end_returns_the_bytes_that_exist(tmp_path: Path) -> Non
 def test_a_storage_may_lie_in_a_folder_that_cannot_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On many clusters a user may enter /scratch, but not list it: its name is not synced."""
-    open_it = os.open
+    """On many clusters a user may enter /scratch, but not list it: its name is not synced.
+
+    The folder of the object itself has to be.
+    """
+    open_it, refused = os.open, tmp_path
 
     def refuse(path: Any, flags: int, *others: Any, **more: Any) -> int:
-        if path == tmp_path:
+        if path == refused:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
         return open_it(path, flags, *others, **more)
 
@@ -35,3 +38,9 @@ def test_a_storage_may_lie_in_a_folder_that_cannot_be_read(
     with atomic_file(tmp_path / "storage" / "object", is_durable=True) as file:
         file.write(b"1")
     assert (tmp_path / "storage" / "object").read_bytes() == b"1"
+    refused = tmp_path / "storage"
+    with (
+        pytest.raises(PermissionError),
+        atomic_file(tmp_path / "storage" / "other", is_durable=True) as file,
+    ):
+        file.write(b"2")
