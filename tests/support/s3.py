@@ -12,15 +12,17 @@ import re
 import shutil
 import subprocess
 import tempfile
+import threading
 import urllib.parse
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from moto.s3.responses import S3Response
 from moto.server import ThreadedMotoServer
 from s3fs import S3FileSystem
 
@@ -97,12 +99,25 @@ class S3Server:
 def moto_server(address: str = "127.0.0.1") -> Iterator[S3Server]:
     """Moto on a thread of this process. It accepts any credentials."""
     server = ThreadedMotoServer(ip_address=address, port=0, verbose=False)
-    server.start()
-    try:
-        host, port = server.get_host_and_port()
-        yield S3Server(f"http://{host}:{port}", "moto-access-key", "moto-secret-key")
-    finally:
-        server.stop()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(S3Response, "put_object", _one_at_a_time(S3Response.put_object))
+        server.start()
+        try:
+            host, port = server.get_host_and_port()
+            yield S3Server(f"http://{host}:{port}", "moto-access-key", "moto-secret-key")
+        finally:
+            server.stop()
+
+
+def _one_at_a_time(put: Callable[[S3Response], Any]) -> Callable[[S3Response], Any]:
+    """Writes of objects under a lock: moto checks the condition of a write before it writes."""
+    lock = threading.Lock()
+
+    def locked(response: S3Response) -> Any:
+        with lock:
+            return put(response)
+
+    return locked
 
 
 @contextmanager
