@@ -166,6 +166,7 @@ def test_the_wheel_holds_two_packages(wheel: Path) -> None:
     assert {"trial_core/py.typed", "trialflow/py.typed"} <= files
 
 
+@pytest.mark.long
 def test_names_of_the_facade_can_be_imported(installed: Installed) -> None:
     """All of `trialflow.__all__` can be imported. `import trialflow` loads no torch or Prefect."""
     program = (

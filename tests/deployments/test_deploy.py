@@ -211,6 +211,7 @@ def test_an_interrupted_start_is_requeued(client: SyncPrefectClient, tmp_path: P
     assert client.read_flow_run(running).state_name == "Running"
 
 
+@pytest.mark.long
 def test_the_gpu_limit_can_be_changed(client: SyncPrefectClient) -> None:
     """--gpus with another number changes the limit; without --gpus it is kept."""
     deploy(client)
@@ -219,6 +220,7 @@ def test_the_gpu_limit_can_be_changed(client: SyncPrefectClient) -> None:
     assert client.read_global_concurrency_limit_by_name("gpu").limit == 8
 
 
+@pytest.mark.long
 def test_an_existing_pool_is_kept(client: SyncPrefectClient) -> None:
     """Its template is replaced only with --overwrite, and --remove keeps it. Another type is an
     error."""

@@ -114,6 +114,7 @@ def test_a_committed_checkpoint_starts_a_run(here: Path, prefect_server: Prefect
     assert run["parameters"] == {"checkpoint": result.checkpoint_uuid}
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("no_automations")
 def test_the_other_recipes(
     here: Path,

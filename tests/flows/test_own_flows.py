@@ -141,6 +141,7 @@ def test_results_go_from_step_to_step(prefect_server: PrefectServer, here: Path)
     assert started.config["searcher"]["source_checkpoint_uuid"] == newest.uuid
 
 
+@pytest.mark.long
 def test_a_retry_keeps_to_what_others_have_changed(
     prefect_server: PrefectServer, here: Path
 ) -> None:

@@ -30,6 +30,7 @@ def run(here: Path, name: str, experiment: str, *overrides: str) -> tuple[Any, C
     return train(config), CheckpointStore(config.checkpoint_storage.url)
 
 
+@pytest.mark.long
 def test_a_trainer_script_takes_its_length_from_its_arguments(here: Path) -> None:
     """`mnist_pytorch` on two ranks, which a launcher of Determined's starts in its file."""
     result, store = run(here, "mnist_trainer", "distributed.yaml")

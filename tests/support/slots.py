@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 import time
 import uuid
@@ -207,7 +208,10 @@ class WarmSlots(SlotGroup):
 
     def _end_hung(self, what: str) -> None:
         ranks = stacks_of(self.pids)
-        self.abort(f"{what} took over {HANG_SECONDS} s\n{ranks}\nthe test: {current_stacks()}")
+        seen = f"{what} took over {HANG_SECONDS} s\n{ranks}\nthe test: {current_stacks()}"
+        # Also here: a rank whose loader worker is killed before itself may fail first.
+        print(seen, file=sys.__stderr__, flush=True)
+        self.abort(seen)
 
 
 def compiles() -> bool:

@@ -269,6 +269,7 @@ def test_a_silent_node(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (check.status, check.found) == ("fail", "no answer within 0.1 s")
 
 
+@pytest.mark.long
 def test_without_an_experiment(tmp_path: Path) -> None:
     """There is nothing that would say how many nodes."""
     code, checks = doctor(tmp_path, "--engine", "ray")

@@ -360,6 +360,10 @@ def test_a_terminal_that_is_closed(tmp_path: Path, server: Mapping[str, str]) ->
     assert f"{expected}{saved.progress.batches_trained}," in report.read_text()
 
 
+NO_PRELOAD = {"resources": {"preload": False}}
+"""For experiments of `FakeFlow`, whose ranks never start."""
+
+
 class FakeFlow:
     """The flow `train`, which reports its flow run and then does what the test says."""
 
@@ -388,7 +392,7 @@ def test_the_trial_that_resume_continues_is_named(
     store.commit(new_manifest(4, trial="toy-0000beef", experiment="toy"))
     if is_named:
         store.commit(new_manifest(4, trial="toy-0000cafe", experiment="toy"))
-    path = write_experiment(tmp_path, checkpoint_storage=store.url)
+    path = write_experiment(tmp_path, checkpoint_storage=store.url, **NO_PRELOAD)
     flow = FakeFlow(lambda: os.kill(os.getpid(), signal.SIGINT))
     monkeypatch.setattr(flow_module, "train", flow)
     with prefect_server.configured():
@@ -408,7 +412,7 @@ def test_a_new_trial_that_is_stopped_before_its_first_checkpoint(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     """A later --resume would continue another trial, so the message says that it is not this."""
-    path = write_experiment(tmp_path)
+    path = write_experiment(tmp_path, **NO_PRELOAD)
     flow = FakeFlow(lambda: os.kill(os.getpid(), signal.SIGINT))
     monkeypatch.setattr(flow_module, "train", flow)
     with prefect_server.configured():
@@ -437,7 +441,8 @@ def test_only_the_page_of_this_run_is_named(
     monkeypatch.setattr(flow_module, "train", FakeFlow(fail))
     monkeypatch.setattr(command, "_trial_to_resume", lambda *arguments: "toy-0000beef")
     with prefect_server.configured():
-        assert train(write_experiment(tmp_path), continuation=Continuation(resume=True)) != 0
+        path = write_experiment(tmp_path, **NO_PRELOAD)
+        assert train(path, continuation=Continuation(resume=True)) != 0
     said = capsys.readouterr().err
     assert "503 SlowDown" in said
     assert (f"HTML report: {page}" in said) == has_written
@@ -453,7 +458,7 @@ def test_follow_prints_what_rank_0_prints(
         current_observer().rank_logged(0, "step 7")
         os.kill(os.getpid(), signal.SIGINT)
 
-    path = write_experiment(tmp_path)
+    path = write_experiment(tmp_path, **NO_PRELOAD)
     monkeypatch.setattr(flow_module, "train", FakeFlow(print_and_stop))
     with prefect_server.configured():
         assert train(path, follow=True) == 130

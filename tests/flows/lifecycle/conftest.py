@@ -53,7 +53,8 @@ class Stage:
     """
 
     def __init__(self, server: PrefectServer, folder: Path) -> None:
-        self.server, self.config = server, toy_config(folder)
+        self.server = server
+        self.config = toy_config(folder, resources={"slots_per_trial": 2, "preload": False})
         self.training: UUID | None = None
         self.act: Callable[[UUID, StopHandler], None] = lambda flow_run, stopping: None
 

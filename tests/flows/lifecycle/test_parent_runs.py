@@ -149,9 +149,8 @@ def test_a_cancel_of_a_parent_reaches_its_trainings(
     assert {state_of(run) for run in trainings.runs} == {"Cancelled"}
 
 
-@pytest.mark.parametrize(
-    "in_tasks", [pytest.param(False, marks=LONG), True], ids=["called", "in tasks"]
-)
+@LONG
+@pytest.mark.parametrize("in_tasks", [False, True], ids=["called", "in tasks"])
 def test_a_resumed_parent_continues_its_trainings(
     stage: Stage, configs: list[Any], in_tasks: bool
 ) -> None:

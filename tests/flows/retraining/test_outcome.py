@@ -112,6 +112,7 @@ def test_an_event_that_cannot_be_sent(
     assert len(harness.events()) == 1
 
 
+@pytest.mark.long
 def test_an_event_waits_for_the_server(
     harness: RetrainHarness, wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,6 +52,7 @@ def validations(here: Path, run: str) -> list[float]:
     return [line["metrics"]["loss"] for line in hooks if line["hook"] == "on_validation_end"]
 
 
+@pytest.mark.long
 def test_two_retrainings(here: Path) -> None:
     """The champion is validated on the second run's data. A challenger that starts from its
     weights has the same loss before its first batch, and a better one after training."""

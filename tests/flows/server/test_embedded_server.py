@@ -297,6 +297,7 @@ def test_a_server_that_starts_too_slowly(tmp_path: Path) -> None:
     assert servers_of(os.getpid()) == []
 
 
+@pytest.mark.long
 def test_the_users_settings_win(tmp_path: Path) -> None:
     """A profile's log level enables the console, and its analytics stay on."""
     (tmp_path / "profiles.toml").write_text(

@@ -180,9 +180,10 @@ def test_a_checkpoint_that_cannot_be_restored_ends_the_run(here: Path) -> None:
     assert CheckpointStore(config.checkpoint_storage.url).list() == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("before", "after"),
-    [(2, 1), pytest.param(1, 2, marks=pytest.mark.long)],
+    [(2, 1), (1, 2)],
     ids=["2 to 1", "1 to 2"],
 )
 def test_a_trial_that_adds_files_is_resharded(

@@ -29,7 +29,8 @@ print(json.dumps([os.environ["TORCH_EXTENSIONS_DIR"], deepspeed.ops.__compatible
 """
 
 
-@pytest.mark.parametrize("is_first", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("is_first", [True, False])
 def test_a_killed_build_does_not_block_a_script(tmp_path: Path, is_first: bool) -> None:
     """Its lock goes when the script imports DeepSpeed, before anything can wait for it; and a CPU
     rank does not compile what only DeepSpeed's inference calls. Also where it was imported before.

@@ -52,6 +52,7 @@ def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder / "lock"
 
 
+@pytest.mark.long
 def test_a_cpu_rank_compiles_nothing(tmp_path: Path) -> None:
     """DeepSpeed would compile its shared-memory all-reduce, which only inference calls."""
     environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")}

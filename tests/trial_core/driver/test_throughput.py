@@ -190,6 +190,7 @@ def test_a_trial_may_say_another_number_later(here: Path) -> None:
     assert ratios == pytest.approx([8, 24])
 
 
+@pytest.mark.long
 @pytest.mark.slots
 def test_a_core_api_script_says_what_a_step_holds(here: Path) -> None:
     """Measured between its reports; the steps before a validation do not count."""

@@ -145,6 +145,7 @@ class Looks(Observer):
         return found if found.get("metrics", {}).get("validation") else {}
 
 
+@pytest.mark.long
 @pytest.mark.slots
 def test_a_platform_follows_a_run(tmp_path: Path, server: StatusServer) -> None:
     """While it trains and at its end, in the file and in the status of the TrainJob."""

@@ -208,7 +208,8 @@ def test_a_rank_that_holds_the_interpreter_lock_is_killed(monkeypatch: pytest.Mo
     assert ranks[1].process.returncode == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("hook", ["hold", pytest.param("wait", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("hook", ["hold", "wait"])
 def test_an_interactive_process_is_left_alone(hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A notebook's kernel has more than this run. The driver does not wait for it."""
     monkeypatch.setattr(joined_launcher, "LEAVE_SECONDS", 7.0)  # longer than END_SECONDS

@@ -198,6 +198,7 @@ def test_a_package_that_fails_is_refused_before_training(here: Path, own_package
     assert "a_package_that_is_not_installed" in str(refusal.value)
 
 
+@pytest.mark.long
 def test_a_full_disk_does_not_end_the_run(
     here: Path, own_package: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -35,13 +35,10 @@ def test_a_custom_loader_repeats_and_has_its_own_epochs(
         assert sorted(seen) == list(range(16))
 
 
+@pytest.mark.long
 @pytest.mark.slots
 @pytest.mark.parametrize(
-    "trial",
-    [
-        "evaluation_trials:DeepSpeedsLoaderForBoth",
-        pytest.param("evaluation_trials:RepeatingLoaders", marks=pytest.mark.long),
-    ],
+    "trial", ["evaluation_trials:DeepSpeedsLoaderForBoth", "evaluation_trials:RepeatingLoaders"]
 )
 def test_a_repeating_loader_has_the_length_of_the_loader_inside(
     warm_slots: Callable[[int], SlotGroup], tmp_path: Path, trial: str
