@@ -23,9 +23,9 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
         number_type: what the model multiplies in, which decides the peak of a device.
     """
 
-    samples: float = 0
-    tokens: float = 0
-    flops: float = 0
+    samples: float = 0.0
+    tokens: float = 0.0
+    flops: float = 0.0
     number_type: NumberType = "bf16"
 
     def times(self, count: float) -> Work:

@@ -172,7 +172,7 @@ def test_the_buttons_that_end_and_continue_a_run(scene: Scene) -> None:
         browser.press("Open menu")
         browser.press("Resume")
         browser.wait_for(lambda: "Resume the paused flow run" in browser.text, "the dialog")
-        browser.press("Resume")
+        browser.press("Resume", in_dialog=True)
         scene.until_resumed(saved, saved)
 
 

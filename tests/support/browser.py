@@ -73,9 +73,15 @@ class Browser:
         except TimeoutException:
             raise TimeoutException(f"no {what}; the page says:\n{self.text}") from None
 
-    def press(self, text: str) -> None:
-        """Press the first button or menu item with exactly this text, once there is one."""
+    def press(self, text: str, in_dialog: bool = False) -> None:
+        """Press the first button or menu item with exactly this text, once there is one.
+
+        Args:
+            in_dialog: only in a dialog: the menu that has opened it may still be there.
+        """
         where = f"//*[self::button or @role='menuitem'][normalize-space()='{text}']"
+        if in_dialog:
+            where = f"//*[@role='dialog' or @role='alertdialog']{where}"
         self.wait_for(lambda: bool(self._driver.find_elements(By.XPATH, where)), text)
         self._driver.find_element(By.XPATH, where).click()
 

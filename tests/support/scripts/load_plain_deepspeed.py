@@ -38,3 +38,4 @@ engine.backward(loss)
 engine.step()
 if engine.global_rank == 0:
     print(json.dumps(found))
+torch.distributed.destroy_process_group()  # else its threads may end the process with an abort
