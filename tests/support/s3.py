@@ -95,20 +95,6 @@ class S3Server:
         return url
 
 
-@contextmanager
-def moto_server(address: str = "127.0.0.1") -> Iterator[S3Server]:
-    """Moto on a thread of this process. It accepts any credentials."""
-    server = ThreadedMotoServer(ip_address=address, port=0, verbose=False)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(S3Response, "put_object", _one_at_a_time(S3Response.put_object))
-        server.start()
-        try:
-            host, port = server.get_host_and_port()
-            yield S3Server(f"http://{host}:{port}", "moto-access-key", "moto-secret-key")
-        finally:
-            server.stop()
-
-
 def _one_at_a_time(put: Callable[[S3Response], Any]) -> Callable[[S3Response], Any]:
     """Writes of objects under a lock: moto checks the condition of a write before it writes."""
     lock = threading.Lock()
@@ -118,6 +104,22 @@ def _one_at_a_time(put: Callable[[S3Response], Any]) -> Callable[[S3Response], A
             return put(response)
 
     return locked
+
+
+# For good: servers may end in any order.
+S3Response.put_object = _one_at_a_time(S3Response.put_object)  # type: ignore[assignment,method-assign]
+
+
+@contextmanager
+def moto_server(address: str = "127.0.0.1") -> Iterator[S3Server]:
+    """Moto on a thread of this process. It accepts any credentials."""
+    server = ThreadedMotoServer(ip_address=address, port=0, verbose=False)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        yield S3Server(f"http://{host}:{port}", "moto-access-key", "moto-secret-key")
+    finally:
+        server.stop()
 
 
 @contextmanager

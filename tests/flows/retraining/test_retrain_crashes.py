@@ -22,7 +22,7 @@ from trial_core.run.run_dirs import trial_id
 pytestmark = pytest.mark.server
 
 RECORDS = ("plan", "champion", "challenger", "verdict", "outcome", "told", "callback-00")
-# The most harmful kills: something outside was changed, and not recorded.
+# A harmful kill: something outside was changed, and not recorded.
 BY_DEFAULT = ("challenger", "before")
 
 
