@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
@@ -21,6 +22,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 from benchmarks.models import MODELS, Small, Tiny
 
 LEARNING_RATE = 1e-3
+DEVICE = get_accelerator().device_name()
+"""The kind of the ranks' devices, by which Lightning calls them, too: ``cpu``, ``cuda``, …"""
 
 
 class PeerLoop(Protocol):
@@ -62,6 +65,7 @@ class _Stepwise:
         for _ in range(batches):
             (batch,) = next(self._batches)
             self.step(batch)
+        get_accelerator().synchronize()
         return time.perf_counter() - began
 
 
@@ -94,6 +98,7 @@ class Bare(_Stepwise):
         return time.perf_counter() - began
 
     def step(self, batch: Tensor) -> None:
+        batch = batch.to(get_accelerator().current_device_name())
         if isinstance(self._model, DistributedDataParallel) and [*self._model.buffers()]:
             sync: Any = self._model._sync_buffers  # its default, which the trial has turned off
             sync()
@@ -112,7 +117,7 @@ class Fabric(_Stepwise):
 
         ranks = dist.get_world_size()
         self._fabric = Library(
-            accelerator="cpu", devices=ranks, strategy="ddp" if ranks > 1 else "auto"
+            accelerator=DEVICE, devices=ranks, strategy="ddp" if ranks > 1 else "auto"
         )
         self._fabric.launch()
         module = model()
@@ -132,7 +137,7 @@ class Accelerate(_Stepwise):
     def __init__(self, model: type[Tiny] | type[Small]) -> None:
         from accelerate import Accelerator
 
-        self._accelerator = Accelerator(cpu=True)
+        self._accelerator = Accelerator(cpu=DEVICE == "cpu")
         module = model()
         self._model, self._optimizer, loader = self._accelerator.prepare(
             module, adam(module.parameters()), _loader(model, sharded=False)
@@ -170,19 +175,22 @@ class Lightning:
                 return adam(self.parameters())
 
         class Clock(lightning.Callback):  # type: ignore[misc]
-            def __init__(self) -> None:
+            def __init__(self, batches: int) -> None:
                 self.ends: list[float] = []
+                self._compared = (0, batches)
 
             def on_train_batch_end(self, *_: Any) -> None:
+                if len(self.ends) in self._compared:
+                    get_accelerator().synchronize()
                 self.ends.append(time.perf_counter())
 
         self._library, self._clock_class = lightning, Clock
         self._module, self._loader = Module(), _loader(model, sharded=False)
 
     def run(self, batches: int) -> float:
-        ranks, clock = dist.get_world_size(), self._clock_class()
+        ranks, clock = dist.get_world_size(), self._clock_class(batches)
         trainer = self._library.Trainer(
-            accelerator="cpu", devices=ranks, strategy="ddp" if ranks > 1 else "auto",
+            accelerator=DEVICE, devices=ranks, strategy="ddp" if ranks > 1 else "auto",
             max_steps=batches + 1, max_epochs=-1, logger=False, enable_checkpointing=False,
             enable_progress_bar=False, enable_model_summary=False, callbacks=[clock],
         )  # fmt: skip

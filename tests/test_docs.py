@@ -56,7 +56,7 @@ def test_no_placeholder_is_left(document: Path) -> None:
 def test_the_first_screen_says_what_has_not_been_tried(page: str) -> None:
     """The reader learns it above the first picture."""
     first_screen = (ROOT / page).read_text().partition("\n![")[0]
-    assert "**Not tried yet:** GPUs" in first_screen
+    assert "**Not tried yet:** several GPUs" in first_screen
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,7 @@ def ninja() -> Check:
 
 def accelerators() -> Iterator[Check]:
     """Report what slots would train on, and check it in a process like a rank's."""
-    from trial_core.slots.accelerator_probe import try_accelerators
+    from trial_core.slots.accelerator_probe import described, try_accelerators
     from trial_core.slots.accelerators import NVIDIA, visible_accelerators
 
     try:
@@ -155,7 +155,7 @@ def accelerators() -> Iterator[Check]:
     if not visible.devices:
         yield Check("accelerators", "ok", "none: slots are CPU processes")
         return
-    found = f"{text_format.plural(len(visible.devices), 'accelerator')} ({visible.kind})"
+    found = described(visible)
     with waiting("starting a process with the accelerators"):
         problem, nvcc = try_accelerators(visible)
     yield Check("accelerators", "fail" if problem else "ok", found, problem or "")

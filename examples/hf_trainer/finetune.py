@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from transformers import GPT2Config, GPT2LMHeadModel, HfArgumentParser, Trainer, TrainingArguments
 
 from trial_core.transformers import TrialflowCallback
@@ -21,7 +22,9 @@ def samples() -> list[dict[str, torch.Tensor]]:
 
 
 def main() -> None:
-    (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
+    parser = HfArgumentParser(TrainingArguments)
+    parser.set_defaults(use_cpu=get_accelerator().device_name() == "cpu")
+    (args,) = parser.parse_args_into_dataclasses()
     torch.manual_seed(args.seed)
     model = GPT2LMHeadModel(
         GPT2Config(

@@ -30,13 +30,14 @@ def fake_gpus(
     """
     tool = folder / "gpus" / "nvidia-smi"
     tool.parent.mkdir()
-    lines = []
+    lines = ['case "$1" in', "--query-gpu=name,driver_version)"]
+    lines += ["echo 'Some GPU, 580.65'"] * count + [";;", "*)"]
     for index in range(count):
         lines.append(f"echo 'GPU {index}: Some GPU (UUID: {uuid(index)})'")
         for number in range(mig_instances):
             found = f"MIG-{index}{number}"
             lines.append(f"echo '  MIG 3g.40gb     Device  {number}: (UUID: {found})'")
-    tool.write_text("\n".join(["#!/bin/sh", *lines]))
+    tool.write_text("\n".join(["#!/bin/sh", *lines, ";;", "esac"]))
     tool.chmod(0o755)
     driver = folder / "gpus" / "nvidiactl"
     driver.touch()

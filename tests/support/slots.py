@@ -51,6 +51,7 @@ from trial_core.messages import (
 )
 from trial_core.run.searcher_metric import searcher_metric
 from trial_core.run.sequencer import Checkpoint, Finish, Progress, Train, Validate, next_workload
+from trial_core.slots.accelerators import count_accelerators
 from trial_core.slots.fork_server import ForkServer
 from trial_core.slots.launcher import LocalLauncher
 from trial_core.slots.rank_main import TRIAL_MODULES
@@ -331,11 +332,16 @@ def lines(folder: Path, name: str, rank: int) -> list[Any]:
 
 @pytest.fixture(scope="session")
 def warm_slots() -> Iterator[Callable[[int], SlotGroup]]:
-    """Warm groups by number of ranks, each started on first use, and again after a failure."""
+    """Warm groups by number of ranks, each started on first use, and again after a failure.
+
+    On GPUs (``DS_ACCELERATOR=cuda``) a group has at most as many ranks as the machine has GPUs.
+    """
     groups: dict[int, WarmSlots] = {}
     servers: dict[int, ForkServer] = {}
+    most = count_accelerators()
 
     def group(world_size: int) -> SlotGroup:
+        world_size = min(world_size, most or world_size)
         if world_size in groups and groups[world_size].has_ended:
             groups.pop(world_size).close()
         if world_size not in servers:

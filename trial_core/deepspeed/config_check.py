@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 _OWN_WRITER = "remove it: trialflow writes every rank's files and uploads them during training"
 
+_PLAIN_OFFLOAD = "remove it: offload_optimizer to the cpu works without it"
+
 REFUSED = {
     "checkpoint.writer": (
         "DeepSpeed cannot read the files of its own writers with torch 2.6 or newer, does not "
@@ -33,6 +35,14 @@ REFUSED = {
     "data_efficiency.data_sampling.curriculum_learning": (
         "DeepSpeed's sampler does not save its random state, so that a resumed run trains on other "
         "samples; order the samples by difficulty in a sampler of the training loader"
+    ),
+    "zero_optimization.zenflow": (
+        "DeepSpeed saves neither its moments nor what it has yet to add to the weights, so that a "
+        f"resumed run has other losses, and exported weights are old; {_PLAIN_OFFLOAD}"
+    ),
+    "zero_optimization.offload_optimizer.super_offload": (
+        f"DeepSpeed does not save its moments, so that a resumed run has other losses; "
+        f"{_PLAIN_OFFLOAD}"
     ),
 }
 """Key → why a run with it is refused, and what to do."""

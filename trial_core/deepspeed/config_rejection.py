@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from traceback import walk_tb
 from types import TracebackType
 from typing import Any, get_args
 
+from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from pydantic import BaseModel, ValidationError
 
 from trial_core.config.error_text import did_you_mean
 from trial_core.deepspeed.config_check import refusals, removals
+from trial_core.deepspeed.op_builds import architecture_problem
 
 _UNEQUAL = re.compile(r"train_batch_size is not equal .* (\d+) != (\d+) \* (\d+) \* (\d+)$", re.S)
 CONFIG_ERRORS = (AssertionError, DeepSpeedConfigError, ValueError)
@@ -34,6 +37,8 @@ def rejection(error: Exception) -> str | None:
         return "; ".join(_invalid(error, each, config) for each in error.errors() if config) or None
     if not isinstance(error, CONFIG_ERRORS):
         return None
+    if _is_of_a_build(error.__traceback__) and (problem := architecture_problem()) is not None:
+        return problem
     text = str(error)
     if found := _UNEQUAL.search(text):
         return _unequal(*map(int, found.groups()))
@@ -46,6 +51,12 @@ def rejection(error: Exception) -> str | None:
             "resources.slots_per_trial or train_micro_batch_size_per_gpu"
         )
     return f"DeepSpeed rejects the trial's configuration: {text}"
+
+
+def _is_of_a_build(traceback: TracebackType | None) -> bool:
+    """Whether the error comes from the code that compiles DeepSpeed's operators."""
+    frames = walk_tb(traceback)
+    return any(isinstance(each.f_locals.get("self"), OpBuilder) for each, _ in frames)
 
 
 def _unequal(train: int, micro: int, accumulation: int, ranks: int) -> str:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 import shutil
 import sys
 import time
@@ -37,6 +38,8 @@ ABANDONED_SECONDS = 180.0
 POLL_SECONDS = 0.5
 
 SHARED_MEMORY_OP = "deepspeed_shm_comm"
+_ARCHITECTURE = re.compile(r"\d+\.\d+(\+PTX)?")
+
 BUILD_VARIABLES = ("CXX", "CC", "CUDA_HOME", "TORCH_CUDA_ARCH_LIST", "PYTORCH_ROCM_ARCH")
 """Environment variables that decide what is built."""
 
@@ -100,10 +103,13 @@ def op_being_built() -> str | None:
 def nvcc_problem() -> str | None:
     """Why DeepSpeed's operators cannot be compiled for CUDA; None: they can, or need not.
 
-    DeepSpeed refuses an nvcc of another major version, and from CUDA 13 of another minor one.
+    DeepSpeed refuses an nvcc of another major version, and from CUDA 13 of another minor one. It
+    fails with architectures that only PyTorch knows.
     """
     if torch.version.cuda is None:
         return None
+    if (problem := architecture_problem()) is not None:
+        return problem
     needed = ".".join(torch.version.cuda.split(".")[:2])
     built = f"torch {torch.__version__} is built for CUDA {needed}"
     try:
@@ -113,6 +119,19 @@ def nvcc_problem() -> str | None:
     if found == needed:
         return None
     return f"nvcc is of CUDA {found}, but {built}: install that toolkit, or torch for CUDA {found}"
+
+
+def architecture_problem() -> str | None:
+    """Why DeepSpeed cannot read TORCH_CUDA_ARCH_LIST; None: it can."""
+    chosen = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
+    odd = [each for each in re.split("[ ;]+", chosen.strip()) if not _ARCHITECTURE.fullmatch(each)]
+    if not chosen.strip() or not odd:
+        return None
+    return (
+        f"the environment variable TORCH_CUDA_ARCH_LIST is {chosen!r}, and DeepSpeed cannot read "
+        f"{odd[0]!r}: it takes numbers such as 9.0 or 9.0+PTX. Set it so, or not at all: then "
+        "DeepSpeed compiles for the GPUs of the machine"
+    )
 
 
 def _prefer_own_ninja() -> None:

@@ -10,7 +10,6 @@ import secrets
 import shutil
 import socket
 import socketserver
-import subprocess
 import tempfile
 import threading
 import time
@@ -32,11 +31,8 @@ from trial_core.nodes.node_messages import (
     StorageTried,
     TryStorage,
 )
-from trial_core.slots.accelerator_probe import try_accelerators
+from trial_core.slots.accelerator_probe import described, try_accelerators
 from trial_core.slots.accelerators import (
-    NVIDIA,
-    TOOL_TIMEOUT_SECONDS,
-    Accelerators,
     available_cores,
     visible_accelerators,
 )
@@ -193,25 +189,9 @@ def _accelerators(environment: Mapping[str, str]) -> tuple[str, str | None, str 
         visible = visible_accelerators(environment)
         if not visible.devices:
             return "", None, None
-        return _described(visible), *try_accelerators(visible, environment)
+        return described(visible), *try_accelerators(visible, environment)
     except TrialflowError as error:
         return "", str(error), None
-
-
-def _described(visible: Accelerators) -> str:
-    """As in ``2 × cuda (NVIDIA H100 80GB HBM3, driver 570.86.15)``."""
-    counted = f"{len(visible.devices)} × {visible.kind}"
-    if visible.kind != NVIDIA:
-        return counted
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(
-            query, capture_output=True, text=True, timeout=TOOL_TIMEOUT_SECONDS, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return counted
-    models = {line.replace(", ", ", driver "): None for line in done.stdout.splitlines()}
-    return f"{counted} ({'; '.join(models)})"
 
 
 class _Greeter(socketserver.TCPServer):

@@ -11,7 +11,9 @@ from typing import NamedTuple
 
 from trial_core.slots.accelerators import (
     KIND_VARIABLE,
+    NVIDIA,
     PROBE_TIMEOUT_SECONDS,
+    TOOL_TIMEOUT_SECONDS,
     Accelerators,
     torch_problem,
 )
@@ -55,3 +57,19 @@ def try_accelerators(
         )
     # Libraries may print before.
     return AcceleratorProblems(json.loads(lines[-2]), json.loads(lines[-1]))
+
+
+def described(visible: Accelerators) -> str:
+    """How many there are of which model: ``2 × cuda (NVIDIA H100 80GB HBM3, driver 570.86.15)``."""
+    counted = f"{len(visible.devices)} × {visible.kind}"
+    if visible.kind != NVIDIA:
+        return counted
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(
+            query, capture_output=True, text=True, timeout=TOOL_TIMEOUT_SECONDS, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return counted
+    models = {line.replace(", ", ", driver "): None for line in done.stdout.splitlines()}
+    return f"{counted} ({'; '.join(models)})"

@@ -98,7 +98,8 @@ class Adversarial(SeveralEngines):
         real, _ = self._next(dataloader_iter, batch_idx)
         fake = self.first(torch.randn_like(real))
         judge = torch.nn.functional.binary_cross_entropy_with_logits
-        ones, zeros = torch.ones(len(real), 1), torch.zeros(len(real), 1)
+        ones = torch.ones(len(real), 1, device=real.device)
+        zeros = torch.zeros_like(ones)
         critic = judge(self.second(real), ones) + judge(self.second(fake.detach()), zeros)
         self.second.backward(critic)
         self.second.step()

@@ -33,7 +33,9 @@ class KeepsTruth(PyTorchCallback):
             ranks: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(ranks, live_weights(engine)[1])
             # Buffers differ among the ranks; a checkpoint has those of the first one.
-            every = {name: tensor for rank in reversed(ranks) for name, tensor in rank.items()}
+            every = {
+                name: tensor.cpu() for rank in reversed(ranks) for name, tensor in rank.items()
+            }
             if dist.get_rank() == 0:
                 torch.save(every, self.folder / f"truth-{number}.pt")
 
@@ -197,7 +199,7 @@ class HuggingFace(WithTruth, AnyTopology):
         return engine
 
     def _loss(self, inputs: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        ids = (index.long() + torch.arange(8)) % 32
+        ids = (index.long() + torch.arange(8, device=index.device)) % 32
         loss: torch.Tensor = self.engine(input_ids=ids, labels=ids).loss
         return loss
 

@@ -104,7 +104,7 @@ class AnyTopology(ToyTrial):
         return {**config, "bf16": {"enabled": True}} if self.hparams.get("bf16") else config
 
     def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
-        inputs, index = next(dataloader_iter)
+        inputs, index = self.context.to_device(next(dataloader_iter))
         loss = self._loss(inputs, index)
         self.engine.backward(loss)
         self.engine.step()

@@ -14,11 +14,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from deepspeed.ops.op_builder.builder import CUDAOpBuilder
 from torch.utils.file_baton import FileBaton
 
 from tests.support.slots import build, lines, toy_config
 from tests.support.waiting import until
 from trial_core.deepspeed import op_builds
+from trial_core.deepspeed.config_rejection import rejection
 from trial_core.deepspeed.op_builds import (
     ABANDONED_SECONDS,
     SHARED_MEMORY_OP,
@@ -211,3 +213,41 @@ def test_nvcc_must_be_of_torchs_cuda(
     monkeypatch.setattr(torch.version, "cuda", "13.0.1")
     found = op_builds.nvcc_problem()
     assert found is None if problem is None else re.match(problem, str(found))
+
+
+class AnyOperator(CUDAOpBuilder):
+    """One that a rank compiles."""
+
+    def __init__(self) -> None:
+        super().__init__("any")
+        self.jit_mode = True
+
+    def absolute_name(self) -> str:
+        return "any"
+
+    def sources(self) -> list[str]:
+        return []
+
+
+@pytest.mark.parametrize("chosen", ["", "8.0 9.0+PTX", "8.0;9.0"])
+def test_architectures_that_deepspeed_can_read(
+    monkeypatch: pytest.MonkeyPatch, chosen: str
+) -> None:
+    """Numbers, some of them with PTX; without a choice, those of the machine's GPUs."""
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", chosen)
+    assert op_builds.architecture_problem() is None
+    if chosen:
+        AnyOperator().compute_capability_args()  # raises nothing
+
+
+@pytest.mark.parametrize(("chosen", "odd"), [("9.0a", "9.0a"), ("8.0;Hopper", "Hopper")])
+def test_architectures_that_deepspeed_cannot_read(
+    monkeypatch: pytest.MonkeyPatch, chosen: str, odd: str
+) -> None:
+    """PyTorch reads them, and DeepSpeed's own error names neither the variable nor the value."""
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", chosen)
+    with pytest.raises(ValueError, match="invalid literal for int") as raised:
+        AnyOperator().compute_capability_args()
+    expected = f"TORCH_CUDA_ARCH_LIST is {chosen!r}, and DeepSpeed cannot read {odd!r}: it takes"
+    assert expected in str(rejection(raised.value))
+    assert expected in str(op_builds.architecture_problem())

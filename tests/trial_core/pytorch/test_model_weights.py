@@ -59,7 +59,7 @@ def export(folder: Path, target: Path, *options: str, checkpoint: str = "champio
 
 def truth(folder: Path, model: int) -> dict[str, torch.Tensor]:
     """The state that the model had in memory when it was saved."""
-    states: list[dict[str, torch.Tensor]] = torch.load(folder / "truth.pt")
+    states: list[dict[str, torch.Tensor]] = torch.load(folder / "truth.pt", map_location="cpu")
     return states[model]
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 Column = Literal["train", "save", "resume", "ranks", "export"]
 COLUMNS: tuple[Column, ...] = get_args(Column)
 Outcome = Literal["works", "refused", "fails", "wrong"]
+UNTRIED = "not tried yet"
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,8 @@ class Feature:
         tolerance: relative, of losses on other numbers of ranks; None: the model draws random
             numbers, which are others there.
         need: what the machine must have.
+        fewest: ranks on which the feature means something.
+        gpu: what is expected of training on a GPU, where that differs.
         is_default: whether it belongs to the default tests.
     """
 
@@ -87,6 +90,8 @@ class Feature:
     ranks: tuple[int, int] = (2, 1)
     tolerance: float | None = 1e-4
     need: Need | None = None
+    fewest: int = 1
+    gpu: Cell | None = None
     is_default: bool = False
     train: Cell = WORKS
     save: Cell = WORKS
@@ -105,10 +110,22 @@ class Feature:
             return None
         return cells[column]
 
-    @property
-    def untried(self) -> str:
-        """What a cell says on a machine that has not what the feature needs."""
-        return f"needs {self.need.what}: not tried yet" if self.need else ""
+    def on_gpus(self) -> Feature:
+        """What is expected on GPUs."""
+        return replace(self, train=self.gpu or self.train)
+
+    def lacks(self, column: Column, gpus: int) -> str:
+        """What a cell says on a machine that has not what it needs; empty: it has.
+
+        Args:
+            gpus: how many the machine has; 0: ranks are on the CPU.
+        """
+        fewest = max(self.ranks) if column == "ranks" else self.fewest
+        if 0 < gpus < fewest:
+            return f"needs {fewest} GPUs: {UNTRIED}"
+        if self.need is not None and not self.need.is_met():
+            return f"needs {self.need.what}: {UNTRIED}"
+        return ""
 
     @property
     def cells(self) -> list[tuple[Column, Cell]]:

@@ -15,16 +15,25 @@ from deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from tests.trial_core.deepspeed.features.feature import Cell, Column, Feature
 from tests.trial_core.deepspeed.features.laboratory import Laboratory
 from tests.trial_core.deepspeed.features.matrix import FEATURES, REMOVED_KEYS
-from tests.trial_core.deepspeed.features.page import PAGE, RESULTS, ROOT, page, text_of
+from tests.trial_core.deepspeed.features.page import (
+    PAGE,
+    RESULTS,
+    ROOT,
+    page,
+    text_of,
+    this_machine,
+)
 from trial_core.errors import RankFailed, TrialflowError
+from trial_core.slots.accelerators import count_accelerators
 from trial_core.slots.slot_group import SlotGroup
 
+GPUS = count_accelerators()
 CELLS = [
     pytest.param(
         feature, column, cell, id=f"{feature.name}-{column}",
         marks=() if feature.is_default else pytest.mark.long,
     )
-    for feature in FEATURES
+    for feature in (each.on_gpus() if GPUS else each for each in FEATURES)
     for column, cell in feature.cells
     if not cell.test
 ]  # fmt: skip
@@ -46,12 +55,14 @@ def test_feature(
     record_property: Callable[[str, object], None],
 ) -> None:  # fmt: skip
     """Each cell works, is refused, fails or is wrong as the matrix says, and not better either."""
-    is_met = feature.need is None or feature.need.is_met()
+    lacks = feature.lacks(column, GPUS)
     record_property("row", feature.name)
     record_property("column", column)
-    record_property("result", text_of(cell) if is_met else feature.untried)
-    if not is_met:
-        pytest.skip(feature.untried)
+    record_property("run", this_machine())
+    record_property("device", "gpu" if GPUS else "cpu")
+    record_property("result", lacks or text_of(cell))
+    if lacks:
+        pytest.skip(lacks)
     seen, error = observed(lambda: laboratory.check(feature, column))
     if seen != cell.outcome or cell.words not in _text(error):
         expected = f"{cell.outcome} {cell.words}".strip()
@@ -88,7 +99,8 @@ def test_a_removed_key_is_refused(key: str) -> None:
 
 def test_the_page_is_made_of_the_results() -> None:
     """Each row and cell of the matrix has a result, and the page says it."""
-    assert PAGE.read_text() == page(FEATURES, json.loads(RESULTS.read_text()))
+    results = {device: json.loads(path.read_text()) for device, path in RESULTS.items()}
+    assert PAGE.read_text() == page(FEATURES, results["cpu"], results["gpu"])
 
 
 def test_the_other_tests_of_the_page_exist() -> None:
