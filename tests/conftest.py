@@ -16,7 +16,7 @@ import pytest
 gc.disable()
 # Before anything imports deepspeed or prefect: tests use CPU ranks and no network.
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
-collect_ignore = ["gpu"] if os.environ["DS_ACCELERATOR"] == "cpu" else []
+collect_ignore = [] if os.environ["DS_ACCELERATOR"] == "cuda" else ["gpu"]
 os.environ["PREFECT_SERVER_ANALYTICS_ENABLED"] = "false"
 os.environ["DO_NOT_TRACK"] = "1"
 # A shell starts background jobs with SIGINT ignored, and commands under test would inherit that.

@@ -1,6 +1,6 @@
 """Classifies scikit-learn's handwritten digits in a plain torch loop, as a Core API script.
 
-trialflow train experiment.yaml      two slots, Prefect, report, restarts
+trialflow train experiment.yaml      all GPUs or two CPU slots, Prefect, report, restarts
 python train.py                      one process, nothing else
 torchrun --nproc-per-node 2 train.py
 """

@@ -18,19 +18,12 @@ from trial_core.slots.accelerators import KIND_VARIABLE
 START_SECONDS = 300.0
 
 
-def gpu_count() -> int:
-    """How many GPUs there are."""
-    return len(_answers("--query-gpu=uuid"))
-
-
-def on_gpus() -> set[int]:
-    """The ids of the processes that use a GPU."""
-    return set(map(int, _answers("--query-compute-apps=pid")))
-
-
-def _answers(query: str) -> list[str]:
-    asked = ["nvidia-smi", query, "--format=csv,noheader"]
-    return subprocess.run(asked, text=True, capture_output=True, check=True).stdout.split()
+def on_gpus() -> list[tuple[str, int]]:
+    """The UUID of each GPU and the id of each process that uses it."""
+    asked = ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid", "--format=csv,noheader"]
+    said = subprocess.run(asked, text=True, capture_output=True, check=True).stdout
+    pairs = (line.split(", ") for line in said.splitlines())
+    return [(uuid, int(pid)) for uuid, pid in pairs]
 
 
 class Run:
@@ -45,9 +38,10 @@ class Run:
                 stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
             )  # fmt: skip
 
-    def on_gpus(self) -> set[int]:
-        """Those of its processes that use a GPU."""
-        return on_gpus() & set(descendants(self._process.pid))
+    def on_gpus(self) -> list[tuple[str, int]]:
+        """As the function of this name, of its processes."""
+        own = descendants(self._process.pid)
+        return [each for each in on_gpus() if each[1] in own]
 
     def kill(self) -> None:
         """SIGKILL the driver; its ranks find that out."""
@@ -93,7 +87,7 @@ def as_a_user(folder: Path, variables: Mapping[str, str]) -> dict[str, str]:
 def wait_until_off(pids: set[int], timeout_seconds: float) -> set[int]:
     """Wait until none of these processes uses a GPU; those that still do."""
     deadline = time.monotonic() + timeout_seconds
-    while (left := pids & on_gpus()) and time.monotonic() < deadline:
+    while (left := pids & {pid for _, pid in on_gpus()}) and time.monotonic() < deadline:
         time.sleep(0.2)
     return left
 

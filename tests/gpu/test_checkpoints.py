@@ -1,6 +1,6 @@
 """What a checkpoint of a GPU's state has, and that training from it is the same, bit by bit.
 
-Collected with ``DS_ACCELERATOR=cuda`` alone. One GPU is enough.
+Collected with ``DS_ACCELERATOR=cuda`` alone. One NVIDIA GPU is enough.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ from trial_core.messages import (
 )
 from trial_core.slots.slot_group import SlotGroup
 
-pytestmark = pytest.mark.slots
+pytestmark = [
+    pytest.mark.slots,
+    pytest.mark.skipif(torch.version.cuda is None, reason="this torch is not for CUDA"),
+]
 Warm = Callable[[int], SlotGroup]
 
 BF16 = {"bf16": {"enabled": True}}

@@ -1,6 +1,6 @@
 """Runs on a GPU, as a user starts them: what they refuse, how they end, and what is left of them.
 
-Collected with ``DS_ACCELERATOR=cuda`` alone. One GPU is enough.
+Collected with ``DS_ACCELERATOR=cuda`` alone. One NVIDIA GPU is enough.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch
 from tests.gpu.machine import (
     START_SECONDS,
     as_a_user,
-    gpu_count,
     nvcc_release,
     started,
     wait_until_off,
@@ -26,9 +25,12 @@ from tests.support.tensors import differing, tensors
 from tests.support.waiting import until
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.deepspeed.op_builds import ABANDONED_SECONDS
+from trial_core.slots.accelerators import count_accelerators
 
+pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="this torch is not for CUDA")
 GONE_SECONDS = 10.0
 STALL_SECONDS = 20
+ENDED = "the ranks hang and were ended"
 
 
 def experiment(folder: Path, batches: int = 8, **changes: Any) -> str:
@@ -56,7 +58,9 @@ def test_doctor_counts_and_tries_the_gpus(tmp_path: Path) -> None:
     done = trialflow(tmp_path, "doctor", "--json", variables=variables)
     found = {check["subject"]: check for check in json.loads(done.stdout)}
     assert {check["status"] for check in found.values()} == {"ok"}, done.stdout
-    assert found["accelerators"]["found"].startswith(f"{gpu_count()} × cuda (NVIDIA ")
+    assert found["accelerators"]["found"].startswith(
+        f"{count_accelerators(os.environ)} × cuda (NVIDIA "
+    )
     assert nvcc_release() == torch.version.cuda
 
 
@@ -72,8 +76,9 @@ def test_each_gpu_has_one_process_of_a_run(tmp_path: Path) -> None:
         during = run.on_gpus()
         go.touch()
         run.ends()
-    assert len(during) == gpu_count()
-    assert wait_until_off(during, GONE_SECONDS) == set()
+    gpus, pids = zip(*during, strict=True)
+    assert len(set(gpus)) == len(set(pids)) == len(during) == count_accelerators(os.environ)
+    assert wait_until_off({*pids}, GONE_SECONDS) == set()
 
 
 @pytest.mark.parametrize("without", ["nvidia-smi", "CUDA in torch"])
@@ -154,11 +159,12 @@ def test_a_hung_rank_is_found_and_launched_again(tmp_path: Path, do: str) -> Non
     )  # fmt: skip
     with started(tmp_path, config) as run:
         until((tmp_path / "once").exists, "the hang", START_SECONDS, run.said)
-        hung = run.on_gpus()
+        ((_, hung),) = run.on_gpus()
+        until(lambda: ENDED in run.said(), "the end of the ranks", START_SECONDS, run.said)
+        assert wait_until_off({hung}, GONE_SECONDS) == set()
         said = run.ends()
-    assert f"for {STALL_SECONDS} s during train-workload: the ranks hang and were ended" in said
+    assert f"for {STALL_SECONDS} s during train-workload: {ENDED}" in said
     assert "_misbehave" in said
-    assert wait_until_off(hung, GONE_SECONDS) == set()
 
 
 def test_killed_runs_leave_the_gpu_free_and_end_as_an_undisturbed_one(tmp_path: Path) -> None:
@@ -175,11 +181,11 @@ def test_killed_runs_leave_the_gpu_free_and_end_as_an_undisturbed_one(tmp_path: 
     config = experiment(killed, 16, hyperparameters=hparams, **common)
     with started(killed, config) as run:
         until(paused.exists, "a batch in which the rank waits", START_SECONDS, run.said)
-        (rank,) = run.on_gpus()
+        ((_, rank),) = run.on_gpus()
         paused.unlink()
         os.kill(rank, 9)
         until(paused.exists, "that batch again", START_SECONDS, run.said)
-        (second,) = run.on_gpus()
+        ((_, second),) = run.on_gpus()
         assert second != rank
         run.kill()
         assert wait_until_off({rank, second}, GONE_SECONDS) == set()

@@ -30,14 +30,16 @@ def fake_gpus(
     """
     tool = folder / "gpus" / "nvidia-smi"
     tool.parent.mkdir()
-    lines = ['case "$1" in', "--query-gpu=name,driver_version)"]
-    lines += ["echo 'Some GPU, 580.65'"] * count + [";;", "*)"]
+    lines = ["#!/bin/sh", 'if [ "$1" = --list-gpus ]; then']
     for index in range(count):
-        lines.append(f"echo 'GPU {index}: Some GPU (UUID: {uuid(index)})'")
+        lines.append(f"echo 'GPU {index}: Model {index} (UUID: {uuid(index)})'")
         for number in range(mig_instances):
             found = f"MIG-{index}{number}"
             lines.append(f"echo '  MIG 3g.40gb     Device  {number}: (UUID: {found})'")
-    tool.write_text("\n".join(["#!/bin/sh", *lines, ";;", "esac"]))
+    lines.append("fi")
+    for index in range(count):  # --query-gpu=name,driver_version
+        lines.append(f'case "$*" in *{uuid(index)}*) echo "Model {index}, 580.65";; esac')
+    tool.write_text("\n".join(lines))
     tool.chmod(0o755)
     driver = folder / "gpus" / "nvidiactl"
     driver.touch()

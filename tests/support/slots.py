@@ -334,14 +334,15 @@ def lines(folder: Path, name: str, rank: int) -> list[Any]:
 def warm_slots() -> Iterator[Callable[[int], SlotGroup]]:
     """Warm groups by number of ranks, each started on first use, and again after a failure.
 
-    On GPUs (``DS_ACCELERATOR=cuda``) a group has at most as many ranks as the machine has GPUs.
+    On a machine with fewer GPUs than ranks, where ranks use GPUs, the test is skipped.
     """
     groups: dict[int, WarmSlots] = {}
     servers: dict[int, ForkServer] = {}
-    most = count_accelerators()
+    gpus = count_accelerators()
 
     def group(world_size: int) -> SlotGroup:
-        world_size = min(world_size, most or world_size)
+        if 0 < gpus < world_size:
+            pytest.skip(f"needs {world_size} GPUs")
         if world_size in groups and groups[world_size].has_ended:
             groups.pop(world_size).close()
         if world_size not in servers:

@@ -40,10 +40,6 @@ REFUSED = {
         "DeepSpeed saves neither its moments nor what it has yet to add to the weights, so that a "
         f"resumed run has other losses, and exported weights are old; {_PLAIN_OFFLOAD}"
     ),
-    "zero_optimization.offload_optimizer.super_offload": (
-        f"DeepSpeed does not save its moments, so that a resumed run has other losses; "
-        f"{_PLAIN_OFFLOAD}"
-    ),
 }
 """Key → why a run with it is refused, and what to do."""
 
@@ -51,6 +47,11 @@ _ON_NVME = (
     "zero_optimization.offload_optimizer on nvme is not supported with ZeRO 3: DeepSpeed restores "
     "other optimizer states than it has saved, so that a resumed run has other losses; offload to "
     "the cpu"
+)
+
+_SUPER_OFFLOAD = (
+    "zero_optimization.offload_optimizer.super_offload is not supported: DeepSpeed does not save "
+    f"its moments, so that a resumed run has other losses; {_PLAIN_OFFLOAD}"
 )
 
 _HPZ = "use zero_hpz_partition_size, which keeps a copy of the weights on each node"
@@ -85,8 +86,12 @@ def refusals(config: Mapping[str, Any]) -> list[str]:
         for key, why in REFUSED.items()
         if _is_on(_value(config, key))
     ]
-    if is_zero_3(config) and _value(config, "zero_optimization.offload_optimizer.device") == "nvme":
-        found.append(f"the DeepSpeed config's {_ON_NVME}")
+    offload = _value(config, "zero_optimization.offload_optimizer")
+    if is_zero_3(config) and isinstance(offload, Mapping):  # without effect on other stages
+        if offload.get("device") == "nvme":
+            found.append(f"the DeepSpeed config's {_ON_NVME}")
+        if _is_on(offload.get("super_offload")):
+            found.append(f"the DeepSpeed config's {_SUPER_OFFLOAD}")
     return found
 
 

@@ -122,10 +122,11 @@ def nvcc_problem() -> str | None:
 
 
 def architecture_problem() -> str | None:
-    """Why DeepSpeed cannot read TORCH_CUDA_ARCH_LIST; None: it can."""
+    """Why DeepSpeed cannot read TORCH_CUDA_ARCH_LIST; None: it can, or need not."""
     chosen = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
-    odd = [each for each in re.split("[ ;]+", chosen.strip()) if not _ARCHITECTURE.fullmatch(each)]
-    if not chosen.strip() or not odd:
+    named = [each for each in re.split(r"[\s;]+", chosen) if each]
+    odd = [each for each in named if not _ARCHITECTURE.fullmatch(each)]
+    if torch.version.cuda is None or not odd:
         return None
     return (
         f"the environment variable TORCH_CUDA_ARCH_LIST is {chosen!r}, and DeepSpeed cannot read "

@@ -9,12 +9,14 @@ import sys
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from trial_core.errors import LaunchError
 from trial_core.slots.accelerators import (
     KIND_VARIABLE,
     NVIDIA,
     PROBE_TIMEOUT_SECONDS,
     TOOL_TIMEOUT_SECONDS,
     Accelerators,
+    device_uuids,
     torch_problem,
 )
 from trial_core.text_format import last_line
@@ -66,10 +68,11 @@ def described(visible: Accelerators) -> str:
         return counted
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
+        query.append(f"--id={','.join(device_uuids(visible).values())}")
         done = subprocess.run(
             query, capture_output=True, text=True, timeout=TOOL_TIMEOUT_SECONDS, check=True
         )
-    except (OSError, subprocess.SubprocessError):
+    except (OSError, subprocess.SubprocessError, LaunchError):
         return counted
     models = {line.replace(", ", ", driver "): None for line in done.stdout.splitlines()}
-    return f"{counted} ({'; '.join(models)})"
+    return f"{counted} ({'; '.join(models)})" if models else counted

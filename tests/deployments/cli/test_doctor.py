@@ -112,8 +112,18 @@ def test_accelerators_that_torch_cannot_use(
     assert "nvidia-smi is not on PATH" in str(check)
 
 
+def test_the_accelerators_that_a_run_would_use_are_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Not those that the environment hides from it."""
+    fake_gpus(tmp_path, monkeypatch, 2, torch_build="cpu")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    (check,) = doctor.accelerators()
+    assert check.found == "1 × cuda (Model 1, driver 580.65)"
+
+
 OLD_DRIVER = "this rank should train on cuda device 1, but torch finds none: driver is too old"
-TWO = "accelerators 2 × cuda (Some GPU, driver 580.65)"
+TWO = "accelerators 2 × cuda (Model 0, driver 580.65; Model 1, driver 580.65)"
 WRONG_NVCC = "nvcc is of CUDA 12.8, but torch is built for CUDA 13.0"
 
 

@@ -41,6 +41,16 @@ DOCUMENTED = (
 """Top-level keys of DeepSpeed's documentation."""
 
 
+OFFLOAD = "zero_optimization.offload_optimizer"
+
+
+def offloading(stage: int, **options: Any) -> dict[str, Any]:
+    """A config that offloads the optimizer to the CPU."""
+    return {
+        "zero_optimization": {"stage": stage, "offload_optimizer": {"device": "cpu", **options}}
+    }
+
+
 @pytest.mark.parametrize(
     ("config", "key"),
     [
@@ -50,6 +60,8 @@ DOCUMENTED = (
             {"data_efficiency": {"data_sampling": {"curriculum_learning": {"enabled": True}}}},
             "data_efficiency.data_sampling.curriculum_learning",
         ),
+        ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "zero_optimization.zenflow"),
+        (offloading(stage=3, super_offload=True), f"{OFFLOAD}.super_offload"),
     ],
 )
 def test_what_cannot_be_resumed_is_refused(config: dict[str, Any], key: str) -> None:
@@ -66,6 +78,9 @@ def test_what_cannot_be_resumed_is_refused(config: dict[str, Any], key: str) -> 
         {"checkpoint": {"writer": None, "tag_validation": "Fail", "parallel_write": {}}},
         {"datastates_ckpt": False},
         {"data_efficiency": {"data_sampling": {"curriculum_learning": {"enabled": False}}}},
+        {"zero_optimization": {"zenflow": None}},
+        offloading(stage=3, super_offload=False),
+        offloading(stage=2, super_offload=True),  # without effect
     ],
 )
 def test_what_is_switched_off_is_not_refused(config: dict[str, Any]) -> None:

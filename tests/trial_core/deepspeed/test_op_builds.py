@@ -229,11 +229,12 @@ class AnyOperator(CUDAOpBuilder):
         return []
 
 
-@pytest.mark.parametrize("chosen", ["", "8.0 9.0+PTX", "8.0;9.0"])
+@pytest.mark.parametrize("chosen", ["", "8.0 9.0+PTX", "8.0;9.0", ";9.0;"])
 def test_architectures_that_deepspeed_can_read(
     monkeypatch: pytest.MonkeyPatch, chosen: str
 ) -> None:
     """Numbers, some of them with PTX; without a choice, those of the machine's GPUs."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", chosen)
     assert op_builds.architecture_problem() is None
     if chosen:
@@ -246,6 +247,8 @@ def test_architectures_that_deepspeed_cannot_read(
 ) -> None:
     """PyTorch reads them, and DeepSpeed's own error names neither the variable nor the value."""
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", chosen)
+    assert op_builds.architecture_problem() is None  # of a torch that is not for CUDA
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     with pytest.raises(ValueError, match="invalid literal for int") as raised:
         AnyOperator().compute_capability_args()
     expected = f"TORCH_CUDA_ARCH_LIST is {chosen!r}, and DeepSpeed cannot read {odd!r}: it takes"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
@@ -109,6 +111,13 @@ class Feature:
         if any(cells[each].outcome != "works" for each in before):
             return None
         return cells[column]
+
+    @property
+    def digest(self) -> str:
+        """Changes with what is run, and with what is expected of it."""
+        run = [self.trial, self.zero, self.config, self.hparams(max(self.ranks)), self.experiment]
+        expected = [(cell.outcome, cell.words) for _, cell in self.cells]
+        return hashlib.sha256(json.dumps([run, expected]).encode()).hexdigest()[:12]
 
     def on_gpus(self) -> Feature:
         """What is expected on GPUs."""

@@ -26,6 +26,7 @@ from trial_core.messages import (
     TrainBatches,
     Trained,
 )
+from trial_core.slots.accelerators import count_accelerators
 from trial_core.slots.slot_group import SlotGroup
 
 T = TypeVar("T")
@@ -38,10 +39,15 @@ class Laboratory:
     """Runs trials of one feature at a time; the columns of a feature share their runs."""
 
     def __init__(self, warm_slots: Callable[[int], SlotGroup], folder: Path) -> None:
-        self._slots = warm_slots
+        self._warm_slots = warm_slots
+        self._gpus = count_accelerators()
         self._folder = folder
         self._feature: Feature | None = None
         self._made: dict[str, Any] = {}
+
+    def _slots(self, ranks: int) -> SlotGroup:
+        """As many ranks; on a machine with fewer GPUs, one for each."""
+        return self._warm_slots(min(ranks, self._gpus or ranks))
 
     def check(self, feature: Feature, column: Column) -> None:
         """Check a column.

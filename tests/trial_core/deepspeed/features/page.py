@@ -8,6 +8,7 @@ writes the page. Rows that were not run keep their results.
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 import os
 import platform
@@ -48,7 +49,8 @@ def page(features: Sequence[Feature], results: Results, on_gpus: Results) -> str
     tried = {feature.name for feature in features if feature.own_columns}
     if odd := sorted(results.keys() ^ tried):
         raise ValueError(f"only one of results and matrix has {odd}: run `make features`")
-    runs = sorted({each["run"] for each in (*results.values(), *on_gpus.values())})
+    runs = sorted({each["run"] for each in results.values()})
+    runs += sorted({f"Column GPU: {each['run']}" for each in on_gpus.values()})
     notes: list[str] = []
     parts = [HEAD.replace("{run}", "; ".join(runs) + ".")]
     for heading, rows in groupby(features, key=lambda feature: feature.heading):
@@ -93,8 +95,10 @@ def _cell(feature: Feature, column: Column, result: str, notes: list[str]) -> st
 def _on_gpus(feature: Feature, results: Mapping[str, str]) -> str:
     """The results on GPUs in a few words: all columns work; or the first that does not."""
     columns = [column for column in feature.own_columns if column != "ranks"]
-    if not columns or not results:
-        return UNTRIED
+    if not columns:
+        return "—"
+    if not results:
+        return feature.lacks("train", 1) or UNTRIED
     seen = {column: _cell(feature, column, results.get(column, UNTRIED), []) for column in columns}
     odd = [column for column in columns if seen[column] != "yes"]
     if not odd:
@@ -109,6 +113,7 @@ def text_of(cell: Cell) -> str:
     return f"{cell.outcome}: {cell.words}".replace("|", "\\|")
 
 
+@functools.cache
 def this_machine() -> str:
     """When, with which versions and on which devices tests run, for people."""
     devices = f"{os.cpu_count()} CPU cores"
@@ -136,6 +141,8 @@ def add(report: Path, results: Mapping[str, Results]) -> None:
     for each in collected(report):
         row = results[each["device"]].setdefault(each["row"], {})
         row.update({"run": each["run"], each["column"]: each["result"]})
+        if each["device"] == "gpu":
+            row["feature"] = each["feature"]
 
 
 def main() -> None:
@@ -147,23 +154,29 @@ def main() -> None:
     for report in sys.argv[1:]:
         add(Path(report), results)
     kept = {device: _of_the_matrix(device, each) for device, each in results.items()}
+    text = page(FEATURES, kept["cpu"], kept["gpu"])
     for device, path in RESULTS.items():
         rows = (f"{json.dumps(name)}: {json.dumps(row)}" for name, row in kept[device].items())
         path.write_text("{\n" + ",\n".join(rows) + "\n}\n")
-    PAGE.write_text(page(FEATURES, kept["cpu"], kept["gpu"]))
+    PAGE.write_text(text)
 
 
 def _of_the_matrix(device: str, results: Results) -> Results:
-    """The results of the features and columns that there are, in their order."""
+    """The results of the features and columns that there are, in their order.
+
+    On GPUs, which few machines have, a feature that has changed since loses its results.
+    """
     features = [each.on_gpus() if device == "gpu" else each for each in FEATURES]
     return {
         feature.name: {
             key: results[feature.name][key]
-            for key in ("run", *feature.own_columns)
+            for key in ("run", "feature", *feature.own_columns)
             if key in results[feature.name]
         }
         for feature in features
-        if feature.name in results and feature.own_columns
+        if feature.name in results
+        and feature.own_columns
+        and (device == "cpu" or results[feature.name].get("feature") == feature.digest)
     }
 
 

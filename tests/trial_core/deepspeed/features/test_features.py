@@ -60,6 +60,7 @@ def test_feature(
     record_property("column", column)
     record_property("run", this_machine())
     record_property("device", "gpu" if GPUS else "cpu")
+    record_property("feature", feature.digest)
     record_property("result", lacks or text_of(cell))
     if lacks:
         pytest.skip(lacks)
