@@ -73,14 +73,15 @@ def passes(scene: Scene, fault: Fault) -> None:
 
 def stays(scene: Scene, fault: Fault) -> None:
     """A request and its retries fail: the save raises and leaves no multipart upload open, except
-    one whose begin a client on a slow machine has sent again. If the request only tidies up after
-    the commit, the save succeeds."""
+    one whose begin a client on a slow machine has sent again, or whose abort, after its client has
+    given up there, is what fails. If the request only tidies up after the commit, the save
+    succeeds."""
     site, uuid, outcome, plan = fail(scene, replace(fault, times=None, is_alike=True))
     met = plan.struck()[0]
     is_tidying = met.method == "DELETE" or (met.method == "GET" and "?uploads" in met.key)
     expected = Manifest if is_tidying and is_after_the_commit(plan, met.index) else StorageError
     assert isinstance(outcome, expected), f"{outcome}\n{plan}"
-    assert set(site.multipart_uploads()) <= begun_twice(plan), str(plan)
+    assert set(site.multipart_uploads()) <= begun_twice(plan) | not_aborted(plan), str(plan)
     check(site, uuid, outcome)
 
 
@@ -92,6 +93,15 @@ def begun_twice(plan: Plan) -> set[str]:
         if each.method == "POST" and each.key.endswith("?uploads") and not each.fault
     )
     return {key for key, times in begun.items() if times > 1}
+
+
+def not_aborted(plan: Plan) -> set[str]:
+    """The keys of which the abort of a multipart upload has met the fault."""
+    return {
+        each.key.partition("?")[0].split("/", 2)[2]
+        for each in plan.struck()
+        if each.method == "DELETE" and "?uploadId=" in each.key
+    }
 
 
 def goes_away(scene: Scene, index: int, fault: Fault) -> None:

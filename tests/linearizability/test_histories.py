@@ -33,6 +33,7 @@ def test_histories_are_linearizable(stage: Scene) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("subject", SUBJECTS)
 def test_many_histories_are_linearizable(subject: str, stage: Scene) -> None:
     """With processes that are killed, and writes that arrive after their client has given up."""
@@ -45,6 +46,7 @@ def test_many_histories_are_linearizable(subject: str, stage: Scene) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("subject", "mistake"), [("trials", "no fence"), ("registry", "an append overwrites")]
 )
