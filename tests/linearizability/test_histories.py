@@ -14,8 +14,8 @@ from tests.support.s3 import S3Server
 
 pytestmark = pytest.mark.gateway
 ROUNDS = 60
-MET = ("cut request", "lose reply", "503", "slow", "late", "killed", "unknown outcomes")
-"""What every subject meets; the rarest, a late write, may need more rounds than `ROUNDS`."""
+MET = ("cut request", "lose reply", "503", "slow", "killed", "unknown outcomes")
+"""What every subject meets."""
 
 
 @pytest.fixture
@@ -39,13 +39,13 @@ def test_histories_are_linearizable(stage: Scene) -> None:
 @pytest.mark.parametrize("subject", SUBJECTS)
 def test_many_histories_are_linearizable(subject: str, stage: Scene) -> None:
     """With processes that are killed, and writes that arrive after their client has given up."""
-    for seed in range(3 * ROUNDS):
-        if seed >= ROUNDS and all(stage.counts[each] for each in MET):
-            break
+    for seed in range(ROUNDS):
         stage.play(subject, seed, processes=3 + seed % 2, kills=seed % 3 == 0)
     print(subject, dict(stage.counts))
     assert stage.counts["histories"] >= ROUNDS
-    assert [each for each in MET if not stage.counts[each]] == [], stage.counts
+    # Protections have no numbered records, which alone may arrive late.
+    met = MET if subject == "protections" else (*MET, "late")
+    assert [each for each in met if not stage.counts[each]] == [], stage.counts
 
 
 @pytest.mark.long
