@@ -38,7 +38,7 @@ def fake_gpus(
             lines.append(f"echo '  MIG 3g.40gb     Device  {number}: (UUID: {found})'")
     lines.append("fi")
     for index in range(count):  # --query-gpu=name,driver_version
-        lines.append(f'case "$*" in *{uuid(index)}*) echo "Model {index}, 580.65";; esac')
+        lines.append(f'case "$*" in *--id=*{uuid(index)}*) echo "Model {index}, 580.65";; esac')
     tool.write_text("\n".join(lines))
     tool.chmod(0o755)
     driver = folder / "gpus" / "nvidiactl"
