@@ -21,11 +21,14 @@ from prefect.events.actions import ChangeFlowRunState
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
 
-from trialflow.flows.lifecycle.crash_limit import SCHEDULED_AGAIN
+from trialflow.flows.lifecycle.crash_limit import (
+    MAX_ATTEMPTS,
+    RESTART_CRASHED,
+    SCHEDULED_AGAIN,
+    TAG,
+)
 from trialflow.flows.lifecycle.stop_monitor import SILENT
 
-TAG = "trialflow"
-MAX_ATTEMPTS = 50
 # A run whose network is cut for ten minutes sends no heartbeats, and lives.
 SILENCE_TIMEOUT = timedelta(minutes=12)
 # From Pending to Running takes seconds; longer if the run downloads code or packages.
@@ -40,7 +43,6 @@ WAITING_STATES = ("Scheduled", "AwaitingRetry", "Paused", "Suspended")
 # The state of a run whose start was lost, until it is scheduled again a moment later.
 START_LOST = "StartLost"
 
-RESTART_CRASHED = "trialflow: restart crashed runs"
 FAIL_UNSTARTABLE = "trialflow: fail runs that cannot start"
 CRASH_SILENT = "trialflow: mark silent runs as crashed"
 REPEAT_LOST_STARTS = "trialflow: repeat lost starts"

@@ -21,9 +21,11 @@ from prefect.client.schemas.objects import State
 from prefect.states import AwaitingRetry
 
 from trialflow.deployments import process_reaper
+from trialflow.flows.lifecycle.detached_engine import ENGINE, RESTARTED_ENGINE
 from trialflow.flows.server.child_process import start_child, stop_child
 from trialflow.flows.server.prefect_settings import chosen_settings
 
+ENGINES = {ENGINE, RESTARTED_ENGINE}
 POLL_SECONDS = 0.1
 SERVE_POLL_SECONDS = 1.0
 # A run's grace period, by default 25 s, and time to start and end.
@@ -86,7 +88,7 @@ class LocalWorker:
         children = _children(psutil.Process(self._reaper.pid))
         workers = [process for process in children if "worker" in _command(process)]
         # Engines whose supervisor was killed are the reaper's children, and save by themselves.
-        engines = [process for process in children if "prefect.engine" in _command(process)]
+        engines = [process for process in children if ENGINES & {*_command(process)}]
         for worker in workers:
             worker.suspend()  # it would take its own runs from the queue again
         runs = [run for worker in workers for run in _children(worker)]

@@ -1,7 +1,8 @@
 """Limits how often a crashed flow run is restarted.
 
-An automation (`trialflow deploy`) schedules a crashed run again, under the same id. The automation
-does not know the run's `max_restarts`. So the run itself fails if it has crashed too often.
+An automation (`trialflow deploy`) schedules a crashed run again, under the same id, unless
+`restarted_engine` has begun it again before. Neither knows the run's `max_restarts`. So the run
+itself fails if it has crashed too often.
 """
 
 from __future__ import annotations
@@ -13,7 +14,13 @@ from prefect.client.orchestration import get_client
 
 from trial_core.errors import TrialflowError
 
+TAG = "trialflow"
+"""Of the runs that are restarted."""
+RESTART_CRASHED = "trialflow: restart crashed runs"
+"""The name of the automation. While it is paused, no crashed run is restarted."""
+MAX_ATTEMPTS = 50
 SCHEDULED_AGAIN = "The run had crashed: scheduled again by trialflow's automation"
+RESTARTED = "The run's process was killed: it begins again on the same machine"
 # Prefect's own intermediate states, such as Late, do not count.
 _SCHEDULED = ("Scheduled", "AwaitingRetry")
 
@@ -25,20 +32,20 @@ class CrashedTooOften(TrialflowError):
 def check_crash_limit(max_restarts: int) -> None:
     """Fail a run that crashed too often. Call it in the flow's thread, first of all.
 
-    Only consecutive restarts by the automation count: a retry by hand starts a new count.
+    Only consecutive restarts count: a retry by hand starts a new count.
 
     Raises:
-        CrashedTooOften: the automation has restarted the run more than `max_restarts` times.
+        CrashedTooOften: the run was restarted more than `max_restarts` times.
     """
     if runtime.deployment.id is None:
         return  # automations restart runs of deployments alone
     with get_client(sync_client=True) as client:
         states = client.read_flow_run_states(UUID(str(runtime.flow_run.id)))
-    scheduled = [state for state in states if state.name in _SCHEDULED]
-    scheduled.sort(key=lambda state: state.timestamp)
+    starts = [state for state in states if state.name in _SCHEDULED or state.message == RESTARTED]
+    starts.sort(key=lambda state: state.timestamp)
     count = 0
-    for state in reversed(scheduled):
-        if state.message != SCHEDULED_AGAIN:
+    for state in reversed(starts):
+        if state.message not in (SCHEDULED_AGAIN, RESTARTED):
             break
         count += 1
     if count > max_restarts:

@@ -5,6 +5,9 @@ trialflow.flows.lifecycle.detached_engine`` as the `command` of a deployment or 
 worker's child is the supervisor below. The engine runs in another session, and receives the
 supervisor's signals. An engine whose supervisor is gone knows that its worker was stopped:
 `stop_monitor` then requests a stop, and the saved run goes back into its queue.
+
+An engine that was killed is started again at once (`restarted_engine`): the worker and the server
+do not notice it, and would need a quarter of a minute.
 """
 
 from __future__ import annotations
@@ -18,6 +21,14 @@ from types import FrameType
 from rich.console import Console
 
 SUPERVISOR = "TRIALFLOW_SUPERVISOR"
+ENGINE = "prefect.engine"
+RESTARTED_ENGINE = "trialflow.flows.lifecycle.restarted_engine"
+# SIGKILL is also what a machine out of memory sends. The others come from native code.
+KILLED = {
+    signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE
+}  # fmt: skip
+# Prefect's, of its connection to the worker, which takes one engine alone.
+_CONTROL = ("PREFECT__CONTROL_PORT", "PREFECT__CONTROL_TOKEN")
 # Removed from the environment: child processes of this one have another parent.
 _supervisor = os.environ.pop(SUPERVISOR, None)
 
@@ -42,22 +53,45 @@ def _silence(console: Console) -> None:
         os.dup2(devnull.fileno(), console.file.fileno())
 
 
-def main() -> int:
-    """Run the engine as its supervisor. Return its exit code, as a shell reports it."""
-    engine = subprocess.Popen(
-        [sys.executable, "-m", "prefect.engine", *sys.argv[1:]],
-        env={**os.environ, SUPERVISOR: str(os.getpid())},
-        start_new_session=True,
-    )
+class Supervisor:
+    """Runs an engine until it ends by itself, or a signal asks for its end.
 
-    def forward(number: int, frame: FrameType | None) -> None:
-        engine.send_signal(number)
+    Args:
+        arguments: of the engine.
+    """
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, forward)
-    code = engine.wait()
-    return code if code >= 0 else 128 - code
+    def __init__(self, arguments: list[str]) -> None:
+        self._arguments = arguments
+        self._asked: int | None = None  # the last signal that came
+        self._engine: subprocess.Popen[bytes] | None = None
+
+    def run(self) -> int:
+        """The exit code of the last engine, as a shell reports it."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._forward)
+        code = self._ended(ENGINE)
+        while -code in KILLED and self._asked is None:
+            for name in _CONTROL:
+                os.environ.pop(name, None)
+            code = self._ended(RESTARTED_ENGINE, str(-code))
+        return code if code >= 0 else 128 - code
+
+    def _ended(self, module: str, *arguments: str) -> int:
+        """Run an engine; its exit code, or the negative number of the signal that ended it."""
+        self._engine = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments, *self._arguments],
+            env={**os.environ, SUPERVISOR: str(os.getpid())},
+            start_new_session=True,
+        )
+        if self._asked is not None:  # while it was started
+            self._engine.send_signal(self._asked)
+        return self._engine.wait()
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        self._asked = number
+        if self._engine is not None:
+            self._engine.send_signal(number)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(Supervisor(sys.argv[1:]).run())

@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from prefect.client.orchestration import get_client
 from prefect.server.events.schemas.automations import EventTrigger
@@ -103,9 +104,11 @@ def heartbeats(scene: Scene) -> list[ReceivedEvent]:
 
 
 @pytest.mark.long
-def test_a_killed_run_resumes_as_the_same_run(deployed: Scene) -> None:
-    """After SIGKILL of its driver no process is left within 10 s, and the automation restarts the
-    run from its last checkpoint. The automations match the heartbeats of a living run."""
+@pytest.mark.parametrize("loses_supervisor", [False, True], ids=["driver", "with_its_supervisor"])
+def test_a_killed_run_resumes_as_the_same_run(deployed: Scene, loses_supervisor: bool) -> None:
+    """After SIGKILL of its driver no process is left within 10 s, and the run resumes from its last
+    checkpoint: its supervisor starts the driver again, or else the automation does. The automations
+    match the heartbeats of a living run."""
     pool = pool_of(deployed.folder)
     with process_worker(deployed.server, pool, deployed.variables) as worker:
         deployed.parent = worker
@@ -117,13 +120,19 @@ def test_a_killed_run_resumes_as_the_same_run(deployed: Scene) -> None:
             trigger = EventTrigger.model_validate(automation.trigger.model_dump())
             assert trigger.covers(heartbeat)
             assert trigger.expects(heartbeat.event)
-        before, ports = deployed.processes(), deployed.ports()
-        os.kill(deployed.driver(), signal.SIGKILL)
+        driver, before, ports = deployed.driver(), deployed.processes(), deployed.ports()
+        supervisor = psutil.Process(driver).ppid()
+        if loses_supervisor:
+            os.kill(supervisor, signal.SIGKILL)
+        else:
+            before.remove(supervisor)
+        os.kill(driver, signal.SIGKILL)
         assert wait_until_gone(before, 10) == []
         assert_closed(ports)
         deployed.until_resumed(deployed.saved(), len(deployed.seen()))
         assert deployed.state() == "Running"
-        assert "Crashed" in deployed.history()
+        assert ("Crashed" in deployed.history()) == loses_supervisor
+        assert (psutil.Process(deployed.driver()).ppid() == supervisor) != loses_supervisor
 
 
 @pytest.mark.long

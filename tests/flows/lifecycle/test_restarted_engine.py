@@ -1,0 +1,115 @@
+"""A run whose engine is killed under its supervisor: a real server, and a flow without ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect.client.orchestration import get_client
+
+from tests.support.prefect import ROOT, PrefectServer
+from tests.support.waiting import ask
+from trialflow.deployments.automations import automations
+from trialflow.flows.lifecycle.crash_limit import RESTART_CRASHED, TAG
+
+pytestmark = pytest.mark.server
+
+SUPERVISOR = "trialflow.flows.lifecycle.detached_engine"
+FLOW = "tests/support/scripts/killed_flow.py:killed"
+
+
+@contextmanager
+def restarting(server: PrefectServer, **changes: Any) -> Iterator[None]:
+    """The server has the automation that restarts crashed runs, with these changes."""
+    with server.configured(), get_client(sync_client=True) as client:
+        (restart,) = (each for each in automations([]) if each.name == RESTART_CRASHED)
+        created = client.create_automation(restart.model_copy(update=changes))
+        try:
+            yield
+        finally:
+            client.delete_automation(created)
+
+
+class Run:
+    """A run of the flow that is killed, which a worker has taken from its queue."""
+
+    def __init__(self, server: PrefectServer, folder: Path, times: int, **fields: Any) -> None:
+        self._server, self._record = server, folder / "attempts"
+        flow = ask(server, "flows/", {"name": "killed"})
+        folder_step = {"prefect.deployments.steps.set_working_directory": {"directory": str(ROOT)}}
+        self._deployment = ask(server, "deployments/", {
+            "name": folder.name, "flow_id": flow["id"], "entrypoint": FLOW,
+            "pull_steps": [folder_step], "tags": [TAG], "concurrency_limit": 1, **fields,
+        })["id"]  # fmt: skip
+        parameters = {"record": str(self._record), "times": times}
+        path = f"deployments/{self._deployment}/create_flow_run"
+        self.id = ask(server, path, {"parameters": parameters})["id"]
+        ask(server, f"flow_runs/{self.id}/set_state", {"state": {"type": "PENDING"}})
+
+    def attempts(self) -> list[int]:
+        """The process of each attempt."""
+        return [int(line) for line in self._record.read_text().splitlines()]
+
+    def states(self) -> list[str]:
+        """The names of all the states that it has had."""
+        states = ask(self._server, f"flow_run_states/?flow_run_id={self.id}")
+        ordered = sorted(states, key=lambda state: str(state["timestamp"]))
+        return [state["name"] for state in ordered]
+
+    def places_taken(self) -> int:
+        """Places in its deployment's concurrency limit."""
+        limit = ask(self._server, f"deployments/{self._deployment}")["global_concurrency_limit"]
+        return int(limit["active_slots"])
+
+    def log(self) -> str:
+        lines = ask(self._server, "logs/filter", {"logs": {"flow_run_id": {"any_": [self.id]}}})
+        return "\n".join(line["message"] for line in lines)
+
+    def supervised(self) -> int:
+        """Run it as a worker does with our command; the command's exit code."""
+        return subprocess.run(
+            [sys.executable, "-m", SUPERVISOR], cwd=ROOT,
+            env={**os.environ, **self._server.environment, "PREFECT__FLOW_RUN_ID": self.id},
+            check=False,
+        ).returncode  # fmt: skip
+
+
+def test_a_killed_run_begins_again(prefect_server: PrefectServer, tmp_path: Path) -> None:
+    """At once, as the same run, in another process, with its place in the deployment's limit. Its
+    log says why. No crash is reported, which would schedule it once more."""
+    with restarting(prefect_server):
+        run = Run(prefect_server, tmp_path, times=1)
+        assert run.supervised() == 0
+    assert len(set(run.attempts())) == 2
+    again = ["Pending", "Running"]
+    assert run.states() == ["Scheduled", *again, *again, "Completed"]
+    assert run.places_taken() == 0
+    assert run.log().count("the run's process was ended by SIGKILL") == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "fields"),
+    [
+        pytest.param({"enabled": False}, {}, id="paused"),
+        pytest.param({"name": "another"}, {}, id="missing", marks=pytest.mark.long),
+        pytest.param({}, {"tags": []}, id="untagged", marks=pytest.mark.long),
+    ],
+)
+def test_a_run_that_is_not_restarted(
+    changes: dict[str, Any], fields: dict[str, Any],
+    prefect_server: PrefectServer, tmp_path: Path,
+) -> None:  # fmt: skip
+    """Only what the automation would schedule again begins again; the worker reports the others,
+    from the exit code."""
+    with restarting(prefect_server, **changes):
+        run = Run(prefect_server, tmp_path, times=1, **fields)
+        assert run.supervised() == 128 + signal.SIGKILL
+    assert len(run.attempts()) == 1
+    assert run.states() == ["Scheduled", "Pending", "Running"]
