@@ -15,6 +15,7 @@ import pytest
 from prefect.client.orchestration import get_client
 
 from tests.support.prefect import ROOT, PrefectServer
+from tests.support.prefect_worker import kill
 from tests.support.waiting import ask
 from trialflow.deployments.automations import automations
 from trialflow.flows.lifecycle.crash_limit import RESTART_CRASHED, TAG
@@ -113,3 +114,24 @@ def test_a_run_that_is_not_restarted(
         assert run.supervised() == 128 + signal.SIGKILL
     assert len(run.attempts()) == 1
     assert run.states() == ["Scheduled", "Pending", "Running"]
+
+
+def test_an_engine_that_was_asked_to_end_does_not_begin_again() -> None:
+    """A worker that is stopped, or that cancels a run, kills an engine which does not end."""
+    program = (
+        "import sys; from trialflow.flows.lifecycle import detached_engine as it; "
+        "it.ENGINE = 'tests.support.scripts.stubborn_engine'; sys.exit(it.Supervisor([]).run())"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as supervisor:
+        assert supervisor.stdout is not None
+        engine = int(supervisor.stdout.readline())
+        try:
+            supervisor.send_signal(signal.SIGTERM)
+            assert supervisor.stdout.readline() == "asked\n"
+            os.kill(engine, signal.SIGKILL)
+            assert supervisor.wait() == 128 + signal.SIGKILL
+        finally:
+            supervisor.kill()
+            kill(engine)
