@@ -40,6 +40,7 @@ from trialflow.deployments.flow_deployment import working_folder
 from trialflow.deployments.local_worker import requeue_interrupted_starts
 from trialflow.deployments.resources import Change, lease_problem, set_up, take_down
 from trialflow.flows.lifecycle.crash_limit import (
+    RESTARTED,
     SCHEDULED_AGAIN,
     CrashedTooOften,
     check_crash_limit,
@@ -255,21 +256,22 @@ def test_pools_of_containers(client: SyncPrefectClient, pool_type: Any) -> None:
 def test_a_run_that_crashes_too_often_fails(
     client: SyncPrefectClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Consecutive restarts by the automation count, not Prefect's state Late; a retry by hand
-    starts a new count."""
+    """Consecutive restarts count, by the automation or the supervisor, not Prefect's state Late; a
+    retry by hand starts a new count."""
     deploy(client)
     run = create_run(client, tmp_path)
     monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__ID", str(run))
     monkeypatch.setenv("PREFECT__RUNTIME__DEPLOYMENT__ID", "one")
 
-    def schedule(name: str, message: str | None) -> None:
-        state = {"type": "SCHEDULED", "name": name, "message": message}
+    def schedule(name: str, message: str | None, kind: str = "SCHEDULED") -> None:
+        state = {"type": kind, "name": name, "message": message}
         body = {"state": state, "force": True}
         client.request("POST", f"/flow_runs/{run}/set_state", json=body)
 
-    for _ in range(3):
+    for _ in range(2):
         schedule("AwaitingRetry", SCHEDULED_AGAIN)
         schedule("Late", None)
+    schedule("Pending", RESTARTED, "PENDING")
     check_crash_limit(3)
     with pytest.raises(CrashedTooOften, match="crashed 3 times in a row, and max_restarts is 2"):
         check_crash_limit(2)

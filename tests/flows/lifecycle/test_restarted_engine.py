@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
 from prefect.client.orchestration import get_client
+from prefect.states import Pending
 
 from tests.support.prefect import ROOT, PrefectServer
 from tests.support.prefect_worker import kill
@@ -52,7 +54,8 @@ class Run:
         parameters = {"record": str(self._record), "times": times}
         path = f"deployments/{self._deployment}/create_flow_run"
         self.id = ask(server, path, {"parameters": parameters})["id"]
-        ask(server, f"flow_runs/{self.id}/set_state", {"state": {"type": "PENDING"}})
+        with server.configured(), get_client(sync_client=True) as client:
+            client.set_flow_run_state(UUID(self.id), Pending())
 
     def attempts(self) -> list[int]:
         """The process of each attempt."""
@@ -60,9 +63,16 @@ class Run:
 
     def states(self) -> list[str]:
         """The names of all the states that it has had."""
+        return [state["name"] for state in self._states()]
+
+    def leases(self) -> set[str | None]:
+        """Those of its place in its deployment's concurrency limit, in the states that need one."""
+        needing = (each for each in self._states() if each["name"] in ("Pending", "Running"))
+        return {each["state_details"]["deployment_concurrency_lease_id"] for each in needing}
+
+    def _states(self) -> list[dict[str, Any]]:
         states = ask(self._server, f"flow_run_states/?flow_run_id={self.id}")
-        ordered = sorted(states, key=lambda state: str(state["timestamp"]))
-        return [state["name"] for state in ordered]
+        return sorted(states, key=lambda state: str(state["timestamp"]))
 
     def places_taken(self) -> int:
         """Places in its deployment's concurrency limit."""
@@ -91,6 +101,8 @@ def test_a_killed_run_begins_again(prefect_server: PrefectServer, tmp_path: Path
     assert len(set(run.attempts())) == 2
     again = ["Pending", "Running"]
     assert run.states() == ["Scheduled", *again, *again, "Completed"]
+    (lease,) = run.leases()
+    assert lease is not None
     assert run.places_taken() == 0
     assert run.log().count("the run's process was ended by SIGKILL") == 1
 
