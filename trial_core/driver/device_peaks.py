@@ -8,6 +8,7 @@ and AMD's of the MI300X and MI325X.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
@@ -53,6 +54,7 @@ PEAKS: Mapping[str, Peaks] = {
 _PART_OF_A_DEVICE = re.compile(r"\bMIG\b|\bGRID\b|-\d+[ABCQ]\b")  # a vGPU: A40-8Q
 
 
+@functools.cache  # each workload asks for each rank
 def peak_flops(device: str, number_type: NumberType) -> float | None:
     """The dense peak of a device, in operations a second; None: not known.
 
