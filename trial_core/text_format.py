@@ -146,10 +146,25 @@ def ranks_by_node(nodes: Sequence[str]) -> str:
     return f"rank{'s' if len(nodes) > 1 else ''} {', '.join(parts)}"
 
 
-def first_few(names: Collection[str], shown: int = 3) -> str:
+def first_few(names: Collection[str], shown: int = 3, between: str = ", ") -> str:
     """The first of some names, and how many more there are."""
     more = f" and {len(names) - shown} more" if len(names) > shown else ""
-    return ", ".join([*names][:shown]) + more
+    return between.join([*names][:shown]) + more
+
+
+def told_apart(one: Any, other: Any) -> tuple[str, str]:
+    """Two different settings, with as many digits as it takes to tell them apart."""
+    short = setting(one), setting(other)
+    return short if short[0] != short[1] else (shortened(repr(one)), shortened(repr(other)))
+
+
+def setting(value: Any) -> str:
+    """The value of a setting, such as a hyperparameter: ``0.001``, ``[0.9, 0.999]``, ``adam``."""
+    if isinstance(value, (list, tuple)):
+        return shortened(f"[{', '.join(map(setting, value))}]", 60)
+    if isinstance(value, float):
+        return f"{value:.6g}"  # a float32 has no more digits
+    return shortened(str(value), 60) or repr(value)
 
 
 def plural(count: int, noun: str) -> str:

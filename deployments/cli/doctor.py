@@ -17,6 +17,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from trial_core import text_format
+from trial_core.dependency_bounds import dependencies, out_of_bounds
 from trial_core.errors import ConfigError, TrialflowError
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.check import Check, Status
@@ -84,6 +85,7 @@ def examine(
     for package in NEEDED:
         yield installed(package)
     yield installed("s3fs", or_else="warn", advice="pip install s3fs, for s3:// storage")
+    yield from other_dependencies()
     yield compiler()
     yield ninja()
     yield from accelerators()
@@ -116,11 +118,27 @@ def python() -> Check:
 
 
 def installed(package: str, or_else: Status = "fail", advice: str = "") -> Check:
-    """Check that a package is installed, and report its version."""
+    """Check that a package is installed, and report its version.
+
+    A version that is too old is a failure, one that is newer than what was tried a warning.
+    """
     try:
-        return Check(package, "ok", importlib.metadata.version(package))
+        version = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return Check(package, or_else, "not installed", advice or f"pip install {package}")
+    if (problem := out_of_bounds(package)) is None:
+        return Check(package, "ok", version)
+    status: Status = or_else if problem.is_older else "warn"
+    return Check(package, status, str(problem), f'pip install "{problem.expected}"')
+
+
+def other_dependencies() -> Iterator[Check]:
+    """Check the packages that are named only if they are missing or out of bounds."""
+    for requirement in dependencies():
+        if requirement.name not in (*NEEDED, "s3fs"):
+            check = installed(requirement.name)
+            if check.status != "ok":
+                yield check
 
 
 def compiler() -> Check:

@@ -13,6 +13,7 @@ from trial_core import text_format
 from trial_core.errors import ConfigError
 from trial_core.export.export_checkpoint import (
     HUB,
+    MARK,
     ExportRequest,
     Format,
     Precision,
@@ -114,7 +115,9 @@ def export(
         from trial_core.export.hf_folder import push
 
         with waiting(f"uploading {to} to {push_to}, {text_format.size(done.size_bytes)}"):
-            pushed = push(to, push_to, f"Checkpoint {manifest.uuid} of trial {manifest.trial}")
+            pushed = push(
+                to, push_to, f"Checkpoint {manifest.uuid} of trial {manifest.trial}", MARK
+            )
     if json_:
         result = {
             "uuid": manifest.uuid,

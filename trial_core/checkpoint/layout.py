@@ -79,7 +79,7 @@ _PROTECTION_KEY = re.compile(
     rf"{PINS}/(?P<uuid>[^/]+)/"
     rf"(pin(-(?P<pin>[0-9a-f]+))?|(?P<model>[^/]+)/{_NUMBER}-(?P<unique>[^/]+))\.json"
 )
-_DELETION_KEY = re.compile(rf"{DELETIONS}/(?P<uuid>[^/]+)/[^/]+\.json")
+_DELETION_KEY = re.compile(rf"{DELETIONS}/(?P<uuid>[^/]+)/[0-9a-f]+\.json")
 _NUMBERED = re.compile(rf"(?P<folder>.+)/{_NUMBER}\.json")
 
 

@@ -25,6 +25,7 @@ from trial_core.context import RunInfo
 from trial_core.controller.checkpoint_files import CheckpointFiles
 from trial_core.controller.data.loaders import Loaders, build_loaders
 from trial_core.controller.forward_time import ForwardClock
+from trial_core.controller.overridden_settings import BuiltSettings
 from trial_core.controller.rank_checkpoint import Snapshots
 from trial_core.controller.rank_state import capture_rng, restore_rng
 from trial_core.controller.reshard_rank_state import RankRemap
@@ -288,9 +289,12 @@ class Controller:
         )
         loaders.validation.limit = request.validation_limit
         info.epoch = loaders.epoch
+        overridden: tuple[list[str], list[str]] = ([], [])
         if request.checkpoint is not None:
             began = time.monotonic()
+            settings = BuiltSettings(adapter.optimizers, adapter.schedulers)
             trial.snapshots.restore(request.checkpoint, state, remap)
+            overridden = settings.overridden()
             restore_seconds += time.monotonic() - began
         # After restore: the trial's on_checkpoint_load_start may change any part of the state.
         own = (state if request.restore == "everything" else None) or {}
@@ -313,6 +317,8 @@ class Controller:
             epoch=loaders.epoch,
             restore_seconds=restore_seconds,
             loads_micro_batches=loaders.loads_micro_batches,
+            overridden_optimizers=overridden[0],
+            overridden_schedulers=overridden[1],
         )
 
     def train(self, request: TrainBatches) -> Trained:

@@ -1,7 +1,8 @@
 """Loads a run's first checkpoint back, so that one that cannot be restored is known at once.
 
-The ranks load it in place, right after they have staged it: what is loaded equals what is there, so
-training is not changed. It is committed only after that.
+The ranks load it in place, right after they have staged it. Then everything is put back as it was,
+so that training does not depend on this; what differed is named, because a resumed run would begin
+with it. The checkpoint is committed only after that.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from tempfile import TemporaryDirectory
 from trial_core.checkpoint.manifest import FileEntry
 from trial_core.controller.rank_state import capture_rng, read_rank_state, restore_rng
 from trial_core.controller.safe_load import Reader
+from trial_core.controller.state_guard import StateGuard
 from trial_core.controller.trial_adapter import TrialAdapter
 from trial_core.distributed import DistributedContext
 from trial_core.errors import (
@@ -24,6 +26,7 @@ from trial_core.errors import (
     TrialflowError,
 )
 from trial_core.pytorch.callback import overridden_hooks
+from trial_core.text_format import first_few
 from trial_core.transfer.staging import StagedFile, staged_files
 
 logger = logging.getLogger(__name__)
@@ -65,13 +68,26 @@ def load_back(
         return
     # Not mapped: the next snapshot overwrites these files.
     unmapped = Reader(reader.trusted, reader.classes, {"mmap": False})
-    rng = capture_rng()
+    rng, guard = capture_rng(), StateGuard(adapter.modules, adapter.optimizers)
     with _links_to_files_read(adapter, rank, every) as folder, _explained():
         read_rank_state(folder, rank, unmapped)
         adapter.load(folder, unmapped, adapter.read_hook_state(folder, unmapped))
+    changed = guard.put_back(rank == 0 or not adapter.shares_buffers)
     restore_rng(rng)
+    differing = [
+        f"{name} of rank {i}"
+        for i, names in enumerate(distributed.allgather(changed))
+        for name in names
+    ]
     if rank == 0:
         logger.info("the first checkpoint was loaded back: it can be restored")
+        if differing:
+            logger.warning(
+                "a run that resumes from the checkpoints of this one will differ from it: %d "
+                "value(s) come back otherwise than they are here: %s. Training goes on with its "
+                "own values",
+                len(differing), first_few(differing),
+            )  # fmt: skip
 
 
 def _staged(

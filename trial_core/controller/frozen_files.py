@@ -30,6 +30,11 @@ def frozen_path(path: Path) -> Path:
     return path.with_name(f"{path.stem}{_SUFFIX}{path.suffix}")
 
 
+def is_frozen_path(path: Path) -> bool:
+    """Whether this file holds the frozen weights of the one beside it."""
+    return path.stem.endswith(_SUFFIX) and path.with_stem(path.stem[: -len(_SUFFIX)]).is_file()
+
+
 def frozen_names(module: nn.Module, *, every_name: bool = True) -> set[str]:
     """The names of all parameters that are not trained; of tied ones every name, or the first."""
     named = module.named_parameters(remove_duplicate=not every_name)

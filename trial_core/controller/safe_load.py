@@ -10,22 +10,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from trial_core.controller.frozen_files import frozen_path, with_frozen
+from trial_core.controller.stored_arrays import with_arrays
 from trial_core.errors import CheckpointError
 
-try:
-    from numpy._core import multiarray
-except ImportError:  # numpy 1
-    from numpy.core import multiarray  # type: ignore[no-redef]
-
-_NUMPY: tuple[Any, ...] = (
-    np.ndarray, np.dtype, multiarray._reconstruct, multiarray.scalar,
-    *{type(np.dtype(code)) for code in np.typecodes["All"] if code != "O"},
-)  # fmt: skip
 _PLAIN = (
     frozenset, range, slice,
     datetime.datetime, datetime.date, datetime.timedelta, datetime.timezone,
@@ -38,7 +29,7 @@ class Reader:
 
     Args:
         trusted: whether the files may contain objects of any class (``checkpointing.trusted``).
-        classes: classes that are safe to construct, besides plain data, numpy's and torch's own.
+        classes: classes that are safe to construct, besides plain data and torch's own.
         options: further arguments of `torch.load`, which override ours; not ``weights_only``.
 
     Attributes:
@@ -54,7 +45,7 @@ class Reader:
         self.trusted = trusted
         self.classes = tuple(classes)
         self._options = dict(options or {})
-        self._safe = [*classes, *_NUMPY, *_PLAIN]
+        self._safe = [*classes, *_PLAIN]
 
     def load(self, path: Path, map_location: Any = "cpu", mapped: bool = False) -> Any:
         """The content of the file at `path`, with the frozen weights from the file beside it.
@@ -68,6 +59,10 @@ class Reader:
             CheckpointError: the file contains objects of a class that is not known to be safe.
         """
         content = self._load(path, map_location, mapped)
+        try:
+            content = with_arrays(content)
+        except RecursionError as error:
+            raise CheckpointError(f"{path.name} is nested too deeply to be a state") from error
         if (beside := frozen_path(path)).is_file():
             content = with_frozen(content, self._load(beside, map_location, mapped))
         return content
@@ -86,12 +81,22 @@ class Reader:
             with safe_globals(self._safe):
                 return torch.load(path, **options)
         except pickle.UnpicklingError as error:
+            names = self._unsafe_names(path)
+            # Never those of numpy: see `stored_arrays`.
+            single = (
+                "To allow single classes, call torch.serialization.add_safe_globals([…]) in the "
+                f"trial's module [{_first_line(error)}]"
+            )
+            if any(name.startswith("numpy.") for name in names):
+                single = (
+                    "Arrays and numbers of numpy's in a pickle are such objects: trialflow stores "
+                    "them as plain data, but an earlier version and other programs do not"
+                )
             raise CheckpointError(
-                f"{path.name} {self._unsafe_content(path)}, and reading such objects can run code. "
-                "If you trust the writer of this checkpoint, set checkpointing.trusted: true "
-                "(trialflow export: --trusted). To allow single classes, call "
-                "torch.serialization.add_safe_globals([…]) in the trial's module "
-                f"[{_first_line(error)}]"
+                f"{path.name} holds objects of "
+                f"{', '.join(names) or 'a class that is not known to be safe'}, and reading such "
+                "objects can run code. If you trust the writer of this checkpoint, set "
+                f"checkpointing.trusted: true (trialflow export: --trusted). {single}"
             ) from None
 
     def load_mapped(self, path: Path) -> Any:
@@ -103,12 +108,11 @@ class Reader:
         with safe_globals(self._safe):
             return sorted(get_unsafe_globals_in_checkpoint(file))
 
-    def _unsafe_content(self, path: Path) -> str:
+    def _unsafe_names(self, path: Path) -> list[str]:
         try:
-            names = self.unsafe_classes(path)
+            return self.unsafe_classes(path)
         except (pickle.UnpicklingError, ValueError, RuntimeError):  # torch's older format
-            names = []
-        return f"holds objects of {', '.join(names) or 'a class that is not known to be safe'}"
+            return []
 
 
 def _first_line(error: Exception) -> str:

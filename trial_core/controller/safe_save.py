@@ -6,14 +6,14 @@ import io
 import operator
 import pickle
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch.serialization import get_safe_globals
 
 from trial_core.controller.safe_load import Reader
+from trial_core.controller.stored_arrays import as_plain, is_storable, without_numbers
 from trial_core.errors import TrialError
 
 # Not looked into: they hold nothing that needs trust.
@@ -39,8 +39,9 @@ _KeyPath = tuple[Any, Any] | None
 def readable(state: Any, reader: Reader) -> Any:
     """`state` as `reader` can load it again: other mappings and sequences become plain ones.
 
-    An AttrDict becomes a dict, a deque a list. Containers in which nothing changes are returned
-    themselves. A reader that trusts its files can load any state.
+    An AttrDict becomes a dict, a deque a list, an array a dict of which the reader makes an array.
+    Numbers of numpy's in sets and keys become Python's. Containers in which nothing changes are
+    returned themselves. A reader that trusts its files can load any state.
 
     Raises:
         TrialError: the state holds an object of a class that is not known to be safe.
@@ -77,25 +78,32 @@ class _Conversion:
         kind = type(value)
         if kind in self._known or isinstance(value, torch.Tensor):
             return value
+        if is_storable(value):
+            return self._once(value, as_plain)
         is_mapping = isinstance(value, Mapping)
         is_sequence = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
         if kind in self._allowed or not (is_mapping or is_sequence):
-            if not isinstance(value, (np.ndarray, np.generic)) or value.dtype.hasobject:
-                self.others.append((key_path, value))
+            if kind in (set, frozenset):
+                value = kind(map(without_numbers, value))
+            self.others.append((key_path, value))
             return value
-        if id(value) not in self._converted:  # shared containers stay shared
+        convert = self._mapping if is_mapping else self._sequence
+        return self._once(value, lambda each: convert(each, key_path))
+
+    def _once(self, value: Any, convert: Callable[[Any], Any]) -> Any:
+        if id(value) not in self._converted:  # what is shared stays shared
             self._converted[id(value)] = value, value  # ends the recursion if one holds itself
-            convert = self._mapping if is_mapping else self._sequence
-            self._converted[id(value)] = value, convert(value, key_path)
+            self._converted[id(value)] = value, convert(value)
         return self._converted[id(value)][1]
 
     def _mapping(self, value: Mapping[Any, Any], key_path: _KeyPath) -> Any:
-        items = {key: self.convert(each, (key_path, key)) for key, each in value.items()}
+        keys = {key: without_numbers(key) for key in value}
+        items = {keys[key]: self.convert(each, (key_path, key)) for key, each in value.items()}
         for key in items:
             self.convert(key, key_path)
         if type(value) not in _PLAIN_MAPPINGS:
             return items
-        if all(items[key] is each for key, each in value.items()):
+        if all(keys[key] is key and items[key] is each for key, each in value.items()):
             return value
         if not isinstance(value, OrderedDict):
             return items

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from trial_core.accelerator import has_accelerator
 from trial_core.checkpoint.manifest import FileEntry, Topology
 from trial_core.checkpoint.resume_point import Restore
@@ -23,6 +25,10 @@ class TrialAdapter(ABC):
     """A constructed trial, as the controller drives it. Every rank has one.
 
     Attributes:
+        modules: the modules that are trained, without wrappers.
+        optimizers: of torch's kind; DeepSpeed's engines have wrapped theirs.
+        schedulers: of learning rates, torch's or DeepSpeed's.
+        shares_buffers: whether all ranks get rank 0's buffers before each batch and validation.
         whole_models: the models that are whole on this rank, so that their forward passes wait for
             no other rank.
         callbacks: the trial's callbacks, by name.
@@ -49,6 +55,10 @@ class TrialAdapter(ABC):
     _base: type
     """The class of ours that a trial of this kind is derived from."""
 
+    modules: Sequence[torch.nn.Module]
+    optimizers: Sequence[torch.optim.Optimizer]
+    schedulers: Sequence[Any]
+    shares_buffers: bool = False
     whole_models: Sequence[Any]
     data_parallel_rank: int
     data_parallel_size: int

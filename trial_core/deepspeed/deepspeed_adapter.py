@@ -63,6 +63,10 @@ class DeepSpeedTrialAdapter(TrialAdapter):
             )
         check_mpu(context.mpu, context.distributed)
         super().__init__(trial, context)
+        self.modules = [engine.module for engine in context.models]
+        self.optimizers = list(_base_optimizers(context.models))
+        of_engines = (engine.lr_scheduler for engine in context.models)
+        self.schedulers = [each for each in of_engines if each is not None]
         first = context.models[0]
         is_pipeline = context.use_pipeline_parallel
         self.data_parallel_rank = context.mpu.data_parallel_rank
@@ -207,7 +211,7 @@ class DeepSpeedTrialAdapter(TrialAdapter):
         engines = self._context.models
         with ExitStack() as stack:
             stack.enter_context(snapshot_checkpoint_engines(engines, folder, reader=reader))
-            stack.enter_context(optimizers_loaded_in_place(_base_optimizers(engines)))
+            stack.enter_context(optimizers_loaded_in_place(self.optimizers))
             if reshape or self._is_ordered_otherwise(folder, reader):
                 _require_engine_files(self._trial, folder, len(engines))
                 folder = stack.enter_context(resharded(engines, folder, reader.load_mapped))

@@ -27,7 +27,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from deepspeed.utils import groups, safe_get_local_fp32_param
+from deepspeed.utils import groups
 
 from trial_core.deepspeed.bit_sum import bit_sum
 from trial_core.distributed import DistributedContext
@@ -238,8 +238,9 @@ def _tensor(engine: DeepSpeedEngine, tensor: Any, master: _Fragment | None) -> _
         first = dist.get_rank(group) * part
         count = max(0, min(part, tensor.ds_numel - first))  # without padding
         own = tensor.ds_tensor.detach().reshape(-1)[:count], first
+        # The optimizer has the fp32 weights of a parameter that was frozen since, too.
         is_trained = tensor.ds_id in getattr(engine.optimizer, "grad_position", ())
-        read = (lambda: (safe_get_local_fp32_param(tensor)[:count], first)) if is_trained else None
+        read = (lambda: (_zero_3_master(engine, tensor)[:count], first)) if is_trained else None
         return _Tensor(tensor.ds_numel, group, own, read)
     group, flat = engine.seq_data_parallel_group, tensor.detach().reshape(-1)
     if is_moe_param(tensor):
@@ -249,6 +250,13 @@ def _tensor(engine: DeepSpeedEngine, tensor: Any, master: _Fragment | None) -> _
         return _Tensor(flat.numel(), group, own, None)
     first, last = master[1], master[1] + master[0].numel()
     return _Tensor(flat.numel(), group, (flat[first:last], first), lambda: master)
+
+
+def _zero_3_master(engine: DeepSpeedEngine, parameter: Any) -> torch.Tensor:
+    """This rank's fp32 weights. DeepSpeed's public function returns None while it is frozen."""
+    master: torch.Tensor
+    master, _ = engine.optimizer._get_fp32_opt_state_partition(parameter, release_swap_buffers=True)
+    return master.to(get_accelerator().current_device_name())
 
 
 def _masters(optimizer: Any) -> Iterator[tuple[int, _Fragment]]:

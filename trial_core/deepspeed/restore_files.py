@@ -21,7 +21,7 @@ from trial_core.deepspeed.load_engine import needs_optimizer_shards
 _SHARD = re.compile(
     r"(?:.*/)?(?:bf16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_\d+_(?P<kind>model|optim)_states(?:_frozen)?\.pt"
 )
-_RANK_STATE = re.compile(r"trialflow/rank-(?P<rank>\d+)\.pt")
+_RANK_STATE = re.compile(r"trialflow/(?P<kind>rank|buffers)-(?P<rank>\d+)\.pt")
 _OPTIMIZER_STATES = re.compile(r"\w+_optim_states\.pt")
 
 
@@ -83,7 +83,8 @@ def files_for_load_weights(
 def _is_needed(file: FileEntry, rank: int, is_same: bool, data_parallel_rank: str | None) -> bool:
     if match := _RANK_STATE.fullmatch(file.path):
         # A rank that did not exist in the saved topology restores rank 0's state.
-        return int(match["rank"]) == rank or (not is_same and int(match["rank"]) == 0)
+        serves_others = not is_same and match["kind"] == "rank"
+        return int(match["rank"]) in ((rank, 0) if serves_others else (rank,))
     match = _SHARD.fullmatch(file.path)
     if match is None or not is_same or file.rank == rank:
         return True

@@ -12,6 +12,7 @@ import torch
 from trial_core.deepspeed.context import DeepSpeedTrialContext
 from trial_core.deepspeed.fingerprints import check_loaded, record_fingerprints
 from trial_core.deepspeed.load_engine import load_engine, load_weights
+from trial_core.deepspeed.rank_buffers import record_buffers, restore_buffers
 from trial_core.errors import TrialError
 from trial_core.pytorch.trial import TorchTrial
 
@@ -122,16 +123,15 @@ class DeepSpeedTrial(TorchTrial):
         not write different content to the same file name. An override that adds files calls this,
         so that the checkpoint can be resharded.
         """
-        settings = context.run_info.checkpointing
+        settings, rank = context.run_info.checkpointing, context.distributed.get_rank()
         for i, engine in enumerate(context.models):
             engine.save_checkpoint(
                 str(path),
                 tag=f"model{i}",
                 exclude_frozen_parameters=settings.exclude_frozen_parameters,
             )
-        record_fingerprints(
-            context.models, path, context.distributed.get_rank(), settings.exclude_frozen_parameters
-        )
+        record_buffers(context.models, path, rank)
+        record_fingerprints(context.models, path, rank, settings.exclude_frozen_parameters)
 
     def load(self, context: DeepSpeedTrialContext, load_path: Path) -> None:
         """Restore from the files below `load_path`. Collective: every rank calls this.
@@ -142,6 +142,7 @@ class DeepSpeedTrial(TorchTrial):
         """
         for i, engine in enumerate(context.models):
             load_engine(engine, load_path, tag=f"model{i}")
+        restore_buffers(context.models, load_path, context.distributed.get_rank())
         context.has_loaded_engines = True
         check_loaded(context.models, load_path, context.distributed)
 

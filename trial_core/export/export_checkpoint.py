@@ -17,7 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
+import msgspec
+
 from trial_core import text_format
+from trial_core.decoding import decode
 from trial_core.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -32,13 +35,10 @@ Format = Literal["safetensors", "hf", "adapter", "deepspeed", "universal"]
 COPY_BYTES = 16 * 2**20
 HUB = ("hf", "adapter")
 """The formats that a hub takes."""
-FOLDERS = {
-    "hf": "config.json",
-    "adapter": "adapter_config.json",
-    "deepspeed": "latest",
-    "universal": "latest_universal",
-}
-"""The formats that are folders, with a file that tells them."""
+FOLDERS = ("hf", "adapter", "deepspeed", "universal")
+"""The formats that are folders."""
+MARK = "trialflow_export.json"
+"""The file of an exported folder that says what was exported. Only what it names is replaced."""
 SUFFIXES = (".safetensors", ".pt", ".bin")
 PYTORCH_STATE = "state_dict.pth"
 PYTORCH_FROZEN = "state_dict_frozen.pth"
@@ -92,6 +92,20 @@ class Exported:
     missing: list[str]
 
 
+class _Mark(msgspec.Struct, kw_only=True):
+    """The content of `MARK`.
+
+    Attributes:
+        files: what was exported, by its path in the folder.
+    """
+
+    checkpoint: str
+    trial: str
+    batches: int
+    format: str
+    files: list[str]
+
+
 def check_target(to: Path, format_: Format, force: bool) -> None:
     """Check that an export may be written to `to`.
 
@@ -116,12 +130,44 @@ def check_target(to: Path, format_: Format, force: bool) -> None:
     has_content = to.exists() and not (is_folder and not any(to.iterdir()))
     if has_content and not force:
         raise ConfigError(f"--to {to} exists already; add --force to replace it")
-    is_export = any((to / name).exists() for name in FOLDERS.values())
-    if has_content and is_folder and (not is_export or (to / ".git").exists()):
+    if has_content and is_folder:
+        _check_export(to)
+
+
+def _check_export(folder: Path) -> None:
+    """Check that a folder holds what an export has written, and nothing else.
+
+    Raises:
+        ConfigError: names what would be lost.
+    """
+    try:
+        mark = decode((folder / MARK).read_bytes(), _Mark)
+    except (OSError, msgspec.MsgspecError, RecursionError):
         raise ConfigError(
-            f"--to {to} is no exported folder ({' or '.join(FOLDERS.values())}), and --force would "
-            "delete what is in it; give the name of a new folder"
+            f"--to {folder} is not an exported folder (it has no readable {MARK}), and --force "
+            "would delete what is in it; give the name of a new folder"
+        ) from None
+    there = {
+        each.relative_to(folder).as_posix()
+        for each in folder.rglob("*")
+        if each.is_symlink() or not each.is_dir()
+    }
+    if others := sorted(there - {MARK, *mark.files}):
+        raise ConfigError(
+            f"--to {folder} holds more than the export of checkpoint {mark.checkpoint}, and "
+            f"--force would delete it: {text_format.first_few(others)}; move that away, or give "
+            "the name of a new folder"
         )
+
+
+def _write_mark(folder: Path, request: ExportRequest) -> None:
+    manifest = request.manifest
+    files = [each.relative_to(folder).as_posix() for each in folder.rglob("*") if each.is_file()]
+    mark = _Mark(
+        checkpoint=manifest.uuid, trial=manifest.trial, batches=manifest.progress.batches_trained,
+        format=request.format, files=sorted(files),
+    )  # fmt: skip
+    (folder / MARK).write_bytes(msgspec.json.format(msgspec.json.encode(mark), indent=1))
 
 
 def export_checkpoint(
@@ -162,6 +208,8 @@ def export_checkpoint(
         # Copied to the target: safetensors makes files that only their owner can read.
         written = Path(folder) / f"weights{to.suffix}"
         done = _convert(Path(folder), request, written)
+        if written.is_dir():
+            _write_mark(written, request)
         with errors.translated("write"):
             to.parent.mkdir(parents=True, exist_ok=True)
             if written.is_dir():

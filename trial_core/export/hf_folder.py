@@ -87,8 +87,11 @@ def write_adapter(
     return list(adapter)
 
 
-def push(folder: Path, repository: str, message: str) -> str:
+def push(folder: Path, repository: str, message: str, without: str) -> str:
     """Upload a folder to a hub, into a private repository if there is none. Returns its address.
+
+    Args:
+        without: the name of a file that stays here.
 
     Raises:
         ConfigError: ``huggingface_hub`` is not installed.
@@ -103,7 +106,12 @@ def push(folder: Path, repository: str, message: str) -> str:
     try:
         repository = api.create_repo(repository, private=True, exist_ok=True).repo_id
         return str(
-            api.upload_folder(repo_id=repository, folder_path=folder, commit_message=message)
+            api.upload_folder(
+                repo_id=repository,
+                folder_path=folder,
+                commit_message=message,
+                ignore_patterns=[without],
+            )
         )
     except (HfHubHTTPError, OSError, ValueError) as error:
         raise StorageError(

@@ -169,11 +169,15 @@ class ReadyToTrain(Result):
         restore_seconds: how long the rank read and loaded the checkpoint.
         loads_micro_batches: whether the training loader has the engine's micro-batch size, which
             may then be changed; None on a rank that needs no data.
+        overridden_optimizers, overridden_schedulers: the settings of the trial's that the restore
+            has replaced by the checkpoint's, for people; see `BuiltSettings`.
     """
 
     epoch: EpochLength | None
     restore_seconds: float = 0.0
     loads_micro_batches: bool | None = None
+    overridden_optimizers: list[str] = []
+    overridden_schedulers: list[str] = []
 
 
 class TrainBatches(Request):

@@ -21,6 +21,9 @@ class LRScheduler:
         step_mode: when the controller steps it.
         frequency: it steps at every `frequency`-th such time.
 
+    Attributes:
+        scheduler: torch's.
+
     Raises:
         TrialError: an argument has the wrong type or value.
     """
@@ -60,7 +63,7 @@ class LRScheduler:
                 "ReduceLROnPlateau needs a metric, which only the trial knows: wrap it with "
                 "LRScheduler.StepMode.MANUAL_STEP and call its step(metric)"
             )
-        self._scheduler = scheduler
+        self.scheduler = scheduler
         self._step_mode = step_mode
         self._frequency = frequency
 
@@ -77,23 +80,23 @@ class LRScheduler:
         before, after = (self._times(batches, aggregation, epoch) for batches in
                          (batch_idx, batch_idx + 1))  # fmt: skip
         for _ in range(before // self._frequency, after // self._frequency):
-            self._scheduler.step()
+            self.scheduler.step()
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Step by hand, with the arguments of the scheduler's ``step``."""
-        self._scheduler.step(*args, **kwargs)
+        self.scheduler.step(*args, **kwargs)
 
     def get_last_lr(self) -> list[Any]:
         """The learning rate of each parameter group, as the scheduler set it last."""
-        return self._scheduler.get_last_lr()
+        return self.scheduler.get_last_lr()
 
     def state_dict(self) -> dict[str, Any]:
         """The scheduler's state."""
-        return self._scheduler.state_dict()
+        return self.scheduler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        self._scheduler.load_state_dict(state_dict)
+        self.scheduler.load_state_dict(state_dict)
 
     def _times(self, batches: int, aggregation: int, epoch: EpochLength | None) -> int:
         """How often the time to step has come, after so many batches."""

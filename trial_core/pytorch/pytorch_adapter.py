@@ -57,6 +57,7 @@ class PyTorchTrialAdapter(TrialAdapter):
     micro_batches_per_batch = 1
     micro_batches_per_evaluation = 1
     pads_evaluation = True
+    shares_buffers = True
     reports_metrics = True
     needs_data = True
 
@@ -68,6 +69,9 @@ class PyTorchTrialAdapter(TrialAdapter):
                     f"{name}.__init__ wrapped no {kind}; pass each one to context.wrap_{kind}"
                 )
         super().__init__(trial, context)
+        self.modules = [unwrapped(model) for model in context.models]
+        self.optimizers = context.optimizers
+        self.schedulers = [each.scheduler for each in context.lr_schedulers]
         self.data_parallel_rank = context.distributed.get_rank()
         self.data_parallel_size = context.distributed.get_size()
         averages = context.run_info.optimizations.average_training_metrics

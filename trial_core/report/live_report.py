@@ -32,10 +32,10 @@ from trial_core.run.ending import Ending
 from trial_core.run.stop_requests import StopHandler
 from trial_core.slots.log_pump import WARNING_PATTERN
 from trial_core.storage.local_files import replace_file
-from trial_core.trackers.journal import DRIVER_EVENTS
+from trial_core.trackers.journal import DRIVER_EVENTS, PAGE as PAGE
 
 UPDATE_SECONDS = 5.0
-REPORT, HISTORY, PAGE = "report.md", "report.json", "report.html"
+REPORT, HISTORY = "report.md", "report.json"
 # The page has 5 MB, and its readers reload it by hand.
 PAGE_SECONDS = 60.0
 KILLED = "killed, or its machine was lost"

@@ -161,8 +161,9 @@ def check_stays(store: CheckpointStore, name: layout.ManifestName) -> None:
 
 
 def _marker_keys(store: CheckpointStore, uuid: str) -> list[str]:
-    """Where a checkpoint's markers are."""
-    return sorted(store.storage.sizes(layout.deletions_folder(uuid)))
+    """Where a checkpoint's markers are. Nothing else there is ours to delete."""
+    folder = layout.deletions_folder(uuid)
+    return [key for key, _ in named_keys(store.storage, folder, layout.parse_deletion_key)]
 
 
 def _manifest_of(

@@ -87,7 +87,8 @@ class LossWatch:
         return [
             f"the loss scaler has skipped the last {plural(self._skipped, 'optimizer step')}, all "
             f"until batch {trained.batches_trained}, because gradients were not finite: the "
-            "weights do not change; train in bfloat16, or lower the learning rate"
+            "weights do not change; train in bfloat16, or begin a new trial with a lower learning "
+            "rate"
         ]
 
     def withholds_checkpoint(self, is_last: bool) -> bool:
@@ -113,8 +114,9 @@ class LossWatch:
         return TrialError(
             f"the loss is not finite since batch {self.since} ({self.where}), until batch "
             f"{self.reached}; no checkpoint was stored since then, {last}. It would come again: "
-            "change what causes it, such as the learning rate or the data of that batch, before "
-            "the trial continues; stopping.fail_on_non_finite_loss=false trains on"
+            "change what causes it, in the trial's code or the data of that batch, before the "
+            "trial continues; a lower learning rate needs a new trial with a checkpoint's weights "
+            "(searcher.source_weights_only=true); stopping.fail_on_non_finite_loss=false trains on"
         )
 
     @property

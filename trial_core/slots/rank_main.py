@@ -29,7 +29,8 @@ from typing import TYPE_CHECKING, NoReturn
 from setproctitle import setproctitle
 
 from trial_core.config.command import is_command
-from trial_core.errors import SlotsError
+from trial_core.dependency_bounds import out_of_bounds
+from trial_core.errors import SlotsError, TrialError
 from trial_core.messages import (
     AnyRequest,
     AnyResult,
@@ -130,7 +131,13 @@ class Rank(Workloads):
     def _trials(self) -> Controller:
         with self._announcer.activity("importing PyTorch and DeepSpeed"):
             from trial_core.controller.controller import Controller
-            from trial_core.entrypoint import build_adapter
+
+            try:
+                from trial_core.entrypoint import build_adapter
+            except ImportError as error:
+                if (problem := out_of_bounds("deepspeed")) is None:
+                    raise
+                raise TrialError(f"{problem}: install that ({error})") from error
 
         return Controller(
             partial(build_adapter, announcer=self._announcer),

@@ -37,10 +37,15 @@ OPTIONS: dict[str, tuple[type, ...]] = {
     "tracking_uri": (str,), "experiment": (str,), "run_name": (str,), "tags": (dict,),
     "artifacts": (bool,), "registered_model": (bool, str),
 }  # fmt: skip
+VARIABLE = "MLFLOW_TRACKING_URI"
 TRIAL_TAG = "trialflow.trial"
 LONGEST_PARAMETER, LONGEST_TAG = 6000, 5000
 MOST_METRICS, MOST_PARAMETERS, MOST_TAGS = 1000, 100, 100
 _STATUS = {"completed": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+# Servers. A path, file: or sqlite: is on this machine; queries of databases may name files.
+_SERVER = re.compile(
+    r"databricks(-uc)?|((https?|databricks(-uc)?)|(postgresql|mysql|mssql)(\+\w+)?)://[^/?][^?]*"
+)
 _NOT_IN_NAMES = re.compile(r"[^\w\-. :/]")
 # They mean the request, not the server: the same request will be refused again. So is each request
 # for a run that is deleted, until it is restored.
@@ -57,7 +62,7 @@ class MlflowTracker(Tracker):
     ``registered_model``: see `trial_core.trackers.model_registry`.
     """
 
-    place_variables: ClassVar[Mapping[str, str]] = {"tracking_uri": "MLFLOW_TRACKING_URI"}
+    place_variables: ClassVar[Mapping[str, str]] = {"tracking_uri": VARIABLE}
 
     def __init__(self, options: Mapping[str, Any], run: TrackedRun) -> None:
         super().__init__(options, run)
@@ -70,6 +75,13 @@ class MlflowTracker(Tracker):
     @classmethod
     def check(cls, options: Mapping[str, Any]) -> None:
         check_options("mlflow", options, OPTIONS)
+
+    @classmethod
+    def without_paths(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        place = str(options.get("tracking_uri", ""))
+        if _SERVER.fullmatch(place) or place == without_user(os.environ.get(VARIABLE, "")):
+            return dict(options)
+        return {name: value for name, value in options.items() if name != "tracking_uri"}
 
     @cached_property
     def _client(self) -> MlflowClient:
@@ -203,7 +215,7 @@ class MlflowTracker(Tracker):
             self._tag("trialflow.ended", record.why or record.outcome)
             status = _STATUS.get(record.outcome, "KILLED")
             self._client.set_terminated(self._id, status, end_time=round(record.at * 1000))
-            self._log_report(Path(record.report))
+            self._log_report(self.run.report)
 
     def _tag(self, name: str, text: str) -> None:
         self._client.set_tag(self._id, name, text[:LONGEST_TAG])
@@ -214,8 +226,8 @@ class MlflowTracker(Tracker):
             with self.best_effort("the list of checkpoints"):
                 self._client.log_text(self._id, text, "checkpoints.json")
 
-    def _log_report(self, page: Path) -> None:
-        if self.options.get("artifacts", True) and page.exists():
+    def _log_report(self, page: Path | None) -> None:
+        if self.options.get("artifacts", True) and page is not None:
             with self.best_effort("the report"):
                 self._client.log_artifact(self._id, str(page))
 
@@ -227,7 +239,7 @@ def quiet_client(options: Mapping[str, Any]) -> MlflowClient:
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     from mlflow.tracking import MlflowClient
 
-    variable = os.environ.get("MLFLOW_TRACKING_URI", "")
+    variable = os.environ.get(VARIABLE, "")
     place = str(options.get("tracking_uri") or variable)
     if without_user(variable) == without_user(place):
         place = variable

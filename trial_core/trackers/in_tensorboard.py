@@ -28,6 +28,10 @@ class TensorBoardTracker(Tracker):
     def check(cls, options: Mapping[str, Any]) -> None:
         check_options("tensorboard", options, {"logdir": (str,)})
 
+    @classmethod
+    def without_paths(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in options.items() if name != "logdir"}
+
     def open(self, known: str) -> str:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 

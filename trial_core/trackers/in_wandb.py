@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
+from urllib.parse import urlsplit
 
 from trial_core.trackers.records import (
     AnyRecord,
@@ -85,7 +86,12 @@ class WandbTracker(Tracker):
             run.summary["checkpoint"] = {"url": record.url, **facts}
             with self.best_effort("the artifact of a checkpoint"):  # s3:// needs boto3
                 artifact = wandb.Artifact(f"{run.id}-checkpoint", "checkpoint", metadata=facts)
-                artifact.add_reference(record.url, checksum=False)
+                if urlsplit(record.url).scheme == "file":
+                    # Of a local folder, W&B lists the files; the storage must not choose which.
+                    with artifact.new_file("checkpoint.json") as file:
+                        json.dump({"url": record.url, **facts}, file)
+                else:
+                    artifact.add_reference(record.url, checksum=False)
                 run.log_artifact(artifact, aliases=["latest", f"batch-{record.batches}"])
         elif isinstance(record, Noted):
             run.alert(title=f"batch {record.batches}", text=record.text)
@@ -93,6 +99,5 @@ class WandbTracker(Tracker):
             run.summary["ended"] = record.why or record.outcome
             self._exit_code = int(record.outcome == "failed")
             with self.best_effort("the report"):
-                if Path(record.report).exists():
-                    folder = str(Path(record.report).parent)
-                    run.save(record.report, base_path=folder, policy="now")
+                if (page := self.run.report) is not None:
+                    run.save(str(page), base_path=str(page.parent), policy="now")

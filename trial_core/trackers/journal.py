@@ -20,6 +20,8 @@ from trial_core.trackers.records import AnyRecord, Began
 FOLDER = "trackers"
 """The folder of the journal, the sender's order and the states, in the trial's folder on this
 machine and in the storage."""
+PAGE = "report.html"
+"""The trial's report as a page, in its folder."""
 JOURNAL, ORDER = "journal.jsonl", "order.json"
 DRIVER_EVENTS = "tensorboard/driver"
 """The folder of the event files that the tracker ``tensorboard`` writes."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.json_objects import decode_json
 from trial_core.models.registry import Registry
-from trial_core.trackers.in_mlflow import quiet_client
+from trial_core.trackers.in_mlflow import MlflowTracker, quiet_client
 from trial_core.trackers.journal import FOLDER, ORDER, State
 from trial_core.trackers.sender import SenderOrder
 from trial_core.trackers.tracker import describe
@@ -49,7 +49,7 @@ def show_champion(registry: Registry, model: str) -> str | None:
         return None
     state = _stored(registry, champion.trial, "mlflow.json", State) or State()
     try:
-        client = quiet_client(options)
+        client = quiet_client(MlflowTracker.without_paths(options))
         number = _version(client, model if name is True else str(name), registry, champion, state)
     except Exception as error:  # MLflow's own, and those of what it calls
         raise NotShown(describe(error)) from error

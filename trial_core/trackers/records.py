@@ -88,12 +88,10 @@ class RunEnded(Record, frozen=True, kw_only=True):
     Attributes:
         outcome: ``completed``, ``stopped`` or ``failed``.
         why: for people.
-        report: its report as a page, a file on the driver's machine.
     """
 
     outcome: str
     why: str
-    report: str
 
 
 AnyRecord = Described | Began | Metrics | Committed | Deleted | Noted | RunEnded

@@ -39,6 +39,7 @@ class SenderOrder(msgspec.Struct, kw_only=True):
         run_dir: the trial's folder on this machine.
         patience_seconds: how long it sends after the run has ended.
         measures: whether it sends what the machine does.
+        is_adopted: whether it comes from the trial's storage, which others may write to.
     """
 
     trial: str
@@ -47,6 +48,7 @@ class SenderOrder(msgspec.Struct, kw_only=True):
     trackers: dict[str, dict[str, Any]]
     patience_seconds: float
     measures: bool = True
+    is_adopted: bool = False
 
 
 def main() -> None:

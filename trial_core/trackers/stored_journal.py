@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from logging import Logger, LoggerAdapter
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from trial_core.trackers.journal import (
     read_state,
     set_damaged_aside,
 )
+from trial_core.trackers.sender import SenderOrder
 
 AnyLogger = Logger | LoggerAdapter[Any]
 
@@ -66,8 +68,10 @@ def _has_adopted(store: CheckpointStore, trial: str, folder: Path) -> bool:
     for key in store.storage.sizes(stored):
         file = folder / key.rpartition("/")[2]
         if file.suffix == ".json" and (data := store.storage.read(f"{stored}/{file.name}")):
-            is_ours = ours == theirs and file.exists() and file.name != ORDER
-            if not is_ours or read_state(file).sent < decode(data, State).sent:
+            is_ours = ours == theirs and file.exists()
+            if file.name == ORDER:
+                states[file] = _adopted(file, data)
+            elif not is_ours or read_state(file).sent < decode(data, State).sent:
                 states[file] = data
     # The journal first: a state that is behind it sends twice, one that is ahead loses records.
     if ours != theirs:
@@ -75,6 +79,16 @@ def _has_adopted(store: CheckpointStore, trial: str, folder: Path) -> bool:
     for file, data in states.items():
         replace_file(file, data)
     return ours != theirs
+
+
+def _adopted(file: Path, stored: bytes) -> bytes:
+    """The stored order, marked as such; this machine's own if both name the same trackers."""
+    with suppress(OSError, msgspec.MsgspecError, RecursionError):
+        order = decode(stored, SenderOrder)
+        stored = msgspec.json.encode(msgspec.structs.replace(order, is_adopted=True))
+        own = file.read_bytes()
+        return own if decode(own, SenderOrder).trackers == order.trackers else stored
+    return stored
 
 
 def keep(

@@ -32,7 +32,7 @@ def sync_trackers(
 
     Raises:
         ConfigError: no run of the trial had trackers, it is not readable which, or one that lacks
-            something is not installed here.
+            something is not installed here or does not have an option that the run gave it.
     """
     adopt_stored(store, trial, run_dir, logger)
     file = run_dir / FOLDER / ORDER
@@ -46,14 +46,19 @@ def sync_trackers(
         raise ConfigError(
             f"{file} does not say which trackers trial {trial} had: {damage}; its next run does"
         ) from None
+    if odd := [name for name in earlier.trackers if Path(name).name != name]:
+        raise ConfigError(f"{file} names a tracker {odd[0]!r}; the trial's next run mends it")
     before = unsent(run_dir, [*earlier.trackers])
+    trackers = {}
     for name in before:
-        find_tracker(name)
+        kind, options = find_tracker(name), earlier.trackers[name]
+        kind.check(options)
+        trackers[name] = kind.without_paths(options) if earlier.is_adopted else options
     if before:
         # No others: a run that is opened again is shown as running, or as ended well.
         order = msgspec.structs.replace(
-            earlier, trackers={name: earlier.trackers[name] for name in before},
-            run_dir=str(run_dir), patience_seconds=patience_seconds, measures=False,
+            earlier, trial=trial, trackers=trackers, run_dir=str(run_dir),
+            patience_seconds=patience_seconds, measures=False,
         )  # fmt: skip
         sender = SenderProcess(order, {}, hear)
         sender.end(lambda has_ended: has_ended(patience_seconds + 1))

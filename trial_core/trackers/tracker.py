@@ -17,6 +17,7 @@ from trial_core import text_format
 from trial_core.config.error_text import did_you_mean, format_value
 from trial_core.errors import ConfigError
 from trial_core.storage.credentials import without_credentials
+from trial_core.trackers.journal import PAGE
 from trial_core.trackers.records import AnyRecord, Committed, Deleted
 
 GROUP = "trialflow.trackers"
@@ -51,6 +52,15 @@ class TrackedRun:
     experiment: str
     folder: Path
     run_dir: Path
+
+    @property
+    def report(self) -> Path | None:
+        """The trial's report as a page on this machine; None: there is none.
+
+        Its place is known, not recorded: who may write to the storage would choose a file to send.
+        """
+        page = self.run_dir / PAGE
+        return page if page.is_file() and not page.is_symlink() else None
 
 
 class Tracker:
@@ -90,6 +100,14 @@ class Tracker:
             if variables.get(variable)
         }
         return {**named, **options}
+
+    @classmethod
+    def without_paths(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Options from a storage, without those that name a file or a folder of this machine.
+
+        Who may write to the storage must not choose where this machine reads and writes.
+        """
+        return dict(options)
 
     @classmethod
     def check(cls, options: Mapping[str, Any]) -> None:

@@ -24,7 +24,6 @@ from trial_core.driver.throughput import Throughput
 from trial_core.errors import Superseded
 from trial_core.ledger.time_ledger import TimeLedger
 from trial_core.messages import MetricsKind
-from trial_core.report.live_report import PAGE
 from trial_core.run.ending import Ending
 from trial_core.trackers.journal import FOLDER, JOURNAL, ORDER, JournalWriter
 from trial_core.trackers.records import (
@@ -113,11 +112,8 @@ class Tracking(Observer):
             self._measure_time()
             status = self._status or ("completed" if error is None else f"failed: {error}")
             outcome, _, why = status.partition(": ")
-            page = str(self._run_dir / PAGE)
-            self._append(RunEnded(
-                at=time.time(), outcome=outcome, why=text_format.shortened(why),
-                report=page,
-            ))  # fmt: skip
+            why = text_format.shortened(why)
+            self._append(RunEnded(at=time.time(), outcome=outcome, why=why))
         if self._journal is not None:
             self._journal.close()
             self._journal = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import sys
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,10 @@ from tests.support.faults.s3 import faulty_s3
 from tests.support.gpus import fake_gpus
 from tests.support.prefect import free_port, isolated
 from tests.support.s3 import S3Server
+from tests.support.versions import set_version
 from trial_core.slots import accelerator_probe
 from trialflow.deployments.cli import doctor
+from trialflow.deployments.cli.check import Check, Status
 from trialflow.flows.server.prefect_settings import environment
 
 
@@ -96,6 +99,29 @@ def test_missing_packages() -> None:
     """A missing required package fails; a missing optional one is a warning."""
     assert doctor.installed("trialflow-no-such-package").status == "fail"
     assert doctor.installed("trialflow-no-such-package", or_else="warn").status == "warn"
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "status", "bounds"),
+    [
+        ("deepspeed", "0.18.3", "fail", "deepspeed<0.20,>=0.19.8"),
+        ("deepspeed", "0.20.1", "warn", "deepspeed<0.20,>=0.19.8"),
+        ("starlette", "0.9", "fail", "starlette<1.4,>=0.40"),
+    ],
+)
+def test_versions_out_of_bounds(
+    monkeypatch: pytest.MonkeyPatch, package: str, version: str, status: Status, bounds: str
+) -> None:
+    """Too old a version of any dependency fails, one newer than what was tried is a warning."""
+    set_version(monkeypatch, package, version, bounds)
+    found = takewhile(lambda check: check.subject != "compiler", doctor.examine(None, None, []))
+    assert [check for check in found if check.status != "ok"] == [
+        Check(
+            package, status,
+            f"{package} {version} is installed, and trialflow needs {bounds}",
+            f'pip install "{bounds}"',
+        )
+    ]  # fmt: skip
 
 
 def test_accelerators_that_torch_cannot_use(

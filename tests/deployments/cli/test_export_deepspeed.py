@@ -95,8 +95,31 @@ def test_what_is_exported_can_be_imported(
     assert export(committed, "--format", "deepspeed", "--to", str(target)) == 2
     assert export(committed, "--format", "deepspeed", "--to", str(target), "--force") == 0
     own = tmp_path / "own"
-    (own / ".git").mkdir(parents=True)
-    for name in ("file", "config.json"):  # also where it is a repository of a model
+    own.mkdir()
+    for name in ("config.json", "latest"):  # which exports of some formats have, too
         (own / name).touch()
         assert export(committed, "--format", "deepspeed", "--to", str(own), "--force") == 2
-        assert "is no exported folder" in capsys.readouterr().err
+        assert "is not an exported folder" in capsys.readouterr().err
+    assert sorted(each.name for each in own.iterdir()) == ["config.json", "latest"]
+
+
+@pytest.mark.parametrize("added", ["notes.txt", "global_step3/notes.txt", ".git/HEAD", "link"])
+def test_a_file_that_a_person_has_added_to_an_export_stays(
+    committed: Committed, tmp_path: Path, capsys: pytest.CaptureFixture[str], added: str
+) -> None:
+    """The export is not replaced, and the error names it. Without it, it is."""
+    target = tmp_path / "exported"
+    replace = ("--format", "universal", "--to", str(target), "--force")
+    assert export(committed, "--format", "deepspeed", "--to", str(target)) == 0
+    own = target / added
+    own.parent.mkdir(exist_ok=True)
+    own.symlink_to(tmp_path) if added == "link" else own.touch()
+    assert export(committed, *replace) == 2
+    assert f"would delete it: {added}" in "".join(capsys.readouterr().err.split("\n"))
+    assert own.exists()
+    own.unlink()
+    if added != ".git/HEAD":  # it costs a conversion
+        return
+    assert export(committed, *replace) == 0
+    assert (target / "latest_universal").exists()
+    assert not (target / "latest").exists()

@@ -9,6 +9,7 @@ from typing import Any
 import deepspeed
 import numpy as np
 import torch
+from odd_optimizer import OddOptimizer
 from parallel_trials import ds_config
 from toy_trial import ToyTrial
 
@@ -182,13 +183,21 @@ class OwnConfig(ToyTrial):
     def __init__(self, context: DeepSpeedTrialContext) -> None:
         super().__init__(context)
         context.models.clear()
-        model = perceptron(2, 4)
+        model = self.model()
         engine, *_ = deepspeed.initialize(
             model=model,
             model_parameters=model.parameters(),
+            optimizer=self.optimizer(model),
             config={**ds_config(self.hparams), **self.hparams["ds_config"]},
         )
         self.engine = context.wrap_model_engine(engine)
+
+    def model(self) -> torch.nn.Module:
+        return perceptron(2, 4)
+
+    def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer | None:
+        """None: DeepSpeed makes the one that its configuration names."""
+        return None
 
     def _loss(self, inputs: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         dtype = next(self.engine.module.parameters()).dtype
@@ -196,6 +205,28 @@ class OwnConfig(ToyTrial):
         if self.engine.module.training:
             loss = loss * (0.5 + random.random()) * (0.5 + np.random.rand())
         return loss
+
+
+class OddStates(OwnConfig):
+    """Its optimizer has states of other types than the weights."""
+
+    def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer | None:
+        return OddOptimizer(model.parameters())
+
+
+class RankBuffers(OwnConfig):
+    """Its running means differ between ranks, which see other samples."""
+
+    def model(self) -> torch.nn.Module:
+        return torch.nn.Sequential(perceptron(2, 4), torch.nn.BatchNorm1d(4))
+
+
+class FrozenLater(OwnConfig):
+    """Freezes its first layer while it is trained, in batch 3."""
+
+    def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+        self.engine.module[0].requires_grad_(batch_idx < 3)
+        return super().train_batch(dataloader_iter, epoch_idx, batch_idx)
 
 
 class Experts(SeveralEngines):

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from odd_optimizer import OddOptimizer
 from pytorch_trials import FEATURES, Small
 from torch import nn
 
@@ -77,6 +78,13 @@ class Everything(Small):
 
     def build_callbacks(self) -> dict[str, PyTorchCallback]:
         return {"counts": Counts()}
+
+
+class OddStates(Small):
+    """Its optimizer has states of other types than the weights."""
+
+    def wrap_sgd(self, model: nn.Module) -> torch.optim.Optimizer:
+        return self.context.wrap_optimizer(OddOptimizer(model.parameters()))
 
 
 class ChangesCheckpoints(PyTorchCallback):

@@ -26,17 +26,19 @@ from trial_core.units import Batch
 pytestmark = pytest.mark.slots
 Warm = Callable[[int], SlotGroup]
 SAID = "the first checkpoint was loaded back"
+DIFFERS = "value(s) come back otherwise"
 
 
 def engine(stage: int, **changes: Any) -> dict[str, Any]:
     """The fields of an experiment with one engine; its zero_optimization and other sections."""
     zero = {"stage": stage, **changes.pop("zero", {})}
     return {
-        "entrypoint": "engine_trials:OwnConfig",
+        "entrypoint": f"engine_trials:{changes.pop('entrypoint', 'OwnConfig')}",
         "hyperparameters": {"accumulation": 3, "ds_config": {"zero_optimization": zero, **changes}},
     }
 
 
+UNTESTED = {"zero_allow_untested_optimizer": True}
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 CASES: dict[str, dict[str, Any]] = {
     "ZeRO 0": engine(0),
@@ -60,12 +62,18 @@ CASES: dict[str, dict[str, Any]] = {
         "optimizations": {"aggregation_frequency": 3},
         "hyperparameters": {"global_batch_size": 8, "shuffle": True, "validation_samples": 10},
     },
+    "odd states, ZeRO 1": engine(1, **UNTESTED, entrypoint="OddStates"),
+    "odd states, ZeRO 3": engine(3, **UNTESTED, entrypoint="OddStates"),
+    "odd states, PyTorch": {
+        "entrypoint": "pytorch_state_trials:OddStates", "hyperparameters": {"global_batch_size": 4}
+    },
+    "buffers of each rank": engine(2, entrypoint="RankBuffers"),
     "FSDP2": {
         "entrypoint": "sharded_trials:Sharded", "optimizations": {"sharding": "fsdp2"},
         "hyperparameters": {"global_batch_size": 8},
     },
 }  # fmt: skip
-DEFAULT = ("ZeRO 3", "PyTorch")
+DEFAULT = ("ZeRO 3", "PyTorch", "odd states, ZeRO 1", "buffers of each rank")
 
 
 @pytest.mark.parametrize(
@@ -81,6 +89,7 @@ def test_it_changes_nothing(warm_slots: Warm, tmp_path: Path, case: str) -> None
     said = slots.log_dir / "rank-0.log"
     for verify in (False, True):
         folder, before = tmp_path / str(verify), said.read_text().count(SAID)
+        differing_before = said.read_text().count(DIFFERS)
         fields = dict(CASES[case])
         hparams = {**fields.pop("hyperparameters", {}), "record": str(folder)}
         folder.mkdir()
@@ -92,6 +101,7 @@ def test_it_changes_nothing(warm_slots: Warm, tmp_path: Path, case: str) -> None
         run = drive(slots, config, folder, persist=True)
         assert len(run.checkpoints) == 3
         assert said.read_text().count(SAID) - before == verify  # the first one alone
+        assert said.read_text().count(DIFFERS) == differing_before
         stored = folder / "checkpoints" / "checkpoints" / run.checkpoints[-1]
         if case == "FSDP2":
             whole = whole_state(stored).items()

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.support.fake_accelerator import Memory
+from tests.support.toy.odd_optimizer import OddOptimizer
 from trial_core.controller.optimizer_load import optimizers_loaded_in_place
 from trial_core.controller.safe_load import Reader
 
@@ -81,3 +82,40 @@ def test_a_state_of_other_groups_is_refused() -> None:
     with pytest.raises(ValueError, match="different number of parameter groups"):
         load(target, saved)
     torch.testing.assert_close(flat(target), before, rtol=0, atol=0)
+
+
+def odd(steps: int) -> OddOptimizer:
+    sizes = (6, 9)
+    return trained(OddOptimizer([torch.nn.Parameter(torch.ones(size)) for size in sizes]), steps)
+
+
+def trained(optimizer: OddOptimizer, steps: int) -> OddOptimizer:
+    for step in range(steps):
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad = torch.linspace(-step, 1, parameter.numel())
+        optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("steps", [0, 2], ids=["without state", "with state"])
+def test_states_keep_their_types(tmp_path: Path, steps: int) -> None:
+    """Tensors of 8, 16 and 64 bits at any depth, numbers, text, None: torch would cast tensors to
+    the type of the weights, and make text of an iterator."""
+    source, target = odd(5), odd(steps)
+    torch.save(source.state_dict(), tmp_path / "state.pt")
+    load(target, Reader().load_mapped(tmp_path / "state.pt"))
+    assert repr(target.state_dict()) == repr(source.state_dict())
+    for mine, theirs in zip(target.state, source.state, strict=True):
+        mine.data.copy_(theirs)
+    assert repr(trained(target, 3).state) == repr(trained(source, 3).state)
+
+
+def test_no_value_of_another_type_is_converted_on_the_way() -> None:
+    """A state of 8 bits would need four times its memory."""
+    source, target = odd(5), odd(2)
+    before = [id(each[name]) for each in target.state.values() for name in ("blocks", "momentum")]
+    with Memory() as memory:
+        load(target, source.state_dict())
+    assert memory.peak_bytes == 0
+    seen = [id(each[name]) for each in target.state.values() for name in ("blocks", "momentum")]
+    assert seen == before

@@ -40,6 +40,30 @@ def test_resuming_is_bit_identical(
         assert calls == [batch for batch in range(9) for _ in range(3)]
 
 
+@pytest.mark.parametrize(
+    ("trial", "stage"),
+    [
+        ("RankBuffers", 2),
+        ("FrozenLater", 3),
+        ("OddStates", 1),
+        pytest.param("RankBuffers", 0, marks=pytest.mark.long),
+        pytest.param("RankBuffers", 3, marks=pytest.mark.long),
+        pytest.param("FrozenLater", 1, marks=pytest.mark.long),
+        pytest.param("OddStates", 0, marks=pytest.mark.long),
+        pytest.param("OddStates", 3, marks=pytest.mark.long),
+    ],
+)
+def test_what_deepspeed_does_not_restore_by_itself(
+    warm_slots: Warm, tmp_path: Path, trial: str, stage: int
+) -> None:
+    """Buffers that differ between ranks, a layer that was frozen while it was trained, and an
+    optimizer's states of other types than the weights are as in the uninterrupted run."""
+    assert_resuming_is_bit_identical(
+        warm_slots(2), tmp_path, f"engine_trials:{trial}", accumulation=1,
+        ds_config={"zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True},
+    )  # fmt: skip
+
+
 def test_a_config_and_a_state_of_other_mappings_and_sequences_resume(
     warm_slots: Warm, tmp_path: Path
 ) -> None:

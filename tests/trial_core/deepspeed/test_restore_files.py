@@ -27,6 +27,7 @@ def saved(ranks: int, stage: int, tags: tuple[str, ...] = ("model0",)) -> list[F
     files = [entry(name) for name in COMMON]
     for rank in range(ranks):
         files.append(entry(f"trialflow/rank-{rank:05d}.pt", rank=rank))
+        files.append(entry(f"trialflow/buffers-{rank:05d}.pt", rank=rank))
         for tag in tags:
             prefix = f"{tag}/zero_pp_rank_{rank}_mp_rank_00"
             files.append(entry(f"{prefix}_optim_states.pt", rank=rank))
@@ -52,6 +53,7 @@ def test_a_rank_needs_its_own_shards_and_the_common_files() -> None:
         "model0/zero_pp_rank_2_mp_rank_00_model_states.pt",
         "model0/zero_pp_rank_2_mp_rank_00_optim_states.pt",
         "trialflow/rank-00002.pt",
+        "trialflow/buffers-00002.pt",
     }
 
 
@@ -69,15 +71,19 @@ def test_every_rank_needs_weights_that_rank_0_wrote() -> None:
         "model0/mp_rank_00_model_states.pt",
         "model0/zero_pp_rank_1_mp_rank_00_optim_states.pt",
         "trialflow/rank-00001.pt",
+        "trialflow/buffers-00001.pt",
     }
 
 
 @pytest.mark.parametrize(("ranks", "stage"), [(4, 3), (1, 3), (2, 1)])
 def test_another_topology_needs_all_shards(ranks: int, stage: int) -> None:
-    """Of the ranks' own states it needs that of the same rank, and rank 0's."""
+    """Of the ranks' own states it needs that of the same rank, and rank 0's; of their own buffers
+    those of the same rank alone."""
     rank = ranks - 1
     everything = {file.path for file in saved(2, 3)}
-    unneeded = set() if rank == 1 else {"trialflow/rank-00001.pt"}
+    unneeded = {f"trialflow/buffers-{each:05d}.pt" for each in (0, 1) if each != rank}
+    if rank != 1:
+        unneeded.add("trialflow/rank-00001.pt")
     assert needed([rank], topology(2, 3), topology(ranks, stage)) == everything - unneeded
 
 

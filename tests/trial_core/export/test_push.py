@@ -20,9 +20,9 @@ PUSH = """
 import os, sys
 from pathlib import Path
 from trial_core.export.hf_folder import push
-print(push(Path(sys.argv[1]), "someone/model", "Checkpoint 1"))
+print(push(Path(sys.argv[1]), "someone/model", "Checkpoint 1", "own.json"))
 os.environ["HF_TOKEN"] = "hf_bad"
-push(Path(sys.argv[1]), "someone/model", "Checkpoint 2")
+push(Path(sys.argv[1]), "someone/model", "Checkpoint 2", "own.json")
 """
 
 
@@ -106,12 +106,13 @@ def hub() -> Iterator[Hub]:
 
 
 def test_a_folder_is_uploaded_to_a_private_repository(hub: Hub, tmp_path: Path) -> None:
-    """All files arrive, large ones as objects; a hub that refuses is told, with what to check."""
+    """All files but one that stays arrive, large ones as objects; a hub that refuses is told, with what to check."""
     folder = tmp_path / "model"
     folder.mkdir()
     content = {"config.json": b"{}", "model.safetensors": b"0" * 1000}
     for name, each in content.items():
         (folder / name).write_bytes(each)
+    (folder / "own.json").touch()
     own = {"HF_ENDPOINT": hub.url, "HF_TOKEN": "hf_good", "HF_HOME": str(tmp_path / "home")}
     done = subprocess.run(
         [sys.executable, "-c", PUSH, str(folder)],

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Any
 from unittest import mock
 
 import msgspec
 import pytest
 
+from tests.support.versions import set_version
 from trial_core.errors import ConfigError, TrialError
 from trial_core.messages import Answer, encode
 from trial_core.slots import rank_main
+from trial_core.slots.announcer import Announcer
 from trial_core.slots.framing import ProtocolError
 from trial_core.slots.rank_main import Rank
 from trial_core.slots.rank_server import to_rank_error
@@ -64,3 +68,16 @@ def test_a_rank_without_a_driver_ends(error: Exception, why: str) -> None:
     with mock.patch.object(rank_main, "end_rank") as end_rank:
         Rank(connection, 0, mock.Mock())._server._receive()
     end_rank.assert_called_once_with(why)
+
+
+def test_a_deepspeed_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If its parts cannot be imported: the installed version, and the one that is needed."""
+    bounds = "deepspeed<0.20,>=0.19.8"
+    monkeypatch.setitem(sys.modules, "trial_core.entrypoint", None)  # so its import fails
+    rank: Any = object.__new__(Rank)
+    rank._announcer = Announcer(lambda message: None, is_silent=True)
+    with pytest.raises(ModuleNotFoundError, match=r"trial_core\.entrypoint"):
+        rank._trials()
+    set_version(monkeypatch, "deepspeed", "0.18.3", bounds)
+    with pytest.raises(TrialError, match=f"deepspeed 0.18.3 is installed, and .* needs {bounds}"):
+        rank._trials()

@@ -5,14 +5,29 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.support.driving import TRIAL
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.decoding import decode
+from trial_core.errors import ConfigError
 from trial_core.trackers import stored_journal
-from trial_core.trackers.journal import FOLDER, JOURNAL, State, read_state, write_state
+from trial_core.trackers.in_mlflow import MlflowTracker
+from trial_core.trackers.journal import (
+    FOLDER,
+    JOURNAL,
+    ORDER,
+    State,
+    read_state,
+    write_state,
+)
+from trial_core.trackers.records import RunEnded
+from trial_core.trackers.sender import SenderOrder
 from trial_core.trackers.stored_journal import adopt_stored, keep
+from trial_core.trackers.sync import sync_trackers
+from trial_core.trackers.tracker import TrackedRun
 
 LINE = b'{"type":"Began","at":0.0,"batches":0,"attempt":%d}\n'
 DAMAGED = LINE % 1 + b'{"type":"Noted","at":0.0,"batches":4,"text":"\xff"}\n'
@@ -111,3 +126,82 @@ def test_a_newer_local_journal_stays(copies: Copies) -> None:
     copies.adopt()
     assert (copies.local / JOURNAL).read_bytes() == LINE % 2
     assert read_state(copies.state_file) == State(run="here", sent=2)
+
+
+def test_no_record_chooses_a_file_to_send(tmp_path: Path) -> None:
+    """The report has one place, and is a file of its own: who writes to the storage could have any
+    file of the next machine sent."""
+    secret = tmp_path / "id_rsa"
+    secret.write_text("secret")
+    ended = b'{"type":"RunEnded","at":1.0,"outcome":"completed","why":"","report":"%s"}'
+    record = decode(ended % str(secret).encode(), RunEnded)
+    assert str(secret) not in repr(record)
+    run = TrackedRun("toy-1", "toy", tmp_path / "folder", tmp_path)
+    assert run.report is None
+    (tmp_path / "report.html").symlink_to(secret)
+    assert run.report is None
+    (tmp_path / "report.html").unlink()
+    (tmp_path / "report.html").write_text("page")
+    assert run.report == tmp_path / "report.html"
+
+
+def order(**trackers: dict[str, object]) -> bytes:
+    """An order with these trackers, as a run stores it."""
+    return msgspec.json.encode(SenderOrder(
+        trial=TRIAL, experiment="toy", run_dir="", patience_seconds=1.0, trackers=trackers
+    ))  # fmt: skip
+
+
+def sync(copies: Copies) -> None:
+    sync_trackers(copies.store, TRIAL, copies.run_dir, 60.0, print, LOGGER)
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_no_stored_order_chooses_a_folder(copies: Copies, tmp_path: Path, is_own: bool) -> None:
+    """Also when it is read again; the order of a run on this machine may."""
+    logdir = tmp_path / "elsewhere"
+    data = order(tensorboard={"logdir": str(logdir)})
+    copies.write_stored(LINE % 1)
+    copies.store.storage.write(layout.run_file_key(TRIAL, f"{FOLDER}/{ORDER}"), data)
+    copies.local.mkdir(parents=True)
+    if is_own:
+        (copies.local / ORDER).write_bytes(data)
+    sync(copies)
+    (copies.local / "tensorboard.json").unlink()
+    sync(copies)
+    assert logdir.exists() == is_own
+    assert (copies.run_dir / "tensorboard").exists() != is_own
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "error"),
+    [("../../noting", {}, "names a tracker"), ("wandb", {"config": "/any.yaml"}, "unknown field")],
+)
+def test_a_stored_order_with_odd_trackers_is_refused(
+    copies: Copies, name: str, options: dict[str, object], error: str
+) -> None:
+    """Before anything is made of its names and options."""
+    copies.write_stored(LINE % 1)
+    data = order(**{name: options})
+    copies.store.storage.write(layout.run_file_key(TRIAL, f"{FOLDER}/{ORDER}"), data)
+    copies.local.mkdir(parents=True)
+    with pytest.raises(ConfigError, match=error):
+        sync(copies)
+
+
+@pytest.mark.parametrize(
+    ("place", "is_kept"),
+    [
+        ("https://mlflow.example.com/path", True), ("databricks", True),
+        ("postgresql+psycopg2://db.example.com/mlflow", True), ("sqlite:////own.db", True),
+        ("sqlite:////any.db", False), ("file:///any", False), ("/any", False), ("any", False),
+        ("mysql://db/mlflow?read_default_file=/any", False), ("https:///any", False),
+    ],
+)  # fmt: skip
+def test_a_stored_order_names_servers_alone(
+    monkeypatch: pytest.MonkeyPatch, place: str, is_kept: bool
+) -> None:
+    """Or the place that the environment of this machine names."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:////own.db")
+    kept = MlflowTracker.without_paths({"tracking_uri": place, "experiment": "a"})
+    assert kept == {"experiment": "a", **({"tracking_uri": place} if is_kept else {})}

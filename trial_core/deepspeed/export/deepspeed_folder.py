@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import shutil
 from argparse import Namespace
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+from deepspeed.checkpoint.constants import AUTOEP_EXPERT_KEY_PREFIX
 from deepspeed.checkpoint.ds_to_universal import main as convert
 
-from trial_core.controller.frozen_files import frozen_path
+from trial_core.controller.frozen_files import frozen_path, is_frozen_path
 from trial_core.controller.safe_load import Reader
 from trial_core.deepspeed.fingerprints import check_exported, fingerprints_of
 from trial_core.errors import CheckpointError
@@ -36,14 +39,20 @@ def write_deepspeed(folder: Path, engine: int, target: Path, tag: str, reader: R
 def write_universal(folder: Path, engine: int, target: Path, tag: str, reader: Reader) -> int:
     """As `write_deepspeed`, converted to a universal checkpoint by DeepSpeed; count its weights.
 
+    The converter unpickles files that it finds by their names, in all subfolders, and makes paths
+    of the names in them. So it gets files that this process wrote, of what the reader has read.
+
     Raises:
         CheckpointError: DeepSpeed cannot convert the state, or confuses its weights; or a file has
-            objects that the reader does not trust, which DeepSpeed would unpickle.
+            objects that the reader does not trust, or names that lead out of the target.
     """
-    source = folder / f"model{engine}"
-    join_frozen(source, reader)
-    for file in sorted(source.glob("*.pt")):
-        reader.load_mapped(file)
+    saved, source = folder / f"model{engine}", folder / f"converted{engine}"
+    source.mkdir()
+    for file in sorted(saved.glob("*.pt")):
+        if not is_frozen_path(file):
+            content = reader.load_mapped(file)
+            _require_names_within(file.name, content)
+            torch.save(content, source / file.name)
     target.mkdir()
     # DeepSpeed's converter looks for the optimizer's states in files of ZeRO alone.
     if not any(source.glob("*zero_pp_rank_*_optim_states.pt")):
@@ -70,6 +79,31 @@ def write_universal(folder: Path, engine: int, target: Path, tag: str, reader: R
         name = file.parent.relative_to(target / tag / "zero").as_posix()
         check_exported(recorded, {name: tensor})
     return len(weights)
+
+
+def _require_names_within(file: str, content: Any) -> None:
+    """Check the names in a file, of which DeepSpeed makes paths. Raises CheckpointError."""
+    for name in _names(content):
+        if name.startswith("/") or ".." in name.split("/") or "\0" in name:
+            raise CheckpointError(
+                f"{file} names something {name!r}, and DeepSpeed would write to that path, outside "
+                "of the export; expected names of weights, such as layer.0.weight. Whoever wrote "
+                "this checkpoint is not to be trusted, or the model names its parts like paths: "
+                "export --format deepspeed or --to model.safetensors"
+            )
+
+
+def _names(value: Any) -> Iterator[str]:
+    """All keys in a file at any depth, and the names that DeepSpeed makes keys of."""
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from (key,) if isinstance(key, str) else ()
+            if key == AUTOEP_EXPERT_KEY_PREFIX and isinstance(each, str):
+                yield each
+            yield from _names(each)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _names(each)
 
 
 def join_frozen(folder: Path, reader: Reader) -> None:

@@ -19,6 +19,7 @@ from trial_core.messages import (
     ReadyToTrain,
     TrialBuilt,
 )
+from trial_core.run.changed_settings import override_warning
 from trial_core.text_format import plural, ranks_by_node
 from trial_core.transfer.fetch import fetch_files
 from trial_core.units import EpochLength
@@ -154,6 +155,10 @@ def build_loaders(launch: Launch, point: ResumePoint) -> EpochLength | None:
         )
         ranks = launch.ask(request, ReadyToTrain)
         launch.run.clock.count_as("restore", max(rank.restore_seconds for rank in ranks))
+    warning = override_warning(
+        point, launch.run.config, ranks[0].overridden_optimizers, ranks[0].overridden_schedulers
+    )
+    launch.warn([warning] if warning else [])
     launch.answers.epoch = ranks[0].epoch
     launch.answers.loads_micro_batches = all(r.loads_micro_batches is not False for r in ranks)
     if launch.micro_batch_samples is not None and not launch.answers.loads_micro_batches:

@@ -1,0 +1,20 @@
+"""Trials whose optimizer and schedule take their settings from hyperparameters."""
+
+from __future__ import annotations
+
+import torch
+from pytorch_trials import Small, net
+
+from trial_core.pytorch import LRScheduler
+
+
+class Decaying(Small):
+    """Hyperparameters: lr, and gamma, by which each batch multiplies the rate."""
+
+    def build(self) -> None:
+        self.model = self.wrap(net())
+        self.optimizer = self.context.wrap_optimizer(
+            torch.optim.SGD(self.model.parameters(), self.hparams["lr"])
+        )
+        schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, self.hparams["gamma"])
+        self.context.wrap_lr_scheduler(schedule, LRScheduler.StepMode.STEP_EVERY_BATCH)

@@ -1,0 +1,112 @@
+"""DeepSpeed's converter gets nothing that the restricted reader has not read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.utils.tensor_fragment import fragment_address
+
+from trial_core.controller.safe_load import Reader
+from trial_core.deepspeed.checkpoint_engine import CHECKPOINT_CLASSES
+from trial_core.deepspeed.export.deepspeed_folder import write_universal
+from trial_core.errors import CheckpointError
+
+MODEL, OPTIMIZER = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+
+
+class Trap:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def checkpoint(folder: Path, name: str = "layer.weight", **model: Any) -> Path:
+    """The files of one rank under ZeRO-1, of one weight."""
+    four = torch.arange(4.0)
+    (folder / "model0").mkdir(parents=True)
+    torch.save(
+        {
+            "module": {name: four}, "dp_world_size": 1, "mp_world_size": 1, "iteration": 1,
+            "param_shapes": [{name: torch.Size([4])}],
+            "universal_checkpoint_info": {"universal_checkpoint_version": 0.2}, **model,
+        },
+        folder / "model0" / MODEL,
+    )  # fmt: skip
+    torch.save(
+        {
+            "optimizer_state_dict": {
+                "zero_stage": 1,
+                "param_slice_mappings": [{name: fragment_address(start=0, numel=4)}],
+                "base_optimizer_state": {
+                    "state": {0: {"exp_avg": four, "exp_avg_sq": four}},
+                    "param_groups": [{"params": [0]}],
+                },
+                "single_partition_of_fp32_groups": [four],
+                "group_paddings": [0],
+                "partition_count": [1],
+            }
+        },
+        folder / "model0" / OPTIMIZER,
+    )
+    return folder
+
+
+def convert(folder: Path) -> int:
+    reader = Reader(classes=CHECKPOINT_CLASSES)
+    return write_universal(folder, 0, folder / "target", "global_step1_universal", reader)
+
+
+def files(folder: Path) -> set[Path]:
+    return {each for each in folder.rglob("*") if each.is_file() and "target" not in each.parts}
+
+
+def test_a_file_in_a_subfolder_is_not_read(tmp_path: Path) -> None:
+    """DeepSpeed would unpickle it because of its name, on any level."""
+    folder, sprung = checkpoint(tmp_path / "saved"), tmp_path / "sprung"
+    (folder / "model0" / "more").mkdir()
+    torch.save({"evil": Trap(sprung)}, folder / "model0" / "more" / "mp_rank_00")
+    assert convert(folder) == 1
+    assert not sprung.exists()
+    assert not list((folder / "target").rglob("more"))
+
+
+@pytest.mark.parametrize("file", [MODEL, OPTIMIZER, "layer_00_expert_0_model_states.pt"])
+def test_objects_that_are_not_trusted_are_refused(tmp_path: Path, file: str) -> None:
+    """In each of the files."""
+    folder, sprung = checkpoint(tmp_path / "saved"), tmp_path / "sprung"
+    torch.save({"evil": Trap(sprung)}, folder / "model0" / file)
+    with pytest.raises(CheckpointError, match="can run code"):
+        convert(folder)
+    assert not sprung.exists()
+
+
+@pytest.mark.parametrize("name", ["/{}/weight", "../../{}", "layer/../../../{}", ".."])
+def test_names_that_lead_out_of_the_export_are_refused(tmp_path: Path, name: str) -> None:
+    """Nothing is written there."""
+    folder = checkpoint(tmp_path / "saved", name.format(str(tmp_path / "out").lstrip("/")))
+    before = files(tmp_path)
+    with pytest.raises(CheckpointError, match="outside of the export"):
+        convert(folder)
+    assert {each.name for each in files(tmp_path) - before} <= {MODEL, OPTIMIZER}
+
+
+@pytest.mark.parametrize("key", ["ds_autoep_layers", "autoep_layers"])
+def test_names_of_experts_that_lead_out_are_refused(tmp_path: Path, key: str) -> None:
+    """DeepSpeed makes names of weights of this text."""
+    layers = [{"expert_key_prefix": "../../../out", "moe_layer_id": 0}]
+    with pytest.raises(CheckpointError, match="outside of the export"):
+        convert(checkpoint(tmp_path / "saved", **{key: layers}))
+
+
+def test_a_name_with_a_slash_is_a_weights(tmp_path: Path) -> None:
+    """Parts of a module may have such names."""
+    folder = checkpoint(tmp_path / "saved", "blocks.a/b.weight")
+    assert convert(folder) == 1
+    assert (folder / "target/global_step1_universal/zero/blocks.a/b.weight/fp32.pt").exists()

@@ -1,0 +1,85 @@
+"""Buffers that differ between the ranks of an engine, such as the running means of BatchNorm.
+
+Under ZeRO 0 to 2 DeepSpeed stores the buffers of one rank among those that hold the same weights,
+and gives them to all. So each rank stores its own of those that differ, in a file of its own, and
+gets them back. On other ranks than those that saved them, all have the ones that DeepSpeed stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+
+from trial_core.deepspeed.bit_sum import bit_sum
+from trial_core.deepspeed.checkpoint_engine import reader_of
+
+
+def record_buffers(engines: Sequence[DeepSpeedEngine], folder: Path, rank: int) -> None:
+    """Write this rank's buffers that others have otherwise. Collective: every rank calls this.
+
+    Args:
+        folder: of the checkpoint, on this rank.
+    """
+    own = [_differing(engine) for engine in engines]
+    if any(own):
+        path = _path(folder, rank)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        places = [_place(engine) for engine in engines]
+        engines[0].checkpoint_engine.save({"places": places, "buffers": own}, str(path))
+
+
+@torch.no_grad()
+def restore_buffers(engines: Sequence[DeepSpeedEngine], folder: Path, rank: int) -> None:
+    """Restore what `record_buffers` wrote, on the ranks that wrote it. Not collective."""
+    path = _path(folder, rank)
+    if not path.is_file():
+        return
+    saved = reader_of(engines[0]).load(path)
+    for engine, place, buffers in zip(engines, saved["places"], saved["buffers"], strict=False):
+        if tuple(place) == _place(engine):
+            present = dict(_persistent(engine.module))
+            for name in buffers.keys() & present.keys():
+                present[name].copy_(buffers[name])
+
+
+def _path(folder: Path, rank: int) -> Path:
+    return folder / "trialflow" / f"buffers-{rank:05d}.pt"
+
+
+def _place(engine: DeepSpeedEngine) -> tuple[Any, ...]:
+    """Number of ranks, and where among them this one is."""
+    group = engine.seq_data_parallel_group
+    alike = dist.get_rank(group), dist.get_world_size(group)
+    return dist.get_world_size(), engine.checkpoint_mp_rank, *alike
+
+
+def _differing(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:
+    buffers = dict(_persistent(engine.module))
+    if not buffers or engine.zero_optimization_partition_weights():  # each rank's are stored
+        return {}
+    sums = torch.stack([bit_sum(each).to(engine.device) for each in buffers.values()])
+    group = engine.seq_data_parallel_group
+    every = [torch.empty_like(sums) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, sums, group=group)
+    is_same = torch.stack(every).eq(sums).all(0).tolist()
+    return {
+        name: each.detach()
+        for (name, each), same in zip(buffers.items(), is_same, strict=True)
+        if not same
+    }
+
+
+def _persistent(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The buffers in the module's ``state_dict``, each once."""
+    seen: set[int] = set()
+    for prefix, part in module.named_modules():
+        for name, buffer in part._buffers.items():
+            if buffer is None or name in part._non_persistent_buffers_set or id(buffer) in seen:
+                continue
+            seen.add(id(buffer))
+            yield f"{prefix}.{name}" if prefix else name, buffer
