@@ -106,7 +106,8 @@ def hub() -> Iterator[Hub]:
 
 
 def test_a_folder_is_uploaded_to_a_private_repository(hub: Hub, tmp_path: Path) -> None:
-    """All files but one that stays arrive, large ones as objects; a hub that refuses is told, with what to check."""
+    """All files but one that stays arrive, large ones as objects; the error of a hub that refuses
+    says what to check."""
     folder = tmp_path / "model"
     folder.mkdir()
     content = {"config.json": b"{}", "model.safetensors": b"0" * 1000}
