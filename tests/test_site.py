@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -41,6 +42,14 @@ def browser() -> Iterator[Browser]:
 
 def driver_of(browser: Browser) -> Chrome:
     return browser._driver
+
+
+def test_llms_txt_lists_the_pages(site: Path) -> None:
+    """In their order, with titles, and each is there."""
+    listed = re.findall(r"^- \[(.+)\]\((.+)\)$", (site / "llms.txt").read_text(), re.MULTILINE)
+    assert listed[:2] == [("Home", "index.html"), ("Quick start", "quickstart.html")]
+    assert [url for _, url in listed if not (site / url).is_file()] == []
+    assert len(listed) > 50
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """Loads a run's first checkpoint back, so that one that cannot be restored is known at once.
 
-The ranks load it in place, right after they have staged it. Then everything is put back as it was,
-so that training does not depend on this; what differed is named, because a resumed run would begin
-with it. The checkpoint is committed only after that.
+The ranks load it in place, right after they have staged it. Then weights, buffers and optimizers
+are put back as they were, so that training does not depend on this; what differed is named, because
+a resumed run would begin with it. The checkpoint is committed only after that.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from trial_core.checkpoint.manifest import FileEntry
+from trial_core.config.checkpointing_section import CheckpointingConfig
 from trial_core.controller.rank_state import capture_rng, read_rank_state, restore_rng
 from trial_core.controller.safe_load import Reader
 from trial_core.controller.state_guard import StateGuard
@@ -42,7 +43,7 @@ def load_back(
     distributed: DistributedContext,
     reader: Reader,
     staging: Path,
-    verify: bool | None,
+    settings: CheckpointingConfig,
 ) -> None:
     """Load what all ranks have just staged, if that is wanted. Collective: every rank calls this.
 
@@ -50,16 +51,16 @@ def load_back(
 
     Args:
         staging: this rank's staging folder.
-        verify: ``checkpointing.verify_first``.
+        settings: the experiment's section `checkpointing`.
 
     Raises:
         CheckpointUnrestorable: a restart would not help.
         CheckpointError: as far as this rank can tell, another rank may have failed.
     """
-    if verify is False:
-        return
-    rank = distributed.get_rank()
-    every = distributed.allgather(_staged(adapter, distributed, staging, verify))
+    rank, verify = distributed.get_rank(), settings.verify_first
+    guard = StateGuard(adapter.modules, adapter.optimizers, not settings.exclude_frozen_parameters)
+    staged = _staged(adapter, distributed, staging, verify, guard)
+    every = distributed.allgather(staged)
     reasons = [each for each in every if isinstance(each, str)]
     if reasons:
         if rank == 0:
@@ -68,7 +69,7 @@ def load_back(
         return
     # Not mapped: the next snapshot overwrites these files.
     unmapped = Reader(reader.trusted, reader.classes, {"mmap": False})
-    rng, guard = capture_rng(), StateGuard(adapter.modules, adapter.optimizers)
+    rng = capture_rng()
     with _links_to_files_read(adapter, rank, every) as folder, _explained():
         read_rank_state(folder, rank, unmapped)
         adapter.load(folder, unmapped, adapter.read_hook_state(folder, unmapped))
@@ -91,9 +92,13 @@ def load_back(
 
 
 def _staged(
-    adapter: TrialAdapter, distributed: DistributedContext, staging: Path, verify: bool | None
+    adapter: TrialAdapter,
+    distributed: DistributedContext,
+    staging: Path,
+    verify: bool | None,
+    guard: StateGuard,
 ) -> list[StagedFile] | str:
-    """This rank's files; or why the checkpoint is not loaded back."""
+    """This rank's files, once its state is kept; or why the checkpoint is not loaded back."""
     if distributed.local_size < distributed.get_size():
         return "its files are on several machines"
     if hooks := _STATE_HOOKS & overridden_hooks(adapter.callbacks):
@@ -104,8 +109,13 @@ def _staged(
         files = staged_files(staging, distributed.get_rank())
     except CheckpointError as error:  # its upload reports it
         return str(error)
-    if verify is None and sum(each.size_bytes for each in files) > SMALL_BYTES:
+    size_bytes = max(sum(each.size_bytes for each in files), guard.size_bytes())
+    if verify is None and size_bytes > SMALL_BYTES:
         return f"it has more than {SMALL_BYTES // 2**20} MiB per rank"
+    try:
+        guard.keep()
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        return f"the state cannot be copied and put back: {error}"
     return files
 
 

@@ -17,6 +17,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from trial_core.controller.state_guard import with_inner
+
 _STEP = "step"
 """torch knows on which device its optimizers need this entry, and keeps its type."""
 
@@ -28,10 +30,10 @@ def optimizers_loaded_in_place(optimizers: Iterable[Optimizer]) -> Iterator[None
     A value of another type or shape than the present one takes its place as it was saved.
     """
     with ExitStack() as stack:
-        for optimizer in optimizers:
+        for optimizer in with_inner(optimizers):
             load = _Load()
             before = optimizer.register_load_state_dict_pre_hook(load.fill)
-            after = optimizer.register_load_state_dict_post_hook(load.put_in)
+            after = optimizer.register_load_state_dict_post_hook(load.put_in, prepend=True)
             stack.callback(before.remove)
             stack.callback(after.remove)
         yield
@@ -61,10 +63,12 @@ class _Load:
         return {**state_dict, "state": given}
 
     def put_in(self, optimizer: Optimizer) -> None:
-        """Replace what torch has cast."""
+        """Replace what torch has cast. Before other hooks, so that they see the state."""
         for owner, filled in self._states.items():
             optimizer.state[owner] = _uncast(optimizer.state.get(owner), filled)
         self._states = {}
+        # Once more: what it computes of the state has seen empty tensors.
+        optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 
 
 @torch.no_grad()

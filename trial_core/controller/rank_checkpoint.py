@@ -50,7 +50,8 @@ class Snapshots:
         self._files = files
         self._distributed = distributed
         self._memory_gib = settings.memory_gib_per_rank
-        self._verify = settings.verify_first
+        self._settings = settings
+        self._verifies = settings.verify_first is not False
         self._reader = Reader(settings.trusted, adapter.checkpoint_classes)
         self._memory: MemoryFiles | None = None
         self._is_rehearsed = False
@@ -95,8 +96,9 @@ class Snapshots:
         adapter.save(folder, memory, self._reader, _taken_out(state, of_adapter))
         memory.end()
         write_rank_state(folder, self._distributed.get_rank(), state, self._reader)
-        load_back(adapter, self._distributed, self._reader, folder, self._verify)
-        self._verify = False  # the others are saved and loaded in the same way
+        if self._verifies:
+            load_back(adapter, self._distributed, self._reader, folder, self._settings)
+            self._verifies = False  # the others are saved and loaded in the same way
         return folder
 
     def close(self) -> None:
@@ -140,7 +142,7 @@ class Snapshots:
             callback.on_checkpoint_load_start(state)
         of_adapter = _taken_out(state, of_adapter)
         adapter.load(folder, self._reader, of_adapter, reshape=remap is not None)
-        self._verify = False
+        self._verifies = False
         restore_callbacks(state, adapter.callbacks)
 
     def _memory_files(self) -> MemoryFiles:

@@ -6,12 +6,19 @@ import datetime
 import pathlib
 import pickle
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 import torch
-from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+from torch.serialization import (
+    add_safe_globals,
+    clear_safe_globals,
+    get_safe_globals,
+    get_unsafe_globals_in_checkpoint,
+    safe_globals,
+)
 
 from trial_core.controller.frozen_files import frozen_path, with_frozen
 from trial_core.controller.stored_arrays import with_arrays
@@ -78,7 +85,7 @@ class Reader:
         if self.trusted:
             return torch.load(path, **options)
         try:
-            with safe_globals(self._safe):
+            with self._known_classes():
                 return torch.load(path, **options)
         except pickle.UnpicklingError as error:
             names = self._unsafe_names(path)
@@ -87,7 +94,7 @@ class Reader:
                 "To allow single classes, call torch.serialization.add_safe_globals([…]) in the "
                 f"trial's module [{_first_line(error)}]"
             )
-            if any(name.startswith("numpy.") for name in names):
+            if any(map(is_numpys, names)):
                 single = (
                     "Arrays and numbers of numpy's in a pickle are such objects: trialflow stores "
                     "them as plain data, but an earlier version and other programs do not"
@@ -105,14 +112,43 @@ class Reader:
 
     def unsafe_classes(self, file: Path | IO[bytes]) -> list[str]:
         """Dotted names of the file's classes that only a trusting reader constructs."""
-        with safe_globals(self._safe):
+        with self._known_classes():
             return sorted(get_unsafe_globals_in_checkpoint(file))
+
+    @contextmanager
+    def _known_classes(self) -> Iterator[None]:
+        """Inside the block, torch constructs our classes too, and none of numpy's.
+
+        Another package may have allowed numpy's for the whole process.
+        """
+        allowed = get_safe_globals()
+        if not any(map(_is_of_numpy, allowed)):
+            with safe_globals(self._safe):
+                yield
+            return
+        clear_safe_globals()
+        add_safe_globals([*(each for each in allowed if not _is_of_numpy(each)), *self._safe])
+        try:
+            yield
+        finally:
+            clear_safe_globals()
+            add_safe_globals(allowed)
 
     def _unsafe_names(self, path: Path) -> list[str]:
         try:
             return self.unsafe_classes(path)
         except (pickle.UnpicklingError, ValueError, RuntimeError):  # torch's older format
             return []
+
+
+def is_numpys(name: str) -> bool:
+    """Whether the dotted name of a class or function is numpy's."""
+    return name.startswith("numpy.")
+
+
+def _is_of_numpy(allowed: Any) -> bool:
+    names = allowed[1] if isinstance(allowed, tuple) else getattr(allowed, "__module__", "") or ""
+    return f"{names}.".startswith("numpy.")
 
 
 def _first_line(error: Exception) -> str:

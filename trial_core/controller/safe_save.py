@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.serialization import get_safe_globals
 
-from trial_core.controller.safe_load import Reader
+from trial_core.controller.safe_load import Reader, is_numpys
 from trial_core.controller.stored_arrays import as_plain, is_storable, without_numbers
 from trial_core.errors import TrialError
 
@@ -72,6 +72,7 @@ class _Conversion:
         self._allowed = frozenset(get_safe_globals())
         # By id, with the original: another object may get its id once it is gone.
         self._converted: dict[int, tuple[Any, Any]] = {}
+        self._begun: set[int] = set()
         self.others: list[tuple[_KeyPath, Any]] = []
 
     def convert(self, value: Any, key_path: _KeyPath) -> Any:
@@ -79,7 +80,7 @@ class _Conversion:
         if kind in self._known or isinstance(value, torch.Tensor):
             return value
         if is_storable(value):
-            return self._once(value, as_plain)
+            return self._once(value, key_path, as_plain)
         is_mapping = isinstance(value, Mapping)
         is_sequence = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
         if kind in self._allowed or not (is_mapping or is_sequence):
@@ -88,19 +89,31 @@ class _Conversion:
             self.others.append((key_path, value))
             return value
         convert = self._mapping if is_mapping else self._sequence
-        return self._once(value, lambda each: convert(each, key_path))
+        return self._once(value, key_path, lambda each: convert(each, key_path))
 
-    def _once(self, value: Any, convert: Callable[[Any], Any]) -> Any:
-        if id(value) not in self._converted:  # what is shared stays shared
-            self._converted[id(value)] = value, value  # ends the recursion if one holds itself
-            self._converted[id(value)] = value, convert(value)
-        return self._converted[id(value)][1]
+    def _once(self, value: Any, key_path: _KeyPath, convert: Callable[[Any], Any]) -> Any:
+        own = id(value)
+        if own in self._begun:  # it holds itself
+            self._begun.remove(own)
+        if own not in self._converted:  # what is shared stays shared
+            self._converted[own] = value, value  # ends the recursion
+            self._begun.add(own)
+            self._converted[own] = value, convert(value)
+            if own in self._begun:
+                self._begun.remove(own)
+            elif self._converted[own][1] is not value:
+                raise TrialError(
+                    f"the checkpoint cannot hold {_class(value)} at {_text(key_path)}, which holds "
+                    f"itself and has to be converted. {WHAT_TO_SAVE}"
+                )
+        return self._converted[own][1]
 
     def _mapping(self, value: Mapping[Any, Any], key_path: _KeyPath) -> Any:
         keys = {key: without_numbers(key) for key in value}
         items = {keys[key]: self.convert(each, (key_path, key)) for key, each in value.items()}
         for key in items:
-            self.convert(key, key_path)
+            if self.convert(key, key_path) is not key:  # it would not be one
+                self.others.append((key_path, key))
         if type(value) not in _PLAIN_MAPPINGS:
             return items
         if all(keys[key] is key and items[key] is each for key, each in value.items()):
@@ -138,11 +151,16 @@ def _refusal(others: Iterable[tuple[_KeyPath, Any]], reader: Reader) -> TrialErr
             )
         if classes:
             break
+    single = (
+        "call torch.serialization.add_safe_globals([…]) in the trial's module to allow single "
+        "classes, or "
+    )
+    if any(map(is_numpys, classes)):  # see `stored_arrays`
+        single = ""
     return TrialError(
         f"the checkpoint would hold an object of {', '.join(classes)} at {_text(key_path)}, and no "
-        f"run could resume from it: reading such objects can run code. {WHAT_TO_SAVE}. To allow "
-        "single classes, call torch.serialization.add_safe_globals([…]) in the trial's module; to "
-        "allow all, set checkpointing.trusted: true"
+        f"run could resume from it: reading such objects can run code. {WHAT_TO_SAVE}. Else "
+        f"{single}set checkpointing.trusted: true, which allows all"
     )
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 _PLAIN = (type(None), bool, int, float, complex, str)
@@ -16,21 +17,41 @@ _PLAIN = (type(None), bool, int, float, complex, str)
 class StateGuard:
     """The state of modules and optimizers on this rank, to be put back after a load.
 
-    It needs as much of the host's memory as the state has.
+    Tensors that no checkpoint holds by their bits are left out: those without memory, and sparse
+    ones.
 
     Args:
         modules: their parameters and buffers, of which a sharded one is this rank's part.
-        optimizers: their states and groups.
+        optimizers: their states and groups, and those of optimizers within them.
+        has_frozen: whether the checkpoint has frozen parameters.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        has_frozen: bool = True,
+    ) -> None:
         self._modules = modules
+        self._has_frozen = has_frozen
         # A load gives an optimizer a new state and new groups. It fills the tensors that it finds.
-        self._objects = [(each, each.state, each.param_groups) for each in optimizers]
+        self._attributes = [(each, dict(vars(each))) for each in with_inner(optimizers)]
+        self._kept: dict[str, Any] = {}
+
+    def size_bytes(self) -> int:
+        """How much of the host's memory `keep` needs."""
+        values = (value for _, value in self._named())
+        return sum(each.nbytes for each in values if isinstance(each, torch.Tensor))
+
+    def keep(self) -> None:
+        """Copy the state. Raises RuntimeError or TypeError for a tensor that cannot be copied."""
         self._kept = {
             name: value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
             for name, value in self._named()
         }
+        for value in self._kept.values():
+            if isinstance(value, torch.Tensor):
+                _bits(value)  # it will be compared
 
     def put_back(self, has_own_buffers: bool = True) -> list[str]:
         """Restore values, types and objects; names of what the load had changed.
@@ -49,11 +70,12 @@ class StateGuard:
             buffers = {
                 _of_model(name, i)
                 for i, each in enumerate(self._modules)
-                for name, _ in each.named_buffers()
+                for name, _ in persistent_buffers(each)
             }
             changed = [name for name in changed if name not in buffers]
-        for optimizer, state, groups in self._objects:
-            vars(optimizer).update(state=state, param_groups=groups)
+        for optimizer, attributes in self._attributes:
+            vars(optimizer).clear()
+            vars(optimizer).update(attributes)
         with torch.no_grad():
             for name, live in self._named():
                 kept = self._kept.get(name)
@@ -61,25 +83,45 @@ class StateGuard:
                     live.copy_(kept)
         return changed
 
+    def _saved_by_name(self, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        """The parameters and buffers that a checkpoint holds, each once."""
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad or self._has_frozen:
+                yield name, parameter
+        yield from persistent_buffers(module)
+
     def _named(self) -> Iterator[tuple[str, Any]]:
         """All present tensors, this rank's parts of them, and numbers, by a name for people."""
         named: set[int] = set()
         for i, module in enumerate(self._modules):
-            for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            for name, tensor in self._saved_by_name(module):
                 named.add(id(tensor))
-                yield _of_model(name, i), _own_part(tensor)
-        for i, (optimizer, *_) in enumerate(self._objects):
+                if _has_bits(tensor):
+                    yield _of_model(name, i), _own_part(tensor)
+        for i, (optimizer, _) in enumerate(self._attributes):
             numbers: dict[Any, int] = {}
             for j, group in enumerate(optimizer.param_groups):
                 settings = {key: value for key, value in group.items() if key != "params"}
                 yield from _leaves(settings, f"group {j} of optimizer {i}")
                 for parameter in group["params"]:
                     name = f"parameter {numbers.setdefault(parameter, len(numbers))}"
-                    if id(parameter) not in named:  # ZeRO's, which are not the modules'
+                    if id(parameter) not in named and _has_bits(parameter):  # ZeRO's own
                         yield f"{name} of optimizer {i}", _own_part(parameter)
             for j, (owner, values) in enumerate(optimizer.state.items()):
                 of = f"parameter {numbers[owner]}" if owner in numbers else f"entry {j}"
                 yield from _leaves(values, f"{of} of optimizer {i}")
+
+
+def with_inner(optimizers: Iterable[Optimizer]) -> Iterator[Optimizer]:
+    """Optimizers, each before those that it has wrapped, as SAM and Lookahead do."""
+    seen: set[int] = set()
+    left = [*optimizers][::-1]
+    while left:
+        optimizer = left.pop()
+        if id(optimizer) not in seen:
+            seen.add(id(optimizer))
+            yield optimizer
+            left += [each for each in vars(optimizer).values() if isinstance(each, Optimizer)]
 
 
 def _of_model(name: str, index: int) -> str:
@@ -88,7 +130,8 @@ def _of_model(name: str, index: int) -> str:
 
 def _leaves(value: Any, of: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, torch.Tensor):
-        yield of, _own_part(value)
+        if _has_bits(value):
+            yield of, _own_part(value)
     elif isinstance(value, Mapping):
         for key, each in value.items():
             yield from _leaves(each, f"{key} of {of}")
@@ -113,5 +156,24 @@ def _is_same(value: Any, kept: Any) -> bool:
         return type(value) is type(kept) and repr(value) == repr(kept)
     if (value.dtype, value.shape) != (kept.dtype, kept.shape):
         return False
-    bits = [each.cpu().reshape(-1).contiguous().view(torch.uint8) for each in (value, kept)]
-    return torch.equal(*bits)
+    return torch.equal(_bits(value), _bits(kept))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
+    return flat.view(torch.uint8)
+
+
+def _has_bits(tensor: torch.Tensor) -> bool:
+    return not (is_lazy(tensor) or tensor.is_meta or tensor.layout is not torch.strided)
+
+
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The buffers in a module's ``state_dict`` by their names, each once."""
+    seen: set[int] = set()
+    for prefix, part in module.named_modules():
+        for name, buffer in part._buffers.items():
+            if buffer is None or name in part._non_persistent_buffers_set or id(buffer) in seen:
+                continue
+            seen.add(id(buffer))
+            yield f"{prefix}.{name}" if prefix else name, buffer

@@ -211,7 +211,7 @@ class DeepSpeedTrialAdapter(TrialAdapter):
         engines = self._context.models
         with ExitStack() as stack:
             stack.enter_context(snapshot_checkpoint_engines(engines, folder, reader=reader))
-            stack.enter_context(optimizers_loaded_in_place(self.optimizers))
+            stack.enter_context(optimizers_loaded_in_place(_base_optimizers(engines)))
             if reshape or self._is_ordered_otherwise(folder, reader):
                 _require_engine_files(self._trial, folder, len(engines))
                 folder = stack.enter_context(resharded(engines, folder, reader.load_mapped))

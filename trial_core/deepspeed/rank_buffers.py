@@ -7,7 +7,7 @@ gets them back. On other ranks than those that saved them, all have the ones tha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from trial_core.controller.state_guard import persistent_buffers
 from trial_core.deepspeed.bit_sum import bit_sum
 from trial_core.deepspeed.checkpoint_engine import reader_of
 
@@ -42,7 +43,7 @@ def restore_buffers(engines: Sequence[DeepSpeedEngine], folder: Path, rank: int)
     saved = reader_of(engines[0]).load(path)
     for engine, place, buffers in zip(engines, saved["places"], saved["buffers"], strict=False):
         if tuple(place) == _place(engine):
-            present = dict(_persistent(engine.module))
+            present = dict(persistent_buffers(engine.module))
             for name in buffers.keys() & present.keys():
                 present[name].copy_(buffers[name])
 
@@ -59,7 +60,7 @@ def _place(engine: DeepSpeedEngine) -> tuple[Any, ...]:
 
 
 def _differing(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:
-    buffers = dict(_persistent(engine.module))
+    buffers = dict(persistent_buffers(engine.module))
     if not buffers or engine.zero_optimization_partition_weights():  # each rank's are stored
         return {}
     sums = torch.stack([bit_sum(each).to(engine.device) for each in buffers.values()])
@@ -72,14 +73,3 @@ def _differing(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:
         for (name, each), same in zip(buffers.items(), is_same, strict=True)
         if not same
     }
-
-
-def _persistent(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The buffers in the module's ``state_dict``, each once."""
-    seen: set[int] = set()
-    for prefix, part in module.named_modules():
-        for name, buffer in part._buffers.items():
-            if buffer is None or name in part._non_persistent_buffers_set or id(buffer) in seen:
-                continue
-            seen.add(id(buffer))
-            yield f"{prefix}.{name}" if prefix else name, buffer

@@ -120,6 +120,8 @@ def check_target(to: Path, format_: Format, force: bool) -> None:
         )
     if not is_folder and to.is_dir():
         raise ConfigError(f"--to {to} is a folder; give the name of a file")
+    if is_folder and to.is_symlink():
+        raise ConfigError(f"--to {to} is a symbolic link; give the name of the folder itself")
     if is_folder and to.exists() and not to.is_dir():
         raise ConfigError(f"--to {to} is a file; --format {format_} writes a folder")
     if is_folder and to.exists() and Path.cwd().is_relative_to(to.resolve()):

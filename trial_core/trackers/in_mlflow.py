@@ -44,7 +44,7 @@ MOST_METRICS, MOST_PARAMETERS, MOST_TAGS = 1000, 100, 100
 _STATUS = {"completed": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 # Servers. A path, file: or sqlite: is on this machine; queries of databases may name files.
 _SERVER = re.compile(
-    r"databricks(-uc)?|((https?|databricks(-uc)?)|(postgresql|mysql|mssql)(\+\w+)?)://[^/?][^?]*"
+    r"databricks(-uc)?|((https?|databricks(-uc)?)|(postgresql|mysql|mssql)(\+\w+)?)://[^/?%][^?%]*"
 )
 _NOT_IN_NAMES = re.compile(r"[^\w\-. :/]")
 # They mean the request, not the server: the same request will be refused again. So is each request
@@ -246,7 +246,8 @@ def quiet_client(options: Mapping[str, Any]) -> MlflowClient:
     if not place:
         raise ConfigError(
             "trackers.mlflow: give it tracking_uri, or the driver MLFLOW_TRACKING_URI: where "
-            "MLflow's server or database is"
+            "MLflow's server or database is. (What a trial's storage says of it counts only if it "
+            "is a server, or what MLFLOW_TRACKING_URI says, too)"
         )
     return MlflowClient(place)
 

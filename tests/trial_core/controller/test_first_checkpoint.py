@@ -18,6 +18,7 @@ from tests.trial_core.deepspeed.reshard.resharding import config, contents, file
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.controller.first_checkpoint import _staged
+from trial_core.controller.state_guard import StateGuard
 from trial_core.errors import RankFailed
 from trial_core.pytorch.callback import PyTorchCallback
 from trial_core.slots.slot_group import SlotGroup
@@ -146,6 +147,7 @@ def test_only_the_first_one_is_loaded(warm_slots: Warm, tmp_path: Path) -> None:
     [
         (None, {}, (), 10, None),
         (None, {}, (), 257 * 2**20, "it has more than 256 MiB per rank"),
+        (None, {}, ("large",), 10, "it has more than 256 MiB per rank"),
         (True, {}, (), 257 * 2**20, None),
         (None, {"loads_plainly": False}, (), 10, "the trial overrides load"),
         (True, {"loads_plainly": False}, (), 10, None),
@@ -170,7 +172,8 @@ def test_when_it_is_left_out(
     adapter: Any = SimpleNamespace(callbacks={"own": callback}, loads_plainly=True)
     for name, value in fields.items():
         setattr(ranks if hasattr(ranks, name) else adapter, name, value)
-    found = _staged(adapter, ranks, tmp_path, wanted)
+    guard = StateGuard([torch.nn.Linear(1, 2**26)] if hooks == ("large",) else [], [])
+    found = _staged(adapter, ranks, tmp_path, wanted, guard)
     if reason is None:
         assert [file.path for file in found] == ["shard"]  # type: ignore[union-attr]
     else:

@@ -119,3 +119,28 @@ def test_no_value_of_another_type_is_converted_on_the_way() -> None:
     assert memory.peak_bytes == 0
     seen = [id(each[name]) for each in target.state.values() for name in ("blocks", "momentum")]
     assert seen == before
+
+
+class Computing(OddOptimizer):
+    """Computes of its state when it is loaded, and converts what an earlier version saved."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for each in self.state.values():
+            each["total"] = float(each["momentum"].float().sum())
+            each["count"] = torch.tensor(float(each["count"]))
+
+
+def test_an_optimizer_computes_of_its_loaded_state() -> None:
+    """In `__setstate__` and in hooks of its own, which see every value; what it converts stays."""
+    source = odd(5)
+    target = Computing([torch.nn.Parameter(torch.ones(size)) for size in (6, 9)])
+    shapes: list[Any] = []
+    target.register_load_state_dict_post_hook(
+        lambda each: shapes.extend(state["momentum"].shape for state in each.state.values())
+    )
+    load(target, source.state_dict())
+    assert shapes == [(6,), (9,)]
+    for mine, theirs in zip(target.state.values(), source.state.values(), strict=True):
+        assert mine["total"] == float(theirs["momentum"].float().sum()) != 0
+        assert (mine["count"].item(), mine["momentum"].dtype) == (5.0, torch.bfloat16)

@@ -72,10 +72,37 @@ def test_numbers_in_keys_and_sets_become_pythons() -> None:
     assert [type(each) for key in seen for each in (key, *seen[key])] == [int, int, tuple, float]
 
 
-def test_an_array_of_objects_is_refused_when_it_is_saved() -> None:
-    """By the place at which it is."""
-    with pytest.raises(TrialError, match=r"numpy.* at history\.0,"):
-        readable({"history": [np.array([object()])]}, Reader())
+HOLDS_ITSELF: list[Any] = [np.ones(2)]
+HOLDS_ITSELF.append(HOLDS_ITSELF)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.array([object()]),
+        np.ma.array([1, 2], mask=[0, 1]),
+        np.zeros(2, {"names": ["a", "b"], "formats": ["i4", "i2"], "offsets": [4, 0]}),
+        np.dtype((np.float32, (2, 3))),
+        np.dtype("S"),
+        {np.longdouble(1): 1},
+        {np.datetime64("2020-01-01"): 1},
+        {(np.longdouble(1), 2): 1},
+        HOLDS_ITSELF,
+    ],
+    ids=["objects", "masked", "order", "subarray", "sizeless", "long", "date", "tuple", "itself"],
+)
+def test_what_could_not_be_restored_is_refused_when_it_is_saved(value: Any) -> None:
+    """By the place at which it is, and without the advice to allow numpy's classes."""
+    with pytest.raises(TrialError, match=r"at history\.0\b") as refused:
+        readable({"history": [value]}, Reader())
+    assert "add_safe_globals" not in str(refused.value)
+
+
+def test_many_numbers_take_no_file_each(tmp_path: Path) -> None:
+    """A history of losses is a list of them."""
+    torch.save(readable([np.float64(0.5)] * 1000, Reader()), tmp_path / "state.pt")
+    with zipfile.ZipFile(tmp_path / "state.pt") as file:
+        assert len(file.namelist()) < 10
 
 
 # ------------------------------------------------------------------------------ hostile files
@@ -134,13 +161,22 @@ def grown() -> Pickle:
 
 @pytest.mark.parametrize("hostile", [pointers(), grown()], ids=["pointers", "grown"])
 def test_no_class_of_numpy_is_read_from_a_pickle(tmp_path: Path, hostile: Pickle) -> None:
-    """It is refused before numpy sees it: the error says where such files come from."""
-    with pytest.raises(CheckpointError, match="an earlier version and other programs do not"):
-        Reader().load(hostile.file(tmp_path / "state.pt"))
+    """It is refused before numpy sees it, also where another package has allowed numpy's classes
+    for the whole process; the error says where such files come from."""
+    allowed = [np.dtype, np.ndarray, type(np.dtype("V")), type(np.dtype("S")), type(np.dtype("O"))]
+    file = hostile.file(tmp_path / "state.pt")
+    with torch.serialization.safe_globals([*allowed, (_reconstruct, RECONSTRUCT)]):
+        with pytest.raises(CheckpointError, match="an earlier version and other programs do not"):
+            Reader().load(file)
+        assert np.dtype in torch.serialization.get_safe_globals()
+
+
+RECONSTRUCT = "numpy._core.multiarray._reconstruct"
+_reconstruct = np.zeros(1).__reduce__()[0]
 
 
 def npy(header: str, data: bytes = b"") -> torch.Tensor:
-    content = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header.encode() + data
+    content = b"\x93NUMPY\x03\x00" + struct.pack("<I", len(header)) + header.encode() + data
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
@@ -153,7 +189,12 @@ def npy(header: str, data: bytes = b"") -> torch.Tensor:
         npy("{'descr': '<f8', 'fortran_order': False, 'shape': (-1,)}", b"\0" * 8),
         npy("{'descr': '<f8', 'fortran_order': False, 'shape': (1,)}", b"\0" * 9),
         npy("{'descr': [('a', '|O')], 'fortran_order': False, 'shape': (1,)}", b"\0" * 8),
+        npy("{'descr': '|V0', 'fortran_order': False, 'shape': (4611686018427387904,)}"),
+        npy("{'descr': (), 'fortran_order': False, 'shape': (1,)}", b"\0" * 8),
+        npy("{'descr': ("),
         npy("__import__('os').abort()"),
+        torch.frombuffer(bytearray(b"\x93NUMPY\x01\x00\x02\x00 ("), dtype=torch.uint8),
+        torch.zeros(1, dtype=torch.uint8).expand(100),
         torch.zeros(3),
         torch.zeros(2, 2, dtype=torch.uint8),
         "text",
@@ -163,6 +204,18 @@ def test_what_is_no_array_is_refused(tmp_path: Path, stored: Any) -> None:
     """Objects, other lengths than the bytes have, headers that are not data."""
     state = as_plain(np.zeros(1)) | {"npy": stored}
     torch.save({"of": [state]}, tmp_path / "state.pt")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        Reader().load(tmp_path / "state.pt")
+
+
+@pytest.mark.parametrize(
+    ("kind", "data"),
+    [("|O", b"\0" * 8), ("<f8", b"\0" * 7), ("i8,O", b"\0" * 16), ("f8", "text"), ("what", b"x")],
+)
+def test_what_is_no_number_is_refused(tmp_path: Path, kind: str, data: Any) -> None:
+    """Objects, other lengths than the type has, types that there are not."""
+    number = dict(zip(as_plain(np.float64(1)), (kind, data), strict=True))
+    torch.save({"of": number}, tmp_path / "state.pt")
     with pytest.raises(CheckpointError, match="cannot be read"):
         Reader().load(tmp_path / "state.pt")
 

@@ -21,3 +21,11 @@ def test_the_working_folder_is_not_replaced(
     with pytest.raises(ConfigError, match="is the working folder, or above it"):
         check_target(Path(to.format(here=here)), "hf", force=False)
     check_target(Path("new"), "hf", force=False)
+
+
+def test_a_link_is_not_replaced(tmp_path: Path) -> None:
+    """Before the checkpoint is fetched, not after it."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "model")
+    with pytest.raises(ConfigError, match="is a symbolic link"):
+        check_target(tmp_path / "link", "hf", force=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,13 @@ from trial_core.controller.frozen_files import frozen_path, is_frozen_path
 from trial_core.controller.safe_load import Reader
 from trial_core.deepspeed.fingerprints import check_exported, fingerprints_of
 from trial_core.errors import CheckpointError
+
+_NOT_CONVERTED = (
+    AssertionError, ValueError, LookupError, RuntimeError, TypeError, AttributeError, OSError,
+    re.error,
+)  # fmt: skip
+"""What DeepSpeed's converter raises for a state that it does not know."""
+_KEYS = (str, int, float, bool, type(None))
 
 
 def write_deepspeed(folder: Path, engine: int, target: Path, tag: str, reader: Reader) -> int:
@@ -53,6 +61,7 @@ def write_universal(folder: Path, engine: int, target: Path, tag: str, reader: R
             content = reader.load_mapped(file)
             _require_names_within(file.name, content)
             torch.save(content, source / file.name)
+    shutil.rmtree(saved)  # nothing that was not read is left where a name could lead
     target.mkdir()
     # DeepSpeed's converter looks for the optimizer's states in files of ZeRO alone.
     if not any(source.glob("*zero_pp_rank_*_optim_states.pt")):
@@ -66,7 +75,7 @@ def write_universal(folder: Path, engine: int, target: Path, tag: str, reader: R
     )  # fmt: skip
     try:
         convert(options)
-    except (AssertionError, ValueError, KeyError, RuntimeError, NotImplementedError) as error:
+    except _NOT_CONVERTED as error:
         raise CheckpointError(
             f"DeepSpeed cannot convert engine {engine} to a universal checkpoint "
             f"({type(error).__name__}: {error}); export --format deepspeed"
@@ -84,21 +93,24 @@ def write_universal(folder: Path, engine: int, target: Path, tag: str, reader: R
 def _require_names_within(file: str, content: Any) -> None:
     """Check the names in a file, of which DeepSpeed makes paths. Raises CheckpointError."""
     for name in _names(content):
-        if name.startswith("/") or ".." in name.split("/") or "\0" in name:
+        is_path = isinstance(name, str) and (
+            name.startswith("/") or ".." in name.split("/") or bool({*"*?[\0"} & {*name})
+        )
+        if is_path or type(name) not in _KEYS:
             raise CheckpointError(
-                f"{file} names something {name!r}, and DeepSpeed would write to that path, outside "
-                "of the export; expected names of weights, such as layer.0.weight. Whoever wrote "
-                "this checkpoint is not to be trusted, or the model names its parts like paths: "
-                "export --format deepspeed or --to model.safetensors"
+                f"{file} names something {name!r}, and DeepSpeed would make a path of it that may "
+                "lead outside of the export; expected names of weights, such as layer.0.weight. "
+                "Whoever wrote this checkpoint is not to be trusted, or the model names its parts "
+                "like paths: export --format deepspeed or --to model.safetensors"
             )
 
 
-def _names(value: Any) -> Iterator[str]:
+def _names(value: Any) -> Iterator[Any]:
     """All keys in a file at any depth, and the names that DeepSpeed makes keys of."""
     if isinstance(value, Mapping):
         for key, each in value.items():
-            yield from (key,) if isinstance(key, str) else ()
-            if key == AUTOEP_EXPERT_KEY_PREFIX and isinstance(each, str):
+            yield from key if type(key) is tuple else (key,)
+            if key == AUTOEP_EXPERT_KEY_PREFIX:
                 yield each
             yield from _names(each)
     elif isinstance(value, (list, tuple)):

@@ -74,6 +74,7 @@ def test_a_file_in_a_subfolder_is_not_read(tmp_path: Path) -> None:
     torch.save({"evil": Trap(sprung)}, folder / "model0" / "more" / "mp_rank_00")
     assert convert(folder) == 1
     assert not sprung.exists()
+    assert not (folder / "model0").exists()
     assert not list((folder / "target").rglob("more"))
 
 
@@ -87,7 +88,7 @@ def test_objects_that_are_not_trusted_are_refused(tmp_path: Path, file: str) -> 
     assert not sprung.exists()
 
 
-@pytest.mark.parametrize("name", ["/{}/weight", "../../{}", "layer/../../../{}", ".."])
+@pytest.mark.parametrize("name", ["/{}/weight", "../../{}", "layer/../../../{}", "..", "layer.*"])
 def test_names_that_lead_out_of_the_export_are_refused(tmp_path: Path, name: str) -> None:
     """Nothing is written there."""
     folder = checkpoint(tmp_path / "saved", name.format(str(tmp_path / "out").lstrip("/")))
@@ -97,10 +98,24 @@ def test_names_that_lead_out_of_the_export_are_refused(tmp_path: Path, name: str
     assert {each.name for each in files(tmp_path) - before} <= {MODEL, OPTIMIZER}
 
 
+def test_a_path_is_not_a_name(tmp_path: Path) -> None:
+    """The reader constructs paths; DeepSpeed would join them, and unpickle what is there."""
+    sprung = tmp_path / "sprung"
+    name: Any = Path("../../../model0/evil")
+    folder = checkpoint(tmp_path / "saved", name)
+    evil = folder / "model0" / "evil" / "0"
+    evil.mkdir(parents=True)
+    torch.save(Trap(sprung), evil / "fp32.01")
+    with pytest.raises(CheckpointError, match="outside of the export"):
+        convert(folder)
+    assert not sprung.exists()
+
+
+@pytest.mark.parametrize("prefix", [Path("../../out"), "../../out"])
 @pytest.mark.parametrize("key", ["ds_autoep_layers", "autoep_layers"])
-def test_names_of_experts_that_lead_out_are_refused(tmp_path: Path, key: str) -> None:
+def test_names_of_experts_that_lead_out_are_refused(tmp_path: Path, key: str, prefix: Any) -> None:
     """DeepSpeed makes names of weights of this text."""
-    layers = [{"expert_key_prefix": "../../../out", "moe_layer_id": 0}]
+    layers = [{"expert_key_prefix": prefix, "moe_layer_id": 0}]
     with pytest.raises(CheckpointError, match="outside of the export"):
         convert(checkpoint(tmp_path / "saved", **{key: layers}))
 
