@@ -284,8 +284,8 @@ def test_a_subflow_is_suspended_with_its_parent(stage: Stage) -> None:
 @pytest.mark.parametrize(
     "pause",
     [
-        Suspended(timeout_seconds=300),  # the button Pause of the UI
-        Paused(timeout_seconds=300),  # `pause_flow_run`, which expects a living process
+        Suspended,  # the button Pause of the UI
+        Paused,  # `pause_flow_run`, which expects a living process
     ],
     ids=["by the UI", "blocking"],
 )
@@ -293,7 +293,7 @@ def test_a_pause_has_no_limit(stage: Stage, pause: Any) -> None:
     """A paused run saves and ends; Prefect never fails it, and Resume schedules it again."""
 
     def paused(flow_run: UUID, stopping: StopHandler) -> None:
-        set_state(flow_run, pause)
+        set_state(flow_run, pause(timeout_seconds=300))  # from now on
         assert stopping.wait(TIMEOUT_SECONDS)
 
     stage.act = paused
