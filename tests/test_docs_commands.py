@@ -168,7 +168,7 @@ class Reader:
 @pytest.mark.long
 @pytest.mark.slots
 @pytest.mark.server
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2400)  # each is several runs
 @pytest.mark.parametrize("document", BEFORE)
 def test_the_commands_of_a_document_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, document: str

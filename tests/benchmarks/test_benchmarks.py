@@ -55,7 +55,6 @@ def test_all_keeps_a_line_of_each(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.slots
-@pytest.mark.timeout(900)  # DeepSpeed may compile its optimizer first
 def test_the_benchmark_of_loading_ends_with_one_line_of_json() -> None:
     """A rank of four has a quarter of a small model in the end, and some more meanwhile."""
     pytest.importorskip("accelerate", reason="transformers needs it to divide a model")

@@ -82,7 +82,6 @@ def test_the_figure_names_each_contestant_with_its_goodput() -> None:
 @pytest.mark.slots
 @pytest.mark.server
 @pytest.mark.gateway
-@pytest.mark.timeout(900)
 def test_it_ends_with_one_line_of_json() -> None:
     """trialflow alone, with one rank killed: no hand, the same weights, no process left."""
     outcome = outcome_of("goodput --only trialflow --failures rank --batches 60 --save-every 10")

@@ -212,7 +212,6 @@ def test_only_this_user_reaches_the_server(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.server
 @pytest.mark.slots
-@pytest.mark.timeout(900)
 def test_runs_save_and_resume_with_the_next_up(tmp_path: Path) -> None:
     """A killed server is started again, while the run continues. After Ctrl-C the run saves, and
     no process is left. The next `up` resumes the same run."""

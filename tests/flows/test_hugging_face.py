@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.support.fitting import start
-from tests.support.flow import train
+from tests.support.flow import train, train_until_stopped
 from tests.support.slots import TOY, toy_config
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.manifest import Manifest
@@ -208,8 +208,7 @@ def test_a_trainer_with_torchrun_continues(tmp_path: Path, monkeypatch: pytest.M
 def test_a_trainer_that_is_stopped_saves_its_step(here: Path) -> None:
     """It is not evaluated first, and continues with the next step."""
     config = hf_config(here, STEPS, f"--max_steps {10**6}")
-    stopping = config.stopping.model_copy(update={"time_budget_seconds": 20.0})
-    stopped = train(config.model_copy(update={"stopping": stopping}))
+    stopped = train_until_stopped(config, 20)
     end = stopped.batches_trained
     assert stopped.stopped_early
     assert max(saved(here, stopped.trial)) == end

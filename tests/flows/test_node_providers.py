@@ -34,7 +34,7 @@ from tests.support.ways_to_stop import SAVING, Worker, on_a_worker
 from trial_core.errors import LaunchError
 from trial_core.nodes.join_token import write_token
 
-pytestmark = [pytest.mark.long, pytest.mark.slots, pytest.mark.server, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.slots, pytest.mark.server]
 
 
 @pytest.fixture(params=["ray", "slurm"])

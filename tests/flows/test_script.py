@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.flow import stages, train
+from tests.support.flow import stages, train, train_until_stopped
 from tests.support.prefect import PrefectServer
 from tests.support.slots import lines, toy_config
 from trial_core.checkpoint.store import CheckpointStore
@@ -79,10 +79,7 @@ def test_a_script_that_breaks_resumes_from_its_checkpoint(here: Path) -> None:
 def test_a_stopped_script_stores_and_ends_and_resumes_on_other_slots(here: Path) -> None:
     """All ranks are told at the same step. Each wrote its part, and one rank reads all parts."""
     config = script_config(here, 10**6, store_every=1, shard=True)
-    config = config.model_copy(
-        update={"stopping": config.stopping.model_copy(update={"time_budget_seconds": 15.0})}
-    )
-    stopped = train(config)
+    stopped = train_until_stopped(config, 15)
     assert stopped.stopped_early
     told = [
         [line for line in lines(here, "script", rank) if "preempted" in line] for rank in (0, 1)

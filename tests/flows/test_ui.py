@@ -153,7 +153,6 @@ def test_a_flow_of_ones_own(
         browser.open(f"{page}?tab=SubflowRuns", "demand-evaluation")
 
 
-@pytest.mark.timeout(600)  # a worker's start, three pages, two attempts
 def test_the_buttons_that_end_and_continue_a_run(scene: Scene) -> None:
     """Pause, pressed as it is, has no limit: the run saves and ends, and Resume continues it."""
     page = f"{scene.server.ui_url}/v2/runs/flow-run/{scene.run_id}"

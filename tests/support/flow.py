@@ -16,9 +16,9 @@ import pytest
 from tests.support.prefect import PrefectServer
 from tests.support.processes import descendants
 from tests.support.slots import lines, toy_config
+from tests.support.waiting import WAIT_SECONDS
+from trial_core.errors import Stopped
 from trial_core.slots.fork_server import ForkServer, ServerProcess
-
-RECORD_SECONDS = 30.0
 
 
 class WarmForkServer(ForkServer):
@@ -93,9 +93,9 @@ def stages(server: PrefectServer, flow_run_id: str | None, last: str = "") -> li
         last: a stage to wait for, because the server records events with a delay.
 
     Raises:
-        AssertionError: the server has not recorded it, or the end of a stage, within 30 s.
+        AssertionError: the server has not recorded it, or the end of a stage, in time.
     """
-    deadline = time.monotonic() + RECORD_SECONDS
+    deadline = time.monotonic() + WAIT_SECONDS
     before: list[str] | None = None
     while True:
         found = server.query(
@@ -129,6 +129,24 @@ def train(config: Any, trial: str | None = None, retries: int = 0) -> Any:
         return flow.with_options(retries=retries)(config, trial)
     finally:
         flush()
+
+
+def train_until_stopped(config: Any, seconds: float) -> Any:
+    """Run the flow with a time budget, which ends while it trains.
+
+    On a slow machine, ranks may still be starting then: the run gets ten times as long.
+    """
+    for budget in (seconds, 10 * seconds):
+        stopping = config.stopping.model_copy(update={"time_budget_seconds": budget})
+        try:
+            result = train(config.model_copy(update={"stopping": stopping}))
+        except Stopped:
+            if budget != seconds:
+                raise
+        else:
+            assert result.stop_reason == f"time budget ({budget:g} s are over)"
+            return result
+    raise AssertionError("not reached: the last try returns or raises")
 
 
 def one_slot(here: Path, batches: int, **changes: Any) -> Any:

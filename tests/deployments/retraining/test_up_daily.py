@@ -129,7 +129,6 @@ def days(folder: Path) -> Iterator[Days]:
         running.stop(signal.SIGINT)
 
 
-@pytest.mark.timeout(900)
 def test_a_few_days(tmp_path: Path) -> None:
     """Two scheduled runs, and one with data that arrived."""
     with days(tmp_path) as daily:

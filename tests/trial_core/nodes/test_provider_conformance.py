@@ -29,8 +29,6 @@ from trial_core.nodes.hub import ConnectedAgent
 from trial_core.nodes.node_pool import NodePool
 from trial_core.nodes.node_provider import AgentEnded, NodeRequest
 
-pytestmark = pytest.mark.timeout(300)
-
 
 def two_nodes(pool: NodePool) -> tuple[ConnectedAgent, ConnectedAgent]:
     """The agents of a run that has two nodes with two slots each."""

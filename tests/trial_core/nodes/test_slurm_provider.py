@@ -21,7 +21,7 @@ from trial_core.nodes import slurm_provider
 from trial_core.nodes.node_provider import Gang, GangEvent, Node, NodeRequest
 from trial_core.nodes.slurm_provider import SlurmProvider
 
-pytestmark = [pytest.mark.xdist_group("slurm"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.xdist_group("slurm")]
 
 
 def offered(gang: Any) -> Node | None:
