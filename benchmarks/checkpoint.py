@@ -42,6 +42,8 @@ from tests.support.faults.s3 import FaultyS3, faulty_s3
 from tests.support.s3 import S3Server, ceph_gateway, moto_server
 from trial_core.checkpoint.manifest import FileEntry
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.checkpoint.transfer.fetch import fetch_files
+from trial_core.checkpoint.transfer.upload import merge_entries
 from trial_core.deepspeed.restore_files import files_for_ranks
 from trial_core.errors import StorageError
 from trial_core.messages import (
@@ -59,8 +61,6 @@ from trial_core.messages import (
     Trained,
     TrialBuilt,
 )
-from trial_core.transfer.fetch import fetch_files
-from trial_core.transfer.upload import merge_entries
 
 MIB, GIB = 2**20, 2**30
 PEERS = ("deepspeed_boto3", "torch_dcp", "torch_dcp_async", "lightning")

@@ -33,10 +33,10 @@ import trial_core.deepspeed as td
 from benchmarks.trial import ShardedTrial
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config.checkpointing_section import CheckpointingConfig
-from trial_core.controller.checkpoint_files import CheckpointFiles
-from trial_core.controller.rank_checkpoint import Snapshots
 from trial_core.deepspeed.deepspeed_adapter import DeepSpeedTrialAdapter
 from trial_core.deepspeed.fingerprints import record_fingerprints
+from trial_core.rank.checkpoint_files import CheckpointFiles
+from trial_core.rank.rank_checkpoint import Snapshots
 
 WIDTH = 1024
 Remaining = Callable[[], Any]

@@ -31,8 +31,8 @@ from benchmarks.workload import temporary_homes
 from tests.support.s3 import S3Server, ceph_gateway, moto_server
 from trial_core.config import ExperimentConfig
 from trial_core.driver.drive import Caller, drive_trial
-from trial_core.driver.observers import Observer
-from trial_core.run.stop_requests import StopHandler
+from trial_core.observe.events.observers import Observer
+from trial_core.schedule.stop_requests import StopHandler
 
 SERVERS = {"ceph": ceph_gateway, "moto": moto_server}
 TARGETS = {"lost_batches_median": 3.0, "overhead_percent": 3.0}

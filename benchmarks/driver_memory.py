@@ -47,7 +47,7 @@ from trial_core.messages import (
     TrialBuilt,
     Validated,
 )
-from trial_core.units import EpochLength
+from trial_core.schedule.units import EpochLength
 
 # What the first workloads allocate permanently (caches, pools, compiled models) is no leak.
 SETTLED_AT = 1000
@@ -142,9 +142,9 @@ def measure(workloads: int, every: int, folder: Path, counts_objects: bool = Fal
 
     from trial_core.driver.launch_stages import LaunchStages
     from trial_core.driver.run import Launch, Run
+    from trial_core.driver.run_loop import follow_schedule
     from trial_core.driver.uploads import Uploads
-    from trial_core.report import Report
-    from trial_core.run.run_loop import follow_schedule
+    from trial_core.observe.report import Report
     from trialflow.flows.train import STAGES
     from trialflow.tasks.artifact import ReportArtifact
     from trialflow.tasks.client_retries import NO_ANSWER

@@ -25,7 +25,10 @@ from benchmarks.figures import conclude
 from benchmarks.pytorch_loop import figures_of_pytorch, measure_pytorch, pytorch_case
 from benchmarks.ranks import built, case_name, launched
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.checkpoint.transfer.upload import merge_entries
 from trial_core.errors import LaunchError
+from trial_core.launch.machine.accelerators import count_accelerators, resolve_slot_count
+from trial_core.launch.slots.slot_group import SlotGroup
 from trial_core.messages import (
     BuildLoadersAndRestore,
     Done,
@@ -41,9 +44,6 @@ from trial_core.messages import (
     Trained,
     Validated,
 )
-from trial_core.slots.accelerators import count_accelerators, resolve_slot_count
-from trial_core.slots.slot_group import SlotGroup
-from trial_core.transfer.upload import merge_entries
 
 MIB, GIB = 2**20, 2**30
 TURN_BATCHES = 3

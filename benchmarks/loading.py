@@ -36,9 +36,14 @@ from benchmarks.figures import conclude
 from benchmarks.memory import PeakMemory, Resident, resident_bytes
 from benchmarks.ranks import experiment, launched, processor_seconds_with_helpers, with_helpers
 from trial_core.checkpoint.manifest import FileEntry, Topology
+from trial_core.checkpoint.storage.open_storage import packages_of
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.controller.checkpoint_files import RESTORED
+from trial_core.checkpoint.transfer.upload import merge_entries
 from trial_core.errors import CheckpointError
+from trial_core.launch.machine.memory_files import GIB, free_bytes
+from trial_core.launch.slots.fork_server import ForkServer
+from trial_core.launch.slots.rank_main import TRIAL_MODULES
+from trial_core.launch.slots.slot_group import SlotGroup
 from trial_core.messages import (
     BuildLoadersAndRestore,
     BuildTrial,
@@ -55,12 +60,7 @@ from trial_core.messages import (
     Saved,
     TrialBuilt,
 )
-from trial_core.slots.fork_server import ForkServer
-from trial_core.slots.rank_main import TRIAL_MODULES
-from trial_core.slots.slot_group import SlotGroup
-from trial_core.storage.open_storage import packages_of
-from trial_core.transfer.memory_files import GIB, free_bytes
-from trial_core.transfer.upload import merge_entries
+from trial_core.rank.checkpoint_files import RESTORED
 
 OURS, KEPT = "trialflow", "kept"
 PEERS = ("dcp", "deepspeed")

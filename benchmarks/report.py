@@ -18,7 +18,7 @@ from benchmarks.figures import conclude
 from benchmarks.ranks import case_name
 from benchmarks.turns import Pair, Plan, Relay, Turns, figures_of, paced_experiment
 from benchmarks.workload import temporary_homes
-from trial_core.driver.observers import Observer
+from trial_core.observe.events.observers import Observer
 
 TARGET_RATIO = 1.01
 # Longer than the report waits between two updates.
@@ -39,8 +39,8 @@ def measure(world_size: int, plan: Plan, pause_seconds: float, folder: Path) -> 
     from trial_core.driver.launch_ranks import launch_slots
     from trial_core.driver.placement import ThisMachine
     from trial_core.driver.run import Launch, Run
-    from trial_core.report import Report
-    from trial_core.slots.fork_server import ForkServer
+    from trial_core.launch.slots.fork_server import ForkServer
+    from trial_core.observe.report import Report
     from trialflow.flows.train import STAGES
     from trialflow.tasks.artifact import ReportArtifact
     from trialflow.tasks.client_retries import NO_ANSWER

@@ -20,7 +20,7 @@ from pathlib import Path
 from benchmarks.figures import Estimate, conclude
 from benchmarks.ranks import experiment, rank_processes
 from benchmarks.workload import temporary_homes
-from trial_core.driver.observers import Observer, observing
+from trial_core.observe.events.observers import Observer, observing
 
 TARGETS = {"ratio": 0.5, "restart_seconds_with_preload": 5.0}
 ENDLESS = 10**6

@@ -25,15 +25,15 @@ from benchmarks.workload import temporary_homes
 from trial_core.checkpoint.resume_point import ResumePoint
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.driver.launch_ranks import launch_slots
-from trial_core.driver.observers import Observer
 from trial_core.driver.placement import ThisMachine
 from trial_core.driver.run import Launch, Run
 from trial_core.driver.stages import PLAIN_STAGES
-from trial_core.ledger.run_clock import RunClock
-from trial_core.run.ending import Ending
-from trial_core.run.stop_requests import StopHandler
-from trial_core.slots.fork_server import ForkServer
-from trial_core.telemetry.run_telemetry import run_telemetry
+from trial_core.launch.slots.fork_server import ForkServer
+from trial_core.observe.events.observers import Observer
+from trial_core.observe.ledger.run_clock import RunClock
+from trial_core.observe.telemetry.run_telemetry import run_telemetry
+from trial_core.schedule.ending import Ending
+from trial_core.schedule.stop_requests import StopHandler
 
 TARGET_RATIO = 1.002
 EXPORT_MILLISECONDS = "1000"

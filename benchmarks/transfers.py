@@ -16,8 +16,8 @@ import fsspec
 
 from trial_core.checkpoint.manifest import FileEntry
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.transfer.fetch import fetch_files
-from trial_core.transfer.upload import upload_files
+from trial_core.checkpoint.transfer.fetch import fetch_files
+from trial_core.checkpoint.transfer.upload import upload_files
 
 
 def upload_s3fs(job: dict[str, Any]) -> None:

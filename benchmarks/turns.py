@@ -20,7 +20,7 @@ import psutil
 
 from benchmarks.figures import Estimate
 from benchmarks.ranks import ROOT, case_name, experiment
-from trial_core.driver.observers import Observer
+from trial_core.observe.events.observers import Observer
 
 if TYPE_CHECKING:
     from trial_core.config import ExperimentConfig

@@ -22,8 +22,8 @@ from typing import Any
 
 from benchmarks.figures import conclude, percentile
 from benchmarks.ranks import case_name, experiment
-from trial_core.driver.observers import Observer, observing
 from trial_core.messages import MetricsKind
+from trial_core.observe.events.observers import Observer, observing
 
 TARGET_MS = 100.0
 

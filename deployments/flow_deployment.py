@@ -12,8 +12,8 @@ from prefect.client.schemas.responses import DeploymentResponse
 from prefect.exceptions import ObjectNotFound
 from prefect.flows import Flow
 
+from trial_core.common.text_format import plural
 from trial_core.errors import ConfigError
-from trial_core.text_format import plural
 from trialflow.deployments.desired_state import DeploymentTarget, DesiredDeployment, deployments
 from trialflow.deployments.resources import Resource
 from trialflow.deployments.retraining.retraining_requests import ENTRYPOINT, FLOW, base_deployment

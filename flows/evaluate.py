@@ -16,12 +16,14 @@ from prefect.logging import get_run_logger
 
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.resume_point import ResumePoint
+from trial_core.checkpoint.retention.claims import RunClaim
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.checkpoint.transfer.trial_code import TrialCode, code_of_folder
+from trial_core.common.text_format import unique_slug
 from trial_core.config import ExperimentConfig
 from trial_core.driver.code_source import fetched_code, refuse_missing_code
 from trial_core.driver.launch_ranks import launch_slots, stopping_ranks
 from trial_core.driver.launch_stages import fetch, require_convertible
-from trial_core.driver.observers import Observers, current_observer
 from trial_core.driver.placement import announcer, place_ranks
 from trial_core.driver.run import Launch, Run
 from trial_core.driver.stages.validate import report_validation
@@ -32,12 +34,10 @@ from trial_core.errors import (
     Stalled,
     Stopped,
 )
+from trial_core.launch.machine.run_dirs import locked_run_dir, trial_id
 from trial_core.models.checkpoint_reference import open_checkpoint
-from trial_core.retention.claims import RunClaim
-from trial_core.run.run_dirs import locked_run_dir, trial_id
-from trial_core.run.stop_requests import StopHandler
-from trial_core.text_format import unique_slug
-from trial_core.transfer.trial_code import TrialCode, code_of_folder
+from trial_core.observe.events.observers import Observers, current_observer
+from trial_core.schedule.stop_requests import StopHandler
 from trialflow.flows.lifecycle.crash_limit import check_crash_limit
 from trialflow.flows.lifecycle.run_log import logger_finder, readable_task_log
 from trialflow.flows.lifecycle.run_names import evaluate_name

@@ -11,13 +11,13 @@ from prefect import flow
 from prefect.artifacts import create_table_artifact
 
 from trial_core.checkpoint.layout import checked_trial
+from trial_core.checkpoint.retention.leftovers import LEFTOVER_AGE_DAYS, Leftover
+from trial_core.checkpoint.retention.pruning import PruningPlan
+from trial_core.checkpoint.retention_policy import RetentionDecision
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.common.text_format import unique_slug
 from trial_core.config import ExperimentConfig
 from trial_core.errors import ConfigError
-from trial_core.retention.leftovers import LEFTOVER_AGE_DAYS, Leftover
-from trial_core.retention.policy import RetentionDecision
-from trial_core.retention.pruning import PruningPlan
-from trial_core.text_format import unique_slug
 from trialflow.flows.lifecycle.crash_limit import check_crash_limit
 from trialflow.tasks.prune import delete_checkpoints, plan_prune, plan_sweep, sweep
 from trialflow.tasks.storage_block import with_credentials

@@ -17,8 +17,9 @@ from prefect.client.schemas.objects import State
 from prefect.logging import get_run_logger
 from prefect.states import Completed
 
-from trial_core import text_format
+from trial_core.checkpoint.retention.claims import RunClaim
 from trial_core.checkpoint.storage_mark import marked
+from trial_core.common import text_format
 from trial_core.config import ExperimentConfig
 from trial_core.driver.code_source import refuse_missing_code
 from trial_core.errors import (
@@ -37,10 +38,9 @@ from trial_core.models.journal import (
     RetrainingPlan,
 )
 from trial_core.models.records import Version
-from trial_core.report.retraining_report import RetrainingFacts
-from trial_core.retention.claims import RunClaim
-from trial_core.run.searcher_metric import searcher_metric
-from trial_core.run.stop_requests import StopHandler
+from trial_core.observe.report.retraining_report import RetrainingFacts
+from trial_core.schedule.searcher_metric import searcher_metric
+from trial_core.schedule.stop_requests import StopHandler
 from trialflow.flows.evaluate import EvaluateResult, evaluate_checkpoint
 from trialflow.flows.lifecycle.crash_limit import check_crash_limit
 from trialflow.flows.lifecycle.parent_runs import identity_of_run

@@ -1,6 +1,6 @@
 """The flow `train`: one trial, from its experiment to its last checkpoint.
 
-The stages of a run are the tasks of `STAGES`. `trial_core/run/run_loop.py` has their order, and
+The stages of a run are the tasks of `STAGES`. `trial_core/driver/run_loop.py` has their order, and
 `trial_core/driver/drive.py` launches the ranks, launches them again if they fail, and always ends
 them. A Core API script, or one with a `Trainer`, is run by `run-script` in place of a trial.
 """
@@ -21,15 +21,15 @@ from trial_core.checkpoint.layout import checked_trial
 from trial_core.config import ExperimentConfig
 from trial_core.driver.code_source import refuse_missing_code
 from trial_core.driver.drive import Caller, describe_saved, drive_trial
-from trial_core.driver.observers import Observers, current_observer
 from trial_core.driver.placement import importing_ahead
+from trial_core.driver.run_loop import TrialResult as TrialResult  # part of the flow's interface
 from trial_core.driver.stages import Stages
 from trial_core.errors import ConfigError
+from trial_core.launch.machine.run_dirs import run_dir_of, trial_id
 from trial_core.models.checkpoint_reference import open_checkpoint
-from trial_core.report.live_report import PAGE
-from trial_core.run.run_dirs import run_dir_of, trial_id
-from trial_core.run.run_loop import TrialResult as TrialResult  # part of the flow's interface
-from trial_core.run.stop_requests import StopHandler
+from trial_core.observe.events.observers import Observers, current_observer
+from trial_core.observe.report.live_report import PAGE
+from trial_core.schedule.stop_requests import StopHandler
 from trialflow.flows.lifecycle.crash_limit import check_crash_limit
 from trialflow.flows.lifecycle.parent_runs import identity_of_run
 from trialflow.flows.lifecycle.run_log import logger_finder, readable_task_log

@@ -16,7 +16,7 @@ from prefect.client.schemas.filters import (
 )
 from prefect.settings import get_current_settings
 
-from trial_core.text_format import unique_slug
+from trial_core.common.text_format import unique_slug
 from trialflow.tasks.client_retries import client_retries
 
 

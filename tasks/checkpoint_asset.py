@@ -15,8 +15,8 @@ from pydantic import ValidationError
 
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.manifest import Manifest
+from trial_core.checkpoint.storage.credentials import without_credentials
 from trial_core.driver.run import Launch, Run
-from trial_core.storage.credentials import without_credentials
 
 _URL = re.compile(r"[a-z0-9]+://")
 

@@ -15,18 +15,18 @@ from prefect import runtime, task
 from prefect.logging import get_run_logger
 from pydantic_core import core_schema
 
-from trial_core import text_format
+from trial_core.checkpoint.retention_policy import own_metric
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.checkpoint.transfer.fetch import download
+from trial_core.common import text_format
 from trial_core.config import ExperimentConfig
+from trial_core.driver.run_loop import TrialResult
 from trial_core.errors import ConfigError
 from trial_core.export.export_checkpoint import Format, Precision
 from trial_core.export.export_process import export_in_process
 from trial_core.models.checkpoint_reference import open_checkpoint
 from trial_core.models.records import Move
 from trial_core.models.registry import Registry
-from trial_core.retention.policy import own_metric
-from trial_core.run.run_loop import TrialResult
-from trial_core.transfer.fetch import download
 from trialflow.tasks.events import tell_champion
 from trialflow.tasks.retrying import TRANSFER
 from trialflow.tasks.storage_block import with_credentials

@@ -17,15 +17,15 @@ from prefect.events.utilities import emit_event
 from prefect.exceptions import EventTooLarge
 from prefect.logging import get_logger, get_run_logger
 
-from trial_core import text_format
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.common import text_format
 from trial_core.config import ExperimentConfig
-from trial_core.driver.observers import Observer
 from trial_core.errors import TrialflowError
 from trial_core.messages import MetricsKind
 from trial_core.models.records import Move
 from trial_core.models.registry import Registry
-from trial_core.trackers.model_registry import NOT_SHOWN, NotShown, show_champion
+from trial_core.observe.events.observers import Observer
+from trial_core.observe.trackers.model_registry import NOT_SHOWN, NotShown, show_champion
 
 PROMOTED = "trialflow.model.promoted"
 KEPT = "trialflow.model.kept"

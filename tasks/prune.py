@@ -6,21 +6,21 @@ from prefect import task
 from prefect.logging import get_run_logger
 
 from trial_core.checkpoint.intents import SweptUpload
-from trial_core.checkpoint.store import CheckpointStore
-from trial_core.retention.leftovers import (
+from trial_core.checkpoint.retention.leftovers import (
     Leftover,
     SweptLeftovers,
     find_leftovers,
     sweep_leftovers,
 )
-from trial_core.retention.policy import RetentionDecision, RetentionPolicy
-from trial_core.retention.pruning import (
+from trial_core.checkpoint.retention.pruning import (
     Pruned,
     PruningPlan,
     describe,
     plan_pruning,
     prune,
 )
+from trial_core.checkpoint.retention_policy import RetentionDecision, RetentionPolicy
+from trial_core.checkpoint.store import CheckpointStore
 from trialflow.tasks.retrying import TRANSFER
 
 

@@ -18,6 +18,7 @@ from prefect.client.orchestration import get_client
 from prefect.logging import get_run_logger
 
 from trial_core.checkpoint.manifest import utc_now
+from trial_core.checkpoint.retention_policy import own_metric
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.config.parsing import merged
@@ -29,7 +30,8 @@ from trial_core.errors import (
     PromotionRefused,
     TrialflowError,
 )
-from trial_core.models.callback_process import call_function, log_lines
+from trial_core.launch.machine.callback_process import call_function, log_lines
+from trial_core.launch.machine.run_dirs import run_dir_of, trial_id
 from trial_core.models.data_templates import check_plain_data, render_data
 from trial_core.models.journal import (
     Challenger,
@@ -41,9 +43,7 @@ from trial_core.models.journal import (
 from trial_core.models.promotion_rule import PromotionRule
 from trial_core.models.records import Version
 from trial_core.models.registry import Registry
-from trial_core.retention.policy import own_metric
-from trial_core.run.run_dirs import run_dir_of, trial_id
-from trial_core.run.stop_requests import StopHandler
+from trial_core.schedule.stop_requests import StopHandler
 from trialflow.tasks.events import outcome_event, send, tell_champion
 from trialflow.tasks.retrying import STORAGE_RETRIES, STORAGE_RETRY_SECONDS, TRANSFER
 

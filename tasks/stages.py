@@ -13,7 +13,9 @@ from prefect.cache_policies import NO_CACHE
 from prefect.context import FlowRunContext
 
 from trial_core.checkpoint.manifest import Manifest
+from trial_core.checkpoint.transfer.staged_checkpoint import StagedCheckpoint
 from trial_core.driver.run import Launch
+from trial_core.driver.script_progress import ScriptProgress
 from trial_core.driver.stages import build, checkpoint, script, upload_run_files as files
 from trial_core.driver.stages.callbacks import callbacks as call_hook
 from trial_core.driver.stages.own_stage import own_stage as call_own_stage
@@ -23,8 +25,6 @@ from trial_core.driver.stages.validate import (
     check_metrics as name_metrics,
     validate as run_validation,
 )
-from trial_core.run.script_progress import ScriptProgress
-from trial_core.transfer.staged_checkpoint import StagedCheckpoint
 from trialflow.tasks.checkpoint_asset import begins_asset, describe_asset
 from trialflow.tasks.retrying import TRANSFER
 

@@ -15,9 +15,9 @@ import httpx
 from prefect.client.orchestration import get_client
 from prefect.exceptions import ObjectNotFound, PrefectException
 
+from trial_core.checkpoint.storage.credentials import BLOCK
 from trial_core.config import ExperimentConfig
 from trial_core.errors import ConfigError
-from trial_core.storage.credentials import BLOCK
 
 FIELD = "checkpoint_storage.credentials"
 

@@ -75,17 +75,17 @@ NOT_RUN = {
     "pre-commit install": "changes the repository's hooks",
     "export PREFECT_API_": "the tests' server has another address, and no password",
     "read -rs": "the same",
-    "export OTEL_": "there is no collector: tests/trial_core/telemetry",
+    "export OTEL_": "there is no collector: tests/trial_core/observe/telemetry",
     "python examples/nightly/nightly.py --serve": "serves until Ctrl-C",
     "trialflow up": "serves until Ctrl-C: tests/deployments/test_up.py",
     "trialflow logs mine-": "needs a run: tests/deployments/cli/test_logs.py",
     "trialflow train experiment.yaml --start-from": (
-        "tests/trial_core/transfer/test_import_checkpoint.py"
+        "tests/trial_core/checkpoint/transfer/test_import_checkpoint.py"
     ),
     "trialflow train experiment.yaml --set name=calmer": (
         "the page's checkpoint is of another model: docs/guides/cookbook.md has the same"
     ),
-    "trialflow runs sync": "tests/trial_core/trackers/test_tracked_runs.py",
+    "trialflow runs sync": "tests/trial_core/observe/trackers/test_tracked_runs.py",
     "trialflow jobset": "tests/deployments/test_kubernetes_run.py",
     "trialflow deploy --type": "tests/deployments/test_deploy_templates.py",
     "prefect worker start": "works until Ctrl-C: tests/deployments/test_deploy.py",
@@ -105,7 +105,7 @@ NOT_RUN = {
     "trialflow train examples/gpt_stdlib/experiment.yaml --engine ray": "the same",
     "trialflow train experiment.yaml --set resources.slots_per_trial=16 --engine ray": "the same",
     "cp /path/to/trialflow": "the clone is wherever the user has it",
-    "sbatch": "needs Slurm: tests/trial_core/nodes/test_slurm_provider.py",
+    "sbatch": "needs Slurm: tests/trial_core/launch/nodes/test_slurm_provider.py",
     "salloc": "the same",
     "squeue": "the same",
     "scancel": "the same",

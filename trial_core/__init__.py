@@ -11,15 +11,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trial_core.lazy_names import lazy_names
+from trial_core.common.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from trial_core import core, deepspeed, errors, experimental, pytorch, transformers
     from trial_core.checkpoint.store import CheckpointStore
     from trial_core.cluster_info import ClusterInfo, TrialInfo, get_cluster_info
-    from trial_core.core_api.init import init
-    from trial_core.distributed import DistributedContext
     from trial_core.errors import InvalidHP
+    from trial_core.rank.collectives.distributed import DistributedContext
+    from trial_core.rank.core_api.init import init
 
 __all__ = [
     "CheckpointStore",
@@ -44,11 +44,11 @@ LOG_FORMAT = "%(levelname)s: [%(process)s] %(name)s: %(message)s"
 _HOMES = {
     "CheckpointStore": "trial_core.checkpoint.store",
     "ClusterInfo": "trial_core.cluster_info",
-    "DistributedContext": "trial_core.distributed",
+    "DistributedContext": "trial_core.rank.collectives.distributed",
     "InvalidHP": "trial_core.errors",
     "TrialInfo": "trial_core.cluster_info",
     "get_cluster_info": "trial_core.cluster_info",
-    "init": "trial_core.core_api.init",
+    "init": "trial_core.rank.core_api.init",
 }
 
 __getattr__, __dir__ = lazy_names(__name__, __all__, _HOMES)

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from trial_core.accelerator import peak_memory_bytes, reset_peak_memory
+from trial_core.common.text_format import number, plural
 from trial_core.errors import TrialError, TrialValueError
-from trial_core.pytorch.callback import TrialCallback
-from trial_core.pytorch.custom_reducers import MetricReducer
 from trial_core.pytorch.distributed_model import unwrapped
-from trial_core.text_format import number, plural
+from trial_core.rank.collectives.accelerator import peak_memory_bytes, reset_peak_memory
+from trial_core.rank.trial.callback import TrialCallback
+from trial_core.rank.trial.custom_reducers import MetricReducer
 
 __all__ = ["EarlyStopping", "ExponentialMovingAverage", "StopOnNonFinite", "ThroughputAndMemory"]
 

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from trial_core.text_format import trial_number as written_number
-from trial_core.unknown_names import SaysWhatToUse
+from trial_core.common.text_format import trial_number as written_number
+from trial_core.common.unknown_names import SaysWhatToUse
 
 CHECKPOINT_VARIABLE = "DET_LATEST_CHECKPOINT"
 

@@ -5,8 +5,10 @@ Follows ``determined.core``. docs/guides/core-api.md shows a script.
 
 from __future__ import annotations
 
-from trial_core.core_api.checkpoints import CheckpointContext, DownloadMode
-from trial_core.core_api.context import (
+from trial_core.common.lazy_names import lazy_names
+from trial_core.rank.collectives.distributed import DistributedContext
+from trial_core.rank.core_api.checkpoints import CheckpointContext, DownloadMode
+from trial_core.rank.core_api.context import (
     Context,
     EarlyExitReason,
     PreemptContext,
@@ -15,10 +17,8 @@ from trial_core.core_api.context import (
     TensorboardMode,
     TrainContext,
 )
-from trial_core.core_api.init import init
-from trial_core.core_api.searcher import SearcherContext, SearcherMode, SearcherOperation, Unit
-from trial_core.distributed import DistributedContext
-from trial_core.lazy_names import lazy_names
+from trial_core.rank.core_api.init import init
+from trial_core.rank.core_api.searcher import SearcherContext, SearcherMode, SearcherOperation, Unit
 
 __all__ = [
     "CheckpointContext",

@@ -15,10 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from trial_core.core_api.context import Context
-from trial_core.core_api.init import init
-from trial_core.core_api.script_host import current_slot
 from trial_core.errors import CheckpointError, TrialError, TrialflowError
+from trial_core.rank.core_api.context import Context
+from trial_core.rank.core_api.init import init
+from trial_core.rank.core_api.script_host import current_slot
 
 try:
     from transformers import Trainer, TrainerCallback, TrainingArguments

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trial_core.checkpoint.store import CheckpointStore
     from trial_core.config import ExperimentConfig, load_config
+    from trial_core.driver.run_loop import TrialResult
     from trial_core.errors import (
         CheckpointDamaged,
         CheckpointError,
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
         TrialflowError,
     )
     from trial_core.models.registry import Registry
-    from trial_core.run.run_loop import TrialResult
     from trialflow.flows.evaluate import EvaluateResult, evaluate
     from trialflow.flows.prune import PruneResult, prune
     from trialflow.flows.retrain import retrain
@@ -96,7 +96,7 @@ _HOMES = {
     "export": "trialflow.tasks.checkpoint_use",
     "promote": "trialflow.tasks.checkpoint_use",
     "fetch": "trialflow.tasks.checkpoint_use",
-    "TrialResult": "trial_core.run.run_loop",
+    "TrialResult": "trial_core.driver.run_loop",
     "EvaluateResult": "trialflow.flows.evaluate",
     "RetrainResult": "trialflow.flows.retraining.outcome",
     "PruneResult": "trialflow.flows.prune",

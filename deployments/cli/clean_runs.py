@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from trial_core import text_format
+from trial_core.common import text_format
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.experiment_options import ConfigFile, Storage, open_store
 from trialflow.deployments.cli.tables import print_table
@@ -36,7 +36,7 @@ def clean(
     Reports, logs and TensorBoard files stay in the storage, and `--resume` continues the trials as
     before. The folder of a live run is kept, and one with a file that the storage does not have.
     """
-    from trial_core.run.run_dirs import LOCK, home_folder, locked_if_ended
+    from trial_core.launch.machine.run_dirs import LOCK, home_folder, locked_if_ended
 
     store, home = open_store(config, storage), home_folder()
     with waiting(f"comparing {home} with {store.url}"):
@@ -76,8 +76,8 @@ def _size(folder: Path) -> int:
 def _why_kept(path: Path, store: CheckpointStore, older_than_days: float) -> str:
     """Why the folder of a run must stay; empty: it is over, old, and the storage has its files."""
     from trial_core.checkpoint import layout
-    from trial_core.report.rank_logs import stored_name
-    from trial_core.run.run_dirs import CODE, KEPT, LOCK, RANK_FILE_FOLDERS, holder_of
+    from trial_core.launch.machine.run_dirs import CODE, KEPT, LOCK, RANK_FILE_FOLDERS, holder_of
+    from trial_core.observe.report.rank_logs import stored_name
 
     if holder := holder_of(path):
         return f"used by {holder}, or its file system has no locks"
@@ -99,7 +99,7 @@ def _why_kept(path: Path, store: CheckpointStore, older_than_days: float) -> str
 
 def _is_trackers(inner: Path) -> bool:
     """Whether a file is a tracker's own, which it has elsewhere; W&B's offline files it has not."""
-    from trial_core.trackers.journal import FOLDER
+    from trial_core.observe.trackers.journal import FOLDER
 
     is_own = inner.parts[0] == FOLDER and len(inner.parts) > 2
     return is_own and not any(part.startswith("offline-run") for part in inner.parts)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from trial_core.text_format import size
+from trial_core.common.text_format import size
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.experiment_options import (
     DEFAULT_EXPERIMENT,
@@ -52,7 +52,7 @@ def config(
 
 def _print_code(experiment: ExperimentConfig) -> None:
     """Print what is packed of the code folder: sizes and names, then what is left out."""
-    from trial_core.transfer.trial_code import entrypoint_left_out, packed_code
+    from trial_core.checkpoint.transfer.trial_code import entrypoint_left_out, packed_code
 
     packed = packed_code(experiment, open_store_of(experiment))
     print(packed.summary(experiment.code))

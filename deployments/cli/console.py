@@ -23,7 +23,8 @@ import tempfile
 import traceback
 from pathlib import Path
 
-from trial_core import text_format
+from trial_core.checkpoint.storage.credentials import without_credentials
+from trial_core.common import text_format
 from trial_core.errors import (
     CheckpointDamaged,
     CommitConflict,
@@ -35,7 +36,6 @@ from trial_core.errors import (
     TrialError,
     TrialflowError,
 )
-from trial_core.storage.credentials import without_credentials
 from trialflow.deployments.cli.waiting import above_the_wait
 
 FAILED = 1

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from trial_core import text_format
+from trial_core.common import text_format
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.deploy import configured_client
 from trialflow.deployments.cli.waiting import waiting

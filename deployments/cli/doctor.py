@@ -16,8 +16,8 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from trial_core import text_format
-from trial_core.dependency_bounds import dependencies, out_of_bounds
+from trial_core.common import text_format
+from trial_core.common.dependency_bounds import dependencies, out_of_bounds
 from trial_core.errors import ConfigError, TrialflowError
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.check import Check, Status
@@ -162,8 +162,8 @@ def ninja() -> Check:
 
 def accelerators() -> Iterator[Check]:
     """Report what slots would train on, and check it in a process like a rank's."""
-    from trial_core.slots.accelerator_probe import described, try_accelerators
-    from trial_core.slots.accelerators import NVIDIA, visible_accelerators
+    from trial_core.launch.machine.accelerators import NVIDIA, visible_accelerators
+    from trial_core.launch.slots.accelerator_probe import described, try_accelerators
 
     try:
         visible = visible_accelerators(os.environ)

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from trial_core import text_format
+from trial_core.common import text_format
 from trial_core.errors import ConfigError
 from trial_core.export.export_checkpoint import (
     HUB,
@@ -112,7 +112,7 @@ def export(
         done = export_checkpoint(store, request, to, force, wait.bytes_read)
     pushed = None
     if push_to is not None:
-        from trial_core.export.hf_folder import push
+        from trial_core.checkpoint.weights.hf_folder import push
 
         with waiting(f"uploading {to} to {push_to}, {text_format.size(done.size_bytes)}"):
             pushed = push(

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from trial_core import text_format
+from trial_core.common import text_format
 from trial_core.errors import Stopped, TrialflowError
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.run_display import Display
@@ -96,7 +96,7 @@ class FlowRun(Generic[Result]):
             import httpx
             from prefect.exceptions import Abort, CancelledRun, Pause
 
-            from trial_core.driver.observers import observing
+            from trial_core.observe.events.observers import observing
 
             self._display.waiting_for("starting the ranks")
             try:

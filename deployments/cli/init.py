@@ -62,7 +62,7 @@ def template_files(template: Template) -> dict[str, str]:
 
 
 def _write(folder: Path, texts: dict[str, str]) -> None:
-    from trial_core.storage.storage_errors import ErrorTranslator
+    from trial_core.checkpoint.storage.storage_errors import ErrorTranslator
 
     with ErrorTranslator(str(folder)).translated("write to"):
         folder.mkdir(parents=True, exist_ok=True)

@@ -7,9 +7,9 @@ from dataclasses import asdict
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from trial_core import text_format
-from trial_core.driver.run_status import RunStatus
+from trial_core.common import text_format
 from trial_core.errors import CheckpointError, Stopped, TrialflowError
+from trial_core.observe.events.run_status import RunStatus
 from trialflow.deployments.cli import console
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class JsonResult:
 
     def _known_fields(self) -> dict[str, Any]:
         """The fields of a `TrialResult` that the flow did not return, as far as they are known."""
-        from trial_core.run.run_dirs import run_dir_of
+        from trial_core.launch.machine.run_dirs import run_dir_of
 
         run_dir = run_dir_of(self.trial) if self.trial else None
         report = run_dir / "report.md" if run_dir else None
@@ -128,7 +128,7 @@ class JsonResult:
 
     def _ledger(self) -> dict[str, Any] | None:
         """The trial's ledger of time; None if it has none, or the storage cannot be read."""
-        from trial_core.ledger.stored_ledger import read_ledger
+        from trial_core.observe.ledger.stored_ledger import read_ledger
 
         if self.store is None or self.trial is None:
             return None

@@ -10,7 +10,7 @@ from typing import IO, TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from trial_core import text_format
+from trial_core.common import text_format
 from trial_core.errors import ConfigError
 from trialflow.deployments.cli.experiment_options import (
     ConfigFile,
@@ -43,7 +43,7 @@ def logs(
     storage: Storage = None,
 ) -> int:
     """Print the log of a rank, complete: from the run's folder, else what the storage has of it."""
-    from trial_core.run.run_dirs import holder_of, home_folder
+    from trial_core.launch.machine.run_dirs import holder_of, home_folder
 
     name = f"rank-{rank}.log"
     here = {path.parents[1].name: path for path in home_folder().glob(f"*/logs/{name}")}
@@ -78,7 +78,7 @@ def _fetch(store: CheckpointStore, named: str, name: str, file: IO[bytes]) -> No
         ConfigError: there is none.
     """
     from trial_core.checkpoint import layout
-    from trial_core.storage.parallel import CancelSignal
+    from trial_core.checkpoint.storage.parallel import CancelSignal
 
     trial = named_trial(named, store.trials()) or named
     stored = store.storage.sizes(f"{layout.run_folder(trial)}/logs")

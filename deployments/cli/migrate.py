@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from trial_core.common.text_format import plural
 from trial_core.errors import ConfigError
-from trial_core.slots.accelerators import KIND_VARIABLE
-from trial_core.text_format import plural
+from trial_core.launch.machine.accelerators import KIND_VARIABLE
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.waiting import waiting
 
@@ -104,8 +104,8 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    from trial_core.storage.local_files import atomic_file
-    from trial_core.storage.storage_errors import ErrorTranslator
+    from trial_core.checkpoint.storage.local_files import atomic_file
+    from trial_core.checkpoint.storage.storage_errors import ErrorTranslator
 
     with (
         ErrorTranslator(str(path)).translated("write to"),

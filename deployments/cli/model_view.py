@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trial_core import text_format
+from trial_core.common import text_format
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.tables import local_time, print_table, shortest_unique
 

@@ -167,8 +167,8 @@ def _register(
     registry: Registry, model: str, checkpoint: str, config: Path | None, storage: str | None
 ) -> Version:
     """Register a checkpoint with the metric of --config, of the model, or of ./experiment.yaml."""
+    from trial_core.checkpoint.retention_policy import own_metric
     from trial_core.models.checkpoint_reference import open_checkpoint
-    from trial_core.retention.policy import own_metric
 
     manifest = open_checkpoint(registry.store, checkpoint)
     versions = registry.versions(model)
@@ -204,7 +204,7 @@ def _tell_server(registry: Registry, move: Move) -> None:
 
 
 def _show_in_mlflow(registry: Registry, move: Move) -> None:
-    from trial_core.trackers.model_registry import NOT_SHOWN, NotShown, show_champion
+    from trial_core.observe.trackers.model_registry import NOT_SHOWN, NotShown, show_champion
 
     try:
         with waiting("asking MLflow's registry"):

@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from trial_core.checkpoint.manifest import FileEntry
+from trial_core.checkpoint.storage.base import PROBES, Storage
+from trial_core.common.text_format import plural, size
 from trial_core.config import ExperimentConfig
 from trial_core.driver.placement import choose_provider, on_nodes
 from trial_core.errors import LaunchError, StorageError, TrialflowError
-from trial_core.messages import Message
-from trial_core.nodes.hub import ConnectedAgent
-from trial_core.nodes.node_messages import (
+from trial_core.launch.machine.run_dirs import home_folder
+from trial_core.launch.nodes.hub import ConnectedAgent
+from trial_core.launch.nodes.node_messages import (
     Answer,
     Examine,
     Examined,
@@ -34,10 +36,8 @@ from trial_core.nodes.node_messages import (
     StorageTried,
     TryStorage,
 )
-from trial_core.nodes.versions import PACKAGES
-from trial_core.run.run_dirs import home_folder
-from trial_core.storage.base import PROBES, Storage
-from trial_core.text_format import plural, size
+from trial_core.launch.nodes.versions import PACKAGES
+from trial_core.messages import Message
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.check import Check
 from trialflow.deployments.cli.experiment_options import open_store_of
@@ -53,7 +53,7 @@ SLOW_FACTOR = 4
 PROBE_BYTES = 16 * 2**20
 SHOWN = 8
 ANSWER_SECONDS: dict[type[Message], float] = {
-    Examined: 360.0,  # above `trial_core.slots.accelerators.PROBE_TIMEOUT_SECONDS`
+    Examined: 360.0,  # above `trial_core.launch.machine.accelerators.PROBE_TIMEOUT_SECONDS`
     Reached: 180.0,
     StorageTried: 300.0,
 }

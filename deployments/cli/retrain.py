@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from trial_core import text_format
+from trial_core.common import text_format
 from trial_core.errors import Stopped
 from trialflow.deployments.cli.experiment_options import (
     DEFAULT_EXPERIMENT,

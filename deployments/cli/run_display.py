@@ -20,8 +20,8 @@ from typing import IO, TYPE_CHECKING, Any, TextIO, cast
 
 from typing_extensions import Self
 
-from trial_core import text_format
-from trial_core.driver.run_status import TRAINING, UPLOAD, RunStatus, Stage
+from trial_core.common import text_format
+from trial_core.observe.events.run_status import TRAINING, UPLOAD, RunStatus, Stage
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

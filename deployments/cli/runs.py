@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
-from trial_core import text_format
+from trial_core.common import text_format
 from trial_core.errors import CheckpointDamaged, CheckpointNotFound, ConfigError
 from trialflow.deployments.cli.clean_runs import clean
 from trialflow.deployments.cli.experiment_options import ConfigFile, Storage, open_store
@@ -20,7 +20,7 @@ from trialflow.deployments.cli.waiting import waiting
 
 if TYPE_CHECKING:
     from trial_core.checkpoint.store import CheckpointStore
-    from trial_core.ledger.time_ledger import RunTime, TimeLedger
+    from trial_core.observe.ledger.time_ledger import RunTime, TimeLedger
 
 app = App(
     name="runs",
@@ -58,9 +58,9 @@ def _read(store: CheckpointStore, trial: str) -> StoredTrial:
     """
     from trial_core.checkpoint import layout
     from trial_core.checkpoint.json_objects import decode_json
-    from trial_core.report.history import ReportHistory
-    from trial_core.report.live_report import HISTORY
-    from trial_core.retention.policy import best_of_trial
+    from trial_core.checkpoint.retention_policy import best_of_trial
+    from trial_core.observe.report.history import ReportHistory
+    from trial_core.observe.report.live_report import HISTORY
 
     saved = store.resume_candidates(trial)
     if not saved:
@@ -192,8 +192,8 @@ def sync(
     """
     from logging import getLogger
 
-    from trial_core.run.run_dirs import locked_run_dir
-    from trial_core.trackers.sync import sync_trackers
+    from trial_core.launch.machine.run_dirs import locked_run_dir
+    from trial_core.observe.trackers.sync import sync_trackers
 
     store = open_store(config, storage)
     with locked_run_dir(trial) as run_dir:
@@ -220,8 +220,8 @@ def show(
     trial
         The trial's id: `trialflow checkpoints list` shows those that have saved.
     """
-    from trial_core.ledger.stored_ledger import read_ledger
-    from trial_core.ledger.time_ledger import TimeLedger
+    from trial_core.observe.ledger.stored_ledger import read_ledger
+    from trial_core.observe.ledger.time_ledger import TimeLedger
 
     store = open_store(config, storage)
     with waiting(f"reading {store.url}"):

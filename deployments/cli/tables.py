@@ -9,7 +9,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from trial_core import text_format
+from trial_core.common import text_format
 
 SHORT_UUID = 8
 # Piped output has no terminal width: lines are not cut.

@@ -15,10 +15,10 @@ from uuid import uuid4
 
 from cyclopts import Parameter
 
-from trial_core import text_format
-from trial_core.driver.throughput import Throughput
+from trial_core.common import text_format
 from trial_core.errors import CheckpointError, ConfigError, Stopped, TrialError, TrialflowError
-from trial_core.run.stop_requests import as_the_trial_asked
+from trial_core.observe.events.throughput import Throughput
+from trial_core.schedule.stop_requests import as_the_trial_asked
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.experiment_options import (
     DEFAULT_EXPERIMENT,
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from trial_core.checkpoint.store import CheckpointStore
     from trial_core.config import ExperimentConfig
     from trial_core.driver.drive import Ended
-    from trial_core.driver.observers import Observer
+    from trial_core.observe.events.observers import Observer
     from trialflow.flows.train import TrialResult
 
 
@@ -249,7 +249,7 @@ class _TrialRun:
             console.note(f"trial {trial} has no checkpoint yet, so --resume does not continue it")
 
     def _note_ids(self, flow: Any, flow_run: Any, state: Any) -> None:
-        from trial_core.run.run_dirs import trial_id
+        from trial_core.launch.machine.run_dirs import trial_id
 
         flow_run_id = self._outcome.flow_run_id = str(flow_run.id)
         self._outcome.trial = self._continued or trial_id(self._experiment.name, flow_run_id)
@@ -260,8 +260,8 @@ def tried(
 ) -> Ended:
     """Try a trial; delete what that wrote if nothing failed. Raises as `try_trial`."""
     from trial_core.driver.drive import Caller, try_trial
-    from trial_core.run.run_dirs import run_dir_of, trial_id
-    from trial_core.run.stop_requests import StopHandler
+    from trial_core.launch.machine.run_dirs import run_dir_of, trial_id
+    from trial_core.schedule.stop_requests import StopHandler
 
     trial = trial_id(f"{experiment.name} test", uuid4().hex)
     logger = Logger(__name__, CRITICAL)  # the display and the error say what the log would
@@ -311,7 +311,7 @@ def _trial_to_resume(
         )
     trial = named or store.newest_trial(experiment)
     if trial is None:
-        from trial_core.run.known_storages import refuse_other_storage
+        from trial_core.checkpoint.retention.known_storages import refuse_other_storage
 
         refuse_other_storage(store)
         say(
@@ -319,7 +319,7 @@ def _trial_to_resume(
             "starting a new trial"
         )
         return None
-    from trial_core.retention.trial_owner import describe_last_run
+    from trial_core.checkpoint.retention.trial_owner import describe_last_run
 
     say(f"continuing trial {trial}, {describe_last_run(store, trial)}")
     return trial
@@ -327,7 +327,7 @@ def _trial_to_resume(
 
 def _report_page(trial: str) -> Path:
     """Where the trial's HTML report is on this machine, once there is one."""
-    from trial_core.run.run_dirs import run_dir_of
+    from trial_core.launch.machine.run_dirs import run_dir_of
 
     return run_dir_of(trial) / "report.html"
 
@@ -340,7 +340,7 @@ def _page_written_at(trial: str) -> int | None:
 
 def _other_best(store: CheckpointStore, result: TrialResult) -> Manifest | None:
     """The trial's best checkpoint, if it is another one than the last."""
-    from trial_core.retention.policy import best_of_trial
+    from trial_core.checkpoint.retention_policy import best_of_trial
 
     try:
         with waiting(f"looking for the best checkpoint in {store.url}"):

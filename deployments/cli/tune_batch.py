@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+from trial_core.common.text_format import plural
 from trial_core.errors import ConfigError
-from trial_core.text_format import plural
 from trialflow.deployments.cli.experiment_options import (
     DEFAULT_EXPERIMENT,
     Engine,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from trial_core import text_format
+from trial_core.common import text_format
 from trial_core.errors import ConfigError, LaunchError, TrialflowError
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.deploy import (
@@ -183,7 +183,7 @@ def _set_up(requested_pool: str | None, retrainings: Sequence[RetrainingRequest]
 
 def _accelerators() -> int:
     """How many runs can share. A machine that cannot count them may still retrain on the CPU."""
-    from trial_core.slots.accelerators import count_accelerators
+    from trial_core.launch.machine.accelerators import count_accelerators
 
     try:
         return count_accelerators()

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from trial_core import text_format
+from trial_core.common import text_format
 from trialflow.deployments.cli.run_display import is_interactive
 
 if TYPE_CHECKING:

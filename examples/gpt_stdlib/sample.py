@@ -25,9 +25,9 @@ from rich.table import Table
 
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.checkpoint.transfer.fetch import fetch_files
 from trial_core.config import load_config
 from trial_core.errors import CheckpointError, CheckpointNotFound, TrialflowError
-from trial_core.transfer.fetch import fetch_files
 
 EXPERIMENT = Path(__file__).with_name("experiment.yaml")
 WEIGHTS = "model0/mp_rank_00_model_states.pt"  # DeepSpeed's name under ZeRO 0 to 2

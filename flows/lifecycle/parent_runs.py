@@ -26,7 +26,7 @@ from prefect.context import FlowRunContext, TaskRunContext
 
 from trial_core.config import ExperimentConfig
 from trial_core.errors import TrialflowError
-from trial_core.run.stop_requests import StopReason
+from trial_core.schedule.stop_requests import StopReason
 from trialflow.tasks.client_retries import client_retries
 
 _identities: dict[UUID, str] = {}

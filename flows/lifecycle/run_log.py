@@ -11,9 +11,9 @@ from prefect.exceptions import MissingContextError
 from prefect.logging import get_run_logger
 from prefect.logging.handlers import APILogHandler
 
-from trial_core.driver.observers import current_observer
 from trial_core.driver.run import Logger
 from trial_core.errors import Stopped
+from trial_core.observe.events.observers import current_observer
 
 _TASKS, _FLOWS = "prefect.task_runs", "prefect.flow_runs"
 # The state of a task that a stop has ended, as Prefect writes it.

@@ -4,7 +4,7 @@ Prefect stops a flow by raising in the middle of its work. The stop monitor take
 so that the run can save; afterwards it lets Prefect do what it would have done. Where no signal
 comes (Suspend, a Cancel whose worker is gone), the monitor sees it in the flow run's state.
 
-The whole route of a stop: `trial_core/run/stop_requests.py`.
+The whole route of a stop: `trial_core/schedule/stop_requests.py`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from prefect.states import Cancelled, Running, Suspended
 from trial_core.config.stopping_section import StoppingConfig
 from trial_core.driver.drive import while_stopping
 from trial_core.errors import Stopped, Superseded
-from trial_core.run.stop_requests import StopHandler, StopRequest
+from trial_core.schedule.stop_requests import StopHandler, StopRequest
 from trialflow.flows.lifecycle.detached_engine import has_lost_supervisor, ignore_broken_output
 from trialflow.flows.lifecycle.flow_run_reader import FlowRunReader
 from trialflow.flows.lifecycle.flow_run_state import hold_suspended, set_state

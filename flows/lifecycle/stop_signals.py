@@ -12,8 +12,8 @@ from typing import Any
 
 from prefect.exceptions import Abort
 
-from trial_core.driver.observers import current_observer
-from trial_core.run.stop_requests import StopHandler, StopReason
+from trial_core.observe.events.observers import current_observer
+from trial_core.schedule.stop_requests import StopHandler, StopReason
 from trialflow.flows.lifecycle.signals_in_threads import signals_in_thread
 
 # One Ctrl-C may arrive twice: from the terminal, and from a parent that forwards it.

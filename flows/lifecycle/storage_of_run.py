@@ -15,7 +15,7 @@ from prefect.client.orchestration import get_client
 from prefect.logging import get_run_logger
 
 from trial_core.errors import Stopped, TrialflowError
-from trial_core.run.stop_requests import StopHandler
+from trial_core.schedule.stop_requests import StopHandler
 from trialflow.flows.lifecycle.server_outage import RETRY_SECONDS, ServerOutage
 from trialflow.flows.server.embedded_server import is_unauthorized
 from trialflow.tasks.client_retries import NO_ANSWER, client_retries

@@ -11,11 +11,11 @@ from typing import Any
 
 from prefect.logging import get_run_logger
 
+from trial_core.checkpoint.storage.local_files import replace_file
 from trial_core.errors import RegistryError, Stopped, StorageError, Superseded
 from trial_core.models.journal import REPORT, PromotionDecision, StageRecord
-from trial_core.report.retraining_report import FILE, RetrainingFacts
-from trial_core.run.stop_requests import StopHandler
-from trial_core.storage.local_files import replace_file
+from trial_core.observe.report.retraining_report import FILE, RetrainingFacts
+from trial_core.schedule.stop_requests import StopHandler
 from trialflow.tasks.artifact import MarkdownArtifact
 from trialflow.tasks.client_retries import NO_ANSWER
 from trialflow.tasks.retrain import CallbackFailed, RetrainingRun, run_callback, send_event

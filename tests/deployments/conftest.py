@@ -9,8 +9,8 @@ from tests.support.deploying import client
 from tests.support.manifests import FILES, new_manifest, stage
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.run.sequencer import Progress
-from trial_core.transfer.upload import upload_files
+from trial_core.checkpoint.transfer.upload import upload_files
+from trial_core.schedule.sequencer import Progress
 
 __all__ = ["client", "history", "stored"]
 

@@ -22,7 +22,7 @@ from tests.support.processes import alive, descendants, wait_until_gone
 from tests.support.slots import TOY, lines
 from tests.support.tensors import differing, tensors
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.ledger.stored_ledger import read_ledger
+from trial_core.observe.ledger.stored_ledger import read_ledger
 
 pytestmark = [pytest.mark.slots, pytest.mark.server]
 

@@ -17,10 +17,10 @@ from tests.support.faults.saving import CLIENTS, TRIAL, keys_of, save, stage_ran
 from tests.support.manifests import stored_files
 from trial_core.checkpoint.layout import MARK
 from trial_core.checkpoint.manifest import Manifest
+from trial_core.checkpoint.storage.base import PROBES
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.checkpoint.transfer.fetch import fetch_files
 from trial_core.errors import CheckpointDamaged, CheckpointNotFound, StorageError
-from trial_core.storage.base import PROBES
-from trial_core.transfer.fetch import fetch_files
 
 DEADLINE_SECONDS = 30.0
 Kind = Literal["500", "503", "cut request", "lose reply"]

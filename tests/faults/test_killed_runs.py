@@ -19,7 +19,7 @@ from tests.support.s3 import S3Server
 from tests.support.tensors import differing, tensors
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.transfer.fetch import download
+from trial_core.checkpoint.transfer.fetch import download
 
 pytestmark = [pytest.mark.slots, pytest.mark.long]
 

@@ -11,7 +11,7 @@ from tests.support.faults.plan import Fault, Plan
 from tests.support.faults.processes import ForkedSaves
 from tests.support.faults.saving import ATTEMPT, TRIAL, check
 from tests.support.faults.scene import Scene
-from trial_core.transfer.upload import upload_files
+from trial_core.checkpoint.transfer.upload import upload_files
 
 KILLED = -9
 SOME = 9

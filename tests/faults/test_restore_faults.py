@@ -17,8 +17,8 @@ from tests.support.faults.scene import Scene
 from tests.support.manifests import stored_files
 from trial_core.checkpoint.layout import CODE_NAME
 from trial_core.checkpoint.manifest import Manifest
+from trial_core.checkpoint.transfer.fetch import fetch_files
 from trial_core.errors import StorageError
-from trial_core.transfer.fetch import fetch_files
 
 FAULTS = {
     "cut request": Fault("cut request"),

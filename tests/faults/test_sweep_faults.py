@@ -12,8 +12,8 @@ from tests.support.faults.plan import Fault
 from tests.support.faults.saving import ATTEMPT, TRIAL, Site, keys_of
 from tests.support.faults.scene import Scene
 from trial_core.checkpoint.manifest import Manifest
+from trial_core.checkpoint.transfer.upload import upload_files
 from trial_core.errors import StorageError
-from trial_core.transfer.upload import upload_files
 
 FAULTS = (
     Fault("cut request"),

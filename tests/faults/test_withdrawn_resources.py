@@ -16,7 +16,7 @@ import pytest
 from tests.support.faults.withdrawn import BATCHES, FIRST, NAMESPACES, run_twice, withdrawn
 from tests.support.s3 import S3Server
 from tests.support.slots import toy_config
-from trial_core.storage import retrying
+from trial_core.checkpoint.storage import retrying
 
 pytestmark = [pytest.mark.slots, pytest.mark.long]
 

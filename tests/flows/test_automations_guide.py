@@ -28,8 +28,8 @@ from tests.support.prefect import ROOT, PrefectServer
 from tests.support.snippets import SNIPPETS
 from tests.support.waiting import WAIT_SECONDS, ask, until
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.checkpoint.transfer.upload import upload_files
 from trial_core.config import ExperimentConfig
-from trial_core.transfer.upload import upload_files
 from trialflow import promote
 from trialflow.flows.server.embedded_server import flush
 from trialflow.flows.train import train as train_flow

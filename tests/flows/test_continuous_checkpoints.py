@@ -14,10 +14,10 @@ from tests.support.flow import breaking, train
 from tests.support.slots import lines, toy_config
 from tests.support.tensors import differing, tensors
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.driver.observers import Observer, observing
-from trial_core.slots.slot_group import SlotGroup
-from trial_core.slots.stop_barrier import Position, StopCoordinator
-from trial_core.transfer.fetch import download
+from trial_core.checkpoint.transfer.fetch import download
+from trial_core.launch.slots.slot_group import SlotGroup
+from trial_core.launch.slots.stop_barrier import Position, StopCoordinator
+from trial_core.observe.events.observers import Observer, observing
 
 pytestmark = [pytest.mark.slots, pytest.mark.server]
 BATCHES, KILLED_AT, AHEAD, VALIDATION = 41, 29, 5, 17

@@ -16,6 +16,7 @@ from tests.support.prefect import PrefectServer
 from tests.support.slots import lines
 from tests.support.storage_clock import shift_clock
 from trial_core.checkpoint.resume_point import ResumePoint
+from trial_core.checkpoint.retention.claims import claims
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.errors import (
@@ -24,8 +25,7 @@ from trial_core.errors import (
     ModelNotFound,
     StorageError,
 )
-from trial_core.retention.claims import claims
-from trial_core.run.stop_requests import StopHandler
+from trial_core.schedule.stop_requests import StopHandler
 from trialflow.flows import evaluate as evaluate_flow
 
 pytestmark = [pytest.mark.slots, pytest.mark.server]

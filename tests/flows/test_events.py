@@ -13,8 +13,8 @@ from tests.support.events import check_fields, events_of, related
 from tests.support.flow import breaking, one_slot, train
 from tests.support.prefect import PrefectServer
 from trial_core.checkpoint import layout
-from trial_core.driver.observers import Observer, Observers
 from trial_core.models.registry import Registry
+from trial_core.observe.events.observers import Observer, Observers
 from trialflow.flows.server.embedded_server import flush
 from trialflow.tasks.checkpoint_use import promote, store_of
 from trialflow.tasks.events import CHAMPION, COMMITTED, RESTARTING, STALLED, numbers

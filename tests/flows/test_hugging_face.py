@@ -16,8 +16,8 @@ from tests.support.slots import TOY, toy_config
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.checkpoint.transfer.fetch import download
 from trial_core.errors import StorageError
-from trial_core.transfer.fetch import download
 
 pytestmark = [pytest.mark.slots, pytest.mark.server]
 pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")

@@ -20,13 +20,13 @@ from tests.support.gpus import fake_gpus
 from tests.support.slots import build, toy_config
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.driver.launch_ranks import launch_slots
-from trial_core.driver.observers import Observer
 from trial_core.driver.placement import OnNodes, Placement, ThisMachine
 from trial_core.driver.run import Launch, Run
 from trial_core.errors import CheckpointError, LaunchError, RankFailed
-from trial_core.ledger.run_clock import RunClock
-from trial_core.slots.accelerators import resolve_slot_count
-from trial_core.slots.fork_server import ForkServer
+from trial_core.launch.machine.accelerators import resolve_slot_count
+from trial_core.launch.slots.fork_server import ForkServer
+from trial_core.observe.events.observers import Observer
+from trial_core.observe.ledger.run_clock import RunClock
 from trialflow.flows.lifecycle.crash_limit import CrashedTooOften
 
 

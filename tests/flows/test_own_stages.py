@@ -14,10 +14,10 @@ from tests.support.flow import one_slot, stages, train
 from tests.support.prefect import PrefectServer
 from tests.support.slots import toy_config
 from tests.trial_core.trainer.fits import every, run
+from trial_core.checkpoint.retention_policy import best_of_trial
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import ConfigError, TrialError
-from trial_core.retention.policy import best_of_trial
-from trial_core.run.stop_requests import StopHandler
+from trial_core.schedule.stop_requests import StopHandler
 
 pytestmark = [pytest.mark.slots, pytest.mark.server]
 

@@ -16,13 +16,13 @@ from tests.support.manifests import leave_unfinished_upload, new_manifest
 from tests.support.prefect import PrefectServer
 from tests.support.slots import toy_config
 from trial_core.checkpoint.manifest import Manifest
+from trial_core.checkpoint.retention.protections import pin
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.driver.run import Launch, Run
 from trial_core.driver.uploads import Pruning
 from trial_core.errors import ConfigError, StorageError
-from trial_core.retention.protections import pin
-from trial_core.run.sequencer import Progress
+from trial_core.schedule.sequencer import Progress
 from trialflow.flows.lifecycle.run_log import logger_finder
 from trialflow.flows.train import STAGES
 

@@ -8,8 +8,8 @@ import pytest
 
 from tests.support.flow import one_slot, stages, train
 from tests.support.prefect import PrefectServer
+from trial_core.checkpoint.retention.claims import claims
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.retention.claims import claims
 
 pytestmark = [pytest.mark.slots, pytest.mark.server]
 

@@ -13,11 +13,11 @@ import pytest
 import trialflow.flows.retrain
 from tests.support.manifests import commit_files
 from tests.support.slots import toy_config
+from trial_core.checkpoint.retention.claims import RunClaim, claims
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import RankFailed, Stalled
 from trial_core.models.journal import Challenger, RetrainingPlan
-from trial_core.retention.claims import RunClaim, claims
-from trial_core.run.stop_requests import StopHandler
+from trial_core.schedule.stop_requests import StopHandler
 from trialflow.flows.evaluate import EvaluateResult
 from trialflow.flows.retrain import (
     RetrainingAttempt,

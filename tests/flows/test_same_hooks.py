@@ -29,8 +29,8 @@ from tests.support.hook_calls import (
 )
 from tests.support.slots import toy_config
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.driver.observers import observing
 from trial_core.driver.stages import PLAIN_STAGES, Stages
+from trial_core.observe.events.observers import observing
 from trialflow.flows.train import STAGES
 from trialflow.tasks.stages import call_hook_as_task
 

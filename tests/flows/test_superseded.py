@@ -13,9 +13,9 @@ from trial_core.checkpoint.fencing import newest_attempts
 from trial_core.checkpoint.json_objects import encode_json
 from trial_core.checkpoint.layout import claim_key
 from trial_core.checkpoint.manifest import Manifest, utc_now
+from trial_core.checkpoint.retention.claims import Claim, claims
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import Superseded, TrialflowError
-from trial_core.retention.claims import Claim, claims
 
 pytestmark = [pytest.mark.slots, pytest.mark.server]
 

@@ -23,7 +23,7 @@ from tests.support.slots import lines, toy_config
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import RankFailed, StorageError
-from trial_core.ledger.stored_ledger import read_ledger
+from trial_core.observe.ledger.stored_ledger import read_ledger
 
 pytestmark = [pytest.mark.slots, pytest.mark.server]
 

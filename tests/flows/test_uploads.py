@@ -17,13 +17,13 @@ from tests.support.prefect import free_port, isolated
 from tests.support.slots import toy_config
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.driver.observers import Observer
+from trial_core.checkpoint.transfer.staged_checkpoint import StagedCheckpoint
 from trial_core.driver.run import Launch, Run
 from trial_core.driver.uploads import Uploads
 from trial_core.errors import SlotsError
-from trial_core.ledger.run_clock import RunClock
-from trial_core.run.sequencer import Progress
-from trial_core.transfer.staged_checkpoint import StagedCheckpoint
+from trial_core.observe.events.observers import Observer
+from trial_core.observe.ledger.run_clock import RunClock
+from trial_core.schedule.sequencer import Progress
 from trialflow.flows.server.prefect_settings import environment
 from trialflow.flows.train import STAGES
 

@@ -14,6 +14,7 @@ import torch
 
 from tests.support.slots import Driven, build, drive, toy_config
 from tests.support.tensors import differing, tensors
+from trial_core.launch.slots.slot_group import SlotGroup
 from trial_core.messages import (
     BuildLoadersAndRestore,
     Done,
@@ -26,7 +27,6 @@ from trial_core.messages import (
     TrainBatches,
     Trained,
 )
-from trial_core.slots.slot_group import SlotGroup
 
 pytestmark = [
     pytest.mark.slots,

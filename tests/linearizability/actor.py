@@ -20,9 +20,9 @@ from s3fs import S3FileSystem
 from tests.linearizability import protections, registry, trials
 from tests.linearizability.history import Recorder
 from trial_core.checkpoint.fencing import Fence
+from trial_core.checkpoint.retention import claims, deletion_markers
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.models.numbered_log import NumberedLog
-from trial_core.retention import claims, deletion_markers
 
 SUBJECTS: Mapping[str, ModuleType] = {
     "trials": trials, "protections": protections, "registry": registry
@@ -45,7 +45,7 @@ MISTAKES: Mapping[str, Callable[[], AbstractContextManager[Any]]] = {
     ),
     "a pin does not look for deletions": lambda: mock.patch.object(deletion_markers, "check_stays"),
     "a prune does not look again": lambda: mock.patch(
-        "trial_core.retention.pruning._why_needed_now", return_value=None
+        "trial_core.checkpoint.retention.pruning._why_needed_now", return_value=None
     ),
 }
 """Mistakes that may be planted in the product: each is a race that its tests must find."""

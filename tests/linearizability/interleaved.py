@@ -17,8 +17,8 @@ from tests.linearizability.actor import SUBJECTS
 from tests.linearizability.history import Recorder
 from tests.linearizability.scene import check_histories, histories, prepare
 from tests.support.interleaving import interleave_all
+from trial_core.checkpoint.retention import claims
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.retention import claims
 
 TURNS = (0.5, 0.2, 0.1, 0.05, 0.03)
 """How likely it is that another actor has the next request: one of them for a whole history."""

@@ -1,6 +1,6 @@
 """A committed checkpoint: pins, claims, prunes and deletions that meet.
 
-What is promised (`retention.deletion_markers`), and so the model:
+What is promised (`checkpoint.retention.deletion_markers`), and so the model:
 
 - A pin or a claim that returned: the checkpoint is there, and no prune deletes it until the pin is
   removed or the run has ended. A deletion by a person looks at pins only.
@@ -22,12 +22,12 @@ from typing import NamedTuple
 from tests.linearizability.checker import Operation, Steps
 from tests.linearizability.history import Event, Recorder
 from trial_core.checkpoint.manifest import Manifest
+from trial_core.checkpoint.retention.claims import RunClaim
+from trial_core.checkpoint.retention.protections import pin, unpin
+from trial_core.checkpoint.retention.pruning import delete_checkpoint, plan_pruning, prune
+from trial_core.checkpoint.retention_policy import RetentionPolicy
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointError, StorageError
-from trial_core.retention.claims import RunClaim
-from trial_core.retention.policy import RetentionPolicy
-from trial_core.retention.protections import pin, unpin
-from trial_core.retention.pruning import delete_checkpoint, plan_pruning, prune
 
 KEEP_NONE = RetentionPolicy(save_trial_best=0, save_trial_latest=0)
 

@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 from tests.linearizability.checker import Operation, Steps
 from tests.linearizability.history import Event, Recorder
 from tests.linearizability.protections import KEEP_NONE
+from trial_core.checkpoint.retention.pruning import plan_pruning, prune
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointError
 from trial_core.models.records import Move
 from trial_core.models.registry import ANY, Registry
-from trial_core.retention.pruning import plan_pruning, prune
 
 
 class Model(NamedTuple):

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.support.slots import TOY
-from trial_core.controller.rank_state import seed_everything
 from trial_core.pytorch import PyTorchTrialContext
 from trial_core.pytorch.pytorch_adapter import PyTorchTrialAdapter
+from trial_core.rank.rank_state import seed_everything
 
 
 def train_alone(

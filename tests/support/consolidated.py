@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 from deepspeed.checkpoint.ds_to_universal import main
 
-from trial_core.controller.safe_load import Reader
+from trial_core.checkpoint.weights.weights import Precision, Weights, read_all
 from trial_core.deepspeed.checkpoint_engine import CHECKPOINT_CLASSES
 from trial_core.deepspeed.export.deepspeed_folder import join_frozen
 from trial_core.deepspeed.export.engine_weights import saved_weights
 from trial_core.deepspeed.fingerprints import check_exported, fingerprints_of
-from trial_core.export.weights import Precision, Weights, read_all
+from trial_core.rank.state_files.safe_load import Reader
 
 
 def consolidated(folder: Path, into: Path) -> dict[str, torch.Tensor]:

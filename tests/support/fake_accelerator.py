@@ -15,7 +15,7 @@ from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trial_core import accelerator
+from trial_core.rank.collectives import accelerator
 
 
 class FakeAccelerator(CPU_Accelerator):

@@ -13,9 +13,9 @@ from trial_core.checkpoint.intents import Intent
 from trial_core.checkpoint.json_objects import encode_json
 from trial_core.checkpoint.manifest import FileEntry, Manifest, Topology
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.run.sequencer import Progress
-from trial_core.transfer.trial_code import upload_code
-from trial_core.transfer.upload import upload_files
+from trial_core.checkpoint.transfer.trial_code import upload_code
+from trial_core.checkpoint.transfer.upload import upload_files
+from trial_core.schedule.sequencer import Progress
 
 LONG_AGO = "2001-05-09T17:04:00.000000Z"
 FILES = {

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-from trial_core.trackers.records import AnyRecord
-from trial_core.trackers.tracker import RecordRefused, Tracker
+from trial_core.observe.trackers.records import AnyRecord
+from trial_core.observe.trackers.tracker import RecordRefused, Tracker
 
 CHILD = "3333.5"
 

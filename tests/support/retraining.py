@@ -24,12 +24,12 @@ from tests.support.slots import TOY, toy_config
 from tests.support.waiting import ask, until
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.checkpoint.transfer.upload import upload_files
 from trial_core.config import ExperimentConfig
 from trial_core.models.records import Move
 from trial_core.models.registry import Registry
-from trial_core.run.sequencer import Progress
-from trial_core.run.stop_requests import StopHandler
-from trial_core.transfer.upload import upload_files
+from trial_core.schedule.sequencer import Progress
+from trial_core.schedule.stop_requests import StopHandler
 from trialflow.flows.evaluate import EvaluateResult
 from trialflow.flows.server.embedded_server import flush
 from trialflow.flows.train import TrialResult

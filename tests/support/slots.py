@@ -25,6 +25,12 @@ import pytest
 from trial_core.checkpoint.manifest import FileEntry, Topology
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
+from trial_core.launch.machine.accelerators import count_accelerators
+from trial_core.launch.slots.fork_server import ForkServer
+from trial_core.launch.slots.launcher import LocalLauncher
+from trial_core.launch.slots.rank_main import TRIAL_MODULES
+from trial_core.launch.slots.slot_group import SlotGroup
+from trial_core.launch.slots.stacks import STACK_SIGNAL, current_stacks
 from trial_core.messages import (
     AnyRequest,
     BuildLoadersAndRestore,
@@ -49,15 +55,16 @@ from trial_core.messages import (
     TrialBuilt,
     Validated,
 )
-from trial_core.run.searcher_metric import searcher_metric
-from trial_core.run.sequencer import Checkpoint, Finish, Progress, Train, Validate, next_workload
-from trial_core.slots.accelerators import count_accelerators
-from trial_core.slots.fork_server import ForkServer
-from trial_core.slots.launcher import LocalLauncher
-from trial_core.slots.rank_main import TRIAL_MODULES
-from trial_core.slots.slot_group import SlotGroup
-from trial_core.slots.stacks import STACK_SIGNAL, current_stacks
-from trial_core.units import EpochLength
+from trial_core.schedule.searcher_metric import searcher_metric
+from trial_core.schedule.sequencer import (
+    Checkpoint,
+    Finish,
+    Progress,
+    Train,
+    Validate,
+    next_workload,
+)
+from trial_core.schedule.units import EpochLength
 
 ONE_TWO_FOUR = [
     pytest.param(1, marks=pytest.mark.long), 2, pytest.param(4, marks=pytest.mark.long),

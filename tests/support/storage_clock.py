@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import pytest
 
-from trial_core.storage.base import Storage, StoredObject
+from trial_core.checkpoint.storage.base import Storage, StoredObject
 
 
 def shift_clock(monkeypatch: pytest.MonkeyPatch, storage: Storage, shift: timedelta) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from trial_core.controller.safe_load import Reader
+from trial_core.rank.state_files.safe_load import Reader
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from trial_core.controller.safe_load import Reader
 from trial_core.pytorch.pytorch_state import MODELS, OPTIMIZERS, read_state
+from trial_core.rank.state_files.safe_load import Reader
 
 
 def whole_state(stored: Path) -> dict[str, Any]:

@@ -17,14 +17,14 @@ import pytest
 from prefect import flow
 from prefect.logging import get_run_logger
 
-import trial_core.report.live_report
+import trial_core.observe.report.live_report
 import trialflow.tasks.artifact
 from tests.support.prefect import PrefectServer, isolated
 from tests.support.slots import toy_config
 from tests.support.waiting import until
 from tests.support.wire import OTHER_PAGE, UNAVAILABLE
-from trial_core.report import Report
-from trial_core.text_format import unique_slug
+from trial_core.common.text_format import unique_slug
+from trial_core.observe.report import Report
 from trialflow.flows.server.embedded_server import flush
 from trialflow.flows.server.prefect_settings import environment
 from trialflow.tasks.artifact import (
@@ -168,7 +168,7 @@ def test_the_artifact_is_updated_during_a_workload(
     prefect_server: PrefectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The batches move before the workload ends; updates keep their distance."""
-    monkeypatch.setattr(trial_core.report.live_report, "UPDATE_SECONDS", 0.3)
+    monkeypatch.setattr(trial_core.observe.report.live_report, "UPDATE_SECONDS", 0.3)
     written: list[float] = []
     write = ReportArtifact.write
 

@@ -12,7 +12,7 @@ from tests.support.slots import toy_config
 from trial_core.errors import ConfigError
 from trial_core.models.journal import RetrainingPlan
 from trial_core.models.records import Version
-from trial_core.run.stop_requests import StopHandler
+from trial_core.schedule.stop_requests import StopHandler
 from trialflow.tasks.retrain import RetrainingRun, _check_callbacks, grace_timer
 
 PLAN = RetrainingPlan(

@@ -14,10 +14,10 @@ from prefect.context import TaskRunContext
 from tests.support.slots import toy_config
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
-from trial_core.driver.observers import Observer
 from trial_core.driver.run import Launch, Run
 from trial_core.errors import CheckpointError, StorageError
-from trial_core.run.stop_requests import StopHandler
+from trial_core.observe.events.observers import Observer
+from trial_core.schedule.stop_requests import StopHandler
 from trialflow.tasks.retrying import STORAGE_RETRY_SECONDS, storage_failed
 
 FAILED = SimpleNamespace(data=StorageError("503 SlowDown"))

@@ -15,12 +15,12 @@ from tests.support.slots import Driven, drive, lines, toy_config
 from tests.support.tensors import differing, tensors
 from trial_core.callbacks import EarlyStopping, ExponentialMovingAverage, StopOnNonFinite
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.context import RunInfo
-from trial_core.distributed import DistributedContext
 from trial_core.errors import TrialError
+from trial_core.launch.slots.slot_group import SlotGroup
 from trial_core.pytorch import PyTorchTrialContext
-from trial_core.pytorch.callback import may_change_metrics
-from trial_core.slots.slot_group import SlotGroup
+from trial_core.rank.collectives.distributed import DistributedContext
+from trial_core.rank.trial.callback import may_change_metrics
+from trial_core.rank.trial.context import RunInfo
 
 Warm = Callable[[int], SlotGroup]
 

@@ -61,12 +61,12 @@ from trial_core import deepspeed, pytorch; pytorch.MetricReducer; deepspeed.Deep
 from trial_core.pytorch import DataLoader, PyTorchCallback, TorchData, deepspeed
 from trial_core.deepspeed import DeepSpeedTrial, DeepSpeedTrialContext, ModelParallelUnit
 from trial_core.deepspeed import overwrite_deepspeed_config, DeepSpeedTrialController
-import trial_core.pytorch.device_transfer
+import trial_core.rank.trial.device_transfer
 from trial_core.pytorch import adapt_batch_sampler, data_length, to_device
 assert callable(to_device)
 det.errors.InvalidExperimentException; assert det.get_cluster_info() is None
 import logging; logging.basicConfig(format=det.LOG_FORMAT); det.InvalidHP; det.ClusterInfo
-from trial_core.pytorch.samplers import RepeatSampler; import trial_core.pytorch.samplers
+from trial_core.rank.data.samplers import RepeatSampler; import trial_core.rank.data.samplers
 from trial_core.pytorch import experimental; experimental.torch_batch_process
 from trial_core.pytorch.experimental import TorchBatchProcessor, TorchBatchProcessorContext
 from trial_core.experimental import client, Determined; client.get_checkpoint

@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.trial_core.core_api.test_script_host import Slot
+from tests.trial_core.rank.core_api.test_script_host import Slot
 from trial_core.core import PreemptMode, SearcherMode
-from trial_core.core_api.context import PreemptContext
-from trial_core.core_api.searcher import SearcherOperation, Unit
 from trial_core.deepspeed import DeepSpeedTrialContext, overwrite_deepspeed_config
 from trial_core.errors import (
     CheckpointError,
@@ -20,17 +18,13 @@ from trial_core.errors import (
     InvalidExperimentException,
     TrialflowError,
 )
-from trial_core.pytorch import (
-    Batch,
-    DataLoader,
-    LRScheduler,
-    PyTorchTrialContext,
-    data_length,
-    samplers,
-)
-from trial_core.pytorch.custom_reducers import ReducerRegistry
-from trial_core.pytorch.metric_reduction import BatchMetrics
-from trial_core.run.searcher_metric import searcher_metric
+from trial_core.pytorch import Batch, DataLoader, LRScheduler, PyTorchTrialContext, data_length
+from trial_core.rank.core_api.context import PreemptContext
+from trial_core.rank.core_api.searcher import SearcherOperation, Unit
+from trial_core.rank.data import samplers
+from trial_core.rank.trial.custom_reducers import ReducerRegistry
+from trial_core.rank.trial.metric_reduction import BatchMetrics
+from trial_core.schedule.searcher_metric import searcher_metric
 from trial_core.trainer.fit_arguments import fit_begun
 
 

@@ -37,9 +37,9 @@ from trial_core.checkpoint.fencing import Fence
 from trial_core.checkpoint.intents import Intent, has_manifest, read_intent
 from trial_core.checkpoint.json_objects import encode_json
 from trial_core.checkpoint.manifest import Manifest, utc_now
+from trial_core.checkpoint.storage.base import Storage
 from trial_core.checkpoint.verified_read import Damage, wrong_sizes
 from trial_core.errors import CheckpointDamaged, CommitConflict, StorageError
-from trial_core.storage.base import Storage
 
 _ANNOUNCE_TRIES = 20
 

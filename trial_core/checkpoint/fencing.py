@@ -27,9 +27,9 @@ import msgspec
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.json_objects import encode_json, named_keys, read_json, user_at_host
 from trial_core.checkpoint.manifest import utc_now
+from trial_core.checkpoint.storage.base import Storage
 from trial_core.checkpoint.storage_mark import ANOTHER_STORAGE, described, marked, read_mark
 from trial_core.errors import CommitConflict, StorageError, Superseded
-from trial_core.storage.base import Storage
 
 ATTEMPTS_KEPT = 8
 """How many attempts of a trial stay recorded."""

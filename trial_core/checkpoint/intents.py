@@ -1,8 +1,8 @@
 """Intents: objects that announce an upload before its first byte; and the sweep of leftovers.
 
 A trial's next run finds the leftovers of a killed run by their intents. Without an intent, half a
-checkpoint of one trial looks like an upload of another trial in progress. `retention.leftovers`
-sweeps trials that never run again.
+checkpoint of one trial looks like an upload of another trial in progress.
+`checkpoint.retention.leftovers` sweeps trials that never run again.
 
 See `fencing` for two attempts at one trial, and `commit` for a commit that meets a sweep.
 """
@@ -20,9 +20,9 @@ from trial_core.checkpoint import layout
 from trial_core.checkpoint.json_objects import named_keys, read_json
 from trial_core.checkpoint.manifest import Count, is_tombstone, tombstone
 from trial_core.checkpoint.references import References, why_unknown
+from trial_core.checkpoint.storage.base import Storage
+from trial_core.common.text_format import plural
 from trial_core.errors import CheckpointDamaged
-from trial_core.storage.base import Storage
-from trial_core.text_format import plural
 
 _logger = logging.getLogger(__name__)
 

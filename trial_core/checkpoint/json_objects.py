@@ -12,10 +12,10 @@ from typing import TypeVar
 
 import msgspec
 
-from trial_core.decoding import decode
+from trial_core.checkpoint.storage.base import Storage
+from trial_core.checkpoint.storage.local_files import TEMPORARY_NAME
+from trial_core.common.decoding import decode
 from trial_core.errors import CheckpointDamaged
-from trial_core.storage.base import Storage
-from trial_core.storage.local_files import TEMPORARY_NAME
 
 Record = TypeVar("Record", bound=msgspec.Struct)
 Name = TypeVar("Name")

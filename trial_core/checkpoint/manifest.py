@@ -21,11 +21,11 @@ from typing import Annotated, Any
 import msgspec
 
 from trial_core.checkpoint import layout
-from trial_core.decoding import convert
+from trial_core.checkpoint.storage.base import MAX_OBJECT_BYTES
+from trial_core.common.decoding import convert
 from trial_core.errors import CheckpointDamaged, CheckpointError
-from trial_core.run.sequencer import Progress
-from trial_core.storage.base import MAX_OBJECT_BYTES
-from trial_core.units import EpochLength
+from trial_core.schedule.sequencer import Progress
+from trial_core.schedule.units import EpochLength
 
 SCHEMA_VERSION = 2
 

@@ -32,9 +32,9 @@ from dataclasses import dataclass
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.layout import ManifestName
 from trial_core.checkpoint.manifest import Manifest
+from trial_core.checkpoint.storage.base import DeletedFiles, Storage
+from trial_core.checkpoint.storage.parallel import read_all
 from trial_core.errors import CheckpointDamaged, CheckpointError, StorageError
-from trial_core.storage.base import DeletedFiles, Storage
-from trial_core.storage.parallel import read_all
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from trial_core.checkpoint.manifest import Manifest, Topology
 from trial_core.errors import CheckpointDamaged, TopologyMismatch
-from trial_core.run.sequencer import Progress
+from trial_core.schedule.sequencer import Progress
 
 Restore = Literal["everything", "state", "weights"]
 """How much of a checkpoint is restored.

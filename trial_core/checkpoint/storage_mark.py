@@ -16,8 +16,8 @@ import msgspec
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.json_objects import decode_json, encode_json, user_at_host
 from trial_core.checkpoint.manifest import utc_now
+from trial_core.checkpoint.storage.base import Storage
 from trial_core.errors import StorageError
-from trial_core.storage.base import Storage
 
 ANOTHER_STORAGE = (
     "Is it not mounted on this machine any more, or was it replaced? Mount it, or name the right "

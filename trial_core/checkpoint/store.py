@@ -21,6 +21,9 @@ from trial_core.checkpoint.intents import SweptUpload, sweep
 from trial_core.checkpoint.json_objects import named_keys
 from trial_core.checkpoint.manifest import FileEntry, Manifest, is_tombstone
 from trial_core.checkpoint.references import ReferenceReader, References, delete_files
+from trial_core.checkpoint.storage.base import NOT_DELETED_ADVICE, DeletedFiles, StorageSpec
+from trial_core.checkpoint.storage.open_storage import open_storage
+from trial_core.checkpoint.storage.parallel import read_all
 from trial_core.checkpoint.verified_read import (
     Damage,
     OnRead,
@@ -28,16 +31,13 @@ from trial_core.checkpoint.verified_read import (
     find_damage,
     unheard,
 )
+from trial_core.common.text_format import slug
 from trial_core.errors import (
     CheckpointDamaged,
     CheckpointError,
     CheckpointNotFound,
     StorageError,
 )
-from trial_core.storage.base import NOT_DELETED_ADVICE, DeletedFiles, StorageSpec
-from trial_core.storage.open_storage import open_storage
-from trial_core.storage.parallel import read_all
-from trial_core.text_format import slug
 
 __all__ = ["CheckpointStore", "StorageSpec"]
 

@@ -18,11 +18,11 @@ import msgspec
 
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.manifest import FileEntry
+from trial_core.checkpoint.storage import buffer_pool
+from trial_core.checkpoint.storage.base import RangeRead, Storage
+from trial_core.checkpoint.storage.local_files import PartFile
+from trial_core.checkpoint.storage.parallel import CancelSignal, in_parallel
 from trial_core.errors import CheckpointDamaged, StorageError
-from trial_core.storage import buffer_pool
-from trial_core.storage.base import RangeRead, Storage
-from trial_core.storage.local_files import PartFile
-from trial_core.storage.parallel import CancelSignal, in_parallel
 
 _logger = logging.getLogger(__name__)
 

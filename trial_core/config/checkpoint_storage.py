@@ -14,13 +14,13 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, field_serializer
 
+from trial_core.checkpoint.retention_policy import RetentionPolicy
+from trial_core.checkpoint.storage.credentials import BLOCK, without_credentials
 from trial_core.config.error_text import did_you_mean, format_value, validation_error
 from trial_core.config.lengths import Period
 from trial_core.config.section_base import Section
 from trial_core.config.values import Count, PlainMapping, Text
-from trial_core.retention.policy import RetentionPolicy
-from trial_core.run.run_dirs import home_folder
-from trial_core.storage.credentials import BLOCK, without_credentials
+from trial_core.launch.machine.run_dirs import home_folder
 
 # The values of the other rules if at least one is set: Determined's defaults.
 _DEFAULT_RULES = RetentionPolicy()

@@ -10,13 +10,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from trial_core.config.command import (
-    COMMAND_PATTERN,
-    LAUNCHERS,
-    ScriptCommand,
-    is_command,
-    without_launcher,
-)
 from trial_core.config.error_text import (
     IgnoredFieldWarning,
     Location,
@@ -29,6 +22,13 @@ from trial_core.config.error_text import (
 )
 from trial_core.config.search_ranges import is_search_range
 from trial_core.config.values import to_plain_data
+from trial_core.schedule.command import (
+    COMMAND_PATTERN,
+    LAUNCHERS,
+    ScriptCommand,
+    is_command,
+    without_launcher,
+)
 
 _CLUSTER = "trialflow manages no cluster; use Prefect's work pools and queues"
 _CONTAINER = "a slot is a process on its machine, not a container"

@@ -20,10 +20,11 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 from typing_extensions import Self
 
+from trial_core.checkpoint.retention_policy import RetentionPolicy
+from trial_core.common.text_format import slug
 from trial_core.config import determined
 from trial_core.config.checkpoint_storage import StorageConfig
 from trial_core.config.checkpointing_section import CheckpointingConfig
-from trial_core.config.command import is_command
 from trial_core.config.error_text import (
     error_lines,
     format_value,
@@ -60,11 +61,10 @@ from trial_core.config.values import (
     Text,
 )
 from trial_core.errors import ConfigError
-from trial_core.retention.policy import RetentionPolicy
-from trial_core.run.sequencer import CheckpointPolicy, Schedule
-from trial_core.slots.accelerators import CPU, KIND_VARIABLE
-from trial_core.text_format import slug
-from trial_core.units import Batch
+from trial_core.launch.machine.accelerators import CPU, KIND_VARIABLE
+from trial_core.schedule.command import is_command
+from trial_core.schedule.sequencer import CheckpointPolicy, Schedule
+from trial_core.schedule.units import Batch
 
 _NOT_IN_DIGEST: dict[str, Any] = {
     **dict.fromkeys(

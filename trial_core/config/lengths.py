@@ -9,8 +9,8 @@ from pydantic import BeforeValidator, PlainSerializer, PlainValidator, WithJsonS
 
 from trial_core.config.error_text import did_you_mean, format_value, validation_error
 from trial_core.config.values import MAX_COUNT
-from trial_core.run.sequencer import Continuous
-from trial_core.units import Batch, Epoch, TrainUnit
+from trial_core.schedule.sequencer import Continuous
+from trial_core.schedule.units import Batch, Epoch, TrainUnit
 
 _UNITS: dict[str, type[Batch] | type[Epoch]] = {"batches": Batch, "epochs": Epoch}
 

@@ -19,7 +19,7 @@ from trial_core.config.experiment import ExperimentConfig
 from trial_core.config.sections import SearcherConfig
 from trial_core.config.stopping_section import StoppingConfig
 from trial_core.errors import ConfigError
-from trial_core.units import Batch, TrainUnit
+from trial_core.schedule.units import Batch, TrainUnit
 
 SOURCE = "exp_conf"
 _PACKAGES = frozenset({"site-packages", "dist-packages"})

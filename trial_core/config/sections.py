@@ -10,12 +10,12 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from trial_core.checkpoint.layout import is_name, is_uuid
+from trial_core.checkpoint.storage.credentials import without_credentials
 from trial_core.config import determined
 from trial_core.config.error_text import format_value, validation_error, warn
 from trial_core.config.lengths import Length
 from trial_core.config.section_base import Section
 from trial_core.config.values import Count, Flag, Positive, Seed, Text
-from trial_core.storage.credentials import without_credentials
 
 
 def _single(value: Any) -> Any:

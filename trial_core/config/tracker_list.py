@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from trial_core.checkpoint.storage.credentials import secrets_in
 from trial_core.config.error_text import format_value, validation_error
 from trial_core.config.values import validate_plain_mapping
-from trial_core.storage.credentials import secrets_in
 
 # A URL with a user or a query: trackers take tokens and passwords there.
 _MAY_HAVE_A_SECRET = re.compile(r"://([^/\s]*@|.*\?.)")

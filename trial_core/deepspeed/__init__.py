@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trial_core.lazy_names import lazy_names
+from trial_core.common.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from trial_core.controller.controller import Controller as DeepSpeedTrialController
     from trial_core.deepspeed.context import DeepSpeedTrialContext
     from trial_core.deepspeed.ds_config import overwrite_deepspeed_config
     from trial_core.deepspeed.mpu import (
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
         make_deepspeed_mpu,
     )
     from trial_core.deepspeed.trial import DeepSpeedTrial
+    from trial_core.rank.controller import Controller as DeepSpeedTrialController
     from trial_core.trainer.init import deepspeed_init as init
     from trial_core.trainer.load_trial import load_trial_from_checkpoint_path
     from trial_core.trainer.trainer import Trainer
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "DeepSpeedTrial": "trial_core.deepspeed.trial",
     "DeepSpeedTrialContext": "trial_core.deepspeed.context",
-    "DeepSpeedTrialController": "trial_core.controller.controller:Controller",
+    "DeepSpeedTrialController": "trial_core.rank.controller:Controller",
     "ModelParallelUnit": "trial_core.deepspeed.mpu",
     "Trainer": "trial_core.trainer.trainer",
     "init": "trial_core.trainer.init:deepspeed_init",

@@ -11,9 +11,9 @@ from __future__ import annotations
 import json
 import sys
 
-from trial_core.accelerator import claim_accelerator
 from trial_core.deepspeed.op_builds import nvcc_problem
 from trial_core.errors import LaunchError
+from trial_core.rank.collectives.accelerator import claim_accelerator
 
 
 def main(count: int) -> None:

@@ -20,16 +20,16 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
-from trial_core.controller.frozen_files import (
+from trial_core.launch.machine.memory_files import MemoryFiles
+from trial_core.rank.state_files.frozen_files import (
     KeyPath,
     frozen_names,
     frozen_path,
     without_frozen,
 )
-from trial_core.controller.safe_load import Reader
-from trial_core.controller.safe_save import readable
-from trial_core.controller.tensor_files import write_tensors
-from trial_core.transfer.memory_files import MemoryFiles
+from trial_core.rank.state_files.safe_load import Reader
+from trial_core.rank.state_files.safe_save import readable
+from trial_core.rank.state_files.tensor_files import write_tensors
 
 CHECKPOINT_CLASSES = (DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address)
 """Classes of DeepSpeed that its shards contain. Constructing them runs no code of a checkpoint."""

@@ -13,7 +13,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from typing_extensions import Self
 
-from trial_core.context import RunInfo
+from trial_core.common.unknown_names import SaysWhatToUse
 from trial_core.deepspeed.config_check import check_engine_config, is_zero_3
 from trial_core.deepspeed.ds_config import overwrite_deepspeed_config
 from trial_core.deepspeed.mpu import (
@@ -29,11 +29,11 @@ from trial_core.deepspeed.pretrained import (
     is_transformers_in_use,
     named_config,
 )
-from trial_core.distributed import DistributedContext, is_launched
 from trial_core.errors import TrialError, TrialTypeError, TrialValueError
-from trial_core.pytorch.torch_context import TorchTrialContext
-from trial_core.rendezvous import host_single_rank
-from trial_core.unknown_names import SaysWhatToUse
+from trial_core.rank.collectives.distributed import DistributedContext, is_launched
+from trial_core.rank.collectives.rendezvous import host_single_rank
+from trial_core.rank.trial.context import RunInfo
+from trial_core.rank.trial.torch_context import TorchTrialContext
 
 logger = logging.getLogger(__name__)
 

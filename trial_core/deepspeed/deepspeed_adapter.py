@@ -16,9 +16,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from trial_core.checkpoint.manifest import FileEntry, Topology
 from trial_core.checkpoint.resume_point import Restore
-from trial_core.controller.optimizer_load import optimizers_loaded_in_place
-from trial_core.controller.safe_load import Reader
-from trial_core.controller.trial_adapter import TrialAdapter, accepts
+from trial_core.checkpoint.weights.model_files import facts_folder, write_facts
 from trial_core.deepspeed.checkpoint_engine import CHECKPOINT_CLASSES, snapshot_checkpoint_engines
 from trial_core.deepspeed.config_check import config_of
 from trial_core.deepspeed.context import DeepSpeedTrialContext
@@ -34,8 +32,10 @@ from trial_core.deepspeed.restore_files import (
 )
 from trial_core.deepspeed.trial import DeepSpeedTrial
 from trial_core.errors import CheckpointError, TrialError, TrialValueError
-from trial_core.export.model_files import facts_folder, write_facts
-from trial_core.transfer.memory_files import MemoryFiles
+from trial_core.launch.machine.memory_files import MemoryFiles
+from trial_core.rank.state_files.optimizer_load import optimizers_loaded_in_place
+from trial_core.rank.state_files.safe_load import Reader
+from trial_core.rank.trial.trial_adapter import TrialAdapter, accepts
 
 logger = logging.getLogger(__name__)
 

@@ -29,10 +29,10 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups
 
+from trial_core.common.text_format import first_few
 from trial_core.deepspeed.bit_sum import bit_sum
-from trial_core.distributed import DistributedContext
 from trial_core.errors import CheckpointError
-from trial_core.text_format import first_few
+from trial_core.rank.collectives.distributed import DistributedContext
 
 FILE_PREFIX = "trialflow/fingerprints-"
 _VERSION = 1

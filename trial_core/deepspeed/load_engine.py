@@ -15,12 +15,12 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import GatheredParameters
 
-from trial_core.controller.frozen_files import frozen_names
-from trial_core.controller.imported_weights import imported_weights
+from trial_core.checkpoint.weights.weights import SavedWeight
 from trial_core.deepspeed.checkpoint_engine import reader_of
 from trial_core.deepspeed.export.engine_weights import saved_weights
 from trial_core.errors import CheckpointError, TrialError
-from trial_core.export.weights import SavedWeight
+from trial_core.rank.state_files.frozen_files import frozen_names
+from trial_core.rank.state_files.imported_weights import imported_weights
 
 _logger = logging.getLogger(__name__)
 

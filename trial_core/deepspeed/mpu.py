@@ -13,8 +13,8 @@ from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.runtime.tensor_parallel import init_utils
 from deepspeed.utils import groups
 
-from trial_core.distributed import DistributedContext
 from trial_core.errors import TrialError
+from trial_core.rank.collectives.distributed import DistributedContext
 
 
 @dataclass

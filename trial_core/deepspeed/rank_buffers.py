@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from trial_core.controller.state_guard import persistent_buffers
 from trial_core.deepspeed.bit_sum import bit_sum
 from trial_core.deepspeed.checkpoint_engine import reader_of
+from trial_core.rank.state_files.state_guard import persistent_buffers
 
 
 def record_buffers(engines: Sequence[DeepSpeedEngine], folder: Path, rank: int) -> None:

@@ -8,15 +8,15 @@ from pathlib import Path
 
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.checkpoint.transfer.code_folder import check_code_folder
+from trial_core.checkpoint.transfer.trial_code import TrialCode, code_of_checkpoint
 from trial_core.config import ExperimentConfig
+from trial_core.driver.choose_resume_point import resume_points
 from trial_core.driver.entrypoint_check import entrypoint_problem
 from trial_core.driver.placement import choose_provider
 from trial_core.driver.run import Logger
 from trial_core.errors import ConfigError, LaunchError
-from trial_core.run.choose_resume_point import resume_points
-from trial_core.run.run_dirs import CODE
-from trial_core.transfer.code_folder import check_code_folder
-from trial_core.transfer.trial_code import TrialCode, code_of_checkpoint
+from trial_core.launch.machine.run_dirs import CODE
 
 
 def refuse_missing_code(config: ExperimentConfig) -> None:

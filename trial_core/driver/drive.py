@@ -21,16 +21,19 @@ from pathlib import Path
 
 from trial_core.checkpoint.fencing import Fence
 from trial_core.checkpoint.resume_point import ResumePoint
+from trial_core.checkpoint.retention.known_storages import note_storage
+from trial_core.checkpoint.retention.trial_owner import own_trial
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.checkpoint.transfer.trial_code import TrialCode, code_of_folder
 from trial_core.config import ExperimentConfig
 from trial_core.driver.code_source import stored_trial_code
 from trial_core.driver.failure_policy import Failure, FailurePolicy
 from trial_core.driver.follow_script import follow_script
 from trial_core.driver.launch_ranks import launch_slots, stopping_ranks
 from trial_core.driver.launch_stages import LaunchStages
-from trial_core.driver.observers import Observer, Observers
 from trial_core.driver.placement import Placement, announcer, place_ranks
 from trial_core.driver.run import HOW_TO_GO_ON, Launch, Logger, Run
+from trial_core.driver.run_loop import TrialResult, follow_schedule
 from trial_core.driver.stages import PLAIN_STAGES, Stages
 from trial_core.driver.stages.checkpoint import sweep_leftovers
 from trial_core.driver.uploads import Uploads
@@ -43,20 +46,17 @@ from trial_core.errors import (
     TopologyMismatch,
     TrialError,
 )
-from trial_core.ledger.run_clock import RunClock
-from trial_core.ledger.stored_ledger import KeptLedger
-from trial_core.report.kubeflow_status import kubeflow_status
-from trial_core.report.live_report import Report
-from trial_core.report.progress import Place, ProgressReport, progress_file
-from trial_core.retention.trial_owner import own_trial
-from trial_core.run.ending import Ending
-from trial_core.run.known_storages import note_storage
-from trial_core.run.run_dirs import clear_kept, clear_rank_files, locked_run_dir
-from trial_core.run.run_loop import TrialResult, follow_schedule
-from trial_core.run.stop_requests import StopHandler, as_the_trial_asked, how_it_ended
-from trial_core.telemetry.run_telemetry import run_telemetry
-from trial_core.trackers.tracking import Tracking, check_trackers
-from trial_core.transfer.trial_code import TrialCode, code_of_folder
+from trial_core.launch.machine.run_dirs import clear_kept, clear_rank_files, locked_run_dir
+from trial_core.observe.events.observers import Observer, Observers
+from trial_core.observe.ledger.run_clock import RunClock
+from trial_core.observe.ledger.stored_ledger import KeptLedger
+from trial_core.observe.report.kubeflow_status import kubeflow_status
+from trial_core.observe.report.live_report import Report
+from trial_core.observe.report.progress import Place, ProgressReport, progress_file
+from trial_core.observe.telemetry.run_telemetry import run_telemetry
+from trial_core.observe.trackers.tracking import Tracking, check_trackers
+from trial_core.schedule.ending import Ending
+from trial_core.schedule.stop_requests import StopHandler, as_the_trial_asked, how_it_ended
 
 Resume = Callable[[CheckpointStore, Fence | None], list[ResumePoint]]
 """Chooses what a run may resume from, best first; at least one."""

@@ -14,7 +14,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
-from trial_core.config.command import command_of
+from trial_core.schedule.command import command_of
 
 _MAKE_NAMES = frozenset((
     "*", "sys.modules", "globals", "locals", "vars", "exec", "eval", "setattr", "__getattr__",

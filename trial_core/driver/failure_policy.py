@@ -11,10 +11,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from trial_core.common.text_format import plural
 from trial_core.driver.placement import Placement
 from trial_core.driver.run import Launch
 from trial_core.errors import LaunchError, RankFailed, Stalled, TopologyMismatch
-from trial_core.text_format import plural
 
 MAX_PAUSE_SECONDS = 60
 FIRST_BATCHES = 10

@@ -17,9 +17,13 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 
 from trial_core.checkpoint.resume_point import ResumePoint
+from trial_core.checkpoint.transfer.staged_checkpoint import StagedCheckpoint
 from trial_core.config.lengths import OPEN_END
+from trial_core.driver.choose_resume_point import fetch_first_intact
 from trial_core.driver.launch_stages import LaunchStages, fetch
 from trial_core.driver.run import Launch, Run
+from trial_core.driver.run_loop import TrialResult, follow_schedule
+from trial_core.driver.script_progress import ScriptProgress
 from trial_core.driver.stages import Stages
 from trial_core.driver.stages.script import RunningScript, UploadEnded
 from trial_core.driver.uploads import Uploads
@@ -32,12 +36,8 @@ from trial_core.messages import (
     ReleaseStaging,
     RunScript,
 )
-from trial_core.run.choose_resume_point import fetch_first_intact
-from trial_core.run.run_loop import TrialResult, follow_schedule
-from trial_core.run.script_progress import ScriptProgress
-from trial_core.run.sequencer import CheckpointPolicy, Schedule
-from trial_core.transfer.staged_checkpoint import StagedCheckpoint
-from trial_core.units import Batch, Epoch, TrainUnit
+from trial_core.schedule.sequencer import CheckpointPolicy, Schedule
+from trial_core.schedule.units import Batch, Epoch, TrainUnit
 
 
 def follow_script(launch: Launch, stages: Stages, uploads: Uploads) -> TrialResult:

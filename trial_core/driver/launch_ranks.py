@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from trial_core.driver.placement import Placement
 from trial_core.driver.run import Launch
-from trial_core.slots.slot_group import SlotGroup
+from trial_core.launch.slots.slot_group import SlotGroup
 
 
 def launch_slots(launch: Launch, placement: Placement) -> SlotGroup:
@@ -32,7 +32,7 @@ def launch_slots(launch: Launch, placement: Placement) -> SlotGroup:
 
 @contextmanager
 def stopping_ranks(launch: Launch) -> Iterator[None]:
-    """Pass stop requests on to the ranks during the block (step 4 in `run/stop_requests.py`)."""
+    """Pass stop requests on to the ranks during the block (step 4 of `stop_requests`)."""
 
     def stop() -> None:
         if launch.progress.can_save:

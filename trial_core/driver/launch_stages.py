@@ -7,16 +7,16 @@ from typing import Any
 
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.resume_point import ResumePoint
+from trial_core.checkpoint.transfer.staged_checkpoint import StagedCheckpoint
 from trial_core.driver.run import Launch
+from trial_core.driver.run_loop import Validation
 from trial_core.driver.stages import Stages
 from trial_core.driver.stages.validate import report_validation
 from trial_core.driver.uploads import Uploads
 from trial_core.errors import TrialError
 from trial_core.messages import Done, ReleaseStaging
-from trial_core.run.run_loop import Validation
-from trial_core.run.sequencer import Progress, Schedule
-from trial_core.transfer.staged_checkpoint import StagedCheckpoint
-from trial_core.units import Batch, EpochLength, in_batches
+from trial_core.schedule.sequencer import Progress, Schedule
+from trial_core.schedule.units import Batch, EpochLength, in_batches
 
 
 class LaunchStages:

@@ -10,14 +10,14 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from trial_core.background import in_background
+from trial_core.common.text_format import clean, is_number, one_line
 from trial_core.config.stages_section import After, StageConfig
 from trial_core.driver.run import Launch
 from trial_core.driver.stages import Running, Stages
 from trial_core.driver.stages.own_stage import OwnStageFailed, call
 from trial_core.errors import ConfigError, TrialError
-from trial_core.text_format import clean, is_number, one_line
-from trial_core.units import EpochLength
+from trial_core.launch.machine.background import in_background
+from trial_core.schedule.units import EpochLength
 
 if TYPE_CHECKING:
     from trial_core.checkpoint.manifest import Manifest

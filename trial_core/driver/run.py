@@ -15,20 +15,20 @@ from typing import Any, Literal, TypeVar
 from trial_core.checkpoint.fencing import Fence
 from trial_core.checkpoint.manifest import Topology
 from trial_core.checkpoint.resume_point import ResumePoint
+from trial_core.checkpoint.retention.claims import RunClaim
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.checkpoint.transfer.trial_code import TrialCode
 from trial_core.config import ExperimentConfig
-from trial_core.driver.observers import Observer
-from trial_core.driver.throughput import ThroughputMeter
+from trial_core.driver.choose_resume_point import resume_points
+from trial_core.driver.loss_watch import LossWatch
 from trial_core.errors import RankFailed
-from trial_core.ledger.run_clock import RunClock
+from trial_core.launch.slots.slot_group import SlotGroup
 from trial_core.messages import AnyRequest, MayStop, Result
-from trial_core.retention.claims import RunClaim
-from trial_core.run.choose_resume_point import resume_points
-from trial_core.run.loss_watch import LossWatch
-from trial_core.run.stop_requests import StopHandler, as_the_trial_asked
-from trial_core.slots.slot_group import SlotGroup
-from trial_core.transfer.trial_code import TrialCode
-from trial_core.units import EpochLength
+from trial_core.observe.events.observers import Observer
+from trial_core.observe.events.throughput import ThroughputMeter
+from trial_core.observe.ledger.run_clock import RunClock
+from trial_core.schedule.stop_requests import StopHandler, as_the_trial_asked
+from trial_core.schedule.units import EpochLength
 
 R = TypeVar("R", bound=Result)
 Logger = logging.Logger | logging.LoggerAdapter[Any]

@@ -1,7 +1,7 @@
 """The driver of a script whose ranks another program has started: a process beside rank 0.
 
 torchrun, `deepspeed`, srun, plain python or a notebook has started the ranks. Rank 0 starts this
-process (`trial_core/trainer/driver_process.py`) and writes an `Order` to its standard input. It
+process (`trial_core/rank/script/driver_process.py`) and writes an `Order` to its standard input. It
 gets back, as a line, the `Invitation` for all ranks, or the error that came first. Then the ranks
 join, and the driver drives them as any others. Only it cannot launch them again.
 
@@ -23,9 +23,13 @@ from uuid import uuid4
 
 from trial_core.checkpoint.fencing import Fence
 from trial_core.checkpoint.resume_point import ResumePoint
+from trial_core.checkpoint.retention.known_storages import refuse_other_storage
+from trial_core.checkpoint.storage.retrying import retry_storage
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.checkpoint.transfer.checkpoint_source import copy_into, is_place, resume_manifest
+from trial_core.common.decoding import decode
 from trial_core.config import ExperimentConfig
-from trial_core.decoding import decode
+from trial_core.driver.choose_resume_point import resume_points
 from trial_core.driver.drive import (
     Caller,
     Follow,
@@ -40,18 +44,14 @@ from trial_core.driver.placement import Placement
 from trial_core.driver.run import Launch
 from trial_core.driver.script_order import Order
 from trial_core.errors import ConfigError, TrialflowError
+from trial_core.launch.machine.run_dirs import run_dir_of
+from trial_core.launch.slots.joined_launcher import JoinedLauncher
+from trial_core.launch.slots.launcher import Launcher
+from trial_core.launch.slots.listen_address import ListenAddress
+from trial_core.launch.slots.rank_main import show_title
 from trial_core.messages import Abort, Invitation, Logged, encode
-from trial_core.report.live_report import REPORT
-from trial_core.run.choose_resume_point import resume_points
-from trial_core.run.known_storages import refuse_other_storage
-from trial_core.run.run_dirs import run_dir_of
-from trial_core.run.stop_requests import StopHandler
-from trial_core.slots.joined_launcher import JoinedLauncher
-from trial_core.slots.launcher import Launcher
-from trial_core.slots.listen_address import ListenAddress
-from trial_core.slots.rank_main import show_title
-from trial_core.storage.retrying import retry_storage
-from trial_core.transfer.checkpoint_source import copy_into, is_place, resume_manifest
+from trial_core.observe.report.live_report import REPORT
+from trial_core.schedule.stop_requests import StopHandler
 
 LATEST = "latest"
 NO_GRACE_SECONDS = 1e8

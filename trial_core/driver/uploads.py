@@ -7,10 +7,10 @@ from collections.abc import Callable
 from types import TracebackType
 
 from trial_core.checkpoint.manifest import Manifest
+from trial_core.checkpoint.transfer.staged_checkpoint import StagedCheckpoint
 from trial_core.driver.own_stages import OwnStages
 from trial_core.driver.run import Launch
 from trial_core.driver.stages import Running, Stages
-from trial_core.transfer.staged_checkpoint import StagedCheckpoint
 
 
 class Uploads:

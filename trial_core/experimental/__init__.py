@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from trial_core.common.lazy_names import lazy_names
 from trial_core.experimental import client
 from trial_core.experimental.client import Checkpoint, Determined, Model, ModelVersion, Trial
-from trial_core.lazy_names import lazy_names
 
 __all__ = ["Checkpoint", "Determined", "Model", "ModelVersion", "Trial", "client"]
 

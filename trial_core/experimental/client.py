@@ -13,17 +13,17 @@ from typing import Any
 
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.manifest import Manifest
+from trial_core.checkpoint.retention.pruning import delete_checkpoint
+from trial_core.checkpoint.retention_policy import best_of_trial
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.checkpoint.transfer.fetch import download
 from trial_core.cluster_info import trial_number
+from trial_core.common.lazy_names import lazy_names
+from trial_core.common.unknown_names import SaysWhatToUse
 from trial_core.config import StorageConfig
-from trial_core.lazy_names import lazy_names
+from trial_core.driver.choose_resume_point import find_trial
 from trial_core.models.registry import Registry
-from trial_core.report.history import ReportHistory
-from trial_core.retention.policy import best_of_trial
-from trial_core.retention.pruning import delete_checkpoint
-from trial_core.run.choose_resume_point import find_trial
-from trial_core.transfer.fetch import download
-from trial_core.unknown_names import SaysWhatToUse
+from trial_core.observe.report.history import ReportHistory
 
 
 @dataclass(frozen=True)

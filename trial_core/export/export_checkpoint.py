@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import msgspec
 
-from trial_core import text_format
-from trial_core.decoding import decode
+from trial_core.common import text_format
+from trial_core.common.decoding import decode
 from trial_core.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from trial_core.checkpoint.manifest import FileEntry, Manifest
     from trial_core.checkpoint.store import CheckpointStore
     from trial_core.checkpoint.verified_read import OnRead
-    from trial_core.export.weights import SavedWeight
+    from trial_core.checkpoint.weights.weights import SavedWeight
 
 Precision = Literal["fp32", "16bit"]
 Format = Literal["safetensors", "hf", "adapter", "deepspeed", "universal"]
@@ -193,10 +193,10 @@ def export_checkpoint(
         StorageError: the storage failed, or the target cannot be written.
     """
     check_target(to, request.format, force)
+    from trial_core.checkpoint.storage.local_files import atomic_file
+    from trial_core.checkpoint.storage.storage_errors import ErrorTranslator
+    from trial_core.checkpoint.transfer.fetch import fetch_files
     from trial_core.checkpoint.verified_read import unheard
-    from trial_core.storage.local_files import atomic_file
-    from trial_core.storage.storage_errors import ErrorTranslator
-    from trial_core.transfer.fetch import fetch_files
 
     entries = _files_of(request.manifest, request.engine)
     # First check that the file can be written: fetching may take hours. Nothing is created yet.
@@ -247,8 +247,8 @@ def _convert(folder: Path, request: ExportRequest, target: Path) -> Exported:
         return _convert_state(folder, request, target)
     # DeepSpeed logs to stdout, which is reserved for this command's result.
     with contextlib.redirect_stdout(io.StringIO()):
-        from trial_core.export.model_files import facts_folder, read_facts
-        from trial_core.export.weights import read_all, write_weights
+        from trial_core.checkpoint.weights.model_files import facts_folder, read_facts
+        from trial_core.checkpoint.weights.weights import read_all, write_weights
 
         weights = _weights_of(folder, request)
     files = folder / facts_folder(request.engine)
@@ -266,7 +266,7 @@ def _convert(folder: Path, request: ExportRequest, target: Path) -> Exported:
                 f"{_not_held(missing)}, so there is no whole model; write the adapter alone "
                 "with --format adapter, or what was trained with --to model.safetensors"
             )
-        from trial_core.export.hf_folder import write_adapter, write_model
+        from trial_core.checkpoint.weights.hf_folder import write_adapter, write_model
 
         target.mkdir()
         if request.format == "adapter":
@@ -298,9 +298,9 @@ def _convert_state(folder: Path, request: ExportRequest, target: Path) -> Export
         )
     tag = f"global_step{request.manifest.progress.batches_trained}"
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        from trial_core.controller.safe_load import Reader
         from trial_core.deepspeed.checkpoint_engine import CHECKPOINT_CLASSES
         from trial_core.deepspeed.export.deepspeed_folder import write_deepspeed, write_universal
+        from trial_core.rank.state_files.safe_load import Reader
 
         reader = Reader(request.is_trusted, CHECKPOINT_CLASSES)
         if request.format == "deepspeed":
@@ -322,7 +322,7 @@ def _not_held(missing: list[str]) -> str:
 
 
 def _weights_of(folder: Path, request: ExportRequest) -> dict[str, SavedWeight]:
-    from trial_core.controller.safe_load import Reader
+    from trial_core.rank.state_files.safe_load import Reader
 
     if (folder / PYTORCH_STATE).exists():
         from trial_core.pytorch.model_weights import model_weights
@@ -343,7 +343,7 @@ def _files_of(manifest: Manifest, engine: int) -> list[FileEntry]:
     Raises:
         CheckpointError: there are none.
     """
-    from trial_core.config.command import is_command
+    from trial_core.schedule.command import is_command
 
     facts = f"export{engine}/"
     names: tuple[str, ...] = (f"model{engine}/", facts)

@@ -12,9 +12,9 @@ import msgspec
 from trial_core import errors
 from trial_core.errors import RankFailed, SlotsError, Stalled, TrialflowError
 from trial_core.messages.requests import AnyRequest, AnyResult, Message
-from trial_core.run.sequencer import CheckpointPolicy
-from trial_core.run.stop_requests import StopReason
-from trial_core.work import Work
+from trial_core.schedule.sequencer import CheckpointPolicy
+from trial_core.schedule.stop_requests import StopReason
+from trial_core.schedule.work import Work
 
 MetricsKind = Literal["training", "validation"]
 
@@ -93,7 +93,7 @@ class BatchesValidated(Message):
 
 
 class PauseSteps(Message):
-    """Begin no further step, and report your position; see `trial_core.slots.stop_barrier`."""
+    """Begin no further step, and report your position; see `launch.slots.stop_barrier`."""
 
 
 class StepsPaused(Message):

@@ -12,8 +12,8 @@ import msgspec
 from trial_core.checkpoint.manifest import FileEntry, Topology
 from trial_core.checkpoint.resume_point import Restore
 from trial_core.checkpoint.store import StorageSpec
-from trial_core.units import EpochLength
-from trial_core.work import Work
+from trial_core.schedule.units import EpochLength
+from trial_core.schedule.work import Work
 
 Lane = Literal["compute", "io"]
 

@@ -11,11 +11,11 @@ import re
 
 from trial_core.checkpoint.layout import checked_trial
 from trial_core.checkpoint.manifest import Manifest
+from trial_core.checkpoint.retention_policy import best_of_trial
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointNotFound, ModelNotFound
 from trial_core.models.records import Version
 from trial_core.models.registry import Registry
-from trial_core.retention.policy import best_of_trial
 
 FORMS = (
     "a uuid or its first characters, best, latest, best:TRIAL, latest:TRIAL, champion:MODEL, "

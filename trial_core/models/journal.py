@@ -30,7 +30,7 @@ from trial_core.checkpoint import layout
 from trial_core.checkpoint.json_objects import parse_time
 from trial_core.checkpoint.manifest import tagged, untagged, utc_now
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.decoding import convert, decode
+from trial_core.common.decoding import convert, decode
 from trial_core.errors import CheckpointDamaged, RegistryError
 
 REPORT = "report.md"

@@ -15,11 +15,11 @@ import msgspec
 
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.json_objects import encode_json, named_keys
-from trial_core.decoding import decode
+from trial_core.checkpoint.storage.base import Storage
+from trial_core.checkpoint.storage.parallel import read_all
+from trial_core.common.decoding import decode
 from trial_core.errors import CheckpointDamaged, RegistryError
 from trial_core.models.records import Numbered
-from trial_core.storage.base import Storage
-from trial_core.storage.parallel import read_all
 
 _RESTORE_ADVICE = "the registry never changes a stored object: restore it from a backup"
 

@@ -29,6 +29,7 @@ from typing import Final, Literal
 from trial_core.checkpoint.json_objects import user_at_host
 from trial_core.checkpoint.layout import ManifestName
 from trial_core.checkpoint.manifest import utc_now
+from trial_core.checkpoint.retention.protections import Protection, place, protections
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import (
     CheckpointDamaged,
@@ -41,7 +42,6 @@ from trial_core.errors import (
 )
 from trial_core.models.numbered_log import NumberedLog
 from trial_core.models.records import Kind, Move, Version
-from trial_core.retention.protections import Protection, place, protections
 
 _logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 
 from trial_core.checkpoint.manifest import Manifest
-from trial_core.retention.policy import own_metric
+from trial_core.checkpoint.retention_policy import own_metric
 
 
 @dataclass(frozen=True)

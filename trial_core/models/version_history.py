@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from trial_core.checkpoint.storage.parallel import read_all
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import RegistryError
 from trial_core.models.journal import Journal, PromotionDecision
 from trial_core.models.records import Move, Version
-from trial_core.storage.parallel import read_all
 
 
 def explain_versions(

@@ -9,45 +9,45 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trial_core.lazy_names import lazy_names
+from trial_core.common.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from trial_core import deepspeed
     from trial_core.pytorch import experimental, samplers
-    from trial_core.pytorch.batch_length import data_length
-    from trial_core.pytorch.callback import PyTorchCallback
     from trial_core.pytorch.context import PyTorchExperimentalContext, PyTorchTrialContext
-    from trial_core.pytorch.custom_reducers import MetricReducer
-    from trial_core.pytorch.data.dataloader import DataLoader
-    from trial_core.pytorch.device_transfer import TorchData, to_device
     from trial_core.pytorch.lr_scheduler import LRScheduler
-    from trial_core.pytorch.metric_reduction import Reducer
-    from trial_core.pytorch.samplers import adapt_batch_sampler
     from trial_core.pytorch.trial import PyTorchTrial
+    from trial_core.rank.data.batch_length import data_length
+    from trial_core.rank.data.dataloader import DataLoader
+    from trial_core.rank.data.samplers import adapt_batch_sampler
+    from trial_core.rank.trial.callback import PyTorchCallback
+    from trial_core.rank.trial.custom_reducers import MetricReducer
+    from trial_core.rank.trial.device_transfer import TorchData, to_device
+    from trial_core.rank.trial.metric_reduction import Reducer
+    from trial_core.schedule.units import Batch, Epoch, TrainUnit
     from trial_core.trainer.init import pytorch_init as init
     from trial_core.trainer.load_trial import load_trial_from_checkpoint_path
     from trial_core.trainer.trainer import Trainer
-    from trial_core.units import Batch, Epoch, TrainUnit
 
 _HOMES = {
-    "Batch": "trial_core.units",
-    "DataLoader": "trial_core.pytorch.data.dataloader",
-    "Epoch": "trial_core.units",
+    "Batch": "trial_core.schedule.units",
+    "DataLoader": "trial_core.rank.data.dataloader",
+    "Epoch": "trial_core.schedule.units",
     "LRScheduler": "trial_core.pytorch.lr_scheduler",
-    "MetricReducer": "trial_core.pytorch.custom_reducers",
-    "PyTorchCallback": "trial_core.pytorch.callback",
+    "MetricReducer": "trial_core.rank.trial.custom_reducers",
+    "PyTorchCallback": "trial_core.rank.trial.callback",
     "PyTorchExperimentalContext": "trial_core.pytorch.context",
     "PyTorchTrial": "trial_core.pytorch.trial",
     "PyTorchTrialContext": "trial_core.pytorch.context",
-    "Reducer": "trial_core.pytorch.metric_reduction",
-    "TorchData": "trial_core.pytorch.device_transfer",
-    "TrainUnit": "trial_core.units",
+    "Reducer": "trial_core.rank.trial.metric_reduction",
+    "TorchData": "trial_core.rank.trial.device_transfer",
+    "TrainUnit": "trial_core.schedule.units",
     "Trainer": "trial_core.trainer.trainer",
-    "adapt_batch_sampler": "trial_core.pytorch.samplers",
+    "adapt_batch_sampler": "trial_core.rank.data.samplers",
     "deepspeed": "trial_core:deepspeed",  # for ``from determined.pytorch import deepspeed``
     "init": "trial_core.trainer.init:pytorch_init",
-    "data_length": "trial_core.pytorch.batch_length",
-    "to_device": "trial_core.pytorch.device_transfer",
+    "data_length": "trial_core.rank.data.batch_length",
+    "to_device": "trial_core.rank.trial.device_transfer",
     "load_trial_from_checkpoint_path": "trial_core.trainer.load_trial",
 }
 

@@ -13,15 +13,15 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
-from trial_core.context import RunInfo
-from trial_core.distributed import DistributedContext
 from trial_core.errors import TrialError
 from trial_core.pytorch.distributed_model import broadcast_model, replica_of, unwrapped
 from trial_core.pytorch.gradient_averaging import GradientAveraging, parameters_of
 from trial_core.pytorch.lr_scheduler import LRScheduler
 from trial_core.pytorch.mixed_precision import MixedPrecision, apex_scaler, share_overflow
 from trial_core.pytorch.sharded_model import SHARDINGS, is_sharded, require_all_ranks, shard
-from trial_core.pytorch.torch_context import TorchTrialContext
+from trial_core.rank.collectives.distributed import DistributedContext
+from trial_core.rank.trial.context import RunInfo
+from trial_core.rank.trial.torch_context import TorchTrialContext
 
 logger = logging.getLogger(__name__)
 

@@ -15,16 +15,16 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from trial_core.accelerator import claim_accelerator
-from trial_core.core_api.context import Context
-from trial_core.core_api.init import init
-from trial_core.distributed import DistributedContext
+from trial_core.checkpoint.transfer.run_files import RunFiles
 from trial_core.errors import StorageError, TrialValueError
-from trial_core.process_group import init_torch_distributed
-from trial_core.pytorch.custom_reducers import ReducerRegistry
-from trial_core.pytorch.data.dataloader import DataLoader
-from trial_core.pytorch.device_transfer import to_device
-from trial_core.transfer.run_files import RunFiles
+from trial_core.rank.collectives.accelerator import claim_accelerator
+from trial_core.rank.collectives.distributed import DistributedContext
+from trial_core.rank.collectives.process_group import init_torch_distributed
+from trial_core.rank.core_api.context import Context
+from trial_core.rank.core_api.init import init
+from trial_core.rank.data.dataloader import DataLoader
+from trial_core.rank.trial.custom_reducers import ReducerRegistry
+from trial_core.rank.trial.device_transfer import to_device
 
 
 class TorchBatchProcessorContext:

@@ -8,7 +8,7 @@ from typing import Any
 from torch.optim.lr_scheduler import LRScheduler as TorchScheduler, ReduceLROnPlateau
 
 from trial_core.errors import TrialError, TrialTypeError
-from trial_core.units import EpochLength
+from trial_core.schedule.units import EpochLength
 
 
 class LRScheduler:

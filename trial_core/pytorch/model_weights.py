@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trial_core.controller.safe_load import Reader
-from trial_core.errors import CheckpointError
-from trial_core.export.weights import (
+from trial_core.checkpoint.weights.weights import (
     Precision,
     SavedWeight,
     has_16bit_weights,
     saved_all,
     tensors_of,
 )
+from trial_core.errors import CheckpointError
 from trial_core.pytorch.pytorch_state import MODELS, STATE_FILE, read_state
+from trial_core.rank.state_files.safe_load import Reader
 
 
 def model_weights(

@@ -11,11 +11,9 @@ from typing import Any
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.manifest import FileEntry, Topology
 from trial_core.checkpoint.resume_point import Restore
-from trial_core.controller.rank_state import STATE_FOLDER
-from trial_core.controller.safe_load import Reader
-from trial_core.controller.trial_adapter import TrialAdapter
+from trial_core.checkpoint.weights.model_files import facts_folder, write_facts
 from trial_core.errors import TrialError
-from trial_core.export.model_files import facts_folder, write_facts
+from trial_core.launch.machine.memory_files import MemoryFiles
 from trial_core.pytorch.context import PyTorchTrialContext
 from trial_core.pytorch.distributed_model import broadcast_buffers, unwrapped
 from trial_core.pytorch.pytorch_state import (
@@ -37,7 +35,9 @@ from trial_core.pytorch.pytorch_state import (
 from trial_core.pytorch.sharded_model import is_sharded, mesh_shape, reshard
 from trial_core.pytorch.sharded_state import files_of_parts
 from trial_core.pytorch.trial import PyTorchTrial
-from trial_core.transfer.memory_files import MemoryFiles
+from trial_core.rank.rank_state import STATE_FOLDER
+from trial_core.rank.state_files.safe_load import Reader
+from trial_core.rank.trial.trial_adapter import TrialAdapter
 
 
 class PyTorchTrialAdapter(TrialAdapter):

@@ -18,18 +18,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from trial_core.controller.frozen_files import (
-    KeyPath,
-    frozen_names,
-    frozen_path,
-    without_frozen,
-)
-from trial_core.controller.imported_weights import imported_weights
-from trial_core.controller.optimizer_load import optimizers_loaded_in_place
-from trial_core.controller.safe_load import Reader
-from trial_core.controller.safe_save import readable
-from trial_core.controller.tensor_files import write_tensors
+from trial_core.common.text_format import first_few
 from trial_core.errors import CheckpointError, TrialError
+from trial_core.launch.machine.memory_files import MemoryFiles
 from trial_core.pytorch.context import PyTorchTrialContext
 from trial_core.pytorch.distributed_model import unwrapped
 from trial_core.pytorch.gradient_averaging import parameters_of
@@ -46,8 +37,17 @@ from trial_core.pytorch.sharded_state import (
     require_joined,
     write_parts,
 )
-from trial_core.text_format import first_few
-from trial_core.transfer.memory_files import MemoryFiles
+from trial_core.rank.state_files.frozen_files import (
+    KeyPath,
+    frozen_names,
+    frozen_path,
+    without_frozen,
+)
+from trial_core.rank.state_files.imported_weights import imported_weights
+from trial_core.rank.state_files.optimizer_load import optimizers_loaded_in_place
+from trial_core.rank.state_files.safe_load import Reader
+from trial_core.rank.state_files.safe_save import readable
+from trial_core.rank.state_files.tensor_files import write_tensors
 
 STATE_FILE = "state_dict.pth"
 FROZEN_FILE = frozen_path(Path(STATE_FILE)).name

@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from trial_core.errors import TrialError
-from trial_core.pytorch.batch_length import data_length
-from trial_core.pytorch.callback import PyTorchCallback
 from trial_core.pytorch.context import PyTorchTrialContext
-from trial_core.pytorch.metric_reduction import Reducer
+from trial_core.rank.data.batch_length import data_length
+from trial_core.rank.trial.callback import PyTorchCallback
+from trial_core.rank.trial.metric_reduction import Reducer
 
 if TYPE_CHECKING:
-    from trial_core.controller.controller import Controller
+    from trial_core.rank.controller import Controller
 
 
 class ControllerClass:
     """A class attribute that imports the controller on first use: importing a trial stays cheap."""
 
     def __get__(self, instance: object, owner: type) -> type[Controller]:
-        from trial_core.controller.controller import Controller
+        from trial_core.rank.controller import Controller
 
         return Controller
 

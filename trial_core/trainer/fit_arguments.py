@@ -8,8 +8,8 @@ from typing import Any, get_args
 
 from trial_core.errors import ConfigError
 from trial_core.messages import FitBegun, Length
-from trial_core.run.sequencer import CheckpointPolicy
-from trial_core.units import Batch, Epoch, TrainUnit
+from trial_core.schedule.sequencer import CheckpointPolicy
+from trial_core.schedule.units import Batch, Epoch, TrainUnit
 
 
 def fit_begun(

@@ -6,16 +6,16 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
-from trial_core.controller.controller import AdapterBuilder, Controller
-from trial_core.distributed import DistributedContext
+from trial_core.driver.run_loop import TrialResult
 from trial_core.driver.script_order import Order
-from trial_core.entrypoint import Context
 from trial_core.errors import SlotsError
+from trial_core.launch.machine.run_dirs import clear_kept, prepare_run_dir, run_dir_of
+from trial_core.launch.slots.joined_rank import JoinedRank
 from trial_core.messages import AttachTrial, StopRequested
-from trial_core.run.run_dirs import clear_kept, prepare_run_dir, run_dir_of
-from trial_core.run.run_loop import TrialResult
-from trial_core.slots.joined_rank import JoinedRank
-from trial_core.trainer.driver_process import take_driver
+from trial_core.rank.collectives.distributed import DistributedContext
+from trial_core.rank.controller import AdapterBuilder, Controller
+from trial_core.rank.script.driver_process import take_driver
+from trial_core.trainer.entrypoint import Context
 
 
 def fit_with_driver(

@@ -23,26 +23,26 @@ from weakref import WeakKeyDictionary
 import deepspeed
 import torch.distributed as dist
 
-from trial_core.accelerator import claim_accelerator
 from trial_core.config.parsing import merged
 from trial_core.config.script import script_config
-from trial_core.context import RunInfo
-from trial_core.controller.rank_state import seed_everything
-from trial_core.controller.run_file_upload import tensorboard_in
-from trial_core.core_api.script_host import ScriptHost, current_slot
 from trial_core.deepspeed.context import DeepSpeedTrialContext
 from trial_core.deepspeed.mpu import forget_model_parallelism
 from trial_core.deepspeed.op_builds import prepare_op_builds
-from trial_core.distributed import CHIEF_VARIABLE, DistributedContext, is_launched
-from trial_core.entrypoint import initialises_torch_distributed
-from trial_core.process_group import init_torch_distributed
+from trial_core.launch.machine.run_dirs import run_dir_of, trial_id
 from trial_core.pytorch.context import PyTorchTrialContext
-from trial_core.pytorch.torch_context import TorchTrialContext
-from trial_core.rendezvous import host_single_rank
-from trial_core.run.run_dirs import run_dir_of, trial_id
-from trial_core.trainer import uncaught_errors
-from trial_core.trainer.driver_process import early_driver
-from trial_core.trainer.visible_logs import visible_logs
+from trial_core.rank.collectives.accelerator import claim_accelerator
+from trial_core.rank.collectives.distributed import CHIEF_VARIABLE, DistributedContext, is_launched
+from trial_core.rank.collectives.process_group import init_torch_distributed
+from trial_core.rank.collectives.rendezvous import host_single_rank
+from trial_core.rank.core_api.script_host import ScriptHost, current_slot
+from trial_core.rank.rank_state import seed_everything
+from trial_core.rank.run_file_upload import tensorboard_in
+from trial_core.rank.script import uncaught_errors
+from trial_core.rank.script.driver_process import early_driver
+from trial_core.rank.script.visible_logs import visible_logs
+from trial_core.rank.trial.context import RunInfo
+from trial_core.rank.trial.torch_context import TorchTrialContext
+from trial_core.trainer.entrypoint import initialises_torch_distributed
 
 logger = logging.getLogger(__name__)
 

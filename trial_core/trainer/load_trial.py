@@ -9,16 +9,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trial_core.config.command import is_command
-from trial_core.controller.rank_state import seed_everything
-from trial_core.controller.safe_load import Reader
+from trial_core.checkpoint.transfer.checkpoint_source import CheckpointSource, open_checkpoint
+from trial_core.checkpoint.transfer.code_archive import unpack_code
+from trial_core.checkpoint.transfer.trial_code import code_entry
 from trial_core.deepspeed.mpu import forget_model_parallelism
-from trial_core.entrypoint import adapter_of, load_trial_class
 from trial_core.errors import TrialError
+from trial_core.rank.rank_state import seed_everything
+from trial_core.rank.state_files.safe_load import Reader
+from trial_core.schedule.command import is_command
 from trial_core.trainer.code_import import importing_from
-from trial_core.transfer.checkpoint_source import CheckpointSource, open_checkpoint
-from trial_core.transfer.code_archive import unpack_code
-from trial_core.transfer.trial_code import code_entry
+from trial_core.trainer.entrypoint import adapter_of, load_trial_class
 
 _UNPACKED: list[tempfile.TemporaryDirectory[str]] = []
 """Code of loaded trials. It stays until this process ends: a trial may use more of it later."""

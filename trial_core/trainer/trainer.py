@@ -6,21 +6,21 @@ import logging
 
 from trial_core.cluster_info import checkpoint_to_continue
 from trial_core.config.script import has_code_folder, named_metric, script_config
-from trial_core.context import RunInfo
-from trial_core.controller.trial_adapter import TrialAdapter
-from trial_core.core_api.script_host import ScriptHost, current_slot
-from trial_core.distributed import DistributedContext
+from trial_core.driver.run_loop import TrialResult
 from trial_core.driver.script_order import Order
-from trial_core.entrypoint import Context, Trial, adapter_of
 from trial_core.errors import ConfigError, TrialError
 from trial_core.messages import FitBegun
 from trial_core.pytorch.context import kind_of
 from trial_core.pytorch.trial import PyTorchTrial
-from trial_core.run.run_loop import TrialResult
-from trial_core.run.sequencer import CheckpointPolicy
+from trial_core.rank.collectives.distributed import DistributedContext
+from trial_core.rank.core_api.script_host import ScriptHost, current_slot
+from trial_core.rank.trial.context import RunInfo
+from trial_core.rank.trial.trial_adapter import TrialAdapter
+from trial_core.schedule.sequencer import CheckpointPolicy
+from trial_core.schedule.units import Batch, TrainUnit
+from trial_core.trainer.entrypoint import Context, Trial, adapter_of
 from trial_core.trainer.fit_arguments import fit_begun
 from trial_core.trainer.fit_outside_slot import fit_with_driver
-from trial_core.units import Batch, TrainUnit
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
-from trial_core import text_format
+from trial_core.common import text_format
 from trialflow.deployments.cli.checkpoints import pin, prune, verify
 from trialflow.deployments.cli.experiment_options import (
     Checkpoint,
@@ -47,8 +47,8 @@ def list_(
     json_: AsJson = False,
 ) -> int:
     """List checkpoints, oldest first. A trial's best one, by its searcher.metric, is marked."""
+    from trial_core.checkpoint.retention.protections import pins
     from trial_core.models.registry import Registry
-    from trial_core.retention.protections import pins
 
     store = open_store(config, storage)
     with waiting(f"reading {store.url}"):
@@ -87,9 +87,9 @@ def show(
     json_: AsJson = False,
 ) -> int:
     """Show a checkpoint in full; with --json, its manifest."""
+    from trial_core.checkpoint.retention.protections import protections
     from trial_core.models.checkpoint_reference import open_checkpoint
     from trial_core.models.registry import Registry
-    from trial_core.retention.protections import protections
 
     store = open_store(config, storage)
     with waiting(f"reading {store.url}"):
@@ -117,8 +117,8 @@ def download(
     json_: AsJson = False,
 ) -> int:
     """Download a checkpoint's files and manifest, and verify every file."""
+    from trial_core.checkpoint.transfer.fetch import download as fetch
     from trial_core.models.checkpoint_reference import referenced_uuid
-    from trial_core.transfer.fetch import download as fetch
 
     store = open_store(config, storage)
     with waiting(f"downloading {checkpoint}") as wait:
@@ -214,7 +214,7 @@ def _best_of_trials(manifests: list[Manifest]) -> set[str]:
     Args:
         manifests: all checkpoints of each of their trials.
     """
-    from trial_core.retention.policy import best_of_trial
+    from trial_core.checkpoint.retention_policy import best_of_trial
 
     trials: dict[str, list[Manifest]] = {}
     for manifest in manifests:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from trial_core import text_format
+from trial_core.common import text_format
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.experiment_options import (
     Checkpoints,
@@ -20,8 +20,8 @@ from trialflow.deployments.cli.tables import AsJson
 from trialflow.deployments.cli.waiting import waiting
 
 if TYPE_CHECKING:
+    from trial_core.checkpoint.retention.protections import Protection
     from trial_core.checkpoint.store import CheckpointStore
-    from trial_core.retention.protections import Protection
 
 
 def pin(
@@ -34,7 +34,7 @@ def pin(
     json_: AsJson = False,
 ) -> int:
     """Protect checkpoints from pruning until they are unpinned."""
-    from trial_core.retention import protections
+    from trial_core.checkpoint.retention import protections
 
     store, uuids = _named(checkpoints, config, storage)
     with waiting(f"writing to {store.url}"):
@@ -50,7 +50,7 @@ def unpin(
     json_: AsJson = False,
 ) -> int:
     """Remove the pins of checkpoints. Checkpoints held by the registry stay protected."""
-    from trial_core.retention import protections
+    from trial_core.checkpoint.retention import protections
 
     store, uuids = _named(checkpoints, config, storage)
     released = protections.WHEN_RELEASED

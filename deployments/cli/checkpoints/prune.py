@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from trial_core import text_format
+from trial_core.common import text_format
 from trial_core.errors import CheckpointNotFound, ConfigError
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.checkpoints.rules import Rules
@@ -25,13 +25,13 @@ from trialflow.deployments.cli.waiting import above_the_wait, waiting
 
 if TYPE_CHECKING:
     from trial_core.checkpoint.intents import SweptUpload
+    from trial_core.checkpoint.retention.leftovers import Leftover, SweptLeftovers
+    from trial_core.checkpoint.retention.pruning import Pruned, PruningPlan
+    from trial_core.checkpoint.retention_policy import RetentionDecision, RetentionPolicy
     from trial_core.checkpoint.store import CheckpointStore
-    from trial_core.retention.leftovers import Leftover, SweptLeftovers
-    from trial_core.retention.policy import RetentionDecision, RetentionPolicy
-    from trial_core.retention.pruning import Pruned, PruningPlan
 
 LEFTOVERS_AFTER_DAYS = 7.0
-"""`trial_core.retention.leftovers.LEFTOVER_AGE_DAYS`, which `--help` shows without importing it."""
+"""`leftovers.LEFTOVER_AGE_DAYS`, which `--help` shows without importing it."""
 
 
 def prune(
@@ -73,7 +73,7 @@ def prune(
 
     Also deletes leftovers: files that killed runs uploaded and never committed.
     """
-    from trial_core.retention.leftovers import find_leftovers
+    from trial_core.checkpoint.retention.leftovers import find_leftovers
 
     if json_ and not (dry_run or yes):
         raise ConfigError("--json cannot ask for confirmation: give --dry-run or --yes as well")
@@ -129,7 +129,7 @@ def _plans(
     Raises:
         CheckpointNotFound: the storage has nothing of that experiment or trial.
     """
-    from trial_core.retention.pruning import experiments, plan_pruning
+    from trial_core.checkpoint.retention.pruning import experiments, plan_pruning
 
     stored = experiments(store)
     if experiment is not None and experiment not in stored:
@@ -227,7 +227,7 @@ def _is_confirmed(plans: list[PruningPlan], leftovers: list[Leftover]) -> bool:
 
 
 def _delete(store: CheckpointStore, plans: list[PruningPlan], is_silent: bool) -> list[Pruned]:
-    from trial_core.retention.pruning import prune as carry_out
+    from trial_core.checkpoint.retention.pruning import prune as carry_out
 
     def say(decision: RetentionDecision) -> None:
         if not is_silent:
@@ -243,7 +243,7 @@ def _delete(store: CheckpointStore, plans: list[PruningPlan], is_silent: bool) -
 def _sweep(
     store: CheckpointStore, leftovers: list[Leftover], after_days: float, is_silent: bool
 ) -> SweptLeftovers:
-    from trial_core.retention.leftovers import sweep_leftovers
+    from trial_core.checkpoint.retention.leftovers import sweep_leftovers
 
     def say(swept: SweptUpload) -> None:
         if not is_silent:

@@ -10,8 +10,8 @@ from cyclopts import Parameter
 from trial_core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from trial_core.checkpoint.retention_policy import RetentionPolicy
     from trial_core.config import ExperimentConfig
-    from trial_core.retention.policy import RetentionPolicy
 
 
 @Parameter(name="*")

@@ -13,8 +13,8 @@ from tests.support.cli import write_experiment
 from tests.support.manifests import FILES, new_manifest, stored_files
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.run.sequencer import Progress
-from trial_core.transfer import fetch
+from trial_core.checkpoint.transfer import fetch
+from trial_core.schedule.sequencer import Progress
 from trialflow.deployments.cli.main import main
 from trialflow.deployments.cli.tables import shortest_unique
 

@@ -15,9 +15,9 @@ from tests.support.manifests import FILES, new_manifest, stage
 from tests.support.prefect import PrefectServer
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.checkpoint.transfer.upload import upload_files
 from trial_core.models.journal import Journal, PromotionDecision
 from trial_core.models.registry import Registry
-from trial_core.transfer.upload import upload_files
 from trialflow.deployments.cli.main import main
 from trialflow.tasks.events import CHAMPION
 

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from tests.support.waiting import until
-from trial_core.driver.throughput import Throughput
+from trial_core.observe.events.throughput import Throughput
 from trialflow.deployments.cli.run_display import (
     Display,
     LiveDisplay,

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from tests.support.manifests import new_manifest
-from tests.trial_core.ledger.test_time_ledger import run_time
+from tests.trial_core.observe.ledger.test_time_ledger import run_time
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.json_objects import encode_json
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.report.history import ReportHistory
-from trial_core.run.sequencer import Progress
+from trial_core.observe.report.history import ReportHistory
+from trial_core.schedule.sequencer import Progress
 from trialflow.deployments.cli import runs
 from trialflow.deployments.cli.json_result import JsonResult
 from trialflow.deployments.cli.main import main

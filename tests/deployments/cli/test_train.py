@@ -28,12 +28,12 @@ from tests.support.manifests import new_manifest
 from tests.support.prefect import ROOT, PrefectServer, isolated, prepared
 from tests.support.processes import descendants, wait_until_gone
 from tests.support.slots import lines as seen
+from trial_core.checkpoint.retention.known_storages import note_storage
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
-from trial_core.driver.observers import current_observer
 from trial_core.errors import ConfigError, StorageError
-from trial_core.run.known_storages import note_storage
-from trial_core.run.sequencer import Progress
+from trial_core.observe.events.observers import current_observer
+from trial_core.schedule.sequencer import Progress
 from trialflow.deployments.cli import train as command
 from trialflow.deployments.cli.train import Continuation, _other_best, _summary, train
 from trialflow.flows import train as flow_module

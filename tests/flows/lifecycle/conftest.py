@@ -20,7 +20,7 @@ import trialflow.flows.lifecycle.stop_monitor
 import trialflow.flows.train
 from tests.support.prefect import PrefectServer
 from tests.support.slots import toy_config
-from trial_core.run.stop_requests import StopHandler
+from trial_core.schedule.stop_requests import StopHandler
 from trialflow.flows.server.embedded_server import flush
 from trialflow.flows.train import TrialResult
 

@@ -19,7 +19,7 @@ from prefect.flow_engine import run_flow
 from prefect.states import Cancelling, Running, Suspended
 
 from tests.flows.lifecycle.conftest import TIMEOUT_SECONDS, Stage, set_state, state_of
-from trial_core.run.stop_requests import StopHandler
+from trial_core.schedule.stop_requests import StopHandler
 from trialflow.flows.train import train
 
 pytestmark = pytest.mark.server

@@ -11,8 +11,8 @@ from prefect import flow, runtime, task
 from prefect.logging import get_run_logger
 
 from tests.flows.lifecycle.conftest import Stage
-from trial_core.driver.observers import Observer, observing
 from trial_core.errors import Stopped, StorageError
+from trial_core.observe.events.observers import Observer, observing
 from trialflow.flows.lifecycle.run_log import about, readable_task_log
 
 pytestmark = pytest.mark.server

@@ -28,7 +28,7 @@ from tests.support.waiting import until
 from tests.support.wire import UNAUTHORIZED, UNAVAILABLE, Wire, mend_at_the_end
 from trial_core.config import ExperimentConfig
 from trial_core.driver.launch_stages import LaunchStages
-from trial_core.run.stop_requests import StopHandler
+from trial_core.schedule.stop_requests import StopHandler
 from trialflow.flows.lifecycle.server_outage import ServerOutage
 from trialflow.flows.server.embedded_server import flush
 from trialflow.flows.train import TrialResult

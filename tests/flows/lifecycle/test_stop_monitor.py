@@ -37,7 +37,7 @@ from tests.flows.lifecycle.conftest import (
 )
 from trial_core.driver.launch_stages import LaunchStages
 from trial_core.errors import RankFailed, Stopped, StorageError
-from trial_core.run.stop_requests import StopHandler
+from trial_core.schedule.stop_requests import StopHandler
 from trialflow.flows.train import STAGES, TrialResult, train_trial
 
 pytestmark = pytest.mark.server

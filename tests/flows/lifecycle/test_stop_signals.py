@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.prefect import ROOT
-from trial_core.run.stop_requests import StopHandler
+from trial_core.schedule.stop_requests import StopHandler
 from trialflow.flows.lifecycle.stop_signals import StopSignals
 
 TIMEOUT_SECONDS = 30.0

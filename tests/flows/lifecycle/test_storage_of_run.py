@@ -17,14 +17,14 @@ import trialflow.flows.train
 from tests.flows.lifecycle.conftest import Stage
 from tests.support.stores import mount, unmount
 from trial_core.checkpoint.fencing import newest_attempts
+from trial_core.checkpoint.retention.trial_owner import own_trial
 from trial_core.checkpoint.storage_mark import read_mark
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.driver.drive import Caller
 from trial_core.errors import CheckpointNotFound, Stopped, StorageError, TrialflowError
-from trial_core.retention.trial_owner import own_trial
-from trial_core.run.run_dirs import trial_id
-from trial_core.run.stop_requests import StopHandler
+from trial_core.launch.machine.run_dirs import trial_id
+from trial_core.schedule.stop_requests import StopHandler
 from trialflow.flows.lifecycle.storage_of_run import LABEL, storage_of_run
 from trialflow.flows.train import TrialResult, train_trial
 

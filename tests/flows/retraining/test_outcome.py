@@ -16,7 +16,7 @@ from tests.support.retraining import WAIT_SECONDS, RetrainHarness
 from tests.support.wire import Wire, mend_at_the_end
 from trial_core.errors import ConfigError, Stopped, StorageError, Superseded
 from trial_core.models.journal import Journal
-from trial_core.run.stop_requests import StopHandler
+from trial_core.schedule.stop_requests import StopHandler
 from trialflow.tasks.retrain import CallbackFailed
 
 pytestmark = pytest.mark.server

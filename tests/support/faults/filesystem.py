@@ -24,8 +24,8 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
 from tests.support.faults.plan import Plan, Seen
-from trial_core.storage import base
-from trial_core.storage.local_files import atomic_file
+from trial_core.checkpoint.storage import base
+from trial_core.checkpoint.storage.local_files import atomic_file
 
 PROTOCOL = "faulty"
 _plans: dict[str, Plan] = {}

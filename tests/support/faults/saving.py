@@ -22,12 +22,12 @@ from tests.support.faults.s3 import FaultyS3
 from tests.support.manifests import keys_of, new_manifest, stage
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.manifest import FileEntry, Manifest
+from trial_core.checkpoint.storage import buffer_pool
+from trial_core.checkpoint.storage.base import PROBES
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.checkpoint.transfer.trial_code import upload_code
+from trial_core.checkpoint.transfer.upload import merge_entries, upload_files
 from trial_core.errors import CheckpointNotFound, StorageError
-from trial_core.storage import buffer_pool
-from trial_core.storage.base import PROBES
-from trial_core.transfer.trial_code import upload_code
-from trial_core.transfer.upload import merge_entries, upload_files
 
 Result = TypeVar("Result")
 

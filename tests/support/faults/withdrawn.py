@@ -22,10 +22,10 @@ import psutil
 
 from tests.support.driving import TRIAL, drive
 from tests.support.slots import toy_config
+from trial_core.checkpoint.storage import retrying
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.driver.observers import Observer
 from trial_core.errors import TrialflowError
-from trial_core.storage import retrying
+from trial_core.observe.events.observers import Observer
 
 NAMESPACES = (
     "unshare", "--map-root-user", "--mount",

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "toy"))
 import numpy as np
 import torch
 
-from trial_core.slots.fork_server_main import without_mlflow
+from trial_core.launch.slots.fork_server_main import without_mlflow
 
 with without_mlflow():  # it has a thread
     from toy_trial import ToyTrial
@@ -37,7 +37,7 @@ with without_mlflow():  # it has a thread
 from trial_core.pytorch import Batch, PyTorchCallback
 
 # Modules that ranks import when they first need them.
-EAGER = ("s3fs", "trial_core.storage.local", "trial_core.trainer.fit_outside_slot")
+EAGER = ("s3fs", "trial_core.checkpoint.storage.local", "trial_core.trainer.fit_outside_slot")
 
 
 class WatchedTrial(ToyTrial):

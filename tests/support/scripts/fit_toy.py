@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.processes import listening_beyond_loopback
-from trial_core.distributed import DistributedContext
 from trial_core.errors import TrialflowError
 from trial_core.pytorch import Batch, Epoch
+from trial_core.rank.collectives.distributed import DistributedContext
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "toy"))
 

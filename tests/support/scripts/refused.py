@@ -15,9 +15,6 @@ from typing import Any
 
 import msgspec
 
-from trial_core.controller.controller import Controller
-from trial_core.distributed import DistributedContext
-from trial_core.entrypoint import build_adapter
 from trial_core.errors import CheckpointUnrestorable, TrialError
 from trial_core.messages import (
     BuildLoadersAndRestore,
@@ -28,6 +25,9 @@ from trial_core.messages import (
     SaveCheckpoint,
     TrainBatches,
 )
+from trial_core.rank.collectives.distributed import DistributedContext
+from trial_core.rank.controller import Controller
+from trial_core.trainer.entrypoint import build_adapter
 
 TOY = Path(os.environ["PYTHONPATH"]) / "tests" / "support" / "toy"
 

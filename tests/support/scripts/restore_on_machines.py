@@ -17,9 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.controller.controller import Controller
-from trial_core.distributed import DistributedContext
-from trial_core.entrypoint import build_adapter
 from trial_core.messages import (
     BuildLoadersAndRestore,
     BuildTrial,
@@ -29,6 +26,9 @@ from trial_core.messages import (
     SaveCheckpoint,
     TrainBatches,
 )
+from trial_core.rank.collectives.distributed import DistributedContext
+from trial_core.rank.controller import Controller
+from trial_core.trainer.entrypoint import build_adapter
 
 RANKS = DistributedContext.from_environment()
 FOLDER = Path(os.environ["FOLDER"])

@@ -18,10 +18,10 @@ from typing import Any
 
 from tests.support.faults.saving import parts_of, save
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.checkpoint.transfer.upload import upload_files
 from trial_core.errors import StorageError
-from trial_core.transfer.upload import upload_files
 
-EAGER = ("s3fs", "aiobotocore.session", "trial_core.storage.s3_storage")
+EAGER = ("s3fs", "aiobotocore.session", "trial_core.checkpoint.storage.s3_storage")
 
 
 def carry_out(job: dict[str, Any]) -> None:

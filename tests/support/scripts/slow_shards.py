@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import trial_core
 from trial_core.checkpoint.manifest import FileEntry
-from trial_core.controller.checkpoint_files import CheckpointFiles
+from trial_core.rank.checkpoint_files import CheckpointFiles
 
 STORE_SECONDS = 20.0
 

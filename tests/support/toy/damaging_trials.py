@@ -8,9 +8,9 @@ from typing import Any
 
 from toy_trial import ToyTrial
 
+from trial_core.checkpoint.retention.claims import claims
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.deepspeed import DeepSpeedTrialContext
-from trial_core.retention.claims import claims
 
 
 class FindsDamage(ToyTrial):

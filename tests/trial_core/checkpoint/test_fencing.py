@@ -270,7 +270,7 @@ def test_a_file_system_may_be_unmounted(tmp_path: Path) -> None:
 @pytest.fixture
 def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each actor sends one request at a time."""
-    monkeypatch.setattr("trial_core.storage.parallel.READ_THREADS", 1)
+    monkeypatch.setattr("trial_core.checkpoint.storage.parallel.READ_THREADS", 1)
 
 
 class Scene(NamedTuple):

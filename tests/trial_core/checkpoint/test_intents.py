@@ -17,9 +17,9 @@ from tests.support.storage_clock import shift_clock
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.intents import read_intent
 from trial_core.checkpoint.manifest import Manifest
+from trial_core.checkpoint.storage.local_files import atomic_file
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointError
-from trial_core.storage.local_files import atomic_file
 
 
 def begin(store: CheckpointStore, staging: Path, **fields: Any) -> Manifest:
@@ -181,7 +181,7 @@ def test_multipart_uploads_are_listed_page_by_page(
     s3_store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All are aborted if the server lists two at a time."""
-    from trial_core.storage.s3_requests import S3Requests
+    from trial_core.checkpoint.storage.s3_requests import S3Requests
 
     call = S3Requests.call
 

@@ -13,7 +13,7 @@ import pytest
 from tests.support.manifests import entry, new_manifest
 from trial_core.checkpoint.manifest import Manifest, utc_now
 from trial_core.errors import CheckpointDamaged, CheckpointError
-from trial_core.run.sequencer import Progress
+from trial_core.schedule.sequencer import Progress
 
 
 def test_a_manifest_reads_back_as_it_was() -> None:

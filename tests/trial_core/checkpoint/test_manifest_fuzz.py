@@ -14,7 +14,7 @@ from tests.support.strategies import changed, fuzz, json_bytes, plain_data, spoi
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.errors import CheckpointError
-from trial_core.units import EpochLength
+from trial_core.schedule.units import EpochLength
 
 MANIFEST = new_manifest(
     uuid="u",

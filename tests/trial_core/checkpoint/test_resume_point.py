@@ -10,7 +10,7 @@ from tests.support.manifests import new_manifest
 from trial_core.checkpoint.manifest import Topology
 from trial_core.checkpoint.resume_point import ResumePoint
 from trial_core.errors import CheckpointError
-from trial_core.run.sequencer import Progress
+from trial_core.schedule.sequencer import Progress
 
 
 def topology(ranks: int, **changes: Any) -> Topology:

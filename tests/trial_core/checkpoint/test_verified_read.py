@@ -11,14 +11,14 @@ import pytest
 from tests.support.manifests import stored_files, upload
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.manifest import Manifest
+from trial_core.checkpoint.storage import buffer_pool
+from trial_core.checkpoint.storage.base import RangeRead, Storage
+from trial_core.checkpoint.storage.buffer_pool import BufferPool
+from trial_core.checkpoint.storage.parallel import CancelSignal
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.checkpoint.transfer.fetch import fetch_files
 from trial_core.checkpoint.verified_read import find_damage
 from trial_core.errors import CheckpointDamaged
-from trial_core.storage import buffer_pool
-from trial_core.storage.base import RangeRead, Storage
-from trial_core.storage.buffer_pool import BufferPool
-from trial_core.storage.parallel import CancelSignal
-from trial_core.transfer.fetch import fetch_files
 
 PIECE = 100
 BIG = os.urandom(7 * PIECE + 13)

@@ -10,9 +10,9 @@ import fsspec
 import pytest
 from pydantic import ValidationError
 
+from trial_core.checkpoint.retention_policy import RetentionPolicy
 from trial_core.config import StorageConfig, error_lines
-from trial_core.retention.policy import RetentionPolicy
-from trial_core.units import Batch, Epoch
+from trial_core.schedule.units import Batch, Epoch
 
 
 def problems(given: Any) -> list[str]:

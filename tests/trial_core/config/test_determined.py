@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from trial_core.checkpoint.retention_policy import RetentionPolicy
 from trial_core.config import ExperimentConfig, IgnoredFieldWarning, load_config
-from trial_core.context import RunInfo, TrialContext
-from trial_core.distributed import DistributedContext
 from trial_core.errors import ConfigError
-from trial_core.retention.policy import RetentionPolicy
-from trial_core.units import Batch, Epoch
+from trial_core.rank.collectives.distributed import DistributedContext
+from trial_core.rank.trial.context import RunInfo, TrialContext
+from trial_core.schedule.units import Batch, Epoch
 
 FOR_DETERMINED = """
 name: cifar10 deepspeed

@@ -10,7 +10,7 @@ import pytest
 from trial_core.config import ExperimentConfig
 from trial_core.config.error_text import ExperimentWarning, IgnoredFieldWarning
 from trial_core.errors import ConfigError
-from trial_core.units import Batch, Epoch
+from trial_core.schedule.units import Batch, Epoch
 
 Fields = dict[str, Any]
 

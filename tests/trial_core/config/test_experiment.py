@@ -17,8 +17,8 @@ from trial_core.config.checkpointing_section import CheckpointingConfig
 from trial_core.config.error_text import ExperimentWarning
 from trial_core.config.parsing import parse_yaml
 from trial_core.errors import ConfigError
-from trial_core.run.sequencer import Schedule
-from trial_core.units import Batch, Epoch
+from trial_core.schedule.sequencer import Schedule
+from trial_core.schedule.units import Batch, Epoch
 
 MINIMAL = """
 entrypoint: model_def:MyTrial

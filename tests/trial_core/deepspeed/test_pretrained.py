@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from trial_core.context import RunInfo
 from trial_core.deepspeed import DeepSpeedTrialContext
 from trial_core.deepspeed.pretrained import divide_no_more
-from trial_core.distributed import DistributedContext
 from trial_core.errors import TrialError
+from trial_core.rank.collectives.distributed import DistributedContext
+from trial_core.rank.trial.context import RunInfo
 
 pytest.importorskip("accelerate", reason="transformers needs it to divide a model")
 integration = pytest.importorskip("transformers.integrations.deepspeed")

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from trial_core.controller.controller import Controller
 from trial_core.deepspeed import DeepSpeedTrial, DeepSpeedTrialContext
+from trial_core.rank.controller import Controller
 
 
 class Small(DeepSpeedTrial):

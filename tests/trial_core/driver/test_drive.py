@@ -25,9 +25,9 @@ from trial_core.driver.drive import (
     try_trial,
 )
 from trial_core.driver.failure_policy import Relaunch
-from trial_core.driver.observers import Observer
 from trial_core.driver.placement import Placement
 from trial_core.driver.run import Launch, Run
+from trial_core.driver.run_loop import TrialResult
 from trial_core.driver.stages import PLAIN_STAGES
 from trial_core.errors import (
     LaunchError,
@@ -38,9 +38,9 @@ from trial_core.errors import (
     TopologyMismatch,
     TrialError,
 )
-from trial_core.run.run_dirs import KEPT, RANK_FILE_FOLDERS
-from trial_core.run.run_loop import TrialResult
-from trial_core.run.stop_requests import StopHandler
+from trial_core.launch.machine.run_dirs import KEPT, RANK_FILE_FOLDERS
+from trial_core.observe.events.observers import Observer
+from trial_core.schedule.stop_requests import StopHandler
 
 NEWEST = "; the last checkpoint is at batch 60"
 KILLED = RankFailed(rank=1, host="here", during="train-workload", signal_name="SIGKILL")

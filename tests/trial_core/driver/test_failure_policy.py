@@ -13,9 +13,9 @@ from tests.support.slots import toy_config
 from trial_core.checkpoint.manifest import Topology
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.driver.failure_policy import Failure, FailurePolicy, Relaunch, Restarts
-from trial_core.driver.observers import Observer
 from trial_core.driver.run import Launch, LaunchProgress, Run
 from trial_core.errors import LaunchError, RankFailed, Stalled, TopologyMismatch
+from trial_core.observe.events.observers import Observer
 
 
 def killed(during: str = "train-workload") -> RankFailed:

@@ -14,7 +14,7 @@ from trial_core.driver.follow_script import follow_script
 from trial_core.driver.run import Launch, Run
 from trial_core.driver.stages import PLAIN_STAGES
 from trial_core.driver.uploads import Uploads
-from trial_core.run.sequencer import Progress
+from trial_core.schedule.sequencer import Progress
 
 
 def test_a_resumed_script_begins_where_it_was(tmp_path: Path) -> None:

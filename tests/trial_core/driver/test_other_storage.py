@@ -13,6 +13,7 @@ from tests.support.slots import toy_config
 from tests.support.stores import mount, unmount
 from tests.trial_core.driver.test_drive import FullMachine
 from trial_core.checkpoint.fencing import newest_attempts
+from trial_core.checkpoint.retention.known_storages import note_storage, refuse_other_storage
 from trial_core.checkpoint.storage_mark import marked
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
@@ -26,7 +27,6 @@ from trial_core.errors import (
     StorageError,
     TrialflowError,
 )
-from trial_core.run.known_storages import note_storage, refuse_other_storage
 
 WITHOUT_RANKS = Script(FullMachine(), follow_run)
 logger = logging.getLogger(__name__)

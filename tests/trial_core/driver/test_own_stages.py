@@ -16,10 +16,10 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.driver import own_stages
 from trial_core.driver.launch_stages import LaunchStages
 from trial_core.driver.run import Launch, Run
-from trial_core.driver.run_status import RunStatus
 from trial_core.driver.stages import PLAIN_STAGES, beside
 from trial_core.driver.stages.own_stage import OwnStageFailed
 from trial_core.driver.uploads import Uploads
+from trial_core.observe.events.run_status import RunStatus
 
 # The package has the function under the same name.
 STAGE: Any = importlib.import_module("trial_core.driver.stages.own_stage")

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from tests.support.slots import toy_config
+from trial_core.checkpoint.retention.claims import RunClaim
+from trial_core.checkpoint.retention.trial_owner import own_trial
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.driver.placement import OnNodes
 from trial_core.driver.run import Launch, Run
 from trial_core.errors import LaunchError, StorageError
-from trial_core.nodes.examination import check_storage
-from trial_core.nodes.node_launcher import NodeLauncher
-from trial_core.retention.claims import RunClaim
-from trial_core.retention.trial_owner import own_trial
+from trial_core.launch.nodes.examination import check_storage
+from trial_core.launch.nodes.node_launcher import NodeLauncher
 
 TRIAL = "toy-0a"
 

@@ -10,8 +10,8 @@ import pytest
 
 from tests.support.slots import toy_config
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.driver.observers import Observer
 from trial_core.driver.run import Launch, Run
+from trial_core.observe.events.observers import Observer
 
 
 @pytest.fixture

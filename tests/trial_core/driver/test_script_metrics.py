@@ -6,11 +6,11 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+from trial_core.driver.loss_watch import LossWatch
 from trial_core.driver.run import LaunchProgress
+from trial_core.driver.script_progress import ScriptProgress
 from trial_core.driver.stages.script import run_script
 from trial_core.messages import CheckpointWritten, MetricsReported
-from trial_core.run.loss_watch import LossWatch
-from trial_core.run.script_progress import ScriptProgress
 
 
 def ignore(*_: Any) -> None:

@@ -13,12 +13,12 @@ from tests.support.manifests import new_manifest
 from tests.support.slots import toy_config
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.checkpoint.transfer.staged_checkpoint import StagedCheckpoint
 from trial_core.driver.run import Launch, Run
 from trial_core.driver.stages import PLAIN_STAGES, beside
 from trial_core.driver.uploads import Uploads
 from trial_core.errors import StorageError
-from trial_core.run.sequencer import Progress
-from trial_core.transfer.staged_checkpoint import StagedCheckpoint
+from trial_core.schedule.sequencer import Progress
 
 STAGED = StagedCheckpoint.now("4f0c21aa", Progress(4), {})
 

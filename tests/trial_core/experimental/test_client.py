@@ -14,8 +14,8 @@ from trial_core.errors import CheckpointNotFound, ModelNotFound
 from trial_core.experimental import Determined, client
 from trial_core.experimental.client import TrialMetrics
 from trial_core.models.registry import Registry
-from trial_core.report.history import ReportHistory
-from trial_core.run.sequencer import Progress
+from trial_core.observe.report.history import ReportHistory
+from trial_core.schedule.sequencer import Progress
 
 TRIAL, NUMBER = "gpt-0123abcd", 0x0123ABCD
 

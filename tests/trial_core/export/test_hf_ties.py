@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from trial_core.export.hf_folder import write_model
-from trial_core.export.model_files import HFFacts
-from trial_core.export.weights import SavedWeight
+from trial_core.checkpoint.weights.hf_folder import write_model
+from trial_core.checkpoint.weights.model_files import HFFacts
+from trial_core.checkpoint.weights.weights import SavedWeight
 
 FACTS = HFFacts(tied=[r"decoder\.weight", r"decoder\.bias"])
 

@@ -13,11 +13,11 @@ from tests.support.interleaving import VERBS
 from tests.support.manifests import entry, new_manifest
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.manifest import Manifest
+from trial_core.checkpoint.retention.pruning import plan_pruning, prune
+from trial_core.checkpoint.retention_policy import RetentionPolicy
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.models.records import Move, Version
 from trial_core.models.registry import Registry
-from trial_core.retention.policy import RetentionPolicy
-from trial_core.retention.pruning import plan_pruning, prune
 
 MODEL = "gpt"
 NOTHING = RetentionPolicy(save_trial_best=0, save_trial_latest=0)

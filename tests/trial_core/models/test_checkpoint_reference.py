@@ -18,7 +18,7 @@ from trial_core.errors import (
 )
 from trial_core.models.checkpoint_reference import open_checkpoint, referenced_uuid
 from trial_core.models.registry import Registry
-from trial_core.run.sequencer import Progress
+from trial_core.schedule.sequencer import Progress
 
 
 @pytest.fixture

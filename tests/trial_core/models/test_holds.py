@@ -22,13 +22,13 @@ from tests.trial_core.models.helpers import (
     register,
 )
 from trial_core.checkpoint import layout
+from trial_core.checkpoint.retention.deletion_markers import mark_deletion
+from trial_core.checkpoint.retention.protections import pin, pins, protections, unpin
+from trial_core.checkpoint.retention.pruning import plan_pruning, prune
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointNotFound, PromotionConflict, PromotionRefused
 from trial_core.models.records import Move
 from trial_core.models.registry import Registry
-from trial_core.retention.deletion_markers import mark_deletion
-from trial_core.retention.protections import pin, pins, protections, unpin
-from trial_core.retention.pruning import plan_pruning, prune
 
 first_requests = pytest.mark.parametrize(
     "first",

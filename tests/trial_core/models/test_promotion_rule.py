@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 from tests.support.manifests import new_manifest
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.models.promotion_rule import PromotionRule
-from trial_core.run.sequencer import Progress
+from trial_core.schedule.sequencer import Progress
 
 NAN, INF = float("nan"), float("inf")
 finite = st.floats(allow_nan=False, allow_infinity=False)

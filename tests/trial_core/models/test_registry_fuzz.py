@@ -14,13 +14,13 @@ from tests.support.strategies import fuzz, json_bytes, plain_data, stored
 from tests.trial_core.models.helpers import MODEL, commit, memory_store, register
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.json_objects import encode_json
+from trial_core.checkpoint.retention.protections import Protection
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import RegistryError, TrialflowError
 from trial_core.models.journal import Champion, Journal, PromotionDecision, RetrainingPlan
 from trial_core.models.records import Move, Version
 from trial_core.models.registry import Registry
 from trial_core.models.version_history import explain_versions
-from trial_core.retention.protections import Protection
 
 BY = {"by": "a@b", "at": "2031-05-09T17:04:00.000000Z"}
 VERSION = Version(

@@ -16,14 +16,14 @@ from safetensors.torch import load_model
 from tests.support.manifests import new_manifest, upload
 from tests.support.slots import TOY, drive, toy_config
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.controller.safe_load import Reader
 from trial_core.errors import CheckpointError
+from trial_core.launch.machine.memory_files import MemoryFiles
+from trial_core.launch.slots.slot_group import SlotGroup
 from trial_core.models.registry import Registry
 from trial_core.pytorch.model_weights import model_weights
 from trial_core.pytorch.pytorch_state import MODELS, STATE_FILE
 from trial_core.pytorch.sharded_state import write_parts
-from trial_core.slots.slot_group import SlotGroup
-from trial_core.transfer.memory_files import MemoryFiles
+from trial_core.rank.state_files.safe_load import Reader
 from trialflow.deployments.cli.main import main
 
 pytestmark = pytest.mark.slots

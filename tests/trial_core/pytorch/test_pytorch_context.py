@@ -17,13 +17,13 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
-from trial_core.distributed import DistributedContext
 from trial_core.errors import TrialError
 from trial_core.pytorch import LRScheduler, PyTorchTrial, PyTorchTrialContext
 from trial_core.pytorch.distributed_model import replica_of
 from trial_core.pytorch.lr_scheduler import LRScheduler as OwnScheduler
 from trial_core.pytorch.pytorch_adapter import PyTorchTrialAdapter
-from trial_core.units import EpochLength
+from trial_core.rank.collectives.distributed import DistributedContext
+from trial_core.schedule.units import EpochLength
 
 EVERY_BATCH = LRScheduler.StepMode.STEP_EVERY_BATCH
 

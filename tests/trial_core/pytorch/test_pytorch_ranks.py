@@ -11,7 +11,7 @@ import torch
 
 from tests.support.ranks import run_ranks
 from tests.support.slots import TOY, ExperimentConfig, drive, lines, toy_config
-from trial_core.slots.slot_group import SlotGroup
+from trial_core.launch.slots.slot_group import SlotGroup
 
 pytestmark = pytest.mark.slots
 Warm = Callable[[int], SlotGroup]
@@ -103,9 +103,9 @@ sys.path.insert(0, os.environ["TOY"])
 os.chdir(os.environ["TOY"])
 import deepspeed.comm.comm
 import torch.distributed
-from trial_core.context import RunInfo
-from trial_core.distributed import DistributedContext
-from trial_core.entrypoint import build_adapter
+from trial_core.rank.trial.context import RunInfo
+from trial_core.rank.collectives.distributed import DistributedContext
+from trial_core.trainer.entrypoint import build_adapter
 
 experiment = {"entrypoint": "pytorch_trials:Small"}
 adapter = build_adapter(RunInfo("toy-1", experiment), DistributedContext.from_environment())

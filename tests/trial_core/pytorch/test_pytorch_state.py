@@ -13,10 +13,10 @@ from torch import nn
 from torch.optim import SGD, Adam
 
 from tests.support.tensors import differing
-from trial_core.controller.safe_load import Reader
 from trial_core.errors import CheckpointError
 from trial_core.pytorch import PyTorchTrialContext
 from trial_core.pytorch.pytorch_state import load_gradients, load_state, read_state, state_of
+from trial_core.rank.state_files.safe_load import Reader
 
 
 def context_of(*models: nn.Module, **checkpointing: Any) -> PyTorchTrialContext:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from trial_core.checkpoint.manifest import FileEntry
-from trial_core.controller.safe_load import Reader
 from trial_core.errors import CheckpointError, TrialError
+from trial_core.launch.machine.memory_files import MemoryFiles
 from trial_core.pytorch import sharded_state
 from trial_core.pytorch.sharded_state import (
     SavedParts,
@@ -23,7 +23,7 @@ from trial_core.pytorch.sharded_state import (
     require_joined,
     write_parts,
 )
-from trial_core.transfer.memory_files import MemoryFiles
+from trial_core.rank.state_files.safe_load import Reader
 
 WHOLE = torch.arange(35.0).reshape(7, 5)
 PLACE = ("models_state_dict", 0, "weight")

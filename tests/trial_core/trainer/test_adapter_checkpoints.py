@@ -11,7 +11,7 @@ from tests.support.fitting import Launcher, fit_toys
 from tests.support.tensors import differing, tensors
 from tests.trial_core.trainer.fits import every, run, store
 from trial_core.checkpoint.manifest import Manifest
-from trial_core.transfer.fetch import download
+from trial_core.checkpoint.transfer.fetch import download
 
 pytestmark = pytest.mark.slots
 

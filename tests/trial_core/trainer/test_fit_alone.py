@@ -10,7 +10,7 @@ import pytest
 from tests.support.fitting import fit_toys
 from tests.support.slots import lines
 from tests.trial_core.trainer.fits import assert_same_end, every, hooks, run, store
-from trial_core.ledger.stored_ledger import read_ledger
+from trial_core.observe.ledger.stored_ledger import read_ledger
 
 pytestmark = pytest.mark.slots
 

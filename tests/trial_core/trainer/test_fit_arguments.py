@@ -12,13 +12,13 @@ import pytest
 import trial_core.trainer.init
 import trial_core.trainer.trainer
 from trial_core.config.script import named_metric, script_config
-from trial_core.context import RunInfo
 from trial_core.deepspeed import DeepSpeedTrial, DeepSpeedTrialContext, Trainer
-from trial_core.distributed import DistributedContext
 from trial_core.errors import ConfigError, TrialError, TrialflowError
+from trial_core.launch.machine.run_dirs import locked_run_dir
 from trial_core.messages import Length
 from trial_core.pytorch import Batch, Epoch
-from trial_core.run.run_dirs import locked_run_dir
+from trial_core.rank.collectives.distributed import DistributedContext
+from trial_core.rank.trial.context import RunInfo
 from trial_core.trainer.fit_arguments import fit_begun
 
 

@@ -15,12 +15,12 @@ from tests.support.manifests import new_manifest
 from tests.support.ranks import run_ranks
 from tests.support.slots import TOY, drive, toy_config
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.checkpoint.transfer.code_folder import pack_code
+from trial_core.checkpoint.transfer.fetch import check_downloaded, download
+from trial_core.checkpoint.transfer.trial_code import upload_code
 from trial_core.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, TrialError
+from trial_core.launch.slots.slot_group import SlotGroup
 from trial_core.pytorch import load_trial_from_checkpoint_path
-from trial_core.slots.slot_group import SlotGroup
-from trial_core.transfer.code_folder import pack_code
-from trial_core.transfer.fetch import check_downloaded, download
-from trial_core.transfer.trial_code import upload_code
 
 Warm = Callable[[int], SlotGroup]
 

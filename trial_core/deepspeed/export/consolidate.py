@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
+from trial_core.checkpoint.weights.weights import Precision, SavedWeight, saved_weight, target_type
 from trial_core.deepspeed.reshard.parameter_state import MASTER, ParameterState, ZeroStateKeys
 from trial_core.deepspeed.reshard.partitions import Partitions, Shapes, zero3_part_elements
 from trial_core.deepspeed.reshard.saved_state import MODEL_STATES, OPTIMIZER_STATES, rank_files
 from trial_core.errors import CheckpointError
-from trial_core.export.weights import Precision, SavedWeight, saved_weight, target_type
 
 _EXPERT = re.compile(r"(.*deepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..*)")
 _OPTIMIZER = "optimizer_state_dict"

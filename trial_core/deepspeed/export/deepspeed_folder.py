@@ -13,10 +13,10 @@ import torch
 from deepspeed.checkpoint.constants import AUTOEP_EXPERT_KEY_PREFIX
 from deepspeed.checkpoint.ds_to_universal import main as convert
 
-from trial_core.controller.frozen_files import frozen_path, is_frozen_path
-from trial_core.controller.safe_load import Reader
 from trial_core.deepspeed.fingerprints import check_exported, fingerprints_of
 from trial_core.errors import CheckpointError
+from trial_core.rank.state_files.frozen_files import frozen_path, is_frozen_path
+from trial_core.rank.state_files.safe_load import Reader
 
 _NOT_CONVERTED = (
     AssertionError, ValueError, LookupError, RuntimeError, TypeError, AttributeError, OSError,

@@ -19,7 +19,13 @@ from typing import Any
 
 import torch
 
-from trial_core.controller.safe_load import Reader
+from trial_core.checkpoint.weights.weights import (
+    Precision,
+    SavedWeight,
+    first_names,
+    has_16bit_weights,
+    tensors_of,
+)
 from trial_core.deepspeed.export.consolidate import consolidated, exported
 from trial_core.deepspeed.export.model_parallel_weights import joined
 from trial_core.deepspeed.export.pipeline_weights import LAYER, pipeline_weights
@@ -27,13 +33,7 @@ from trial_core.deepspeed.fingerprints import check_exported, fingerprints_of
 from trial_core.deepspeed.reshard.parameter_state import ParameterState
 from trial_core.deepspeed.reshard.saved_state import MODEL_STATES, OPTIMIZER_STATES, rank_files
 from trial_core.errors import CheckpointError
-from trial_core.export.weights import (
-    Precision,
-    SavedWeight,
-    first_names,
-    has_16bit_weights,
-    tensors_of,
-)
+from trial_core.rank.state_files.safe_load import Reader
 
 _EXPERT = re.compile(r"layer_\d+_expert_\d+_mp_rank_(\d+)_model_states\.pt")
 _logger = logging.getLogger(__name__)

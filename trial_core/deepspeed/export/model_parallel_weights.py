@@ -20,8 +20,8 @@ from deepspeed.checkpoint.constants import (
     TP_REPLICATED_PARAMETER_PATTERNS,
 )
 
+from trial_core.checkpoint.weights.weights import SavedWeight
 from trial_core.errors import CheckpointError
-from trial_core.export.weights import SavedWeight
 
 
 def joined(

@@ -14,14 +14,8 @@ from pathlib import Path
 
 from deepspeed.pipe import PipelineModule, TiedLayerSpec
 
-from trial_core.controller.safe_load import Reader
-from trial_core.deepspeed.export.consolidate import consolidated, exported
-from trial_core.deepspeed.export.model_parallel_weights import not_joined
-from trial_core.deepspeed.reshard.parameter_state import ParameterState
-from trial_core.deepspeed.reshard.saved_state import OPTIMIZER_STATES
-from trial_core.errors import CheckpointError
-from trial_core.export.model_files import facts_folder, read_facts
-from trial_core.export.weights import (
+from trial_core.checkpoint.weights.model_files import facts_folder, read_facts
+from trial_core.checkpoint.weights.weights import (
     Precision,
     SavedWeight,
     Weights,
@@ -29,6 +23,12 @@ from trial_core.export.weights import (
     has_16bit_weights,
     tensors_of,
 )
+from trial_core.deepspeed.export.consolidate import consolidated, exported
+from trial_core.deepspeed.export.model_parallel_weights import not_joined
+from trial_core.deepspeed.reshard.parameter_state import ParameterState
+from trial_core.deepspeed.reshard.saved_state import OPTIMIZER_STATES
+from trial_core.errors import CheckpointError
+from trial_core.rank.state_files.safe_load import Reader
 
 LAYER = re.compile(r"layer_(\d+)-(?:model_(\d+)-)?model_states\.pt")
 _TIED = re.compile(r"tied_modules\.([^.]+)\.(.*)")

@@ -15,22 +15,22 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from typing_extensions import ParamSpec
 
-from trial_core.background import in_background
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.resume_point import Restore, ResumePoint
+from trial_core.checkpoint.retention_policy import RetentionPolicy
+from trial_core.checkpoint.storage.retrying import retry_storage
+from trial_core.checkpoint.transfer.staged_checkpoint import StagedCheckpoint
 from trial_core.config.stages_section import StageConfig
 from trial_core.driver.run import Launch
+from trial_core.driver.script_progress import ScriptProgress
 from trial_core.driver.stages import build, callbacks, checkpoint, script, upload_run_files
 from trial_core.driver.stages.own_stage import own_stage
 from trial_core.driver.stages.script import RunningScript, WhatHappened
 from trial_core.driver.stages.train_workload import train_workload
 from trial_core.driver.stages.validate import check_metrics, validate
-from trial_core.retention.policy import RetentionPolicy
-from trial_core.run.script_progress import ScriptProgress
-from trial_core.run.sequencer import Progress
-from trial_core.storage.retrying import retry_storage
-from trial_core.transfer.staged_checkpoint import StagedCheckpoint
-from trial_core.units import EpochLength
+from trial_core.launch.machine.background import in_background
+from trial_core.schedule.sequencer import Progress
+from trial_core.schedule.units import EpochLength
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -8,6 +8,9 @@ from typing import Any
 
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.resume_point import Restore, ResumePoint
+from trial_core.checkpoint.transfer.fetch import fetch_files
+from trial_core.common.text_format import plural, ranks_by_node
+from trial_core.driver.changed_settings import override_warning
 from trial_core.driver.run import Launch
 from trial_core.errors import CheckpointDamaged, StorageError, TrialError
 from trial_core.messages import (
@@ -19,10 +22,7 @@ from trial_core.messages import (
     ReadyToTrain,
     TrialBuilt,
 )
-from trial_core.run.changed_settings import override_warning
-from trial_core.text_format import plural, ranks_by_node
-from trial_core.transfer.fetch import fetch_files
-from trial_core.units import EpochLength
+from trial_core.schedule.units import EpochLength
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,14 @@ from pathlib import Path
 
 from trial_core.checkpoint.fencing import Fence
 from trial_core.checkpoint.manifest import FileEntry, Manifest
+from trial_core.checkpoint.retention.pruning import prune_trial
+from trial_core.checkpoint.retention.shared_files import announce_shared_upload
+from trial_core.checkpoint.retention_policy import RetentionPolicy
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.checkpoint.transfer.staged_checkpoint import StagedCheckpoint
+from trial_core.checkpoint.transfer.trial_code import upload_code
+from trial_core.checkpoint.transfer.upload import prefix_rank, upload_files
+from trial_core.common.text_format import plural, size
 from trial_core.driver.run import Launch, Logger
 from trial_core.errors import CheckpointError, SlotsError, StorageError
 from trial_core.messages import (
@@ -22,14 +29,7 @@ from trial_core.messages import (
     SaveCheckpoint,
     Saved,
 )
-from trial_core.retention.policy import RetentionPolicy
-from trial_core.retention.pruning import prune_trial
-from trial_core.retention.shared_files import announce_shared_upload
-from trial_core.run.sequencer import Progress
-from trial_core.text_format import plural, size
-from trial_core.transfer.staged_checkpoint import StagedCheckpoint
-from trial_core.transfer.trial_code import upload_code
-from trial_core.transfer.upload import prefix_rank, upload_files
+from trial_core.schedule.sequencer import Progress
 
 
 def sweep_leftovers(store: CheckpointStore, trial: str, fence: Fence, logger: Logger) -> None:

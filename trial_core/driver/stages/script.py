@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 import time
 
+from trial_core.common.text_format import metrics_line
 from trial_core.driver.run import Launch
+from trial_core.driver.script_progress import ScriptProgress
 from trial_core.errors import SlotsError
 from trial_core.messages import (
     CheckpointWritten,
@@ -15,8 +17,6 @@ from trial_core.messages import (
     ScriptEnded,
     ScriptEvent,
 )
-from trial_core.run.script_progress import ScriptProgress
-from trial_core.text_format import metrics_line
 
 
 class UploadEnded:

@@ -1,13 +1,13 @@
 """train-workload: trains up to a batch.
 
-The whole route of a stop: `trial_core/run/stop_requests.py`.
+The whole route of a stop: `trial_core/schedule/stop_requests.py`.
 """
 
 from __future__ import annotations
 
+from trial_core.common.text_format import metrics_line
 from trial_core.driver.run import Launch
 from trial_core.messages import TrainBatches, Trained
-from trial_core.text_format import metrics_line
 
 
 def train_workload(launch: Launch, begin: int, until: int) -> int:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from trial_core.checkpoint.transfer.run_files import TENSORBOARD, RunFiles, tensorboard_url
 from trial_core.driver.run import Launch
 from trial_core.errors import StorageError
 from trial_core.messages import FinishRunFiles, RunFilesStored
-from trial_core.transfer.run_files import TENSORBOARD, RunFiles, tensorboard_url
 
 
 def upload_run_files(launch: Launch, batches_trained: int) -> str:

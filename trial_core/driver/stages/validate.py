@@ -5,11 +5,11 @@ The names of the metrics are learnt from it, so that a missing searcher metric i
 
 from __future__ import annotations
 
+from trial_core.common.text_format import metrics_line
 from trial_core.driver.run import Launch
 from trial_core.messages import MetricsNamed, NameMetrics, RunValidation, Validated
-from trial_core.run.searcher_metric import searcher_metric
-from trial_core.run.stop_requests import as_the_trial_asked
-from trial_core.text_format import metrics_line
+from trial_core.schedule.searcher_metric import searcher_metric
+from trial_core.schedule.stop_requests import as_the_trial_asked
 
 
 def check_metrics(launch: Launch) -> list[str] | None:

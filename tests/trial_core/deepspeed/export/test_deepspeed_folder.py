@@ -9,10 +9,10 @@ import pytest
 import torch
 from deepspeed.utils.tensor_fragment import fragment_address
 
-from trial_core.controller.safe_load import Reader
 from trial_core.deepspeed.checkpoint_engine import CHECKPOINT_CLASSES
 from trial_core.deepspeed.export.deepspeed_folder import write_universal
 from trial_core.errors import CheckpointError
+from trial_core.rank.state_files.safe_load import Reader
 
 MODEL, OPTIMIZER = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"
 

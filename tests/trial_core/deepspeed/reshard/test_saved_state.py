@@ -12,8 +12,6 @@ import torch
 
 from tests.support.fake_accelerator import Memory
 from tests.support.toy.toy_trial import ToyTrial
-from trial_core.controller.optimizer_load import optimizers_loaded_in_place
-from trial_core.controller.safe_load import Reader
 from trial_core.deepspeed.deepspeed_adapter import DeepSpeedTrialAdapter
 from trial_core.deepspeed.reshard import live_state as live_state_module
 from trial_core.deepspeed.reshard.live_state import check_engine, zero_optimizer_state
@@ -21,6 +19,8 @@ from trial_core.deepspeed.reshard.parameter_state import MASTER
 from trial_core.deepspeed.reshard.reshard_loader import resharded
 from trial_core.deepspeed.reshard.saved_state import SourceEngine
 from trial_core.errors import CheckpointDamaged, CheckpointError, TrialError
+from trial_core.rank.state_files.optimizer_load import optimizers_loaded_in_place
+from trial_core.rank.state_files.safe_load import Reader
 
 THREE = torch.Size([3])
 ONE_PARAMETER = {"param_groups": [{"params": [0]}], "state": {}}

@@ -14,8 +14,8 @@ import torch
 from tests.support.slots import Driven, build, drive
 from tests.support.tensors import differing
 from tests.trial_core.deepspeed.reshard.resharding import config, contents, files, restore, save
-from trial_core.controller.safe_load import Reader
-from trial_core.slots.slot_group import SlotGroup
+from trial_core.launch.slots.slot_group import SlotGroup
+from trial_core.rank.state_files.safe_load import Reader
 
 pytestmark = pytest.mark.slots
 Warm = Callable[[int], SlotGroup]

@@ -10,12 +10,12 @@ import pytest
 
 from tests.support.slots import toy_config
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.driver.observers import Observer
+from trial_core.checkpoint.transfer.staged_checkpoint import StagedCheckpoint
 from trial_core.driver.run import Launch, Run
 from trial_core.driver.stages.checkpoint import _upload
 from trial_core.messages import Persisted
-from trial_core.run.sequencer import Progress
-from trial_core.transfer.staged_checkpoint import StagedCheckpoint
+from trial_core.observe.events.observers import Observer
+from trial_core.schedule.sequencer import Progress
 
 
 class OneRank:

@@ -12,7 +12,6 @@ import pytest
 from tests.support.slots import toy_config
 from trial_core.checkpoint.resume_point import ResumePoint
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.driver.observers import Observer
 from trial_core.driver.run import Launch, Run
 from trial_core.driver.stages.build import build_loaders, build_trial, fetch_checkpoint
 from trial_core.driver.stages.callbacks import callbacks
@@ -20,7 +19,8 @@ from trial_core.driver.stages.checkpoint import checkpoint_save
 from trial_core.driver.stages.train_workload import train_workload
 from trial_core.driver.stages.upload_run_files import upload_run_files
 from trial_core.driver.stages.validate import validate
-from trial_core.run.sequencer import Progress
+from trial_core.observe.events.observers import Observer
+from trial_core.schedule.sequencer import Progress
 
 CHECKPOINT: Any = SimpleNamespace(
     uuid="4f0c21aa", files=[], topology=None, progress=Progress(batches_trained=5)

@@ -11,14 +11,12 @@ import pytest
 from tests.support.slots import toy_config
 from trial_core.checkpoint.resume_point import ResumePoint
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.driver.observers import Observer
 from trial_core.driver.run import Launch, Run
 from trial_core.driver.stages.build import build_loaders
 from trial_core.driver.stages.callbacks import callbacks
 from trial_core.driver.stages.checkpoint import checkpoint_save
 from trial_core.driver.stages.train_workload import train_workload
 from trial_core.errors import RankFailed
-from trial_core.ledger.run_clock import RunClock
 from trial_core.messages import (
     BuildLoadersAndRestore,
     HookDone,
@@ -29,7 +27,9 @@ from trial_core.messages import (
     TrainBatches,
     Trained,
 )
-from trial_core.run.sequencer import Progress
+from trial_core.observe.events.observers import Observer
+from trial_core.observe.ledger.run_clock import RunClock
+from trial_core.schedule.sequencer import Progress
 
 
 class FakeRanks:

@@ -8,11 +8,11 @@ import pytest
 
 from tests.support.slots import toy_config
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.driver.observers import Observer
 from trial_core.driver.run import Launch, Run
 from trial_core.driver.stages.validate import report_validation, validate
 from trial_core.errors import TrialError
 from trial_core.messages import Validated
+from trial_core.observe.events.observers import Observer
 
 
 class OneRank:

@@ -1,0 +1,127 @@
+"""Custom training loaders, and trials that do not take one batch's micro-batches."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support.slots import drive, lines, toy_config
+from tests.trial_core.trainer.fits import hooks
+from trial_core.launch.slots.slot_group import SlotGroup
+from trial_core.rank.data.loaders import MicroBatches, build_loaders
+
+
+@pytest.mark.slots
+@pytest.mark.parametrize("trial", ["OwnTrainingLoader", "DeepSpeedsLoader"])
+def test_a_custom_loader_repeats_and_has_its_own_epochs(
+    warm_slots: Callable[[int], SlotGroup], tmp_path: Path, trial: str
+) -> None:
+    """Its length is that of the rank's shard: 16 samples on 2 ranks, 4 batches of 2 per epoch."""
+    config = toy_config(
+        tmp_path, 8, entrypoint=f"evaluation_trials:{trial}",
+        hyperparameters={"train_samples": 16, "record": str(tmp_path)},
+    )  # fmt: skip
+    drive(warm_slots(2), config, tmp_path)
+    recorded = [lines(tmp_path, "samples", rank) for rank in (0, 1)]
+    assert [epoch for _, epoch, *_ in recorded[1]] == [0] * 4 + [1] * 4
+    for begin in (0, 4):
+        seen = [i for rank in recorded for line in rank[begin : begin + 4] for i in line[2:]]
+        assert sorted(seen) == list(range(16))
+
+
+@pytest.mark.long
+@pytest.mark.slots
+@pytest.mark.parametrize(
+    "trial", ["evaluation_trials:DeepSpeedsLoaderForBoth", "evaluation_trials:RepeatingLoaders"]
+)
+def test_a_repeating_loader_has_the_length_of_the_loader_inside(
+    warm_slots: Callable[[int], SlotGroup], tmp_path: Path, trial: str
+) -> None:
+    """A validation ends with one pass, and training continues in its own: 4 batches an epoch."""
+    config = toy_config(
+        tmp_path, 8, entrypoint=trial, min_validation_period={"batches": 3},
+        hyperparameters={"train_samples": 16, "record": str(tmp_path)},
+    )  # fmt: skip
+    run = drive(warm_slots(2), config, tmp_path)
+    assert [metrics["indices"] for metrics in run.validation] == [list(range(16))] * 3
+    recorded = [lines(tmp_path, "samples", rank) for rank in (0, 1)]
+    assert [epoch for _, epoch, *_ in recorded[1]] == [0] * 4 + [1] * 4
+    for begin in (0, 4):
+        seen = [i for rank in recorded for line in rank[begin : begin + 4] for i in line[2:]]
+        assert sorted(seen) == list(range(16))
+    ended = [each["epoch"] for each in hooks(tmp_path) if each["hook"] == "on_training_epoch_end"]
+    assert ended == [0, 1]
+
+
+@pytest.mark.slots
+def test_the_loader_of_a_pipeline_has_epochs_and_ends_a_validation(
+    warm_slots: Callable[[int], SlotGroup], tmp_path: Path
+) -> None:
+    """16 samples are 4 batches of 2 micro-batches of 2, and so is a validation."""
+    config = toy_config(
+        tmp_path, 6, entrypoint="parallel_trials:PipelineWithLoader",
+        min_validation_period={"batches": 3},
+        hyperparameters={"train_samples": 16, "record": str(tmp_path)},
+    )  # fmt: skip
+    run = drive(warm_slots(2), config, tmp_path)
+    assert [metrics["indices"] for metrics in run.validation] == [list(range(16))] * 2
+    trained = lines(tmp_path, "samples", 0)
+    assert [epoch for _, epoch, _ in trained] == [0] * 4 + [1] * 2
+    seen = [i for *_, drawn in trained[:4] for micro_batch in drawn for i in micro_batch]
+    assert sorted(seen) == list(range(16))
+
+
+@pytest.mark.long
+@pytest.mark.slots
+def test_evaluate_full_dataset_gets_the_loader_inside_a_repeating_loader(
+    warm_slots: Callable[[int], SlotGroup], tmp_path: Path
+) -> None:
+    """8 samples in micro-batches of 2: rank 0's shard of 16."""
+    config = toy_config(
+        tmp_path, 1, entrypoint="evaluation_trials:RepeatingFullDataset",
+        hyperparameters={"train_samples": 16, "record": str(tmp_path)},
+    )  # fmt: skip
+    (metrics,) = drive(warm_slots(2), config, tmp_path).validation
+    assert metrics["micro_batches"] == 4
+
+
+@pytest.mark.parametrize(("taken", "warnings"), [(3, 0), (6, 1), (0, 1)])
+def test_a_wrong_number_of_micro_batches_is_warned_of_once(
+    caplog: pytest.LogCaptureFixture, taken: int, warnings: int
+) -> None:
+    """Epochs are counted by batches, so they would not match the passes over the data."""
+    micro_batches = MicroBatches(itertools.count(), per_batch=3)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            list(itertools.islice(micro_batches, taken))
+            micro_batches.batch_ended()
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == warnings
+    if warnings:
+        assert f"took {taken} micro-batches" in messages[0]
+        assert "makes it 3" in messages[0]
+
+
+def test_a_rank_that_needs_no_data_builds_no_loaders() -> None:
+    """The trial's methods are not called there."""
+
+    def build() -> None:
+        raise AssertionError("a loader was built on a rank that needs none")
+
+    adapter: Any = SimpleNamespace(
+        needs_data=False, training_loader=build, validation_loader=build,
+        requires_reproducible_loaders=True, micro_batches_per_batch=1,
+        micro_batches_per_evaluation=1, data_parallel_rank=0, data_parallel_size=1,
+        evaluates_in_lockstep=False, pads_evaluation=True,
+    )  # fmt: skip
+    alone: Any = SimpleNamespace(allgather=lambda mine: [mine], get_rank=lambda: 0)
+    loaders = build_loaders(adapter, alone, seed=0)
+    loaders.begin()
+    assert loaders.training is None
+    assert loaders.validation.begin() is None

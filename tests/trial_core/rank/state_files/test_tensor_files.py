@@ -1,0 +1,80 @@
+"""Shards are written from an accelerator through one host buffer. The accelerator is a fake."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.fake_accelerator import FakeAccelerator, Memory, fake_accelerator
+from trial_core.rank.collectives import accelerator
+from trial_core.rank.state_files.tensor_files import write_tensors
+
+BUFFER_BYTES = 64
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeAccelerator]:
+    monkeypatch.setattr(accelerator, "HOST_BUFFER_BYTES", BUFFER_BYTES)
+    with fake_accelerator() as installed:
+        yield installed
+
+
+def state() -> dict[str, Any]:
+    """Storages shorter and longer than the buffer; shared, empty, sliced and without data."""
+    shared = torch.arange(100, dtype=torch.float64)
+    return {
+        "shared": [shared, shared[3:7].view(2, 2), torch.nn.Parameter(shared)],
+        "short": torch.tensor([2.0, 3.0, 5.0], dtype=torch.bfloat16),
+        "as long": torch.arange(BUFFER_BYTES, dtype=torch.uint8),
+        "strided": torch.arange(60.0).view(6, 10).t()[1:],
+        "empty": torch.empty(0),
+        "placeholder": torch.empty(7, device="meta"),
+        "step": 11,
+    }
+
+
+def as_torch_saves(content: Any) -> bytes:
+    file = io.BytesIO()
+    with torch.utils.serialization.config.patch({"save.compute_crc32": False}):
+        torch.save(content, file)
+    return file.getvalue()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("can_pin", [True, False])
+def test_a_file_from_an_accelerator_is_the_one_that_torch_writes(
+    fake: FakeAccelerator, caplog: pytest.LogCaptureFixture, can_pin: bool
+) -> None:
+    """Byte for byte, through a buffer of a fixed size, which is pageable where pinning fails."""
+    fake.can_pin = can_pin
+    content, file = state(), io.BytesIO()
+    for _ in range(3):
+        file = io.BytesIO()
+        write_tensors(content, file)
+    assert file.getvalue() == as_torch_saves(content)
+    assert fake.pinned_bytes == (BUFFER_BYTES if can_pin else 0)
+    assert ("cannot pin" in caplog.text) is not can_pin
+
+
+@pytest.mark.usefixtures("fake")
+def test_a_storage_is_never_on_the_host_as_a_whole() -> None:
+    """A snapshot needs no more host memory than the buffer, beside the file."""
+    sizes: list[int] = []
+
+    class File(io.BytesIO):
+        def write(self, data: Any) -> int:
+            sizes.append(memoryview(data).nbytes)
+            return super().write(data)
+
+    content = {"weights": torch.arange(1000.0)}
+    write_tensors(content, File())
+    pieces = [size for size in sizes if size == BUFFER_BYTES]
+    assert len(pieces) >= 4000 // BUFFER_BYTES
+    assert max(sizes) < 1000  # torch's own records
+    with Memory() as memory:
+        write_tensors(content, io.BytesIO())
+    assert memory.peak_bytes <= BUFFER_BYTES

@@ -1,0 +1,214 @@
+"""A rank's snapshots: staged, persisted, released, fetched and restored."""
+
+from __future__ import annotations
+
+import os
+import socket
+import uuid as uuids
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support.slots import Driven, drive, toy_config
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.config.checkpointing_section import CheckpointingConfig
+from trial_core.errors import CheckpointError, StorageError
+from trial_core.launch.machine.memory_files import GIB, MemoryFiles, is_memory_file
+from trial_core.launch.slots.slot_group import SlotGroup
+from trial_core.messages import PersistCheckpoint, Persisted, SaveCheckpoint, Saved
+from trial_core.rank import rank_checkpoint
+from trial_core.rank.checkpoint_files import CheckpointFiles
+from trial_core.rank.collectives.distributed import DistributedContext
+from trial_core.rank.rank_checkpoint import Snapshots
+from trial_core.rank.rank_state import write_rank_state
+from trial_core.rank.state_files.safe_load import Reader
+
+Warm = Callable[[int], SlotGroup]
+
+with_ranks = pytest.mark.slots
+
+
+class Odd:
+    """Only a trusted checkpoint may hold it."""
+
+
+def trained(slots: SlotGroup, folder: Path, **changes: Any) -> Driven:
+    config = toy_config(
+        folder, 6, resources={"slots_per_trial": slots.world_size}, scheduling_unit=3, **changes
+    )
+    return drive(slots, config, folder / "run", persist=True)
+
+
+@with_ranks
+def test_shards_are_staged_as_memory_files(warm_slots: Warm, tmp_path: Path) -> None:
+    """They are readable as files in the staging folder."""
+    slots = warm_slots(2)
+    trained(slots, tmp_path)
+    saved = slots.request(SaveCheckpoint(uuid="one-more"), Saved)
+    shards = [path for rank in saved for path in Path(rank.staging).rglob("model0/*.pt")]
+    assert shards
+    assert all(is_memory_file(path) and path.read_bytes()[:2] == b"PK" for path in shards)
+
+
+@with_ranks
+def test_a_retried_upload_does_not_send_stored_files_again(
+    warm_slots: Warm, tmp_path: Path
+) -> None:
+    """A retry after another rank's failure."""
+    slots, request = warm_slots(2), PersistCheckpoint(uuid="00000000-0000-4000-8000-000000000001")
+    trained(slots, tmp_path)
+    slots.request(SaveCheckpoint(uuid=request.uuid), Saved)
+    first = slots.request(request, Persisted)
+    stored = list((tmp_path / "checkpoints" / "checkpoints" / request.uuid).rglob("*.pt"))
+    for path in stored:
+        path.write_bytes(b"\0" * path.stat().st_size)  # sending a file again would restore it
+    again = slots.request(request, Persisted)
+    assert [rank.files for rank in again] == [rank.files for rank in first]
+    assert stored
+    assert not any(path.read_bytes().strip(b"\0") for path in stored)
+
+
+@with_ranks
+@pytest.mark.parametrize("memory_gib", [None, 0], ids=["memory", "disk"])
+def test_a_restart_fetches_only_missing_files(
+    warm_slots: Warm, tmp_path: Path, memory_gib: float | None
+) -> None:
+    """Files staged on disk are still there, and the fork server keeps memory files."""
+    slots = warm_slots(2)
+    first = trained(slots, tmp_path, checkpointing={"memory_gib_per_rank": memory_gib})
+    shards = list((tmp_path / "checkpoints").rglob("model0/*.pt"))
+    for path in shards:
+        path.write_bytes(b"\0" * path.stat().st_size)  # reading the storage would detect this
+    config = toy_config(tmp_path, 8)
+    assert drive(slots, config, tmp_path / "run", resume=first).stages[0] == "train [6→8]"
+
+
+@with_ranks
+def test_only_the_newest_checkpoint_is_kept_on_disk(warm_slots: Warm, tmp_path: Path) -> None:
+    """Staging needs disk space for one committed checkpoint and the one in progress."""
+    slots = warm_slots(2)
+    run = trained(
+        slots, tmp_path, min_checkpoint_period={"batches": 3},
+        checkpointing={"memory_gib_per_rank": 0},
+    )  # fmt: skip
+    assert len(run.checkpoints) == 2
+    kept = [path.name for path in (tmp_path / "run" / "kept").iterdir()]
+    assert kept == run.checkpoints[-1:]
+    assert not any((tmp_path / "run" / "staging").rglob("*.pt"))
+
+
+def test_the_ranks_of_a_machine_leave_the_same_memory_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of what its first rank has measured: a later rank would see less. A limit needs none."""
+    reserves: list[tuple[int | None, int]] = []
+
+    def memory_files(limit_bytes: int | None, reserve_bytes: int = 0) -> None:
+        reserves.append((limit_bytes, reserve_bytes))
+
+    monkeypatch.setattr(rank_checkpoint, "MemoryFiles", memory_files)
+    monkeypatch.setattr(rank_checkpoint, "free_bytes", lambda: 1000)
+    monkeypatch.setattr(DistributedContext, "broadcast_local", lambda self, measured: measured + 3)
+    snapshots(tmp_path, 1, 2)._memory_files()
+    snapshots(tmp_path, 1, 2, memory_gib_per_rank=2)._memory_files()
+    assert reserves == [(None, 503), (2 * GIB, 0)]
+
+
+def one_of(rank: int, ranks: int) -> DistributedContext:
+    """One rank of a machine."""
+    return DistributedContext(
+        rank=rank, size=ranks, local_rank=rank, local_size=ranks, cross_rank=0, cross_size=1
+    )
+
+
+def files_of(folder: Path, rank: int = 0, ranks: int = 1, **settings: Any) -> CheckpointFiles:
+    store = CheckpointStore(str(folder / "store"))
+    return CheckpointFiles(folder, store, one_of(rank, ranks), CheckpointingConfig(**settings))
+
+
+def snapshots(folder: Path, rank: int = 0, ranks: int = 1, **settings: Any) -> Snapshots:
+    adapter: Any = SimpleNamespace(checkpoint_classes=())
+    files = files_of(folder, rank, ranks, **settings)
+    return Snapshots(adapter, files, one_of(rank, ranks), CheckpointingConfig(**settings))
+
+
+@pytest.mark.parametrize("rehearses", [True, False])
+def test_a_snapshot_is_rehearsed_once(tmp_path: Path, rehearses: bool) -> None:
+    """The first real one writes into the same memory, and nothing is left in the staging folder."""
+    ours, links = snapshots(tmp_path, verify_first=False), []
+
+    def save(folder: Path, memory: MemoryFiles, *others: Any) -> None:
+        memory.write(folder, "shard", lambda file: file.write(b"x" * 100))
+        links.append(os.readlink(folder / "shard"))
+
+    ours._adapter = SimpleNamespace(
+        rehearses_save=rehearses, save=save, hook_state=dict, callbacks={},
+    )  # type: ignore[assignment]  # fmt: skip
+    for _ in range(2):
+        ours.rehearse()
+    assert len(links) == rehearses
+    assert not list(tmp_path.glob("staging/*"))
+    ours.stage("new", 1, None)
+    assert len(set(links)) == 1
+    ours.close()
+
+
+def staged(folder: Path, uuid: str, rank: int) -> Path:
+    path = folder / "staging" / uuid / f"rank-{rank}" / "shard"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"x")
+    return path
+
+
+@pytest.mark.parametrize(("rank", "left"), [(0, {"new/rank-0"}), (1, {"new/rank-1", "old/rank-7"})])
+def test_rank_0_also_deletes_kept_files_of_ranks_that_are_gone(
+    tmp_path: Path, rank: int, left: set[str]
+) -> None:
+    """The trial may have resumed with fewer ranks. Other ranks delete their own files."""
+    for number in (1, 7) if rank == 1 else (0, 7):
+        (tmp_path / "kept" / "old" / f"rank-{number}").mkdir(parents=True)
+    staged(tmp_path, "new", rank)
+    files_of(tmp_path, rank, 2).release("new")
+    assert {str(path.relative_to(tmp_path / "kept")) for path in tmp_path.glob("kept/*/*")} == left
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_only_a_trusted_checkpoint_may_hold_other_classes(tmp_path: Path, trusted: bool) -> None:
+    """The experiment's `checkpointing.trusted` decides for a rank's own state."""
+    ours = snapshots(tmp_path, trusted=trusted)
+    state = {"callbacks": {"odd": {"state": Odd()}}}
+    write_rank_state(files_of(tmp_path).restored("a"), 0, state, Reader(trusted=True))
+    if trusted:
+        restored = ours.read_state("a", "everything")
+        assert restored is not None
+        assert isinstance(restored["callbacks"]["odd"]["state"], Odd)
+    else:
+        with pytest.raises(CheckpointError, match=r"Odd.*checkpointing\.trusted"):
+            ours.read_state("a", "everything")
+
+
+def test_a_process_local_storage_needs_no_persister(tmp_path: Path) -> None:
+    """Only this process sees memory://, so it moves the files itself."""
+    ours, uuid = files_of(tmp_path), str(uuids.uuid4())
+    ours.store = CheckpointStore(f"memory://{uuid}")
+    staged(tmp_path, uuid, 0)
+    entries = ours.persist(uuid)
+    ours.fetch(uuid, entries)
+    assert [each.path for each in entries] == ["shard"]
+    assert (ours.restored(uuid) / "shard").read_bytes() == b"x"
+
+
+def test_a_transfer_has_the_experiments_stall_timeout(tmp_path: Path) -> None:
+    """`checkpointing.stall_timeout_seconds` ends an upload to a storage that does not answer."""
+    ours, uuid = files_of(tmp_path, stall_timeout_seconds=0.5), str(uuids.uuid4())
+    staged(tmp_path, uuid, 0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts connections and never answers
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        options = {"endpoint_url": url, "key": "k", "secret": "s"}
+        ours.store = CheckpointStore("s3://bucket/folder", options)
+        with pytest.raises(StorageError, match=r"moved nothing for 0\.5 s"):
+            ours.persist(uuid)
+    ours.close()

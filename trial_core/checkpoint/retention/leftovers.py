@@ -1,0 +1,273 @@
+"""Leftovers of trials that never run again: find them, show them, sweep them.
+
+A run that dies during an upload leaves an intent, files and partial uploads. The trial's next run
+sweeps them (see `checkpoint.intents`). If the trial never runs again, a prune does.
+
+An upload in progress must not be swept. A trial that runs, or may run, shows it by a claim, or by
+an attempt, a checkpoint or an intent younger than a number of days.
+
+The sweep first takes over the trial, from the newest attempt that it has seen. So a run that starts
+at the same time wins, and a presumed-dead run that wakes up can no longer commit.
+"""
+
+from __future__ import annotations
+
+import uuid as uuids
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+from trial_core.checkpoint import layout
+from trial_core.checkpoint.fencing import newest_attempts
+from trial_core.checkpoint.intents import Intent, SweptUpload, intent_names, intents
+from trial_core.checkpoint.json_objects import age_of
+from trial_core.checkpoint.manifest import Manifest
+from trial_core.checkpoint.retention.claims import CLAIM_LIFETIME, Claim, claim_of
+from trial_core.checkpoint.retention.orphaned_files import find_orphaned_files, sweep_orphaned_files
+from trial_core.checkpoint.storage.base import StoredObject
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.errors import CommitConflict, ConfigError
+
+LEFTOVER_AGE_DAYS = 7.0
+"""After this time without activity a trial is presumed dead: longer than any upload takes, and than
+most machines are away."""
+
+MIN_LEFTOVER_AGE_DAYS = 1.0
+MAX_LEFTOVER_AGE_DAYS = 3650.0
+
+SWEEPER = "sweep-"
+"""Prefix of the ids of sweeping attempts, which do not count as activity of the trial."""
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """The stored part of a checkpoint that was never committed.
+
+    Attributes:
+        trial: the trial's id; None: not known (see `orphaned_files`).
+        begun_at: start of its upload, or the end if the trial is not known; empty if unreadable.
+        files: number of complete files. There may be partial uploads of others.
+        keep: whether it stays, because its trial may be running.
+        why: why it stays or goes.
+    """
+
+    trial: str | None
+    uuid: str
+    begun_at: str
+    files: int
+    size_bytes: int
+    keep: bool
+    why: str
+
+    def row(self) -> dict[str, Any]:
+        """The leftover as a row of a plan's table: see `PruningPlan.rows`."""
+        return {
+            "action": "keep" if self.keep else "delete",
+            "uuid": self.uuid,
+            "trial": self.trial,
+            "batches_trained": None,
+            "created_at": self.begun_at,
+            "total_bytes": self.size_bytes,
+            "why": self.why,
+        }
+
+
+@dataclass(frozen=True)
+class SweptLeftovers:
+    """The result of a sweep.
+
+    Attributes:
+        swept: what was deleted.
+        spared: trials that have become active since they were listed, and the activity seen.
+    """
+
+    swept: tuple[SweptUpload, ...]
+    spared: Mapping[str, str]
+
+    @property
+    def freed_bytes(self) -> int:
+        """Total size of the complete files that were deleted."""
+        return sum(each.size_bytes for each in self.swept)
+
+
+def find_leftovers(
+    store: CheckpointStore,
+    *,
+    after_days: float = LEFTOVER_AGE_DAYS,
+    trial: str | None = None,
+    experiment: str | None = None,
+) -> list[Leftover]:
+    """All uploads that are not committed, and whether each may be deleted. Changes nothing.
+
+    Args:
+        after_days: how long a trial must have been inactive.
+        experiment: skip trials whose checkpoints belong to another experiment. (A trial without
+            checkpoints, and orphaned files, are not skipped: nothing says which experiment they
+            belong to.)
+
+    Raises:
+        ConfigError: `after_days` is so short that an upload may take as long, or is
+            longer than ten years.
+        StorageError: the storage cannot be read.
+    """
+    if not after_days >= MIN_LEFTOVER_AGE_DAYS:
+        raise ConfigError(
+            f"the age of leftovers must be at least {MIN_LEFTOVER_AGE_DAYS:g} day, got "
+            f"{after_days:g}: an upload in progress would be deleted"
+        )
+    if after_days > MAX_LEFTOVER_AGE_DAYS:
+        raise ConfigError(
+            f"the age of leftovers must be at most {MAX_LEFTOVER_AGE_DAYS:g} days, got "
+            f"{after_days:g}"
+        )
+    age = timedelta(days=after_days)
+    announced = sorted({name.trial for name in intent_names(store.storage, trial)})
+    activities = [_read_activity(store, name) for name in announced]
+    found = [
+        leftover
+        for each in activities
+        if experiment is None or each.experiment in (None, experiment)
+        for leftover in _leftovers(store, each, age)
+    ]
+    orphaned = find_orphaned_files(store, age) if trial is None else {}
+    return [*found, *(_orphaned(uuid, *files) for uuid, files in orphaned.items())]
+
+
+def sweep_leftovers(
+    store: CheckpointStore,
+    leftovers: Iterable[Leftover],
+    *,
+    after_days: float = LEFTOVER_AGE_DAYS,
+    on_swept: Callable[[SweptUpload], None] = lambda swept: None,
+) -> SweptLeftovers:
+    """Delete the leftovers that need not be kept. May be repeated after an error.
+
+    Looks at each trial's activity again before it deletes anything of it.
+
+    Raises:
+        StorageError: the storage failed, or its clock and this machine's differ. The next sweep
+            deletes the rest.
+    """
+    swept: list[SweptUpload] = []
+    spared: dict[str, str] = {}
+    unwanted = [each for each in leftovers if not each.keep]
+    if unwanted:
+        store.check_writable()  # clocks decide which trials are dead
+    for uuid in [each.uuid for each in unwanted if each.trial is None]:
+        orphaned = sweep_orphaned_files(store, uuid, timedelta(days=after_days))
+        if orphaned is not None:
+            on_swept(orphaned)
+            swept.append(orphaned)
+    for trial in dict.fromkeys(each.trial for each in unwanted if each.trial is not None):
+        activity = _read_activity(store, trial)
+        if not activity.begun:
+            continue  # another sweep has deleted them
+        if reason := activity.why_alive(timedelta(days=after_days)):
+            spared[trial] = reason
+            continue
+        try:
+            attempt = f"{SWEEPER}{uuids.uuid4()}"
+            fence = store.take_over(trial, attempt, activity.newest_attempt)
+            for each in store.sweep(trial, fence):
+                on_swept(each)
+                swept.append(each)
+        except CommitConflict as error:
+            spared[trial] = str(error)
+    return SweptLeftovers(tuple(swept), spared)
+
+
+def _orphaned(uuid: str, modified_at: datetime, files: list[StoredObject]) -> Leftover:
+    at = modified_at.isoformat(timespec="seconds")
+    return Leftover(
+        trial=None,
+        uuid=uuid,
+        begun_at=at,
+        files=len(files),
+        size_bytes=sum(file.size_bytes for file in files),
+        keep=False,
+        why=f"neither committed nor announced; last written at {at}",
+    )
+
+
+@dataclass(frozen=True)
+class _TrialActivity:
+    """What the storage shows of a trial's activity.
+
+    Attributes:
+        begun: uploads that are not committed.
+        newest_attempt: number of the newest attempt, 0 if there is none.
+        times: when the trial was active; empty text if unreadable.
+        experiment: the experiment of its last checkpoint.
+    """
+
+    trial: str
+    begun: list[Intent]
+    newest_attempt: int
+    times: list[str]
+    experiment: str | None
+    claim: Claim | None
+
+    def why_alive(self, age: timedelta) -> str | None:
+        """Why the trial must be presumed alive; None: it is presumed dead."""
+        if self.claim is not None:
+            return (
+                f"its trial runs, by {self.claim.by} since {self.claim.at}; if its driver was "
+                f"killed, run the trial again or wait {CLAIM_LIFETIME.days} days"
+            )
+        ages = [age_of(at) for at in self.times]
+        if None in ages:
+            return "its trial's last activity is unreadable: run the trial again"
+        if any(each is not None and each <= age for each in ages):
+            return (
+                f"its trial was active at {self.last_active}, and is presumed dead after "
+                f"{age / timedelta(days=1):g} days"
+            )
+        return None
+
+    @property
+    def last_active(self) -> str:
+        """The time of the trial's last activity."""
+        return max(self.times, default="")
+
+
+def _read_activity(store: CheckpointStore, trial: str) -> _TrialActivity:
+    begun = intents(store.storage, trial)  # before the manifests: one may be committed meanwhile
+    manifests: list[Manifest] = store.list(trial)
+    committed = {manifest.uuid for manifest in manifests}
+    times = [intent.created_at for intent in begun]
+    times += [manifest.created_at for manifest in manifests]
+    numbers = []
+    for number, record in newest_attempts(store.storage, trial):
+        numbers.append(number)
+        if record is None or not record.attempt.startswith(SWEEPER):
+            times.append(record.at if record is not None else "")
+            break
+    return _TrialActivity(
+        trial=trial,
+        begun=[intent for intent in begun if intent.uuid not in committed],
+        newest_attempt=max(numbers, default=0),
+        times=times,
+        experiment=manifests[-1].experiment if manifests else None,
+        claim=claim_of(store, trial, manifests[-1].created_at if manifests else ""),
+    )
+
+
+def _leftovers(store: CheckpointStore, activity: _TrialActivity, age: timedelta) -> list[Leftover]:
+    reason = activity.why_alive(age)
+    why = reason or f"never committed; its trial was last active at {activity.last_active}"
+    found = []
+    for intent in activity.begun:
+        sizes = store.storage.sizes(layout.files_folder(intent.uuid))
+        found.append(
+            Leftover(
+                trial=activity.trial,
+                uuid=intent.uuid,
+                begun_at=intent.created_at if age_of(intent.created_at) is not None else "",
+                files=len(sizes),
+                size_bytes=sum(sizes.values()),
+                keep=reason is not None,
+                why=why,
+            )
+        )
+    return found

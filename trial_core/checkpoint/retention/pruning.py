@@ -1,0 +1,273 @@
+"""Pruning: plan which checkpoints to delete, show the plan, carry it out.
+
+`policy` decides; this module collects what it decides upon, and deletes. Between plan and deletion
+a person may pin a checkpoint, or a run may start from it. So before each deletion the pruner writes
+a marker and looks again: see `deletion_markers`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trial_core.checkpoint.intents import intents
+from trial_core.checkpoint.manifest import Manifest
+from trial_core.checkpoint.references import why_unknown
+from trial_core.checkpoint.retention.claims import claimed_checkpoints, claims, uploading_trials
+from trial_core.checkpoint.retention.deletion_markers import (
+    finish_deletions,
+    mark_deletion,
+    unmark_deleted,
+)
+from trial_core.checkpoint.retention.protections import protected
+from trial_core.checkpoint.retention_policy import RetentionDecision, RetentionPolicy, decide
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class PruningPlan:
+    """The decision on each checkpoint of an experiment, or of one of its trials.
+
+    Attributes:
+        decisions: oldest checkpoint first.
+        running: the trials that count as running, so that their newest checkpoints stay; and for
+            each the run that has claimed it (`Claim.owner`), empty if none has.
+    """
+
+    experiment: str
+    policy: RetentionPolicy
+    decisions: tuple[RetentionDecision, ...]
+    running: Mapping[str, str]
+
+    @property
+    def deletions(self) -> list[RetentionDecision]:
+        """The decisions to delete."""
+        return [decision for decision in self.decisions if not decision.keep]
+
+    @property
+    def kept(self) -> list[RetentionDecision]:
+        """The decisions to keep."""
+        return [decision for decision in self.decisions if decision.keep]
+
+    @property
+    def freed_bytes(self) -> int:
+        """Total size of the files to delete: those that no checkpoint lists that is kept."""
+        files = {
+            file.key(each.manifest.uuid): file.size_bytes
+            for each in self.deletions
+            for file in each.manifest.all_files
+        }
+        needed = {
+            file.key(each.manifest.uuid) for each in self.kept for file in each.manifest.all_files
+        }
+        return sum(size for key, size in files.items() if key not in needed)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The plan as a table of plain data."""
+        return [
+            {
+                "action": "keep" if decision.keep else "delete",
+                "uuid": decision.manifest.uuid,
+                "trial": decision.manifest.trial,
+                "batches_trained": decision.manifest.progress.batches_trained,
+                "created_at": decision.manifest.created_at,
+                "total_bytes": decision.manifest.total_bytes,
+                "own_bytes": decision.manifest.own_bytes,
+                "why": decision.why,
+            }
+            for decision in self.decisions
+        ]
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """The result of a prune.
+
+    Attributes:
+        spared: those that are needed since the plan was made, and why.
+        freed_bytes: total size of the deleted files. Those that others refer to are not deleted.
+    """
+
+    deleted: tuple[Manifest, ...]
+    spared: tuple[RetentionDecision, ...]
+    freed_bytes: int
+
+
+def plan_pruning(
+    store: CheckpointStore,
+    policy: RetentionPolicy,
+    experiment: str,
+    *,
+    trial: str | None = None,
+    running: Collection[str] = (),
+) -> PruningPlan:
+    """Decide which of an experiment's checkpoints to keep and which to delete. Changes nothing.
+
+    Args:
+        trial: decide on this trial's checkpoints only. The other trials still count for the best
+            checkpoints of the experiment.
+        running: trials known to run, besides those with a claim.
+
+    Raises:
+        StorageError: the storage cannot be read.
+    """
+    is_alone = trial is not None and policy.save_experiment_best == 0
+    manifests = store.list(trial if is_alone else None)
+    named = _experiments_of_trials(manifests)
+    trials = {name for name in named if is_alone or named[name] == experiment}
+    manifests = [manifest for manifest in manifests if manifest.trial in trials]
+    found = claims(store, last_saved={each.trial: each.created_at for each in manifests})
+    all_running = dict.fromkeys([*running, *uploading_trials(store)], "")
+    all_running.update({claim.trial: claim.owner for claim in found})
+    decisions = decide(
+        manifests,
+        policy,
+        needed={**claimed_checkpoints(found, manifests), **protected(store)},
+        running=all_running,
+    )
+    of_interest = (each for each in decisions if trial is None or each.manifest.trial == trial)
+    return PruningPlan(experiment, policy, tuple(of_interest), all_running)
+
+
+def experiments(store: CheckpointStore) -> list[str]:
+    """The names of all experiments that have checkpoints."""
+    return sorted({*_experiments_of_trials(store.list()).values()})
+
+
+def prune(
+    store: CheckpointStore,
+    plan: PruningPlan,
+    on_deleted: Callable[[RetentionDecision], None] = lambda decision: None,
+) -> Pruned:
+    """Delete the checkpoints that the plan deletes; first finish interrupted deletions.
+
+    May be repeated after an error. Several processes may prune at the same time.
+
+    Args:
+        on_deleted: called after each deletion.
+
+    Raises:
+        StorageError: the storage failed, or its clock and this machine's differ. Checkpoints
+            deleted so far are gone. The one that was being deleted is not listed, and the next
+            prune deletes its files.
+    """
+    if plan.deletions:
+        store.check_writable()  # clocks decide which claims count
+    finish_deletions(store)
+    deleted: list[Manifest] = []
+    spared: list[RetentionDecision] = []
+    freed_bytes = 0
+    for decision in plan.deletions:
+        manifest = decision.manifest
+        marker = mark_deletion(store, manifest)
+        reason = _why_needed_now(store, manifest, plan.running) or marker.why_unsafe()
+        if reason is None:
+            freed_bytes += store.delete(manifest).size_bytes
+            unmark_deleted(store, manifest.uuid)
+            deleted.append(manifest)
+            on_deleted(decision)
+        else:
+            store.storage.remove(marker.key)
+            spared.append(RetentionDecision(manifest, True, reason))
+    return Pruned(tuple(deleted), tuple(spared), freed_bytes)
+
+
+def delete_checkpoint(store: CheckpointStore, manifest: Manifest) -> None:
+    """Delete one checkpoint, because a script or a person says so: no rule and no claim keeps it.
+
+    Raises:
+        CheckpointError: it is pinned or held, or an upload refers to its files; says by whom. It
+            stays.
+        StorageError: the storage failed. The next prune finishes a deletion that has begun.
+    """
+    marker = mark_deletion(store, manifest)
+    reason = (
+        protected(store, manifest.uuid).get(manifest.uuid)
+        or _why_shared(store, manifest)
+        or marker.why_unsafe()
+    )
+    if reason is not None:
+        store.storage.remove(marker.key)
+        raise CheckpointError(f"checkpoint {manifest.uuid} is not deleted: {reason}")
+    store.delete(manifest)
+    unmark_deleted(store, manifest.uuid)
+
+
+def prune_trial(
+    store: CheckpointStore,
+    policy: RetentionPolicy,
+    experiment: str,
+    trial: str,
+    logger: logging.Logger | logging.LoggerAdapter[Any],
+    on_deleted: Callable[[str], None] = lambda uuid: None,
+) -> None:
+    """Prune a running trial: call this after each of its commits. Failures are only warnings.
+
+    Args:
+        on_deleted: called with the uuid of each deleted checkpoint.
+    """
+
+    def report(decision: RetentionDecision) -> None:
+        logger.info("%s: %s", describe(decision), decision.why)
+        on_deleted(decision.manifest.uuid)
+
+    try:
+        plan = plan_pruning(store, policy, experiment, trial=trial, running=(trial,))
+        prune(store, plan, report)
+    except CheckpointError as error:
+        logger.warning(
+            "old checkpoints are not deleted; the next checkpoint's prune tries again: %s", error
+        )
+
+
+def describe(decision: RetentionDecision) -> str:
+    """A checkpoint and whether it is kept or deleted, for a log line."""
+    manifest = decision.manifest
+    return (
+        f"{'kept' if decision.keep else 'deleted'} checkpoint {manifest.uuid} of {manifest.trial} "
+        f"@{manifest.progress.batches_trained}, {manifest.total_bytes} bytes"
+    )
+
+
+def _experiments_of_trials(manifests: Iterable[Manifest]) -> dict[str, str]:
+    """The experiment of each trial, the last one if it was renamed; oldest manifests first."""
+    return {manifest.trial: manifest.experiment for manifest in manifests}
+
+
+def _why_needed_now(
+    store: CheckpointStore, manifest: Manifest, running: Mapping[str, str]
+) -> str | None:
+    """Why a checkpoint that is about to be deleted must stay; None: it need not.
+
+    Args:
+        running: `PruningPlan.running`. A run that has started since may resume from any checkpoint
+            of its trial.
+    """
+    if why := protected(store, manifest.uuid).get(manifest.uuid) or _why_shared(store, manifest):
+        return why
+    found = claims(store)
+    owners = [claim.owner for claim in found if claim.trial == manifest.trial]
+    has_new_owner = any(owner != running.get(manifest.trial) for owner in owners)
+    has_started = manifest.trial not in running and uploading_trials(store, manifest.trial)
+    if has_new_owner or has_started:
+        return "its trial has started to run since the plan was made"
+    return claimed_checkpoints(found, [manifest]).get(manifest.uuid)
+
+
+def _why_shared(store: CheckpointStore, manifest: Manifest) -> str | None:
+    """Why a checkpoint must stay for those that may refer to its files; None: it need not.
+
+    See `checkpoint.references`.
+    """
+    if not manifest.shares_files:
+        return None
+    for intent in intents(store.storage, manifest.trial):
+        if intent.base == manifest.uuid or not intent.is_readable:
+            return (
+                f"checkpoint {intent.uuid}, whose upload has begun, may refer to its files; delete "
+                "it once that upload has ended"
+            )
+    return why_unknown(store.storage, store.references(manifest.trial))

@@ -1,0 +1,76 @@
+"""Which stored files a checkpoint that is about to be uploaded may refer to.
+
+They are those of its base: the newest checkpoint of its trial, which no rule deletes while the
+trial runs. `checkpoint.references` describes why they stay.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import msgspec
+
+from trial_core.checkpoint.fencing import Fence
+from trial_core.checkpoint.manifest import FileEntry, Manifest
+from trial_core.checkpoint.retention.deletion_markers import check_stays
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.checkpoint.verified_read import noted_damage, wrong_sizes
+from trial_core.errors import CheckpointNotFound, CommitConflict
+
+
+def announce_shared_upload(
+    store: CheckpointStore,
+    trial: str,
+    uuid: str,
+    attempt: str,
+    fence: Fence | None,
+    logger: logging.Logger | logging.LoggerAdapter[Any],
+) -> tuple[str, list[FileEntry]]:
+    """As `CheckpointStore.announce_upload`; return the base, and its files that are there.
+
+    Files of the base that are missing or were found damaged are named, and left out: what has their
+    content is stored anew. Each entry says where its file is.
+
+    Returns:
+        What to pass to `CheckpointStore.commit`, and to `upload_staged`.
+    """
+    base = store.newest(trial)
+    if base is not None and base.uuid == uuid:  # a retry, which has committed without knowing it
+        store.announce_upload(trial, uuid, attempt, fence)
+        return "", [entry for entry in base.all_files if entry.stored_at]
+    if base is None or not base.shares_files:
+        store.announce_upload(trial, uuid, attempt, fence)
+        return "", []
+    store.announce_upload(trial, uuid, attempt, fence, base.uuid)
+    try:
+        check_stays(store, base.name)
+    except (CheckpointNotFound, CommitConflict):
+        return base.uuid, []
+    return base.uuid, _intact(store, base, logger)
+
+
+def _intact(
+    store: CheckpointStore, base: Manifest, logger: logging.Logger | logging.LoggerAdapter[Any]
+) -> list[FileEntry]:
+    """The files of a checkpoint, without those that are missing or were found damaged."""
+    problems = {
+        damage.entry.path: str(damage)
+        for damage in wrong_sizes(store.storage, base.uuid, base.all_files)
+    }
+    for entry in noted_damage(store.storage, base.uuid, base.all_files):
+        problems.setdefault(entry.path, f"{entry.path} was found damaged")
+    own = [entry.path for entry in base.all_files if not entry.stored_at]
+    if own and all(path in problems for path in own):
+        # Its upload was swept, and its manifest is about to be removed.
+        return []
+    for problem in problems.values():
+        logger.warning(
+            "%s, of checkpoint %s in %s: its content is stored anew, and %s is not whole",
+            problem, base.uuid, store.url, base.uuid,
+        )  # fmt: skip
+    return [
+        msgspec.structs.replace(entry, stored_at="/".join(entry.place(base.uuid)))
+        for entry in base.all_files
+        if entry.path not in problems
+    ]

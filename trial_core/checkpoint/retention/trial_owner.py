@@ -1,0 +1,144 @@
+"""Whose a trial is: who ran it last, whether that run lives, and how another run takes it over.
+
+In a shared storage, `--resume` may find a trial of another user. To take over a live trial ends its
+run, so that is refused unless a person asks for it. A flow run that continues its own trial is
+never refused: the trial's newest attempt has the flow run's id.
+
+A new trial whose id another run's trial has would continue that one, so it is refused. So is a
+trial to be continued that the storage does not know: it would be trained from the beginning.
+
+A trial counts as live while it has a claim, unless the claim's process has ended. Only the machine
+and the container in which it was written can tell that, until they are restarted: elsewhere, a
+process number says nothing. A run deletes its claim at its end. A machine that was lost leaves its
+claim, and nothing tells this from a machine that cannot be reached.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from trial_core.checkpoint.fencing import AttemptRecord, Fence, newest_attempts
+from trial_core.checkpoint.retention.claims import Claim, RunClaim, claim_of
+from trial_core.checkpoint.retention.leftovers import SWEEPER
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.errors import CheckpointNotFound, TrialflowError
+from trial_core.launch.machine.process_identity import is_alive, is_local, this_process
+
+
+@contextmanager
+def own_trial(
+    store: CheckpointStore,
+    trial: str,
+    attempt: str,
+    *,
+    is_new: bool | None = None,
+    take_over: bool = False,
+    source: str | None = None,
+    mark: str | None = None,
+) -> Iterator[tuple[RunClaim, Fence]]:
+    """Become the trial's newest attempt, and claim the trial while the block runs.
+
+    Args:
+        attempt: the attempt's id. The attempt that ran the trial last may always continue it.
+        is_new: whether the caller has made up the trial's id: no other attempt may have run it.
+            Otherwise the storage must know the trial. None: it need not, as with a checkpoint of
+            another place.
+        take_over: whether to take the trial from another run that may be live.
+        source: see `RunClaim`.
+        mark: see `CheckpointStore.take_over`. With a new trial, it says that an earlier attempt of
+            the caller has begun the trial, so other records of attempts at it may be later ones.
+
+    Raises:
+        TrialflowError: another run that may be live has the trial; or a new trial's id is taken.
+        CheckpointNotFound: the storage does not know the trial.
+        StorageError: it is another storage than `mark` says.
+        CommitConflict: another attempt has taken over the trial at the same time.
+        Superseded: likewise.
+    """
+    attempts = list(newest_attempts(store.storage, trial))
+    number, last = _last_attempt(attempts)
+    has_begun = bool(is_new) and mark is not None  # a flow run, whose server says so
+    records = [each for _, each in attempts]
+    continues = has_begun if last is None else last.attempt == attempt
+    if is_new is not None and not any(each and each.attempt == attempt for each in records):
+        is_known = bool(attempts) or store.newest(trial) is not None
+        # A record of its own may be unreadable, or deleted since as an old one.
+        has_all = bool(attempts) and attempts[-1][0] == 1 and None not in records
+        if is_new and is_known and (has_all or not has_begun):
+            raise TrialflowError(
+                f"trial {trial} is not begun: {store.url} has another trial with this id, "
+                f"{describe_last_run(store, trial)}. Start a new run, which gets another id; to "
+                "continue that trial, name it (`trialflow train --resume --trial`, or `trial` of "
+                "the flow)"
+            )
+        if not is_new and not is_known:
+            raise CheckpointNotFound(
+                f"trial {trial} is not continued: {store.url} has neither an attempt at it nor a "
+                "checkpoint of it. Check the trial's id, and that this is the storage in which it "
+                "was trained and is mounted on this machine; or start a new trial"
+            )
+    if not continues and not take_over:
+        _check_not_live(store, trial)
+    # Not later than the check: of two runs that found the trial free, one gets it.
+    after = None if continues or take_over else number
+    fence = store.take_over(trial, attempt, after, mark)
+    with RunClaim(store, trial, source) as claim:
+        # A run that looked before this claim was there has the trial: nothing is lost yet.
+        fence.check(f"trial {trial} is not trained")
+        yield claim, fence
+
+
+def describe_last_run(store: CheckpointStore, trial: str) -> str:
+    """Who ran a trial last, and when it last lived, for people."""
+    _, last = _last_attempt(list(newest_attempts(store.storage, trial)))
+    newest = store.newest(trial)
+    facts = []
+    if last is not None:
+        facts.append(f"last started by {last.by} at {last.at}")
+    if newest is not None:
+        facts.append(f"last saved at {newest.created_at}")
+    return ", ".join(facts) or "never run"
+
+
+def _last_attempt(
+    attempts: list[tuple[int, AttemptRecord | None]],
+) -> tuple[int, AttemptRecord | None]:
+    """The number of the newest attempt, 0 if there is none, and the record of the newest run.
+
+    A sweep of leftovers is an attempt, but no run.
+    """
+    runs = [each for _, each in attempts if each is None or not each.attempt.startswith(SWEEPER)]
+    return max((number for number, _ in attempts), default=0), runs[0] if runs else None
+
+
+def _check_not_live(store: CheckpointStore, trial: str) -> None:
+    newest = store.newest(trial)
+    claim = claim_of(store, trial, newest.created_at if newest is not None else "")
+    if claim is not None and _may_live(claim):
+        saved = f", its last checkpoint is of {newest.created_at}" if newest else ""
+        raise TrialflowError(
+            f"trial {trial} may be running: {claim.by} claimed it at {claim.at}{_place(claim)}"
+            f"{saved}. "
+            "Continuing it here would end that run. Wait until it has ended or stop it; if it "
+            "cannot end any more, give --take-over (take_over=True in a flow or in fit); or "
+            "start a new trial"
+        )
+
+
+def _may_live(claim: Claim) -> bool:
+    if not _has_own_host_name(claim):
+        return True
+    return claim.process != this_process() and is_alive(claim.process)
+
+
+def _place(claim: Claim) -> str:
+    """Where a claim was made, if its host has this one's name and is another one."""
+    if not _has_own_host_name(claim) or is_local(claim.process):
+        return ""
+    return ", on another machine or container of this name, or before this machine was restarted"
+
+
+def _has_own_host_name(claim: Claim) -> bool:
+    return claim.by.rpartition("@")[2] == socket.gethostname()

@@ -1,0 +1,205 @@
+"""Storage on a local disk, and storage in this process's memory.
+
+fsspec writes a local file in place, so that a reader or a crash may see a part of it. Here an
+object is written atomically and synced to disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import tempfile
+import threading
+from collections.abc import Collection, Iterator
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from trial_core.checkpoint.storage.base import (
+    PROBES,
+    DeletedFiles,
+    RangeRead,
+    Storage,
+    StoredObject,
+)
+from trial_core.checkpoint.storage.local_files import (
+    TEMPORARY_NAME,
+    atomic_file,
+    read_at,
+    sha256_of,
+)
+from trial_core.checkpoint.storage.parallel import CancelSignal
+from trial_core.errors import StorageError
+
+logger = logging.getLogger(__name__)
+
+# fsspec's memory:// is one file system for the whole process.
+_memory_lock = threading.Lock()
+
+
+class LocalStorage(Storage):
+    """A folder on this machine."""
+
+    def read_into(
+        self, key: str, start: int, view: memoryview, stop: CancelSignal, version: str | None = None
+    ) -> RangeRead:
+        """As `Storage.read_into`. The version is made of inode, modification time and size."""
+        with (
+            self._errors.translated(f"read {key} in"),
+            open(self._path(key), "rb", buffering=0) as file,
+        ):
+            size_bytes = read_at(file.fileno(), start, view)
+            status = os.fstat(file.fileno())
+        return RangeRead(size_bytes, f"{status.st_ino}:{status.st_mtime_ns}:{status.st_size}")
+
+    def objects(self, folder: str) -> dict[str, StoredObject]:
+        """As `Storage.objects`. What cannot be looked into is an error, and never empty.
+
+        Else a sweep would take files for orphans whose manifest is behind a link. Links to folders
+        are followed, at any depth.
+
+        Raises:
+            StorageError: a link leads nowhere (its disk is not mounted), or back.
+        """
+        found: dict[str, StoredObject] = {}
+        with self._errors.translated(f"list {folder} in"):
+            for path, status in _files_below(self._path(folder)):
+                modified_at = datetime.fromtimestamp(status.st_mtime, timezone.utc)
+                key = path.relative_to(self._root or "/").as_posix()
+                found[key] = StoredObject(status.st_size, modified_at)
+        return found
+
+    def clear(self, folder: str, keep: Collection[str] = ()) -> DeletedFiles:
+        """As `Storage.clear`; deletes the empty folders as well.
+
+        Of a link to a folder, the link alone is deleted: the files are elsewhere.
+        """
+        with self._errors.translated(f"delete {folder} in"):
+            for link in _links_below(self._path(folder)):
+                below = f"{link.relative_to(self._root or '/').as_posix()}/"
+                if any(key.startswith(below) for key in keep):
+                    raise StorageError(
+                        f"{link} is a symbolic link, behind which are files that are still needed; "
+                        "put the folder in its place, then delete again"
+                    )
+                logger.warning(
+                    "deleted the link %s alone: delete the files in %s yourself",
+                    link, os.readlink(link),
+                )  # fmt: skip
+                link.unlink()
+        deleted = super().clear(folder, keep)
+        for parent, _, _ in os.walk(self._path(folder), topdown=False):
+            with contextlib.suppress(OSError):  # another process has just written a file there
+                os.rmdir(parent)
+        return deleted
+
+    def abort_uploads(self, folder: str, before: datetime | None = None) -> int:
+        """As `Storage.abort_uploads`: deletes temporary files."""
+        unfinished = [
+            key
+            for key, file in self.objects(folder).items()
+            if TEMPORARY_NAME.search(key)
+            and (before is None or (file.modified_at is not None and file.modified_at < before))
+        ]
+        for key in unfinished:
+            self.remove(key)
+        return len(unfinished)
+
+    def _create_only_problem(self) -> str | None:
+        """As `Storage._create_only_problem`: `create` gives a complete file its name by a link."""
+        folder = Path(self._path(PROBES))
+        with self._errors.translated("write to"):
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=folder) as probe:
+                file = Path(probe, "file")
+                file.touch()
+                try:
+                    os.link(file, Path(probe, "link"))
+                except OSError as error:
+                    return f"its file system has no hard links [{error}]"
+        return None
+
+    def _is_absence(self, path: str, error: FileNotFoundError) -> bool:
+        """As `Storage._is_absence`: nothing is known of what is behind a link that leads nowhere.
+
+        A claim that is not seen would let a prune delete what its run uploads.
+        """
+        _require_no_dangling_link(Path(path))
+        return True
+
+    def _get(self, path: str, size_bytes: int) -> bytes:
+        with open(path, "rb") as file:  # a read allocates what it asks for
+            return file.read(min(os.fstat(file.fileno()).st_size, size_bytes))
+
+    def _create(self, path: str, data: bytes) -> None:
+        with atomic_file(Path(path), is_durable=True, is_new=True) as file:
+            file.write(data)
+
+    def _put_small(self, path: str, data: bytes, **options: Any) -> None:
+        with atomic_file(Path(path), is_durable=True) as file:
+            file.write(data)
+
+    def _store_file(self, source: Path, size_bytes: int, key: str, stop: CancelSignal) -> str:
+        # One pass over the source: the digest is that of the bytes written.
+        with (
+            open(source, "rb") as file,
+            atomic_file(Path(self._path(key)), is_durable=True) as copy,
+        ):
+            return sha256_of(file, size_bytes, stop, copy)
+
+
+class MemoryStorage(Storage):
+    """This process's memory: for tests and trials."""
+
+    is_process_local = True
+
+    def _create_only_problem(self) -> str | None:
+        return None
+
+    def _create(self, path: str, data: bytes) -> None:
+        with _memory_lock:
+            super()._create(path, data)
+
+
+def _files_below(
+    folder: str, above: frozenset[tuple[int, int]] = frozenset()
+) -> Iterator[tuple[Path, os.stat_result]]:
+    """The files in a folder and in those below it; none if there is no such folder.
+
+    Args:
+        above: device and inode of each folder that led here.
+    """
+    try:
+        status = os.stat(folder)
+        entries = list(os.scandir(folder))
+    except FileNotFoundError:
+        _require_no_dangling_link(Path(folder))
+        return
+    if (own := (status.st_dev, status.st_ino)) in above:
+        raise OSError(errno.ELOOP, "a symbolic link leads back to a folder above it", folder)
+    for entry in entries:
+        if entry.is_dir():
+            yield from _files_below(entry.path, above | {own})
+            continue
+        try:
+            yield Path(entry.path), os.stat(entry.path)
+        except FileNotFoundError:  # deleted since it was listed
+            _require_no_dangling_link(Path(entry.path))
+
+
+def _require_no_dangling_link(path: Path) -> None:
+    for each in (path, *path.parents):
+        if each.is_symlink() and not each.exists():
+            what = "a symbolic link leads nowhere: mount its disk, or delete the link"
+            raise OSError(errno.ENOENT, what, str(each))
+
+
+def _links_below(folder: str) -> Iterator[Path]:
+    """The links to folders at a path or below it."""
+    if os.path.islink(folder):
+        yield Path(folder)
+        return
+    for parent, folders, _ in os.walk(folder):
+        yield from (path for name in folders if (path := Path(parent, name)).is_symlink())

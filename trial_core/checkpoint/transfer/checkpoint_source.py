@@ -1,0 +1,175 @@
+"""A checkpoint outside a run's storage: downloaded into a folder, or in another storage."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from trial_core.checkpoint import layout
+from trial_core.checkpoint.fencing import Fence
+from trial_core.checkpoint.manifest import FileEntry, Manifest
+from trial_core.checkpoint.storage.credentials import without_credentials
+from trial_core.checkpoint.storage.storage_errors import ErrorTranslator
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.checkpoint.transfer.fetch import check_downloaded, fetch_files
+from trial_core.checkpoint.transfer.staging import StagedFile
+from trial_core.checkpoint.transfer.upload import upload_staged
+from trial_core.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ConfigError
+
+_FILE = "file://"
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CheckpointSource:
+    """Where a checkpoint is: downloaded into a folder, or in a storage."""
+
+    manifest: Manifest
+    place: Path | CheckpointStore
+
+    @contextmanager
+    def files(self, entries: list[FileEntry]) -> Iterator[Path]:
+        """The folder with these of its files, verified.
+
+        Raises:
+            CheckpointNotFound: the checkpoint was deleted after its manifest was read.
+            CheckpointDamaged: a file is missing or differs.
+        """
+        if isinstance(self.place, Path):
+            check_downloaded(self.place, self.manifest.uuid, entries)
+            yield self.place
+            return
+        with tempfile.TemporaryDirectory(prefix="trialflow-load-") as folder:
+            try:
+                fetch_files(self.place, self.manifest.uuid, entries, Path(folder))
+            except CheckpointDamaged:
+                self.place.raise_if_deleted(self.manifest.uuid)
+                raise
+            yield Path(folder)
+
+
+def open_checkpoint(
+    path: str | os.PathLike[str], beside: CheckpointStore | None = None
+) -> CheckpointSource:
+    """The checkpoint in a downloaded folder, or at the URL of its folder in a storage.
+
+    Args:
+        beside: a storage whose options (endpoint, credentials) a URL of the same protocol needs,
+            too. None: there are no options.
+
+    Raises:
+        CheckpointNotFound: there is none.
+        CheckpointError: `path` is neither such a folder nor such a URL.
+    """
+    text = os.fspath(path)
+    text = text.removeprefix(_FILE).rstrip("/") or "/"
+    if "://" not in text:
+        text = os.path.abspath(os.path.expanduser(text))
+        if os.path.isfile(manifest_path := os.path.join(text, layout.MANIFEST_NAME)):
+            with ErrorTranslator(manifest_path).translated("read"):
+                data = Path(manifest_path).read_bytes()
+            return CheckpointSource(Manifest.from_json(data, manifest_path), Path(text))
+    root, _, uuid = text.rpartition("/")
+    storage, _, family = root.rpartition("/")
+    if family != layout.CHECKPOINTS or not layout.is_uuid(uuid):
+        kind = CheckpointError if os.path.isdir(text) or "://" in text else CheckpointNotFound
+        raise kind(
+            f"{without_credentials(os.fspath(path))} is no checkpoint: expected a folder with a "
+            f"{layout.MANIFEST_NAME} (trialflow checkpoints download UUID --to FOLDER), or a URL "
+            f"such as s3://bucket/folder/{layout.CHECKPOINTS}/UUID"
+        )
+    has_options = beside is not None and _protocol(beside.spec.url) == _protocol(storage)
+    store = CheckpointStore(storage or "/", beside.spec.options if beside and has_options else None)
+    return CheckpointSource(store.open(uuid), store)
+
+
+def is_place(text: str) -> bool:
+    """Whether `text` is a folder or a URL, and not a checkpoint's uuid."""
+    return "/" in text or os.path.isdir(text)
+
+
+def resume_manifest(store: CheckpointStore, place: str) -> Manifest:
+    """The manifest of the checkpoint at `place`, which `copy_into` brings to the run's `store`.
+
+    Raises:
+        CheckpointNotFound: there is no checkpoint.
+        CheckpointError: `place` is neither a downloaded checkpoint nor the URL of a stored one.
+    """
+    source = open_checkpoint(place, store)
+    return _in_store(store, source.manifest) or source.manifest
+
+
+def copy_into(store: CheckpointStore, place: str, fence: Fence | None) -> Manifest:
+    """Copy the checkpoint at `place` to the storage of the run that continues its trial.
+
+    Does nothing if it is there. May be repeated after an error.
+
+    Args:
+        fence: of the run's attempt; None in test mode, which stores nothing.
+
+    Returns:
+        The manifest in `store`.
+
+    Raises:
+        CheckpointDamaged: a file is missing or differs from the manifest.
+        ConfigError: the checkpoint is not in `store`, and there is no fence.
+        StorageError: a storage failed.
+    """
+    source = open_checkpoint(place, store)
+    manifest = source.manifest
+    if (stored := _in_store(store, manifest)) is not None:
+        return stored
+    if fence is None:
+        raise ConfigError(
+            "fit(test_mode=True) keeps no checkpoint, so it cannot continue from one in another "
+            f"place, {without_credentials(place)}; leave out latest_checkpoint"
+        )
+    _logger.info("copying checkpoint %s to %s", manifest.uuid, store.url)
+    store.announce_upload(manifest.trial, manifest.uuid, fence.attempt, fence)
+    with source.files(manifest.all_files) as folder:
+        files = [
+            StagedFile(entry.path, str(folder / entry.path), entry.size_bytes)
+            for entry in manifest.all_files
+        ]
+        uploaded = upload_staged(store, manifest.uuid, files, rank=0)
+    _require_same(manifest, uploaded)
+    own = {entry.path: msgspec.structs.replace(entry, stored_at="") for entry in manifest.all_files}
+    copied = msgspec.structs.replace(
+        manifest,
+        attempt=fence.attempt,
+        files=[own[entry.path] for entry in manifest.files],
+        code=None if manifest.code is None else own[manifest.code.path],
+    )
+    store.commit(copied, fence)
+    return copied
+
+
+def _require_same(manifest: Manifest, uploaded: list[FileEntry]) -> None:
+    """Check what was uploaded: a downloaded file may have changed after it was verified."""
+    expected = {entry.path: entry.digest for entry in manifest.all_files}
+    changed = [entry.path for entry in uploaded if entry.digest != expected[entry.path]]
+    if changed:
+        raise CheckpointDamaged(
+            f"checkpoint {manifest.uuid} is not copied: {', '.join(changed)} changed meanwhile; "
+            "download the checkpoint again"
+        )
+
+
+def _in_store(store: CheckpointStore, manifest: Manifest) -> Manifest | None:
+    try:
+        return store.open(manifest.uuid)
+    except CheckpointNotFound:
+        return None
+
+
+def _protocol(url: str) -> str:
+    """The protocol of a URL; of a local path without one, the path."""
+    return url.partition("://")[0]

@@ -1,0 +1,300 @@
+"""Makes a checkpoint of a folder or file that another program has written.
+
+The files are copied as they are, under names that say what they are; no file is unpickled here.
+DeepSpeed's own files become those of engine 0, so that ranks restore them as any checkpoint. Files
+with weights alone lie in `layout.IMPORTED`; `rank.state_files.imported_weights` reads them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import re
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+from uuid import NAMESPACE_URL, uuid4, uuid5
+
+import fsspec
+
+from trial_core.checkpoint import layout
+from trial_core.checkpoint.manifest import FileEntry, Manifest, Topology, utc_now
+from trial_core.checkpoint.storage.parallel import CancelSignal, in_parallel
+from trial_core.checkpoint.storage.storage_errors import ErrorTranslator
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.checkpoint.transfer.upload import UPLOAD_THREADS
+from trial_core.common.text_format import first_few
+from trial_core.errors import CheckpointDamaged, CheckpointNotFound, StorageError
+from trial_core.schedule.sequencer import Progress
+
+EXPERIMENT = "imported"
+_ENGINE = "model0"
+
+_MODEL_STATES = re.compile(r"(zero_pp_rank_(?P<data>\d+)_)?mp_rank_(?P<part>\d+)_model_states\.pt")
+_SHARD = re.compile(r"(bf16_)?zero_pp_rank_(?P<data>\d+)_mp_rank_(?P<part>\d+)_optim_states\.pt")
+_LAYER = re.compile(r"layer_\d+-model_states\.pt")
+_UNIVERSAL = re.compile(r"zero/.+/fp32\.pt")
+_WEIGHTS = re.compile(r".+\.(safetensors|pt|pth|bin|ckpt)")
+_STEP = re.compile(r"global_step(\d+)")
+_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_WHOLE = ("model.safetensors", "pytorch_model.bin")
+_LATEST = "latest"
+_STAMPS = ("size", "etag", "mtime", "lastmodified", "last_modified", "last_commit", "blob_id")
+"""What file systems tell of a file that changes with its content."""
+_ONE_RANK = Topology(world_size=1, data_parallel_size=1)
+_BAD_ARCHIVE = (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, ValueError)
+"""What zipfile raises for damaged headers and content; RuntimeError: it seems to be encrypted."""
+_KINDS = (
+    "a folder that DeepSpeed's save_checkpoint has written (or its global_stepN, or a universal "
+    "one), a folder of Hugging Face's save_pretrained, or a file with a state_dict (.safetensors, "
+    ".pt, .pth, .bin, .ckpt)"
+)
+
+_logger = logging.getLogger(__name__)
+
+
+def import_checkpoint(
+    store: CheckpointStore, url: str, options: Mapping[str, Any] | None = None
+) -> Manifest:
+    """The checkpoint with the files at `url`; imported now, unless that was done before.
+
+    The files are known again by their names, sizes and times: the trial's id is a digest of them.
+    Each import has a uuid of its own. The commit of one ends the uploads below its uuid.
+
+    Args:
+        url: a folder or a file: a path, or a URL of fsspec.
+        options: for the fsspec file system of `url`.
+
+    Raises:
+        CheckpointNotFound: there is nothing.
+        CheckpointDamaged: a file is incomplete.
+        CheckpointError: the files are of no known kind.
+        StorageError: they cannot be read, or stored.
+    """
+    source = _Source(url, options or {})
+    found = _recognised(source)
+    stamps = sorted((path, name, source.stamps[path]) for path, name in found.files.items())
+    digest = uuid5(NAMESPACE_URL, json.dumps([source.shown, stamps])).hex
+    trial, uuid = f"{EXPERIMENT}-{digest[:12]}", str(uuid4())
+    if (imported := store.newest(trial)) is not None:
+        return imported
+    _logger.info("importing %s files of %s into %s", len(found.files), source.shown, store.url)
+    store.announce_upload(trial, uuid, EXPERIMENT)
+
+    def copy(path: str, stop: CancelSignal) -> FileEntry:
+        stop.check()
+        name = found.files[path]
+        with source.local(path) as file:
+            _check_archive(file, f"{source.shown}: {path}")
+            size, digest = store.storage.upload(file, layout.file_key(uuid, name), stop)
+        rank = found.rank_of(PurePosixPath(name).name)
+        return FileEntry(path=name, size_bytes=size, digest=digest, rank=rank)
+
+    try:
+        files = sorted(in_parallel(copy, found.files, UPLOAD_THREADS), key=lambda each: each.path)
+        now = _Source(url, options or {})
+        if any(now.stamps.get(path) != source.stamps[path] for path in found.files):
+            raise CheckpointDamaged(f"{source.shown} changed while it was copied; start again")
+    except BaseException:
+        with contextlib.suppress(StorageError):
+            _discard(store, trial, uuid)
+        raise
+    if (imported := store.newest(trial)) is not None:  # by another run, meanwhile
+        _discard(store, trial, uuid)
+        return imported
+    manifest = Manifest(
+        uuid=uuid,
+        trial=trial,
+        experiment=EXPERIMENT,
+        attempt=EXPERIMENT,
+        created_at=utc_now(),
+        progress=Progress(found.batches),
+        metrics={},
+        topology=found.topology,
+        versions={},
+        config_digest="",
+        files=files,
+        entrypoint=source.shown,
+        hyperparameters={},
+    )
+    store.commit(manifest)
+    return manifest
+
+
+def _discard(store: CheckpointStore, trial: str, uuid: str) -> None:
+    """Delete what was uploaded, and its intent last."""
+    store.storage.clear(layout.files_folder(uuid))
+    store.storage.remove(layout.intent_key(trial, uuid))
+
+
+class _Source:
+    """The files at a URL.
+
+    Attributes:
+        shown: the URL, without credentials.
+        stamps: for each file, by its path below the URL: its size and what else tells of a change.
+    """
+
+    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
+        self._errors = ErrorTranslator(url, dict(options))
+        self.shown = self._errors.url
+        with self._errors.translated("read", ValueError, ImportError):
+            self._fs, root = fsspec.core.url_to_fs(url, **options)
+            found = self._fs.find(root, detail=True)
+        if not found:
+            raise CheckpointNotFound(f"there is no checkpoint at {self.shown}; expected {_KINDS}")
+        is_file = list(found) == [root]
+        self._root = root.rpartition("/")[0] if is_file else root.rstrip("/")
+        self.stamps = {
+            str(path).removeprefix(f"{self._root}/"): [
+                f"{key}={value}" for key, value in sorted(details.items()) if key.lower() in _STAMPS
+            ]
+            for path, details in found.items()
+        }
+        if odd := [path for path in self.stamps if {"..", "."} & {*PurePosixPath(path).parts}]:
+            raise CheckpointDamaged(f"{self.shown} holds {odd[0]!r}, which leads out of it")
+
+    def read(self, path: str) -> bytes:
+        """The content of a small file."""
+        with self._errors.translated(f"read {path} of"):
+            content: bytes = self._fs.cat_file(f"{self._root}/{path}")
+        return content
+
+    @contextlib.contextmanager
+    def local(self, path: str) -> Iterator[Path]:
+        """The file on this machine: itself, or a copy that is deleted at the end of the block."""
+        if "file" in self._fs.protocol:
+            yield Path(self._root) / path
+            return
+        with tempfile.TemporaryDirectory(prefix="trialflow-import-") as folder:
+            file = Path(folder) / "file"
+            with self._errors.translated(f"read {path} of"):
+                self._fs.get_file(f"{self._root}/{path}", str(file))
+            yield file
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What the files are.
+
+    Attributes:
+        files: for each path below the source, the path in the checkpoint.
+    """
+
+    files: Mapping[str, str]
+    topology: Topology = _ONE_RANK
+    batches: int = 0
+
+    def rank_of(self, name: str) -> int:
+        """The rank that has probably written a file: DeepSpeed's order of ranks."""
+        match = _SHARD.fullmatch(name) or _MODEL_STATES.fullmatch(name)
+        if match is None:
+            return 0
+        now, data, part = self.topology, int(match["data"] or 0), int(match["part"])
+        if now.pipeline_parallel_size > 1:
+            return part * now.data_parallel_size + data
+        return data * now.model_parallel_size + part
+
+
+def _recognised(source: _Source) -> _Found:
+    """What the files of a source are.
+
+    Raises:
+        CheckpointNotFound: of no known kind.
+    """
+    names = set(source.stamps)
+    if _LATEST in names:
+        tag = source.read(_LATEST).decode(errors="replace").strip()
+        below = [name for name in names if name.startswith(f"{tag}/")]
+        inside = {name: name.removeprefix(f"{tag}/") for name in below}
+        if found := _of_deepspeed(inside, source.shown, tag):
+            return found
+    if found := _of_deepspeed({name: name for name in names}, source.shown, source.shown):
+        return found
+    for index in filter(names.__contains__, _INDEXES):
+        return _Found(_as_weights(_listed(source, index)))
+    for whole in filter(names.__contains__, _WHOLE):
+        return _Found(_as_weights([whole]))
+    if len(names) == 1 and _WEIGHTS.fullmatch(only := next(iter(names))):
+        return _Found(_as_weights([only]))
+    raise CheckpointNotFound(
+        f"there is no checkpoint of a known kind at {source.shown}: its files are "
+        f"{first_few(sorted(names), 5)}; expected {_KINDS}"
+    )
+
+
+def _of_deepspeed(files: Mapping[str, str], shown: str, tag: str) -> _Found | None:
+    """What DeepSpeed has written; None: something else.
+
+    Args:
+        files: for each path, the path below the folder of the tag.
+    """
+    models = [match for name in files.values() if (match := _MODEL_STATES.fullmatch(name))]
+    if not models:
+        return None
+    batches = int(step[1]) if (step := _STEP.search(tag)) else 0
+    if any(map(_UNIVERSAL.fullmatch, files.values())):
+        # Of the model states: frozen weights and buffers.
+        read = {path for path, name in files.items() if _UNIVERSAL.fullmatch(name)}
+        read |= {path for path, name in files.items() if _MODEL_STATES.fullmatch(name)}
+        return _Found({path: f"{layout.IMPORTED}/{files[path]}" for path in read})
+    shards = [match for name in files.values() if (match := _SHARD.fullmatch(name))]
+    parts = 1 + max(int(match["part"]) for match in models)
+    ranks = 1 + max((int(match["data"]) for match in shards), default=0)
+    grid = {(data, part) for data in range(ranks) for part in range(parts)}
+    seen = {(int(match["data"]), int(match["part"])) for match in shards}
+    of_models = {(int(match["data"]), int(match["part"])) for match in models if match["data"]}
+    if (shards and seen != grid) or (of_models and of_models != grid):
+        raise CheckpointDamaged(
+            f"{shown} has {len(shards)} of the files *_optim_states.pt; expected {parts * ranks}, "
+            f"of {ranks} data-parallel and {parts} model-parallel ranks: copy those of all nodes"
+        )
+    is_pipeline = any(map(_LAYER.fullmatch, files.values()))
+    is_zero3 = any(match["data"] for match in models)
+    topology = Topology(
+        world_size=parts * ranks,
+        data_parallel_size=ranks,
+        pipeline_parallel_size=parts if is_pipeline else 1,
+        model_parallel_size=1 if is_pipeline else parts,
+        zero_stage=3 if is_zero3 else int(bool(shards)),  # 2 has the files of 1
+    )
+    own = {path: name for path, name in files.items() if name.endswith(".pt") and "/" not in name}
+    named = {path: f"{_ENGINE}/{name}" for path, name in own.items()}
+    return _Found(named, topology, batches)
+
+
+def _listed(source: _Source, index: str) -> list[str]:
+    """The files that an index of Hugging Face lists. Raises CheckpointDamaged: one is missing."""
+    try:
+        listed = sorted(set(json.loads(source.read(index))["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise CheckpointDamaged(
+            f"{source.shown}: {index} is no index of weights: {error}"
+        ) from None
+    if missing := [name for name in listed if name not in source.stamps]:
+        raise CheckpointDamaged(f"{source.shown}: {index} lists {missing[0]}, which is not there")
+    return listed
+
+
+def _as_weights(paths: Iterable[str]) -> dict[str, str]:
+    return {path: f"{layout.IMPORTED}/{path}" for path in paths}
+
+
+def _check_archive(file: Path, shown: str) -> None:
+    """Compare a file of `torch.save` with the checksums in it. CheckpointDamaged: it differs."""
+    if file.suffix == ".safetensors" or not zipfile.is_zipfile(file):
+        return
+    try:
+        with zipfile.ZipFile(file) as archive:
+            # torch can leave checksums out; all of them are 0 then.
+            has_checksums = any(member.CRC for member in archive.infolist())
+            damaged = archive.testzip() if has_checksums else None
+    except _BAD_ARCHIVE as error:
+        damaged = str(error)
+    if damaged is not None:
+        raise CheckpointDamaged(f"{shown} is damaged: {damaged}; copy it once more")

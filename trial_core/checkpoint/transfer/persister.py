@@ -1,0 +1,316 @@
+"""A rank's connection to its persister process, which uploads and downloads its files.
+
+A separate process does not hold the rank's interpreter lock, and can be killed when it hangs. The
+`Persister` starts it when it is first needed, sends it requests and watches its progress.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+import msgspec
+import psutil
+
+from trial_core.checkpoint.manifest import FileEntry
+from trial_core.checkpoint.storage.base import StorageSpec
+from trial_core.checkpoint.transfer import persister_process
+from trial_core.checkpoint.transfer.persister_process import (
+    Environment,
+    Failed,
+    FetchRequest,
+    Finished,
+    Message,
+    Report,
+    Request,
+    Stored,
+    UploadRequest,
+)
+from trial_core.checkpoint.transfer.persister_watch import StallWatch
+from trial_core.checkpoint.transfer.staging import StagedFile
+from trial_core.common.decoding import decoder
+from trial_core.common.text_format import first_few
+from trial_core.errors import CheckpointDamaged, CheckpointError, StorageError
+
+_logger = logging.getLogger(__name__)
+
+PROCESS = persister_process.__name__
+
+KILL_SECONDS = 10.0
+"""How long to wait for a killed process to end: it may be inside a blocking system call."""
+
+_report_decoder: msgspec.json.Decoder[Report] = decoder(Report)
+
+_ERRORS: dict[str, type[CheckpointError]] = {
+    "storage": StorageError,
+    "damage": CheckpointDamaged,
+    "invalid": CheckpointError,
+}
+
+_starting = threading.Lock()
+"""Held while a process is started. A loader worker that is forked meanwhile would inherit pipes of
+`subprocess`, which waits until every copy is closed: until the worker ends."""
+os.register_at_fork(
+    before=_starting.acquire, after_in_parent=_starting.release, after_in_child=_starting.release
+)
+
+
+class Persister:
+    """Uploads and fetches in a separate process. For one thread at a time.
+
+    Args:
+        stall_seconds: kill the process when it has moved nothing for this long; None: never.
+    """
+
+    def __init__(self, stall_seconds: float | None = None) -> None:
+        self._stall_seconds = stall_seconds
+        self._process: _Process | None = None
+        self._stored: dict[str, dict[str, FileEntry]] = {}
+
+    def upload(
+        self,
+        storage: StorageSpec,
+        uuid: str,
+        rank: int,
+        files: list[StagedFile],
+        shared: Sequence[FileEntry] = (),
+    ) -> list[FileEntry]:
+        """Upload this rank's files of a checkpoint, as `upload_staged`; return their entries.
+
+        May be called again after an error: files that are stored already are skipped.
+
+        Raises:
+            StorageError: the storage failed, the process died, or it hung and was killed.
+            CheckpointError: a file changed meanwhile.
+        """
+        stored = self._stored.setdefault(uuid, {})
+
+        def note(entry: FileEntry) -> None:
+            stored[entry.path] = entry
+
+        request = UploadRequest(
+            storage=storage, uuid=uuid, rank=rank, files=files, shared=[*shared],
+            stored=[*stored.values()],
+        )  # fmt: skip
+        try:
+            return self._request(request, note).files
+        except _ProcessEnded as end:
+            left = [file.path for file in files if file.path not in stored]
+            raise StorageError(
+                f"the process that uploads its files {end}; not stored: {first_few(left)}"
+            ) from None
+
+    def fetch(
+        self,
+        storage: StorageSpec,
+        uuid: str,
+        files: list[FileEntry],
+        target: Path,
+    ) -> int:
+        """Bring files of a checkpoint to this machine, as `fetch_files`; return the bytes fetched.
+
+        Raises:
+            CheckpointDamaged: a file is missing or differs.
+            StorageError: the storage failed, the process died, or it hung and was killed.
+        """
+        request = FetchRequest(storage=storage, uuid=uuid, files=files, target=str(target))
+        try:
+            return self._request(request, lambda entry: None).fetched_bytes
+        except _ProcessEnded as end:
+            paths = [file.path for file in files]
+            raise StorageError(
+                f"the process that fetches its files {end}; files to fetch: {first_few(paths)}"
+            ) from None
+
+    def forget(self, uuid: str) -> None:
+        """Forget the stored files of a checkpoint that is committed or abandoned."""
+        self._stored.pop(uuid, None)
+
+    def close(self) -> None:
+        """Kill the process."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.end()
+
+    def _request(self, request: Request, on_stored: Callable[[FileEntry], None]) -> Finished:
+        if self._process is None:
+            self._process = _Process()
+        process, last = self._process, None
+        watch = StallWatch(process.pid, self._stall_seconds, process.kill)
+        try:
+            with watch:
+                for report in process.reports(request):
+                    watch.note_report()
+                    if not isinstance(report, Stored):
+                        last = report
+                        break
+                    on_stored(report.file)
+        finally:
+            # Also after an interrupt of this thread: later reports would be taken as the answer to
+            # the next request.
+            if last is None or watch.has_stalled:
+                self.close()
+        if isinstance(last, Failed):
+            raise _ERRORS[last.kind](last.message)
+        if last is not None:
+            return last
+        raise _ProcessEnded(watch.stall_message or process.how_it_ended())
+
+
+class _Forked:
+    """A forked process, with what is used of `subprocess.Popen`. None of `multiprocessing`, whose
+    children programs wait for or end."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def kill(self) -> None:
+        if self.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self, timeout: float) -> None:
+        """Raises `subprocess.TimeoutExpired`."""
+        try:
+            self.returncode = psutil.Process(self.pid).wait(timeout)
+        except psutil.NoSuchProcess:  # the program has waited for it
+            self.returncode = 0
+        except psutil.TimeoutExpired:
+            raise subprocess.TimeoutExpired(PROCESS, timeout) from None
+
+
+class _Ahead(NamedTuple):
+    """A persister process that was forked before it is needed, and the environment that it has."""
+
+    process: _Forked
+    connection: socket.socket
+    environment: Mapping[bytes, bytes]
+
+
+_ahead: _Ahead | None = None
+
+
+def fork_ahead(prepare: Callable[[], None]) -> None:
+    """Fork this rank's first persister process, which then imports nothing.
+
+    Only in a process with one thread: a rank that a fork server has just forked.
+
+    Args:
+        prepare: called first in the new process.
+    """
+    global _ahead
+    ours, theirs = socket.socketpair()
+    with theirs:
+        try:
+            pid = os.fork()
+        except OSError:  # too many processes: one is started when it is needed
+            ours.close()
+            return
+        if pid == 0:
+            ours.close()
+            _serve(theirs, prepare)
+        _ahead = _Ahead(_Forked(pid), ours, {**os.environb})
+
+
+def _serve(connection: socket.socket, prepare: Callable[[], None]) -> NoReturn:
+    try:
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
+        prepare()
+        persister_process.serve_rank(connection)
+    except BaseException:
+        _logger.exception("the persister failed and exits")
+    finally:
+        os._exit(1)
+
+
+class _ProcessEnded(Exception):
+    """The process has ended; the message says how. Never leaves the `Persister`."""
+
+
+class _Process:
+    """The persister process and the connection to it."""
+
+    def __init__(self) -> None:
+        with _starting:
+            self._start()
+
+    def _start(self) -> None:
+        global _ahead
+        ahead, _ahead = _ahead, None
+        self._process: _Forked | subprocess.Popen[bytes]
+        if ahead is not None:
+            self._process, self._socket, _ = ahead
+        else:
+            self._socket, theirs = socket.socketpair()
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", PROCESS, str(theirs.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                )
+        self._stream = self._socket.makefile("rwb")
+        self.pid = self._process.pid
+        if ahead is not None:
+            self._send(Environment(_changes(ahead.environment)))
+
+    def reports(self, request: Request) -> Iterator[Report]:
+        """Send a request; yield the reports, until the process ends."""
+        self._send(request)
+        with contextlib.suppress(OSError):  # the connection of a process that has ended
+            for line in self._stream:
+                if not line.endswith(b"\n"):
+                    return  # the process ended within this line
+                yield _report_decoder.decode(line)
+
+    def _send(self, message: Message) -> None:
+        with contextlib.suppress(OSError):  # it has ended, as `reports` finds
+            self._stream.write(msgspec.json.encode(message) + b"\n")
+            self._stream.flush()
+
+    def kill(self) -> None:
+        """Kill the process and end `reports`, also if the process cannot end. From any thread."""
+        self._process.kill()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def end(self) -> None:
+        """Kill the process and wait until it has ended, if it can."""
+        self.kill()  # a process that is ending already keeps its exit code
+        with contextlib.suppress(OSError):  # unsent bytes
+            self._stream.close()
+        self._socket.close()
+        try:
+            self._process.wait(KILL_SECONDS)
+        except subprocess.TimeoutExpired:
+            _logger.warning(
+                "the persister (process %d) was killed %g s ago and has not ended: it is inside a "
+                "system call; check this machine's disks",
+                self.pid, KILL_SECONDS,
+            )  # fmt: skip
+
+    def how_it_ended(self) -> str:
+        """The text that follows "the process": how it ended. Call after `end`."""
+        code = self._process.returncode
+        if code is not None and code < 0:
+            name = signal.Signals(-code).name
+            return f"was killed by {name}; if you did not kill it, check whether memory ran out"
+        return f"ended with exit code {code}; see this rank's log"
+
+
+def _changes(before: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes | None]]:
+    """What has changed in the environment."""
+    now = os.environb
+    changed = [(name, value) for name, value in now.items() if before.get(name) != value]
+    return [*changed, *((name, None) for name in before.keys() - now.keys())]

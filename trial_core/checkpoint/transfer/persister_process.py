@@ -1,0 +1,193 @@
+"""The persister process: its messages, and its work.
+
+It opens the rank's staged files by their paths (memory files too), reports each stored file, and
+ends with its rank. It imports neither torch nor deepspeed.
+
+Messages are lines of JSON. Credentials are in them only, not on the command line.
+
+The first one of a rank that a fork server has forked is itself forked, from the rank: it has
+imported what it needs. Any other is a new interpreter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+from io import BufferedRWPair
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from trial_core.checkpoint.manifest import FileEntry
+from trial_core.checkpoint.storage.base import StorageSpec
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.checkpoint.transfer.fetch import fetch_files
+from trial_core.checkpoint.transfer.staging import StagedFile
+from trial_core.checkpoint.transfer.upload import upload_staged
+from trial_core.common.decoding import decoder
+from trial_core.errors import CheckpointDamaged, CheckpointError, StorageError
+
+_logger = logging.getLogger(__name__)
+
+NICENESS = 5
+"""Training has priority when cores are scarce."""
+
+
+class UploadRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Upload one rank's files of a checkpoint.
+
+    Attributes:
+        shared: see `upload_staged`.
+        stored: entries that an earlier attempt has stored.
+    """
+
+    storage: StorageSpec
+    uuid: str
+    rank: int
+    files: list[StagedFile]
+    shared: list[FileEntry]
+    stored: list[FileEntry]
+
+
+class FetchRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Fetch files of a checkpoint; see `fetch_files`."""
+
+    storage: StorageSpec
+    uuid: str
+    files: list[FileEntry]
+    target: str
+
+
+class Environment(msgspec.Struct, frozen=True, tag=True):
+    """What the rank has changed of its environment since this process was forked.
+
+    Attributes:
+        variables: names and new values; None where a variable is gone. They may be any bytes.
+    """
+
+    variables: list[tuple[bytes, bytes | None]]
+
+
+Request = UploadRequest | FetchRequest
+Message = Request | Environment
+
+
+class Stored(msgspec.Struct, frozen=True, tag=True):
+    """One file is stored."""
+
+    file: FileEntry
+
+
+class Finished(msgspec.Struct, frozen=True, tag=True):
+    """All files of a request are fetched, or uploaded: then `files` has their entries."""
+
+    files: list[FileEntry] = []
+    fetched_bytes: int = 0
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """A request has failed.
+
+    Attributes:
+        kind: storage: a retry may help; damage: another checkpoint may help; invalid: neither.
+    """
+
+    message: str
+    kind: Literal["storage", "damage", "invalid"]
+
+
+Report = Stored | Finished | Failed
+_message_decoder: msgspec.json.Decoder[Message] = decoder(Message)
+
+
+def serve(stream: BufferedRWPair) -> None:
+    """Handle requests until the rank closes the connection; then exit at once."""
+    messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
+    def work() -> None:
+        try:
+            while True:
+                message = _message_decoder.decode(messages.get())
+                if isinstance(message, Environment):
+                    _change_environment(message)
+                else:
+                    _report(stream, _handle(message, stream))
+        except BaseException:  # the thread's top frame; the rank would wait for its answer
+            _logger.exception("the persister failed and exits")
+            os._exit(1)
+
+    threading.Thread(target=work, name="files", daemon=True).start()
+    with contextlib.suppress(OSError):  # the rank was killed
+        for line in stream:
+            messages.put(line)
+    os._exit(0)
+
+
+_changing: set[str] = set()
+"""See `upload_staged`: this process uploads all checkpoints of one rank's run."""
+
+
+def _handle(request: Request, stream: BufferedRWPair) -> Report:
+    try:
+        store = CheckpointStore.from_spec(request.storage)
+        if isinstance(request, FetchRequest):
+            fetched = fetch_files(store, request.uuid, request.files, Path(request.target))
+            return Finished(fetched_bytes=fetched)
+        entries = upload_staged(
+            store,
+            request.uuid,
+            request.files,
+            request.rank,
+            shared=request.shared,
+            changing=_changing,
+            stored={entry.path: entry for entry in request.stored},
+            on_stored=lambda entry: _report(stream, Stored(entry)),
+        )
+        return Finished(files=entries)
+    except StorageError as error:
+        return Failed(str(error), "storage")
+    except CheckpointDamaged as error:
+        return Failed(str(error), "damage")
+    except CheckpointError as error:
+        return Failed(str(error), "invalid")
+
+
+def _change_environment(message: Environment) -> None:
+    for name, value in message.variables:
+        if value is None:
+            os.environb.pop(name, None)
+        else:
+            os.environb[name] = value
+
+
+_report_lock = threading.Lock()
+
+
+def _report(stream: BufferedRWPair, report: Report) -> None:
+    with _report_lock:
+        stream.write(msgspec.json.encode(report) + b"\n")
+        stream.flush()
+
+
+def serve_rank(connection: socket.socket) -> None:
+    """Be the persister process of the rank at the other end. Does not return."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the rank handles Ctrl-C
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s [storage] %(message)s")
+    os.nice(NICENESS)
+    serve(connection.makefile("rwb"))
+
+
+def main() -> None:
+    """Serve the rank over the socket whose file descriptor is the argument."""
+    serve_rank(socket.socket(fileno=int(sys.argv[1])))
+
+
+if __name__ == "__main__":
+    main()

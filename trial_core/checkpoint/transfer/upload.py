@@ -1,0 +1,132 @@
+"""Uploads a checkpoint's files. Each rank uploads its own files, without a collective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from threading import Lock
+
+from trial_core.checkpoint import layout
+from trial_core.checkpoint.manifest import FileEntry
+from trial_core.checkpoint.storage.local_files import local_digest
+from trial_core.checkpoint.storage.parallel import CancelSignal, in_parallel
+from trial_core.checkpoint.storage.storage_errors import ErrorTranslator
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.checkpoint.transfer.staging import StagedFile, staged_files
+from trial_core.errors import CheckpointError
+
+UPLOAD_THREADS = 4
+"""Files that one rank reads and hashes at once. The storage's buffer pool bounds their memory."""
+
+
+def upload_files(
+    store: CheckpointStore,
+    uuid: str,
+    staging: Path,
+    rank: int,
+    *,
+    shared: Iterable[FileEntry] = (),
+) -> list[FileEntry]:
+    """Upload all files of a rank's staging folder (see `staged_files`); return their entries.
+
+    Args:
+        shared: see `upload_staged`.
+
+    May be called again after an error: files that are not committed are overwritten.
+
+    Raises:
+        CheckpointError: a file's name is not allowed, or a file changed meanwhile.
+        StorageError: the storage failed, or `staging` cannot be read.
+    """
+    return upload_staged(store, uuid, staged_files(staging, rank), rank, shared=shared)
+
+
+def upload_staged(
+    store: CheckpointStore,
+    uuid: str,
+    files: Iterable[StagedFile],
+    rank: int,
+    *,
+    shared: Iterable[FileEntry] = (),
+    changing: set[str] | None = None,
+    stored: Mapping[str, FileEntry] | None = None,
+    on_stored: Callable[[FileEntry], None] = lambda entry: None,
+) -> list[FileEntry]:
+    """Upload files; return their manifest entries, in the same order.
+
+    Args:
+        shared: stored files of an earlier checkpoint, with the places where they are. A file with
+            the bytes of one is not uploaded, and its entry refers to that place; except for the
+            smallest: a checkpoint must have a file of its own (see `checkpoint.commit`).
+        changing: paths of files that have changed since an earlier checkpoint: taken to change
+            again, they are not hashed to find out. Gets those that are found now.
+        stored: entries that an earlier attempt at this upload has stored, by path. They are
+            skipped if they still exist with that size.
+        on_stored: called after each stored file, from several threads but one at a time.
+
+    Raises:
+        CheckpointError: a file changed meanwhile.
+        StorageError: the storage failed, or a file cannot be read.
+    """
+    folder = layout.files_folder(uuid)  # refuses what is no uuid, also if nothing is stored
+    sizes = store.storage.sizes(folder) if stored else {}
+    files = list(files)
+    own = min(files, key=lambda file: file.size_bytes, default=None)
+    shared = list(shared)
+    places = {(entry.size_bytes, entry.digest): entry.stored_at for entry in shared}
+    shared_sizes = {size_bytes for size_bytes, _ in places}
+    earlier = {entry.path: entry.digest for entry in shared}
+    changing = set() if changing is None else changing
+    lock = Lock()
+
+    def upload(file: StagedFile, stop: CancelSignal) -> FileEntry:
+        stop.check()
+        key = layout.file_key(uuid, file.path)
+        entry = (stored or {}).get(file.path)
+        if entry is None or not entry.size_bytes == file.size_bytes == sizes.get(key):
+            may_be_shared = file.size_bytes in shared_sizes and file.path not in changing
+            if file is not own and may_be_shared:
+                # Hashed before it may be sent: a file that has changed is hashed twice, once.
+                with ErrorTranslator(file.file).translated("read"):
+                    digest = local_digest(Path(file.file), file.size_bytes, stop)
+                if place := places.get((file.size_bytes, digest)):
+                    return FileEntry(
+                        path=file.path, size_bytes=file.size_bytes, digest=digest, rank=rank,
+                        stored_at=place,
+                    )  # fmt: skip
+                if file.path in earlier:
+                    changing.add(file.path)
+            size_bytes, digest = store.storage.upload(Path(file.file), key, stop, file.size_bytes)
+            entry = FileEntry(path=file.path, size_bytes=size_bytes, digest=digest, rank=rank)
+            if earlier.get(file.path) == digest:
+                changing.discard(file.path)
+            with lock:
+                on_stored(entry)
+        return entry
+
+    return in_parallel(upload, files, UPLOAD_THREADS)
+
+
+def merge_entries(per_rank: Mapping[int, Iterable[FileEntry]]) -> list[FileEntry]:
+    """The files of all ranks, sorted by path. Of equal files, the lowest rank's entry is kept.
+
+    Raises:
+        CheckpointError: several ranks wrote different files under one name.
+    """
+    merged: dict[str, FileEntry] = {}
+    for rank in sorted(per_rank):
+        for entry in per_rank[rank]:
+            first = merged.setdefault(entry.path, entry)
+            if (first.size_bytes, first.digest) != (entry.size_bytes, entry.digest):
+                raise CheckpointError(
+                    f"ranks {first.rank} and {entry.rank} both saved a file {entry.path!r} with "
+                    "different contents, and one would overwrite the other: put the rank into the "
+                    "file's name in the trial's save, or write the file on one rank only "
+                    "(if self.context.distributed.rank == 0: …)"
+                )
+    return [merged[path] for path in sorted(merged)]
+
+
+def prefix_rank(rank: int, message: str) -> str:
+    """A rank's error message that names the rank once."""
+    return message if message.startswith(f"rank {rank} ") else f"rank {rank}: {message}"

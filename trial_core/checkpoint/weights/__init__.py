@@ -1,0 +1,1 @@
+"""A model's weights in files that other programs read."""

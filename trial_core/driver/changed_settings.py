@@ -1,0 +1,80 @@
+"""Warns of changed settings that do not count, because a checkpoint's state is restored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from trial_core.checkpoint.resume_point import ResumePoint
+from trial_core.common.text_format import first_few, setting, told_apart
+from trial_core.config import ExperimentConfig
+
+SHOWN = 6
+"""The most changed settings, or optimizers and schedulers, that are named."""
+
+_ABSENT = object()
+
+
+def override_warning(
+    point: ResumePoint,
+    config: ExperimentConfig,
+    of_optimizers: Sequence[str],
+    of_schedulers: Sequence[str],
+) -> str | None:
+    """Says which settings a restore has overridden, and what to do; None: nothing is to be said.
+
+    Settings of optimizers count as overridden only if hyperparameters have changed: the trial may
+    change them itself, batch by batch. Those of a schedule also if the length of training has.
+
+    Args:
+        of_optimizers, of_schedulers: as of `ReadyToTrain`.
+    """
+    saved = point.checkpoint
+    if saved is None or point.restore == "weights":
+        return None
+    changes = _changes(saved.hyperparameters, config.hyperparameters)
+    overridden = [*(of_optimizers if changes else ()), *of_schedulers]
+    if of_schedulers and saved.config:  # it is recorded
+        changes += _changes(_length(saved.config), _length(config.digested()))
+    if not changes or not overridden:
+        return None
+    instead = "set searcher.source_weights_only=true"
+    if point.restore == "everything":
+        instead = (
+            "begin a new trial with the checkpoint's weights: without --resume (in a script, "
+            f"without latest_checkpoint), with searcher.source_checkpoint_uuid={saved.uuid} and "
+            "searcher.source_weights_only=true"
+        )
+    return (
+        f"changed since the checkpoint: {first_few(changes, SHOWN)}. But the restore brought back "
+        f"the checkpoint's values, which count: {first_few(overridden, SHOWN, '; ')}. To train "
+        f"with the new ones, {instead}"
+    )
+
+
+def _length(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {"searcher.max_length": (config.get("searcher") or {}).get("max_length")}
+
+
+def _changes(saved: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
+    """``lr 0.001 -> 0.0001``, ``model.depth 12, which is new``, ``warmup 100, which is gone``."""
+    before, now = dict(_flat(saved)), dict(_flat(given))
+    found = []
+    for name in {**before, **now}:
+        old, new = before.get(name, _ABSENT), now.get(name, _ABSENT)
+        if new is _ABSENT:
+            found.append(f"{name} {setting(old)}, which is gone")
+        elif old is _ABSENT:
+            found.append(f"{name} {setting(new)}, which is new")
+        elif old != new:
+            found.append(f"{name} {' -> '.join(told_apart(old, new))}")
+    return found
+
+
+def _flat(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Values by their dotted names."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", value

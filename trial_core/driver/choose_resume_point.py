@@ -1,0 +1,108 @@
+"""What a run resumes from: the choice of resume points, and fetching the first intact one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+
+from trial_core.checkpoint import layout
+from trial_core.checkpoint.manifest import Manifest
+from trial_core.checkpoint.resume_point import ResumePoint, no_intact_checkpoint
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.checkpoint.transfer.import_checkpoint import import_checkpoint
+from trial_core.common.text_format import trial_number
+from trial_core.config import ExperimentConfig
+from trial_core.errors import CheckpointNotFound
+
+_logger = logging.getLogger(__name__)
+
+
+def resume_points(
+    store: CheckpointStore, config: ExperimentConfig, trial: str | None
+) -> list[ResumePoint]:
+    """What a run of `trial` may resume from, best first; at least one.
+
+    The trial's own checkpoints. If it has none: the experiment's source checkpoint, or nothing.
+
+    Args:
+        trial: None: a new trial.
+
+    Raises:
+        CheckpointNotFound: the storage does not have the source checkpoint, or the source trial.
+    """
+    own = [] if trial is None else store.resume_candidates(trial)
+    if own:
+        return [ResumePoint.continuing(manifest) for manifest in own]
+    weights_only = config.searcher.source_weights_only
+    return [
+        ResumePoint.warm(source, weights_only or _has_weights_alone(source))
+        for source in _sources(store, config)
+    ] or [ResumePoint()]
+
+
+def _has_weights_alone(checkpoint: Manifest) -> bool:
+    return any(file.path.startswith(f"{layout.IMPORTED}/") for file in checkpoint.files)
+
+
+def _sources(store: CheckpointStore, config: ExperimentConfig) -> list[Manifest]:
+    """The checkpoints for a warm start, best first; none if the experiment names none."""
+    searcher = config.searcher
+    if searcher.source_checkpoint is not None:
+        storage = config.checkpoint_storage
+        is_alike = storage.url.partition("://")[0] == searcher.source_checkpoint.partition("://")[0]
+        options = storage.options if is_alike else {}
+        return [import_checkpoint(store, searcher.source_checkpoint, options)]
+    if searcher.source_checkpoint_uuid is not None:
+        return [store.open(searcher.source_checkpoint_uuid)]
+    if searcher.source_trial_id is None:
+        return []
+    try:
+        return store.resume_candidates(find_trial(store, searcher.source_trial_id))
+    except CheckpointNotFound as error:
+        problem = f"searcher.source_trial_id: {error}, or source_checkpoint_uuid"
+        raise CheckpointNotFound(problem) from None
+
+
+def find_trial(store: CheckpointStore, wanted: int | str) -> str:
+    """The id of the trial that has an id or number, and checkpoints.
+
+    Raises:
+        CheckpointNotFound: none has, or several have.
+    """
+    trials = store.trials()
+    found = [trial for trial in trials if wanted in (trial, trial_number(trial))]
+    if len(found) == 1:
+        return found[0]
+    seen = ", ".join(f"{trial} ({trial_number(trial)})" for trial in found or trials) or "none"
+    problem = f"{len(found)} trials have the number" if found else "no trial has the id or number"
+    raise CheckpointNotFound(
+        f"{problem} {wanted} in {store.url}; there: {seen}. Give the id of one of them"
+    )
+
+
+def fetch_first_intact(
+    points: Iterable[ResumePoint], fetch: Callable[[ResumePoint], str | None]
+) -> ResumePoint:
+    """Fetch the first of `points` that is neither damaged nor deleted meanwhile.
+
+    Args:
+        fetch: fetches a point's checkpoint, and returns what is damaged; None if intact.
+
+    Raises:
+        CheckpointDamaged: all checkpoints are damaged or deleted.
+        StorageError: the storage failed. The checkpoint may be intact, so no older one is used.
+    """
+    tried: list[ResumePoint] = []
+    damage = None
+    for point in points:
+        if point.checkpoint is None:
+            return point
+        try:
+            damage = fetch(point)
+        except CheckpointNotFound as error:  # deleted since the points were listed
+            _logger.warning("the run resumes from an older checkpoint, if there is one: %s", error)
+            damage = str(error)
+        if damage is None:
+            return point
+        tried.append(point)
+    raise no_intact_checkpoint(tried, str(damage))

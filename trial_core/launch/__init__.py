@@ -1,0 +1,1 @@
+"""Processes: of this machine, of other machines, and what they need."""

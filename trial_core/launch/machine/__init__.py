@@ -1,0 +1,1 @@
+"""What a process has on its machine: folders, memory, accelerators, children."""

@@ -1,0 +1,194 @@
+"""Calls one function of a code folder in a separate process, which runs this module.
+
+Standard input holds one line of JSON, the argument, and stays open while the caller lives. At its
+end the process kills its group, so it never outlives the caller. The process reports over a pipe
+that the function returned: exit code 0 proves nothing, as `sys.exit()` gives it too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from operator import attrgetter
+from pathlib import Path
+from signal import SIGKILL
+from typing import Any
+
+from trial_core.common import text_format
+
+POLL_SECONDS = 0.1
+LOG_TAIL_BYTES = 2000
+LOG_LINES = 200
+
+_RETURNED = b"returned"
+
+
+def call_function(
+    function: str,
+    argument: Mapping[str, Any] | None,
+    *,
+    code: Path,
+    log: Path,
+    environment: Mapping[str, str] | None = None,
+    timeout_seconds: float | None = None,
+    should_cancel: Callable[[], bool] = lambda: False,
+    result: Path | None = None,
+) -> str | None:
+    """Call a function in a new process.
+
+    Args:
+        function: ``module:function``; a coroutine function is awaited, and of a Prefect task its
+            function is called.
+        argument: its only argument, plain data. None: import the function without calling it.
+        code: first folder on the import path, and working folder.
+        environment: variables in addition to those of this process.
+        timeout_seconds: the process is killed after this time; None: never.
+        should_cancel: polled; the process is killed when it returns True.
+        result: the file to write what the function returns to, as JSON.
+
+    Returns:
+        What failed, for people; None: the function returned.
+    """
+    start = time.monotonic()
+    log.parent.mkdir(parents=True, exist_ok=True)
+    read_end, write_end = os.pipe()
+    try:
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [
+                    sys.executable, "-m", "trial_core.launch.machine.callback_process",
+                    function, str(write_end), *([] if result is None else [str(result)]),
+                ],
+                cwd=code, env=_environment(environment or {}), pass_fds=[write_end],
+                stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True,
+            )  # fmt: skip
+        try:
+            _send_argument(process, argument)
+            while (exit_code := _wait(process)) is None:
+                if should_cancel():
+                    return "killed: the run was stopped"
+                if timeout_seconds is not None and time.monotonic() - start >= timeout_seconds:
+                    return f"killed: it took longer than {timeout_seconds:g} s"
+        finally:
+            _kill_group(process)
+        if exit_code == 0 and _has_returned(read_end):
+            return None
+    finally:
+        os.close(read_end)
+        os.close(write_end)
+    return _describe_failure(exit_code, log)
+
+
+def log_lines(log: Path) -> list[str]:
+    """What a called function has printed; of a long text the end, which a server can take."""
+    lines = log.read_text(errors="replace").splitlines()
+    left_out = len(lines) - LOG_LINES
+    return lines if left_out <= 0 else [f"({left_out} lines: {log})", *lines[left_out:]]
+
+
+def _environment(given: Mapping[str, str]) -> dict[str, str]:
+    """This process's variables and those given; this package is importable from any folder."""
+    merged = {**os.environ, **given}
+    path = [str(Path(__file__).parents[3]), *filter(None, [merged.get("PYTHONPATH")])]
+    return {**merged, "PYTHONPATH": os.pathsep.join(path)}
+
+
+def _send_argument(process: subprocess.Popen[bytes], argument: Mapping[str, Any] | None) -> None:
+    if process.stdin is not None:
+        with suppress(BrokenPipeError):  # the process failed at start: its log says why
+            process.stdin.write(json.dumps(argument).encode() + b"\n")
+            process.stdin.flush()
+
+
+def _wait(process: subprocess.Popen[bytes]) -> int | None:
+    """The exit code; None: still running after `POLL_SECONDS`."""
+    try:
+        return process.wait(POLL_SECONDS)
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def _has_returned(pipe: int) -> bool:
+    """Whether the ended process reported that the function returned."""
+    os.set_blocking(pipe, False)
+    try:
+        return os.read(pipe, len(_RETURNED)) == _RETURNED
+    except BlockingIOError:
+        return False
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, SIGKILL)
+    process.wait()
+    if process.stdin is not None:
+        with suppress(BrokenPipeError):
+            process.stdin.close()
+
+
+def _describe_failure(exit_code: int, log: Path) -> str:
+    tail = log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")
+    lines = [line for line in text_format.clean(tail).splitlines() if line.strip()]
+    message = lines[-1].strip() if lines else "no output"
+    if exit_code == 0:
+        message = "the process ended (sys.exit, os._exit) before the function returned"
+    ending = f"exit code {exit_code}" if exit_code >= 0 else f"signal {-exit_code}"
+    return f"{message} ({ending}; output: {log})"
+
+
+def main(name: str, result_pipe: int, result_file: str | None = None) -> None:
+    """The process: import the function, call it, report over the pipe that it returned."""
+    os.set_inheritable(result_pipe, False)
+    argument = json.loads(sys.stdin.buffer.readline())
+    threading.Thread(target=_die_with_caller, name="caller", daemon=True).start()
+    function = _import_function(name)
+    if argument is not None:
+        result = function(argument)
+        if inspect.isawaitable(result):
+            result = asyncio.run(_await(result))
+        if result_file is not None:
+            Path(result_file).write_text(json.dumps(result, default=_plain))
+    os.write(result_pipe, _RETURNED)
+
+
+def _import_function(name: str) -> Callable[[Any], Any]:
+    module, _, function = name.partition(":")
+    found = attrgetter(function)(importlib.import_module(module))
+    if hasattr(found, "task_key"):  # a task of Prefect
+        found = found.fn
+    if not callable(found):
+        raise TypeError(f"{name} is not callable: {found!r}")
+    if inspect.isgeneratorfunction(found) or inspect.isasyncgenfunction(found):
+        raise TypeError(f"{name} is a generator function: calling it would run nothing")
+    return found  # type: ignore[no-any-return]
+
+
+def _plain(value: Any) -> Any:
+    """The number in a scalar of NumPy or PyTorch."""
+    if not hasattr(value, "item"):
+        raise TypeError(f"expected plain data as the result, got {value!r}")
+    return value.item()
+
+
+async def _await(result: Awaitable[Any]) -> Any:
+    return await result
+
+
+def _die_with_caller() -> None:
+    while os.read(sys.stdin.fileno(), 1024):
+        pass
+    os.killpg(os.getpgrp(), SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.getcwd())  # Python may be configured not to add it
+    main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])

@@ -1,0 +1,39 @@
+"""Nodes that join by hand: a person, or another launcher, runs `trialflow join` on each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from trial_core.launch.nodes.node_provider import Gang, GangEvent, Node, NodeProvider, NodeRequest
+
+
+class JoinProvider(NodeProvider):
+    """Starts nothing and does not wait: agents join when they are started."""
+
+    name = "join"
+
+    def acquire(
+        self, request: NodeRequest, seconds: float, should_abort: Callable[[], bool]
+    ) -> Gang:
+        return _NoGang()
+
+
+class _NoGang(Gang):
+    """Nodes of which no provider knows."""
+
+    nodes: Sequence[Node] = ()
+
+    def start(self, node: Node, arguments: Sequence[str], token: str) -> None:
+        """There is no node to call it for."""
+
+    def events(self) -> Sequence[GangEvent]:
+        return ()
+
+    def give_up(self, node: Node) -> None:
+        """There is no node to call it for."""
+
+    def offer(self) -> Node | None:
+        return None  # agents come by themselves
+
+    def release(self) -> None:
+        """There is nothing to give back."""

@@ -1,0 +1,1 @@
+"""What tells people about a run. Nothing here changes how it runs."""

@@ -1,0 +1,181 @@
+"""Observers of a run, in the driver's process.
+
+With `with observing(observer): train(config)`, the flow reports events to the observer, for example
+the command line's progress bar. An observer must return at once and never raise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # it imports storages, for which the command line's help does not wait
+    from trial_core.checkpoint.manifest import Topology
+    from trial_core.messages import MetricsKind
+    from trial_core.observe.events.throughput import Throughput
+    from trial_core.observe.ledger.time_ledger import RunTime
+
+
+class Observer:
+    """Does nothing; override the events of interest. Several threads may call its methods."""
+
+    def run_started(
+        self, trial: str, total_batches: int, begins_at: int, batch_samples: int
+    ) -> None:
+        """The loaders are built, and the length of the run is known.
+
+        Args:
+            trial: the trial's id.
+            total_batches: where training ends.
+            begins_at: batches already trained; not 0 for a resumed run.
+            batch_samples: samples in one batch on all ranks; 0: unknown.
+        """
+
+    def trial_owned(self, attempt: int, earlier: Sequence[RunTime] = ()) -> None:
+        """The run has taken its trial, as the first or a later attempt at it. Once a run.
+
+        Args:
+            earlier: what the ledger has of earlier attempts, oldest first.
+        """
+
+    def trial_built(self, topology: Topology, versions: Mapping[str, str], code: str) -> None:
+        """The trial exists on all ranks. Again after a restart, and in each `Trainer.fit`.
+
+        Args:
+            versions: of the libraries that the ranks use.
+            code: the digest of the trial's code; empty: none is stored.
+        """
+
+    def ranks_placed(self, nodes: Sequence[str]) -> None:
+        """All ranks have joined; the node of each. Again after a restart."""
+
+    def subject_changed(self, subject: str) -> None:
+        """The next stages are of one model of several: ``challenger``; empty: of the run."""
+
+    def stage_started(self, stage: str, detail: str) -> None:
+        """A stage has begun: ``("train-workload", "[100→200]")``."""
+
+    def stage_ended(self, stage: str, detail: str, seconds: float) -> None:
+        """A stage has succeeded."""
+
+    def stage_failed(self, stage: str, detail: str) -> None:
+        """A stage of the user's own has failed; the run may continue without it."""
+
+    def stage_takes_long(self, activity: str) -> None:
+        """What rank 0 is doing in a stage that takes long, and for how long it has."""
+
+    def notice(self, text: str) -> None:
+        """What a person has to know or do now."""
+
+    def batches_trained(self, batches: int) -> None:
+        """Training has reached `batches`; called a few times a second."""
+
+    def training_timed(
+        self,
+        begin: int,
+        reached: int,
+        seconds: float,
+        data_seconds: Sequence[float],
+        forward_seconds: Sequence[float] = (),
+    ) -> None:
+        """A train-workload has taken `seconds`.
+
+        Args:
+            begin, reached: batches trained before and after it.
+            data_seconds: how long each rank waited for data, by rank; empty if unknown. Ranks
+                train in step, so the others wait for the rank that waits longest.
+            forward_seconds: of a forward pass, by rank; empty or 0 if unknown.
+        """
+
+    def throughput_measured(self, batches: int, now: Throughput, whole_run: Throughput) -> None:
+        """How fast a train-workload was, or what a script has trained since its last report.
+
+        Args:
+            batches: trained after it.
+            now: of the workload.
+            whole_run: of all train-workloads of this run so far.
+        """
+
+    def learning_rates_read(self, batches: int, learning_rates: Sequence[float | None]) -> None:
+        """The learning rates after `batches` batches, by optimizer; None: an engine has none."""
+
+    def metrics_reported(self, kind: MetricsKind, batches: int, metrics: Mapping[str, Any]) -> None:
+        """Metrics reduced over all ranks, after `batches` batches."""
+
+    def checkpoint_committed(
+        self, uuid: str, batches: int, total_bytes: int, digest: str = ""
+    ) -> None:
+        """A checkpoint has been committed.
+
+        Args:
+            total_bytes: of all its files.
+            digest: of its manifest.
+        """
+
+    def checkpoint_deleted(self, uuid: str) -> None:
+        """The retention policy has deleted a checkpoint."""
+
+    def rank_logged(self, rank: int, line: str) -> None:
+        """A line of a rank's log; rate-limited, the whole log is on disk."""
+
+    def stopping(self, why: str) -> None:
+        """The run was asked to stop and saves. Called in a signal handler, in the main thread."""
+
+    def moving(self, what: str) -> None:
+        """The ranks have ended, and are launched again on other nodes, or fewer of them.
+
+        Args:
+            what: whether they have saved, where they continue, and why.
+        """
+
+    def stalled(self, during: str, seconds: float, reason: str) -> None:
+        """The ranks have hung for `seconds` in the stage `during`, and were ended."""
+
+    def restarting(self, reason: str, attempt: int, max_restarts: int) -> None:
+        """The slot group has failed and is launched again."""
+
+    def run_ended(self, status: str, tensorboard_url: str | None = None) -> None:
+        """The ranks have ended: ``completed``, ``stopped: why`` or ``failed: why``. Once a run.
+
+        Args:
+            tensorboard_url: where the trial's TensorBoard files are, if it has any.
+        """
+
+
+class Observers(Observer):
+    """Passes each call to several observers, in their order."""
+
+    def __init__(self, *observers: Observer) -> None:
+        self._observers = observers
+
+
+def _to_all(name: str) -> Callable[..., None]:
+    def call(self: Observers, *arguments: Any, **named: Any) -> None:
+        for observer in self._observers:
+            getattr(observer, name)(*arguments, **named)
+
+    return call
+
+
+for _name in [name for name in vars(Observer) if not name.startswith("_")]:
+    setattr(Observers, _name, _to_all(_name))
+
+_no_observer = Observer()
+_current: ContextVar[Observer] = ContextVar("trialflow_observer", default=_no_observer)
+
+
+def current_observer() -> Observer:
+    """The observer of the current run; without one, an observer that does nothing."""
+    return _current.get()
+
+
+@contextmanager
+def observing(observer: Observer) -> Iterator[Observer]:
+    """Runs that start inside the block report to `observer`."""
+    token = _current.set(observer)
+    try:
+        yield observer
+    finally:
+        _current.reset(token)

@@ -1,0 +1,169 @@
+"""The throughput of training: samples, tokens and model FLOPs a second, and peaks of memory.
+
+The arithmetic is here once; displays, the report, results and trackers show what it gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from trial_core.common import text_format
+from trial_core.observe.events.device_peaks import peak_flops
+
+if TYPE_CHECKING:  # as `observers`
+    from trial_core.schedule.work import Work
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """The average over train-workloads. None: unknown.
+
+    Attributes:
+        mfu: model FLOPs utilisation: the model's operations a second, as a share of the devices'
+            dense peak.
+        peak_memory_bytes: the most that each rank has used since it was started, in the order of
+            ranks: of its accelerator's memory that torch has allocated; on the CPU, of its process.
+    """
+
+    batches_per_second: float | None = None
+    samples_per_second: float | None = None
+    tokens_per_second: float | None = None
+    mfu: float | None = None
+    peak_memory_bytes: tuple[int, ...] = ()
+
+    @property
+    def peak_rank(self) -> int | None:
+        """The rank that has used the most memory; None: unknown."""
+        peaks = self.peak_memory_bytes
+        return peaks.index(max(peaks)) if any(peaks) else None
+
+    def __str__(self) -> str:
+        """``412 samples/s · 105k tokens/s · 38 % MFU · 61.2 GiB``, as far as it is known."""
+        peaks = self.peak_memory_bytes
+        memory = text_format.size(max(peaks)) if any(peaks) else ""
+        return " · ".join(filter(None, (self.speed, memory)))
+
+    @property
+    def speed(self) -> str:
+        """The text without the memory. In batches, if the samples of a batch are unknown."""
+        rates = [(self.samples_per_second, "samples/s"), (self.tokens_per_second, "tokens/s")]
+        if self.samples_per_second is None:
+            rates.insert(0, (self.batches_per_second, "batches/s"))
+        parts = [text_format.rate(each, unit) for each, unit in rates if each is not None]
+        if self.mfu is not None:
+            parts.append(text_format.utilisation(self.mfu))
+        return " · ".join(parts)
+
+    @property
+    def memory(self) -> str:
+        """``61.2 GiB``, or ``61.2 GiB on rank 3`` of several; empty: unknown."""
+        peaks = self.peak_memory_bytes
+        if self.peak_rank is None:
+            return ""
+        where = f" on rank {self.peak_rank}" if len(peaks) > 1 else ""
+        return f"{text_format.size(max(peaks))}{where}"
+
+    def at(self, samples_per_second: float) -> Throughput:
+        """This at another speed, of the same work a sample."""
+        if not self.samples_per_second:
+            return replace(self, samples_per_second=samples_per_second)
+        factor = samples_per_second / self.samples_per_second
+        return Throughput(
+            _times(self.batches_per_second, factor),
+            samples_per_second,
+            _times(self.tokens_per_second, factor),
+            _times(self.mfu, factor),
+            self.peak_memory_bytes,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """For `--json` and results."""
+        return {**asdict(self), "peak_memory_bytes": list(self.peak_memory_bytes)}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any] | None) -> Throughput:
+        """That of a result; None: it has none."""
+        given = dict(fields or {})
+        return cls(**{**given, "peak_memory_bytes": tuple(given.get("peak_memory_bytes", ()))})
+
+
+@dataclass
+class _Rate:
+    amount: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, amount: float, seconds: float) -> None:
+        """Count an amount; 0: unknown, and its time does not count either."""
+        if amount > 0:
+            self.amount += amount
+            self.seconds += seconds
+
+    @property
+    def average(self) -> float | None:
+        return self.amount / self.seconds if self.seconds > 0 else None
+
+
+@dataclass
+class ThroughputMeter:
+    """Adds up train-workloads.
+
+    Attributes:
+        peak_flops: of each device, if the experiment says so; None: as its data sheet says.
+    """
+
+    peak_flops: float | None = None
+    _batches: _Rate = field(default_factory=_Rate)
+    _samples: _Rate = field(default_factory=_Rate)
+    _tokens: _Rate = field(default_factory=_Rate)
+    # Of what the devices could have done in that time.
+    _utilisation: _Rate = field(default_factory=_Rate)
+    _memory: tuple[int, ...] = ()
+
+    def measured(
+        self,
+        batches: int,
+        seconds: float,
+        work: Work,
+        devices: Sequence[str],
+        peak_memory_bytes: Sequence[int] = (),
+    ) -> tuple[Throughput, Throughput]:
+        """Add a train-workload; its throughput, and that of all.
+
+        Args:
+            work: of one batch.
+            devices: the names of the ranks' devices; empty for one on the CPU.
+            peak_memory_bytes: of each rank; empty: unknown.
+        """
+        done = work.times(batches)
+        peaks = [self.peak_flops or peak_flops(each, work.number_type) for each in devices]
+        alone = ThroughputMeter()
+        for meter in (alone, self):
+            meter._batches.add(batches, seconds)
+            meter._samples.add(done.samples, seconds)
+            meter._tokens.add(done.tokens, seconds)
+            if all(peaks):
+                meter._utilisation.add(done.flops, seconds * sum(filter(None, peaks)))
+            if any(peak_memory_bytes):
+                meter.note_memory(peak_memory_bytes)
+        return alone.throughput, self.throughput
+
+    def note_memory(self, peak_memory_bytes: Sequence[int]) -> None:
+        """Note the peaks of a launch's ranks."""
+        self._memory = tuple(peak_memory_bytes)
+
+    @property
+    def throughput(self) -> Throughput:
+        """That of all train-workloads so far."""
+        return Throughput(
+            self._batches.average,
+            self._samples.average,
+            self._tokens.average,
+            self._utilisation.average,
+            self._memory,
+        )
+
+
+def _times(value: float | None, factor: float) -> float | None:
+    return None if value is None else value * factor

@@ -1,0 +1,10 @@
+"""The live report of a trial, in Markdown and as a page; and the report of a retraining.
+
+`curves` chooses what is drawn; `mermaid` draws it in Markdown, `html_report` on the page.
+"""
+
+from __future__ import annotations
+
+from trial_core.observe.report.live_report import Report
+
+__all__ = ["Report"]

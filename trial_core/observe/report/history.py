@@ -1,0 +1,145 @@
+"""What a report remembers of a trial over all its runs, in bounded size.
+
+It is stored as JSON beside the report, here and in the storage. A run that resumes from a
+checkpoint reads it and drops what is later than that checkpoint, because it is trained again.
+Manifests are not enough: they know only saved batches, and are deleted with old checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from trial_core.checkpoint.manifest import utc_now
+from trial_core.common import text_format
+from trial_core.common.decoding import decode
+
+MAX_POINTS = 400
+MAX_METRICS = 24
+MAX_CHECKPOINTS = 50
+MAX_EVENTS = 30
+
+Curve = Literal["training", "validation", "speed", "learning_rate"]
+
+
+class Point(msgspec.Struct, frozen=True, array_like=True):
+    """Values after `batches` were trained."""
+
+    batches: int
+    values: dict[str, float]
+
+
+class SavedCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """A committed checkpoint, as the report lists it.
+
+    Attributes:
+        metric: the searcher metric, if this state was validated before the commit.
+        blocked_seconds: how long training waited for the snapshot.
+        upload_seconds: from the start of the upload to the commit.
+    """
+
+    uuid: str
+    batches: int
+    total_bytes: int
+    metric: float | None = None
+    blocked_seconds: float | None = None
+    upload_seconds: float | None = None
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True):
+    """A restart, a resume or a warning, after so many `batches`; `at` is ISO 8601, UTC."""
+
+    at: str
+    batches: int
+    what: str
+
+
+class ReportHistory(msgspec.Struct, kw_only=True):
+    """A trial's curves, checkpoints and restarts.
+
+    Attributes:
+        written_at: when it was last stored.
+        ended: how the trial's last run ended; empty while it runs, and if it was killed.
+        curves: points by kind, in the order of batches.
+        checkpoints: existing checkpoints, oldest first; of many only the newest and the best.
+        unlisted, deleted: how many more exist, and how many the retention policy deleted.
+        events: oldest first, after `forgotten_events` earlier ones.
+    """
+
+    written_at: str = ""
+    ended: str = ""
+    curves: dict[Curve, list[Point]] = {}
+    checkpoints: list[SavedCheckpoint] = []
+    unlisted: int = 0
+    deleted: int = 0
+    events: list[Event] = []
+    forgotten_events: int = 0
+
+    def add_point(self, curve: Curve, batches: int, values: Mapping[str, Any]) -> None:
+        """Add the finite numbers among `values`; thin the curve where its points are densest."""
+        drawable = {k: float(v) for k, v in values.items() if text_format.is_finite_number(v)}
+        points = self.curves.setdefault(curve, [])
+        while points and points[-1].batches >= batches:
+            points.pop()
+        points.append(Point(batches, dict(list(drawable.items())[:MAX_METRICS])))
+        if len(points) > MAX_POINTS:
+            del points[_densest(points)]
+
+    def add_checkpoint(self, saved: SavedCheckpoint, smaller_is_better: bool) -> None:
+        """Add a committed checkpoint."""
+        self.checkpoints.append(saved)
+        if len(self.checkpoints) > MAX_CHECKPOINTS:
+            best = self.best(smaller_is_better)
+            self.checkpoints.remove(next(each for each in self.checkpoints if each is not best))
+            self.unlisted += 1
+
+    def drop_checkpoint(self, uuid: str) -> None:
+        """Remove a deleted checkpoint."""
+        left = [saved for saved in self.checkpoints if saved.uuid != uuid]
+        if len(left) == len(self.checkpoints):
+            self.unlisted = max(0, self.unlisted - 1)
+        self.checkpoints = left
+        self.deleted += 1
+
+    def best(self, smaller_is_better: bool) -> SavedCheckpoint | None:
+        """The listed checkpoint with the best searcher metric; the first of equal ones."""
+        sign = 1 if smaller_is_better else -1
+        judged = [(sign * m, each) for each in self.checkpoints if (m := each.metric) is not None]
+        return min(judged, key=lambda pair: pair[0])[1] if judged else None
+
+    def add_event(self, batches: int, what: str) -> None:
+        """Add an event that happens now."""
+        self.events.append(Event(at=utc_now(), batches=batches, what=text_format.one_line(what)))
+        if len(self.events) > MAX_EVENTS:
+            del self.events[0]
+            self.forgotten_events += 1
+
+    def go_back_to(self, batches: int) -> None:
+        """Drop everything after `batches`, the checkpoint that the trial resumes from."""
+        self.checkpoints = [each for each in self.checkpoints if each.batches <= batches]
+        for kind, points in self.curves.items():
+            self.curves[kind] = [point for point in points if point.batches <= batches]
+
+    def to_json(self) -> bytes:
+        """The stored form; sets `written_at` to now."""
+        self.written_at = utc_now()
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def from_json(cls, data: bytes) -> ReportHistory:
+        """Read the stored form.
+
+        Raises:
+            msgspec.MsgspecError: the data is something else.
+        """
+        return decode(data, cls)
+
+
+def _densest(points: list[Point]) -> int:
+    """The index of the point whose neighbours are closest to each other; never an end point."""
+    gaps = [
+        after.batches - before.batches for before, after in zip(points, points[2:], strict=False)
+    ]
+    return 1 + min(range(len(gaps)), key=gaps.__getitem__)

@@ -1,0 +1,126 @@
+"""The report as a page: one file that needs no network, made of the report in Markdown.
+
+Plotly draws the figures; its JavaScript (4.8 MB) is part of the page. Nothing of a name that others
+may have chosen goes into a figure, because Plotly reads markup in its texts.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+from plotly.offline import get_plotlyjs
+
+from trial_core.common import text_format
+from trial_core.observe.report.curves import COLOURS, CurveFigure, MeasuredLine, figures
+from trial_core.observe.report.markdown import escaped, shortened, template
+from trial_core.observe.report.trial_report import TrialFacts
+
+# Last values closer than this share of the axis would overlap at the same height.
+CLOSE = 0.1
+# More points than this get smaller dots, which else hide the line.
+MANY_POINTS = 100
+
+
+def render_html(facts: TrialFacts) -> str:
+    """The report as HTML."""
+    drawn = figures(facts.history, facts.searcher_metric)
+    places = [line for number, figure in enumerate(drawn) for line in _place(number, figure)]
+    return _TEMPLATE.render(
+        title=f"{shortened(facts.name)} · {facts.trial}",
+        content=_MARKDOWN.render(facts.markdown(places)),
+        is_live=not facts.is_over,
+        figures=[plotly_figure(figure) for figure in drawn],
+        plotly_js=get_plotlyjs(),
+        nonce=secrets.token_urlsafe(),
+    )
+
+
+def _place(number: int, figure: CurveFigure) -> list[str]:
+    """Markdown with a place for a figure: only figures have a code block with a language."""
+    return [f"## {escaped(figure.title)}", "", "```figure", str(number), "```", ""]
+
+
+def plotly_figure(figure: CurveFigure) -> dict[str, Any]:
+    """A figure as Plotly reads it: a point per measurement, and the last value at its place."""
+    heights = _heights_of_last_values(figure)
+    last_batch = max(line.points[-1][0] for line in figure.lines)
+    return {
+        "data": [
+            _line(line, height) for line, height in zip(figure.lines, heights, strict=True)
+        ],
+        "layout": {
+            "xaxis": {
+                "title": {"text": "batch"}, "tickformat": "d", "rangemode": "tozero",
+                "unifiedhovertitle": {"text": "batch %{x:d}"},
+                # Else there are ticks between two batches.
+                **({"dtick": 1} if last_batch < 8 else {}),
+            },
+            "yaxis": {
+                "type": "log" if figure.is_log else "linear",
+                "exponentformat": "power", "minexponent": 5,
+                **_range_of_a_constant(figure),
+            },
+            "showlegend": len(figure.lines) > 1,
+        },
+    }  # fmt: skip
+
+
+def _line(line: MeasuredLine, height: str) -> dict[str, Any]:
+    shown = [text_format.number(value) for _, value in line.points]
+    return {
+        "type": "scatter",
+        "mode": "lines+markers+text",
+        "name": line.name,
+        "x": [batches for batches, _ in line.points],
+        "y": [value for _, value in line.points],
+        "text": [*("" for _ in shown[:-1]), shown[-1]],
+        "textposition": f"{height} right",
+        "cliponaxis": False,  # the last value is written beside the axes
+        "line": {"color": COLOURS[line.name][1], "width": 1.5},
+        "marker": {"size": 5 if len(line.points) <= MANY_POINTS else 3},
+        "customdata": shown,
+        "hovertemplate": f"{line.name} %{{customdata}}<extra></extra>".lstrip(),
+    }
+
+
+def _range_of_a_constant(figure: CurveFigure) -> dict[str, Any]:
+    """An axis with zero for a value that never changes: Plotly's reaches from -1 to 1."""
+    values = {value for line in figure.lines for _, value in line.points}
+    if len(values) > 1 or values == {0.0}:
+        return {}
+    return {"range": sorted([0.0, 2 * values.pop()])}
+
+
+def _heights_of_last_values(figure: CurveFigure) -> Sequence[str]:
+    """Where the last value of each line is written: beside its point, or above and below."""
+    if len(figure.lines) == 1:
+        return ["middle"]
+
+    def at(value: float) -> float:
+        return math.log10(value) if figure.is_log else value
+
+    values = [at(value) for line in figure.lines for _, value in line.points]
+    first, second = (at(line.points[-1][1]) for line in figure.lines)
+    if abs(first - second) > CLOSE * (max(values) - min(values)):
+        return ["middle", "middle"]
+    return ["top", "bottom"] if first > second else ["bottom", "top"]
+
+
+def _markdown() -> MarkdownIt:
+    """Makes HTML of a report. HTML in the report's text stays text."""
+
+    def figure(renderer: Any, tokens: Sequence[Token], index: int, *_: Any) -> str:
+        return f'<div class="figure" data-figure="{tokens[index].content.strip()}"></div>\n'
+
+    made = MarkdownIt("commonmark", {"html": False}).enable("table")
+    made.add_render_rule("fence", figure)
+    return made
+
+
+_MARKDOWN = _markdown()
+_TEMPLATE = template("trial_report.html.j2")

@@ -1,0 +1,72 @@
+"""Markdown of the reports: their templates, and text from outside in them.
+
+Such text (names of metrics, messages, paths) is no markup, in Markdown and in HTML made of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
+
+from trial_core.common import text_format
+
+MAX_CHARACTERS = 300
+# An underscore within a word is no markup.
+_SPECIAL = re.compile(r"[\\|*`\[&]|(?<![^\W_])_|_(?![^\W_])")
+
+
+def template(name: str) -> Template:
+    """A report's template."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=name.endswith(".html.j2"),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+    )
+    environment.filters |= FILTERS
+    return environment.get_template(name)
+
+
+def shortened(text: str) -> str:
+    """The text's first line, cleaned and shortened."""
+    line = text_format.one_line(text)
+    return line if len(line) <= MAX_CHARACTERS else line[:MAX_CHARACTERS] + "…"
+
+
+def escaped(text: str) -> str:
+    """The text's first line, shortened, with Markdown's special characters escaped."""
+    return _SPECIAL.sub(r"\\\g<0>", shortened(text)).replace("<", "&lt;")
+
+
+def code(text: str) -> str:
+    """The text's first line, shortened, as code; it cannot end the code."""
+    line = shortened(text).replace("`", "'")
+    return f"`{line}`"
+
+
+def _metric(value: Any) -> str:
+    return "" if value is None else shortened(text_format.number(value))
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return "" if value is None else escaped(str(value))
+
+
+FILTERS: Mapping[str, Callable[..., str]] = {
+    "code": code,
+    "duration": lambda seconds: "" if seconds is None else text_format.duration(seconds),
+    "escaped": lambda value: escaped(str(value)),
+    "metric": _metric,
+    "percent": "{:.0%}".format,
+    "shortened": lambda value: shortened(str(value)),
+    "size": text_format.size,
+    "value": _value,
+}
+"""The templates' filters for numbers, times and text."""

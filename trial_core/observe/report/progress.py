@@ -1,0 +1,190 @@
+"""The progress of a run for platforms: a file, or an endpoint that is told of it."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from http.client import HTTPException
+from logging import Logger, LoggerAdapter
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import msgspec
+
+from trial_core.checkpoint.storage.local_files import replace_file
+from trial_core.common import text_format
+from trial_core.observe.events.run_status import RunStatus
+from trial_core.schedule.ending import Ending
+
+PROGRESS = "progress.json"
+"""The file, in the trial's folder on this machine."""
+FILE_VARIABLE = "TRIALFLOW_PROGRESS_FILE"
+"""Names another place for the file."""
+
+UPDATE_SECONDS = 5.0
+
+Status = Literal["running", "completed", "stopped", "failed"]
+
+
+class RunProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a run is.
+
+    Attributes:
+        why: why it was stopped or has failed; empty otherwise.
+        percent: of the batches that are trained; 100 as well once it has completed. None: unknown,
+            as the length of a Core API script may be.
+        total_batches: where training ends; None: unknown.
+        seconds_left: an estimate from the run's speed so far, with all its stages; None: unknown.
+        stage: what it does now; empty once it has ended.
+        metrics: the last metrics of each kind, ``training`` and ``validation``: those that are
+            finite numbers.
+        updated_at: when this was so (ISO 8601, UTC).
+    """
+
+    trial: str
+    experiment: str
+    status: Status
+    why: str
+    percent: float | None
+    batches: int
+    total_batches: int | None
+    seconds_left: int | None
+    stage: str
+    metrics: dict[str, dict[str, float]]
+    updated_at: str
+
+
+@dataclass(frozen=True)
+class Place:
+    """What is told of the progress.
+
+    Attributes:
+        name: for people: "its file".
+        tell: tells it; may take long, and may raise OSError, HTTPException or ValueError.
+    """
+
+    name: str
+    tell: Callable[[RunProgress], None]
+
+
+def progress_file(run_dir: Path) -> Place:
+    """The progress file: complete JSON at any time."""
+    path = Path(os.environ.get(FILE_VARIABLE) or run_dir / PROGRESS)
+
+    def write(progress: RunProgress) -> None:
+        data = msgspec.json.format(msgspec.json.encode(progress), indent=2)
+        replace_file(path, data + b"\n")
+
+    return Place(f"the progress file {path}", write)
+
+
+class ProgressReport(RunStatus):
+    """Tells places of the progress of a run: at its start, every 5 s, and at its end.
+
+    A context manager. Each place has a thread of its own, so that none waits for another. A place
+    that cannot be told is only a warning: it neither ends nor delays training.
+
+    Args:
+        ending: limits the wait for the last update of a place.
+        logger: gets the warnings.
+    """
+
+    def __init__(
+        self,
+        experiment: str,
+        trial: str,
+        places: Sequence[Place],
+        ending: Ending,
+        *,
+        logger: Logger | LoggerAdapter[Any],
+    ) -> None:
+        super().__init__()
+        self._experiment, self._trial_id = experiment, trial
+        self._ending = ending
+        self._end = ""
+        self._updates = [_Updates(place, self.progress, logger) for place in places]
+
+    def run_ended(self, status: str, tensorboard_url: str | None = None) -> None:
+        self._end = status
+        for each in self._updates:
+            each.end()
+
+    def progress(self) -> RunProgress:
+        """The present progress."""
+        status, _, why = self._end.partition(": ")
+        has_completed = status == "completed"
+        total, left = self.total_batches, None if self._end else self.seconds_left
+        percent = min(1000, 1000 * self.batches // total) / 10 if total else None
+        metrics = {"training": self.training, "validation": self.validation}
+        return RunProgress(
+            trial=self._trial_id,
+            experiment=self._experiment,
+            status=cast(Status, status or "running"),
+            why=text_format.one_line(why),
+            percent=100.0 if has_completed else percent,
+            batches=self.batches,
+            total_batches=total or None,
+            seconds_left=0 if has_completed else None if left is None else math.ceil(left),
+            stage="" if self._end else str(self.stage),
+            metrics={kind: _finite_numbers(each) for kind, each in metrics.items()},
+            updated_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        )
+
+    def __enter__(self) -> ProgressReport:
+        for each in self._updates:
+            each.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Wait until all places are told how the run has ended."""
+        for each in self._updates:
+            each.end()
+        for each in self._updates:
+            self._ending.join(each)
+
+
+class _Updates(threading.Thread):
+    """Tells one place of the progress until the run ends, and once more then."""
+
+    def __init__(
+        self,
+        place: Place,
+        progress: Callable[[], RunProgress],
+        logger: Logger | LoggerAdapter[Any],
+    ) -> None:
+        super().__init__(name="progress", daemon=True)
+        self._place = place
+        self._progress = progress
+        self._logger = logger
+        self._has_ended = threading.Event()
+        self._has_warned = False
+
+    def end(self) -> None:
+        """The run has ended: tell the place at once, and end."""
+        self._has_ended.set()
+
+    def run(self) -> None:
+        """Part of `Thread`."""
+        while not self._has_ended.is_set():
+            self._tell()
+            self._has_ended.wait(UPDATE_SECONDS)
+        self._tell()
+
+    def _tell(self) -> None:
+        try:
+            self._place.tell(self._progress())
+        except (OSError, HTTPException, ValueError) as error:
+            if not self._has_warned:
+                self._logger.warning(
+                    "%s is not up to date (logged once; training continues): %s: %s",
+                    self._place.name, type(error).__name__, error,
+                )  # fmt: skip
+            self._has_warned = True
+
+
+def _finite_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    return {name: each for name, each in metrics.items() if text_format.is_finite_number(each)}

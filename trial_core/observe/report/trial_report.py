@@ -1,0 +1,163 @@
+"""Renders a trial's report: facts in, Markdown out. The text is in ``trial_report.md.j2``."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from typing import Any, NamedTuple
+
+from trial_core.messages import MetricsKind
+from trial_core.observe.events.run_status import RunStatus
+from trial_core.observe.ledger.time_ledger import TimeLedger
+from trial_core.observe.report.curves import figures
+from trial_core.observe.report.history import ReportHistory, SavedCheckpoint
+from trial_core.observe.report.markdown import template
+from trial_core.observe.report.mermaid import charts
+
+BAR_CELLS = 30
+SHOWN_METRICS = 24
+SHOWN_FIGURES = 16
+SHOWN_CHECKPOINTS = 15
+SHOWN_RANKS = 64
+WAIT_WORKLOADS = 20
+# A rank that waits less than this share of its time is not reported.
+MIN_WAITING_SHARE = 0.02
+# A rank whose forward pass is less than so many times longer than the others' is not reported.
+MIN_SLOWNESS = 1.2
+
+
+class SlowestRank(NamedTuple):
+    """The rank that waits longest for its data, and so delays the others.
+
+    Attributes:
+        share: of the training time that it waits.
+        others_median: the median share of the other ranks; None if there are none.
+    """
+
+    rank: int
+    share: float
+    others_median: float | None
+
+
+class SlowCompute(NamedTuple):
+    """The rank that computes slowest: the time of its forward pass, and that of the others."""
+
+    rank: int
+    milliseconds: float
+    others_median: float
+
+
+@dataclass
+class TrialFacts:
+    """The contents of a report.
+
+    Attributes:
+        name: the experiment's.
+        checkpoints_url: the folder of all checkpoints.
+        locations: what else belongs to the run, and where it is: ``("Logs", "s3://…")``.
+        placed: where each rank is, if they are on several nodes.
+        status: ``running``, ``completed``, or how else the run ended.
+        last: the last metrics of each kind, with their batch.
+        waits: of the last train-workloads: seconds, and how many of them each rank waited for its
+            data.
+        forward_seconds: of a forward pass in the last train-workload, by rank; 0: unknown.
+        ledger: reads the trial's ledger of time, whose last run is this one; None: there is none.
+        has_metric: whether the user has named the searcher metric, and so a best checkpoint.
+    """
+
+    name: str
+    trial: str
+    searcher_metric: str
+    smaller_is_better: bool
+    checkpoints_url: str
+    locations: dict[str, str] = field(default_factory=dict)
+    placed: str = ""
+    status: str = "running"
+    is_over: bool = False
+    run_status: RunStatus = field(default_factory=RunStatus)
+    history: ReportHistory = field(default_factory=ReportHistory)
+    last: dict[MetricsKind, tuple[int, Mapping[str, Any]]] = field(default_factory=dict)
+    waits: deque[tuple[float, Sequence[float]]] = field(
+        default_factory=lambda: deque(maxlen=WAIT_WORKLOADS)
+    )
+    forward_seconds: Sequence[float] = ()
+    ledger: Callable[[], TimeLedger] | None = None
+    has_metric: bool = True
+
+    def render(self) -> str:
+        """The report as Markdown, with curves as Mermaid charts, which Prefect's UI draws."""
+        drawn = figures(self.history, self.searcher_metric)[:SHOWN_FIGURES]
+        return self.markdown([line for figure in drawn for line in charts(figure)])
+
+    def markdown(self, chart_lines: Sequence[str]) -> str:
+        """The report as Markdown, with these lines where its charts are."""
+        best = self.history.best(self.smaller_is_better) if self.has_metric else None
+        listed = self._listed_checkpoints(best)
+        checkpoints, status = self.history.checkpoints, self.run_status
+        total, ledger = status.total_batches, None if self.ledger is None else self.ledger()
+        stalls = [each.blocked_seconds for each in checkpoints if each.blocked_seconds is not None]
+        return _TEMPLATE.render(
+            facts=self,
+            run_status=status,
+            history=self.history,
+            now=f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M:%S}",
+            share=min(1.0, status.batches / total) if total else None,
+            bar_cells=BAR_CELLS,
+            time_left=None if self.is_over else status.seconds_left,
+            slowest=slowest_rank(self.waits),
+            slow_compute=slow_compute(self.forward_seconds),
+            best=best,
+            latest=checkpoints[-1] if checkpoints else None,
+            ledger=ledger,
+            stored=len(checkpoints) + self.history.unlisted + self.history.deleted,
+            stall_seconds=statistics.median(stalls) if stalls else None,
+            stall_share=None if ledger is None else ledger.stall_share,
+            shown_metrics=SHOWN_METRICS,
+            shown_ranks=SHOWN_RANKS,
+            chart_lines=chart_lines,
+            listed=listed,
+            unlisted=self.history.unlisted + len(checkpoints) - len(listed),
+        )
+
+    def _listed_checkpoints(self, best: SavedCheckpoint | None) -> list[SavedCheckpoint]:
+        """The newest checkpoints, newest first, and the best one."""
+        listed = self.history.checkpoints[-SHOWN_CHECKPOINTS:][::-1]
+        if best is not None and not any(saved is best for saved in listed):
+            listed.append(best)
+        return listed
+
+
+def slowest_rank(waits: Sequence[tuple[float, Sequence[float]]]) -> SlowestRank | None:
+    """The rank that waits longest for its data; None if unknown or not worth a line."""
+    # After a restart there may be another number of ranks: the last workload's counts.
+    size = next((len(ranks) for _, ranks in reversed(waits) if ranks), 0)
+    known = [(seconds, ranks) for seconds, ranks in waits if ranks and len(ranks) == size]
+    total = sum(seconds for seconds, _ in known)
+    if not total:
+        return None
+    by_rank = zip(*(ranks for _, ranks in known), strict=True)
+    shares = [sum(waited) / total for waited in by_rank]
+    share = max(shares)
+    if share < MIN_WAITING_SHARE:
+        return None
+    rank = shares.index(share)
+    others = shares[:rank] + shares[rank + 1 :]
+    return SlowestRank(rank, share, statistics.median(others) if others else None)
+
+
+def slow_compute(forward_seconds: Sequence[float]) -> SlowCompute | None:
+    """The rank with the longest forward pass; None if unknown, or hardly longer than the others."""
+    if len(forward_seconds) < 2 or not all(forward_seconds):
+        return None
+    longest = max(forward_seconds)
+    rank = forward_seconds.index(longest)
+    median = statistics.median([*forward_seconds[:rank], *forward_seconds[rank + 1 :]])
+    if longest < MIN_SLOWNESS * median:
+        return None
+    return SlowCompute(rank, longest * 1000, median * 1000)
+
+
+_TEMPLATE = template("trial_report.md.j2")

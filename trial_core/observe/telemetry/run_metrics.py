@@ -1,0 +1,168 @@
+"""The metrics of a run. docs/guides/opentelemetry.md has each."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from opentelemetry.metrics import MeterProvider
+
+from trial_core.common import text_format
+from trial_core.messages import MetricsKind
+from trial_core.observe.events.observers import Observer
+from trial_core.observe.events.run_status import TRAINING, UPLOAD
+from trial_core.observe.ledger.run_clock import BUCKETS, RunClock
+from trial_core.observe.ledger.time_ledger import RunTime
+
+MAX_METRICS = 32
+"""How many of a trial's own metrics are reported, of each kind: each is a time series."""
+SECONDS = (0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
+"""Bounds of the buckets of durations: stages last milliseconds in tests, and hours at most."""
+BYTES = tuple(10.0**exponent for exponent in range(6, 14))
+TIMED_STAGES = {
+    TRAINING: ("trialflow.train.duration", "How long a train-workload took"),
+    "validate": ("trialflow.validation.duration", "How long a validation took"),
+    "checkpoint-save": (
+        "trialflow.checkpoint.stall.duration", "How long training waited for a snapshot",
+    ),
+    UPLOAD: ("trialflow.upload.duration", "How long an upload took until it was committed"),
+}  # fmt: skip
+
+
+class RunMetrics(Observer):
+    """Records the metrics of a run. A context manager: the last values are those at its end.
+
+    Args:
+        clock: the run's.
+    """
+
+    def __init__(
+        self, provider: MeterProvider, experiment: str, trial: str, clock: RunClock
+    ) -> None:
+        meter = provider.get_meter("trialflow")
+        self._attributes = {"trialflow.trial": trial, "trialflow.experiment": experiment}
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._reached = 0
+        self._batch_samples = 0
+        self._batches = meter.create_counter(
+            "trialflow.batches", "{batch}", "Batches trained, those trained again included"
+        )
+        self._samples = meter.create_counter("trialflow.samples", "{sample}", "Samples trained")
+        self._restarts = meter.create_counter(
+            "trialflow.restarts", "{restart}", "Restarts after a failure"
+        )
+        self._data_wait = meter.create_counter(
+            "trialflow.data_wait.time", "s", "Time in train-workloads that a rank waited for data"
+        )
+        self._step = meter.create_counter(
+            "trialflow.step.time",
+            "s",
+            "Time in train-workloads without the wait for data: forward, backward, optimizer",
+        )
+        self._forward = meter.create_gauge(
+            "trialflow.forward_pass.duration", "s", "Mean of a forward pass in the last workload"
+        )
+        self._slots = meter.create_gauge(
+            "trialflow.slot.time", "s", "Time of all slots since the run began, by what they do"
+        )
+        self._learning_rate = meter.create_gauge(
+            "trialflow.learning_rate", "", "Learning rate after the last workload"
+        )
+        self._last: dict[MetricsKind, Any] = {
+            "training": meter.create_gauge(
+                "trialflow.training.metric", "", "Last training metrics, reduced over the ranks"
+            ),
+            "validation": meter.create_gauge(
+                "trialflow.validation.metric", "", "Last validation metrics"
+            ),
+        }
+        self._durations = {
+            stage: meter.create_histogram(
+                name, "s", description, explicit_bucket_boundaries_advisory=SECONDS
+            )
+            for stage, (name, description) in TIMED_STAGES.items()
+        }
+        self._checkpoint_size = meter.create_histogram(
+            "trialflow.checkpoint.size",
+            "By",
+            "All files of a committed checkpoint",
+            explicit_bucket_boundaries_advisory=BYTES,
+        )
+
+    def __enter__(self) -> RunMetrics:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._note_slots()
+
+    def trial_owned(self, attempt: int, earlier: Sequence[RunTime] = ()) -> None:
+        self._restarts.add(0, self._attributes)  # a series that is 0 until it is more
+
+    def run_started(
+        self, trial: str, total_batches: int, begins_at: int, batch_samples: int
+    ) -> None:
+        with self._lock:
+            self._reached, self._batch_samples = begins_at, batch_samples
+
+    def stage_ended(self, stage: str, detail: str, seconds: float) -> None:
+        if (duration := self._durations.get(stage)) is not None:
+            duration.record(seconds, self._attributes)
+        self._note_slots()
+
+    def batches_trained(self, batches: int) -> None:
+        with self._lock:
+            trained = batches - self._reached
+            self._reached = max(self._reached, batches)
+        if trained > 0:
+            self._batches.add(trained, self._attributes)
+            self._samples.add(trained * self._batch_samples, self._attributes)
+
+    def training_timed(
+        self,
+        begin: int,
+        reached: int,
+        seconds: float,
+        data_seconds: Sequence[float],
+        forward_seconds: Sequence[float] = (),
+    ) -> None:
+        self.batches_trained(reached)
+        for rank, waited in enumerate(data_seconds):
+            attributes = self._of(rank=rank)
+            self._data_wait.add(waited, attributes)
+            self._step.add(max(0.0, seconds - waited), attributes)
+        for rank, each in enumerate(forward_seconds):
+            if each:
+                self._forward.set(each, self._of(rank=rank))
+
+    def learning_rates_read(self, batches: int, learning_rates: Sequence[float | None]) -> None:
+        for optimizer, rate in enumerate(learning_rates):
+            if rate is not None:
+                self._learning_rate.set(rate, self._of(optimizer=optimizer))
+
+    def metrics_reported(self, kind: MetricsKind, batches: int, metrics: Mapping[str, Any]) -> None:
+        if kind == "training":  # a script's batches are known from these alone
+            self.batches_trained(batches)
+        numbers = ((name, each) for name, each in metrics.items() if text_format.is_number(each))
+        for name, value in itertools.islice(numbers, MAX_METRICS):
+            self._last[kind].set(float(value), self._of(metric=name))
+
+    def checkpoint_committed(
+        self, uuid: str, batches: int, total_bytes: int, digest: str = ""
+    ) -> None:
+        self._checkpoint_size.record(total_bytes, self._attributes)
+
+    def restarting(self, reason: str, attempt: int, max_restarts: int) -> None:
+        self._restarts.add(1, self._attributes)
+
+    def _note_slots(self) -> None:
+        spent = self._clock.slot_milliseconds()
+        for bucket in BUCKETS:
+            if bucket in spent:
+                self._slots.set(spent[bucket] / 1000, self._of(bucket=bucket))
+
+    def _of(self, **attributes: str | int) -> dict[str, str | int]:
+        named = {f"trialflow.{name}": value for name, value in attributes.items()}
+        return {**self._attributes, **named}

@@ -1,0 +1,259 @@
+"""MLflow: a run of its tracking server, https://mlflow.org."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from trial_core.errors import ConfigError
+from trial_core.observe.trackers.records import (
+    AnyRecord,
+    Began,
+    Committed,
+    Deleted,
+    Described,
+    Metrics,
+    Noted,
+    RunEnded,
+)
+from trial_core.observe.trackers.tracker import (
+    RecordRefused,
+    TrackedRun,
+    Tracker,
+    check_options,
+    without_user,
+)
+
+if TYPE_CHECKING:
+    from mlflow.tracking import MlflowClient
+
+OPTIONS: dict[str, tuple[type, ...]] = {
+    "tracking_uri": (str,), "experiment": (str,), "run_name": (str,), "tags": (dict,),
+    "artifacts": (bool,), "registered_model": (bool, str),
+}  # fmt: skip
+VARIABLE = "MLFLOW_TRACKING_URI"
+TRIAL_TAG = "trialflow.trial"
+LONGEST_PARAMETER, LONGEST_TAG = 6000, 5000
+MOST_METRICS, MOST_PARAMETERS, MOST_TAGS = 1000, 100, 100
+_STATUS = {"completed": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+# Servers. A path, file: or sqlite: is on this machine; queries of databases may name files.
+_SERVER = re.compile(
+    r"databricks(-uc)?|((https?|databricks(-uc)?)|(postgresql|mysql|mssql)(\+\w+)?)://[^/?%][^?%]*"
+)
+_NOT_IN_NAMES = re.compile(r"[^\w\-. :/]")
+# They mean the request, not the server: the same request will be refused again. So is each request
+# for a run that is deleted, until it is restored.
+_REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "INVALID_STATE", "MALFORMED_REQUEST")
+
+
+class MlflowTracker(Tracker):
+    """One run of MLflow.
+
+    Points that are trained again are logged again at their step if their values differ; MLflow
+    shows the last one. Options: ``tracking_uri`` (default: ``MLFLOW_TRACKING_URI``), ``experiment``
+    (default: the experiment's name), ``run_name`` (default: the trial's id), ``tags``, and
+    ``artifacts``: whether the report and the list of checkpoints are stored there (default: true).
+    ``registered_model``: see `trial_core.observe.trackers.model_registry`.
+    """
+
+    place_variables: ClassVar[Mapping[str, str]] = {"tracking_uri": VARIABLE}
+
+    def __init__(self, options: Mapping[str, Any], run: TrackedRun) -> None:
+        super().__init__(options, run)
+        self._id = ""
+        self._parameters: dict[str, str] = {}
+        self._known: dict[str, dict[int, float]] = {}
+        self._is_continued = False
+        self._checkpoints: dict[str, dict[str, Any]] = {}
+
+    @classmethod
+    def check(cls, options: Mapping[str, Any]) -> None:
+        check_options("mlflow", options, OPTIONS)
+
+    @classmethod
+    def without_paths(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        place = str(options.get("tracking_uri", ""))
+        if _SERVER.fullmatch(place) or place == without_user(os.environ.get(VARIABLE, "")):
+            return dict(options)
+        return {name: value for name, value in options.items() if name != "tracking_uri"}
+
+    @cached_property
+    def _client(self) -> MlflowClient:
+        return quiet_client(self.options)
+
+    def open(self, known: str) -> str:
+        self._id = known or self._found() or self._created()
+        run = self._client.get_run(self._id)
+        self._parameters = dict(run.data.params)
+        self._is_continued = bool(run.data.metrics)
+        self._client.update_run(self._id, status="RUNNING")
+        return self._id
+
+    def recall(self, records: Sequence[Committed | Deleted]) -> None:
+        for record in records:
+            if isinstance(record, Deleted):
+                self._checkpoints.pop(record.uuid, None)
+            else:
+                self._checkpoints[record.uuid] = {
+                    "batches": record.batches, "url": record.url, "digest": record.digest,
+                    "size_bytes": record.size_bytes,
+                }  # fmt: skip
+
+    def send(self, records: Sequence[AnyRecord]) -> None:
+        from mlflow.exceptions import MlflowException
+
+        try:
+            self._log_metrics(each for each in records if isinstance(each, Metrics))
+            for record in records:
+                self._log(record)
+        except MlflowException as error:
+            if error.error_code in _REFUSALS and self._is_active():
+                raise RecordRefused(str(error)) from error
+            raise
+
+    def _is_active(self) -> bool:
+        return bool(self._client.get_run(self._id).info.lifecycle_stage == "active")
+
+    def _found(self) -> str | None:
+        """The trial's run, if it was made and the answer was lost."""
+        runs = self._client.search_runs(
+            [self._experiment], filter_string=f"tags.`{TRIAL_TAG}` = '{self.run.trial}'"
+        )
+        return str(runs[0].info.run_id) if runs else None
+
+    def _created(self) -> str:
+        tags = {TRIAL_TAG: self.run.trial, **self.options.get("tags", {})}
+        name = self.options.get("run_name", self.run.trial)
+        run = self._client.create_run(self._experiment, tags=tags, run_name=name)
+        return str(run.info.run_id)
+
+    @cached_property
+    def _experiment(self) -> str:
+        """The id of the experiment, which is made if there is none."""
+        from mlflow.exceptions import MlflowException
+
+        name = self.options.get("experiment", self.run.experiment)
+        if (found := self._client.get_experiment_by_name(name)) is None:
+            try:
+                return str(self._client.create_experiment(name))
+            except MlflowException as error:
+                if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                    raise
+                found = self._client.get_experiment_by_name(name)
+        if found is None:
+            raise RuntimeError(f"MLflow has no experiment {name!r} although it was made")
+        return str(found.experiment_id)
+
+    def _log_metrics(self, records: Iterable[Metrics]) -> None:
+        from mlflow.entities import Metric
+
+        metrics = []
+        for record in records:
+            for name, value in record.values.items():
+                key, number = _name(name), math.nan if value is None else value
+                if not self._has(key, record.batches, number):
+                    metrics.append(Metric(key, number, round(record.at * 1000), record.batches))
+        for first in range(0, len(metrics), MOST_METRICS):
+            self._client.log_batch(self._id, metrics=metrics[first : first + MOST_METRICS])
+
+    def _has(self, key: str, step: int, value: float) -> bool:
+        """Whether the run there has the point, maybe from another machine that is lost."""
+        if not self._is_continued:
+            return False
+        if key not in self._known:
+            history = self._client.get_metric_history(self._id, key)
+            self._known[key] = {each.step: each.value for each in history}
+        there = self._known[key].get(step)
+        return there == value or (there is not None and math.isnan(there) and math.isnan(value))
+
+    def _log(self, record: AnyRecord) -> None:
+        from mlflow.entities import Param, RunTag
+
+        if isinstance(record, Described):
+            new = {
+                _name(name): str(value)[:LONGEST_PARAMETER]
+                for name, value in record.parameters.items()
+            }
+            changed = {
+                name: text
+                for name, text in new.items()
+                if name in self._parameters and text != self._parameters[name]
+            }
+            added = [
+                Param(name, text) for name, text in new.items() if name not in self._parameters
+            ]
+            # MLflow's parameters never change: a later value is a tag.
+            tags = {**record.tags, **{f"changed.{name}": text for name, text in changed.items()}}
+            for first in range(0, len(added), MOST_PARAMETERS):
+                self._client.log_batch(self._id, params=added[first : first + MOST_PARAMETERS])
+            shown = [RunTag(_name(name), text[:LONGEST_TAG]) for name, text in tags.items()]
+            for first in range(0, len(shown), MOST_TAGS):
+                self._client.log_batch(self._id, tags=shown[first : first + MOST_TAGS])
+            self._parameters |= {each.key: each.value for each in added}
+        elif isinstance(record, Began):
+            if record.batches:
+                self._tag(
+                    f"trialflow.run_{record.attempt}", f"continues from batch {record.batches}"
+                )
+        elif isinstance(record, Committed):
+            self.recall([record])
+            self._tag("trialflow.checkpoint", record.url)
+            self._tag("trialflow.checkpoint_digest", record.digest)
+            self._log_checkpoints()
+        elif isinstance(record, Deleted):
+            self.recall([record])
+            self._log_checkpoints()
+        elif isinstance(record, Noted):
+            self._tag("trialflow.last_notice", f"batch {record.batches}: {record.text}")
+        elif isinstance(record, RunEnded):
+            self._tag("trialflow.ended", record.why or record.outcome)
+            status = _STATUS.get(record.outcome, "KILLED")
+            self._client.set_terminated(self._id, status, end_time=round(record.at * 1000))
+            self._log_report(self.run.report)
+
+    def _tag(self, name: str, text: str) -> None:
+        self._client.set_tag(self._id, name, text[:LONGEST_TAG])
+
+    def _log_checkpoints(self) -> None:
+        if self.options.get("artifacts", True):
+            text = json.dumps(self._checkpoints, indent=1)
+            with self.best_effort("the list of checkpoints"):
+                self._client.log_text(self._id, text, "checkpoints.json")
+
+    def _log_report(self, page: Path | None) -> None:
+        if self.options.get("artifacts", True) and page is not None:
+            with self.best_effort("the report"):
+                self._client.log_artifact(self._id, str(page))
+
+
+def quiet_client(options: Mapping[str, Any]) -> MlflowClient:
+    """A client that gives up within seconds."""
+    # Its own limits are minutes: the outbox tries again by itself.
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    from mlflow.tracking import MlflowClient
+
+    variable = os.environ.get(VARIABLE, "")
+    place = str(options.get("tracking_uri") or variable)
+    if without_user(variable) == without_user(place):
+        place = variable
+    if not place:
+        raise ConfigError(
+            "trackers.mlflow: give it tracking_uri, or the driver MLFLOW_TRACKING_URI: where "
+            "MLflow's server or database is. (What a trial's storage says of it counts only if it "
+            "is a server, or what MLFLOW_TRACKING_URI says, too)"
+        )
+    return MlflowClient(place)
+
+
+def _name(text: str) -> str:
+    """A name that MLflow takes: its characters, and a path that leads down only."""
+    parts = _NOT_IN_NAMES.sub("_", text)[:250].split("/")
+    name = "/".join(part for part in parts if part not in ("", ".", "..")) or "_"
+    return f"__{name[2:]}" if name.startswith("..") else name

@@ -1,0 +1,89 @@
+"""TensorBoard: event files in the trial's folder, beside those of its ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from trial_core.observe.trackers.journal import DRIVER_EVENTS
+from trial_core.observe.trackers.records import (
+    AnyRecord,
+    Began,
+    Committed,
+    Described,
+    Metrics,
+    Noted,
+)
+from trial_core.observe.trackers.tracker import TrackedRun, Tracker, check_options
+
+
+class TensorBoardTracker(Tracker):
+    """Writes scalars and texts. A point that is trained again replaces the one before.
+
+    Option: ``logdir``, a folder of this machine. By default the files are in the trial's folder,
+    from where they are stored with its checkpoints.
+    """
+
+    replaces_points: ClassVar[bool] = True
+
+    def __init__(self, options: Mapping[str, Any], run: TrackedRun) -> None:
+        super().__init__(options, run)
+        self._writer: Any = None
+
+    @classmethod
+    def check(cls, options: Mapping[str, Any]) -> None:
+        check_options("tensorboard", options, {"logdir": (str,)})
+
+    @classmethod
+    def without_paths(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in options.items() if name != "logdir"}
+
+    def open(self, known: str) -> str:
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        folder = self.options.get("logdir") or str(self.run.run_dir / DRIVER_EVENTS)
+        self._writer = EventFileWriter(folder)
+        return folder
+
+    def send(self, records: Sequence[AnyRecord]) -> None:
+        for record in records:
+            self._write(record)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _write(self, record: AnyRecord) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        if isinstance(record, Began):
+            # Readers forget what is at this step and after it.
+            start = SessionLog(status=SessionLog.START)
+            event = Event(step=record.batches + 1, session_log=start)
+        elif isinstance(record, Metrics):
+            values = [
+                Summary.Value(tag=name, simple_value=math.nan if value is None else value)
+                for name, value in record.values.items()
+            ]
+            event = Event(step=record.batches, summary=Summary(value=values))
+        elif isinstance(record, Described):
+            lines = [f"    {name}: {value}" for name, value in record.parameters.items()]
+            lines += [f"    {name}: {text}" for name, text in record.tags.items()]
+            event = _text(0, "trial", "\n".join(lines))
+        elif isinstance(record, Committed):
+            event = _text(record.batches, "checkpoint", f"{record.url} {record.digest}")
+        elif isinstance(record, Noted):
+            event = _text(record.batches, "notice", record.text)
+        else:
+            return
+        event.wall_time = record.at
+        self._writer.add_event(event)
+
+
+def _text(step: int, tag: str, text: str) -> Any:
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.plugins.text.summary_v2 import text_pb
+
+    return Event(step=step, summary=text_pb(tag, text))

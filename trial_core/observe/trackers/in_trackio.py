@@ -1,0 +1,61 @@
+"""Trackio: Hugging Face's tracker, on this machine or in a Space."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from trial_core.observe.trackers.records import AnyRecord, Committed, Described, Metrics, Noted
+from trial_core.observe.trackers.tracker import TrackedRun, Tracker, check_options
+
+OPTIONS = ("project", "space_id", "dataset_id", "group", "server_url")
+
+
+class TrackioTracker(Tracker):
+    """One run of Trackio, whose name is the trial's id.
+
+    Options: those of `trackio.init`: ``project`` (default: the experiment's name), ``space_id``,
+    ``dataset_id``, ``group``, ``server_url``.
+    """
+
+    measures_the_system: ClassVar[bool] = True
+    place_variables: ClassVar[Mapping[str, str]] = {"space_id": "TRACKIO_SPACE_ID"}
+
+    def __init__(self, options: Mapping[str, Any], run: TrackedRun) -> None:
+        super().__init__(options, run)
+        self._run: Any = None
+
+    @classmethod
+    def check(cls, options: Mapping[str, Any]) -> None:
+        check_options("trackio", options, dict.fromkeys(OPTIONS, (str,)))
+
+    def open(self, known: str) -> str:
+        import trackio
+
+        given = {"project": self.run.experiment, **self.options, "name": self.run.trial}
+        self._run = trackio.init(resume="allow", embed=False, **given)
+        return str(self._run.name)
+
+    def send(self, records: Sequence[AnyRecord]) -> None:
+        for record in records:
+            self._log(record)
+
+    def close(self) -> None:
+        self._run.finish()
+
+    def _log(self, record: AnyRecord) -> None:
+        if isinstance(record, Metrics):
+            values = {name: math.nan if v is None else v for name, v in record.values.items()}
+            self._run.log(
+                {**values, "samples": record.samples, "attempt": record.attempt},
+                step=record.batches,
+            )
+        elif isinstance(record, Described):
+            self._run.config.update({**record.parameters, **record.tags})
+        elif isinstance(record, Committed):
+            self._run.log(
+                {"checkpoint": record.url, "checkpoint_digest": record.digest}, step=record.batches
+            )
+        elif isinstance(record, Noted):
+            self._run.alert(title=f"batch {record.batches}", text=record.text)

@@ -1,0 +1,103 @@
+"""Weights & Biases: a run of https://wandb.ai, of a server of one's own, or offline."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+from urllib.parse import urlsplit
+
+from trial_core.observe.trackers.records import (
+    AnyRecord,
+    Began,
+    Committed,
+    Described,
+    Metrics,
+    Noted,
+    RunEnded,
+)
+from trial_core.observe.trackers.tracker import TrackedRun, Tracker, check_options
+
+TEXTS = ("project", "entity", "group", "job_type", "mode", "name", "notes", "base_url")
+
+
+class WandbTracker(Tracker):
+    """One run of W&B, whose id is the trial's.
+
+    A point that is trained again with another value is a second one, with a greater ``attempt``.
+    Options: those of `wandb.init`: ``project`` (default: the experiment's name), ``entity``,
+    ``group``, ``job_type``, ``mode`` (``online``, ``offline``), ``name``, ``tags``, ``notes``; and
+    ``base_url`` of a server. The key comes from WANDB_API_KEY, or from `wandb login`.
+    """
+
+    measures_the_system: ClassVar[bool] = True
+    place_variables: ClassVar[Mapping[str, str]] = {
+        "base_url": "WANDB_BASE_URL", "mode": "WANDB_MODE", "entity": "WANDB_ENTITY",
+    }  # fmt: skip
+
+    def __init__(self, options: Mapping[str, Any], run: TrackedRun) -> None:
+        super().__init__(options, run)
+        self._run: Any = None
+        self._exit_code = 0
+
+    @classmethod
+    def check(cls, options: Mapping[str, Any]) -> None:
+        check_options("wandb", options, {**dict.fromkeys(TEXTS, (str,)), "tags": (list,)})
+
+    def open(self, known: str) -> str:
+        import wandb
+
+        given = {"project": self.run.experiment, "name": self.run.trial, **self.options}
+        if (url := given.pop("base_url", None)) is not None:
+            os.environ["WANDB_BASE_URL"] = url
+        self._run = wandb.init(
+            id=known or self.run.trial, resume="allow", dir=self.run.folder,
+            settings=wandb.Settings(console="off", silent=True, init_timeout=30), **given,
+        )  # fmt: skip
+        self._run.define_metric("batches")
+        self._run.define_metric("*", step_metric="batches")
+        return str(self._run.id)
+
+    def send(self, records: Sequence[AnyRecord]) -> None:
+        for record in records:
+            self._log(record)
+
+    def close(self) -> None:
+        self._run.finish(exit_code=self._exit_code)
+
+    def _log(self, record: AnyRecord) -> None:
+        import wandb
+
+        run = self._run
+        if isinstance(record, Metrics):
+            values = {name: math.nan if v is None else v for name, v in record.values.items()}
+            place = {
+                "batches": record.batches, "samples": record.samples, "attempt": record.attempt,
+            }  # fmt: skip
+            run.log({**values, **place, "_timestamp": record.at})
+        elif isinstance(record, Described):
+            run.config.update({**record.parameters, "tags": record.tags}, allow_val_change=True)
+        elif isinstance(record, Began):
+            run.summary["attempt"] = record.attempt
+        elif isinstance(record, Committed):
+            facts = {"digest": record.digest, "batches": record.batches, "bytes": record.size_bytes}
+            run.summary["checkpoint"] = {"url": record.url, **facts}
+            with self.best_effort("the artifact of a checkpoint"):  # s3:// needs boto3
+                artifact = wandb.Artifact(f"{run.id}-checkpoint", "checkpoint", metadata=facts)
+                if urlsplit(record.url).scheme == "file":
+                    # Of a local folder, W&B lists the files; the storage must not choose which.
+                    with artifact.new_file("checkpoint.json") as file:
+                        json.dump({"url": record.url, **facts}, file)
+                else:
+                    artifact.add_reference(record.url, checksum=False)
+                run.log_artifact(artifact, aliases=["latest", f"batch-{record.batches}"])
+        elif isinstance(record, Noted):
+            run.alert(title=f"batch {record.batches}", text=record.text)
+        elif isinstance(record, RunEnded):
+            run.summary["ended"] = record.why or record.outcome
+            self._exit_code = int(record.outcome == "failed")
+            with self.best_effort("the report"):
+                if (page := self.run.report) is not None:
+                    run.save(str(page), base_path=str(page.parent), policy="now")

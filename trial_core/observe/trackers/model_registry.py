@@ -1,0 +1,79 @@
+"""Shows a model's champion in MLflow's model registry. Ours stays the source of truth."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from trial_core.checkpoint import layout
+from trial_core.checkpoint.json_objects import decode_json
+from trial_core.models.registry import Registry
+from trial_core.observe.trackers.in_mlflow import MlflowTracker, quiet_client
+from trial_core.observe.trackers.journal import FOLDER, ORDER, State
+from trial_core.observe.trackers.sender import SenderOrder
+from trial_core.observe.trackers.tracker import describe
+
+if TYPE_CHECKING:
+    from mlflow.tracking import MlflowClient
+
+    from trial_core.models.records import Version
+
+CHAMPION = "champion"
+VERSION_TAG = "trialflow.version"
+NOT_SHOWN = "the champion has changed, and MLflow's registry does not show it until the next change"
+
+
+class NotShown(Exception):
+    """MLflow's registry does not show the champion; the text says why."""
+
+
+def show_champion(registry: Registry, model: str) -> str | None:
+    """Have the alias ``champion`` in MLflow's registry name the model's present champion.
+
+    It is done where the experiment that trained it says ``registered_model`` below ``mlflow``. May
+    be repeated: the next call mends what one before has not done.
+
+    Returns:
+        The version there, as ``gpt version 3``; None: the experiment does not ask for it.
+
+    Raises:
+        NotShown: MLflow cannot be reached, or refuses.
+        RegistryError, StorageError: our registry cannot be read.
+    """
+    champion = registry.champion(model)
+    if champion is None:
+        return None
+    order = _stored(registry, champion.trial, ORDER, SenderOrder)
+    options: dict[str, Any] = {} if order is None else order.trackers.get("mlflow", {})
+    if not (name := options.get("registered_model")):
+        return None
+    state = _stored(registry, champion.trial, "mlflow.json", State) or State()
+    try:
+        client = quiet_client(MlflowTracker.without_paths(options))
+        number = _version(client, model if name is True else str(name), registry, champion, state)
+    except Exception as error:  # MLflow's own, and those of what it calls
+        raise NotShown(describe(error)) from error
+    return number
+
+
+def _version(
+    client: MlflowClient, name: str, registry: Registry, champion: Version, state: State
+) -> str:
+    from mlflow.exceptions import MlflowException
+
+    with suppress(MlflowException):  # there is one already; or the next call says what is wrong
+        client.create_registered_model(name)
+    there = client.search_model_versions(f"name='{name}'")
+    tags = {VERSION_TAG: str(champion.number), "trialflow.checkpoint": champion.checkpoint}
+    found = [each for each in there if tags.items() <= each.tags.items()]
+    version = found[0] if found else client.create_model_version(
+        name, source=registry.store.files_url(champion.checkpoint), run_id=state.run or None,
+        tags={**tags, "trialflow.trial": champion.trial}, await_creation_for=0,
+    )  # fmt: skip
+    client.set_registered_model_alias(name, CHAMPION, version.version)
+    return f"{name} version {version.version}"
+
+
+def _stored(registry: Registry, trial: str, name: str, kind: type[Any]) -> Any:
+    data = registry.store.storage.read(layout.run_file_key(trial, f"{FOLDER}/{name}"))
+    return None if data is None else decode_json(data, kind)

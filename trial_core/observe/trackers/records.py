@@ -1,0 +1,97 @@
+"""The records of a trial's journal: one line of JSON each."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Record(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """What has happened.
+
+    Attributes:
+        at: Unix time in seconds.
+    """
+
+    at: float
+
+
+class Described(Record, frozen=True, kw_only=True):
+    """What the trial is: again after each launch, which may have other ranks.
+
+    Attributes:
+        parameters: hyperparameters by their names, and ``trialflow.*``, other settings.
+        tags: the trial, its code, the versions of libraries, how the ranks divide the work.
+    """
+
+    parameters: dict[str, str | int | float | bool | None]
+    tags: dict[str, str]
+
+
+class Began(Record, frozen=True, kw_only=True):
+    """Training begins, or continues from a checkpoint: later points are trained again.
+
+    Attributes:
+        batches: trained before.
+        attempt: the number of the trial's run.
+    """
+
+    batches: int
+    attempt: int
+
+
+class Metrics(Record, frozen=True, kw_only=True):
+    """Numbers after `batches` batches.
+
+    Attributes:
+        samples: trained by then on all ranks; 0: unknown.
+        attempt: the number of the trial's run.
+        values: by names such as ``validation/loss``; None: not finite.
+    """
+
+    batches: int
+    samples: int
+    attempt: int
+    values: dict[str, float | None]
+
+
+class Committed(Record, frozen=True, kw_only=True):
+    """A checkpoint is committed.
+
+    Attributes:
+        url: where its files are.
+        digest: of its manifest.
+    """
+
+    batches: int
+    uuid: str
+    url: str
+    size_bytes: int
+    digest: str
+
+
+class Deleted(Record, frozen=True, kw_only=True):
+    """A checkpoint was deleted by the retention policy."""
+
+    uuid: str
+
+
+class Noted(Record, frozen=True, kw_only=True):
+    """What people should know: a restart, a stall, another placement of the ranks."""
+
+    batches: int
+    text: str
+
+
+class RunEnded(Record, frozen=True, kw_only=True):
+    """A run of the trial has ended.
+
+    Attributes:
+        outcome: ``completed``, ``stopped`` or ``failed``.
+        why: for people.
+    """
+
+    outcome: str
+    why: str
+
+
+AnyRecord = Described | Began | Metrics | Committed | Deleted | Noted | RunEnded

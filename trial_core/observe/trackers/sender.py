@@ -1,0 +1,112 @@
+"""The sender: a process beside the driver that tells the trackers what is in the trial's journal.
+
+Standard input holds one line of JSON, the order, then a byte for each new record, and `END` when
+the run has ended; its own end means that the driver has. The process prints what people should
+know, a line each. It ends when all is sent, or after `SenderOrder.patience_seconds`; after a few
+seconds, if the driver was killed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import filelock
+import msgspec
+
+from trial_core.common.decoding import decode
+from trial_core.observe.trackers.journal import FOLDER, JOURNAL, JournalReader, read_state
+from trial_core.observe.trackers.outbox import Outbox
+from trial_core.observe.trackers.system_metrics import SystemMetrics
+from trial_core.observe.trackers.tracker import TrackedRun, Tracker, find_tracker
+
+NICENESS = 5
+END = b"."
+KILLED_PATIENCE_SECONDS = 5.0
+
+
+class SenderOrder(msgspec.Struct, kw_only=True):
+    """What the sender is to do.
+
+    Attributes:
+        trackers: the options of each, by its name.
+        run_dir: the trial's folder on this machine.
+        patience_seconds: how long it sends after the run has ended.
+        measures: whether it sends what the machine does.
+        is_adopted: whether it comes from the trial's storage, which others may write to.
+    """
+
+    trial: str
+    experiment: str
+    run_dir: str
+    trackers: dict[str, dict[str, Any]]
+    patience_seconds: float
+    measures: bool = True
+    is_adopted: bool = False
+
+
+def main() -> None:
+    """The process."""
+    os.nice(NICENESS)
+    said = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what the trackers' packages print is for the log
+
+    def say(line: str) -> None:
+        with suppress(OSError):  # the driver was killed
+            print(line, file=said, flush=True)
+
+    with open(0, "rb", buffering=0, closefd=False) as given:  # without reading ahead
+        order = decode(given.readline(), SenderOrder)
+    folder = Path(order.run_dir) / FOLDER
+    # The sender of a killed driver may still be sending.
+    with filelock.FileLock(folder / "lock", timeout=4 * KILLED_PATIENCE_SECONDS):
+        outboxes = [_outbox(order, name, say) for name in order.trackers]
+        for outbox in outboxes:
+            outbox.thread.start()
+        has_ended = False
+        while not has_ended and (wakes := os.read(0, 4096)):
+            has_ended = END in wakes
+            for outbox in outboxes:
+                outbox.wake()
+        for outbox in outboxes:
+            outbox.end()
+        patience = order.patience_seconds if has_ended else KILLED_PATIENCE_SECONDS
+        deadline = time.monotonic() + patience
+        for outbox in outboxes:
+            outbox.thread.join(max(0.0, deadline - time.monotonic()))
+        has_hung = any(outbox.thread.is_alive() for outbox in outboxes)
+    if has_hung:  # it, and what the trackers' packages do at exit, would hold this process up
+        os.killpg(0, signal.SIGKILL)
+
+
+def _outbox(order: SenderOrder, name: str, say: Callable[[str], None]) -> Outbox:
+    run_dir = Path(order.run_dir)
+    folder = run_dir / FOLDER
+    run = TrackedRun(order.trial, order.experiment, folder / name, run_dir)
+    run.folder.mkdir(exist_ok=True)
+    kind = find_tracker(name)
+    system = SystemMetrics() if order.measures and not kind.measures_the_system else None
+    new: partial[Tracker] = partial(kind, order.trackers[name], run)
+    return Outbox(name, new, folder / JOURNAL, folder / f"{name}.json", say, system)
+
+
+def unsent(run_dir: Path, trackers: Sequence[str]) -> dict[str, int]:
+    """How many records each tracker has not got; only those that lack some."""
+    journal = JournalReader(run_dir / FOLDER / JOURNAL)
+    while journal.read(1000):
+        pass
+    left = {
+        name: journal.count - read_state(run_dir / FOLDER / f"{name}.json").sent
+        for name in trackers
+    }
+    return {name: count for name, count in left.items() if count > 0}
+
+
+if __name__ == "__main__":
+    main()

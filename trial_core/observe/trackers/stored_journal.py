@@ -1,0 +1,122 @@
+"""Journal and states in the trial's storage, for its next run on another machine."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from logging import Logger, LoggerAdapter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from trial_core.checkpoint import layout
+from trial_core.checkpoint.storage.local_files import replace_file
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.common.decoding import decode
+from trial_core.errors import TrialflowError
+from trial_core.observe.report.rank_logs import stored_name
+from trial_core.observe.trackers.journal import (
+    DRIVER_EVENTS,
+    FOLDER,
+    JOURNAL,
+    ORDER,
+    SENDER_LOG,
+    State,
+    age,
+    read_state,
+    set_damaged_aside,
+)
+from trial_core.observe.trackers.sender import SenderOrder
+
+AnyLogger = Logger | LoggerAdapter[Any]
+
+
+def adopt_stored(store: CheckpointStore, trial: str, run_dir: Path, logger: AnyLogger) -> None:
+    """Take the stored journal and states, if the trial was on another machine since.
+
+    A journal that is damaged, here or there, is set aside.
+    """
+    folder = run_dir / FOLDER
+    try:
+        _set_damaged_aside(folder, logger)
+        if not store.is_process_local and _has_adopted(store, trial, folder):
+            _set_damaged_aside(folder, logger)
+    except (OSError, TrialflowError, msgspec.MsgspecError, RecursionError) as error:
+        logger.warning(
+            "what trial %s has told its trackers before is not known, so they may get it twice: %s",
+            trial, error,
+        )  # fmt: skip
+
+
+def _set_damaged_aside(folder: Path, logger: AnyLogger) -> None:
+    if damage := set_damaged_aside(folder):
+        logger.warning("trackers may lack something of earlier runs: %s", damage)
+
+
+def _has_adopted(store: CheckpointStore, trial: str, folder: Path) -> bool:
+    """Take the stored journal if it is not older than the local one; whether it is taken."""
+    local = folder / JOURNAL
+    stored = layout.run_file_key(trial, FOLDER)
+    journal = store.storage.read(f"{stored}/{JOURNAL}")
+    if journal is None:
+        return False
+    ours = age(local.read_bytes()) if local.exists() else None
+    theirs = age(journal)
+    if ours is not None and ours > theirs:
+        return False
+    states: dict[Path, bytes] = {}
+    for key in store.storage.sizes(stored):
+        file = folder / key.rpartition("/")[2]
+        if file.suffix == ".json" and (data := store.storage.read(f"{stored}/{file.name}")):
+            is_ours = ours == theirs and file.exists()
+            if file.name == ORDER:
+                states[file] = _adopted(file, data)
+            elif not is_ours or read_state(file).sent < decode(data, State).sent:
+                states[file] = data
+    # The journal first: a state that is behind it sends twice, one that is ahead loses records.
+    if ours != theirs:
+        replace_file(local, journal)
+    for file, data in states.items():
+        replace_file(file, data)
+    return ours != theirs
+
+
+def _adopted(file: Path, stored: bytes) -> bytes:
+    """The stored order, marked as such; this machine's own if both name the same trackers."""
+    with suppress(OSError, msgspec.MsgspecError, RecursionError):
+        order = decode(stored, SenderOrder)
+        stored = msgspec.json.encode(msgspec.structs.replace(order, is_adopted=True))
+        own = file.read_bytes()
+        return own if decode(own, SenderOrder).trackers == order.trackers else stored
+    return stored
+
+
+def keep(
+    store: CheckpointStore, trial: str, run_dir: Path, logger: AnyLogger, is_end: bool = True
+) -> None:
+    """Store states and journal.
+
+    At the end of a run not if another one has stored a newer journal: this one was superseded.
+    """
+    if store.is_process_local:
+        return
+    try:
+        _store(store, trial, run_dir, is_end)
+    except (OSError, TrialflowError, msgspec.MsgspecError) as error:
+        logger.warning("the journal of trial %s is not stored: %s", trial, error)
+
+
+def _store(store: CheckpointStore, trial: str, run_dir: Path, is_end: bool) -> None:
+    journal = run_dir / FOLDER / JOURNAL
+    if is_end:
+        stored = store.storage.read(layout.run_file_key(trial, f"{FOLDER}/{JOURNAL}"))
+        if stored is not None and age(stored) > age(journal.read_bytes()):
+            return
+    # The journal after the states: a state must not be ahead of it.
+    files = [*sorted((run_dir / FOLDER).glob("*.json")), journal]
+    if is_end:  # what the sender has written after the report's last upload
+        files += [*sorted((run_dir / DRIVER_EVENTS).glob("*")), run_dir / SENDER_LOG]
+    for file in filter(Path.exists, files):
+        name = stored_name(run_dir, file.relative_to(run_dir))
+        if name and (data := file.read_bytes()):  # at once: it is being written
+            store.storage.write(layout.run_file_key(trial, name), data)

@@ -1,0 +1,223 @@
+"""The base class of trackers, and how they are found by name."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, ClassVar
+
+from trial_core.checkpoint.storage.credentials import without_credentials
+from trial_core.common import text_format
+from trial_core.config.error_text import did_you_mean, format_value
+from trial_core.errors import ConfigError
+from trial_core.observe.trackers.journal import PAGE
+from trial_core.observe.trackers.records import AnyRecord, Committed, Deleted
+
+GROUP = "trialflow.trackers"
+"""The entry points of other packages' trackers: each is a subclass of `Tracker`."""
+
+BUILT_IN = {
+    "mlflow": "trial_core.observe.trackers.in_mlflow:MlflowTracker",
+    "wandb": "trial_core.observe.trackers.in_wandb:WandbTracker",
+    "tensorboard": "trial_core.observe.trackers.in_tensorboard:TensorBoardTracker",
+    "trackio": "trial_core.observe.trackers.in_trackio:TrackioTracker",
+}
+
+LONGEST_ERROR = 300
+_USER, _QUERY = re.compile(r"(?<=://)[^/\s]*@"), re.compile(r"\?[^\s)'\"]*=[^\s)'\"]*")
+_logger = logging.getLogger(__name__)
+
+
+class RecordRefused(Exception):
+    """The tracker will never take a record: it is left out, and what comes after it is sent."""
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """What a tracker shows as one run: all runs of a trial.
+
+    Attributes:
+        folder: where the tracker may keep files; it stays between the runs on one machine.
+        run_dir: the trial's folder on this machine.
+    """
+
+    trial: str
+    experiment: str
+    folder: Path
+    run_dir: Path
+
+    @property
+    def report(self) -> Path | None:
+        """The trial's report as a page on this machine; None: there is none.
+
+        Its place is known, not recorded: who may write to the storage would choose a file to send.
+        """
+        page = self.run_dir / PAGE
+        return page if page.is_file() and not page.is_symlink() else None
+
+
+class Tracker:
+    """Shows a trial elsewhere. Called in one thread of the sender's process.
+
+    A method may raise anything: then it is called again later, with the same records. So a record
+    may come twice, if its tracker failed after it had taken it. After a few failures in a row the
+    tracker is closed, made and opened again.
+
+    Args:
+        options: what the experiment gives below the tracker's name.
+        run: what it shows.
+
+    Attributes:
+        replaces_points: whether a point that is trained again after a resume replaces the one
+            before. If not, a point that is trained again with the same values is not sent again.
+        measures_the_system: whether it measures the machine itself.
+        place_variables: options that say where its data go, and the environment variables that
+            its package takes for them.
+    """
+
+    replaces_points: ClassVar[bool] = False
+    measures_the_system: ClassVar[bool] = False
+    place_variables: ClassVar[Mapping[str, str]] = {}
+
+    def __init__(self, options: Mapping[str, Any], run: TrackedRun) -> None:
+        self.options = options
+        self.run = run
+        self._left_out: set[str] = set()
+
+    @classmethod
+    def remembered(cls, options: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, Any]:
+        """The options with the place that `variables` name, without secrets: for a later `sync`."""
+        named = {
+            option: without_user(variables[variable])
+            for option, variable in cls.place_variables.items()
+            if variables.get(variable)
+        }
+        return {**named, **options}
+
+    @classmethod
+    def without_paths(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Options from a storage, without those that name a file or a folder of this machine.
+
+        Who may write to the storage must not choose where this machine reads and writes.
+        """
+        return dict(options)
+
+    @classmethod
+    def check(cls, options: Mapping[str, Any]) -> None:
+        """Refuse options that it does not have. Called before training, on the driver.
+
+        Raises:
+            ConfigError: says which, and which there are.
+        """
+
+    def open(self, known: str) -> str:
+        """Begin the trial's run there, or continue it.
+
+        Args:
+            known: what an earlier call has returned, maybe on another machine; empty: none has.
+
+        Returns:
+            The id of the run there, which the trial's storage remembers.
+        """
+        raise NotImplementedError
+
+    def recall(self, records: Sequence[Committed | Deleted]) -> None:
+        """The checkpoints that the run there was told of before. Called once, after `open`."""
+
+    def send(self, records: Sequence[AnyRecord]) -> None:
+        """Show these records, in their order.
+
+        Raises:
+            RecordRefused: it will never take the first of them.
+        """
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """The sender ends, or opens it again. The trial may be continued later."""
+
+    @contextmanager
+    def best_effort(self, what: str) -> Iterator[None]:
+        """For files and links: if the block fails, the log says so once, and records are sent."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - a tracker's program may raise anything
+            if what not in self._left_out:
+                _logger.warning("%s is left out (said once): %s", what, describe(error))
+            self._left_out.add(what)
+
+
+def find_tracker(name: str) -> type[Tracker]:
+    """The class of a tracker.
+
+    Raises:
+        ConfigError: there is none of that name, or its package is not installed or fails.
+    """
+    if (target := BUILT_IN.get(name)) is not None:
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(
+                f"trackers: {name} is not installed in the driver's environment; "
+                f"pip install 'trialflow[{name}]'"
+            )
+        module, _, attribute = target.partition(":")
+        found: type[Tracker] = getattr(import_module(module), attribute)
+        return found
+    others = {point.name: point for point in entry_points(group=GROUP)}
+    if name not in others:
+        known = [*BUILT_IN, *others]
+        raise ConfigError(
+            f"trackers: no tracker is named {name!r}{did_you_mean(name, known)}; there are "
+            f"{', '.join(known)}, and packages may add others by entry points of {GROUP}"
+        )
+    try:
+        loaded: type[Tracker] = others[name].load()
+    except Exception as error:  # code of another package may raise anything
+        raise ConfigError(
+            f"trackers: {name} cannot be loaded from {others[name].value}: {describe(error)}"
+        ) from error
+    return loaded
+
+
+def without_user(place: str) -> str:
+    """A tracker's place without what may be secret: a user, a password, a token, a query."""
+    return _USER.sub("", without_credentials(place))
+
+
+def describe(error: BaseException) -> str:
+    """An error in one line, not too long, and without the secrets that URLs may have."""
+    text = text_format.one_line(f"{type(error).__name__}: {error}")
+    return text_format.shortened(_QUERY.sub("?…", _USER.sub("***@", text)), LONGEST_ERROR)
+
+
+EXPECTED = {str: "text", bool: "true or false", dict: "a mapping", list: "a list"}
+"""The types that options of trackers may have, in words."""
+
+
+def check_options(
+    name: str, options: Mapping[str, Any], known: Mapping[str, tuple[type, ...]]
+) -> None:
+    """Refuse options that a tracker does not have, and values of another type.
+
+    Args:
+        known: its options, each with the types that it takes, which are in `EXPECTED`.
+
+    Raises:
+        ConfigError: says which it has, or which type is expected.
+    """
+    for option, value in options.items():
+        if option not in known:
+            raise ConfigError(
+                f"trackers.{name}: unknown field {option!r}{did_you_mean(option, list(known))}; it "
+                f"has {', '.join(known)}"
+            )
+        if not isinstance(value, known[option]):
+            expected = " or ".join(EXPECTED[kind] for kind in known[option])
+            raise ConfigError(
+                f"trackers.{name}.{option}: expected {expected}, got {format_value(value)}"
+            )

@@ -1,0 +1,324 @@
+"""Tracks a run: an observer that writes the trial's journal, beside which the sender runs."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from typing_extensions import Self
+
+from trial_core.checkpoint.manifest import Topology
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.common import text_format
+from trial_core.config import ExperimentConfig
+from trial_core.errors import Superseded
+from trial_core.launch.machine.background import in_background
+from trial_core.messages import MetricsKind
+from trial_core.observe.events.observers import Observer
+from trial_core.observe.events.throughput import Throughput
+from trial_core.observe.ledger.time_ledger import TimeLedger
+from trial_core.observe.trackers.journal import FOLDER, JOURNAL, ORDER, JournalWriter
+from trial_core.observe.trackers.records import (
+    AnyRecord,
+    Began,
+    Committed,
+    Deleted,
+    Described,
+    Metrics,
+    Noted,
+    RunEnded,
+)
+from trial_core.observe.trackers.sender import SenderOrder, unsent
+from trial_core.observe.trackers.sender_process import SenderProcess
+from trial_core.observe.trackers.stored_journal import AnyLogger, adopt_stored, keep
+from trial_core.observe.trackers.tracker import find_tracker
+from trial_core.schedule.ending import Ending
+
+# How long the sender sends after the run has ended; less, if the end has less time.
+PATIENCE_SECONDS = 15.0
+FIRST_RESTART_SECONDS, LONGEST_RESTART_SECONDS = 10.0, 600.0
+
+
+def check_trackers(config: ExperimentConfig) -> None:
+    """Refuse trackers that are not installed, and options that they do not have.
+
+    Raises:
+        ConfigError: says which.
+    """
+    for name, options in trackers_of(config).items():
+        find_tracker(name).check(options)
+
+
+def trackers_of(config: ExperimentConfig) -> dict[str, dict[str, Any]]:
+    """The options of each tracker, by its name."""
+    return {name: options for each in config.trackers for name, options in each.items()}
+
+
+class Tracking(Observer):
+    """Writes what a run reports into its trial's journal. A context manager around the run.
+
+    Whatever fails is a warning: the run does not end for it.
+
+    Args:
+        run_dir: the trial's folder on this machine.
+        attempt: the number of this run of the trial.
+        ledger: reads the trial's ledger of time.
+        ending: limits the wait for the sender and the storage.
+    """
+
+    def __init__(
+        self, config: ExperimentConfig, trial: str, run_dir: Path, store: CheckpointStore,
+        attempt: int, ledger: Callable[[], TimeLedger], ending: Ending, logger: AnyLogger,
+    ) -> None:  # fmt: skip
+        self._config = config
+        self._trackers = trackers_of(config)
+        self._trial = trial
+        self._run_dir = run_dir
+        self._store = store
+        self._attempt = attempt
+        self._ledger = ledger
+        self._ending = ending
+        self._logger = logger
+        self._batches = self._batch_samples = 0
+        self._status = ""
+        self._journal: JournalWriter | None = None
+        self._sender: SenderProcess | None = None
+        self._restarts_sender_at = 0.0
+        self._restart_pause = FIRST_RESTART_SECONDS
+        self._has_warned = False
+        self._keeping = threading.Lock()
+        self._waking = threading.Lock()
+
+    def __enter__(self) -> Self:
+        if not self._trackers:
+            return self
+        with self._warning("its trackers show nothing of this run"):
+            adopt_stored(self._store, self._trial, self._run_dir, self._logger)
+            self._journal = JournalWriter(self._run_dir / FOLDER / JOURNAL)
+            self._start_sender()
+        return self
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        if not self._trackers:
+            return
+        if not isinstance(error, Superseded):  # else the newer run is the same run of the trackers
+            self._measure_time()
+            status = self._status or ("completed" if error is None else f"failed: {error}")
+            outcome, _, why = status.partition(": ")
+            why = text_format.shortened(why)
+            self._append(RunEnded(at=time.time(), outcome=outcome, why=why))
+        if self._journal is not None:
+            self._journal.close()
+            self._journal = None
+        if self._sender is not None:
+            self._sender.end(self._ending.wait)
+        with self._warning("what its trackers have got is not known"):
+            for name, count in unsent(self._run_dir, [*self._trackers]).items():
+                self._logger.warning(
+                    "tracker %s has not got %s; the trial's next run sends them, or trialflow runs "
+                    "sync %s",
+                    name, text_format.plural(count, "record"), self._trial,
+                )  # fmt: skip
+        keeping = threading.Thread(target=self._keep, args=[True], name="trackers", daemon=True)
+        keeping.start()
+        if not self._ending.join(keeping):
+            self._logger.warning(
+                "the journal of trial %s is not stored: the storage did not take it in time",
+                self._trial,
+            )
+
+    # ------------------------------------------------------------------ observer
+
+    def trial_built(self, topology: Topology, versions: Mapping[str, str], code: str) -> None:
+        divided = {
+            f"trialflow.{name}": str(value)
+            for name, value in msgspec.to_builtins(topology).items()
+            if value
+        }
+        tags = {
+            "trialflow.trial": self._trial, "trialflow.experiment": self._config.name,
+            "trialflow.code": code, "trialflow.labels": ", ".join(self._config.labels),
+            **divided, **{f"version.{name}": text for name, text in versions.items()},
+        }  # fmt: skip
+        given = {name: text for name, text in tags.items() if text}
+        self._append(Described(at=time.time(), parameters=parameters(self._config), tags=given))
+
+    def run_started(
+        self, trial: str, total_batches: int, begins_at: int, batch_samples: int
+    ) -> None:
+        self._batches, self._batch_samples = begins_at, batch_samples
+        self._append(Began(at=time.time(), batches=begins_at, attempt=self._attempt))
+
+    def metrics_reported(self, kind: MetricsKind, batches: int, metrics: Mapping[str, Any]) -> None:
+        self._batches = batches
+        values = {f"{kind}/{name}": value for name, value in metrics.items()}
+        if kind == "training" and self._batch_samples:
+            values["progress/samples"] = batches * self._batch_samples
+        self._measured(batches, values)
+
+    def learning_rates_read(self, batches: int, learning_rates: Sequence[float | None]) -> None:
+        known = {
+            f"learning_rate/{i}": rate for i, rate in enumerate(learning_rates) if rate is not None
+        }
+        self._measured(batches, known)
+
+    def training_timed(
+        self, begin: int, reached: int, seconds: float, data_seconds: Sequence[float],
+        forward_seconds: Sequence[float] = (),
+    ) -> None:  # fmt: skip
+        if data_seconds and seconds > 0:
+            self._measured(reached, {"speed/data_wait_percent": 100 * max(data_seconds) / seconds})
+
+    def throughput_measured(self, batches: int, now: Throughput, whole_run: Throughput) -> None:
+        values = {
+            "speed/batches_per_second": now.batches_per_second,
+            "speed/samples_per_second": now.samples_per_second,
+            "speed/tokens_per_second": now.tokens_per_second,
+            "speed/mfu_percent": None if now.mfu is None else 100 * now.mfu,
+            "memory/peak_bytes": max(now.peak_memory_bytes, default=0) or None,
+        }
+        self._measured(batches, values)
+
+    def stage_ended(self, stage: str, detail: str, seconds: float) -> None:
+        if stage == "checkpoint-save":
+            self._measured(self._batches, {"checkpoint/stall_seconds": seconds})
+
+    def checkpoint_committed(
+        self, uuid: str, batches: int, total_bytes: int, digest: str = ""
+    ) -> None:
+        self._append(Committed(
+            at=time.time(), batches=batches, uuid=uuid, url=self._store.files_url(uuid),
+            size_bytes=total_bytes, digest=digest,
+        ))  # fmt: skip
+        self._measure_time()
+        in_background(self._keep, "trackers")
+
+    def _keep(self, is_end: bool = False) -> None:
+        """Store the journal; beside training, unless it is being stored."""
+        if self._keeping.acquire(blocking=is_end):
+            try:
+                keep(self._store, self._trial, self._run_dir, self._logger, is_end)
+            finally:
+                self._keeping.release()
+
+    def checkpoint_deleted(self, uuid: str) -> None:
+        self._append(Deleted(at=time.time(), uuid=uuid))
+
+    def notice(self, text: str) -> None:
+        self._noted(text)
+
+    def moving(self, what: str) -> None:
+        self._noted(what)
+
+    def stalled(self, during: str, seconds: float, reason: str) -> None:
+        self._noted(f"the ranks have hung for {seconds:.0f} s in {during}: {reason}")
+
+    def restarting(self, reason: str, attempt: int, max_restarts: int) -> None:
+        self._noted(f"restart {attempt} of at most {max_restarts}: {reason}")
+
+    def run_ended(self, status: str, tensorboard_url: str | None = None) -> None:
+        self._status = status
+
+    # ------------------------------------------------------------------ internals
+
+    def _noted(self, text: str) -> None:
+        short = text_format.shortened(text)
+        self._append(Noted(at=time.time(), batches=self._batches, text=short))
+
+    def _measure_time(self) -> None:
+        spent = self._ledger().slot_milliseconds
+        values = {
+            f"time/{bucket.replace(' ', '_')}_seconds": ms / 1000 for bucket, ms in spent.items()
+        }
+        self._measured(self._batches, values)
+
+    def _measured(self, batches: int, values: Mapping[str, Any]) -> None:
+        numbers = {
+            name: finite(value) for name, value in values.items() if text_format.is_number(value)
+        }
+        if numbers:
+            self._append(Metrics(
+                at=time.time(), batches=batches, samples=batches * self._batch_samples,
+                attempt=self._attempt, values=numbers,
+            ))  # fmt: skip
+
+    def _start_sender(self) -> None:
+        self._restarts_sender_at = time.monotonic() + self._restart_pause
+        order = SenderOrder(
+            trial=self._trial, experiment=self._config.name, run_dir=str(self._run_dir),
+            trackers=self._trackers, patience_seconds=PATIENCE_SECONDS,
+        )  # fmt: skip
+        variables = self._config.environment.environment_variables
+        there = {**os.environ, **variables}
+        places = {
+            name: find_tracker(name).remembered(options, there)
+            for name, options in self._trackers.items()
+        }
+        remembered = msgspec.structs.replace(order, trackers=places)
+        (self._run_dir / FOLDER / ORDER).write_bytes(msgspec.json.encode(remembered))
+        self._sender = SenderProcess(order, variables, self._logger.warning)
+
+    def _restart_sender(self) -> None:
+        """Start the sender again after it has died, with growing pauses."""
+        if time.monotonic() < self._restarts_sender_at:
+            return
+        if self._restart_pause == FIRST_RESTART_SECONDS:
+            self._logger.warning(
+                "the process that sends to the trackers has died: starting another (said once)"
+            )
+        self._restart_pause = min(2 * self._restart_pause, LONGEST_RESTART_SECONDS)
+        if self._sender is not None:
+            self._sender.end(lambda has_ended: True)  # what it has started
+            self._sender = None
+        self._start_sender()
+
+    def _append(self, record: AnyRecord) -> None:
+        if self._journal is None:
+            return
+        with self._warning("its trackers lack a part of this run"):
+            self._journal.append(record)
+            with self._waking:
+                if self._sender is None or not self._sender.wake():
+                    self._restart_sender()
+
+    @contextmanager
+    def _warning(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError, TypeError, msgspec.MsgspecError) as error:
+            if not self._has_warned:
+                self._logger.warning("trial %s: %s: %s", self._trial, what, error)
+            self._has_warned = True
+
+
+def finite(value: float) -> float | None:
+    """The number, if JSON has it."""
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # a whole number of hundreds of digits
+        return None
+
+
+def parameters(config: ExperimentConfig) -> dict[str, str | int | float | bool | None]:
+    """Hyperparameters by their paths, and the experiment's other settings below ``trialflow.``."""
+    settings = config.digested()
+    hyperparameters = settings.pop("hyperparameters", {})
+    rest = {f"trialflow.{name}": value for name, value in flat(settings) if value not in (None, "")}
+    return {**rest, **dict(flat(hyperparameters))}
+
+
+def flat(fields: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Plain values by their paths; lists as text."""
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{path}{name}.")
+        else:
+            is_plain = isinstance(value, (str, int, float, bool)) or value is None
+            yield f"{path}{name}", value if is_plain else ", ".join(map(str, value))

@@ -1,1 +1,0 @@
-"""Reproducible data loading: shuffle, shard, skip."""

@@ -1,0 +1,155 @@
+"""The files of checkpoints on a rank's machine: staged ones to upload, and fetched ones."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from trial_core.checkpoint.manifest import FileEntry
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.checkpoint.transfer.fetch import fetch_files, take_local
+from trial_core.checkpoint.transfer.persister import Persister
+from trial_core.checkpoint.transfer.staging import staged_files
+from trial_core.checkpoint.transfer.upload import upload_files
+from trial_core.config.checkpointing_section import CheckpointingConfig
+from trial_core.errors import CheckpointDamaged, CheckpointError, StorageError
+from trial_core.launch.machine.memory_files import take_memory_links
+from trial_core.launch.machine.run_dirs import KEPT
+from trial_core.launch.slots.kept_memory import keep_in_memory
+from trial_core.messages import Fetched, Persisted
+from trial_core.rank.collectives.distributed import DistributedContext
+
+RESTORED = "restored"
+"""The folder of fetched checkpoints, in the run's folder."""
+
+
+class CheckpointFiles:
+    """This rank's staged and fetched checkpoints, below the run's folder on this machine.
+
+    Args:
+        settings: the experiment's section `checkpointing`.
+
+    Attributes:
+        store: where checkpoints are stored.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        store: CheckpointStore,
+        distributed: DistributedContext,
+        settings: CheckpointingConfig,
+    ) -> None:
+        self._run_dir = run_dir
+        self.store = store
+        self._distributed = distributed
+        self._is_moving = threading.Lock()
+        self._persister = Persister(settings.stall_timeout_seconds)
+
+    def staging(self, uuid: str) -> Path:
+        """This rank's staging folder for checkpoint `uuid`."""
+        return self._run_dir / "staging" / uuid / f"rank-{self._distributed.get_rank()}"
+
+    def restored(self, uuid: str) -> Path:
+        """The folder for fetched files of `uuid`, which this machine's ranks share."""
+        return self._run_dir / RESTORED / uuid
+
+    def persist(self, uuid: str, shared: Sequence[FileEntry] = ()) -> list[FileEntry]:
+        """Upload what this rank has staged. For any thread; not collective.
+
+        Args:
+            shared: see `upload_staged`.
+        """
+        folder, rank = self.staging(uuid), self._distributed.get_rank()
+        if self.store.is_process_local:
+            return upload_files(self.store, uuid, folder, rank, shared=shared)
+        with self._is_moving:
+            files = staged_files(folder, rank)
+            return self._persister.upload(self.store.spec, uuid, rank, files, shared)
+
+    def release(self, uuid: str) -> None:
+        """Delete what was staged for `uuid`, once it is committed or given up.
+
+        Its files are kept until the next release, so that a restart need not fetch them: those on
+        disk stay there, and the fork server keeps the memory files.
+        """
+        self._persister.forget(uuid)
+        staged, kept = self.staging(uuid), self._run_dir / KEPT
+        own = f"rank-{self._distributed.get_rank()}"
+        is_first_here = self._distributed.get_local_rank() == 0
+        for folder in kept.glob("*"):
+            if folder.name != uuid:  # the first rank also deletes files of ranks that are gone
+                shutil.rmtree(folder if is_first_here else folder / own, ignore_errors=True)
+        if staged.is_dir():
+            links = take_memory_links(staged)
+            (kept / uuid).mkdir(parents=True, exist_ok=True)
+            shutil.move(staged, kept / uuid / own)
+            if not self.store.is_process_local:  # else ranks do not read checkpoints themselves
+                keep_in_memory(kept / uuid / own, links)
+        for emptied in (*kept.glob("*"), staged.parent):
+            with contextlib.suppress(OSError):  # it still holds other ranks' folders
+                emptied.rmdir()
+
+    def delete_fetched(self) -> None:
+        """Delete what was fetched to this machine. For every rank; the first one deletes it."""
+        if self._distributed.get_local_rank() == 0:
+            shutil.rmtree(self._run_dir / RESTORED, ignore_errors=True)
+
+    def forget_memory(self) -> None:
+        """Forget this rank's memory files: they will hold another checkpoint's content."""
+        for folder in (self._run_dir / KEPT).glob(f"*/rank-{self._distributed.get_rank()}"):
+            take_memory_links(folder)
+
+    def fetch(self, uuid: str, files: list[FileEntry]) -> None:
+        """Fetch and verify this rank's share of `files`. For any thread; not collective.
+
+        The machine's n ranks share one folder, so each rank fetches every n-th file.
+        """
+        ordered = sorted(files, key=lambda entry: (-entry.size_bytes, entry.path))
+        share = ordered[self._distributed.get_local_rank() :: self._distributed.local_size]
+        kept = sorted((self._run_dir / KEPT / uuid).glob("rank-*"))
+        # In this process: the persister takes its time to start, and may not be needed.
+        missing = take_local(uuid, share, self.restored(uuid), kept)
+        if not missing:
+            return
+        if self.store.is_process_local:
+            fetch_files(self.store, uuid, missing, self.restored(uuid))
+            return
+        with self._is_moving:
+            self._persister.fetch(self.store.spec, uuid, missing, self.restored(uuid))
+
+    def try_persist(self, uuid: str, shared: Sequence[FileEntry]) -> Persisted:
+        """`persist`, with its error in the result.
+
+        Not raised: other ranks may be training, and the driver decides what follows.
+        """
+        began = time.monotonic()
+        files: list[FileEntry] = []
+        problem = mistake = None
+        try:
+            files = self.persist(uuid, shared)
+        except StorageError as error:
+            problem = str(error)
+        except CheckpointError as error:
+            mistake = str(error)
+        seconds = time.monotonic() - began
+        return Persisted(files=files, seconds=seconds, problem=problem, mistake=mistake)
+
+    def try_fetch(self, uuid: str, files: list[FileEntry]) -> Fetched:
+        """`fetch`, with its error in the result."""
+        try:
+            self.fetch(uuid, files)
+        except CheckpointDamaged as damage:
+            # Not a failure of this rank: the driver may choose an older checkpoint.
+            return Fetched(damage=str(damage))
+        except StorageError as error:
+            return Fetched(problem=str(error))
+        return Fetched()
+
+    def close(self) -> None:
+        """End the persister process."""
+        self._persister.close()

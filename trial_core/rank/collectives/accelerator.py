@@ -1,0 +1,167 @@
+"""The accelerator that a rank computes on: its generators, and how its memory reaches the host."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import resource
+import sys
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
+
+from trial_core.common.text_format import plural
+from trial_core.errors import LaunchError
+from trial_core.launch.machine.accelerators import ADVICE, KIND_VARIABLE, count_accelerators
+
+logger = logging.getLogger(__name__)
+
+HOST_BUFFER_BYTES = 256 * 2**20
+"""A power of two: torch rounds pinned memory up to one."""
+
+
+def claim_accelerator(local_rank: int) -> None:
+    """Make the machine's accelerator number `local_rank` this rank's current one.
+
+    Call before anything is put on a device. The current one is number 0 on every rank by default,
+    and DeepSpeed sets it only when it builds an engine. Does nothing on a CPU rank.
+
+    Raises:
+        LaunchError: torch finds no such accelerator; or the machine has some, and this rank
+            would train on the CPU without being told to.
+    """
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
+        _check_that_cpu_is_chosen()
+        return
+    count = accelerator.device_count() if accelerator.is_available() else 0
+    wanted = f"this rank should train on {accelerator.device_name()} device {local_rank}"
+    if count == 0:
+        raise LaunchError(
+            f"{wanted}, but torch {torch.__version__} finds none{_reason()}; install a torch build "
+            f"for this machine's driver (docs/guides/gpu.md); {ADVICE}"
+        )
+    if local_rank >= count:
+        raise LaunchError(
+            f"{wanted}, but only {count} of them can be seen: start at most {count} ranks on this "
+            "machine, or show each rank all devices (CUDA_VISIBLE_DEVICES)"
+        )
+    accelerator.set_device(local_rank)
+
+
+def _check_that_cpu_is_chosen() -> None:
+    """Check that there is nothing better than the CPU, which DeepSpeed takes without a word.
+
+    A driver has checked this before it starts ranks, and has told them which kind to use.
+    """
+    if count := count_accelerators():
+        raise LaunchError(
+            f"this machine has {plural(count, 'accelerator')}, but torch "
+            f"{torch.__version__} can use none of them{_reason()}; install a torch build for this "
+            f"machine's driver (docs/guides/gpu.md); to train on the CPU, set the environment "
+            f"variable {KIND_VARIABLE}=cpu"
+        )
+
+
+def _reason() -> str:
+    """Why CUDA finds no device, if it says so."""
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except (RuntimeError, AssertionError) as error:
+        return f": {error}"
+    return ""
+
+
+def has_accelerator() -> bool:
+    """Whether this rank computes on an accelerator, not on the CPU."""
+    return bool(get_accelerator().device_name() != "cpu")
+
+
+def accelerator_name() -> str:
+    """The name of this rank's accelerator, such as ``NVIDIA H100 80GB HBM3``; empty: none.
+
+    Empty as well before anything was put on it: asking would initialise it.
+    """
+    device = _device_in_use()
+    return "" if device is None else str(getattr(device, "get_device_name", str)())
+
+
+_EARLIER_PEAKS = [0]
+
+
+def peak_memory_bytes(since_start: bool = True) -> int:
+    """The most memory of its accelerator that torch has allocated; on the CPU, of this process.
+
+    Args:
+        since_start: of the process; else since `reset_peak_memory`, which has no effect on the CPU.
+    """
+    device = _device_in_use()
+    if device is None:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+    now = int(get_accelerator().max_memory_allocated())
+    return max(now, *_EARLIER_PEAKS) if since_start else now
+
+
+def reset_peak_memory() -> None:
+    """Begin a new measurement of `peak_memory_bytes`; the earlier peak is kept."""
+    if _device_in_use() is not None:
+        _EARLIER_PEAKS[0] = peak_memory_bytes()
+        get_accelerator().reset_peak_memory_stats()
+
+
+def _device_in_use() -> Any:
+    """torch's module of the accelerator that this rank has put something on; None: of none."""
+    if not has_accelerator() or not torch.accelerator.is_available():
+        return None
+    device = torch.get_device_module()
+    return device if getattr(device, "is_initialized", lambda: True)() else None
+
+
+def accelerator_rng_state() -> dict[str, Any]:
+    """The states of this rank's generators on its accelerator; empty on most CPU ranks.
+
+    ``accelerator`` is the state of the accelerator's generator, if the rank has one. ``tracked``
+    are the states, by name, that DeepSpeed's activation checkpointing tracks, if there are any: the
+    generator takes one of them for a region of a model, such as dropout that differs between
+    model-parallel ranks.
+    """
+    tracked = get_cuda_rng_tracker().get_states()
+    states: dict[str, Any] = {"tracked": tracked} if tracked else {}
+    if has_accelerator():
+        states["accelerator"] = get_accelerator().get_rng_state()
+    return states
+
+
+def restore_accelerator_rng(states: Mapping[str, Any]) -> None:
+    """Restore those of `states` that `accelerator_rng_state` names and this rank can have."""
+    if "tracked" in states:
+        get_cuda_rng_tracker().set_states(dict(states["tracked"]))
+    if "accelerator" in states and has_accelerator():
+        get_accelerator().set_rng_state(states["accelerator"])
+
+
+def is_on_accelerator(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's memory is that of this rank's accelerator."""
+    return has_accelerator() and bool(get_accelerator().on_accelerator(tensor))
+
+
+@functools.cache
+def host_buffer() -> torch.Tensor:
+    """Pinned bytes on the host, through which memory of the accelerator is copied. One per process.
+
+    Pageable where the host's memory cannot be pinned: copies are slower, and as correct.
+    """
+    buffer = torch.empty(HOST_BUFFER_BYTES, dtype=torch.uint8)
+    try:
+        return cast(torch.Tensor, get_accelerator().pin_memory(buffer))
+    except RuntimeError as error:
+        logger.warning(
+            "cannot pin %d MiB of host memory, so snapshots take longer: %s; raise the limit of "
+            "locked memory (ulimit -l) or of the container's memory",
+            HOST_BUFFER_BYTES // 2**20, error,
+        )  # fmt: skip
+        return buffer

@@ -1,0 +1,517 @@
+"""The controller: carries out a rank's workloads, for every kind of trial.
+
+It owns the trial's adapter, loaders, callbacks and progress. A driver sends it requests and has
+it build the trial; or attach the one that a `Trainer` in a script has. The
+sequencer, not the controller, decides what comes next.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, TypeVar
+
+from msgspec.structs import replace
+
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.checkpoint.transfer.run_files import rank_folder
+from trial_core.errors import SlotsError
+from trial_core.launch.machine.run_dirs import rank_run_dir
+from trial_core.launch.slots.stop_barrier import StopBarrier
+from trial_core.messages import (
+    AnyRequest,
+    AnyResult,
+    AttachTrial,
+    BatchesTrained,
+    BatchesValidated,
+    BuildLoadersAndRestore,
+    BuildTrial,
+    Done,
+    EndFit,
+    FetchCheckpoint,
+    Fetched,
+    FinishRunFiles,
+    HookDone,
+    MetricsNamed,
+    NameMetrics,
+    PersistCheckpoint,
+    Persisted,
+    ReadyToTrain,
+    ReleaseStaging,
+    Request,
+    RunFilesStored,
+    RunHook,
+    RunValidation,
+    SaveCheckpoint,
+    Saved,
+    TrainBatches,
+    Trained,
+    TrialBuilt,
+    Validated,
+)
+from trial_core.rank.checkpoint_files import CheckpointFiles
+from trial_core.rank.collectives.accelerator import accelerator_name, peak_memory_bytes
+from trial_core.rank.collectives.distributed import DistributedContext
+from trial_core.rank.data.loaders import Loaders, build_loaders
+from trial_core.rank.forward_time import ForwardClock
+from trial_core.rank.rank_checkpoint import Snapshots
+from trial_core.rank.rank_state import capture_rng, restore_rng
+from trial_core.rank.reshard_rank_state import RankRemap
+from trial_core.rank.run_file_upload import RunFileUpload, tensorboard_in
+from trial_core.rank.state_files.overridden_settings import BuiltSettings
+from trial_core.rank.training import ProgressReporter, TrainingLoop
+from trial_core.rank.trial.callback import HOOKS, may_change_metrics, overridden_hooks
+from trial_core.rank.trial.context import RunInfo
+from trial_core.rank.trial.metric_values import as_reported
+from trial_core.rank.trial.trial_adapter import TrialAdapter
+from trial_core.rank.validation import evaluating, metric_names, validate
+from trial_core.schedule.work import Work
+
+T = TypeVar("T")
+
+AdapterBuilder = Callable[[RunInfo, DistributedContext], TrialAdapter]
+"""Constructs the trial that an experiment names. Collective: every rank calls it."""
+
+logger = logging.getLogger(__name__)
+
+VERSIONED = ("trialflow", "torch", "deepspeed", "numpy")
+
+
+@dataclass(frozen=True)
+class _AttachedTrial:
+    adapter: TrialAdapter
+    info: RunInfo
+    files: CheckpointFiles
+    snapshots: Snapshots
+    run_files: RunFileUpload
+    forward_clock: ForwardClock
+
+    def close(self) -> None:
+        """End the persister process, and free the memory files."""
+        self.files.close()
+        self.snapshots.close()
+
+
+class Controller:
+    """Carries out workloads on this rank.
+
+    Args:
+        build_adapter: constructs a trial, for `build_trial`.
+        emit: gets progress messages during workloads, on rank 0.
+        distributed: this rank's place among all; by default from the environment.
+        stop_barrier: asked before each batch whether it may begin.
+        on_stop_requested: called when the trial requests a stop during a train-workload; must have
+            the driver pause all ranks (see `stop_barrier`). None: the train-workload is finished
+            first.
+        info: of a script's trial, which exists already and is attached, not built.
+        run_dir_of_script: the folder of such a trial's run on this machine.
+
+    Attributes:
+        fit_result: the fields of the result of `Trainer.fit`, once the driver has ended it.
+    """
+
+    def __init__(
+        self,
+        build_adapter: AdapterBuilder,
+        emit: Callable[[BatchesTrained | BatchesValidated], None],
+        distributed: DistributedContext | None = None,
+        stop_barrier: StopBarrier | None = None,
+        on_stop_requested: Callable[[], None] | None = None,
+        info: RunInfo | None = None,
+        run_dir_of_script: Callable[[AttachTrial], Path] = lambda of: rank_run_dir(of.run_dir),
+    ) -> None:
+        self._build_adapter = build_adapter
+        self._emit = emit
+        self._on_stop_requested = on_stop_requested
+        self._scripts_info = info
+        self._run_dir_of_script = run_dir_of_script
+        self.fit_result: dict[str, Any] | None = None
+        self._has_requested_stop = False
+        self._owes_shutdown_hook = False
+        self._stop_barrier = stop_barrier or StopBarrier()
+        self._distributed = distributed or DistributedContext.from_environment()
+        self._attached: _AttachedTrial | None = None
+        self._loaders: Loaders | None = None
+        self._rng: dict[str, Any] | None = None
+        self._training: TrainingLoop | None = None
+        # Arguments that only this rank knows, for the hooks that follow a workload.
+        self._hook_arguments: dict[str, dict[str, Any]] = {}
+        self._handlers: dict[type, Callable[[Any], AnyResult]] = {
+            BuildTrial: self.build_trial,
+            AttachTrial: self.attach_trial,
+            FetchCheckpoint: self.fetch_checkpoint,
+            BuildLoadersAndRestore: self.build_loaders_and_restore,
+            TrainBatches: self.train,
+            NameMetrics: self.name_metrics,
+            RunValidation: self.validate,
+            SaveCheckpoint: self.save_checkpoint,
+            PersistCheckpoint: self.persist_checkpoint,
+            ReleaseStaging: self.release_staging,
+            RunHook: self.run_hook,
+            FinishRunFiles: self.finish_run_files,
+            EndFit: self.end_fit,
+        }
+
+    def carry_out(self, request: AnyRequest) -> AnyResult:
+        """Carry out one request. The caller runs it in the lane that the request names."""
+        return self._handlers[type(request)](request)
+
+    @property
+    def batches_trained(self) -> int | None:
+        """How many batches the trial has been trained; None before it is built."""
+        return None if self._attached is None else self._attached.info.batches_trained
+
+    def close(self) -> None:
+        """Release the trial's loaders, TensorBoard files and snapshots.
+
+        After a run that failed, first call the callbacks' `on_trial_shutdown`.
+        """
+        with ExitStack() as stack:
+            if self._attached is not None:
+                stack.callback(self._attached.close)
+                stack.callback(self._attached.info.tensorboard.finish)
+            self.shut_down_callbacks()
+            self._loaders = self._training = None  # loader workers end with their iterators
+
+    def shut_down_callbacks(self) -> None:
+        """Call `on_trial_shutdown` if the trial was started up and has not been shut down.
+
+        Every callback is called, also if another one raises.
+        """
+        if self._attached is None or not self._owes_shutdown_hook:
+            return
+        self._owes_shutdown_hook = False
+        with ExitStack() as stack:
+            for callback in reversed(list(self._attached.adapter.callbacks.values())):
+                stack.callback(callback.on_trial_shutdown)
+
+    def _free_trial(self) -> None:
+        """Free an earlier trial's memory, before the next one is built."""
+        self.close()
+        if self._attached is not None:
+            self._attached.adapter.destroy()
+            self._attached = self._rng = None
+            gc.collect()  # modules, hooks and engines refer to each other
+
+    # ------------------------------------------------------------------------ the workloads
+
+    def build_trial(self, request: BuildTrial) -> TrialBuilt:
+        """Construct the user's trial, in place of an earlier one. Collective."""
+        self._stop_barrier.reset()
+        self._free_trial()
+        run_dir = rank_run_dir(request.run_dir)
+        tensorboard = tensorboard_in(run_dir, self._distributed.get_rank())
+        info = RunInfo(
+            request.trial, request.experiment, tensorboard=tensorboard,
+            micro_batch_samples=request.micro_batch_samples,
+        )  # fmt: skip
+        adapter = self._build_adapter(info, self._distributed)
+        return self.attach(adapter, info, run_dir, CheckpointStore.from_spec(request.storage))
+
+    def attach_trial(self, request: AttachTrial) -> TrialBuilt:
+        """Take over the trial that a script has constructed. Collective."""
+        info = self._scripts_info
+        if info is None:
+            raise SlotsError("this rank runs no script's trial")
+        self._stop_barrier.reset()
+        run_dir = self._run_dir_of_script(request)
+        info.trial = request.trial
+        info.tensorboard.move_to(run_dir / rank_folder(self._distributed.get_rank()))
+        adapter = self._build_adapter(info, self._distributed)
+        return self.attach(adapter, info, run_dir, CheckpointStore.from_spec(request.storage))
+
+    def attach(
+        self, adapter: TrialAdapter, info: RunInfo, run_dir: Path, store: CheckpointStore
+    ) -> TrialBuilt:
+        """Take over a constructed trial, in place of an earlier one.
+
+        Args:
+            info: the source of the context's answers; the controller keeps it up to date.
+            run_dir: a folder on this machine for staged and fetched checkpoints.
+        """
+        if self._attached is not None:
+            self._attached.close()
+        info.batch_samples = adapter.batch_samples
+        settings = info.checkpointing
+        files = CheckpointFiles(run_dir, store, self._distributed, settings)
+        self._attached = _AttachedTrial(
+            adapter,
+            info,
+            files,
+            Snapshots(adapter, files, self._distributed, settings),
+            RunFileUpload(info, store, run_dir),
+            ForwardClock(adapter.whole_models if self._distributed.get_size() > 1 else ()),
+        )
+        _set_up_profiling(info)
+        self._loaders = self._training = self._rng = None
+        self._has_requested_stop = self._owes_shutdown_hook = False
+        self._hook_arguments = {}
+        hooks = overridden_hooks(adapter.callbacks)
+        if "on_trial_shutdown" in hooks:
+            hooks |= {"on_trial_startup"}  # from then on, this rank owes the other one
+        return TrialBuilt(
+            hooks=sorted(hooks),
+            topology=adapter.topology(),
+            batch_samples=adapter.batch_samples,
+            versions=library_versions(),
+        )
+
+    def fetch_checkpoint(self, request: FetchCheckpoint) -> Fetched:
+        """Fetch a checkpoint's files to this machine. I/O lane."""
+        trial, files = self._trial, request.files
+        if request.saved_by is not None:
+            ranks_here = self._distributed.local_ranks
+            files = trial.adapter.files_read(files, request.saved_by, request.restore, ranks_here)
+        return trial.files.try_fetch(request.uuid, files)
+
+    def build_loaders_and_restore(self, request: BuildLoadersAndRestore) -> ReadyToTrain:
+        """Build the loaders, and restore from a fetched checkpoint. Collective."""
+        trial = self._trial
+        adapter, info = trial.adapter, trial.info
+        info.batches_trained = info.initial_batch = request.batches_trained
+        seed = info.experiment_seed
+        remap = RankRemap.of(request.saved_by, adapter, seed, request.batches_trained)
+        if remap is not None and self._distributed.get_rank() == 0:
+            logger.info("%s", remap)
+        began = time.monotonic()
+        state = trial.snapshots.read_state(request.checkpoint, request.restore, remap)
+        restore_seconds = time.monotonic() - began
+        loaders = build_loaders(adapter, self._distributed, seed)
+        hooks = overridden_hooks(adapter.callbacks)
+        wants_batch_metrics = any(  # of any rank: all ranks must exchange the same
+            self._distributed.allgather("on_training_workload_end" in hooks)
+        )
+        loaders.validation.limit = request.validation_limit
+        info.epoch = loaders.epoch
+        overridden: tuple[list[str], list[str]] = ([], [])
+        if request.checkpoint is not None:
+            began = time.monotonic()
+            settings = BuiltSettings(adapter.optimizers, adapter.schedulers)
+            trial.snapshots.restore(request.checkpoint, state, remap)
+            overridden = settings.overridden()
+            restore_seconds += time.monotonic() - began
+        # After restore: the trial's on_checkpoint_load_start may change any part of the state.
+        own = (state if request.restore == "everything" else None) or {}
+        loaders.begin(own.get("training_data"))
+        self._loaders, self._rng = loaders, own.get("rng")
+        self._training = TrainingLoop(
+            adapter,
+            info,
+            loaders.training,
+            self._distributed,
+            wants_batch_metrics,
+            self._stop_barrier,
+            progress=ProgressReporter(self._send_progress(BatchesTrained)),
+            on_first_batch=trial.snapshots.rehearse,
+            on_stop_requested=self._request_stop,
+        )
+        if info.tensorboard_logging:
+            info.tensorboard.log_metrics_by_default()  # also those of a validation before training
+        return ReadyToTrain(
+            epoch=loaders.epoch,
+            restore_seconds=restore_seconds,
+            loads_micro_batches=loaders.loads_micro_batches,
+            overridden_optimizers=overridden[0],
+            overridden_schedulers=overridden[1],
+        )
+
+    def train(self, request: TrainBatches) -> Trained:
+        """Train up to a batch. Collective."""
+        adapter, info, loaders = self._trial.adapter, self._trial.info, self._built_loaders
+        self._restore_rng()
+        info.tensorboard.start()
+        self._trial.forward_clock.begin_workload()
+        began, waited = time.monotonic(), loaders.waited_seconds
+        steps, skipped = adapter.scaled_steps()
+        outcome = _require(self._training, BuildLoadersAndRestore).train(request.until)
+        metrics = as_reported(outcome.avg_metrics, "train_batch")
+        info.tensorboard.report("training", info.batches_trained, metrics)
+        self._hook_arguments["on_training_workload_end"] = {
+            "avg_metrics": outcome.avg_metrics,
+            "batch_metrics": outcome.batch_metrics,
+        }
+        return Trained(
+            batches_trained=info.batches_trained,
+            metrics=metrics,
+            seconds=time.monotonic() - began,
+            # Also if the trial has withdrawn its request: the other ranks have been told.
+            stop_requested=info.stop_requested or self._has_requested_stop,
+            stop_reason=info.stop_reason,
+            data_seconds=loaders.waited_seconds - waited,
+            forward_seconds=self._trial.forward_clock.seconds(),
+            learning_rates=adapter.learning_rates(),
+            non_finite=outcome.non_finite,
+            scaled_steps=adapter.scaled_steps()[0] - steps,
+            skipped_steps=adapter.scaled_steps()[1] - skipped,
+            work=self._sample_work().times(info.batch_samples),
+            device=accelerator_name(),
+            peak_memory_bytes=peak_memory_bytes(),
+        )
+
+    def name_metrics(self, request: NameMetrics) -> MetricsNamed:
+        """Find the names of the validation metrics. Collective."""
+        adapter, loaders = self._trial.adapter, self._built_loaders
+        return MetricsNamed(
+            names=metric_names(adapter, loaders, self._distributed),
+            may_be_more=any(map(may_change_metrics, adapter.callbacks.values())),
+        )
+
+    def validate(self, request: RunValidation) -> Validated:
+        """Validate. Collective."""
+        adapter, info, loaders = self._trial.adapter, self._trial.info, self._built_loaders
+        self._restore_rng()
+        began, rng = time.monotonic(), capture_rng()
+        progress = ProgressReporter(self._send_progress(BatchesValidated))
+        metrics = validate(adapter, loaders, self._distributed, progress, self._stop_barrier)
+        reported = as_reported(metrics or {}, "evaluate_batch")
+        if metrics is None:
+            restore_rng(rng)  # the resumed run repeats this validation
+        else:
+            self._hook_arguments["on_validation_end"] = {"metrics": metrics}
+            if "on_validation_end" not in overridden_hooks(adapter.callbacks):
+                info.tensorboard.report("validation", info.batches_trained, reported)
+        return Validated(
+            metrics=reported,
+            seconds=time.monotonic() - began,
+            stop_requested=info.stop_requested,
+            stop_reason=info.stop_reason,
+            is_broken_off=metrics is None,
+        )
+
+    def save_checkpoint(self, request: SaveCheckpoint) -> Saved:
+        """Stage a checkpoint. Collective."""
+        began, info = time.monotonic(), self._trial.info
+        position = self._built_loaders.state_dict()
+        staging = self._trial.snapshots.stage(request.uuid, info.batches_trained, position)
+        for hook in ("on_checkpoint_write_end", "on_checkpoint_end"):
+            self._hook_arguments[hook] = {"checkpoint_dir": str(staging)}
+        return Saved(
+            staging=str(staging),
+            seconds=time.monotonic() - began,
+            writes_run_files=info.tensorboard.has_files_to_upload,
+            stop_requested=info.stop_requested,
+            stop_reason=info.stop_reason,
+        )
+
+    def persist_checkpoint(self, request: PersistCheckpoint) -> Persisted:
+        """Upload a staged checkpoint, and the files for TensorBoard. I/O lane."""
+        persisted = self._trial.files.try_persist(request.uuid, request.shared)
+        if not persisted.problem and not persisted.mistake:
+            self._trial.run_files.upload()
+        return persisted
+
+    def release_staging(self, request: ReleaseStaging) -> Done:
+        """Delete a staged checkpoint, and what was fetched before. I/O lane."""
+        self._trial.files.release(request.uuid)
+        self._trial.files.delete_fetched()
+        return Done()
+
+    def run_hook(self, request: RunHook) -> HookDone:
+        """Call one hook of every callback, in the order in which the trial names them."""
+        adapter, info = self._trial.adapter, self._trial.info
+        if request.hook in ("on_trial_startup", "on_trial_shutdown"):
+            self._owes_shutdown_hook = request.hook == "on_trial_startup"
+        arguments = {**self._hook_arguments.get(request.hook, {}), **request.arguments}
+        # By position, in the reference's order: callbacks may use other parameter names.
+        positional = [arguments[name] for name in HOOKS[request.hook]]
+        is_validating = request.hook == "on_validation_end"
+        is_called = self._distributed.get_rank() == 0 or request.hook not in adapter.chief_hooks
+        with evaluating(adapter) if is_validating else nullcontext():
+            for callback in adapter.callbacks.values() if is_called else ():
+                getattr(callback, request.hook)(*positional)
+        metrics = None
+        if is_validating and self._distributed.get_rank() == 0:
+            metrics = as_reported(arguments["metrics"], "on_validation_end")
+            if "on_validation_end" in overridden_hooks(adapter.callbacks):
+                info.tensorboard.report("validation", info.batches_trained, metrics)
+        return HookDone(
+            stop_requested=info.stop_requested, stop_reason=info.stop_reason, metrics=metrics
+        )
+
+    def finish_run_files(self, request: FinishRunFiles) -> RunFilesStored:
+        """Stop the profiler, and upload the remaining files for TensorBoard."""
+        self._trial.info.tensorboard.finish()
+        return self._trial.run_files.upload()
+
+    def end_fit(self, request: EndFit) -> Done:
+        """Keep the result of `Trainer.fit`, which returns next."""
+        self.fit_result = request.result
+        return Done()
+
+    # ---------------------------------------------------------------------------- internals
+
+    def _sample_work(self) -> Work:
+        """What one sample holds, as the trial says, else as has been measured."""
+        said = self._trial.info.sample_work
+        if said.flops:
+            return said
+        return replace(said, flops=self._trial.adapter.measured_flops_per_sample())
+
+    def _restore_rng(self) -> None:
+        # As late as possible: random numbers that hooks draw must not change those of training.
+        if self._rng is not None:
+            restore_rng(self._rng)
+            self._rng = None
+
+    def _request_stop(self) -> None:
+        """The trial requests a stop on this rank: make the ranks agree on their last batch."""
+        if self._on_stop_requested is None or self._has_requested_stop:
+            return
+        self._has_requested_stop = True
+        self._stop_barrier.pause_self()  # first: this rank must not begin another batch meanwhile
+        self._on_stop_requested()
+
+    def _send_progress(
+        self, message: type[BatchesTrained] | type[BatchesValidated]
+    ) -> Callable[[int], None]:
+        def send(batches: int) -> None:
+            if self._distributed.get_rank() == 0:
+                self._emit(message(batches=batches))
+
+        return send
+
+    @property
+    def _trial(self) -> _AttachedTrial:
+        return _require(self._attached, BuildTrial)
+
+    @property
+    def _built_loaders(self) -> Loaders:
+        return _require(self._loaders, BuildLoadersAndRestore)
+
+
+PROFILED_BATCHES = 5
+"""How many batches are profiled, if the experiment does not name the last one."""
+
+
+def _set_up_profiling(info: RunInfo) -> None:
+    settings = info.profiling
+    if not settings.enabled:
+        return
+    first, last = settings.begin_on_batch, settings.end_after_batch
+    if last is None:
+        last = first + PROFILED_BATCHES - 1
+    info.tensorboard.profile_batches(first, last, lambda: info.batches_trained)
+
+
+def _require(value: T | None, request: type[Request]) -> T:
+    if value is None:
+        raise SlotsError(f"this request must come after {request.stage}")
+    return value
+
+
+def library_versions() -> dict[str, str]:
+    """The versions of the libraries that a rank uses, for manifests."""
+    return {name: _version(name) for name in VERSIONED}
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,141 @@
+"""`init`: the context of a Core API script. Follows ``determined.core.init``.
+
+The same script runs in the slots of ``trialflow train``, where the experiment file names it, and
+with plain ``python`` or ``torchrun``, without Prefect::
+
+    with trial_core.init() as core_context:
+        for step in range(first_step, 1001):
+            loss = train_one_step()
+            if step % 100 == 0:
+                core_context.train.report_training_metrics(step, {"loss": loss})
+                with core_context.checkpoint.store_path({"steps_completed": step}) as (path, _):
+                    torch.save(model.state_dict(), path / "model.pt")
+            if core_context.preempt.should_preempt():
+                break
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import torch.distributed as dist
+
+from trial_core.cluster_info import checkpoint_to_continue
+from trial_core.config.lengths import OPEN_END
+from trial_core.config.script import (
+    SOURCE,
+    checked_mapping,
+    given_length,
+    has_code_folder,
+    named_metric,
+    script_config,
+    started_module,
+)
+from trial_core.driver.script_order import Order
+from trial_core.errors import TrialError
+from trial_core.launch.machine.run_dirs import trial_id
+from trial_core.rank.collectives.distributed import DistributedContext
+from trial_core.rank.core_api.context import Context, PreemptMode, TensorboardMode
+from trial_core.rank.core_api.script_host import current_slot
+from trial_core.rank.core_api.script_outside_slot import joined_script
+from trial_core.rank.script import uncaught_errors
+from trial_core.rank.script.visible_logs import visible_logs
+from trial_core.schedule.command import ScriptCommand, without_values
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def init(
+    *,
+    distributed: DistributedContext | None = None,
+    checkpoint_storage: str | Mapping[str, Any] | None = None,
+    preempt_mode: PreemptMode = PreemptMode.WorkersAskChief,
+    tensorboard_mode: TensorboardMode = TensorboardMode.AUTO,
+    exp_conf: Mapping[str, Any] | None = None,
+    latest_checkpoint: str | None = None,
+    take_over: bool = False,
+) -> Iterator[Context]:
+    """The context of a Core API script. Every rank enters it once.
+
+    It does not initialise torch.distributed. Outside a slot, a script with several ranks does so
+    first: there `init` is a collective. In a slot, the experiment file and the driver decide, and
+    the arguments that are for scripts outside a slot are not used.
+
+    Args:
+        distributed: this rank's place among all; by default from the environment.
+        checkpoint_storage: outside a slot: in place of that of `exp_conf`.
+        preempt_mode: which ranks may ask `should_preempt`.
+        tensorboard_mode: what becomes of files for TensorBoard.
+        exp_conf: outside a slot: any part of an experiment file, as plain data.
+        latest_checkpoint: outside a slot: the checkpoint to resume from: its uuid or the first
+            characters of it, or ``"latest"``, the newest intact one of this experiment's newest
+            trial. Default: the environment variable ``DET_LATEST_CHECKPOINT``; without it a new
+            trial begins. `Context.info` names what was found.
+        take_over: outside a slot: whether to continue a trial that another run may be training,
+            which ends that run.
+
+    Raises:
+        ConfigError: `exp_conf` is invalid; lists every mistake.
+        TrialError: torch.distributed is not initialised, and there are several ranks.
+        CheckpointNotFound: there is no `latest_checkpoint`.
+        CheckpointDamaged: no checkpoint to resume from is intact.
+        TrialflowError: another run trains the trial, or may do so.
+    """
+    host = current_slot()
+    if host is not None:
+        host.distributed = distributed or host.distributed
+        if checkpoint_storage is not None and host.distributed.get_rank() == 0:
+            logger.warning(
+                "init: checkpoint_storage is not used: in a slot of `trialflow train`, the "
+                "experiment file decides"
+            )
+        yield Context(host, preempt_mode, tensorboard_mode)
+        return
+    ranks = distributed or DistributedContext.from_environment()
+    if ranks.get_size() > 1 and not dist.is_initialized():
+        raise TrialError(
+            f"trial_core.init: there are {ranks.get_size()} ranks, and torch.distributed is not "
+            "initialised; call torch.distributed.init_process_group before trial_core.init"
+        )
+    uncaught_errors.install()
+    with visible_logs():
+        given = dict(checked_mapping(exp_conf, SOURCE))
+        if checkpoint_storage is not None:
+            given["checkpoint_storage"] = checkpoint_storage
+        length = given_length(given)
+        config = script_config(given, max_length=OPEN_END if length is None else length)
+        config = config.model_copy(update={"entrypoint": script_command()})
+
+        def order() -> Order:
+            return Order(
+                experiment=config.model_dump(mode="json"),
+                new_trial=trial_id(config.name, uuid4().hex),
+                world_size=ranks.get_size(),
+                has_other_machines=ranks.get_num_agents() > 1,
+                latest_checkpoint=checkpoint_to_continue(latest_checkpoint),
+                take_over=take_over,
+                has_metric=named_metric(given) is not None,
+                has_code=has_code_folder("__main__"),
+            )
+
+        with joined_script(ranks, order) as host:
+            yield Context(host, preempt_mode, tensorboard_mode)
+
+
+def script_command() -> str:
+    """How this program was started, as an entrypoint. Each checkpoint records it."""
+    arguments = without_values(sys.argv[1:])
+    module = started_module()
+    if module is not None:
+        return ScriptCommand(module.removesuffix(".__main__"), True, arguments).text
+    name = Path(sys.argv[0]).name
+    if not name.endswith(".py"):  # an installed command, ``python -c``, a console
+        name = f"{name.lstrip('-') or 'script'}.py"
+    return ScriptCommand(name, False, arguments).text

@@ -1,0 +1,210 @@
+"""The part of a rank that runs a Core API script, and moves its checkpoints' files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from trial_core.checkpoint.manifest import Topology
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.cluster_info import ClusterInfo, published
+from trial_core.errors import SlotsError, TrialError
+from trial_core.launch.machine.run_dirs import rank_run_dir
+from trial_core.launch.slots.stop_barrier import StopBarrier
+from trial_core.messages import (
+    AnyRequest,
+    AnyResult,
+    AttachTrial,
+    BuildTrial,
+    Done,
+    FetchCheckpoint,
+    Fetched,
+    FinishRunFiles,
+    PersistCheckpoint,
+    Persisted,
+    ReleaseStaging,
+    RunFilesStored,
+    RunScript,
+    ScriptEnded,
+    TrialBuilt,
+)
+from trial_core.rank.checkpoint_files import CheckpointFiles
+from trial_core.rank.collectives.accelerator import peak_memory_bytes
+from trial_core.rank.collectives.distributed import DistributedContext
+from trial_core.rank.collectives.rendezvous import host_store
+from trial_core.rank.controller import Controller, library_versions
+from trial_core.rank.core_api.deepspeed_builds import builds_prepared
+from trial_core.rank.core_api.run_script import run_script
+from trial_core.rank.core_api.script_host import ScriptHost, ScriptMessage, in_slot
+from trial_core.rank.run_file_upload import RunFileUpload, tensorboard_in
+from trial_core.rank.trial.context import RunInfo
+from trial_core.schedule.command import ScriptCommand, command_of
+
+
+@dataclass
+class _PreparedScript:
+    command: ScriptCommand
+    info: RunInfo
+    files: CheckpointFiles
+    run_files: RunFileUpload
+    host: ScriptHost | None = None
+
+
+def run_in_slot(command: ScriptCommand, host: ScriptHost) -> None:
+    """Run a script to its end, as ``__main__``, in this thread."""
+    with in_slot(host), builds_prepared(host.distributed.get_local_rank()):
+        run_script(command)
+
+
+class ScriptController:
+    """Carries out the workloads of a Core API script on this rank, as `Controller` does a trial's.
+
+    The script runs in the compute lane, and the other requests beside it in the I/O lane.
+
+    Args:
+        emit: sends to the driver.
+        stop_barrier: holds this rank's part of a stop.
+        run: runs the script to its end; it talks to the host.
+        serve_fit: serves the driver's requests with the trial of `Trainer.fit`, until its end.
+        distributed: this rank's place among all; by default from the environment.
+        run_dir_of: the run's folder on this machine.
+        on_first_question: see `ScriptHost`.
+    """
+
+    def __init__(
+        self,
+        emit: Callable[[ScriptMessage], None],
+        stop_barrier: StopBarrier,
+        run: Callable[[ScriptCommand, ScriptHost], None],
+        serve_fit: Callable[[Controller], None] | None = None,
+        distributed: DistributedContext | None = None,
+        run_dir_of: Callable[[BuildTrial], Path] = lambda of: rank_run_dir(of.run_dir),
+        on_first_question: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._emit = emit
+        self._run = run
+        self._serve_fit = serve_fit
+        self._run_dir_of = run_dir_of
+        self._on_first_question = on_first_question
+        self._stop_barrier = stop_barrier
+        self._distributed = distributed or DistributedContext.from_environment()
+        self._prepared: _PreparedScript | None = None
+        self._handlers: dict[type, Callable[[Any], AnyResult]] = {
+            BuildTrial: self.prepare,
+            FetchCheckpoint: self.fetch_checkpoint,
+            RunScript: self.run,
+            PersistCheckpoint: self.persist_checkpoint,
+            ReleaseStaging: self.release_staging,
+            FinishRunFiles: self.finish_run_files,
+            AttachTrial: self.refuse_fit,
+        }
+
+    def carry_out(self, request: AnyRequest) -> AnyResult:
+        """Carry out one request. The caller runs it in the lane that the request names."""
+        handler = self._handlers.get(type(request))
+        if handler is None:
+            raise SlotsError(f"a Core API script has no {request.title}: it drives its own loop")
+        return handler(request)
+
+    @property
+    def batches_trained(self) -> int | None:
+        """How many steps the script has reported on this rank; None before it is prepared."""
+        return None if self._prepared is None else self._prepared.info.batches_trained
+
+    def close(self) -> None:
+        """Release what an earlier run of a script has left."""
+        if self._prepared is not None:
+            self._prepared.info.tensorboard.finish()
+            self._prepared.files.close()
+
+    # ------------------------------------------------------------------------ the workloads
+
+    def prepare(self, request: BuildTrial) -> TrialBuilt:
+        """Prepare to run the script. The script initialises torch.distributed itself."""
+        self.close()
+        self._stop_barrier.reset()
+        host_store()
+        command = command_of(str(request.experiment["entrypoint"]))
+        if command is None:
+            raise SlotsError(f"no command: {request.experiment['entrypoint']!r}")
+        run_dir, ranks = self._run_dir_of(request), self._distributed
+        tensorboard = tensorboard_in(run_dir, ranks.get_rank())
+        info = RunInfo(request.trial, request.experiment, tensorboard=tensorboard)
+        tensorboard.rank = ranks.get_rank()
+        store = CheckpointStore.from_spec(request.storage)
+        self._prepared = _PreparedScript(
+            command,
+            info,
+            CheckpointFiles(run_dir, store, ranks, info.checkpointing),
+            RunFileUpload(info, store, run_dir),
+        )
+        return TrialBuilt(
+            hooks=[],
+            topology=Topology(world_size=ranks.get_size(), data_parallel_size=ranks.get_size()),
+            batch_samples=0,
+            versions=library_versions(),
+        )
+
+    def run(self, request: RunScript) -> ScriptEnded:
+        """Run the script to its end."""
+        script, ranks = self._script, self._distributed
+        run = script.info
+        run.batches_trained = request.batches_trained
+        info = ClusterInfo.of(
+            run.trial, run.experiment, run.experiment_seed, request.checkpoint,
+            slots=ranks.local_size, machine=ranks.cross_rank, machines=ranks.cross_size,
+        )  # fmt: skip
+        script.host = host = ScriptHost(
+            info, ranks, run, script.files, self._emit,
+            self._stop_barrier, self._serve_fit, self._on_first_question, request.best_metric,
+        )  # fmt: skip
+        self._stop_barrier.begin_workload()
+        with published(info):
+            self._run(script.command, host)
+        return ScriptEnded(
+            was_preempted=host.was_preempted,
+            writes_run_files=run.tensorboard.has_files_to_upload,
+            peak_memory_bytes=peak_memory_bytes(),
+        )
+
+    def fetch_checkpoint(self, request: FetchCheckpoint) -> Fetched:
+        """Fetch all files of a checkpoint to this machine. I/O lane."""
+        return self._script.files.try_fetch(request.uuid, request.files)
+
+    def persist_checkpoint(self, request: PersistCheckpoint) -> Persisted:
+        """Upload what the script has written, and the files for TensorBoard. I/O lane."""
+        script = self._script
+        # Most checkpoints are rank 0's alone.
+        script.files.staging(request.uuid).mkdir(parents=True, exist_ok=True)
+        persisted = script.files.try_persist(request.uuid, request.shared)
+        if not persisted.problem and not persisted.mistake:
+            script.run_files.upload()
+        return persisted
+
+    def release_staging(self, request: ReleaseStaging) -> Done:
+        """Delete a staged checkpoint, and let the script continue. I/O lane."""
+        script = self._script
+        script.files.release(request.uuid)
+        if script.host is not None:
+            script.host.released(request.uuid)
+        return Done()
+
+    def refuse_fit(self, request: AttachTrial) -> NoReturn:
+        """Rank 0 is in `Trainer.fit`, and this rank's script has ended."""
+        raise TrialError(
+            "rank 0 has called Trainer.fit, and this rank's script has ended without it: every "
+            "rank calls fit"
+        )
+
+    def finish_run_files(self, request: FinishRunFiles) -> RunFilesStored:
+        """Upload the remaining files for TensorBoard."""
+        self._script.info.tensorboard.finish()
+        return self._script.run_files.upload()
+
+    @property
+    def _script(self) -> _PreparedScript:
+        if self._prepared is None:
+            raise SlotsError("this request must come after build-trial")
+        return self._prepared

@@ -1,0 +1,234 @@
+"""What a Core API script talks to: its driver commits checkpoints, keeps metrics, sends stops."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from typing import Any
+
+from trial_core.cluster_info import ClusterInfo
+from trial_core.config.lengths import named_length
+from trial_core.driver.run_loop import TrialResult
+from trial_core.errors import SlotsError
+from trial_core.launch.slots.stop_barrier import StopBarrier
+from trial_core.messages import (
+    Activity,
+    BatchesTrained,
+    BatchesValidated,
+    CheckpointWritten,
+    FitBegun,
+    MetricsKind,
+    MetricsReported,
+    StopRequested,
+)
+from trial_core.rank.checkpoint_files import CheckpointFiles
+from trial_core.rank.collectives.accelerator import accelerator_name
+from trial_core.rank.collectives.distributed import DistributedContext
+from trial_core.rank.controller import AdapterBuilder, Controller
+from trial_core.rank.trial.context import RunInfo
+from trial_core.schedule.work import Work
+
+ScriptMessage = (
+    Activity
+    | CheckpointWritten
+    | MetricsReported
+    | FitBegun
+    | BatchesTrained
+    | BatchesValidated
+    | StopRequested
+)
+
+
+class ScriptHost:
+    """Carries out what a script asks of its context, for one run of it. Every rank has one.
+
+    Args:
+        run: the trial's, with its TensorBoard files.
+        emit: sends to the driver.
+        stop_barrier: holds this rank's part of a stop.
+        serve_fit: serves the driver's requests with the trial of `Trainer.fit`, until its end.
+        on_first_question: called when the script asks for the first time whether to end.
+        best_validation: see below; of the checkpoint that the script starts from.
+
+    Attributes:
+        info: what the script may know of its run.
+        distributed: this rank's place among all.
+        files: this rank's staged and fetched checkpoints.
+        max_length: where the experiment says that training ends; None: it does not say.
+        run: the trial's state, which its contexts read.
+        was_preempted: whether the script was told to save and end.
+        best_validation: the best searcher metric that this rank knows of.
+        has_trainer: whether a `transformers.Trainer` has begun to train in this run of the script.
+    """
+
+    def __init__(
+        self,
+        info: ClusterInfo,
+        distributed: DistributedContext,
+        run: RunInfo,
+        files: CheckpointFiles,
+        emit: Callable[[ScriptMessage], None],
+        stop_barrier: StopBarrier,
+        serve_fit: Callable[[Controller], None] | None = None,
+        on_first_question: Callable[[], None] = lambda: None,
+        best_validation: float | None = None,
+    ) -> None:
+        self.info = info
+        self.distributed = distributed
+        self.files = files
+        self.max_length = named_length(run.experiment)
+        self.was_preempted = False
+        self.best_validation = best_validation
+        self.has_trainer = False
+        self.run = run
+        self._step_work: Work | None = None
+        # Where the script's present training began: its steps, and when.
+        self._training_since = (run.batches_trained, time.monotonic())
+        self._serve_fit = serve_fit
+        self._on_first_question = on_first_question
+        self._has_asked = False
+        self._error: BaseException | None = None
+        self._emit = emit
+        self._stop_barrier = stop_barrier
+        self._released: set[str] = set()
+        self._uploading: str | None = None
+        self._has_released = threading.Condition()
+
+    def report(self, kind: MetricsKind, steps_completed: int, metrics: Mapping[str, Any]) -> None:
+        """Report metrics. Rank 0 alone calls this. Does not wait."""
+        message = MetricsReported(kind=kind, steps_completed=steps_completed, metrics=dict(metrics))
+        begin, began = self._training_since
+        if kind == "training" and self._step_work is not None:
+            message.steps = max(0, steps_completed - begin)
+            message.seconds = time.monotonic() - began
+            message.work, message.device = self._step_work, accelerator_name()
+        self._note_trained(steps_completed)
+        if kind == "validation":
+            self._note_validation(metrics)
+        self.run.tensorboard.report(kind, steps_completed, metrics)
+        self._tell(message)
+
+    def measure_steps(self, work: Work) -> None:
+        """Measure how fast the script trains from now on; one step holds `work`."""
+        if self._step_work is None:  # what the script has done before was no training
+            self._note_trained(self.run.batches_trained)
+        self._step_work = work
+
+    def _note_trained(self, steps_completed: int) -> None:
+        self.run.batches_trained = steps_completed
+        self._training_since = steps_completed, time.monotonic()
+
+    def _note_validation(self, metrics: Mapping[str, Any]) -> None:
+        searcher = self.run.experiment.get("searcher") or {}
+        value, best = metrics.get(searcher.get("metric", "")), self.best_validation
+        if isinstance(value, (int, float)) and math.isfinite(value):
+            better = min if searcher.get("smaller_is_better", True) else max
+            self.best_validation = float(value if best is None else better(value, best))
+
+    def set_status(self, text: str) -> None:
+        """Tell people what the script is doing. Rank 0 alone calls this."""
+        self._tell(Activity(text=text))
+
+    def expect_stops(self) -> None:
+        """From now on, a signal to this rank asks the run to stop."""
+        if not self._has_asked:
+            self._has_asked = True
+            self._on_first_question()
+
+    def should_preempt(self) -> bool:
+        """Whether to save and end. Ranks that ask equally often get the same answers."""
+        self.expect_stops()
+        # A call is a step: the ranks agree on the last one without a collective.
+        self.was_preempted = self.was_preempted or not self._stop_barrier.may_begin_step()
+        self._raise_error()
+        return self.was_preempted
+
+    def commit(self, uuid: str, steps_completed: int, shard: bool, wait: bool = True) -> None:
+        """Have a staged checkpoint uploaded and committed. There is one at a time.
+
+        Args:
+            shard: whether every rank calls this. If not, rank 0 does.
+            wait: whether to wait for the end; if not, the next call or `wait_for_upload` does.
+        """
+        self.wait_for_upload()
+        if shard:
+            self.distributed.allgather(None)  # all ranks have written their parts
+        if self.distributed.get_rank() == 0:
+            self._tell(CheckpointWritten(uuid=uuid, steps_completed=steps_completed, waits=wait))
+        self._uploading = uuid
+        if wait:
+            self.wait_for_upload()
+        if self.distributed.get_rank() == 0:
+            self._note_trained(steps_completed)  # last: the wait is no training
+
+    def wait_for_upload(self) -> None:
+        """Wait until the last checkpoint is committed. Raises why the run has failed, if so."""
+        uuid, self._uploading = self._uploading, None
+        with self._has_released:
+            # Not collective: an upload may last longer than the deadline of collectives.
+            self._has_released.wait_for(
+                lambda: uuid is None or uuid in self._released or self._error is not None
+            )
+        self._raise_error()
+
+    def failed(self, error: BaseException) -> None:
+        """The run has failed elsewhere: the script's next call raises this. For any thread."""
+        with self._has_released:
+            self._error = error
+            self._has_released.notify_all()
+
+    def _tell(self, message: ScriptMessage) -> None:
+        self._raise_error()
+        self._emit(message)
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def fit(self, asked: FitBegun, adapt: AdapterBuilder, ranks: DistributedContext) -> TrialResult:
+        """Have the driver train a trial, and serve its requests until it has ended.
+
+        Every rank calls this.
+
+        Args:
+            asked: the arguments of `Trainer.fit`.
+            adapt: makes the adapter of the script's trial.
+        """
+        controller = Controller(
+            adapt, self._emit, ranks, self._stop_barrier, lambda: self._emit(StopRequested()),
+            self.run,
+        )  # fmt: skip
+        if self._serve_fit is None:
+            raise SlotsError("this script is not run in a slot")
+        if ranks.get_rank() == 0:
+            self._emit(asked)
+        with closing(controller):
+            self._serve_fit(controller)
+        return TrialResult(**(controller.fit_result or {}))
+
+    def released(self, uuid: str) -> None:
+        """Note that the driver has committed a checkpoint. Called in the I/O lane."""
+        with self._has_released:
+            self._released.add(uuid)
+            self._has_released.notify_all()
+
+
+_SLOTS: list[ScriptHost] = []
+
+
+def current_slot() -> ScriptHost | None:
+    """The host of the script that this process runs; None outside a slot."""
+    return _SLOTS[-1] if _SLOTS else None
+
+
+@contextmanager
+def in_slot(host: ScriptHost) -> Iterator[None]:
+    """Make `current_slot` return `host` during the block."""
+    _SLOTS.append(host)
+    try:
+        yield
+    finally:
+        _SLOTS.remove(host)

@@ -1,0 +1,1 @@
+"""Data loading that continues where it was: positions, shuffles, shards, skips."""

@@ -1,0 +1,291 @@
+"""A trial's data loaders: checked, sharded, and set to the position where training continues."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trial_core.errors import TrialError
+from trial_core.rank.collectives.distributed import DistributedContext
+from trial_core.rank.data.data_position import micro_batches_drawn
+from trial_core.rank.data.data_rng import with_shared_rng
+from trial_core.rank.data.dataloader import DataLoader
+from trial_core.rank.data.litdata_state import complete_litdata_state
+from trial_core.rank.data.seekable_samplers import length_of
+from trial_core.rank.data.validation_set import (
+    ValidationSet,
+    validation_set,
+)
+from trial_core.rank.trial.trial_adapter import TrialAdapter
+from trial_core.schedule.units import EpochLength
+
+logger = logging.getLogger(__name__)
+
+
+class MicroBatches(Iterator[Any]):
+    """A training loader's micro-batches, counted as the trial takes them.
+
+    Args:
+        source: micro-batches without end. Nothing is loaded ahead.
+        per_batch: micro-batches of one batch.
+        drawn: how many this rank has taken before these, over the whole life of the trial.
+        loader: the loader behind `source`, if it saves its own state; None otherwise.
+        loaded: the state that was loaded into `loader`; None if none was.
+
+    Attributes:
+        waited_seconds: the time that loading took, without what was loaded ahead. Ranks train in
+            step, so all wait for the rank with the highest value.
+    """
+
+    def __init__(
+        self,
+        source: Iterator[Any],
+        per_batch: int,
+        drawn: int = 0,
+        loader: Any = None,
+        loaded: Any = None,
+    ) -> None:
+        self._source = source
+        self._per_batch = per_batch
+        self._drawn = self._drawn_before = drawn
+        self._loader = loader
+        self._loaded = loaded
+        self._has_warned = False
+        self.taken = 0
+        self.waited_seconds = 0.0
+
+    def __next__(self) -> Any:
+        began = time.perf_counter()
+        micro_batch = next(self._source)
+        self.waited_seconds += time.perf_counter() - began
+        self.taken += 1
+        self._drawn += 1
+        return micro_batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's position in the data, for `Loaders.begin`. Call between batches."""
+        # Before the first micro-batch, torchdata's loader would begin a pass, and litdata's would
+        # tell another worker than the one that it has loaded.
+        is_moved = self._loader is not None and self._drawn > self._drawn_before
+        return {
+            "drawn": self._drawn,
+            "per_batch": self._per_batch,
+            "loader": self._loader.state_dict() if is_moved else self._loaded,
+            "loader_type": type(self._loader).__qualname__,
+            "loader_is_global": bool(getattr(self._loader, "state_is_global", False)),
+        }
+
+    def batch_ended(self) -> None:
+        """Warn, once, if the trial has not taken exactly one batch's micro-batches."""
+        if self.taken != self._per_batch and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "train_batch took %d micro-batches from its loader for one batch, where "
+                "gradient_accumulation_steps makes it %d: epochs are counted by the latter, so "
+                "they do not begin and end with the passes over the data. If a batch needs more, "
+                "load larger micro-batches and divide them in train_batch",
+                self.taken,
+                self._per_batch,
+            )
+        self.taken = 0
+
+
+@dataclass
+class Loaders:
+    """This rank's data.
+
+    Attributes:
+        adapter, distributed, seed: what the loaders were built with.
+        training_loader: the trial's loader; None on a rank that needs no data.
+        validation: this rank's part of the validation set.
+        epoch: the length of an epoch, the same on every rank; None if it is unknown.
+        training: micro-batches without end, after `begin`; None on a rank that needs no data.
+    """
+
+    adapter: TrialAdapter
+    distributed: DistributedContext
+    seed: int
+    training_loader: Any
+    validation: ValidationSet
+    epoch: EpochLength | None
+    training: MicroBatches | None = None
+
+    def begin(self, saved: Mapping[str, Any] | None = None) -> None:
+        """Set the training data to the position where training continues.
+
+        This may draw from the global generators, as building the loaders may. Restore training's
+        random state afterwards.
+
+        Args:
+            saved: `state_dict` at that position; None: at the beginning.
+        """
+        self.training = _training_micro_batches(self, saved)
+
+    @property
+    def loads_micro_batches(self) -> bool | None:
+        """Whether the training loader has the engine's micro-batch size; None: it needs no data."""
+        if self.training_loader is None:
+            return None
+        size = getattr(self.training_loader, "batch_size", None)
+        return isinstance(self.training_loader, DataLoader) and size == (
+            self.adapter.topology().micro_batch_samples
+        )
+
+    @property
+    def waited_seconds(self) -> float:
+        """How long this rank has waited for training data; 0 on a rank that needs no data."""
+        return 0.0 if self.training is None else self.training.waited_seconds
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """This rank's position in the training data; None on a rank that needs no data."""
+        if self.training is None:
+            return None
+        passes = None if self.epoch is None else self.epoch.micro_batches
+        ranks = self.adapter.data_parallel_size
+        return {**self.training.state_dict(), "ranks": ranks, "pass": passes}
+
+
+def build_loaders(adapter: TrialAdapter, distributed: DistributedContext, seed: int) -> Loaders:
+    """Build both loaders. Collective: every rank calls this. Call `Loaders.begin` next.
+
+    Raises:
+        TrialError: a loader has the wrong type, is empty, or is missing on a rank that needs data;
+            or the validation set is too small for a pipeline.
+    """
+    # A trial may build loaders without asking its rank, so a rank without data never calls it.
+    needed = adapter.needs_data
+    training = _require_usable(adapter, adapter.training_loader() if needed else None, "training")
+    validation = _require_usable(
+        adapter, adapter.validation_loader() if needed else None, "validation"
+    )
+    # All ranks know all lengths before any refuses one, so that all raise the same error.
+    lengths = distributed.allgather(
+        (_micro_batches_of_all(adapter, training), _micro_batches_of_all(adapter, validation))
+    )
+    training_length = _common_length([length for length, _ in lengths], "training")
+    _common_length([length for _, length in lengths], "validation")
+
+    epoch = None
+    if training_length is not None:
+        epoch = EpochLength(
+            training_length, adapter.micro_batches_per_batch * adapter.data_parallel_size
+        )
+    shards = validation_set(adapter, validation, seed, distributed)
+    return Loaders(adapter, distributed, seed, training, shards, epoch)
+
+
+def _require_usable(adapter: TrialAdapter, loader: Any, which: str) -> Any:
+    if loader is None and adapter.needs_data:
+        raise TrialError(
+            f"build_{which}_data_loader returned None on a rank that needs data; return a "
+            "trial_core.pytorch.DataLoader"
+        )
+    if (
+        loader is not None
+        and adapter.requires_reproducible_loaders
+        and not isinstance(loader, DataLoader)
+    ):
+        raise TrialError(
+            f"build_{which}_data_loader returned {type(loader).__module__}."
+            f"{type(loader).__qualname__}; return a trial_core.pytorch.DataLoader, which shards, "
+            "shuffles and resumes reproducibly, or call "
+            "context.disable_dataset_reproducibility_checks() to take care of that yourself"
+        )
+    return loader
+
+
+def _micro_batches_of_all(adapter: TrialAdapter, loader: Any) -> int | None:
+    """Micro-batches of one pass over all shards; -1 without a loader, None without a length."""
+    if loader is None:
+        return -1
+    if isinstance(loader, DataLoader):
+        return loader.num_micro_batches
+    own = length_of(loader)  # a custom loader gives this rank's shard alone
+    return None if own is None else own * adapter.data_parallel_size
+
+
+def _common_length(lengths: list[int | None], which: str) -> int | None:
+    known = [length for length in lengths if length is not None and length >= 0]
+    if 0 in known:
+        raise TrialError(
+            f"the {which} loader is empty: it has no batch at all; its dataset has no samples, or "
+            "fewer than one batch with drop_last=True"
+        )
+    return None if None in lengths or not known else max(known)
+
+
+def _training_micro_batches(
+    loaders: Loaders, saved: Mapping[str, Any] | None
+) -> MicroBatches | None:
+    adapter, loader = loaders.adapter, loaders.training_loader
+    if loader is None:
+        return None
+    per_batch, ranks = adapter.micro_batches_per_batch, adapter.data_parallel_size
+    drawn = 0
+    if saved is not None:
+        warns = adapter.data_parallel_rank == 0
+        drawn = micro_batches_drawn(saved, per_batch, ranks, loaders.epoch, warns)
+    endless: Iterable[Any]
+    if isinstance(loader, DataLoader):
+        endless = loader.get_data_loader(
+            repeat=True,
+            skip=drawn,
+            num_replicas=ranks,
+            rank=adapter.data_parallel_rank,
+            seed=loaders.seed,
+        )
+    else:
+        endless = _repeat(loader, _rest_of_pass(adapter, loader, drawn, saved))
+    endless = with_shared_rng(endless, adapter, loaders.distributed, loaders.seed, drawn)
+    if isinstance(loader, DataLoader) or not _saves_state(loader):
+        return MicroBatches(iter(endless), per_batch, drawn)
+    loaded = None if saved is None else saved["loader"]
+    return MicroBatches(iter(endless), per_batch, drawn, loader, loaded)
+
+
+def _saves_state(loader: Any) -> bool:
+    """Whether a custom loader can save and restore its position."""
+    return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def _rest_of_pass(
+    adapter: TrialAdapter, loader: Any, drawn: int, saved: Mapping[str, Any] | None
+) -> Iterator[Any] | None:
+    """The rest of the pass in which `loader` was saved; None if a new pass begins."""
+    state = None if saved is None else saved["loader"]
+    if state is not None and _saves_state(loader):
+        loader.load_state_dict(copy.deepcopy(state))  # some loaders keep it, and change it
+        complete_litdata_state(loader)
+        # iter() now: the uninterrupted run drew its random numbers earlier, and the random state
+        # is restored after this.
+        rest: Iterator[Any] = iter(loader)
+        return rest
+    if drawn > 0 and adapter.data_parallel_rank == 0:  # the other ranks would log the same
+        logger.warning(
+            "the training loader (%s.%s) restarts at its first micro-batch, although %d have been "
+            "trained on: %s",
+            type(loader).__module__,
+            type(loader).__qualname__,
+            drawn,
+            "the checkpoint holds no state of it"
+            if _saves_state(loader)
+            else "it has no state_dict and load_state_dict. To resume within an epoch, return a "
+            "trial_core.pytorch.DataLoader or, for example, torchdata's StatefulDataLoader",
+        )
+    return None
+
+
+def _repeat(loader: Any, rest: Iterator[Any] | None) -> Iterator[Any]:
+    """Repeat a custom loader without end: an epoch's end does not end the run."""
+    if rest is not None:
+        yield from rest  # empty if the loader was saved at the end of a pass
+    while True:
+        count = 0
+        for count, micro_batch in enumerate(loader, start=1):  # noqa: B007 - read after the loop
+            yield micro_batch
+        if count == 0:
+            raise TrialError("the training loader yielded nothing in a whole pass")

@@ -1,0 +1,164 @@
+"""A rank's part of a checkpoint: its state is staged, and restored from fetched files.
+
+Staging blocks training. The trial saves into this rank's staging folder, where DeepSpeed's shards
+are memory files, so staging costs one copy. `CheckpointFiles` uploads it later, beside training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from trial_core.checkpoint.resume_point import Restore
+from trial_core.config.checkpointing_section import CheckpointingConfig
+from trial_core.launch.machine.memory_files import GIB, MemoryFiles, free_bytes
+from trial_core.launch.slots.kept_memory import drop_kept
+from trial_core.rank.checkpoint_files import CheckpointFiles
+from trial_core.rank.collectives.distributed import DistributedContext
+from trial_core.rank.first_checkpoint import load_back
+from trial_core.rank.rank_state import (
+    STATE_FOLDER,
+    rank_state,
+    read_rank_state,
+    restore_callbacks,
+    write_rank_state,
+)
+from trial_core.rank.reshard_rank_state import RankRemap, read_remapped_state
+from trial_core.rank.state_files.safe_load import Reader
+from trial_core.rank.trial.trial_adapter import TrialAdapter
+
+
+class Snapshots:
+    """Stages the trial's state on this rank, and restores it.
+
+    Args:
+        files: the checkpoints' files on this machine.
+        settings: the experiment's section `checkpointing`.
+    """
+
+    def __init__(
+        self,
+        adapter: TrialAdapter,
+        files: CheckpointFiles,
+        distributed: DistributedContext,
+        settings: CheckpointingConfig,
+    ) -> None:
+        self._adapter = adapter
+        self._files = files
+        self._distributed = distributed
+        self._memory_gib = settings.memory_gib_per_rank
+        self._settings = settings
+        self._verifies = settings.verify_first is not False
+        self._reader = Reader(settings.trusted, adapter.checkpoint_classes)
+        self._memory: MemoryFiles | None = None
+        self._is_rehearsed = False
+
+    def rehearse(self) -> None:
+        """Allocate what snapshots need, before the first one. Collective: every rank calls this.
+
+        Pinning memory and the first use of each page take seconds. A first snapshot that a stop
+        asks for would take them from the time until the process is killed. How much a snapshot
+        needs is known by writing one. It is thrown away, and its memory is kept.
+        """
+        adapter = self._adapter
+        if self._is_rehearsed or not adapter.rehearses_save:
+            return
+        self._is_rehearsed = True
+        folder, memory = self._files.staging("rehearsal"), self._memory_files()
+        folder.mkdir(parents=True, exist_ok=True)
+        memory.begin(is_rehearsal=True)
+        adapter.save(folder, memory, self._reader, adapter.hook_state())
+        memory.end()
+        shutil.rmtree(folder)
+        with contextlib.suppress(OSError):  # it still holds other ranks' folders
+            folder.parent.rmdir()
+
+    def stage(
+        self, uuid: str, batches_trained: int, training_data: Mapping[str, Any] | None
+    ) -> Path:
+        """Write this rank's shards and state. Collective: every rank calls this.
+
+        Raises:
+            CheckpointUnrestorable: of the first one that these ranks save, unless they have
+                restored one.
+        """
+        adapter, folder, memory = self._adapter, self._files.staging(uuid), self._memory_files()
+        folder.mkdir(parents=True, exist_ok=True)
+        of_adapter = adapter.hook_state()
+        state = {**of_adapter, **rank_state(batches_trained, adapter, training_data)}
+        for callback in adapter.callbacks.values():
+            callback.on_checkpoint_save_start(state)
+        self._files.forget_memory()
+        memory.begin()
+        adapter.save(folder, memory, self._reader, _taken_out(state, of_adapter))
+        memory.end()
+        write_rank_state(folder, self._distributed.get_rank(), state, self._reader)
+        if self._verifies:
+            load_back(adapter, self._distributed, self._reader, folder, self._settings)
+            self._verifies = False  # the others are saved and loaded in the same way
+        return folder
+
+    def close(self) -> None:
+        """Free the memory files."""
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+
+    def read_state(
+        self, uuid: str | None, restore: Restore, remap: RankRemap | None = None
+    ) -> dict[str, Any] | None:
+        """This rank's state in a fetched checkpoint; None if only weights or nothing is restored.
+
+        Raises:
+            CheckpointDamaged: the checkpoint has no state of this rank.
+        """
+        if uuid is None or restore == "weights":
+            return None
+        folder, rank = self._files.restored(uuid), self._distributed.get_rank()
+        if restore == "state" and not (folder / STATE_FOLDER).is_dir():
+            return {}  # another program has written the checkpoint
+        if remap is None:
+            return read_rank_state(folder, rank, self._reader)
+        return read_remapped_state(folder, rank, self._reader, remap, restore)
+
+    def restore(
+        self, uuid: str, state: dict[str, Any] | None, remap: RankRemap | None = None
+    ) -> None:
+        """Load from fetched files. Collective: every rank calls this, after all have fetched.
+
+        Args:
+            state: the result of `read_state`, for the callbacks; None loads weights alone.
+        """
+        adapter, folder = self._adapter, self._files.restored(uuid)
+        if state is None:
+            adapter.load_weights(folder, self._reader)
+            return
+        of_adapter = adapter.read_hook_state(folder, self._reader)
+        state.update(of_adapter)
+        for callback in adapter.callbacks.values():
+            callback.on_checkpoint_load_start(state)
+        of_adapter = _taken_out(state, of_adapter)
+        adapter.load(folder, self._reader, of_adapter, reshape=remap is not None)
+        self._verifies = False
+        restore_callbacks(state, adapter.callbacks)
+
+    def _memory_files(self) -> MemoryFiles:
+        # Not created before training: only then is known how much memory it leaves free.
+        if self._memory is None:
+            drop_kept()  # of earlier ranks: all ranks here have restored it
+            if self._memory_gib is not None:
+                self._memory = MemoryFiles(int(self._memory_gib * GIB))
+            else:
+                # Measured once, before any rank writes. The ranks share what exceeds it: rank 0
+                # usually needs more, because it saves the model.
+                reserve = int(self._distributed.broadcast_local(free_bytes() // 2))
+                self._memory = MemoryFiles(None, reserve)
+        return self._memory
+
+
+def _taken_out(state: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Those entries of `state`, without those that a hook has removed. `state` loses them."""
+    return {name: state.pop(name) for name in names if name in state}

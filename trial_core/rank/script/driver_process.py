@@ -1,0 +1,164 @@
+"""Starts the driver of a script's ranks, in a process beside rank 0, and has the ranks join it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from weakref import WeakSet
+
+import msgspec
+
+from trial_core.driver.script_order import Order
+from trial_core.errors import SlotsError
+from trial_core.messages import Abort, Invitation, decode_invitation
+from trial_core.rank.collective_errors import run_on_rank_0
+from trial_core.rank.collectives.distributed import DistributedContext
+
+logger = logging.getLogger(__name__)
+
+END_SECONDS = 60.0
+"""How long the driver may take to write its last report, after its ranks have left."""
+
+
+_EARLY: list[DriverProcess] = []
+_STARTED: WeakSet[DriverProcess] = WeakSet()
+
+
+@contextmanager
+def early_driver(distributed: DistributedContext) -> Iterator[None]:
+    """Start the driver now, for `take_driver` within the block."""
+    driver = DriverProcess(distributed)
+    _EARLY.append(driver)
+    try:
+        yield
+    finally:
+        if driver in _EARLY:
+            _EARLY.remove(driver)
+            driver.close()
+
+
+@contextmanager
+def take_driver(distributed: DistributedContext) -> Iterator[DriverProcess]:
+    """The driver that was started early, or a new one; it ends after the block."""
+    driver = _EARLY.pop() if _EARLY else DriverProcess(distributed)
+    try:
+        yield driver
+    finally:
+        driver.close()
+
+
+class DriverProcess:
+    """The driver of a script, on rank 0; on other ranks, nothing.
+
+    Started early, because Python takes its time to import what the driver needs: by `init`, while
+    the script constructs its trial.
+    """
+
+    def __init__(self, distributed: DistributedContext) -> None:
+        self._distributed = distributed
+        self._process: subprocess.Popen[bytes] | None = None
+        self._has_invited = False
+        self._last_words = b""
+        if distributed.get_rank() == 0:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "trial_core.driver.script_driver_main"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                # So that neither a terminal's Ctrl-C nor the end of the ranks' group ends it.
+                start_new_session=True,
+            )
+            _STARTED.add(self)
+
+    def give(self, order: Callable[[], Order]) -> Invitation:
+        """Have it drive the ranks. Collective: every rank calls this.
+
+        Raises:
+            TrialflowError: on every rank, if the run could not begin.
+        """
+        return run_on_rank_0(self._distributed, lambda: self._give(order()))
+
+    def end(self) -> None:
+        """Wait until it has ended, after the ranks have left. Collective."""
+        run_on_rank_0(self._distributed, self._end)
+
+    def close(self) -> None:
+        """Wait until it has ended, once the ranks have left. Not collective."""
+        process = self._process
+        if process is None or process.stdin is None or process.stdout is None:
+            return
+        if process.stdout.closed:
+            return
+        if not self._has_invited:
+            process.kill()
+        try:
+            process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            logger.warning("the driver has not written its last report within %g s", END_SECONDS)
+            process.kill()
+            process.wait()
+        if self._has_invited and process.returncode < 0:
+            by = signal.Signals(-process.returncode).name
+            logger.error("the driver of this script was ended by %s", by)
+        os.set_blocking(process.stdout.fileno(), False)  # a process of the driver's may hold it
+        self._last_words = process.stdout.read() or b""
+        process.stdout.close()
+        with suppress(BrokenPipeError):
+            process.stdin.close()
+
+    def forget(self) -> None:
+        """Let go, in a forked process, of the pipe whose end says that rank 0 is gone."""
+        pipe = self._process.stdin if self._process is not None else None
+        if pipe is not None and not pipe.closed:
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, pipe.fileno(), inheritable=False)  # stays valid, to be closed later
+            os.close(nothing)
+
+    def _give(self, order: Order) -> Invitation:
+        process = self._process
+        if process is None or process.stdin is None or process.stdout is None:
+            raise SlotsError("the driver runs beside rank 0")
+        try:
+            process.stdin.write(msgspec.json.encode(order) + b"\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except BrokenPipeError:
+            line = b""
+        if not line:
+            raise SlotsError(
+                f"the driver of this script has ended with exit code {process.wait()} before its "
+                "ranks could join; see its error above"
+            )
+        try:
+            reply = decode_invitation(bytes.fromhex(line.decode()))
+        except ValueError as error:
+            raise SlotsError(f"the driver of this script said {line!r}, no invitation") from error
+        self._has_invited = True
+        if isinstance(reply, Abort):
+            raise reply.error
+        return reply
+
+    def _end(self) -> None:
+        self.close()
+        if self._process is None or self._process.returncode <= 0:
+            return
+        why = f"exit code {self._process.returncode}"
+        with suppress(ValueError):
+            if isinstance(
+                said := decode_invitation(bytes.fromhex(self._last_words.decode())), Abort
+            ):
+                why = str(said.error)
+        logger.error("the driver of this script has failed after its ranks were done: %s", why)
+
+
+def _forget_in_child() -> None:
+    """A driver ends when rank 0 is gone: a forked process must not hold its pipe."""
+    for driver in list(_STARTED):
+        driver.forget()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -1,0 +1,1 @@
+"""The files of a rank's state: written, read and checked."""

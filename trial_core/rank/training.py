@@ -1,0 +1,142 @@
+"""The training loop: one train-workload, with the hooks in it that `PyTorchCallback` lists.
+
+`on_training_workload_end` is the next stage. The whole route of a stop:
+`trial_core/schedule/stop_requests.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trial_core.launch.slots.stop_barrier import StopBarrier
+from trial_core.messages import NonFinite
+from trial_core.rank.collectives.distributed import DistributedContext
+from trial_core.rank.data.loaders import MicroBatches
+from trial_core.rank.trial.callback import PyTorchCallback, trial_callbacks
+from trial_core.rank.trial.context import RunInfo
+from trial_core.rank.trial.metric_reduction import BatchMetrics
+from trial_core.rank.trial.trial_adapter import TrialAdapter, accepts
+from trial_core.rank.workload_metrics import reduce_training
+from trial_core.schedule.units import EpochLength
+
+REPORT_SECONDS = 0.2
+
+
+@dataclass
+class TrainOutcome:
+    """The metrics of a train-workload.
+
+    Attributes:
+        avg_metrics: averaged over the workload's batches and all ranks.
+        batch_metrics: of each call of train_batch, averaged over all ranks, if they are wanted.
+        non_finite: this rank's that were NaN or infinite in some batch.
+    """
+
+    avg_metrics: dict[str, Any]
+    batch_metrics: list[dict[str, Any]]
+    non_finite: dict[str, NonFinite]
+
+
+class ProgressReporter:
+    """Reports the number of batches done, at most once per `REPORT_SECONDS`."""
+
+    def __init__(self, send: Callable[[int], None]) -> None:
+        self._send = send
+        self._next = 0.0
+
+    def report(self, batches: int) -> None:
+        """Report `batches`, unless the last report is too recent."""
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + REPORT_SECONDS
+            self._send(batches)
+
+
+@dataclass(frozen=True)
+class TrainingLoop:
+    """Trains the batches of one trial on this rank, workload by workload.
+
+    Attributes:
+        info: says how far the trial is, and is kept up to date.
+        micro_batches: this rank's training data; None: the trial reads it itself.
+        wants_batch_metrics: whether a callback of any rank gets them; the same on every rank.
+        stop_barrier: may end a workload early, after the same batch on every rank.
+        progress: gets the number of batches trained, except at a workload's end, which the answer
+            tells: a message wakes the driver, 2 ms on a busy machine.
+        on_first_batch: called after the first batch of a workload. May be collective.
+        on_stop_requested: called after each batch while this rank's trial requests a stop.
+    """
+
+    adapter: TrialAdapter
+    info: RunInfo
+    micro_batches: MicroBatches | None
+    distributed: DistributedContext
+    wants_batch_metrics: bool
+    stop_barrier: StopBarrier
+    progress: ProgressReporter
+    on_first_batch: Callable[[], None]
+    on_stop_requested: Callable[[], None]
+
+    def train(self, until: int) -> TrainOutcome:
+        """Train from `info.batches_trained` up to `until`. Collective: every rank calls this."""
+        adapter, info, micro_batches = self.adapter, self.info, self.micro_batches
+        stop_barrier, first_batch = self.stop_barrier, info.batches_trained
+        stop_barrier.begin_workload(has_breaks=True)
+        metrics = BatchMetrics()
+        adapter.reducers.reset("training")
+        adapter.set_training(True)
+        ready_made = trial_callbacks(adapter.callbacks)
+        while info.batches_trained < until and stop_barrier.may_begin_step():
+            batch_idx = info.current_batch = info.batches_trained
+            epoch_idx = _begin_epochs(adapter.callbacks, info.epoch, batch_idx)
+            calls = adapter.train_batch(micro_batches, epoch_idx, batch_idx)
+            if micro_batches is not None:
+                micro_batches.batch_ended()
+            if adapter.reports_training_metrics:
+                metrics.add_batch(calls)
+            for callback in ready_made:
+                callback.batch_ended()
+            _end_epochs(adapter.callbacks, info.epoch, batch_idx)
+            info.batches_trained = batch_idx + 1
+            info.tensorboard.batch_ended()
+            if info.batches_trained < until:
+                self.progress.report(info.batches_trained)
+            if info.batches_trained == first_batch + 1:
+                self.on_first_batch()
+            if info.stop_requested:
+                self.on_stop_requested()
+        if info.batches_trained == first_batch:
+            return TrainOutcome({}, [], {})  # nothing to average
+        reduced = reduce_training(metrics, adapter, self.distributed, self.wants_batch_metrics)
+        batches = info.batches_trained - first_batch
+        return TrainOutcome(*reduced, metrics.non_finite(first_batch, batches))
+
+
+def _begin_epochs(
+    callbacks: Mapping[str, PyTorchCallback], epoch: EpochLength | None, batch_idx: int
+) -> int:
+    """Call on_training_epoch_start for epochs that begin here. Return this batch's epoch."""
+    if epoch is None:
+        return 0
+    current = epoch.epoch_of(batch_idx)
+    previous = epoch.epoch_of(batch_idx - 1) if batch_idx else -1
+    for begun in range(previous + 1, current + 1):
+        for callback in callbacks.values():
+            if accepts(callback.on_training_epoch_start, begun):
+                callback.on_training_epoch_start(begun)
+            else:  # as in old releases of Determined
+                callback.on_training_epoch_start()  # type: ignore[call-arg]
+    return current
+
+
+def _end_epochs(
+    callbacks: Mapping[str, PyTorchCallback], epoch: EpochLength | None, batch_idx: int
+) -> None:
+    if epoch is None:
+        return
+    for ended in range(epoch.epochs_completed(batch_idx), epoch.epochs_completed(batch_idx + 1)):
+        for callback in callbacks.values():
+            callback.on_training_epoch_end(ended)

@@ -1,0 +1,1 @@
+"""The parts of a trial that PyTorchTrial and DeepSpeedTrial share."""

@@ -1,0 +1,249 @@
+"""The interface between the controller and one kind of trial."""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trial_core.checkpoint.manifest import FileEntry, Topology
+from trial_core.checkpoint.resume_point import Restore
+from trial_core.errors import TrialError
+from trial_core.launch.machine.memory_files import MemoryFiles
+from trial_core.rank.collectives.accelerator import has_accelerator
+from trial_core.rank.state_files.safe_load import Reader
+from trial_core.rank.trial.callback import PyTorchCallback, built_callbacks
+from trial_core.rank.trial.custom_reducers import ReducerRegistry
+from trial_core.rank.trial.metric_reduction import Reducer
+
+
+class TrialAdapter(ABC):
+    """A constructed trial, as the controller drives it. Every rank has one.
+
+    Attributes:
+        modules: the modules that are trained, without wrappers.
+        optimizers: of torch's kind; DeepSpeed's engines have wrapped theirs.
+        schedulers: of learning rates, torch's or DeepSpeed's.
+        shares_buffers: whether all ranks get rank 0's buffers before each batch and validation.
+        whole_models: the models that are whole on this rank, so that their forward passes wait for
+            no other rank.
+        callbacks: the trial's callbacks, by name.
+        reducers: the trial's custom reducers.
+        data_parallel_rank: this rank's data shard.
+        data_parallel_size: the number of data shards.
+        reports_metrics: whether this rank's metrics count.
+        reports_training_metrics: whether its training metrics count, too.
+        needs_data: whether this rank needs data loaders.
+        micro_batches_per_batch: micro-batches of one batch from this rank's loader.
+        batch_samples: samples of one batch, over all ranks; 0: unknown.
+        micro_batches_per_evaluation: micro-batches that one `evaluate_batch` takes.
+        evaluates_in_lockstep: whether a forward pass needs other ranks, so that all ranks must
+            evaluate equally often.
+        pads_evaluation: in lockstep, whether a rank with a shorter shard continues with batches
+            that do not count. Otherwise all ranks end with the shortest shard.
+        evaluates_full_dataset: whether the trial validates the whole set at once, on one rank.
+        requires_reproducible_loaders: whether loaders must be `trial_core.pytorch.DataLoader`s.
+        chief_hooks: the callbacks' hooks that rank 0 alone calls.
+        checkpoint_classes: classes besides plain data that the shards hold, all of them safe to
+            construct.
+    """
+
+    _base: type
+    """The class of ours that a trial of this kind is derived from."""
+
+    modules: Sequence[torch.nn.Module]
+    optimizers: Sequence[torch.optim.Optimizer]
+    schedulers: Sequence[Any]
+    shares_buffers: bool = False
+    whole_models: Sequence[Any]
+    data_parallel_rank: int
+    data_parallel_size: int
+    reports_metrics: bool
+    reports_training_metrics: bool
+    needs_data: bool
+    micro_batches_per_batch: int
+    batch_samples: int
+    micro_batches_per_evaluation: int
+    evaluates_in_lockstep: bool
+    pads_evaluation: bool
+    evaluates_full_dataset: bool
+    chief_hooks: frozenset[str] = frozenset()
+    checkpoint_classes: Sequence[Any]
+
+    def __init__(self, trial: Any, context: Any) -> None:
+        self._trial = trial
+        self._context = context
+        self.callbacks: Mapping[str, PyTorchCallback] = built_callbacks(trial, context)
+        self.reducers: ReducerRegistry = context.reducers
+        self.requires_reproducible_loaders: bool = context.reproducible_loaders
+
+    def _overrides(self, name: str) -> bool:
+        """Whether the trial has a method of its own."""
+        return getattr(type(self._trial), name) is not getattr(self._base, name)
+
+    def _full_dataset_is_evaluated(self, why_not: str | None) -> bool:
+        """Whether the trial defines `evaluate_full_dataset`, not `evaluate_batch`.
+
+        Args:
+            why_not: why a single rank cannot evaluate; None: it can.
+
+        Raises:
+            TrialError: it defines both, or neither, or what a single rank cannot do.
+        """
+        name = type(self._trial).__name__
+        in_batches = self._overrides("evaluate_batch")
+        in_one_call = self._overrides("evaluate_full_dataset")
+        if in_batches == in_one_call:
+            defines = "both" if in_batches else "neither"
+            raise TrialError(
+                f"{name} defines {defines} of evaluate_batch and evaluate_full_dataset; define "
+                "exactly one: evaluate_batch is called on every rank, evaluate_full_dataset on a "
+                "single one"
+            )
+        if in_one_call and why_not is not None:
+            raise TrialError(
+                f"{name} defines evaluate_full_dataset, which runs on a single rank, but {why_not} "
+                "and would wait for them forever; define evaluate_batch instead"
+            )
+        return in_one_call
+
+    @property
+    def rehearses_save(self) -> bool:
+        """Whether `save` can be tried, and should be, because the first one takes longer.
+
+        It runs no code of the trial, writes memory files only, and copies from an accelerator. The
+        same on every rank.
+        """
+        return has_accelerator()
+
+    @property
+    def loads_plainly(self) -> bool:
+        """Whether `load` runs no `load` of the trial, and reads only what `save` has just written.
+
+        The same on every rank.
+        """
+        return True
+
+    def training_loader(self) -> Any:
+        """The result of the trial's `build_training_data_loader`."""
+        return self._trial.build_training_data_loader()
+
+    def validation_loader(self) -> Any:
+        """The result of the trial's `build_validation_data_loader`."""
+        return self._trial.build_validation_data_loader()
+
+    @abstractmethod
+    def train_batch(
+        self, micro_batches: Iterator[Any] | None, epoch_idx: int, batch_idx: int
+    ) -> list[Any]:
+        """Train one batch; the metrics of each of the trial's `train_batch` calls.
+
+        Collective: every rank calls this. Must not wait for the accelerator.
+        """
+
+    @abstractmethod
+    def learning_rates(self) -> list[float | None]:
+        """Of the first parameter group of each optimizer; None for an engine without one."""
+
+    @abstractmethod
+    def scaled_steps(self) -> tuple[int, int]:
+        """Optimizer steps with a loss scaler so far, and how many of them the scaler skipped.
+
+        May wait for the accelerator.
+        """
+
+    def measured_flops_per_sample(self) -> float:
+        """FLOPs of the model's forward and backward pass on one sample, measured; 0: unknown."""
+        return 0.0
+
+    @abstractmethod
+    def evaluate_batch(self, micro_batches: Iterator[Any] | None, batch_idx: int) -> Any:
+        """The metrics of one of the trial's `evaluate_batch` calls."""
+
+    def evaluate_full_dataset(self, loader: Any) -> Any:
+        """The metrics of the whole validation set. Called on rank 0 alone."""
+        return self._trial.evaluate_full_dataset(loader)
+
+    def evaluation_reducer(self) -> Reducer | Mapping[str, Reducer]:
+        """How per-batch validation metrics are reduced."""
+        reducers: Reducer | Mapping[str, Reducer] = self._trial.evaluation_reducer()
+        return reducers
+
+    @abstractmethod
+    def set_training(self, training: bool) -> None:
+        """Switch the models between training and evaluation mode."""
+
+    def hook_state(self) -> dict[str, Any]:
+        """What `on_checkpoint_save_start` finds beside the rank's state, by the reference's names.
+
+        Collective: every rank calls this.
+        """
+        return {}
+
+    def read_hook_state(self, folder: Path, reader: Reader) -> dict[str, Any]:
+        """What `on_checkpoint_load_start` finds beside the rank's state. Not collective."""
+        return {}
+
+    @abstractmethod
+    def save(
+        self,
+        folder: Path,
+        memory_files: MemoryFiles,
+        reader: Reader,
+        hook_state: Mapping[str, Any],
+    ) -> None:
+        """Write this rank's shards below `folder`, as far as possible as memory files.
+
+        Collective: every rank calls this.
+
+        Args:
+            reader: will read the shards; see `safe_save.readable`.
+            hook_state: the result of `hook_state`, as the hooks left it.
+        """
+
+    @abstractmethod
+    def load(
+        self, folder: Path, reader: Reader, hook_state: Mapping[str, Any], reshape: bool = False
+    ) -> None:
+        """Restore from all ranks' shards below `folder`. Collective: every rank calls this.
+
+        Args:
+            hook_state: the result of `read_hook_state`, as the hooks left it.
+            reshape: whether the shards are of another number of ranks, or another sharding.
+        """
+
+    @abstractmethod
+    def load_weights(self, folder: Path, reader: Reader) -> None:
+        """Load the models' weights alone. Collective: every rank calls this."""
+
+    @abstractmethod
+    def files_read(
+        self, files: list[FileEntry], saved_by: Topology, restore: Restore, ranks: Sequence[int]
+    ) -> list[FileEntry]:
+        """The files of a checkpoint that `load` or `load_weights` reads on any of `ranks`.
+
+        The same on each of these ranks. Not collective.
+
+        Args:
+            saved_by: the topology that saved the checkpoint.
+        """
+
+    @abstractmethod
+    def topology(self) -> Topology:
+        """How the ranks divide the work."""
+
+    def destroy(self) -> None:  # noqa: B027 - torch frees what is not used any more
+        """Free what the library holds of the trial, which is not used any more."""
+
+
+def accepts(method: Callable[..., Any], *arguments: Any) -> bool:
+    """Whether a trial's method has parameters, of any name, for these arguments."""
+    try:
+        inspect.signature(method).bind(*arguments)
+    except TypeError:
+        return False
+    return True

@@ -1,1 +1,0 @@
-"""The logic of a run: run loop, sequencer, resume points, stop requests, folders and run files."""

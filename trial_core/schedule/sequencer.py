@@ -1,0 +1,209 @@
+"""Decides the next workload of a run from its progress and schedule alone. Pure.
+
+The run loop calls `next_workload` for the flow and for `Trainer.fit`, also after a resume. So all
+runs make the same decisions.
+At a batch where several workloads are due, the order is: train, validate, save. One monotone
+counter, `Progress.batches_trained`, drives every period.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from trial_core.schedule.units import EpochLength, TrainUnit, in_batches
+from trial_core.schedule.workload_length import automatic_stop
+
+CheckpointPolicy = Literal["best", "all", "none"]
+Continuous = Literal["continuous"]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When a run reports, validates, saves and ends.
+
+    Attributes:
+        max_length: training ends exactly here.
+        reporting_period: maximum length of a train-workload, which reports training metrics. None:
+            automatic, see `trial_core/schedule/workload_length.py`.
+        validation_period: when to validate, in addition to the end.
+        checkpoint_period: when to save, in addition to the end. ``continuous``: after each
+            train-workload without an upload in progress; the end of an upload ends a workload.
+        checkpoint_policy: which validations lead to a checkpoint: the ``best`` so far, ``all``, or
+            ``none``.
+        smaller_is_better: whether a smaller searcher metric is better.
+        step_zero_validation: whether to validate once before the first batch.
+    """
+
+    max_length: TrainUnit
+    reporting_period: TrainUnit | None = None
+    validation_period: TrainUnit | None = None
+    checkpoint_period: TrainUnit | Continuous | None = None
+    checkpoint_policy: CheckpointPolicy = "best"
+    smaller_is_better: bool = True
+    step_zero_validation: bool = False
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a trial is. Every checkpoint's manifest has it.
+
+    Attributes:
+        batches_trained: batches trained since the start of the trial, in all its attempts.
+        validated_at: `batches_trained` at the last validation, None before any.
+        checkpointed_at: `batches_trained` at the last checkpoint, None before any.
+        best_metric: the best value of the searcher metric so far.
+        improved: whether the last validation was the best so far.
+        stop_requested: whether the run was asked to save and end.
+        postponed_at: `batches_trained` when an upload last kept a checkpoint from being saved;
+            None: the last one that was due is saved.
+    """
+
+    batches_trained: int = 0
+    validated_at: int | None = None
+    checkpointed_at: int | None = None
+    best_metric: float | None = None
+    improved: bool = False
+    stop_requested: bool = False
+    postponed_at: int | None = None
+
+    def after_training(self, batches_trained: int) -> Progress:
+        """The progress after training to `batches_trained`."""
+        return replace(self, batches_trained=batches_trained)
+
+    def after_validation(self, metric: float | None, smaller_is_better: bool) -> Progress:
+        """The progress after a validation; NaN and None are never an improvement."""
+        improved = (
+            metric is not None
+            and not math.isnan(metric)
+            and (
+                self.best_metric is None
+                or (metric < self.best_metric if smaller_is_better else metric > self.best_metric)
+            )
+        )
+        return replace(
+            self,
+            validated_at=self.batches_trained,
+            best_metric=metric if improved else self.best_metric,
+            improved=improved,
+            # A checkpoint saved before this validation does not contain it.
+            checkpointed_at=(
+                None if self.checkpointed_at == self.batches_trained else self.checkpointed_at
+            ),
+        )
+
+    def after_checkpoint(self) -> Progress:
+        """The progress after a checkpoint of this state was saved."""
+        return replace(self, checkpointed_at=self.batches_trained, postponed_at=None)
+
+    def postponing_checkpoint(self) -> Progress:
+        """The progress after a due checkpoint was postponed: it is due after the next workload."""
+        return replace(self, postponed_at=self.batches_trained)
+
+    def stopping(self, stop_requested: bool = True) -> Progress:
+        """The progress after a stop request; `False` clears it."""
+        return replace(self, stop_requested=stop_requested)
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train until batch `until` of the trial."""
+
+    until: int
+
+
+@dataclass(frozen=True)
+class Validate:
+    """Validate on the whole validation set."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Save a checkpoint.
+
+    Attributes:
+        is_optional: whether it is only periodic, so it may be postponed.
+    """
+
+    is_optional: bool = False
+
+
+@dataclass(frozen=True)
+class Finish:
+    """The run has ended."""
+
+
+Workload = Train | Validate | Checkpoint | Finish
+
+
+def next_workload(
+    progress: Progress, schedule: Schedule, epoch: EpochLength | None = None
+) -> Workload:
+    """The next workload of a run.
+
+    Args:
+        epoch: the epoch's length; None if the loader has no length.
+
+    Raises:
+        ConfigError: a period is in epochs, but `epoch` is None.
+    """
+    end = in_batches(schedule.max_length, epoch)
+    if not progress.stop_requested and _must_validate(progress, schedule, epoch, end):
+        return Validate()
+    if _must_checkpoint(progress, schedule, end):
+        return Checkpoint()
+    if _may_checkpoint(progress, schedule, epoch):
+        return Checkpoint(is_optional=True)
+    if progress.stop_requested or progress.batches_trained >= end:
+        return Finish()
+    return Train(_next_stop(progress.batches_trained, schedule, epoch, end))
+
+
+def has_more_to_do(progress: Progress, schedule: Schedule, epoch: EpochLength | None) -> bool:
+    """Whether the run would do more without the stop request."""
+    return not isinstance(next_workload(progress.stopping(False), schedule, epoch), Finish)
+
+
+def _must_validate(
+    progress: Progress, schedule: Schedule, epoch: EpochLength | None, end: int
+) -> bool:
+    trained = progress.batches_trained
+    if progress.validated_at == trained:
+        return False
+    if trained == 0:
+        return schedule.step_zero_validation
+    period = schedule.validation_period
+    return trained >= end or (period is not None and period.is_due(trained, epoch))
+
+
+def _must_checkpoint(progress: Progress, schedule: Schedule, end: int) -> bool:
+    trained = progress.batches_trained
+    if trained == 0 or progress.checkpointed_at == trained:
+        return False
+    if trained >= end or progress.stop_requested:
+        return True
+    if progress.validated_at != trained:
+        return False
+    policy = schedule.checkpoint_policy
+    return policy == "all" or (policy == "best" and progress.improved)
+
+
+def _may_checkpoint(progress: Progress, schedule: Schedule, epoch: EpochLength | None) -> bool:
+    trained, period = progress.batches_trained, schedule.checkpoint_period
+    if trained == 0 or trained in (progress.checkpointed_at, progress.postponed_at):
+        return False
+    if isinstance(period, str) or progress.postponed_at is not None:
+        return True
+    return period is not None and period.is_due(trained, epoch)
+
+
+def _next_stop(trained: int, schedule: Schedule, epoch: EpochLength | None, end: int) -> int:
+    reports = schedule.reporting_period
+    asked_for = (schedule.validation_period, schedule.checkpoint_period)
+    due = [period for period in asked_for if period is not None and not isinstance(period, str)]
+    stop = end
+    for period in due if reports is None else [reports, *due]:
+        # Only up to the nearest stop so far: containers are searched batch by batch.
+        stop = period.next_due(trained, stop, epoch) or stop
+    return automatic_stop(trained, stop, end, due, epoch) if reports is None else stop
