@@ -140,14 +140,13 @@ def measure(workloads: int, every: int, folder: Path, counts_objects: bool = Fal
     from prefect import flow  # Prefect reads its settings when it is imported
     from prefect.logging import get_run_logger
 
-    from trial_core.driver.launch_stages import LaunchStages
+    from trial_core.driver.loop import Loop
     from trial_core.driver.run import Launch, Run
-    from trial_core.driver.run_loop import follow_schedule
     from trial_core.driver.uploads import Uploads
     from trial_core.observe.report import Report
-    from trialflow.flows.train import STAGES
     from trialflow.tasks.artifact import ReportArtifact
     from trialflow.tasks.client_retries import NO_ANSWER
+    from trialflow.tasks.stages import STAGES
 
     config = experiment(
         "LoopTrial",
@@ -177,7 +176,7 @@ def measure(workloads: int, every: int, folder: Path, counts_objects: bool = Fal
             launch.slots = slots  # type: ignore[assignment]  # it has the methods that stages use
             with Uploads(launch, STAGES) as uploads:
                 STAGES.build_trial(launch)
-                follow_schedule(LaunchStages(launch, STAGES, uploads))
+                Loop(launch, STAGES, uploads).run()
             report.run_ended("completed")
 
     drive()

@@ -41,9 +41,9 @@ def measure(world_size: int, plan: Plan, pause_seconds: float, folder: Path) -> 
     from trial_core.driver.run import Launch, Run
     from trial_core.launch.slots.fork_server import ForkServer
     from trial_core.observe.report import Report
-    from trialflow.flows.train import STAGES
     from trialflow.tasks.artifact import ReportArtifact
     from trialflow.tasks.client_retries import NO_ANSWER
+    from trialflow.tasks.stages import STAGES
 
     name = case_name(world_size)
     trial, run_dir, chatty = f"report-{name}", folder / name, folder / f"{name}-chatty"

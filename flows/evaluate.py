@@ -2,7 +2,7 @@
 
 It trains and stores nothing. The metrics are the run's result, and a table among its artifacts.
 The validation hooks of callbacks run, on_validation_end included, which may change the metrics.
-The slots may have another topology than those that saved the checkpoint.
+The slots may have another topology than the slots that saved the checkpoint.
 """
 
 from collections.abc import Mapping
@@ -22,8 +22,8 @@ from trial_core.checkpoint.transfer.trial_code import TrialCode, code_of_folder
 from trial_core.common.text_format import unique_slug
 from trial_core.config import ExperimentConfig
 from trial_core.driver.code_source import fetched_code, refuse_missing_code
+from trial_core.driver.fetch_resume_point import fetch, require_convertible
 from trial_core.driver.launch_ranks import launch_slots, stopping_ranks
-from trial_core.driver.launch_stages import fetch, require_convertible
 from trial_core.driver.placement import announcer, place_ranks
 from trial_core.driver.run import Launch, Run
 from trial_core.driver.stages.validate import report_validation
@@ -43,10 +43,11 @@ from trialflow.flows.lifecycle.run_log import logger_finder, readable_task_log
 from trialflow.flows.lifecycle.run_names import evaluate_name
 from trialflow.flows.lifecycle.shared_gpus import gpu_slots
 from trialflow.flows.lifecycle.stop_monitor import StopMonitor
-from trialflow.flows.train import STAGES, takeover_wait_seconds
+from trialflow.flows.train import takeover_wait_seconds
 from trialflow.tasks.checkpoint_use import ExperimentOrResult, HasCheckpoint, checkpoint_of
 from trialflow.tasks.client_retries import NO_ANSWER
 from trialflow.tasks.events import RunEvents
+from trialflow.tasks.stages import STAGES
 from trialflow.tasks.storage_block import with_credentials
 
 
@@ -83,24 +84,23 @@ def evaluate(
 
     Args:
         config: the experiment: its trial, validation data, slots and checkpoint storage. Or the
-            result of `train`, `evaluate` or `export`, which stands for its experiment and its
-            checkpoint.
+            result of `train`, `evaluate` or `export`, for its experiment and its checkpoint.
         checkpoint: the checkpoint's uuid, or the first characters of it; ``best`` or ``latest`` of
             the experiment's newest trial, ``best:TRIAL`` or ``latest:TRIAL``; or a version in the
             registry: ``champion:MODEL``, ``previous:MODEL`` or ``MODEL:VERSION``. Default: the
             newest undamaged checkpoint of the experiment's newest trial. With a result, ``best``
-            and ``latest`` are of its trial.
+            and ``latest`` mean its trial.
 
     Raises:
         ConfigError: the experiment names a script, or the result has no checkpoint or no
-            experiment, as that of `Trainer.fit`.
-        CheckpointNotFound: there is no such checkpoint.
-        ModelNotFound: there is no such model, alias or version.
+            experiment, such as that of `Trainer.fit`.
+        CheckpointNotFound: the checkpoint does not exist.
+        ModelNotFound: the model, alias or version does not exist.
         CheckpointDamaged: the given checkpoint is damaged, or all candidates are.
         StorageError: the storage cannot be read, or its clock and this machine's differ.
         TrialError: the trial does not report the searcher metric.
         RankFailed: a rank died, or the trial raised an exception.
-        Stalled: the ranks hang.
+        Stalled: the ranks make no progress.
     """
     if not isinstance(config, ExperimentConfig):
         config, checkpoint = checkpoint_of(config, checkpoint, None)
@@ -185,7 +185,7 @@ def evaluate_checkpoint(
 
 
 def _candidates(store: CheckpointStore, experiment: str, checkpoint: str | None) -> list[Manifest]:
-    """The given checkpoint, or those of the experiment's newest trial, best first."""
+    """The given checkpoint, or the checkpoints of the experiment's newest trial, best first."""
     if checkpoint is not None:
         return [open_checkpoint(store, checkpoint)]
     trial = store.newest_trial(experiment)

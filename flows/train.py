@@ -1,6 +1,6 @@
 """The flow `train`: one trial, from its experiment to its last checkpoint.
 
-The stages of a run are the tasks of `STAGES`. `trial_core/driver/run_loop.py` has their order, and
+The stages of a run are tasks (`tasks/stages.py`). `trial_core/driver/loop.py` has their order.
 `trial_core/driver/drive.py` launches the ranks, launches them again if they fail, and always ends
 them. A Core API script, or one with a `Trainer`, is run by `run-script` in place of a trial.
 """
@@ -20,10 +20,9 @@ from pydantic.json_schema import SkipJsonSchema
 from trial_core.checkpoint.layout import checked_trial
 from trial_core.config import ExperimentConfig
 from trial_core.driver.code_source import refuse_missing_code
-from trial_core.driver.drive import Caller, describe_saved, drive_trial
+from trial_core.driver.drive import Caller, drive_trial
 from trial_core.driver.placement import importing_ahead
-from trial_core.driver.run_loop import TrialResult as TrialResult  # part of the flow's interface
-from trial_core.driver.stages import Stages
+from trial_core.driver.result import TrialResult as TrialResult, describe_saved
 from trial_core.errors import ConfigError
 from trial_core.launch.machine.run_dirs import run_dir_of, trial_id
 from trial_core.models.checkpoint_reference import open_checkpoint
@@ -38,32 +37,14 @@ from trialflow.flows.lifecycle.shared_gpus import gpu_slots
 from trialflow.flows.lifecycle.stop_monitor import POLL_SECONDS, StopMonitor
 from trialflow.flows.lifecycle.storage_of_run import StorageLabel, storage_of_run
 from trialflow.flows.server.prefect_settings import prepare_temporary_server
-from trialflow.tasks import stages
 from trialflow.tasks.artifact import ReportArtifact
 from trialflow.tasks.checkpoint_use import HasCheckpoint, checkpoint_of, store_of
 from trialflow.tasks.client_retries import NO_ANSWER
 from trialflow.tasks.events import RunEvents
+from trialflow.tasks.stages import STAGES
 from trialflow.tasks.storage_block import with_credentials
 
 prepare_temporary_server()
-
-STAGES = Stages(
-    build_trial=stages.build_trial,
-    fetch_checkpoint=stages.fetch_checkpoint,
-    build_loaders=stages.build_loaders,
-    callbacks=stages.callbacks,  # one for each hook that a callback of the trial overrides
-    check_metrics=stages.check_metrics,
-    train_workload=stages.train_workload,
-    validate=stages.validate,
-    checkpoint_save=stages.checkpoint_save,
-    checkpoint_upload=stages.checkpoint_upload.submit,  # beside training
-    checkpoint_prune=stages.checkpoint_prune.submit,
-    run_script=stages.run_script,
-    attach_trial=stages.attach_trial,
-    upload_run_files=stages.upload_run_files,
-    own_stage=stages.own_stage.submit,  # of the experiment's `stages`
-)
-"""The stages of a run as Prefect tasks."""
 
 
 # flow.serve() pickles the flow without this module's names: no postponed annotations here.
@@ -81,18 +62,18 @@ def train(
         trial: id of the trial to continue from its last committed checkpoint. The default belongs
             to the flow run, so a retry of the flow run continues its trial. In a flow of your own
             it belongs to that flow's run and to this call (`flows/lifecycle/parent_runs.py`).
-        take_over: whether to take the trial from another run that may be live, which ends that run.
+        take_over: True to take the trial from another run that may be live, which ends that run.
             A flow run that continues its own trial does not need it.
-        start: what a new trial starts from, at batch 0: the result of another run, which stands
-            for its checkpoint; a reference to a checkpoint of the same storage, such as
-            ``best:TRIAL``; or the path or URL of a checkpoint of another program. A retry keeps to
-            what its trial has started from.
+        start: the start of a new trial, at batch 0: the result of another run, which stands for its
+            checkpoint; a reference to a checkpoint of the same storage, such as ``best:TRIAL``; or
+            the path or URL of a checkpoint of another program. A retry keeps the start that its
+            trial has used.
 
     Raises:
         ConfigError: `start` is in another storage, or is a URL with a password or a signature.
-        CheckpointNotFound: there is no checkpoint `start`.
+        CheckpointNotFound: the checkpoint `start` does not exist.
         ModelNotFound: `start` names a model, alias or version that does not exist.
-        CheckpointError: no trial may have the id `trial`.
+        CheckpointError: `trial` is not a valid id of a trial.
         CheckpointNotFound: the storage does not know the trial `trial`.
         StorageError: it is not the storage that an earlier attempt of this flow run has used.
         TrialflowError: another run that may be live has the trial.
@@ -140,8 +121,8 @@ def train_trial(
     Args:
         devices: environment variables that give the ranks this run's accelerators.
         attempt: the run that the trial belongs to, see `identity_of_run`.
-        is_new: whether the trial's id comes from that.
-        take_over: whether to take the trial from another run that may be live.
+        is_new: True if the trial's id comes from `attempt`.
+        take_over: True to take the trial from another run that may be live.
         waited_seconds: how long the run has waited for its devices.
     """
     label, page = StorageLabel(), ReportArtifact(trial)
@@ -172,10 +153,10 @@ def train_trial(
 def started_from(
     config: ExperimentConfig, start: str | HasCheckpoint, trial: str
 ) -> ExperimentConfig:
-    """The experiment with what a new trial starts from. Raises as `train`.
+    """Return the experiment with the start of a new trial. Raises as `train`.
 
-    Of a trial that has saved, that is recorded: a reference may mean another checkpoint by now, and
-    the checkpoint may have been deleted.
+    A trial that has saved keeps its recorded start: by now a reference may mean another checkpoint,
+    or the checkpoint may have been deleted.
     """
     weights_only = config.searcher.source_weights_only
     if isinstance(start, str) and (os.sep in start or os.path.exists(start)):
@@ -200,7 +181,7 @@ def started_from(
 
 
 def _log_links(trial: str) -> None:
-    """Log where the report will be: the file, which needs no server and no login, and the UI's."""
+    """Log where the report is: the file, which needs no server and no login, and the UI's page."""
     page = ReportArtifact(trial).url
     shown = f", and in Prefect at {page}" if page else ""
     file = (run_dir_of(trial) / PAGE).as_uri()

@@ -1,7 +1,7 @@
-"""Tasks for flows of one's own: what becomes of a checkpoint. `export`, `promote` and `fetch`.
+"""Tasks for a user's own flows that use a checkpoint: `export`, `promote` and `fetch`.
 
-Each takes the result of a flow of ours, or a reference with the experiment that it is of. In a
-retry of the flow that calls them they do what is left to do: nothing is refused because an earlier
+Each takes the result of one of our flows, or a reference with its experiment. In a retry of the
+flow that calls them they do only the rest of the work: nothing is refused because an earlier
 attempt has done it.
 """
 
@@ -20,7 +20,7 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.transfer.fetch import download
 from trial_core.common import text_format
 from trial_core.config import ExperimentConfig
-from trial_core.driver.run_loop import TrialResult
+from trial_core.driver.result import TrialResult
 from trial_core.errors import ConfigError
 from trial_core.export.export_checkpoint import Format, Precision
 from trial_core.export.export_process import export_in_process
@@ -34,12 +34,12 @@ from trialflow.tasks.storage_block import with_credentials
 
 @runtime_checkable
 class HasCheckpoint(Protocol):
-    """The result of a flow or a task of ours, which stands for its checkpoint.
+    """The result of one of our flows or tasks, which stands for its checkpoint.
 
     Attributes:
         trial: the trial that saved it.
-        checkpoint_uuid: of the checkpoint; None: nothing was saved.
-        config: the experiment, which names the storage; None: a script's result has none.
+        checkpoint_uuid: the checkpoint, or None if nothing was saved.
+        config: the experiment, which names the storage, or None for a script's result.
     """
 
     @property
@@ -66,14 +66,14 @@ class ExperimentOrResult:
 
 @dataclass(frozen=True)
 class ExportResult:
-    """What `export` has written.
+    """The result of `export`.
 
     Attributes:
-        path: the file, or the folder.
-        format: as of `export`.
-        names: how many weights; of DeepSpeed's formats, how many files.
+        path: the exported file or folder.
+        format: the `format` of `export`.
+        names: how many weights; for DeepSpeed's formats, how many files.
         missing: names of frozen weights that the checkpoint does not hold.
-        checkpoint_uuid, trial, config: of the checkpoint.
+        checkpoint_uuid, trial, config: the exported checkpoint, its trial and its experiment.
     """
 
     path: Path
@@ -89,13 +89,13 @@ class ExportResult:
 def checkpoint_of(
     source: HasCheckpoint | str, checkpoint: str | None, config: ExperimentConfig | None
 ) -> tuple[ExperimentConfig, str]:
-    """The experiment and the reference of the checkpoint that a result stands for.
+    """Return the experiment of a result, and a reference to the result's checkpoint.
 
     Args:
-        source: a result, which stands for the checkpoint that its validation metrics are of, if
-            there is one, else for its newest; or a reference.
+        source: a reference; or a result, which stands for the checkpoint of its validation metrics
+            if that exists, else for its newest.
         checkpoint: another one: ``best`` or ``latest`` of the result's trial, or a reference.
-        config: the experiment; needed where `source` has none.
+        config: the experiment; needed if `source` has none.
 
     Raises:
         ConfigError: the experiment is not known, or the result has no checkpoint.
@@ -127,9 +127,9 @@ def checkpoint_of(
 
 
 def _validated(source: HasCheckpoint, config: ExperimentConfig) -> str | None:
-    """The checkpoint of a training's last validation, if a later one was saved without any.
+    """Return the checkpoint of a training's last validation, if a later one was saved unvalidated.
 
-    None: the newest is that one, or there is no such checkpoint. Raises StorageError.
+    Return None if the newest is that one, or if it does not exist. Raises StorageError.
     """
     if not isinstance(source, TrialResult) or source.validated_at in (None, source.checkpoint_at):
         return None
@@ -151,7 +151,7 @@ def store_of(config: ExperimentConfig) -> CheckpointStore:
 
 
 def _run_name() -> str:
-    """With the target's name alone: a whole path hides the timeline."""
+    """Name the run by the target's name only, because a whole path hides the timeline."""
     given: dict[str, Any] = runtime.task_run.parameters
     return f"{runtime.task_run.task_name} → {Path(given['to']).name}"
 
@@ -170,7 +170,7 @@ def export(
 ) -> ExportResult:
     """Write a checkpoint's weights to a file, or to a folder of another library.
 
-    As `trialflow export`, in another process. An earlier export in its place is replaced.
+    Works as `trialflow export`, in another process. Replaces an earlier export to the same place.
 
     Args:
         source: the result of `train` or `evaluate`; or a reference such as ``best:TRIAL``, a uuid
@@ -179,18 +179,18 @@ def export(
         format: ``safetensors``: one file. ``hf``: a folder for ``from_pretrained``. ``adapter``: a
             folder for peft. ``deepspeed``, ``universal``: the whole state of an engine.
         checkpoint: another checkpoint than the result stands for: ``best`` or ``latest`` of its
-            trial, or a reference. A result of `train` stands for the checkpoint that its validation
-            metrics are of; for its newest if that was not saved.
+            trial, or a reference. A result of `train` stands for the checkpoint of its validation
+            metrics; for its newest if that was not saved.
         engine: index of the trial's engine, or of a PyTorchTrial's model; the first is 0.
-        dtype: ``fp32``: the optimizer's weights. ``16bit``: those the model computes with.
+        dtype: ``fp32``: the optimizer's weights. ``16bit``: the model's working weights.
         max_shard_size: of ``hf``: the size of its largest file.
-        config: the experiment, where `source` has none.
+        config: the experiment, if `source` has none.
 
     Raises:
-        ConfigError: `to` has another name than the format needs, or is no export; there is no
-            such format or precision; or the experiment is not known.
+        ConfigError: `to` does not fit the format, or is not an export; the format or precision does
+            not exist; or the experiment is not known.
         CheckpointNotFound, CheckpointDamaged: the checkpoint cannot be read.
-        CheckpointError: it does not hold what is to be written.
+        CheckpointError: it does not hold the requested weights.
         StorageError: the storage failed, or the target cannot be written.
     """
     config, reference = checkpoint_of(source, checkpoint, config)
@@ -223,13 +223,13 @@ def promote(
 ) -> Move:
     """Make a checkpoint the champion of a model, after every byte of it is verified.
 
-    It is registered as a version of the model first, unless it is one. A checkpoint that is the
-    champion already stays so, and the move that made it champion is returned. So is that of an
-    earlier attempt at the flow run, also if another version is the champion by now: a flow run
-    promotes a checkpoint once, and a retry undoes no person's decision.
+    It is first registered as a version of the model, unless it is one. If it is the champion
+    already, or an earlier attempt at the flow run has promoted it, nothing changes, and the move
+    that made it champion is returned: a flow run promotes a checkpoint once, and a retry does not
+    undo a person's decision.
 
     Args:
-        source, checkpoint, config: as of `export`.
+        source, checkpoint, config: see `export`.
         model: the model's name in the registry.
         why: shown in the model's history.
 
@@ -240,12 +240,12 @@ def promote(
         ConfigError: the experiment is not known.
         CheckpointNotFound, CheckpointDamaged: the checkpoint cannot be read.
         PromotionConflict: another process moves the champion at the same time.
-        RegistryError: no model may have that name.
+        RegistryError: the name is not valid for a model.
         StorageError: the storage failed.
     """
     config, reference = checkpoint_of(source, checkpoint, config)
     registry, searcher = Registry(store_of(config)), config.searcher
-    # Of the outermost flow: Prefect gives a flow within it another run in each attempt.
+    # From the outermost flow: Prefect gives a flow within it another run in each attempt.
     run = str(runtime.flow_run.root_flow_run_id or "")
     manifest = open_checkpoint(registry.store, reference)
     version = registry.register(
@@ -275,7 +275,7 @@ def fetch(
     """Bring a checkpoint's files into a folder, and verify each of them.
 
     Args:
-        source, checkpoint, config: as of `export`.
+        source, checkpoint, config: see `export`.
         to: a new or empty folder, or one that holds this checkpoint or a part of it.
 
     Returns:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trial_core.checkpoint.store import CheckpointStore
     from trial_core.config import ExperimentConfig, load_config
-    from trial_core.driver.run_loop import TrialResult
+    from trial_core.driver.result import TrialResult
     from trial_core.errors import (
         CheckpointDamaged,
         CheckpointError,
@@ -96,7 +96,7 @@ _HOMES = {
     "export": "trialflow.tasks.checkpoint_use",
     "promote": "trialflow.tasks.checkpoint_use",
     "fetch": "trialflow.tasks.checkpoint_use",
-    "TrialResult": "trial_core.driver.run_loop",
+    "TrialResult": "trial_core.driver.result",
     "EvaluateResult": "trialflow.flows.evaluate",
     "RetrainResult": "trialflow.flows.retraining.outcome",
     "PruneResult": "trialflow.flows.prune",

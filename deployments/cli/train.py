@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from trial_core.checkpoint.manifest import Manifest
     from trial_core.checkpoint.store import CheckpointStore
     from trial_core.config import ExperimentConfig
-    from trial_core.driver.drive import Ended
+    from trial_core.driver.states import Ended
     from trial_core.observe.events.observers import Observer
     from trialflow.flows.train import TrialResult
 
@@ -53,7 +53,7 @@ class Continuation:
     """Which trial to continue.
 
     Attributes:
-        resume: Continue a trial from its last checkpoint: the experiment's newest.
+        resume: Continue a trial from its last checkpoint; by default the experiment's newest trial.
         trial: With --resume: the trial to continue, as `trialflow checkpoints list` names it.
             Default: the experiment's newest.
         take_over: With --resume: continue the trial even if another run may be training it, for
@@ -65,7 +65,7 @@ class Continuation:
     take_over: Annotated[bool, Parameter(negative=())] = False
 
     def check(self) -> None:
-        """Refuse options that mean nothing without ``--resume``.
+        """Refuse options that need ``--resume`` if it is missing.
 
         Raises:
             ConfigError: one is given without it.
@@ -76,7 +76,7 @@ class Continuation:
 
     @property
     def option(self) -> str:
-        """What continues the same trial later.
+        """Return the options that continue the same trial later.
 
         --resume alone continues the newest trial, which need not be the one that was named.
         """
@@ -197,7 +197,7 @@ class _TrialRun:
         self._outcome = outcome
         self._say = say
         self._continued: str | None = None
-        # When the continued trial's earlier run wrote its page.
+        # The time when the continued trial's earlier run wrote its page.
         self._earlier_page: int | None = None
 
     def run(self, on_running: StateHook) -> TrialResult:
@@ -221,18 +221,18 @@ class _TrialRun:
         return result
 
     def test(self, on_running: StateHook) -> TrialResult:
-        """Try the trial; delete what that wrote if nothing failed. Raises as `try_trial`."""
+        """Try the trial; delete the written files if nothing failed. Raises as `try_trial`."""
         return replace(tried(self._experiment, self._observer).result, checkpoint_url=None)
 
     def note_what_is_left(
         self, committed_at: int | None, was_interrupted: bool, is_mistake: bool
     ) -> None:
-        """After a run without a result: print where its page is, and what --resume continues.
+        """After a run without a result, print where its page is, and the effect of --resume.
 
         Args:
-            committed_at: batches at the run's last committed checkpoint; None: it has none.
-            was_interrupted: whether a signal has ended the run.
-            is_mistake: whether the run would fail again as it is.
+            committed_at: batches at the run's last committed checkpoint, or None if it has none.
+            was_interrupted: True if a signal has ended the run.
+            is_mistake: True if the run would fail again without a change.
         """
         trial, option = self._outcome.trial, self._continuation.option
         if trial is not None and _page_written_at(trial) != self._earlier_page:
@@ -258,13 +258,13 @@ class _TrialRun:
 def tried(
     experiment: ExperimentConfig, observer: Observer, micro_batch_samples: int | None = None
 ) -> Ended:
-    """Try a trial; delete what that wrote if nothing failed. Raises as `try_trial`."""
+    """Try a trial; delete the files that this wrote if nothing failed. Raises as `try_trial`."""
     from trial_core.driver.drive import Caller, try_trial
     from trial_core.launch.machine.run_dirs import run_dir_of, trial_id
     from trial_core.schedule.stop_requests import StopHandler
 
     trial = trial_id(f"{experiment.name} test", uuid4().hex)
-    logger = Logger(__name__, CRITICAL)  # the display and the error say what the log would
+    logger = Logger(__name__, CRITICAL)  # display and error say it already
     caller = Caller(
         trial, StopHandler(0), lambda: logger, observer=observer,
         micro_batch_samples=micro_batch_samples,
@@ -275,7 +275,7 @@ def tried(
 
 
 def _tested(result: TrialResult) -> str:
-    """What a test has found."""
+    """Summarize a successful test."""
     metrics = text_format.metrics_line(result.validation_metrics or result.training_metrics)
     trained = text_format.plural(result.batches_trained, "batch")
     saved = "a checkpoint saved, restored and deleted"
@@ -285,7 +285,7 @@ def _tested(result: TrialResult) -> str:
 
 
 def _is_mistake(failure: TrialflowError | None) -> bool:
-    """Whether the user's trial is the cause, so that the run would fail again as it is."""
+    """Return whether the user's trial is the cause, so that a repeated run would fail again."""
     return isinstance(failure, TrialError) or getattr(failure, "is_trial_mistake", False)
 
 
@@ -298,11 +298,11 @@ def _display(is_quiet: bool, as_json: bool, preferred: tuple[str, ...]) -> Displ
 def _trial_to_resume(
     store: CheckpointStore, experiment: str, named: str | None, say: Callable[[str], None]
 ) -> str | None:
-    """The trial to continue, which is said: `named`, else the experiment's newest, if any.
+    """Return the trial to continue, and print it: `named`, else the experiment's newest, if any.
 
     Raises:
         ConfigError: the trial `named` has no checkpoint.
-        StorageError: there is none in a storage that has been replaced, or is not mounted.
+        StorageError: no trial is in a storage that has been replaced, or is not mounted.
     """
     if named is not None and store.newest(named) is None:
         raise ConfigError(
@@ -333,13 +333,13 @@ def _report_page(trial: str) -> Path:
 
 
 def _page_written_at(trial: str) -> int | None:
-    """When the trial's HTML report was written; None if there is none."""
+    """Return when the trial's HTML report was written, or None if it was not."""
     page = _report_page(trial)
     return page.stat().st_mtime_ns if page.exists() else None
 
 
 def _other_best(store: CheckpointStore, result: TrialResult) -> Manifest | None:
-    """The trial's best checkpoint, if it is another one than the last."""
+    """Return the trial's best checkpoint, if it is another one than the last."""
     from trial_core.checkpoint.retention_policy import best_of_trial
 
     try:

@@ -24,7 +24,7 @@ from trialflow.deployments.cli.tables import AsJson
 from trialflow.deployments.cli.train import tried
 
 if TYPE_CHECKING:
-    from trial_core.driver.drive import Ended
+    from trial_core.driver.states import Ended
 
 
 def tune_batch(

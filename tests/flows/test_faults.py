@@ -31,7 +31,7 @@ def test_a_failed_upload_costs_no_earlier_checkpoint(
     The run fails with the rank's message after the retries, and the first checkpoint is intact.
     The next run resumes from it, and deletes the leftovers of the failed uploads.
     """
-    soon = trialflow.tasks.stages.checkpoint_upload.with_options(retry_delay_seconds=0)
+    soon = trialflow.tasks.stages.TASKS["checkpoint_upload"].with_options(retry_delay_seconds=0)
     changed = replace(trialflow.flows.train.STAGES, checkpoint_upload=soon.submit)
     monkeypatch.setattr(trialflow.flows.train, "STAGES", changed)
     with faulty_s3(moto_s3) as endpoint:

@@ -24,7 +24,7 @@ from trial_core.driver.uploads import Pruning
 from trial_core.errors import ConfigError, StorageError
 from trial_core.schedule.sequencer import Progress
 from trialflow.flows.lifecycle.run_log import logger_finder
-from trialflow.flows.train import STAGES
+from trialflow.tasks.stages import STAGES
 
 pytestmark = pytest.mark.server
 

@@ -24,7 +24,7 @@ def retry_after_repair(
     monkeypatch: pytest.MonkeyPatch, stage: str, repair: Callable[[], None]
 ) -> None:
     """Make the flow retry `stage` at once, after calling `repair`."""
-    task = getattr(trialflow.tasks.stages, stage)
+    task = trialflow.tasks.stages.TASKS[stage]
 
     def condition(task: Any, task_run: Any, state: Any) -> bool:
         repair()

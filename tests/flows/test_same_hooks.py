@@ -31,8 +31,7 @@ from tests.support.slots import toy_config
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.driver.stages import PLAIN_STAGES, Stages
 from trial_core.observe.events.observers import observing
-from trialflow.flows.train import STAGES
-from trialflow.tasks.stages import call_hook_as_task
+from trialflow.tasks.stages import STAGES, TASKS
 
 DIFFERENT_IN_EACH_RUN = ("uuid", "folder")
 
@@ -54,7 +53,7 @@ def test_the_flow_has_each_stage_as_a_task_of_its_name(name: str) -> None:
         assert task.__name__ == "submit"
         task = task.__self__
     if name == "callbacks":  # which chooses hooks that are tasks
-        task = call_hook_as_task
+        task = TASKS[name]
     assert task.name == name.replace("_", "-")
     assert plain.__name__ == name
 
@@ -96,7 +95,7 @@ def test_flow_and_driver_without_prefect_train_alike(here: Path) -> None:
 
 @pytest.mark.slots
 @pytest.mark.server
-@pytest.mark.long  # test_run_loop has the order of both, test_hooks the hooks of each stage
+@pytest.mark.long  # test_loop has the order of both, test_hooks the hooks of each stage
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_flow_and_fit_call_the_same_hooks(here: Path, ranks: int) -> None:
     """With the same arguments in the same order, on every rank, with mutually prime periods."""

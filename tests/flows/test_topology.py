@@ -14,7 +14,7 @@ from tests.support.slots import lines, toy_config
 from trial_core.checkpoint.manifest import Topology
 from trial_core.checkpoint.resume_point import ResumePoint
 from trial_core.config import ExperimentConfig
-from trial_core.driver.launch_stages import require_convertible
+from trial_core.driver.fetch_resume_point import require_convertible
 from trial_core.driver.run import RankAnswers
 from trial_core.errors import CheckpointError
 

@@ -19,13 +19,14 @@ from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.transfer.staged_checkpoint import StagedCheckpoint
 from trial_core.driver.run import Launch, Run
+from trial_core.driver.stages.declared_stage import beside
 from trial_core.driver.uploads import Uploads
 from trial_core.errors import SlotsError
 from trial_core.observe.events.observers import Observer
 from trial_core.observe.ledger.run_clock import RunClock
 from trial_core.schedule.sequencer import Progress
 from trialflow.flows.server.prefect_settings import environment
-from trialflow.flows.train import STAGES
+from trialflow.tasks.stages import STAGES
 
 
 @pytest.fixture
@@ -43,7 +44,12 @@ STAGED = StagedCheckpoint.now("4f0c21aa", Progress(4), {})
 def uploads_of(launch: Launch, future: Future[Manifest]) -> Uploads:
     """Uploads whose task ends with `future`."""
     started = PrefectConcurrentFuture(uuid.uuid4(), future)
-    return Uploads(launch, replace(STAGES, checkpoint_upload=lambda launch, staged: started))
+    stages = replace(
+        STAGES,
+        checkpoint_upload=lambda launch, staged: started,
+        checkpoint_prune=beside(lambda *_: None),
+    )
+    return Uploads(launch, stages)
 
 
 def test_polling_an_upload_does_not_ask_the_server(launch: Launch) -> None:
@@ -51,11 +57,11 @@ def test_polling_an_upload_does_not_ask_the_server(launch: Launch) -> None:
     future: Future[Manifest] = Future()
     with uploads_of(launch, future) as uploads:
         uploads.start(STAGED)
-        uploads.take_ended()
+        uploads.poll()
         assert uploads.is_busy
         assert uploads.newest is None
         future.set_result(new_manifest())
-        uploads.take_ended()
+        uploads.poll()
         assert not uploads.is_busy
         assert uploads.newest == future.result()
 
@@ -68,10 +74,10 @@ def test_waiting_for_an_upload_stalls_training(launch: Launch) -> None:
     future: Future[Manifest] = Future()
     with uploads_of(launch, future) as uploads:
         uploads.start(STAGED)
-        uploads.take_ended()
+        uploads.poll()
         assert "checkpoint_stall" not in launch.run.clock.slot_milliseconds()
         future.set_result(new_manifest())
-        uploads.wait()
+        uploads.finish()
     assert launch.run.clock.slot_milliseconds()["checkpoint_stall"] == 1000
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from trial_core.config import ExperimentConfig
 from trial_core.driver.drive import Caller, drive_trial
-from trial_core.driver.run_loop import TrialResult
+from trial_core.driver.result import TrialResult
 from trial_core.observe.events.observers import Observer
 from trial_core.schedule.stop_requests import StopHandler
 

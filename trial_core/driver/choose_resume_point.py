@@ -1,20 +1,15 @@
-"""What a run resumes from: the choice of resume points, and fetching the first intact one."""
+"""Chooses the checkpoints that a run may resume from; `fetch_resume_point` fetches one."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable
-
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.manifest import Manifest
-from trial_core.checkpoint.resume_point import ResumePoint, no_intact_checkpoint
+from trial_core.checkpoint.resume_point import ResumePoint
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.transfer.import_checkpoint import import_checkpoint
 from trial_core.common.text_format import trial_number
 from trial_core.config import ExperimentConfig
 from trial_core.errors import CheckpointNotFound
-
-_logger = logging.getLogger(__name__)
 
 
 def resume_points(
@@ -78,31 +73,3 @@ def find_trial(store: CheckpointStore, wanted: int | str) -> str:
     raise CheckpointNotFound(
         f"{problem} {wanted} in {store.url}; there: {seen}. Give the id of one of them"
     )
-
-
-def fetch_first_intact(
-    points: Iterable[ResumePoint], fetch: Callable[[ResumePoint], str | None]
-) -> ResumePoint:
-    """Fetch the first of `points` that is neither damaged nor deleted meanwhile.
-
-    Args:
-        fetch: fetches a point's checkpoint, and returns what is damaged; None if intact.
-
-    Raises:
-        CheckpointDamaged: all checkpoints are damaged or deleted.
-        StorageError: the storage failed. The checkpoint may be intact, so no older one is used.
-    """
-    tried: list[ResumePoint] = []
-    damage = None
-    for point in points:
-        if point.checkpoint is None:
-            return point
-        try:
-            damage = fetch(point)
-        except CheckpointNotFound as error:  # deleted since the points were listed
-            _logger.warning("the run resumes from an older checkpoint, if there is one: %s", error)
-            damage = str(error)
-        if damage is None:
-            return point
-        tried.append(point)
-    raise no_intact_checkpoint(tried, str(damage))

@@ -1,15 +1,8 @@
 """The story of a run: its ranks are placed and launched, and train until the run ends.
 
-`drive_trial` opens what a run needs, and `Driver` takes it from state to state::
-
-    Launching ──► Completed ──► Ended
-                            └─► Moving ──► Launching        on other nodes
-              ──► Aborted ────► Ended, Moving, or raises `Stopped`
-              ──► RanksFailed ► Restarting ──► Launching, or raises the failure
-
-The failure policy decides what a failure costs, and the placement where ranks are launched. What
-happens between launch and end of the ranks is `Driver.train_once`: the run loop, or what a script
-asks for.
+`drive_trial` opens what a run needs, and `Driver` takes it from state to state (`states.py`). The
+failure policy decides what a failure costs, and the placement where ranks are launched. Between the
+launch and the end of the ranks, `Driver.train_once` runs the loop, or what a script asks for.
 """
 
 from __future__ import annotations
@@ -27,15 +20,26 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.transfer.trial_code import TrialCode, code_of_folder
 from trial_core.config import ExperimentConfig
 from trial_core.driver.code_source import stored_trial_code
-from trial_core.driver.failure_policy import Failure, FailurePolicy
+from trial_core.driver.failure_policy import FailurePolicy
 from trial_core.driver.follow_script import follow_script
 from trial_core.driver.launch_ranks import launch_slots, stopping_ranks
-from trial_core.driver.launch_stages import LaunchStages
+from trial_core.driver.loop import Loop
 from trial_core.driver.placement import Placement, announcer, place_ranks
+from trial_core.driver.result import TrialResult, status_of
 from trial_core.driver.run import HOW_TO_GO_ON, Launch, Logger, Run
-from trial_core.driver.run_loop import TrialResult, follow_schedule
 from trial_core.driver.stages import PLAIN_STAGES, Stages
 from trial_core.driver.stages.checkpoint import sweep_leftovers
+from trial_core.driver.states import (
+    Aborted,
+    Completed,
+    Ended,
+    Launching,
+    Moving,
+    RanksFailed,
+    Restarting,
+    State,
+    describe,
+)
 from trial_core.driver.uploads import Uploads
 from trial_core.errors import (
     CheckpointError,
@@ -56,10 +60,13 @@ from trial_core.observe.report.progress import Place, ProgressReport, progress_f
 from trial_core.observe.telemetry.run_telemetry import run_telemetry
 from trial_core.observe.trackers.tracking import Tracking, check_trackers
 from trial_core.schedule.ending import Ending
-from trial_core.schedule.stop_requests import StopHandler, as_the_trial_asked, how_it_ended
+from trial_core.schedule.stop_requests import StopHandler, how_it_ended
 
 Resume = Callable[[CheckpointStore, Fence | None], list[ResumePoint]]
 """Chooses what a run may resume from, best first; at least one."""
+
+STORY = 12
+"""How many states before a failure are told with it."""
 
 Follow = Callable[[Launch, Stages, Uploads], TrialResult]
 """Trains on the ranks of a launch, until the run ends, is stopped or moves."""
@@ -183,7 +190,7 @@ def drive_trial(config: ExperimentConfig, trial: str, caller: Caller) -> TrialRe
         except BaseException as error:
             observer.run_ended(how_it_ended(error, caller.stopping))
             raise
-        observer.run_ended(_status(result), result.tensorboard_url)
+        observer.run_ended(status_of(result), result.tensorboard_url)
     return replace(result, ledger=ledger.read().to_json())  # only now it says that the run is over
 
 
@@ -258,11 +265,11 @@ def _driver(
         )  # fmt: skip
         if (choose := script.resume_points) is not None:
             run.choose_resume_points = lambda: choose(run.store, run.fence)
-    policy = FailurePolicy(placement, run.config.max_restarts, caller.micro_batch_samples)
     return Driver(
-        run, caller.stages, placement, policy, follow,
+        run, caller.stages, placement, FailurePolicy(placement, run.config.max_restarts), follow,
         has_code=script is None or (script.has_code and not run.test_mode),
         last_checkpoint=last_checkpoint,
+        micro_batch_samples=caller.micro_batch_samples,
     )  # fmt: skip
 
 
@@ -279,79 +286,7 @@ def follow_run(launch: Launch, stages: Stages, uploads: Uploads) -> TrialResult:
     stages.build_trial(launch)
     if launch.run.config.is_script:
         return follow_script(launch, stages, uploads)
-    return follow_schedule(LaunchStages(launch, stages, uploads))
-
-
-@dataclass(frozen=True)
-class Launching:
-    """The ranks are launched next.
-
-    Attributes:
-        saved: what the ranks before them have saved, to continue on other nodes.
-    """
-
-    saved: TrialResult | None = None
-
-
-@dataclass(frozen=True)
-class Completed:
-    """The ranks have trained until the run ended, was stopped, or moves."""
-
-    launch: Launch
-    result: TrialResult
-
-
-@dataclass(frozen=True)
-class Aborted:
-    """The ranks were ended without a result, by a stop request or to move.
-
-    Attributes:
-        saved: as of `Launching`.
-    """
-
-    launch: Launch
-    why: Stopped
-    saved: TrialResult | None
-
-
-@dataclass(frozen=True)
-class RanksFailed:
-    """The ranks have failed, or could not be launched."""
-
-    launch: Launch
-    failure: Failure
-
-
-@dataclass(frozen=True)
-class Restarting:
-    """The ranks are launched again after a failure, and a pause."""
-
-    failure: Failure
-    pause_seconds: int
-
-
-@dataclass(frozen=True)
-class Moving:
-    """The ranks are launched on other nodes next.
-
-    Attributes:
-        what: whether they have saved, and why they move, for people.
-        saved: as of `Launching`.
-    """
-
-    what: str
-    saved: TrialResult | None = None
-
-
-@dataclass(frozen=True)
-class Ended:
-    """The run is over."""
-
-    launch: Launch
-    result: TrialResult
-
-
-State = Launching | Completed | Aborted | RanksFailed | Restarting | Moving | Ended
+    return Loop(launch, stages, uploads).run()
 
 
 class Driver:
@@ -363,6 +298,7 @@ class Driver:
         follow: trains on ranks that were launched.
         has_code: whether the code folder holds code that checkpoints should name.
         last_checkpoint: names the newest checkpoint, to be appended to a sentence.
+        micro_batch_samples: of the first launch; None: as configured.
     """
 
     def __init__(
@@ -374,6 +310,7 @@ class Driver:
         follow: Follow = follow_run,
         has_code: bool = True,
         last_checkpoint: Callable[[], str] = lambda: "",
+        micro_batch_samples: int | None = None,
     ) -> None:
         self._run = run
         self._stages = stages
@@ -382,6 +319,8 @@ class Driver:
         self._follow = follow
         self._has_code = has_code
         self._last_checkpoint = last_checkpoint
+        self._micro_batch_samples = micro_batch_samples
+        self._story: list[str] = []
         self._stored_code: TrialCode | None = None
 
     def drive(self) -> Ended:
@@ -392,8 +331,15 @@ class Driver:
             run.config, run.store, run.trial, run.run_dir, run.logger
         )
         state: State = Launching()
+        self._story.clear()
         while not isinstance(state, Ended):
-            state = self.next(state)
+            self._story.append(describe(state))
+            try:
+                state = self.next(state)
+            except Exception:
+                if len(self._story) > 2:  # else the error says it all
+                    run.logger.error("how it came to this: %s", " → ".join(self._story[-STORY:]))
+                raise
         return state
 
     def next(self, state: State) -> State:
@@ -422,7 +368,7 @@ class Driver:
         if code is None and self._has_code:  # again: it may have been corrected since
             sends = self._placement.sends_code
             code = code_of_folder(run.config, run.store, run.logger, sends)
-        launch = Launch(run, code, self._policy.micro_batch_samples)
+        launch = Launch(run, code, self._micro_batch_samples)
         if run.fence is not None:
             sweep_leftovers(run.store, run.trial, run.fence, run.logger)
         try:
@@ -457,6 +403,8 @@ class Driver:
                 raise
             finally:
                 self._policy.launch_ended(launch)
+                if launch.progress.has_trained:
+                    self._placement.has_trained()
 
     def _after_training(self, state: Completed) -> State:
         launch, result = state.launch, state.result
@@ -484,11 +432,20 @@ class Driver:
         granted = self._policy.grant(failure, state.launch)
         if granted is None:
             raise failure
-        return Restarting(failure, granted.pause_seconds)
+        return Restarting(failure, granted)
 
     def _restart(self, state: Restarting) -> State:
+        decision, why = state.decision, str(state.failure)
+        if decision.micro_batch_samples is not None:
+            self._micro_batch_samples = decision.micro_batch_samples
+        if decision.leaves_out is not None:
+            self._placement.leave_out(decision.leaves_out)
+        if decision.retreats:
+            self._placement.retreat(why)
+        if decision.leaves is not None:
+            self._placement.leave(decision.leaves, why)
         clear_rank_files(self._run.run_dir)
-        if self._run.stopping.wait(state.pause_seconds):
+        if self._run.stopping.wait(decision.pause_seconds):
             raise Stopped(f"no ranks ran{self._last_checkpoint()}") from state.failure
         return Launching()  # there may be a newer checkpoint than a launch before has saved
 
@@ -498,20 +455,6 @@ class Driver:
         return Launching(state.saved)
 
 
-def describe_saved(result: TrialResult) -> str:
-    """What a stopped run has saved, for people."""
-    if result.checkpoint_uuid is None:
-        return "nothing to save: no batch was trained"
-    return f"saved at batch {result.checkpoint_at}, checkpoint {result.checkpoint_uuid}"
-
-
 def while_stopping(failure: Exception) -> str:
     """Why a stop ended with a failure, which may have come before or after the save."""
     return f"failed while stopping: {failure}"
-
-
-def _status(result: TrialResult) -> str:
-    if not result.stopped_early:
-        return "completed"
-    why = result.stop_reason or as_the_trial_asked(result.trial_stop_reason)
-    return f"stopped: {why}; {describe_saved(result)}"

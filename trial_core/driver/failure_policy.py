@@ -34,53 +34,57 @@ Failure = RankFailed | Stalled | LaunchError | TopologyMismatch
 
 @dataclass(frozen=True)
 class Relaunch:
-    """The decision to launch the ranks again, after a pause."""
+    """The decision to launch the ranks again. The driver carries it out.
+
+    Attributes:
+        pause_seconds: how long to wait before.
+        micro_batch_samples: the new number of samples of a micro-batch; None: as before.
+        leaves_out: a number of ranks that is not launched any more.
+        retreats: True if the nodes are left that have not trained.
+        leaves: the node that is left.
+    """
 
     pause_seconds: int = 0
+    micro_batch_samples: int | None = None
+    leaves_out: int | None = None
+    retreats: bool = False
+    leaves: str | None = None
 
 
 class FailurePolicy:
-    """What follows the failed launches of one run.
+    """Decides what follows the failed launches of one run. It changes neither ranks nor nodes.
 
     Args:
-        placement: where the ranks are launched.
-        limit: how many restarts the run has.
-        micro_batch_samples: the attribute, for the first launch.
-
-    Attributes:
-        micro_batch_samples: as of `BuildTrial`, for the next launch.
+        placement: is asked for the nodes that the run could do without.
+        limit: the number of restarts of the run.
     """
 
-    def __init__(
-        self, placement: Placement, limit: int, micro_batch_samples: int | None = None
-    ) -> None:
+    def __init__(self, placement: Placement, limit: int) -> None:
         self._placement = placement
         self._restarts = Restarts(limit)
         self._trained_slots: set[int] = set()
-        self.micro_batch_samples = micro_batch_samples
         self._last_refusal = ""
         self._refusals = 0
         self._before_training: set[object] = set()
 
     def launch_ended(self, launch: Launch) -> None:
-        """Note what has trained, when a launch has ended or failed."""
+        """Note which number of ranks has trained, when a launch has ended or failed."""
         if launch.progress.has_trained:
             self._trained_slots.add(launch.world_size)
-            self._placement.has_trained()
 
     def grant(self, failure: Failure, launch: Launch) -> Relaunch | None:
         """Decide whether to launch the ranks of the run again; None: the failure ends the run."""
         if launch.run.stopping.request is not None:
             return None
-        if self._has_smaller(failure, launch):
-            return Relaunch()
+        if (smaller := self._smaller_micro_batch(failure, launch)) is not None:
+            return Relaunch(micro_batch_samples=smaller)
         if not launch.progress.has_trained:
             if self._has_fewer(failure, launch):
-                return Relaunch()
+                return Relaunch(leaves_out=launch.world_size)
             if self._comes_again(failure, launch):
                 return None
             if self._goes_back(failure, launch):
-                return Relaunch()
+                return Relaunch(retreats=True)
         return self._restart_after(failure, launch)
 
     def _comes_again(self, failure: Failure, launch: Launch) -> bool:
@@ -95,10 +99,10 @@ class FailurePolicy:
         )
         return True
 
-    def _has_smaller(self, failure: Failure, launch: Launch) -> bool:
-        """Make micro-batches smaller if they do not fit into memory. Costs no restart."""
+    def _smaller_micro_batch(self, failure: Failure, launch: Launch) -> int | None:
+        """The next smaller size, if micro-batches do not fit into memory. Costs no restart."""
         if not isinstance(failure, RankFailed) or failure.error_type != "OutOfMemoryError":
-            return False
+            return None
         topology, answers = launch.answers.topology, launch.answers
         is_first = (failure.batches_trained or 0) - launch.progress.began_at < FIRST_BATCHES
         if (
@@ -107,13 +111,12 @@ class FailurePolicy:
             or not (is_first and answers.loads_micro_batches)
             or not launch.run.config.resources.shrink_micro_batches
         ):
-            return False
+            return None
         batch = topology.batch_samples // topology.data_parallel_size
         was = topology.micro_batch_samples
         now = next((n for n in range(was // 2, 0, -1) if batch % n == 0), None)
         if now is None:
-            return False
-        self.micro_batch_samples = now
+            return None
         what = (
             f"rank {failure.rank} has no memory for micro-batches of {plural(was, 'sample')}, so "
             f"they get {now}, and {batch // now} of them are accumulated; a batch stays "
@@ -121,15 +124,14 @@ class FailurePolicy:
             f"train_micro_batch_size_per_gpu to {now}"
         )
         launch.warn([what])
-        return True
+        return now
 
     def _has_fewer(self, failure: Failure, launch: Launch) -> bool:
-        """Leave out the number of ranks if the trial refuses it, and other numbers are possible."""
-        if not self._is_refusal(failure, launch) or not self._placement.leave_out(
-            launch.world_size
-        ):
+        """Return whether the trial refuses the number of ranks, and another one is possible."""
+        slots = launch.world_size
+        if not self._is_refusal(failure, launch) or not self._placement.can_leave_out(slots):
             return False
-        what = f"the trial refuses {launch.world_size} slots, so it gets fewer: {failure}"
+        what = f"the trial refuses {slots} slots, so it gets fewer: {failure}"
         launch.run.logger.warning("%s", what)
         launch.run.observer.moving(what)
         return True
@@ -154,8 +156,8 @@ class FailurePolicy:
         return not is_largest and self._refusals < SAME_REFUSALS
 
     def _goes_back(self, failure: Failure, launch: Launch) -> bool:
-        """Leave nodes that have not trained, if there are enough without them."""
-        if not self._placement.retreat(str(failure)):
+        """Return whether there are nodes that have not trained, and enough without them."""
+        if not self._placement.can_retreat():
             return False
         _log(failure, launch)
         launch.run.observer.moving(f"back to the nodes that have trained, because {failure}")
@@ -171,10 +173,9 @@ class FailurePolicy:
         restarts = self._restarts
         if not restarts.grant(failure, launch.progress.batches_trained, works):
             return None
-        if not launch.progress.has_trained and (node := _failed_node(failure)) is not None:
-            self._placement.leave(node, str(failure))
         launch.run.observer.restarting(str(failure), restarts.count, restarts.limit)
-        return Relaunch(restarts.pause_seconds)
+        node = None if launch.progress.has_trained else _failed_node(failure)
+        return Relaunch(restarts.pause_seconds, leaves=node)
 
 
 def _place(failure: Failure, batches_trained: int) -> tuple[object, ...] | None:

@@ -1,4 +1,4 @@
-"""The stages of a script's run, in place of `follow_schedule`.
+"""The loop of a script's run, in place of `Loop`.
 
 A trial is asked: the sequencer decides what its ranks do next. A script decides itself, and tells
 the driver. So there is no schedule to follow here::
@@ -19,10 +19,10 @@ from dataclasses import asdict, replace
 from trial_core.checkpoint.resume_point import ResumePoint
 from trial_core.checkpoint.transfer.staged_checkpoint import StagedCheckpoint
 from trial_core.config.lengths import OPEN_END
-from trial_core.driver.choose_resume_point import fetch_first_intact
-from trial_core.driver.launch_stages import LaunchStages, fetch
+from trial_core.driver.fetch_resume_point import fetch, fetch_first_intact
+from trial_core.driver.loop import Loop, wind_up
+from trial_core.driver.result import TrialResult
 from trial_core.driver.run import Launch, Run
-from trial_core.driver.run_loop import TrialResult, follow_schedule
 from trial_core.driver.script_progress import ScriptProgress
 from trial_core.driver.stages import Stages
 from trial_core.driver.stages.script import RunningScript, UploadEnded
@@ -48,15 +48,16 @@ def follow_script(launch: Launch, stages: Stages, uploads: Uploads) -> TrialResu
         CheckpointError: a checkpoint of the script could not be stored.
         ConfigError: neither the experiment nor the script's fit says how long to train.
     """
-    run, calls = launch.run, LaunchStages(launch, stages, uploads)
+    run, metrics = launch.run, launch.answers.metrics
+    uploads.own.check()
     # Whether the ranks can restore it is the script's matter, or known when its trial is attached.
-    start = fetch_first_intact(calls.resume_points(), lambda point: fetch(launch, stages, point))
+    start = fetch_first_intact(run.resume_points(), lambda point: fetch(launch, stages, point))
     if start.checkpoint is not None:
         run.logger.info("the script starts from checkpoint %s", start.uuid)
-    calls.metrics.clear()  # of steps that were lost with earlier ranks
-    calls.metrics.update(start.metrics)
+    metrics.clear()  # of steps that were lost with earlier ranks
+    metrics.update(start.metrics)
     searcher, begin = run.config.searcher, start.progress.batches_trained
-    progress = ScriptProgress(run.metric, searcher.smaller_is_better, start.progress, calls.metrics)
+    progress = ScriptProgress(run.metric, searcher.smaller_is_better, start.progress, metrics)
     launch.progress.batches_trained = launch.progress.began_at = begin
     run.clock.starts_at(begin)
     launch.progress.end = _length(run)
@@ -77,7 +78,7 @@ def follow_script(launch: Launch, stages: Stages, uploads: Uploads) -> TrialResu
             progress.progress = progress.progress.after_training(fitted.batches_trained)
             continue
         if isinstance(event, UploadEnded):
-            calls.poll()
+            uploads.poll()
             continue
         launch.progress.batches_trained = event.steps_completed
         launch.progress.has_trained = True
@@ -86,20 +87,20 @@ def follow_script(launch: Launch, stages: Stages, uploads: Uploads) -> TrialResu
             continue
         at = progress.stored(event.steps_completed)
         folders = _folders(launch, event.uuid)
-        calls.finish_upload()  # of the checkpoint before this one: the script has waited for it
-        calls.start_upload(StagedCheckpoint.now(event.uuid, at, progress.metrics, folders))
+        uploads.finish()  # of the checkpoint before this one: the script has waited for it
+        uploads.start(StagedCheckpoint.now(event.uuid, at, progress.metrics, folders))
         if event.waits:
-            calls.finish_upload()
+            uploads.finish()
         else:
             uploads.call_at_end(lambda: launch.script_events.put(UploadEnded()))
         newest = event.uuid
         launch.has_saved(event.steps_completed)
-    calls.finish_upload()
+    uploads.finish()
     run.throughput.note_memory([rank.peak_memory_bytes for rank in event])
     launch.answers.writes_run_files = any(rank.writes_run_files for rank in event)
     was_preempted = any(rank.was_preempted for rank in event)
     stopped_early = was_preempted or (fitted is not None and fitted.stopped_early)
-    calls.finish(launch.progress.batches_trained, stopped_early)
+    wind_up(launch, stages, uploads, launch.progress.batches_trained, stopped_early)
     if fitted is not None:
         return replace(fitted, stopped_early=stopped_early)
     return TrialResult(
@@ -129,7 +130,7 @@ def follow_fit(
     if launch.should_stop:
         launch.slots.stop()  # again: the trial's ranks begin without a request
     schedule = _schedule(launch.run, fit)
-    result = follow_schedule(LaunchStages(launch, stages, uploads, schedule, start))
+    result = Loop(launch, stages, uploads, schedule, start).run()
     result = replace(
         result, run_dir=str(launch.run.run_dir), trial_stop_reason=answers.stop_reason,
         throughput=launch.run.throughput.throughput.to_json(),

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from trial_core.common.text_format import clean, is_number, one_line
 from trial_core.config.stages_section import After, StageConfig
 from trial_core.driver.run import Launch
-from trial_core.driver.stages import Running, Stages
+from trial_core.driver.stages import Stages
+from trial_core.driver.stages.declared_stage import Running
 from trial_core.driver.stages.own_stage import OwnStageFailed, call
 from trial_core.errors import ConfigError, TrialError
 from trial_core.launch.machine.background import in_background

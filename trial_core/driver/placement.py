@@ -63,27 +63,26 @@ class Placement(ABC):
             Stopped: the run was asked to stop while it waited for nodes.
         """
 
-    def leave_out(self, slots: int) -> bool:
-        """Launch no longer this number of ranks, which the trial cannot be trained with.
-
-        Returns:
-            Whether another number is possible.
-        """
+    def can_leave_out(self, slots: int) -> bool:
+        """Return whether another number of ranks than this can be launched."""
         return False
+
+    def leave_out(self, slots: int) -> None:  # noqa: B027 - one machine has one number
+        """Launch no longer this number of ranks, which the trial cannot be trained with."""
 
     def has_trained(self) -> None:  # noqa: B027 - one machine has nothing to note
         """Note that the ranks of the last launch have trained a batch."""
 
-    def retreat(self, why: str) -> bool:
+    def can_retreat(self) -> bool:
+        """Return whether there are nodes that `retreat` would leave, and enough without them."""
+        return False
+
+    def retreat(self, why: str) -> None:  # noqa: B027 - one machine has no others
         """Leave the nodes that were taken after the last launch that has trained.
 
         Args:
             why: what has failed with them.
-
-        Returns:
-            Whether there are such nodes, and enough without them.
         """
-        return False
 
     def leave(self, node: str, why: str) -> None:  # noqa: B027 - one machine has no other
         """Leave a node if it was taken after the last launch that has trained.
@@ -149,17 +148,25 @@ class OnNodes(Placement):
         launcher = NodeLauncher(agents, code, run.store.spec, _stored_object(run))
         return self.pool.slots_of(agents), launcher
 
-    def leave_out(self, slots: int) -> bool:
+    def can_leave_out(self, slots: int) -> bool:
         """Part of `Placement`."""
-        return self.pool.leave_out(slots)
+        return self.pool.can_leave_out(slots)
+
+    def leave_out(self, slots: int) -> None:
+        """Part of `Placement`."""
+        self.pool.leave_out(slots)
 
     def has_trained(self) -> None:
         """Part of `Placement`."""
         self.pool.has_trained()
 
-    def retreat(self, why: str) -> bool:
+    def can_retreat(self) -> bool:
         """Part of `Placement`."""
-        return self.pool.retreat(why)
+        return self.pool.can_retreat()
+
+    def retreat(self, why: str) -> None:
+        """Part of `Placement`."""
+        self.pool.retreat(why)
 
     def leave(self, node: str, why: str) -> None:
         """Part of `Placement`."""

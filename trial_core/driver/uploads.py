@@ -1,5 +1,5 @@
-"""The work of a launch beside training: one upload at a time, the prunes that follow it, and the
-stages of the user's own."""
+"""The work of a launch in parallel with training: one upload at a time, the prunes that follow it,
+and the stages of the user's own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.transfer.staged_checkpoint import StagedCheckpoint
 from trial_core.driver.own_stages import OwnStages
 from trial_core.driver.run import Launch
-from trial_core.driver.stages import Running, Stages
+from trial_core.driver.stages import Stages
+from trial_core.driver.stages.declared_stage import Running
+from trial_core.messages import Done, ReleaseStaging
 
 
 class Uploads:
@@ -48,7 +50,10 @@ class Uploads:
         return self._upload is not None and not self._upload.ended.is_set()
 
     def start(self, staged: StagedCheckpoint) -> None:
-        """Upload and commit a staged checkpoint beside training."""
+        """Upload and commit a staged checkpoint, in parallel with training."""
+        if self._launch.run.test_mode == "keep nothing":
+            self._launch.ask(ReleaseStaging(uuid=staged.uuid), Done)
+            return
         self._upload = Running(self._stages.checkpoint_upload(self._launch, staged))
 
     def call_at_end(self, call: Callable[[], None]) -> None:
@@ -58,30 +63,32 @@ class Uploads:
         else:
             self._upload.pending.add_done_callback(lambda _: call())
 
-    def take_ended(self) -> Manifest | None:
-        """If the upload has ended, do as `wait`; otherwise nothing."""
-        return None if self.is_busy else self.wait()
+    def poll(self) -> None:
+        """Between workloads: if the upload has ended, do as `finish`; and poll the own stages."""
+        if not self.is_busy:
+            self.finish()
+        self.own.poll()
 
-    def wait(self) -> Manifest | None:
-        """Wait for the upload, if there is one, and start pruning. Return what was committed.
+    def finish(self) -> None:
+        """Wait for the upload, if there is one; then its hook, its own stages, and pruning.
 
         Raises:
             CheckpointError: the upload failed.
         """
         if self._upload is None:
-            return None
+            return
         with self._launch.run.clock.spending("checkpoint_stall"):
             self._upload.ended.wait()
         upload, self._upload = self._upload, None
-        self.newest = upload.pending.result()
-        return self.newest
-
-    def prune(self, batches_trained: int) -> None:
-        """Prune beside training, after a commit; later, if a stage may read what is pruned."""
-        if self.own.is_busy:
-            self._pruning.postpone(batches_trained)
+        self.newest = committed = upload.pending.result()
+        at = committed.progress.batches_trained
+        self._stages.call_hook(self._launch, "on_checkpoint_upload_end", at, uuid=committed.uuid)
+        self.own.run_blocking("checkpoint-upload", at, committed)
+        if self.own.is_busy:  # it may read what is pruned
+            self._pruning.postpone(at)
         else:
-            self._pruning.start(batches_trained)
+            self._pruning.start(at)
+        self.own.start_beside("checkpoint-upload", at, committed)
 
     def finish_pruning(self) -> None:
         """Prune once more if that is due, and wait for its end."""

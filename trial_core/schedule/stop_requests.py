@@ -54,7 +54,7 @@ _Event = Literal["kill", "unclear", "clear", "close"]
 
 @dataclass(frozen=True)
 class StopRequest:
-    """Why a run was asked to stop.
+    """A request to a run to stop, and its reason.
 
     Attributes:
         reason: decides the final state of the flow run.
@@ -69,29 +69,29 @@ class StopRequest:
 
     @property
     def is_signal(self) -> bool:
-        """Whether a signal asked, which does not tell who sent it."""
+        """True if a signal asked, which does not tell who sent it."""
         return self.reason in ("preempted", "interrupted")
 
     @property
     def is_urgent(self) -> bool:
-        """Whether the run will be killed if it does not end within its grace period."""
+        """True if the run will be killed unless it ends within its grace period."""
         return self.reason not in ("suspended", "time budget", "server lost")
 
 
 def as_the_trial_asked(reason: str | None) -> str:
-    """Why a run ends that its trial has stopped, for people.
+    """The reason, for people, why a run ended that its trial has stopped.
 
     Args:
-        reason: what the trial says, if it does.
+        reason: the trial's own reason, if it gives one.
     """
     return "as the trial asked" + (f": {text_format.one_line(reason)}" if reason else "")
 
 
 def how_it_ended(error: BaseException, stopping: StopHandler) -> str:
-    """How a run has ended that raised `error`, for people: ``failed: why`` or ``stopped: why``.
+    """How a run that raised `error` has ended, for people: ``failed: why`` or ``stopped: why``.
 
     Args:
-        stopping: the run's stop requests, of which the final one is named.
+        stopping: the run's stop requests; the text names the final one.
     """
     is_stop = isinstance(error, Stopped) or not isinstance(error, Exception)
     reason = str(error) or type(error).__name__
@@ -111,8 +111,8 @@ class StopHandler:
     reentrant queue, so a signal handler and any thread may call them.
 
     Args:
-        grace_seconds: from the first urgent request until the ranks are killed. Other requests
-            have no deadline.
+        grace_seconds: the time from the first urgent request until the ranks are killed. Other
+            requests have no deadline.
     """
 
     def __init__(self, grace_seconds: float) -> None:
@@ -138,14 +138,14 @@ class StopHandler:
 
     @property
     def request(self) -> StopRequest | None:
-        """The first request. Only a Cancel or a Suspend replaces it, if it is a signal."""
+        """The first request. If it is a signal, a later Cancel or Suspend replaces it."""
         return self._request
 
     def final_request(self) -> StopRequest | None:
-        """The request, once it is known who asked. For what people read at the end of a run.
+        """The request, once it is known who asked; for texts that people read after a run.
 
-        Waits once for an answer, and not after the grace period: a run that asks several times must
-        end before its worker kills it.
+        Waits once for an answer, and not after the grace period, because a run must end before its
+        worker kills it, even if it asks several times.
         """
         left = self.seconds_left
         if not self._is_clear.wait(CLARIFY_SECONDS if left is None else min(CLARIFY_SECONDS, left)):
@@ -154,12 +154,12 @@ class StopHandler:
 
     @property
     def has_expired(self) -> bool:
-        """Whether the grace period is over: the ranks are killed without saving."""
+        """True if the grace period is over: the ranks are killed without saving."""
         return self._has_expired
 
     @property
     def seconds_left(self) -> float | None:
-        """Until the ranks are killed; None: no urgent request."""
+        """Seconds until the ranks are killed; None without an urgent request."""
         if self._has_expired:
             return 0.0
         deadline = self._deadline
@@ -169,14 +169,14 @@ class StopHandler:
         """Ask the run to save and end. Returns at once.
 
         Args:
-            is_clear: whether it is known who asked. If not, `clarified` follows.
+            is_clear: True if it is known who asked. If not, `clarified` follows.
         """
         if not is_clear:
             self._queue.put("unclear")
         self._queue.put(StopRequest(reason, detail))
 
     def clarified(self) -> None:
-        """All requests so far have told who asked. Returns at once."""
+        """Note that it is now known who asked for all requests so far. Returns at once."""
         self._queue.put("clear")
 
     def kill_now(self) -> None:
@@ -193,8 +193,8 @@ class StopHandler:
     ) -> Iterator[None]:
         """Within the block, call `on_stop` at the first request and `on_expired` at the deadline.
 
-        What has happened before the block is reported when the block begins. Both are called in
-        the handler's thread.
+        Events from before the block are reported when it begins. Both functions are called in the
+        handler's thread.
         """
         with self._lock:
             self._subscriber = (on_stop, on_expired)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
-from trial_core.driver.run_loop import TrialResult
+from trial_core.driver.result import TrialResult
 from trial_core.driver.script_order import Order
 from trial_core.errors import SlotsError
 from trial_core.launch.machine.run_dirs import clear_kept, prepare_run_dir, run_dir_of

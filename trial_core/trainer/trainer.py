@@ -6,7 +6,7 @@ import logging
 
 from trial_core.cluster_info import checkpoint_to_continue
 from trial_core.config.script import has_code_folder, named_metric, script_config
-from trial_core.driver.run_loop import TrialResult
+from trial_core.driver.result import TrialResult
 from trial_core.driver.script_order import Order
 from trial_core.errors import ConfigError, TrialError
 from trial_core.messages import FitBegun

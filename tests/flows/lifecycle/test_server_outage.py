@@ -27,7 +27,9 @@ from tests.support.slots import toy_config
 from tests.support.waiting import until
 from tests.support.wire import UNAUTHORIZED, UNAVAILABLE, Wire, mend_at_the_end
 from trial_core.config import ExperimentConfig
-from trial_core.driver.launch_stages import LaunchStages
+from trial_core.driver.loop import Loop
+from trial_core.driver.stages import Stages
+from trial_core.driver.uploads import Uploads
 from trial_core.schedule.stop_requests import StopHandler
 from trialflow.flows.lifecycle.server_outage import ServerOutage
 from trialflow.flows.server.embedded_server import flush
@@ -231,33 +233,33 @@ def test_a_late_failure_is_no_new_outage() -> None:
 @pytest.mark.long
 @pytest.mark.slots
 @pytest.mark.parametrize(
-    "stage_name",
+    ("owner", "step"),
     [
-        "build_loaders",
-        "run_hook",
-        "train",
-        "validate",
-        "save",
-        "start_upload",
-        "finish_upload",
-        "finish",
+        (Loop, "_build_loaders"),
+        (Stages, "call_hook"),
+        (Loop, "_train"),
+        (Loop, "_validate"),
+        (Loop, "_save"),
+        (Uploads, "start"),
+        (Uploads, "finish"),
+        (Uploads, "finish_pruning"),
     ],
 )
 def test_an_outage_at_any_stage(
     here: Path, wire: Wire, prefect_server: PrefectServer, monkeypatch: pytest.MonkeyPatch,
-    stage_name: str,
+    owner: type, step: str,
 ) -> None:  # fmt: skip
     """It begins with that stage and lasts until the run waits at its end. Real ranks train."""
-    work, is_cut = getattr(LaunchStages, stage_name), threading.Event()
+    work, is_cut = getattr(owner, step), threading.Event()
     mend_at_the_end(wire, monkeypatch)
 
-    def cut_and_work(self: LaunchStages, *arguments: Any, **more: Any) -> Any:
+    def cut_and_work(self: Any, *arguments: Any, **more: Any) -> Any:
         if not is_cut.is_set():
             is_cut.set()
             wire.cut()
         return work(self, *arguments, **more)
 
-    monkeypatch.setattr(LaunchStages, stage_name, cut_and_work)
+    monkeypatch.setattr(owner, step, cut_and_work)
     config = toy_config(here, 8, scheduling_unit=4, hyperparameters={"record": str(here)})
     result = train(config)
     assert is_cut.is_set()

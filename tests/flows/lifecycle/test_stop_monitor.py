@@ -35,10 +35,11 @@ from tests.flows.lifecycle.conftest import (
     state_of,
     whole_state_of,
 )
-from trial_core.driver.launch_stages import LaunchStages
+from trial_core.driver.loop import Loop
 from trial_core.errors import RankFailed, Stopped, StorageError
 from trial_core.schedule.stop_requests import StopHandler
-from trialflow.flows.train import STAGES, TrialResult, train_trial
+from trialflow.flows.train import TrialResult, train_trial
+from trialflow.tasks.stages import STAGES
 
 pytestmark = pytest.mark.server
 
@@ -181,10 +182,10 @@ def test_a_stop_that_saves_and_then_fails(
     """The log, the state and the report name the failure and the save. They deny no save."""
     report: Path | None = None
 
-    def fail_after_the_save(calls: LaunchStages) -> TrialResult:
+    def fail_after_the_save(loop: Loop) -> TrialResult:
         nonlocal report
-        run = calls._launch.run
-        calls._launch.progress.can_save, report = True, run.run_dir / "report.md"
+        run = loop._launch.run
+        loop._launch.progress.can_save, report = True, run.run_dir / "report.md"
         cancelled_through_a_worker(UUID(str(runtime.flow_run.id)), run.stopping)
         run.observer.checkpoint_committed("4f0c21aa", 60, 1024)
         raise failure
@@ -196,7 +197,7 @@ def test_a_stop_that_saves_and_then_fails(
     monkeypatch.setattr(
         trial_core.driver.drive, "launch_slots", lambda launch, placement: nullcontext(ranks)
     )
-    monkeypatch.setattr(trial_core.driver.drive, "follow_schedule", fail_after_the_save)
+    monkeypatch.setattr(Loop, "run", fail_after_the_save)
     run, _ = stage.train()
     saved = f"{failure}; the last checkpoint is at batch 60"
     reason = f"cancelled (in Prefect); failed while stopping: {saved}"

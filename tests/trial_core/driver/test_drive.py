@@ -12,23 +12,21 @@ import pytest
 from tests.support.slots import toy_config
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.driver import drive
-from trial_core.driver.drive import (
+from trial_core.driver.drive import Caller, Driver, try_trial
+from trial_core.driver.failure_policy import Relaunch
+from trial_core.driver.placement import Placement
+from trial_core.driver.result import TrialResult
+from trial_core.driver.run import Launch, Run
+from trial_core.driver.stages import PLAIN_STAGES
+from trial_core.driver.states import (
     Aborted,
-    Caller,
     Completed,
-    Driver,
     Ended,
     Launching,
     Moving,
     RanksFailed,
     Restarting,
-    try_trial,
 )
-from trial_core.driver.failure_policy import Relaunch
-from trial_core.driver.placement import Placement
-from trial_core.driver.run import Launch, Run
-from trial_core.driver.run_loop import TrialResult
-from trial_core.driver.stages import PLAIN_STAGES
 from trial_core.errors import (
     LaunchError,
     RankFailed,
@@ -72,8 +70,6 @@ class FakePolicy:
         ended: the launches that have ended.
     """
 
-    micro_batch_samples = None
-
     def __init__(self) -> None:
         self.granted: Relaunch | None = None
         self.asked: list[Exception] = []
@@ -113,8 +109,9 @@ class DriverWithoutRanks(Driver):
         self.policy = FakePolicy()
         self.train: Callable[[Launch], TrialResult] = lambda launch: TRAINED
         policy: Any = self.policy
+        self.placement = FullMachine()
         super().__init__(
-            self.run, PLAIN_STAGES, FullMachine(), policy, last_checkpoint=lambda: NEWEST
+            self.run, PLAIN_STAGES, self.placement, policy, last_checkpoint=lambda: NEWEST
         )
 
     def train_once(self, launch: Launch) -> TrialResult:
@@ -286,7 +283,8 @@ def test_a_restart_follows_a_failure_that_the_policy_forgives(
     driver: DriverWithoutRanks,
 ) -> None:
     driver.policy.granted = Relaunch(pause_seconds=4)
-    assert driver.next(RanksFailed(driver.launch(), KILLED)) == Restarting(KILLED, 4)
+    following = driver.next(RanksFailed(driver.launch(), KILLED))
+    assert following == Restarting(KILLED, Relaunch(pause_seconds=4))
     assert driver.policy.asked == [KILLED]
 
 
@@ -320,7 +318,7 @@ def test_a_failure_while_stopping_is_reported_as_stopped(
 def test_a_restart_forgets_what_was_saved_before_a_move(driver: DriverWithoutRanks) -> None:
     """The failed ranks may have committed a newer checkpoint. Their files are deleted."""
     kept = driver.write_rank_files()
-    assert driver.next(Restarting(KILLED, pause_seconds=0)) == Launching(saved=None)
+    assert driver.next(Restarting(KILLED, Relaunch())) == Launching(saved=None)
     assert not driver.has_rank_files()
     assert kept.exists()
 
@@ -329,7 +327,7 @@ def test_a_stop_in_the_pause_before_a_restart(driver: DriverWithoutRanks) -> Non
     """It does not wait for the end of the pause, and names the failure as its cause."""
     ask_to_stop(driver)
     with pytest.raises(Stopped) as raised:
-        driver.next(Restarting(KILLED, pause_seconds=600))
+        driver.next(Restarting(KILLED, Relaunch(pause_seconds=600)))
     assert str(raised.value) == f"no ranks ran{NEWEST}"
     assert raised.value.__cause__ is KILLED
 
@@ -364,6 +362,56 @@ def test_a_run_that_fails_and_moves_ends_with_its_last_launch(driver: DriverWith
     assert driver.drive() == Ended(launches[2], TRAINED)
     assert len({launch.attempt for launch in launches}) == 3
     assert launches[2].progress.moves is None
+
+
+def test_a_decision_is_carried_out_before_the_next_launch(driver: DriverWithoutRanks) -> None:
+    """The size of micro-batches stays for later launches; nodes and numbers are left."""
+    sizes, told = list[int | None](), list[object]()
+    for name in ("leave_out", "retreat", "leave"):
+        setattr(driver.placement, name, lambda *given, name=name: told.append((name, *given)))
+
+    def train(launch: Launch) -> TrialResult:
+        sizes.append(launch.micro_batch_samples)
+        driver.policy.granted = decisions.pop(0) if decisions else None
+        if driver.policy.granted is not None:
+            raise KILLED
+        return TRAINED
+
+    decisions = [
+        Relaunch(micro_batch_samples=2), Relaunch(leaves_out=24), Relaunch(retreats=True),
+        Relaunch(leaves="new"),
+    ]  # fmt: skip
+    driver.train = train
+    driver.drive()
+    assert sizes == [None, 2, 2, 2, 2]
+    why = str(KILLED)
+    assert told == [("leave_out", 24), ("retreat", why), ("leave", "new", why)]
+
+
+def test_a_run_that_fails_in_the_end_tells_how_it_came_to_this(
+    driver: DriverWithoutRanks, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its states, with the failures and decisions. A first failure says it all by itself."""
+    driver.policy.granted = Relaunch(pause_seconds=0, micro_batch_samples=2)
+
+    def train(launch: Launch) -> NoReturn:
+        if launch.micro_batch_samples is not None:
+            driver.policy.granted = None
+        raise KILLED
+
+    driver.train = train
+    with pytest.raises(RankFailed):
+        driver.drive()
+    (story,) = [text for text in caplog.messages if text.startswith("how it came to this")]
+    failed = "0 ranks failed at batch 0 (RankFailed)"
+    assert story == (
+        f"how it came to this: launching → {failed} → restarting with micro-batches of 2 samples "
+        f"→ launching → {failed}"
+    )
+    caplog.clear()
+    with pytest.raises(RankFailed):
+        driver.drive()
+    assert not any(text.startswith("how it came to this") for text in caplog.messages)
 
 
 def test_the_newest_code_is_launched(driver: DriverWithoutRanks, tmp_path: Path) -> None:

@@ -88,27 +88,21 @@ class FakePlacement:
         has_new: whether there are nodes that have not trained, and enough without them.
 
     Attributes:
-        left: the nodes that it was told to leave, and numbers of ranks.
+        asked: the numbers of ranks that it was asked to do without.
     """
 
     sends_code = False
 
     def __init__(self, has_fewer: bool = False, has_new: bool = False) -> None:
         self._has_fewer, self._has_new = has_fewer, has_new
-        self.left: list[Any] = []
+        self.asked: list[int] = []
 
-    def leave_out(self, slots: int) -> bool:
-        self.left.append(slots)
+    def can_leave_out(self, slots: int) -> bool:
+        self.asked.append(slots)
         return self._has_fewer
 
-    def retreat(self, why: str) -> bool:
+    def can_retreat(self) -> bool:
         return self._has_new
-
-    def leave(self, node: str, why: str) -> None:
-        self.left.append(node)
-
-    def has_trained(self) -> None:
-        self.left.clear()
 
 
 class Launches:
@@ -176,8 +170,9 @@ def test_fewer_ranks_are_tried_if_the_trial_refuses_their_number(
 ) -> None:
     """While it is built, or because a checkpoint cannot be restored. Not for the largest number."""
     launches = Launches(has_fewer=True)
-    assert (launches.fail(failure, slots) is not None) == is_refusal
-    assert launches.placement.left == ([slots] if is_refusal else [])
+    granted = launches.fail(failure, slots)
+    assert granted == (Relaunch(leaves_out=slots) if is_refusal else None)
+    assert launches.placement.asked == ([slots] if is_refusal else [])
     assert launches.told == [
         f"the trial refuses {slots} slots, so it gets fewer: {failure}"
     ] * is_refusal  # fmt: skip
@@ -196,8 +191,8 @@ def test_a_number_that_has_trained_is_no_refusal() -> None:
     """What fails while it is built again may be passing: it gets a restart, and keeps its ranks."""
     launches = Launches(has_fewer=True)
     assert launches.fail(killed(), 24, trained=4)
-    assert launches.fail(unfit("ConnectionError", host="here"), 24)
-    assert launches.placement.left == ["here"]  # left if it is new, which the pool knows
+    granted = launches.fail(unfit("ConnectionError", host="here"), 24)
+    assert granted == Relaunch(2, leaves="here")  # left if it is new, which the pool knows
     assert launches.told == []
     assert len(launches.restarts) == 2
     assert not launches.fail(unfit("ConnectionError", host="here"), 24)
@@ -268,8 +263,8 @@ def test_a_replacement_that_cannot_train_is_left() -> None:
     assert not launches.fail(LaunchError("its disk is full", "new"))  # the first launch of all
     assert launches.fail(killed(), trained=4)
     assert not launches.fail(LaunchError("too few nodes"))
-    assert launches.fail(LaunchError("its disk is full", "new"), 24)
-    assert launches.placement.left == ["new"]
+    granted = launches.fail(LaunchError("its disk is full", "new"), 24)
+    assert granted == Relaunch(2, leaves="new")
     assert not launches.fail(LaunchError("its disk is full", "new"))
 
 
@@ -284,7 +279,7 @@ def test_only_a_restart_has_a_pause() -> None:
     for _ in range(3):
         granted = launches.fail(killed(), trained=4)
     assert granted == Relaunch(pause_seconds=4)
-    assert launches.fail(refused("24 does not divide 64"), 24) == Relaunch(pause_seconds=0)
+    assert launches.fail(refused("24 does not divide 64"), 24) == Relaunch(leaves_out=24)
 
 
 def test_the_batches_of_an_unfinished_workload_count(tmp_path: Any) -> None:
@@ -324,6 +319,7 @@ def test_a_restart_keeps_the_size_of_micro_batches(tmp_path: Path) -> None:
         launch.answers.topology = Topology(
             world_size=2, data_parallel_size=2, batch_samples=8, micro_batch_samples=size
         )
-        assert policy.grant(out_of_memory(batches), launch)
-        sizes.append(policy.micro_batch_samples)
-    assert sizes == [1, 1]
+        granted = policy.grant(out_of_memory(batches), launch)
+        assert granted is not None
+        sizes.append(granted.micro_batch_samples)
+    assert sizes == [1, None]  # None: the driver keeps it

@@ -14,9 +14,10 @@ import pytest
 from tests.support.slots import toy_config
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.driver import own_stages
-from trial_core.driver.launch_stages import LaunchStages
+from trial_core.driver.loop import wind_up
 from trial_core.driver.run import Launch, Run
-from trial_core.driver.stages import PLAIN_STAGES, beside
+from trial_core.driver.stages import PLAIN_STAGES
+from trial_core.driver.stages.declared_stage import beside
 from trial_core.driver.stages.own_stage import OwnStageFailed
 from trial_core.driver.uploads import Uploads
 from trial_core.observe.events.run_status import RunStatus
@@ -68,7 +69,7 @@ def test_what_comes_after_training_comes_once(tmp_path: Path, stopped_early: boo
     found.progress.moves = "node a is drained"
     stages = replace(PLAIN_STAGES, own_stage=beside(note))
     with Uploads(found, stages) as uploads:
-        LaunchStages(found, stages, uploads).finish(10, stopped_early)
+        wind_up(found, stages, uploads, 10, stopped_early)
     assert called == ([] if stopped_early else [10])
 
 

@@ -13,7 +13,7 @@ from tests.support.flow import breaking, resumption
 from tests.support.slots import lines, toy_config
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
-from trial_core.driver.run_loop import TrialResult
+from trial_core.driver.result import TrialResult
 from trial_core.errors import ConfigError, RankFailed
 
 pytestmark = pytest.mark.slots

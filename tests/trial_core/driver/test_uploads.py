@@ -15,7 +15,8 @@ from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.transfer.staged_checkpoint import StagedCheckpoint
 from trial_core.driver.run import Launch, Run
-from trial_core.driver.stages import PLAIN_STAGES, beside
+from trial_core.driver.stages import PLAIN_STAGES
+from trial_core.driver.stages.declared_stage import beside
 from trial_core.driver.uploads import Uploads
 from trial_core.errors import StorageError
 from trial_core.schedule.sequencer import Progress
@@ -37,13 +38,16 @@ def test_training_continues_while_a_checkpoint_is_uploaded(launch: Launch) -> No
         assert may_end.wait(30)
         return committed
 
-    stages = replace(PLAIN_STAGES, checkpoint_upload=beside(upload))
+    stages = replace(
+        PLAIN_STAGES, checkpoint_upload=beside(upload), checkpoint_prune=beside(lambda *_: None)
+    )
     with Uploads(launch, stages) as uploads:
         uploads.start(STAGED)
         assert uploads.is_busy
-        assert uploads.take_ended() is None
+        uploads.poll()
+        assert uploads.is_busy
         may_end.set()
-        assert uploads.wait() is committed
+        uploads.finish()
         assert not uploads.is_busy
     assert uploads.newest is committed
 
@@ -72,5 +76,5 @@ def test_a_failed_upload_is_raised_where_training_waits_for_it(launch: Launch) -
     with Uploads(launch, stages) as uploads:
         uploads.start(STAGED)
         with pytest.raises(StorageError, match="the disk is full"):
-            uploads.wait()
+            uploads.finish()
     assert uploads.newest is None

@@ -1,6 +1,6 @@
-"""The nodes of a run, over all its launches: a provider finds them, and their agents join the hub.
+"""The nodes of a run over all its launches: a provider finds them, and their agents join the hub.
 
-A node that is lost or drains is replaced before the next launch; with a range of slots, the run may
+A node that is lost or drains is replaced before the next launch. With a range of slots, the run may
 also continue without it. The other nodes keep their agents, with the interpreters that have
 imported PyTorch, the code, and the files of the last checkpoint.
 """
@@ -33,9 +33,9 @@ WATCH_SECONDS = 0.5
 """How often to ask the provider while ranks train."""
 
 OFFER_SECONDS = 30.0
-"""For so long no offer is taken after a node has not joined: the next may be the same machine.
+"""How long no offer is taken after a node has not joined: the next may be the same machine.
 
-Twice as long after each further one before a launch, up to `MAX_OFFER_SECONDS`.
+The time doubles after each further failure before a launch, up to `MAX_OFFER_SECONDS`.
 """
 MAX_OFFER_SECONDS = 3600.0
 
@@ -43,14 +43,14 @@ _logger = logging.getLogger(__name__)
 
 
 class NodePool:
-    """Keeps as many nodes as a run needs. A context manager: at its end they are given back.
+    """Keeps as many nodes as a run needs. A context manager: its end gives them back.
 
-    One thread uses it, and the thread of `watching`.
+    It is used by one thread, and by the thread of `watching`.
 
     Args:
         max_wait_seconds: how long to wait for nodes, before the first launch and after a loss.
         replace_seconds: how long to wait for more nodes than the run needs.
-        agent_arguments: of `AGENT_MODULE`, besides those that the pool gives it.
+        agent_arguments: arguments of `AGENT_MODULE`, in addition to the pool's own.
     """
 
     def __init__(
@@ -99,16 +99,17 @@ class NodePool:
     ) -> list[ConnectedAgent]:
         """Wait until there are as many nodes as the run needs, and return their agents.
 
-        A node that was there before keeps its place among them. Lost ones are replaced. At first a
-        node that does not join ends the wait, if there are too few others: the next would probably
-        fare the same. Later, when the others may have trained for days, the run waits for another.
+        A node of an earlier call keeps its place among them. Lost nodes are replaced. At first, a
+        node that does not join ends the wait if there are too few others, since the next would
+        probably fare the same. Later, when the others may have trained for days, the run waits for
+        another node.
 
         Args:
-            should_abort: asked meanwhile whether to give up.
-            on_activity: told now and then what is missing.
+            should_abort: asked meanwhile; True to give up.
+            on_activity: told now and then which nodes are missing.
 
         Raises:
-            LaunchError: there are too few nodes in time; or, at first, one cannot join.
+            LaunchError: too few nodes came in time; or, at first, one cannot join.
             Stopped: `should_abort` returned True.
         """
         began = time.monotonic()
@@ -151,11 +152,11 @@ class NodePool:
                 self._hub.changed.wait(POLL_SECONDS)
 
     def slots_of(self, agents: list[ConnectedAgent]) -> int:
-        """How many ranks to launch on these nodes."""
+        """The number of ranks to launch on these nodes."""
         return min(sum(agent.slots for agent in agents), self._request.slots)
 
     def leave_out(self, slots: int) -> bool:
-        """Launch no longer this number of ranks. Return whether there are nodes for fewer."""
+        """Launch this number of ranks no more. Return whether there are nodes for fewer."""
         self._unsuitable.add(slots)
         if self._choose():
             return True
@@ -167,13 +168,13 @@ class NodePool:
         self._trained_on = list(self._chosen)
 
     def retreat(self, why: str) -> bool:
-        """Leave the nodes that were taken after the last launch that has trained, for good.
+        """Leave, for good, the nodes that were taken after the last launch that has trained.
 
-        From now on the run has no more slots than the nodes that are left, so that it takes no
-        others in addition.
+        From now on the run has at most as many slots as the other nodes have, so that it takes no
+        further nodes.
 
         Returns:
-            Whether there are such nodes, and enough without them.
+            True if there are such nodes, and enough others.
         """
         kept = [agent for agent in self._members if agent in self._trained_on]
         suitable = self._suitable(kept)
@@ -187,7 +188,7 @@ class NodePool:
         return True
 
     def leave(self, name: str, why: str) -> None:
-        """Leave a node for good if it was taken after the last launch that has trained.
+        """Leave a node for good, if it was taken after the last launch that has trained.
 
         Another one may be taken in its place.
         """
@@ -206,9 +207,9 @@ class NodePool:
         """Follow the nodes during the block, in which ranks train.
 
         Args:
-            on_draining: told once, in another thread, that a node will be taken away: the ranks
+            on_draining: called once, in another thread, when a node will be taken away: the ranks
                 should save and end.
-            on_offer: likewise, that there are nodes for more ranks.
+            on_offer: called likewise, when there are nodes for more ranks.
         """
         if self._gang is None:
             raise LaunchError("the nodes are watched before they were gathered")
@@ -254,7 +255,7 @@ class NodePool:
                 on_offer(f"there are nodes for {plural(more, 'slot')}")
 
     def _slots_offered(self) -> int:
-        """How many ranks the next launch may have, if no more nodes come."""
+        """The number of ranks that the next launch may have, if no more nodes come."""
         members = list(self._members)
         self._take_ready()
         more, self._members = self.slots_of(self._choose()), members
@@ -262,11 +263,11 @@ class NodePool:
 
     @property
     def slots_left(self) -> int:
-        """Room for how many ranks the nodes of the last launch have that are still there."""
+        """The number of ranks for which the last launch's remaining nodes have room."""
         return self.slots_of([agent for agent in self._chosen if self._is_there(agent)])
 
     def joined(self) -> list[ConnectedAgent]:
-        """The agents of nodes that are there, also if `gather` found them too few."""
+        """The agents of the present nodes, even if `gather` found them too few."""
         return [agent for agent in self._hub.agents.values() if self._is_there(agent)]
 
     # ----------------------------------------------------------------------------- the provider
@@ -279,10 +280,10 @@ class NodePool:
         gang.start(node, arguments, self._token)
 
     def _follow_provider(self, gang: Gang) -> list[str]:
-        """Give lost and draining nodes back, and take what the provider offers for them.
+        """Give lost and draining nodes back, and take the provider's offers in their place.
 
         Returns:
-            Which nodes have not joined, and why.
+            The nodes that have not joined, and why.
         """
         problems = self._give_up_rejected(gang)
         for event in gang.events():
@@ -315,7 +316,7 @@ class NodePool:
         return problems
 
     def _give_up_rejected(self, gang: Gang) -> list[str]:
-        """Give nodes back that the hub has refused. Returns which, and why."""
+        """Give back nodes that the hub has refused. Returns which, and why."""
         problems = []
         for name, why in self._hub.take_rejected():
             problems.append(f"node {name} is refused: {why}")
@@ -326,7 +327,7 @@ class NodePool:
         return problems
 
     def _note_problems(self, problems: list[str]) -> None:
-        """Log which nodes have not joined, and take no others for some time."""
+        """Log the nodes that have not joined, and take no others for some time."""
         for problem in problems:
             _logger.warning("%s", problem)
             self._last_problem = problem
@@ -347,7 +348,7 @@ class NodePool:
             agent.draining = agent.draining or event.why
 
     def _let_leave(self) -> None:
-        """Let agents of draining nodes go whose ranks have ended, or that have none."""
+        """Let agents of draining nodes go once their ranks have ended, or if they have none."""
         for name, why in list(self._may_leave.items()):
             agent = self._hub.agents.get(name)
             if agent is not None and self._can_do_without(agent):
@@ -367,7 +368,7 @@ class NodePool:
     # ------------------------------------------------------------------------------ the agents
 
     def _take_ready(self) -> None:
-        """Give the places of lost nodes, and those that are free, to agents that have none."""
+        """Give free places, and the places of lost nodes, to agents that have none."""
         spare = [
             agent
             for agent in self._hub.agents.values()
@@ -380,11 +381,11 @@ class NodePool:
             self._members.append(spare.pop(0))
 
     def _choose(self) -> list[ConnectedAgent]:
-        """The first members for as many ranks as possible; none: they have too few slots."""
+        """The first members for as many ranks as possible; none if they have too few slots."""
         return self._suitable(self._members)
 
     def _suitable(self, agents: list[ConnectedAgent]) -> list[ConnectedAgent]:
-        """The first of these agents for as many ranks as possible; none: they have too few."""
+        """The first of these agents for as many ranks as possible; none if they have too few."""
         there = [agent for agent in agents if self._is_there(agent)]
         while there and self.slots_of(there[:-1]) == self.slots_of(there):
             there.pop()  # a smaller node may have taken a place
@@ -393,7 +394,7 @@ class NodePool:
         return there if self.slots_of(there) >= self._request.min_slots else []
 
     def _slots_to_come(self, gang: Gang) -> int:
-        """The slots of nodes that have joined, and of those whose agents may still do so."""
+        """The slots of nodes that have joined, and of nodes whose agents may still do so."""
         agents = self._hub.agents
         starting = sum(node.slots for node in gang.nodes if node.name not in agents)
         return starting + sum(agent.slots for agent in agents.values() if self._is_there(agent))

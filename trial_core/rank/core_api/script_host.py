@@ -11,7 +11,7 @@ from typing import Any
 
 from trial_core.cluster_info import ClusterInfo
 from trial_core.config.lengths import named_length
-from trial_core.driver.run_loop import TrialResult
+from trial_core.driver.result import TrialResult
 from trial_core.errors import SlotsError
 from trial_core.launch.slots.stop_barrier import StopBarrier
 from trial_core.messages import (
@@ -59,9 +59,9 @@ class ScriptHost:
         files: this rank's staged and fetched checkpoints.
         max_length: where the experiment says that training ends; None: it does not say.
         run: the trial's state, which its contexts read.
-        was_preempted: whether the script was told to save and end.
+        was_preempted: True if the script was told to save and end.
         best_validation: the best searcher metric that this rank knows of.
-        has_trainer: whether a `transformers.Trainer` has begun to train in this run of the script.
+        has_trainer: True if a `transformers.Trainer` has begun to train in this run of the script.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class ScriptHost:
             self._on_first_question()
 
     def should_preempt(self) -> bool:
-        """Whether to save and end. Ranks that ask equally often get the same answers."""
+        """Return whether to save and end. Ranks that ask equally often get the same answers."""
         self.expect_stops()
         # A call is a step: the ranks agree on the last one without a collective.
         self.was_preempted = self.was_preempted or not self._stop_barrier.may_begin_step()
@@ -150,7 +150,7 @@ class ScriptHost:
         """Have a staged checkpoint uploaded and committed. There is one at a time.
 
         Args:
-            shard: whether every rank calls this. If not, rank 0 does.
+            shard: True if every rank calls this. If not, rank 0 does.
             wait: whether to wait for the end; if not, the next call or `wait_for_upload` does.
         """
         self.wait_for_upload()

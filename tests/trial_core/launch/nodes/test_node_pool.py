@@ -253,7 +253,7 @@ def test_a_run_does_not_wait_again_for_more_nodes_than_it_needs(driver: Hub) -> 
         with nodes.watching(pytest.fail, (offers := queue.Queue[str]()).put):
             assert offers.get(timeout=60) == "there are nodes for 6 slots"
         assert len(names(nodes)) == 3
-        assert nodes.leave_out(6)
+        nodes.leave_out(6)
         assert len(names(nodes)) == 2
 
 
@@ -264,20 +264,21 @@ def test_a_run_goes_back_to_the_nodes_that_have_trained(
     provider = FakeProvider(driver, [1])
     with pool(provider, driver, 2, min_slots=1) as nodes:
         (first,) = names(nodes)
-        assert not nodes.retreat("it has not trained yet")
+        assert not nodes.can_retreat()
         nodes.has_trained()
         provider.spare = 1
         with nodes.watching(pytest.fail, (offers := queue.Queue[str]()).put):
             offers.get(timeout=60)
         assert names(nodes) == [first, "spare"]
-        assert nodes.retreat("it sees another storage")
+        assert nodes.can_retreat()
+        nodes.retreat("it sees another storage")
         assert names(nodes) == [first]
         assert isinstance(provider.agents["spare"].next(), Leave)
         assert provider.given_up == ["spare"]
         provider.spare = 1
         assert names(nodes) == [first]
         assert provider.spare == 1
-        assert not nodes.retreat("it fails on its own")
+        assert not nodes.can_retreat()
     assert "the run continues without node spare: it sees another storage" in caplog.text
     assert "is lost" not in caplog.text
 
@@ -292,7 +293,8 @@ def test_after_going_back_a_run_has_no_more_slots_than_it_has_then(driver: Hub) 
         provider.spare = 1
         provider.told.append(AgentEnded(second, "the node is down"))
         until(lambda: names(nodes) == [first, "spare"], "the spare has joined")
-        assert nodes.retreat("it sees another storage")
+        assert nodes.can_retreat()
+        nodes.retreat("it sees another storage")
         provider.spare = 1
         assert names(nodes) == [first]
         assert provider.spare == 1
@@ -307,7 +309,7 @@ def test_a_replacement_that_cannot_train_is_left_for_another_one(driver: Hub) ->
         provider.told.append(AgentEnded(second, "the node is down"))
         assert names(nodes) == [first, "spare"]
         assert nodes.slots_left == 2
-        assert not nodes.retreat("its disk is full")
+        assert not nodes.can_retreat()
         nodes.leave(first, "it has trained")
         nodes.leave("spare", "its disk is full")
         assert nodes.slots_left == 1
@@ -418,11 +420,13 @@ def test_a_number_of_slots_that_the_trial_refuses_is_left_out(driver: Hub) -> No
     with pool(provider, driver, 6, min_slots=2, replace_seconds=60) as nodes:
         assert nodes.slots_of(nodes.gather()) == 6
         nodes._replace_seconds = 0
-        assert nodes.leave_out(6)
+        assert nodes.can_leave_out(6)
+        nodes.leave_out(6)
         assert nodes.slots_of(nodes.gather()) == 4
-        assert nodes.leave_out(4)
+        assert nodes.can_leave_out(4)
+        nodes.leave_out(4)
         assert nodes.slots_of(nodes.gather()) == 2
-        assert not nodes.leave_out(2)
+        assert not nodes.can_leave_out(2)
 
 
 @pytest.mark.parametrize("who", ["provider", "agent"])

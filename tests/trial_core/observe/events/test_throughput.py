@@ -11,7 +11,7 @@ import pytest
 from tests.support.driving import drive
 from tests.support.slots import toy_config
 from trial_core.config import ExperimentConfig
-from trial_core.driver.run_loop import TrialResult
+from trial_core.driver.result import TrialResult
 from trial_core.errors import ConfigError, RankFailed
 from trial_core.observe.events.device_peaks import peak_flops
 from trial_core.observe.events.observers import Observer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trial_core.observe.ledger.run_clock import BUCKETS, RunClock, bucket_of
-from trialflow.tasks import stages
+from trialflow.tasks.stages import DECLARED
 
 
 class Seconds:
@@ -138,14 +138,13 @@ def test_a_part_of_a_stage_counts_as_another_bucket(clock: RunClock, seconds: Se
 
 def test_the_stages_of_a_run_have_buckets() -> None:
     """The names are those of the tasks."""
-    tasks = (
-        stages.build_trial, stages.attach_trial, stages.fetch_checkpoint, stages.build_loaders,
-        stages.checkpoint_save, stages.train_workload, stages.run_script, stages.validate,
-        stages.check_metrics,
-    )  # fmt: skip
-    assert None not in [bucket_of(task.name) for task in tasks]
+    others = {"callbacks", "upload_run_files"}
+    waited_for = [
+        stage for name, stage in DECLARED.items() if not stage.is_parallel and name not in others
+    ]
+    assert None not in [bucket_of(stage.name) for stage in waited_for]
     assert bucket_of("callbacks", "on_checkpoint_upload_end") == "checkpoint_stall"
-    assert bucket_of(stages.checkpoint_upload.name) is None  # beside training
+    assert bucket_of(DECLARED["checkpoint_upload"].name) is None
 
 
 def test_a_move_to_other_nodes_is_a_drain_until_the_next_launch(

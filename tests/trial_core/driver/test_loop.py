@@ -1,146 +1,192 @@
-"""The run loop, with stages that only record what is asked of them."""
+"""The loop, with stages that only record their calls."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.support.manifests import new_manifest
+from tests.support.slots import toy_config
 from trial_core.checkpoint.resume_point import ResumePoint
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.transfer.staged_checkpoint import StagedCheckpoint
-from trial_core.driver.run_loop import Validation, follow_schedule
+from trial_core.driver.loop import Loop
+from trial_core.driver.result import TrialResult
+from trial_core.driver.run import Launch, Run
+from trial_core.driver.stages import PLAIN_STAGES, Stages
+from trial_core.driver.uploads import Uploads
 from trial_core.errors import CheckpointDamaged, TrialError
+from trial_core.observe.events.observers import Observer
 from trial_core.schedule.sequencer import Progress, Schedule
-from trial_core.schedule.units import Batch, EpochLength
+from trial_core.schedule.units import Batch
 
-MISTAKE = TrialError("the metric is not reported")
+MISTAKE = TrialError("the losses are not finite")
+HOOKS = frozenset((
+    "on_trial_startup", "on_training_start", "on_training_workload_end", "on_validation_end",
+    "on_checkpoint_write_end", "on_checkpoint_end", "on_checkpoint_upload_end",
+    "on_trial_shutdown",
+))  # fmt: skip
 
 
-class RecordedStages:
-    """`RunStages` that record their calls. Every validation gives a better metric.
+class Recorded(Observer):
+    """The stages of a run, and what else the loop calls. Every validation gives a better metric.
 
     Attributes:
-        upload_is_slow: whether an upload ends only when it is waited for.
+        calls: the calls so far.
+        upload_is_slow: an upload ends only when it is waited for.
         uploads_until: an upload also ends once so many batches are trained.
-        stops_at: the run should stop once so many batches are trained.
-        mistake: raised in place of the searcher metric.
-        metric, names: of the searcher metric, and of all validation metrics.
-        may_add_metrics: whether a callback may add metrics.
+        stops_at: the trial requests a stop once so many batches are trained.
+        interrupted_at: the validation after so many batches ends early, with a stop request.
+        reports: the names of the validation metrics.
+        names: those that a batch of the validation set tells before training; None: it cannot.
+        may_add_metrics: a callback may add metrics.
         fails_at: the losses are not finite once so many batches are trained, and end the run.
-        interrupted_at: the validation after so many batches ends early, and the run should stop.
-        points: what the run may resume from.
+        points: the resume points.
         damage: of checkpoints, by uuid.
     """
 
-    def __init__(self, folder: Path, **schedule: Any) -> None:
-        self.trial = "toy-0000beef"
-        self.logger: Any = logging.getLogger("recorded")
-        self.store = CheckpointStore(f"file://{folder}")
-        self.metrics: dict[str, dict[str, Any]] = {}
-        self.newest_checkpoint: str | None = None
-        self.is_uploading = False
-        self.postpones_when_busy = False
-        self.how_to_go_on = "give a greater length"
+    def __init__(self, folder: Path, metric: str | None = None, **schedule: Any) -> None:
+        self.calls: list[str] = []
         self.upload_is_slow = False
-        self.uploads_until = 10**6
-        self.stops_at = 10**6
+        self.uploads_until = self.stops_at = self.fails_at = 10**6
         self.interrupted_at: int | None = None
-        self.mistake: TrialError | None = None
-        self.metric: str | None = None
+        self.reports = ["loss"]
         self.names: list[str] | None = None
         self.may_add_metrics = False
-        self.fails_at = 10**6
-        self.saved_at: int | None = None
         self.points: list[ResumePoint] = [ResumePoint()]
         self.damage: dict[str | None, str] = {}
-        self.calls: list[str] = []
-        self._schedule = Schedule(
+        self.postpones_when_busy = False
+        self.schedule = Schedule(
             **{"max_length": Batch(6), "reporting_period": Batch(5), **schedule}
         )
+        config = toy_config(folder)
+        searcher = config.searcher.model_copy(update={"metric": metric})
+        clock = SimpleNamespace(spending=self._spending)
+        self.run = Run(
+            config.model_copy(update={"searcher": searcher}), "toy-0000beef", folder,
+            CheckpointStore(f"file://{folder}"), self, has_metric=metric is not None,
+            clock=clock, how_to_go_on="give a greater length",  # type: ignore[arg-type]
+            choose_resume_points=lambda: self.points,
+            find_logger=lambda: logging.getLogger("recorded"),
+        )  # fmt: skip
+        self.launch = launch = Launch(self.run)
+        launch.slots = SimpleNamespace(  # type: ignore[assignment]
+            break_training=lambda: self.calls.append("break")
+        )
+        launch.losses = SimpleNamespace(  # type: ignore[assignment]
+            failure=lambda is_last, saved_at: MISTAKE if self._has_failed else None,
+            withholds_checkpoint=lambda is_last: self._has_failed,
+            since=0,
+            validated=lambda batches, metrics: [],
+        )
+        launch.answers.hooks = HOOKS
+        launch.answers.writes_run_files = True
         self._trained = 0
-        self._pending: str | None = None
+        self._upload: Future[Any] | None = None
+        self._staged = ""
 
-    def resume_points(self) -> list[ResumePoint]:
-        return self.points
+    def follow(self) -> TrialResult:
+        """Run the loop."""
+        checkpointing = self.run.config.checkpointing.model_copy(
+            update={"when_busy": "postpone" if self.postpones_when_busy else "wait"}
+        )
+        self.run.config = self.run.config.model_copy(update={"checkpointing": checkpointing})
+        stages = Stages(**{
+            **vars(PLAIN_STAGES),
+            **{name: getattr(self, name) for name in vars(PLAIN_STAGES) if hasattr(self, name)},
+        })  # fmt: skip
+        with Uploads(self.launch, stages) as uploads:
+            return Loop(self.launch, stages, uploads, self.schedule).run()
 
-    def fetch(self, point: ResumePoint) -> str | None:
-        return self.damage.get(point.uuid)
+    @property
+    def _has_failed(self) -> bool:
+        return self._trained >= self.fails_at
 
-    def schedule(self, progress: Progress) -> Schedule:
-        return self._schedule
+    @contextmanager
+    def _spending(self, what: str) -> Iterator[None]:
+        self._end_upload()
+        yield
 
-    def build_loaders(self, point: ResumePoint) -> EpochLength | None:
+    def _end_upload(self) -> None:
+        if self._upload is not None:
+            done, self._upload = self._upload, None
+            done.set_result(
+                SimpleNamespace(uuid=self._staged, progress=Progress(int(self._staged[5:])))
+            )
+
+    # --------------------------------------------------------------------------------- stages
+
+    def fetch_checkpoint(self, launch: Launch, manifest: Any, restore: Any) -> str | None:
+        return self.damage.get(manifest.uuid)
+
+    def build_loaders(self, launch: Launch, point: ResumePoint) -> None:
         self.calls.append(f"build loaders {point.progress.batches_trained}")
-        return None
 
-    def run_hook(self, hook: str, batches_trained: int, **arguments: Any) -> None:
-        self.calls.append(" ".join([hook, str(batches_trained), *map(str, arguments.values())]))
+    def callbacks(self, launch: Launch, hook: str, batches: int, arguments: dict[str, Any]) -> None:
+        named = "uploaded" if hook == "on_checkpoint_upload_end" else f"{hook} {batches}"
+        self.calls.append(" ".join([named, *map(str, arguments.values())]))
 
-    def metric_names(self) -> list[str] | None:
+    def check_metrics(self, launch: Launch) -> list[str] | None:
         self.calls.append("name metrics")
+        launch.answers.may_add_metrics = self.may_add_metrics
         return self.names
 
-    def train(self, begin: int, until: int) -> int:
+    def train_workload(self, launch: Launch, begin: int, until: int) -> int:
         self._trained = min(until, max(begin, self.stops_at))
         self.calls.append(f"train {begin} {self._trained}")
-        self.is_uploading = self.is_uploading and self._trained < self.uploads_until
-        self.metrics["training"] = {"loss": -self._trained}
+        if self._trained >= self.uploads_until:
+            self._end_upload()
+        if self._trained >= self.stops_at:
+            launch.answers.stop_requested = True
+        launch.answers.metrics["training"] = {"loss": -self._trained}
         return self._trained
 
-    def validate(self, batches_trained: int) -> bool:
-        self.calls.append(f"validate {batches_trained}")
-        return batches_trained != self.interrupted_at
+    def validate(self, launch: Launch, batches: int) -> bool:
+        self.calls.append(f"validate {batches}")
+        launch.answers.validated = dict.fromkeys(self.reports, -batches)
+        if batches == self.interrupted_at:
+            launch.answers.stop_requested = True
+        return batches != self.interrupted_at
 
-    def report_validation(self, batches_trained: int) -> Validation:
-        self.calls.append(f"report {batches_trained}")
-        if self.mistake is not None:
-            return Validation(mistake=self.mistake)
-        return Validation(metric=-batches_trained)
+    def metrics_reported(self, kind: Any, batches: int, metrics: Any) -> None:
+        self.calls.append(f"report {batches}")
 
-    def loss_failure(self, batches_trained: int) -> TrialError | None:
-        return MISTAKE if batches_trained >= self.fails_at else None
-
-    def withholds_checkpoint(self, batches_trained: int) -> bool:
-        return batches_trained >= self.fails_at
-
-    def save(self, progress: Progress) -> StagedCheckpoint:
+    def checkpoint_save(self, launch: Launch, progress: Progress) -> StagedCheckpoint:
         self.calls.append(f"save {progress.batches_trained}")
         return StagedCheckpoint.now(f"uuid-{progress.batches_trained}", progress, {})
 
-    def start_upload(self, staged: StagedCheckpoint) -> None:
-        assert not self.is_uploading
-        self._pending, self.is_uploading = staged.uuid, self.upload_is_slow
+    def checkpoint_upload(self, launch: Launch, staged: StagedCheckpoint) -> Future[Any]:
+        assert self._upload is None
+        started: Future[Any] = Future()
+        self._upload, self._staged = started, staged.uuid
+        if not self.upload_is_slow:
+            self._end_upload()
+        return started
 
-    def break_training_after_upload(self) -> None:
-        assert self.is_uploading
-        self.calls.append("break after upload")
+    def checkpoint_prune(self, launch: Launch, policy: Any, batches: int) -> Future[None]:
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
-    def finish_upload(self) -> None:
-        if self._pending is not None:
-            self.calls.append(f"uploaded {self._pending}")
-            self.newest_checkpoint, self._pending, self.is_uploading = self._pending, None, False
-
-    def poll(self) -> bool:
-        if not self.is_uploading:
-            self.finish_upload()
-        was_interrupted = f"validate {self.interrupted_at}" in self.calls
-        return was_interrupted or self._trained >= self.stops_at
-
-    def finish(self, batches_trained: int, stopped_early: bool) -> None:
+    def upload_run_files(self, launch: Launch, batches: int) -> str:
         self.calls.append("finish")
+        return "file:///tensorboard"
 
 
 def test_stages_and_hooks_in_their_order(tmp_path: Path) -> None:
     """Workloads of 5, validations every 3 and checkpoints every 4 batches, and one at batch 0."""
-    stages = RecordedStages(
+    stages = Recorded(
         tmp_path, validation_period=Batch(3), checkpoint_period=Batch(4), checkpoint_policy="none",
         step_zero_validation=True,
     )  # fmt: skip
-    result = follow_schedule(stages)
+    result = stages.follow()
     assert stages.calls == [
         "on_trial_startup 0 0 None", "build loaders 0", "on_training_start 0",
         "validate 0", "on_validation_end 0", "report 0",
@@ -161,9 +207,9 @@ def test_stages_and_hooks_in_their_order(tmp_path: Path) -> None:
 
 def test_a_run_that_should_stop_saves_and_ends(tmp_path: Path) -> None:
     """It neither trains nor validates any more."""
-    stages = RecordedStages(tmp_path)
+    stages = Recorded(tmp_path)
     stages.stops_at = 2
-    result = follow_schedule(stages)
+    result = stages.follow()
     assert stages.calls[3:] == [
         "train 0 2", "on_training_workload_end 2",
         "save 2", "on_checkpoint_write_end 2", "on_checkpoint_end 2", "uploaded uuid-2",
@@ -174,10 +220,10 @@ def test_a_run_that_should_stop_saves_and_ends(tmp_path: Path) -> None:
 
 def test_a_run_whose_losses_fail_saves_nothing_more(tmp_path: Path) -> None:
     """It neither trains nor validates any more, and shuts the trial down."""
-    stages = RecordedStages(tmp_path, checkpoint_period=Batch(2), validation_period=Batch(4))
+    stages = Recorded(tmp_path, checkpoint_period=Batch(2), validation_period=Batch(4))
     stages.fails_at = 4
-    with pytest.raises(TrialError, match="the metric is not reported"):
-        follow_schedule(stages)
+    with pytest.raises(TrialError, match="the losses are not finite"):
+        stages.follow()
     assert stages.calls[3:] == [
         "train 0 2", "on_training_workload_end 2",
         "save 2", "on_checkpoint_write_end 2", "on_checkpoint_end 2", "uploaded uuid-2",
@@ -189,22 +235,21 @@ def test_a_validation_without_the_searcher_metric_is_repeated(tmp_path: Path) ->
     """By a run that continues with a metric that is reported; one that counted is not."""
     seen = []
     for best in (None, 0.5):
-        stages = RecordedStages(tmp_path)
-        stages.metric = "loss"
+        stages = Recorded(tmp_path, "loss")
         progress = Progress(6, validated_at=6, checkpointed_at=6, best_metric=best)
         metrics = {"validation": {"loss": 0.5}}
         manifest = new_manifest(6, progress=progress, metrics=metrics)
         stages.points = [ResumePoint.continuing(manifest)]
-        follow_schedule(stages)
+        stages.follow()
         seen.append("validate 6" in stages.calls)
     assert seen == [True, False]
 
 
 def test_a_validation_that_ends_early_has_no_hook(tmp_path: Path) -> None:
     """The checkpoint does not count as validated."""
-    stages = RecordedStages(tmp_path, validation_period=Batch(4))
+    stages = Recorded(tmp_path, validation_period=Batch(4))
     stages.interrupted_at = 4
-    assert follow_schedule(stages).stopped_early
+    assert stages.follow().stopped_early
     assert "validate 4" in stages.calls
     assert "on_validation_end 4" not in stages.calls
 
@@ -215,8 +260,8 @@ def test_a_validation_that_ends_early_has_no_hook(tmp_path: Path) -> None:
         (
             False,
             [
-                "train 0 5", "train 5 6", "validate 6", "report 6", "save 6", "uploaded uuid-6",
-                "finish",
+                "name metrics", "train 0 5", "train 5 6", "validate 6", "report 6", "save 6",
+                "uploaded uuid-6", "finish",
             ],
         ),
         (True, ["validate 0", "report 0", "finish"]),
@@ -226,10 +271,9 @@ def test_a_missing_searcher_metric_costs_no_training(
     tmp_path: Path, step_zero: bool, calls: list[str]
 ) -> None:
     """The run saves what it has trained and shuts the trial down before it raises the error."""
-    stages = RecordedStages(tmp_path, step_zero_validation=step_zero)
-    stages.mistake = MISTAKE
-    with pytest.raises(TrialError, match="the metric is not reported"):
-        follow_schedule(stages)
+    stages = Recorded(tmp_path, "accuracy", step_zero_validation=step_zero)
+    with pytest.raises(TrialError, match="is not among the validation metrics"):
+        stages.follow()
     seen = [call for call in stages.calls if not call.startswith("on_")]
     assert seen == ["build loaders 0", *calls]
     assert stages.calls[-2].startswith("on_trial_shutdown")
@@ -237,10 +281,10 @@ def test_a_missing_searcher_metric_costs_no_training(
 
 def test_a_metric_that_no_validation_reports_is_found_before_training(tmp_path: Path) -> None:
     """The trial is shut down; there is nothing to save."""
-    stages = RecordedStages(tmp_path)
-    stages.metric, stages.names = "accuracy", ["loss", "mean"]
+    stages = Recorded(tmp_path, "accuracy")
+    stages.names = ["loss", "mean"]
     with pytest.raises(TrialError) as error:
-        follow_schedule(stages)
+        stages.follow()
     assert str(error.value) == (
         'searcher.metric "accuracy" is not among the validation metrics that the trial reports: '
         'loss, mean. Set searcher.metric to one of these, or report "accuracy" in the trial\'s '
@@ -255,10 +299,10 @@ def test_a_metric_that_a_callback_may_add_is_only_warned_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The run trains; its first validation tells."""
-    stages = RecordedStages(tmp_path)
-    stages.metric, stages.names, stages.may_add_metrics = "perplexity", ["loss"], True
+    stages = Recorded(tmp_path, "perplexity")
+    stages.names, stages.may_add_metrics, stages.reports = ["loss"], True, ["perplexity"]
     with caplog.at_level(logging.WARNING):
-        assert follow_schedule(stages).batches_trained == 6
+        assert stages.follow().batches_trained == 6
     assert 'searcher.metric "perplexity" is not among' in caplog.text
     assert "or add it in on_validation_end" in caplog.text
 
@@ -266,16 +310,16 @@ def test_a_metric_that_a_callback_may_add_is_only_warned_of(
 @pytest.mark.parametrize("names", [None, ["accuracy"]])
 def test_a_run_whose_metric_may_be_reported_trains(tmp_path: Path, names: list[str] | None) -> None:
     """Some trials' metrics are known only after a whole validation."""
-    stages = RecordedStages(tmp_path)
-    stages.metric, stages.names = "accuracy", names
-    assert follow_schedule(stages).batches_trained == 6
+    stages = Recorded(tmp_path, "accuracy")
+    stages.names, stages.reports = names, ["accuracy"]
+    assert stages.follow().batches_trained == 6
 
 
 @pytest.mark.parametrize("case", ["no metric", "reported before", "validates first", "is over"])
 def test_the_metrics_names_are_not_looked_for_in_vain(tmp_path: Path, case: str) -> None:
     """Without a searcher metric, or where a validation has told or tells them first."""
-    stages = RecordedStages(tmp_path, step_zero_validation=case == "validates first")
-    stages.metric = None if case == "no metric" else "loss"
+    metric = None if case == "no metric" else "loss"
+    stages = Recorded(tmp_path, metric, step_zero_validation=case == "validates first")
     reported = {"validation": {"loss": 0.5}} if case == "reported before" else {}
     batches = 6 if case == "is over" else 4
     progress = Progress(batches, validated_at=2 if reported else None)
@@ -283,7 +327,7 @@ def test_the_metrics_names_are_not_looked_for_in_vain(tmp_path: Path, case: str)
     stages.points = [ResumePoint.continuing(manifest)]
     if case in ("no metric", "validates first"):
         stages.points = [ResumePoint()]
-    follow_schedule(stages)
+    stages.follow()
     assert "name metrics" not in stages.calls
 
 
@@ -293,17 +337,17 @@ def test_only_optional_checkpoints_are_postponed_during_an_upload(
 ) -> None:
     """With `when_busy: postpone`, until a workload ends after the upload; and so does one then. The
     last checkpoint waits for the upload. Both cases are logged, once."""
-    stages = RecordedStages(
+    stages = Recorded(
         tmp_path, max_length=Batch(13), checkpoint_period=Batch(4), checkpoint_policy="none",
         reporting_period=Batch(3),
     )  # fmt: skip
     stages.upload_is_slow, stages.postpones_when_busy, stages.uploads_until = True, postpones, 9
     with caplog.at_level(logging.INFO, "recorded"):
-        follow_schedule(stages)
+        stages.follow()
     assert [call for call in stages.calls if call.startswith("save")] == [
         f"save {batches}" for batches in saved
     ]
-    assert stages.calls.count("break after upload") == postpones
+    assert stages.calls.count("break") == postpones
     postponed = "the checkpoint at batch 8 is postponed: the last one is still being uploaded"
     assert caplog.messages.count(postponed) == postpones
     waits = caplog.messages.count("training waits: the last checkpoint is still being uploaded")
@@ -314,10 +358,10 @@ def test_a_last_checkpoint_is_not_postponed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It waits for the upload before it."""
-    stages = RecordedStages(tmp_path, checkpoint_period=Batch(4), checkpoint_policy="none")
+    stages = Recorded(tmp_path, checkpoint_period=Batch(4), checkpoint_policy="none")
     stages.upload_is_slow = stages.postpones_when_busy = True
     with caplog.at_level(logging.INFO, "recorded"):
-        follow_schedule(stages)
+        stages.follow()
     assert [call for call in stages.calls if call.startswith("save")] == ["save 4", "save 6"]
     assert "training waits: the last checkpoint is still being uploaded" in caplog.messages
 
@@ -326,13 +370,13 @@ def test_a_continuous_checkpoint_follows_an_upload_and_waits_for_none(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """After each train-workload without an upload; the last one waits. No warning is due."""
-    stages = RecordedStages(
+    stages = Recorded(
         tmp_path, max_length=Batch(9), reporting_period=Batch(2), checkpoint_period="continuous",
         checkpoint_policy="none",
     )  # fmt: skip
     stages.uploads_until, stages.upload_is_slow = 6, True
     with caplog.at_level(logging.WARNING, "recorded"):
-        follow_schedule(stages)
+        stages.follow()
     saved = [call for call in stages.calls if call.startswith(("save", "uploaded"))]
     assert saved == [
         call for batches in (2, 6, 8, 9) for call in (f"save {batches}", f"uploaded uuid-{batches}")
@@ -345,12 +389,12 @@ def test_a_resumed_run_continues_from_the_first_intact_checkpoint(tmp_path: Path
     validated = Progress(4, validated_at=3)
     newer = new_manifest(6)
     older = new_manifest(4, progress=validated, metrics={"validation": {"loss": 0.5}})
-    stages = RecordedStages(tmp_path)
+    stages = Recorded(tmp_path)
     stages.stops_at = 5
-    stages.metrics["validation"] = {"lost with": "the ranks"}
+    stages.launch.answers.metrics["validation"] = {"lost with": "the ranks"}
     stages.points = [ResumePoint.continuing(each) for each in (newer, older)]
     stages.damage = {newer.uuid: "it lacks a file"}
-    result = follow_schedule(stages)
+    result = stages.follow()
     assert stages.calls[0] == f"on_trial_startup 4 4 {older.uuid}"
     assert stages.calls[3] == "train 4 5"
     assert (result.validated_at, result.validation_metrics) == (3, {"loss": 0.5})
@@ -358,34 +402,34 @@ def test_a_resumed_run_continues_from_the_first_intact_checkpoint(tmp_path: Path
 
 def test_metrics_of_lost_batches_are_forgotten(tmp_path: Path) -> None:
     """New ranks begin without a checkpoint: what the dead ranks had measured is not of this run."""
-    stages = RecordedStages(tmp_path)
-    stages.metrics["validation"] = {"loss": 0.5}
+    stages = Recorded(tmp_path)
+    stages.launch.answers.metrics["validation"] = {"loss": 0.5}
     stages.stops_at = 2
-    result = follow_schedule(stages)
+    result = stages.follow()
     assert (result.validated_at, result.validation_metrics) == (None, {})
 
 
 def test_a_run_with_nothing_left_to_do_gives_its_own_checkpoint(tmp_path: Path) -> None:
     """A warm start's source checkpoint is not the trial's own."""
     done = new_manifest(progress=Progress(6, validated_at=6, checkpointed_at=6))
-    stages = RecordedStages(tmp_path)
+    stages = Recorded(tmp_path)
     stages.points = [ResumePoint.continuing(done)]
-    assert follow_schedule(stages).checkpoint_uuid == done.uuid
-    stages = RecordedStages(tmp_path)
+    assert stages.follow().checkpoint_uuid == done.uuid
+    stages = Recorded(tmp_path)
     stages.stops_at = 0
     stages.points = [ResumePoint.warm(done, weights_only=True)]
-    assert follow_schedule(stages).checkpoint_uuid is None
+    assert stages.follow().checkpoint_uuid is None
 
 
 def test_a_trial_that_is_already_at_its_end_says_how_to_go_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Otherwise a second start of a script ends without a word."""
-    stages = RecordedStages(tmp_path)
+    stages = Recorded(tmp_path)
     done = Progress(6, validated_at=6, checkpointed_at=6)
     stages.points = [ResumePoint.continuing(new_manifest(progress=done))]
     with caplog.at_level(logging.INFO, "recorded"):
-        follow_schedule(stages)
+        stages.follow()
     assert caplog.messages[-1] == (
         "trial toy-0000beef is already at 6 of 6 batches; give a greater length"
     )
@@ -393,8 +437,8 @@ def test_a_trial_that_is_already_at_its_end_says_how_to_go_on(
 
 def test_nothing_begins_where_every_checkpoint_is_damaged(tmp_path: Path) -> None:
     """Not even a hook is called."""
-    stages, damaged = RecordedStages(tmp_path), new_manifest(4)
+    stages, damaged = Recorded(tmp_path), new_manifest(4)
     stages.points, stages.damage = [ResumePoint.continuing(damaged)], {damaged.uuid: "gone"}
     with pytest.raises(CheckpointDamaged, match="gone"):
-        follow_schedule(stages)
+        stages.follow()
     assert stages.calls == []

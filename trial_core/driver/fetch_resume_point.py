@@ -1,0 +1,64 @@
+"""Fetches the checkpoint that a run resumes from: the first intact one of several."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+
+from trial_core.checkpoint.resume_point import ResumePoint, no_intact_checkpoint
+from trial_core.driver.run import Launch
+from trial_core.driver.stages import Stages
+from trial_core.errors import CheckpointNotFound
+
+_logger = logging.getLogger(__name__)
+
+
+def fetch_first_intact(
+    points: Iterable[ResumePoint], fetch: Callable[[ResumePoint], str | None]
+) -> ResumePoint:
+    """Fetch the first of `points` that is neither damaged nor deleted meanwhile.
+
+    Args:
+        fetch: fetches a point's checkpoint, and returns what is damaged; None if intact.
+
+    Raises:
+        CheckpointDamaged: all checkpoints are damaged or deleted.
+        StorageError: the storage failed. The checkpoint may be intact, so no older one is used.
+    """
+    tried: list[ResumePoint] = []
+    damage = None
+    for point in points:
+        if point.checkpoint is None:
+            return point
+        try:
+            damage = fetch(point)
+        except CheckpointNotFound as error:  # deleted since the points were listed
+            _logger.warning("the run resumes from an older checkpoint, if there is one: %s", error)
+            damage = str(error)
+        if damage is None:
+            return point
+        tried.append(point)
+    raise no_intact_checkpoint(tried, str(damage))
+
+
+def require_convertible(launch: Launch, point: ResumePoint) -> None:
+    """Check that the ranks can restore a resume point's checkpoint.
+
+    Raises:
+        TopologyMismatch: they cannot.
+    """
+    if launch.answers.topology is not None:
+        point.require_convertible(launch.answers.topology)
+
+
+def fetch(launch: Launch, stages: Stages, point: ResumePoint) -> str | None:
+    """Fetch a resume point's checkpoint to the ranks. Return what is damaged; None if intact.
+
+    Raises:
+        StorageError: the storage failed.
+    """
+    if point.checkpoint is None:
+        return None
+    if launch.run.claim is not None:  # first, so that it is not pruned meanwhile
+        launch.run.claim.renew(point.checkpoint.name)
+    return stages.fetch_checkpoint(launch, point.checkpoint, point.restore)

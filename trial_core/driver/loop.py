@@ -1,0 +1,295 @@
+"""The loop of a run: its ranks train, validate and save in the order that the sequencer decides.
+
+The driver of every run executes it, of flows and of scripts. The hooks in their places::
+
+    fetch the resume point
+    on_trial_startup
+    build the loaders
+    on_training_start
+    find the names of the validation metrics, if the searcher metric may be missing
+    until the sequencer says that the run is finished:
+        train           on_training_workload_end; the run ends if its losses stay non-finite
+        validate        on_validation_end, then the metrics are reported
+        save            on_checkpoint_write_end, on_checkpoint_end
+                        (the upload runs in parallel with training; on_checkpoint_upload_end
+                        follows it)
+    wait for the upload
+    on_trial_shutdown
+
+The whole route of a stop: `trial_core/schedule/stop_requests.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from trial_core.checkpoint.resume_point import ResumePoint
+from trial_core.driver.fetch_resume_point import fetch, fetch_first_intact, require_convertible
+from trial_core.driver.result import TrialResult
+from trial_core.driver.run import Launch
+from trial_core.driver.stages import Stages
+from trial_core.driver.stages.validate import report_validation
+from trial_core.driver.uploads import Uploads
+from trial_core.errors import TrialError
+from trial_core.schedule.searcher_metric import not_reported
+from trial_core.schedule.sequencer import (
+    Checkpoint,
+    Finish,
+    Progress,
+    Schedule,
+    Train,
+    Validate,
+    has_more_to_do,
+    next_workload,
+)
+from trial_core.schedule.units import Batch, EpochLength, in_batches
+
+
+class Loop:
+    """The loop of one launch of a run.
+
+    Args:
+        stages: the functions that have the ranks do something.
+        uploads: the launch's work in parallel with training.
+        schedule: by default the experiment's.
+        fetched: the resume point, if its files are fetched already; by default the run chooses.
+    """
+
+    def __init__(
+        self,
+        launch: Launch,
+        stages: Stages,
+        uploads: Uploads,
+        schedule: Schedule | None = None,
+        fetched: ResumePoint | None = None,
+    ) -> None:
+        self._launch = launch
+        self._run = launch.run
+        self._stages = stages
+        self._uploads = uploads
+        self._schedule = schedule or launch.run.config.schedule()
+        self._fetched = fetched
+        self._mistake: TrialError | None = None
+
+    def run(self) -> TrialResult:
+        """Train until the run ends, is stopped, or moves to other nodes.
+
+        Raises:
+            TrialError: the trial does not report the searcher metric, its losses stay non-finite,
+                or a stage of the user's own has failed. What the trial has learnt is saved first,
+                unless that is worth nothing.
+        """
+        launch, stages, uploads, metrics = (
+            self._launch, self._stages, self._uploads, self._launch.answers.metrics,
+        )  # fmt: skip
+        uploads.own.check()
+        start = self._fetch_resume_point()
+        metrics.clear()  # of batches that were lost with earlier ranks
+        metrics.update(start.metrics)
+        progress = self._progress_at(start)
+        begin = progress.batches_trained
+        if self._run.test_mode:
+            end = Batch(begin + 1)
+            self._schedule = Schedule(end, reporting_period=end, checkpoint_policy="none")
+        stages.call_hook(
+            launch, "on_trial_startup", begin, first_batch_idx=begin, checkpoint_uuid=start.uuid
+        )
+        epoch = self._build_loaders(start)
+        stages.call_hook(launch, "on_training_start", begin)
+        launch.may_save()  # from here on a stop request saves first
+        first = next_workload(progress, self._schedule, epoch)
+        if isinstance(first, Finish):
+            self._run.logger.info(
+                "trial %s is already at %d of %d batches; %s",
+                self._run.trial, begin, launch.progress.end, self._run.how_to_go_on,
+            )  # fmt: skip
+        elif isinstance(first, Train) and self._lacks_metric():
+            progress = progress.stopping()
+
+        while not isinstance(work := next_workload(progress, self._schedule, epoch), Finish):
+            if isinstance(work, Train):
+                progress = self._train(work, progress)
+            elif isinstance(work, Validate):
+                progress = self._validate(progress)
+            elif isinstance(work, Checkpoint):
+                progress = self._save(work, progress)
+            uploads.poll()
+            wrong = self._mistake or uploads.own.mistake
+            progress = progress.stopping(launch.should_stop or wrong is not None)
+
+        uploads.finish()
+        stages.call_hook(launch, "on_trial_shutdown", progress.batches_trained)
+        stopped_early = has_more_to_do(progress, self._schedule, epoch)
+        wind_up(launch, stages, uploads, progress.batches_trained, stopped_early, self._mistake)
+        newest = uploads.newest.uuid if uploads.newest else None
+        if newest is None and start.restore == "everything":
+            newest = start.uuid
+        return TrialResult(
+            trial=self._run.trial,
+            batches_trained=progress.batches_trained,
+            stopped_early=stopped_early,
+            training_metrics=metrics.get("training", {}),
+            validation_metrics=metrics.get("validation", {}),
+            validated_at=progress.validated_at,
+            checkpoint_uuid=newest,
+            checkpoint_at=launch.progress.saved_at,
+            checkpoint_url=self._run.store.files_url(newest) if newest else None,
+        )
+
+    # ------------------------------------------------------------------------- before training
+
+    def _fetch_resume_point(self) -> ResumePoint:
+        def damage_of(point: ResumePoint) -> str | None:
+            require_convertible(self._launch, point)
+            is_here = point is self._fetched
+            return None if is_here else fetch(self._launch, self._stages, point)
+
+        points = [self._fetched] if self._fetched else self._run.resume_points()
+        start = fetch_first_intact(points, damage_of)
+        if start.checkpoint is not None:
+            self._run.logger.info("starting from checkpoint %s", start.uuid)
+        return start
+
+    def _progress_at(self, start: ResumePoint) -> Progress:
+        progress, has_metric = start.progress, self._run.metric is not None
+        is_validated = progress.validated_at == progress.batches_trained
+        if has_metric and progress.best_metric is None and is_validated:
+            # That validation did not have the searcher metric, which may have been corrected.
+            return replace(progress, validated_at=None)
+        return progress
+
+    def _build_loaders(self, start: ResumePoint) -> EpochLength | None:
+        launch, begin = self._launch, start.progress.batches_trained
+        epoch = self._stages.build_loaders(launch, start)
+        self._uploads.own.check_periods(epoch)
+        continues = start.checkpoint is not None and start.restore == "everything"
+        launch.progress.saved_at = begin if continues else None
+        end = launch.progress.end = in_batches(self._schedule.max_length, epoch)
+        self._run.observer.run_started(self._run.trial, end, begin, launch.answers.batch_samples)
+        if self._saves_continuously:  # nothing of this launch is durable yet
+            launch.slots.break_training()
+        return epoch
+
+    def _lacks_metric(self) -> bool:
+        """Return whether a batch of the validation set shows that the searcher metric is missing.
+
+        It is not tried if a validation has reported the metric, or if that costs more than it
+        saves. A callback may add the metric: then that is only a warning.
+        """
+        metric, answers = self._run.metric, self._launch.answers
+        if metric is None or metric in answers.metrics.get("validation", {}):
+            return False
+        if self._run.test_mode:  # it validates after a single batch
+            return False
+        names = self._stages.check_metrics(self._launch)
+        if names is None or metric in (names := [*names, *self._uploads.own.metric_names]):
+            return False
+        error = not_reported(metric, names)
+        if answers.may_add_metrics:
+            self._run.logger.warning(
+                "%s, or add it in on_validation_end, as a callback may do", error
+            )
+            return False
+        self._mistake = error
+        return True
+
+    # --------------------------------------------------------------------------- the workloads
+
+    def _train(self, work: Train, progress: Progress) -> Progress:
+        launch, trained = self._launch, progress.batches_trained
+        reached = self._stages.train_workload(launch, trained, work.until)
+        if reached > trained:
+            self._stages.call_hook(launch, "on_training_workload_end", reached)
+            if not launch.answers.stop_requested:  # else the trial has decided how the run ends
+                self._mistake = launch.losses.failure(
+                    self._is_last(reached), launch.progress.saved_at
+                )
+        return progress.after_training(reached)
+
+    def _validate(self, progress: Progress) -> Progress:
+        """A mistake is raised once the run has saved what it has trained."""
+        launch, own, trained = self._launch, self._uploads.own, progress.batches_trained
+        if not self._stages.validate(launch, trained):  # a stop request has ended it early
+            return progress
+        self._stages.call_hook(launch, "on_validation_end", trained)
+        own.run_blocking("validate", trained)
+        metric = None
+        try:
+            metric = report_validation(launch, trained)
+        except TrialError as mistake:
+            self._mistake = own.mistake or mistake
+        else:
+            own.start_beside("validate", trained)
+        return progress.after_validation(metric, self._schedule.smaller_is_better)
+
+    def _save(self, work: Checkpoint, progress: Progress) -> Progress:
+        launch, trained = self._launch, progress.batches_trained
+        if launch.withholds_checkpoint(trained, self._is_last(trained)):
+            return progress.after_checkpoint()  # as if there were nothing to save
+        if not self._has_room(work, progress):
+            return progress.postponing_checkpoint()
+        staged = self._stages.checkpoint_save(launch, progress)
+        launch.has_saved(trained)
+        self._stages.call_hook(launch, "on_checkpoint_write_end", trained)
+        self._stages.call_hook(launch, "on_checkpoint_end", trained)
+        self._uploads.start(staged)
+        if self._saves_continuously:
+            self._uploads.call_at_end(launch.slots.break_training)
+        return progress.after_checkpoint()
+
+    def _has_room(self, work: Checkpoint, progress: Progress) -> bool:
+        """Return whether to save now: one upload runs at a time. May wait for its end."""
+        if self._uploads.is_busy:
+            if work.is_optional and self._saves_continuously:
+                return False  # the end of the upload ends the next train-workload
+            if work.is_optional and self._run.config.checkpointing.when_busy == "postpone":
+                if progress.postponed_at is None:
+                    self._run.logger.info(
+                        "the checkpoint at batch %d is postponed: the last one is still being "
+                        "uploaded",
+                        progress.batches_trained,
+                    )
+                    self._uploads.call_at_end(self._launch.slots.break_training)
+                return False
+            self._run.logger.info("training waits: the last checkpoint is still being uploaded")
+        self._uploads.finish()
+        return True
+
+    @property
+    def _saves_continuously(self) -> bool:
+        return self._schedule.checkpoint_period == "continuous"
+
+    def _is_last(self, batches_trained: int) -> bool:
+        """Return whether training ends here, other than by the trial's own request."""
+        launch = self._launch
+        is_stopped = launch.should_stop and not launch.answers.stop_requested
+        return is_stopped or batches_trained >= launch.progress.end
+
+
+def wind_up(
+    launch: Launch,
+    stages: Stages,
+    uploads: Uploads,
+    batches_trained: int,
+    stopped_early: bool,
+    mistake: TrialError | None = None,
+) -> None:
+    """After the last hook of a trial, or a script's end: finish what runs in parallel.
+
+    Args:
+        stopped_early: see `TrialResult`.
+        mistake: the error that the run ends with, if there is one.
+
+    Raises:
+        TrialError: `mistake`, or the failure of a stage of the user's own.
+    """
+    own = uploads.own
+    own.finish()
+    continues = launch.run.stopping.request is not None or launch.moves_after(stopped_early)
+    if not continues and mistake is None and own.mistake is None:  # also if the trial ended itself
+        own.run_blocking("training", batches_trained, uploads.newest)
+    uploads.finish_pruning()
+    if launch.answers.writes_run_files:
+        launch.progress.tensorboard_url = stages.upload_run_files(launch, batches_trained)
+    if (error := mistake or own.mistake) is not None:
+        raise error

@@ -1,0 +1,70 @@
+"""How a run ended: its result, and sentences about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from trial_core.config import ExperimentConfig
+from trial_core.schedule.stop_requests import as_the_trial_asked
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """How a run ended. Fields of a flow run are None after `Trainer.fit`.
+
+    Attributes:
+        trial: the trial's id; give it to the flow again to continue the trial.
+        batches_trained: over all runs of the trial.
+        stopped_early: whether the run ended before its maximum length, or its last validation.
+        stop_reason: why the flow run was stopped; None if the trial requested the stop.
+        training_metrics, validation_metrics: the last ones.
+        validated_at: the batch of the last validation; None: there was none.
+        checkpoint_uuid: the trial's newest committed checkpoint.
+        checkpoint_url: where the files are that it has stored itself; `fetch` gets all.
+        tensorboard_url: where the flow run's files for TensorBoard are, if the trial writes any.
+        report_path: the flow run's report, as a Markdown file.
+        run_dir: the flow run's folder on this machine, with its logs.
+        flow_run_id: Prefect's id of the flow run.
+        ledger: the trial's ledger of time until then, as `trialflow runs show --json` prints it.
+        trial_stop_reason: why the trial requested a stop, if it says so.
+        checkpoint_at: how many batches were trained when the checkpoint was saved.
+        throughput: the run's average over its train-workloads: batches_per_second,
+            samples_per_second, tokens_per_second, mfu; and peak_memory_bytes, by rank. None: not
+            known.
+        config: the flow run's experiment, with which later flows and tasks find the checkpoint.
+    """
+
+    trial: str
+    batches_trained: int
+    stopped_early: bool
+    stop_reason: str | None = None
+    training_metrics: dict[str, Any] = field(default_factory=dict)
+    validation_metrics: dict[str, Any] = field(default_factory=dict)
+    validated_at: int | None = None
+    checkpoint_uuid: str | None = None
+    checkpoint_url: str | None = None
+    tensorboard_url: str | None = None
+    report_path: str | None = None
+    run_dir: str | None = None
+    flow_run_id: str | None = None
+    ledger: dict[str, Any] | None = None
+    trial_stop_reason: str | None = None
+    checkpoint_at: int | None = None
+    throughput: dict[str, Any] | None = None
+    config: ExperimentConfig | None = field(default=None, repr=False)
+
+
+def describe_saved(result: TrialResult) -> str:
+    """What a stopped run has saved, for people."""
+    if result.checkpoint_uuid is None:
+        return "nothing to save: no batch was trained"
+    return f"saved at batch {result.checkpoint_at}, checkpoint {result.checkpoint_uuid}"
+
+
+def status_of(result: TrialResult) -> str:
+    """The status of a run that has a result, for people."""
+    if not result.stopped_early:
+        return "completed"
+    why = result.stop_reason or as_the_trial_asked(result.trial_stop_reason)
+    return f"stopped: {why}; {describe_saved(result)}"

@@ -1,0 +1,117 @@
+"""The states of a run, and which follows which.
+
+`Driver` (`drive.py`) carries each of them out, and returns the next::
+
+    Launching ──► Completed ──► Ended
+                            └─► Moving ──► Launching        on other nodes
+              ──► Aborted ────► Ended, Moving, or raises `Stopped`
+              ──► RanksFailed ► Restarting ──► Launching, or raises the failure
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trial_core.common.text_format import plural
+from trial_core.driver.failure_policy import Failure, Relaunch
+from trial_core.driver.result import TrialResult
+from trial_core.driver.run import Launch
+from trial_core.errors import Stopped
+
+
+@dataclass(frozen=True)
+class Launching:
+    """The ranks are launched next.
+
+    Attributes:
+        saved: what the ranks before them have saved, to continue on other nodes.
+    """
+
+    saved: TrialResult | None = None
+
+
+@dataclass(frozen=True)
+class Completed:
+    """The ranks have trained until the run ended, was stopped, or moves."""
+
+    launch: Launch
+    result: TrialResult
+
+
+@dataclass(frozen=True)
+class Aborted:
+    """The ranks were ended without a result, by a stop request or to move.
+
+    Attributes:
+        saved: see `Launching`.
+    """
+
+    launch: Launch
+    why: Stopped
+    saved: TrialResult | None
+
+
+@dataclass(frozen=True)
+class RanksFailed:
+    """The ranks have failed, or could not be launched."""
+
+    launch: Launch
+    failure: Failure
+
+
+@dataclass(frozen=True)
+class Restarting:
+    """The ranks are launched again after a failure, as the policy has decided."""
+
+    failure: Failure
+    decision: Relaunch
+
+
+@dataclass(frozen=True)
+class Moving:
+    """The ranks are launched on other nodes next.
+
+    Attributes:
+        what: if they have saved, and why they move, for people.
+        saved: see `Launching`.
+    """
+
+    what: str
+    saved: TrialResult | None = None
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The run is over."""
+
+    launch: Launch
+    result: TrialResult
+
+
+State = Launching | Completed | Aborted | RanksFailed | Restarting | Moving | Ended
+
+
+def describe(state: State) -> str:
+    """A state in a few words, for the story of a run that has failed."""
+    if isinstance(state, Launching):
+        return "launching"
+    if isinstance(state, RanksFailed):
+        ranks, at = state.launch.world_size, state.launch.progress.batches_trained
+        return f"{plural(ranks, 'rank')} failed at batch {at} ({type(state.failure).__name__})"
+    if isinstance(state, Restarting):
+        return f"restarting{_described(state.decision)}"
+    if isinstance(state, Aborted):
+        return f"ended without a result ({state.why})"
+    if isinstance(state, Moving):
+        return f"moving ({state.what})"
+    return type(state).__name__.lower()
+
+
+def _described(decision: Relaunch) -> str:
+    if decision.micro_batch_samples is not None:
+        return f" with micro-batches of {plural(decision.micro_batch_samples, 'sample')}"
+    if decision.leaves_out is not None:
+        return f" with fewer ranks than {decision.leaves_out}"
+    if decision.retreats:
+        return " on the nodes that have trained"
+    return f" without node {decision.leaves}" if decision.leaves is not None else ""
