@@ -1,7 +1,8 @@
 """Runs every benchmark, one after the other, and adds a dated line of each to a file that is kept.
 
-The file is `benchmarks/history.jsonl`: date, commit, name, figures, and whether the targets hold. A
-figure that grows from line to line is seen there, also while its target holds.
+The file is `benchmarks/history.jsonl`: date, commit, name, arguments, figures, targets, and whether
+they hold. A figure that grows from line to line is seen there, also while its target holds. After
+each line the table of `docs/benchmarks.md` is written anew.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-HISTORY = Path(__file__).with_name("history.jsonl")
+from benchmarks import page
+from benchmarks.page import HISTORY
+
 ORDER = (
     "request", "workload", "loop", "start", "restart", "replace", "stopping", "checkpoint",
     "loading", "continuous", "report", "telemetry", "rebuild", "driver_memory", "scale",
@@ -40,7 +43,7 @@ def measured(name: str) -> dict[str, Any]:
     if process.returncode:
         return {"failed": f"exit code {process.returncode}"}
     found: dict[str, Any] = json.loads(last)
-    return {"figures": found["figures"], "holds": found["holds"]}
+    return {key: found[key] for key in ("figures", "targets", "holds")}
 
 
 def main() -> None:
@@ -56,9 +59,12 @@ def main() -> None:
         print(f"benchmark {name}", flush=True)
         result = measured(name)
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        line = {"date": now, "commit": commit, "name": name, **result}
+        given = " ".join(ARGUMENTS.get(name, ()))
+        line = {"date": now, "commit": commit, "name": name, "arguments": given, **result}
         with arguments.into.open("a") as file:
             file.write(f"{json.dumps(line)}\n")
+        if arguments.into.samefile(HISTORY):
+            page.write()
         hold = hold and result.get("holds", False)
     sys.exit(0 if hold else 1)
 

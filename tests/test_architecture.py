@@ -1,4 +1,7 @@
-"""The shape of the house: which room may know which."""
+"""The shape of the house: which room may know which.
+
+``python -m tests.test_architecture`` prints the rooms into docs/architecture.md and README.md.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 # Trials that `trialflow init` copies: users' code, which trialflow itself never imports.
@@ -35,7 +40,7 @@ ROOMS = (
     Room("trialflow.deployments.cli", "the command line"),
     Room("trialflow.deployments", "deployments, workers, schedules, resources"),
     Room("trialflow.flows", "the flows: train, evaluate, retrain, prune"),
-    Room("trialflow.flows.retraining", "what comes out of a retraining"),
+    Room("trialflow.flows.retraining", "the outcome of a retraining"),
     Room("trialflow.flows.lifecycle", "how a flow run stops, crashes and starts again"),
     Room("trialflow.flows.server", "Prefect's server: found, started, guarded"),
     Room("trialflow.tasks", "the stages of a flow as Prefect tasks"),
@@ -43,25 +48,29 @@ ROOMS = (
     Room("trial_core.transformers", "callbacks for Hugging Face's Trainer", is_of_ranks=True),
     Room("trial_core.callbacks", "callbacks for trials", is_of_ranks=True),
     Room("trial_core.core", "the Core API's public names", is_of_ranks=True),
-    Room("trial_core.trackers", "what a tracker of your own extends"),
+    Room("trial_core.trackers", "the base of a tracker of your own"),
     Room("trial_core.export", "a checkpoint as a folder for other programs"),
     Room("trial_core.trainer", "Trainer and init; how a trial is found", is_of_ranks=True),
     Room("trial_core.deepspeed", "DeepSpeedTrial", is_of_ranks=True),
     Room("trial_core.pytorch", "PyTorchTrial", is_of_ranks=True),
     Room("trial_core.rank.core_api", "a Core API script in a rank", is_of_ranks=True),
     Room("trial_core.rank.script", "a script that starts its own driver", is_of_ranks=True),
-    Room("trial_core.rank", "the controller: what every rank carries out", is_of_ranks=True),
+    Room(
+        "trial_core.rank",
+        "the controller, which carries out the driver's requests",
+        is_of_ranks=True,
+    ),
     Room("trial_core.rank.data", "loaders that continue where they were", is_of_ranks=True),
-    Room("trial_core.rank.trial", "what all kinds of trial share", is_of_ranks=True),
+    Room("trial_core.rank.trial", "the parts that all kinds of trial share", is_of_ranks=True),
     Room("trial_core.rank.state_files", "files of a rank's state", is_of_ranks=True),
-    Room("trial_core.rank.collectives", "what ranks say to each other", is_of_ranks=True),
-    Room("trial_core.cluster_info", "what a script may know of its run"),
+    Room("trial_core.rank.collectives", "exchange between ranks", is_of_ranks=True),
+    Room("trial_core.cluster_info", "a script's view of its run"),
     Room("trial_core.driver", "drives a run: places, launches, loops, recovers"),
     Room("trial_core.observe.trackers", "MLflow, W&B, TensorBoard, Trackio"),
     Room("trial_core.observe.report", "the live report"),
     Room("trial_core.observe.telemetry", "traces and metrics for OpenTelemetry"),
     Room("trial_core.observe.events", "a run's events, and who listens"),
-    Room("trial_core.observe.ledger", "where a run's time went"),
+    Room("trial_core.observe.ledger", "the ledger of a run's time"),
     Room("trial_core.models", "the model registry and promotion"),
     Room("trial_core.launch.nodes", "ranks on other machines"),
     Room("trial_core.checkpoint.weights", "weights for other programs", is_of_ranks=True),
@@ -70,12 +79,12 @@ ROOMS = (
     Room("trial_core.launch.slots", "rank processes and the channel to them"),
     Room("trial_core.config", "the experiment file"),
     Room("trial_core.launch.machine", "a machine's folders, memory, accelerators, children"),
-    Room("trial_core.messages", "what driver and ranks say"),
+    Room("trial_core.messages", "messages between driver and ranks"),
     Room("trial_core.checkpoint", "manifests, the commit, fencing"),
     Room("trial_core.checkpoint.storage", "storages behind fsspec"),
-    Room("trial_core.schedule", "pure: units, what is due, stop requests, how a run ends"),
+    Room("trial_core.schedule", "pure: units, the next workload, stop requests, the end of a run"),
     Room("trial_core.common", "text, names and versions"),
-    Room("trial_core.errors", "the errors that users see"),
+    Room("trial_core.errors", "errors for users"),
 )
 """The house from top to bottom: a room may import itself and the rooms below it."""
 
@@ -262,3 +271,60 @@ def test_the_driver_half_loads_neither_torch_nor_deepspeed() -> None:
         capture_output=True, text=True, check=True, cwd=ROOT,
     )  # fmt: skip
     assert seen.stdout.strip().splitlines()[-1] == "[]"
+
+
+MARKS = ("<!-- rooms: python -m tests.test_architecture -->\n", "<!-- end of rooms -->\n")
+
+
+API = {
+    "callbacks", "cluster_info", "core", "deepspeed", "experimental", "pytorch", "trackers",
+    "trainer", "transformers",
+}  # fmt: skip
+"""The packages and modules of `trial_core` that users import."""
+
+
+def inner_rooms() -> list[str]:
+    """The folders and modules of `trial_core` besides its API, from top to bottom."""
+    names = (room.name.split(".") for room in ROOMS if room.name.startswith("trial_core."))
+    return [name for name in dict.fromkeys(parts[1] for parts in names) if name not in API]
+
+
+def test_a_newcomer_has_twelve_rooms_to_learn() -> None:
+    """Besides the API. Each is in the list, and nothing else lies in the folder."""
+    there = {path.stem for path in (ROOT / "trial_core").iterdir() if path.suffix in ("", ".py")}
+    assert there - {"__init__", "__pycache__"} == API | {*inner_rooms()}
+    assert len(inner_rooms()) <= 12
+
+
+def table() -> str:
+    """The rooms from top to bottom, for docs/architecture.md."""
+    lines = ["| room | contents | imports torch |", "|---|---|---|"]
+    for room in ROOMS:
+        name = room.name.removeprefix("trialflow.").replace(".", "/")
+        lines.append(f"| `{name}` | {room.purpose} | {'yes' if room.is_of_ranks else ''} |")
+    return "\n".join(["", *lines, "", ""])
+
+
+def chain() -> str:
+    """The folders from top to bottom, for README.md."""
+    names = [room.name.removeprefix("trialflow.").split(".") for room in ROOMS]
+    outer = dict.fromkeys(name[0] for name in names)
+    shown = " → ".join(f"`{name}`" for name in outer)
+    inner = " ".join(f"`{name}`" for name in inner_rooms())
+    return f"- The tree: {shown}; in it, below the API, from top to bottom: {inner}.\n"
+
+
+PRINTED = {"docs/architecture.md": table, "README.md": chain}
+
+
+@pytest.mark.parametrize("page", PRINTED)
+def test_the_pages_name_the_rooms(page: str) -> None:
+    """As they are listed here."""
+    text = (ROOT / page).read_text()
+    assert text.partition(MARKS[0])[2].partition(MARKS[1])[0] == PRINTED[page]()
+
+
+if __name__ == "__main__":
+    for page, printed in PRINTED.items():
+        before, mark, rest = (ROOT / page).read_text().partition(MARKS[0])
+        (ROOT / page).write_text(before + mark + printed() + MARKS[1] + rest.partition(MARKS[1])[2])

@@ -1,0 +1,211 @@
+"""Writes the table of `docs/benchmarks.md` from the latest line of each benchmark in the history.
+
+``python -m benchmarks.page`` puts it between two comments of the page; the rest of the page is
+written by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+HISTORY = Path(__file__).with_name("history.jsonl")
+PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+BEGIN = "<!-- The table below is written by python -m benchmarks.page. -->"
+END = "<!-- The table ends here. -->"
+HEAD = """\
+| benchmark | figure | value | target | holds | date | machine | command |
+|---|---|---:|---:|---|---|---|---|
+"""
+Line = Mapping[str, Any]
+_START = "relative to the time of the imports"
+_DCP = "relative to torch DCP's `load`"
+_BOTO3 = "relative to DeepSpeed's `load_checkpoint` and boto3"
+_S3FS = "relative to s3fs"
+ROWS: dict[str, dict[str, tuple[str, str]]] = {
+    "loop": {
+        r"ratio_small_(\w+)": ("a batch of a DeepSpeedTrial, relative to the bare loop", ""),
+        r"trialflow_pytorch_small_(\w+)": (
+            "a batch of a PyTorchTrial, relative to a bare PyTorch loop", "",
+        ),
+        r"fabric_pytorch_small_(\w+)": ("… of Lightning Fabric", ""),
+        r"lightning_pytorch_small_(\w+)": ("… of Lightning's Trainer", ""),
+        r"accelerate_pytorch_small_(\w+)": ("… of Accelerate", ""),
+    },
+    "request": {
+        r"median_ms_(\w+)": ("an empty request to all ranks, median", "ms"),
+        r"p95_ms_(\w+)": ("… 95th percentile", "ms"),
+    },
+    "workload": {r"mean_ms_(\w+)": ("a workload's cost besides training, mean", "ms")},
+    "checkpoint": {
+        "blocked_s": ("pause of training for a checkpoint", "s"),
+        "blocked_ratio_deepspeed_boto3": (
+            "… relative to DeepSpeed's `save_checkpoint` and boto3", "",
+        ),
+        "blocked_ratio_slow_store": ("… on a slow store, relative to a fast one", ""),
+        "blocked_s_torch_dcp_async": ("… of torch DCP's `async_save`", "s"),
+        "state_mib": ("… the size of the checkpoint", "MiB"),
+        "upload_processor_ratio": (f"an upload's processor time, {_S3FS}", ""),
+        "upload_memory_ratio": (f"… its memory, {_S3FS}", ""),
+        "restore_processor_ratio": (f"a restore's processor time, {_S3FS}", ""),
+        "restore_memory_ratio": (f"… its memory, {_S3FS}", ""),
+        "fetched_share": ("share of a ZeRO-3 checkpoint that one rank of 4 fetches", ""),
+        "training_ratio": ("ten batches during an upload, relative to ten without", ""),
+    },
+    "loading": {
+        "state_mib": ("state that is fetched, verified and restored", "MiB"),
+        r"time_ratio_dcp_(\w+)": (f"… the time, {_DCP}", ""),
+        r"processor_ratio_dcp_(\w+)": (f"… the processor time, {_DCP}", ""),
+        r"time_ratio_deepspeed_(\w+)": (f"… the time, {_BOTO3}", ""),
+        r"trialflow_memory_mib_(\w+)": ("… a rank's memory beyond its state", "MiB"),
+    },
+    "continuous": {
+        "lost_batches_median": ("batches that a SIGKILL costs, median", ""),
+        "overhead_percent": ("time that continuous checkpoints add to the loop", "%"),
+        "stall_ms_median": ("… the pause of each", "ms"),
+    },
+    "stopping": {
+        "cancel_and_save_seconds": ("from Cancel to free accelerators, with a checkpoint", "s"),
+        "cancel_with_nothing_to_save_seconds": ("… with nothing to save", "s"),
+        "crash_to_training_seconds": ("from SIGKILL of a rank to training", "s"),
+        "crash_to_training_besides_own_start_seconds": ("… less the model's own start", "s"),
+        "driver_crash_to_training_seconds": ("from SIGKILL of the driver to training", "s"),
+        "driver_crash_to_training_besides_own_start_seconds": (
+            "… less the model's own start", "s",
+        ),
+    },
+    "restart": {
+        "restart_seconds_with_preload": ("from SIGKILL of a rank to the next batch", "s"),
+        "ratio": ("… relative to `preload: false`", ""),
+    },
+    "replace": {
+        "node_seconds_replaced": ("from SIGKILL of a node to the next batch, with a spare", "s"),
+        "node_ratio": ("… relative to a group that is all new", ""),
+        "rank_seconds_replaced": ("from SIGKILL of a rank to the next batch", "s"),
+        "rank_ratio": ("… relative to a group that is all new", ""),
+    },
+    "goodput": {
+        "seconds_trialflow": ("training without failures", "s"),
+        "goodput_trialflow": ("… goodput with failures", ""),
+        "lost_share_trialflow": ("… share of the time that is lost", ""),
+        "hands_trialflow": ("… times that a person had to help", ""),
+        "departed_trialflow": ("… runs whose weights differ from the undisturbed run's", ""),
+        "processes_left_trialflow": ("… processes left", ""),
+        "goodput_of_the_best_other": ("… goodput of the best other", ""),
+    },
+    "start": {
+        "alone_seconds": ("from `trialflow train` to the first batch, without a server", "s"),
+        "alone_in_imports": (f"… {_START}", ""),
+        "with_server_seconds": ("from `trialflow train` to the first batch, with a server", "s"),
+        "with_server_in_imports": (f"… {_START}", ""),
+    },
+    "report": {r"ratio_(\d\w+)": ("a batch that is reported, relative to one that is not", "")},
+    "telemetry": {r"ratio_(\d\w+)": ("a batch with OpenTelemetry, relative to one without", "")},
+    "scale": {
+        "ranks": ("simulated ranks", ""),
+        "join_seconds": ("… until all their agents are ready", "s"),
+        "request_ms_median": ("… a request to all of them, median", "ms"),
+        "lost_node_named_ms": ("… from SIGKILL of an agent to the error that names it", "ms"),
+    },
+    "driver_memory": {
+        r"rss_mib_at_(\d+)": ("resident memory of the driver after so many workloads", "MiB"),
+        "growth_mib": ("… its growth", "MiB"),
+    },
+    "rebuild": {
+        r"threads_growth_(\w+)": ("growth of a warm rank over many trials: threads", ""),
+        r"descriptors_growth_(\w+)": ("… descriptors", ""),
+        r"address_space_mib_growth_(\w+)": ("… address space", "MiB"),
+        r"resident_mib_growth_(\w+)": ("… resident memory", "MiB"),
+    },
+    "pretrained": {"peak_share": ("most of the weights that a rank of 4 holds while it loads", "")},
+}  # fmt: skip
+"""Figures that the page shows, with words and unit, in its order. A group in a name tells cases
+apart, which share a row. Other figures are shown if they have a target."""
+
+
+def latest(history: Iterable[Line]) -> dict[str, Line]:
+    """The last line of each benchmark: those of `ROWS` first, in their order."""
+    last = {line["name"]: line for line in history}
+    return {name: last[name] for name in (*ROWS, *last) if name in last}
+
+
+def table(history: Iterable[Line]) -> str:
+    """The table of the latest figures."""
+    rows = (row for line in latest(history).values() for row in _rows(line))
+    return HEAD + "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def page(text: str, history: Iterable[Line]) -> str:
+    """The page's text, with a new table.
+
+    Raises:
+        ValueError: the page lacks one of the comments around the table.
+    """
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"{PAGE.name} lacks {BEGIN!r} or {END!r}")
+    return f"{before}{BEGIN}\n\n{table(history)}\n{END}{after}"
+
+
+def read(path: Path = HISTORY) -> list[Line]:
+    """The lines of a history, the oldest first."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write() -> None:
+    """Write the page."""
+    PAGE.write_text(page(PAGE.read_text(), read()))
+
+
+def _rows(line: Line) -> Iterator[list[str]]:
+    """The rows of a benchmark; date, machine and command are in the first one alone."""
+    name, figures, targets = line["name"], line.get("figures", {}), line.get("targets", {})
+    arguments = line["arguments"]
+    command = f'`make bench NAME={name} ARGS="{arguments}"`' if arguments else ""
+    machine = f"{figures['cores']} CPU cores" if "cores" in figures else ""
+    first, last = f"`{name}`", [line["date"][:10], machine, command or f"`make bench NAME={name}`"]
+    if "failed" in line:
+        yield [first, f"failed: {line['failed']}", "", "", "**no**", *last]
+    shown: set[str] = set()
+    for pattern, (words, unit) in ROWS.get(name, {}).items():
+        cases = {each: found for each in figures if (found := re.fullmatch(pattern, each))}
+        shown.update(cases)
+        values = [_value(each, figures, unit, found) for each, found in cases.items()]
+        if cases:
+            most = {each: targets[each] for each in cases if each in targets}
+            yield [first, words, "; ".join(values), *_judged(most, figures, unit), *last]
+            first, last = "", ["", "", ""]
+    for each in (figure for figure in targets if figure not in shown):
+        judged = _judged({each: targets[each]}, figures, "")
+        yield [first, f"`{each}`", _value(each, figures, ""), *judged, *last]
+        first, last = "", ["", "", ""]
+
+
+def _value(
+    name: str, figures: Mapping[str, float], unit: str, found: re.Match[str] | None = None
+) -> str:
+    """A figure with its unit and its interval; before it the case, from the groups of its name."""
+    low, high = (re.sub("ratio|percent", rf"\g<0>_{end}", name) for end in ("low", "high"))
+    text = f"{figures[name]:g}"
+    if low != name and low in figures and high in figures:
+        text += f" ({figures[low]:g}…{figures[high]:g})"
+    text += f" {unit}" if unit else ""
+    case = " ".join(found.groups()).replace("_", " ") if found else ""
+    return f"{case}: {text}" if case else text
+
+
+def _judged(targets: Mapping[str, float], figures: Mapping[str, float], unit: str) -> list[str]:
+    """The targets of figures, and whether they hold; empty if there are none."""
+    if not targets:
+        return ["", ""]
+    most = dict.fromkeys(f"≤ {round(target, 4):g} {unit}".rstrip() for target in targets.values())
+    hold = all(figures[name] <= target for name, target in targets.items())
+    return [", ".join(most), "yes" if hold else "**no**"]
+
+
+if __name__ == "__main__":
+    write()
