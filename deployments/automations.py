@@ -1,8 +1,8 @@
 """The automations of `trialflow deploy`: what Prefect's server does about lost runs.
 
 A server on SQLite drops an event if another process writes while a trigger reads, before the
-trigger has counted it. This affects events that a trigger expects, not those that it comes `after`.
-Three rules follow:
+trigger has counted it. This affects events that a trigger expects, not events that it comes
+`after`. Three rules follow:
 
 - No trigger expects Crashed. None expects Running, which precedes Crashed, except the trigger that
   waits for the end of a crash.
@@ -33,7 +33,7 @@ from trialflow.flows.lifecycle.stop_monitor import SILENT
 SILENCE_TIMEOUT = timedelta(minutes=12)
 # From Pending to Running takes seconds; longer if the run downloads code or packages.
 START_TIMEOUT = timedelta(minutes=10)
-# How often a run that ran before may crash again before its flow begins, within a day.
+# How often within a day a run that ran before may crash again before its flow begins.
 MAX_FAILED_STARTS = 5
 # Prefect's minimum.
 CRASH_SETTLING_TIME = timedelta(seconds=10)
@@ -54,12 +54,12 @@ OURS = ResourceSpecification(
 
 
 def crash_lost_starts(pool: str) -> str:
-    """The name of the automation for lost starts in a process work pool."""
+    """Return the name of the automation for lost starts in a process work pool."""
     return f"trialflow: mark lost starts in {pool} as crashed"
 
 
 def automations(process_pools: Iterable[str]) -> list[AutomationCore]:
-    """All automations; those for lost starts only for these process work pools."""
+    """Return all automations; those for lost starts only for these process work pools."""
     return [
         _automation(
             RESTART_CRASHED,
@@ -72,7 +72,7 @@ def automations(process_pools: Iterable[str]) -> list[AutomationCore]:
                 "Crashed",
                 within=CRASH_SETTLING_TIME,
                 expect=("heartbeat", "Pending", "Running", *FINAL_STATES),
-                # Only runs that have run before: one that cannot start would crash for ever.
+                # Only runs that have run before: others, which cannot start, would crash for ever.
                 labels={"prefect.run-count": [str(count + 1) for count in range(MAX_ATTEMPTS)]},
             ),
             _schedule_again(SCHEDULED_AGAIN),
@@ -144,7 +144,7 @@ def _fail_unstartable() -> AutomationCore:
 
 def _crash_lost_starts(pool: str) -> AutomationCore:
     # Not for containers: they may be Pending for any time, while the image is pulled or a node is
-    # found, and a second one would start beside the first. The pool is matched by name, because
+    # found, and a second one would start next to the first. The pool is matched by name, because
     # heartbeats do not tell its type.
     in_pool = ResourceSpecification(
         {"prefect.resource.role": "work-pool", "prefect.resource.name": pool}

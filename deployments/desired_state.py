@@ -26,7 +26,7 @@ class DesiredDeployment:
     Attributes:
         entrypoint: module and function of its flow.
         parameters: default parameters of a new deployment; people may change them later.
-        from_file: parameters from the user's file, set each time that it is deployed.
+        from_file: parameters from the user's file, set at each deployment.
         environment: environment variables of its runs.
     """
 
@@ -45,8 +45,8 @@ class DeploymentTarget:
 
     Attributes:
         pool: the work pool that runs them.
-        directory: their working folder; None: the pool's default.
-        keeps_pool, keeps_directory: whether an existing deployment keeps its own.
+        directory: their working folder, or None for the pool's default.
+        keeps_pool, keeps_directory: True if an existing deployment keeps its own.
     """
 
     pool: str

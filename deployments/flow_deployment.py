@@ -91,7 +91,7 @@ class FlowDeployment(Resource):
         return f"with {plural(count, 'run')} that had not started" if count else ""
 
     def read(self, client: SyncPrefectClient) -> DeploymentResponse | None:
-        """The existing deployment of that name; None if there is none."""
+        """Return the existing deployment of that name, or None."""
         return _deployment(client, self._name)
 
     def _changes(self, found: DeploymentResponse) -> dict[str, Any]:
@@ -110,7 +110,7 @@ class FlowDeployment(Resource):
         }
 
     def _keeps(self, field: str, found: DeploymentResponse) -> bool:
-        """Whether a field keeps the value that people have set."""
+        """Return whether a field keeps the value that people have set."""
         keeps_pool = self._target.keeps_pool and found.work_pool_name is not None
         if field == "work_pool_name":
             return keeps_pool
@@ -124,7 +124,7 @@ class FlowDeployment(Resource):
 
 
 def found_deployments(client: SyncPrefectClient) -> list[DeploymentResponse]:
-    """Our existing deployments: first those of ``prefect.yaml``, then those of models."""
+    """Return our existing deployments: from ``prefect.yaml`` first, then the models'."""
     nowhere = DeploymentTarget("", None)
     ours = [*deployments(), *map(base_deployment, models_on_server(client))]
     each = (FlowDeployment(wanted, nowhere).read(client) for wanted in ours)
@@ -143,7 +143,7 @@ def models_on_server(client: SyncPrefectClient) -> list[str]:
 
 
 def deployment_of(client: SyncPrefectClient, model: str) -> DeploymentResponse | None:
-    """The deployment that retrains the model; None if there is none."""
+    """Return the deployment that retrains the model, or None."""
     return _deployment(client, f"{FLOW}/{model}")
 
 
@@ -155,7 +155,7 @@ def _deployment(client: SyncPrefectClient, name: str) -> DeploymentResponse | No
 
 
 def working_folder(deployment: DeploymentResponse) -> str | None:
-    """The working folder of its runs; None if its pull steps do anything else."""
+    """Return the working folder of its runs; None if its pull steps do anything else."""
     match deployment.pull_steps:
         case [{"prefect.deployments.steps.set_working_directory": {"directory": str(folder)}}]:
             return folder

@@ -21,7 +21,7 @@ FINAL_EXIT_CODES = [FAILED, REFUSED, BUG, INTERRUPTED]
 """With these codes the driver has ended for good. With others it was evicted, killed or lost."""
 MIN_POD_GRACE_SECONDS = 60
 END_SECONDS = 30
-"""What a driver needs to begin and to end, besides `stopping.grace_seconds`."""
+"""The time that a driver needs to begin and to end, besides `stopping.grace_seconds`."""
 MAX_NAME_CHARACTERS = 36
 """Kubernetes and JobSet append up to 27 to it, and a pod's name has at most 63."""
 

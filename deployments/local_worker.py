@@ -28,10 +28,10 @@ from trialflow.flows.server.prefect_settings import chosen_settings
 ENGINES = {ENGINE, RESTARTED_ENGINE}
 POLL_SECONDS = 0.1
 SERVE_POLL_SECONDS = 1.0
-# A run's grace period, by default 25 s, and time to start and end.
+# A run's grace period, 25 s by default, and time to start and end.
 STOP_RUNS_TIMEOUT_SECONDS = 60.0
 SETTINGS = {
-    # Prefect's default of 10 s is half of what a crashed run may take to train again.
+    # Prefect's default of 10 s is half of the time that a crashed run may take to train again.
     "PREFECT_WORKER_QUERY_SECONDS": "2",
     # A worker ends after 12 requests without an answer, and its runs with it. With the default of 5
     # retries that is after a quarter of an hour, with 8 after an hour and a half.
@@ -44,8 +44,8 @@ class LocalWorker:
 
     Args:
         pool: its work pool, of type process.
-        log_path: the file that its log and its runs' output are appended to; None: this process's
-            output.
+        log_path: the file that its log and its runs' output are appended to, or None for this
+            process's output.
         options: more options of ``prefect worker start``.
     """
 
@@ -70,7 +70,7 @@ class LocalWorker:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the worker has ended by itself."""
+        """True if the worker has ended by itself."""
         return self._reaper.poll() is not None
 
     def serve(self) -> None:
@@ -104,7 +104,7 @@ class LocalWorker:
 
 
 def requeue_interrupted_starts(client: SyncPrefectClient, pool: str) -> int:
-    """Schedule the runs again that a worker was starting when it ended; how many.
+    """Schedule the runs again that a worker was starting when it ended; return how many.
 
     Call it only for a work pool that has no worker now.
     """
@@ -133,7 +133,7 @@ def _children(process: psutil.Process) -> list[psutil.Process]:
 
 
 def _is_running(process: psutil.Process) -> bool:
-    """Whether it runs. A suspended worker leaves its ended runs as zombies."""
+    """Return whether a process runs. A suspended worker leaves its ended runs as zombies."""
     try:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

@@ -70,7 +70,7 @@ def reap_orphans(own_pid: int) -> None:
 
 
 def kill_descendants() -> None:
-    """SIGKILL all processes below this one, also those that start meanwhile."""
+    """SIGKILL all processes below this one, including processes that start meanwhile."""
     while children := psutil.Process().children(recursive=True):
         for child in children:
             with contextlib.suppress(psutil.NoSuchProcess):

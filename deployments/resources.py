@@ -1,7 +1,7 @@
 """What `trialflow deploy` manages on a Prefect server: work pools, the GPU limit, automations.
 
-Deployments are in `trialflow.deployments.flow_deployment`. A resource never overwrites what people
-have changed on the server: schedules, default parameters, job variables, a work pool's template, a
+Deployments are in `trialflow.deployments.flow_deployment`. A resource never overwrites people's
+changes on the server: schedules, default parameters, job variables, a work pool's template, a
 paused automation.
 """
 
@@ -37,11 +37,11 @@ Verb = Literal["created", "changed", "unchanged", "removed", "kept", "not found"
 
 @dataclass(frozen=True)
 class Change:
-    """What was done with one resource; in a dry run, what would be done.
+    """A change of one resource that was made; in a dry run, one that would be made.
 
     Attributes:
         resource: the resource's title.
-        detail: how, or why not; may be empty.
+        detail: how it was changed, or why not; may be empty.
     """
 
     verb: Verb
@@ -56,7 +56,7 @@ class Resource(ABC):
 
     @abstractmethod
     def look(self, client: SyncPrefectClient) -> tuple[bool, str]:
-        """Whether it exists, and how it differs from what is wanted (empty: not at all).
+        """Return whether the resource exists, and how it differs from the wanted one, else "".
 
         Raises:
             ConfigError: something else exists under its name.
@@ -68,14 +68,14 @@ class Resource(ABC):
 
     @abstractmethod
     def remove(self, client: SyncPrefectClient) -> None:
-        """Remove it. It exists."""
+        """Remove the resource, which exists."""
 
     def reason_to_keep(self, client: SyncPrefectClient) -> str:
-        """Why the existing resource is not removed; empty: it is removed."""
+        """Return why the existing resource is not removed; empty if it is removed."""
         return ""
 
     def side_effect_of_removal(self, client: SyncPrefectClient) -> str:
-        """What else the server deletes with the existing resource; may be empty."""
+        """Return what else the server deletes with the existing resource; may be empty."""
         return ""
 
 
@@ -99,7 +99,7 @@ def set_up(
 def take_down(
     resources: Iterable[Resource], client: SyncPrefectClient, dry_run: bool
 ) -> Iterator[Change]:
-    """Remove those resources that exist and are ours, in their order; yield each change.
+    """Remove the resources that exist and are ours, in their order; yield each change.
 
     Raises:
         ConfigError: something else exists under one of their names; nothing was changed.
@@ -161,7 +161,7 @@ class Pool(Resource):
 
 
 class GpuLimit(Resource):
-    """The limit that counts the GPUs that runs share; without a count, keeps an existing one."""
+    """The limit of the GPUs that runs share; without a count, it keeps an existing limit."""
 
     def __init__(self, count: int | None) -> None:
         self.title = f"concurrency limit {GPU_LIMIT}" + (f" of {count}" if count else "")
@@ -193,7 +193,7 @@ class GpuLimit(Resource):
 
 
 def find_pool(client: SyncPrefectClient, name: str) -> WorkPool | None:
-    """The work pool of that name; None if there is none."""
+    """Return the work pool of that name, or None if the server has no such pool."""
     try:
         return client.read_work_pool(name)
     except ObjectNotFound:
@@ -204,7 +204,7 @@ class AutomationResource(Resource):
     """An automation, identified by its name.
 
     Args:
-        wanted: the automation; None: its deployment does not exist yet.
+        wanted: the automation, or None if its deployment does not exist yet.
     """
 
     def __init__(

@@ -30,8 +30,8 @@ class PruneResult:
     Attributes:
         kept, deleted: uuids of checkpoints. In a dry run, `deleted` would be deleted.
         swept: uuids of leftovers that were (or would be) deleted.
-        freed_bytes: total size of what was (or would be) deleted.
-        is_dry_run: whether nothing was deleted.
+        freed_bytes: total size of the deleted files; in a dry run, of those it would delete.
+        is_dry_run: True if nothing was deleted.
     """
 
     kept: tuple[str, ...]
@@ -54,7 +54,7 @@ def prune(
 
     Args:
         config: the experiment: its storage, its rules, and its searcher metric.
-        dry_run: delete nothing; show what would be deleted and why as an artifact of the run.
+        dry_run: delete nothing; list the candidates and the reasons in an artifact of the run.
         trial: prune this trial only; by default all trials of the experiment.
         leftovers_only: delete no checkpoint, only leftovers. Needs no rules.
         leftovers_after_days: delete leftovers of trials without activity for this many days.

@@ -92,13 +92,13 @@ def retrain(
         CheckpointDamaged, CheckpointNotFound: the champion's checkpoint cannot be validated.
         StorageError: it is not the storage that an earlier attempt of this flow run has used.
         CallbackFailed: a callback failed after the decision.
-        RankFailed, Stalled, TrialError: as `train`.
+        RankFailed, Stalled, TrialError: see `train`.
     """
     config.require_trial("retrain")
     check_crash_limit(config.max_restarts)
     refuse_missing_code(config)
     retraining = RetrainingRun(with_credentials(config), identity_of_run(config))
-    # First of all: an empty folder would have no journal and no champion.
+    # First: an empty folder would have no journal and no champion.
     expected = storage_of_run(config.stopping.server_outage_seconds)
     existing_plan = retraining.journal.plan()
     mark = marked(retraining.store.storage, expected, lambda: existing_plan is not None)
@@ -129,7 +129,7 @@ def retrain(
 
 
 def describe_lateness(retraining: RetrainingRun, scheduled_time: datetime) -> str | None:
-    """Why the run is too late to start; None: it is not."""
+    """Return why the run is too late to start, or None if it is not."""
     limit = retraining.settings.max_lateness_seconds
     late_seconds = (datetime.now(timezone.utc) - scheduled_time).total_seconds()
     if limit is None or late_seconds <= limit:
@@ -146,9 +146,9 @@ class RetrainingAttempt:
 
     Attributes:
         retraining: the run, over all its attempts.
-        plan: what the run does.
-        champion: the version to compare with; None: there is none.
-        stopping: whether the attempt should stop.
+        plan: the decisions about the run, the same for all its attempts.
+        champion: the version to compare with, or None if the model has no champion.
+        stopping: tells if the attempt should stop.
         devices: environment variables that assign accelerators to the ranks.
     """
 
@@ -168,9 +168,8 @@ def retrain_model(
 ) -> RetrainResult:
     """Validate the champion, train the challenger, compare, promote, report, notify.
 
-    Args:
-        devices: environment variables that assign accelerators to the ranks.
-        await_server: waits while the Prefect server is away, which takes the event.
+    devices: environment variables that assign accelerators to the ranks.
+    await_server: waits while the Prefect server, which receives the event, is away.
     """
     model, champion = retraining.model, None
     if plan.champion is not None:
@@ -208,7 +207,7 @@ def retrain_model(
 
 
 def validated_champion(attempt: RetrainingAttempt) -> Champion | None:
-    """The champion on the run's data; None: there is no champion."""
+    """Return the champion's metrics on the run's data, or None if the model has no champion."""
     champion = attempt.champion
     if champion is None:
         return None
@@ -267,7 +266,7 @@ def evaluate_with_restarts(
 
 
 def trained_challenger(attempt: RetrainingAttempt) -> Challenger | None:
-    """The challenger, trained and registered. None: the training was stopped before its end.
+    """Train and register the challenger; None if the training was stopped before its end.
 
     If the champion has changed since the plan, trains nothing: the challenger could not be
     promoted.
@@ -303,7 +302,7 @@ def claim_challenger(claim: RunClaim, retraining: RetrainingRun, challenger: Cha
 
 
 def describe_champion_change(retraining: RetrainingRun, plan: RetrainingPlan) -> str | None:
-    """How the champion changed since the plan; None: it did not."""
+    """Return how the champion changed since the plan, or None if it did not."""
     last_move = retraining.registry.last_move(retraining.model)
     if (last_move.champion if last_move else None) == plan.champion:
         return None

@@ -26,7 +26,7 @@ class MarkdownArtifact:
     The key is the same for all flow runs, so that Prefect shows the newest artifact under it.
 
     Args:
-        name: the key is `unique_slug` of it.
+        name: a name; the artifact's key is its `unique_slug`.
     """
 
     def __init__(self, name: str, description: str) -> None:
@@ -37,15 +37,15 @@ class MarkdownArtifact:
 
     @property
     def url(self) -> str | None:
-        """The page of the newest artifact under this key; None if no UI is known."""
+        """The page of the newest artifact under this key, or None if no UI is known."""
         ui_url = get_current_settings().ui_url
         return f"{newer_ui(ui_url)}/artifacts/key/{self.key}" if ui_url else None
 
     def write(self, text: str) -> None:
         """Create or update the artifact. One thread at a time; at most every few seconds.
 
-        Asks the server once: repeated requests, with their pauses, would delay the run's end. What
-        it does not take is sent by `send_unsent`.
+        Asks the server once: repeated requests, with their pauses, would delay the run's end. The
+        function `send_unsent` sends a refused text later.
 
         Raises:
             NO_ANSWER: the server does not answer, or refuses the request.
@@ -56,14 +56,14 @@ class MarkdownArtifact:
         _unsent.pop(self, None)
 
     def send_last(self) -> None:
-        """Write what the server has not taken, with Prefect's own retries. Raises as `write`."""
+        """Write the unsent text, if any, with Prefect's own retries. Raises as `write`."""
         text = _unsent.get(self)
         if text is not None:
             self._send(text)
             _unsent.pop(self, None)
 
     def belongs_to(self, flow_run_id: UUID | None) -> bool:
-        """Whether it is on this flow run's page."""
+        """Return whether the artifact is on this flow run's page."""
         return self._flow_run_id == flow_run_id
 
     def _send(self, text: str) -> None:
@@ -84,7 +84,7 @@ class MarkdownArtifact:
             self._id = created.id
 
     def _existing(self, client: Any) -> UUID | None:
-        """The id of the artifact that an earlier attempt of this flow run created."""
+        """Return the id of the artifact that an earlier attempt of this flow run created."""
         if self._flow_run_id is None:
             return None
         found = client.read_artifacts(
@@ -98,11 +98,11 @@ class MarkdownArtifact:
 
 
 _unsent: dict[MarkdownArtifact, str] = {}
-"""Texts that the server has not taken, of all flow runs of this process."""
+"""Texts that the server has not accepted, of all flow runs of this process."""
 
 
 def send_unsent() -> None:
-    """Send what the server did not take when this flow run wrote it. Call when it answers again.
+    """Send this flow run's texts that the server has not accepted. Call when it answers again.
 
     Raises:
         NO_ANSWER: it does not answer, or refuses an artifact.
@@ -112,7 +112,7 @@ def send_unsent() -> None:
 
 
 def forget_unsent() -> None:
-    """Drop what is still unsent at the flow run's end: a later attempt has newer texts."""
+    """Drop texts that are still unsent at the flow run's end: a later attempt has newer ones."""
     for artifact in _unsent_here():
         _unsent.pop(artifact, None)
 
@@ -131,7 +131,7 @@ class ReportArtifact(MarkdownArtifact):
 
 
 def newer_ui(ui_url: str) -> str:
-    """The UI that draws a report's curves, if this installation of Prefect has it."""
+    """Return the UI that draws a report's curves, if this installation of Prefect has it."""
     ui_url = ui_url.rstrip("/")
     return f"{ui_url}/v2" if hasattr(prefect, "__ui_v2_static_path__") else ui_url
 

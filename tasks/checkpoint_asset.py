@@ -1,4 +1,4 @@
-"""What a checkpoint-upload tells Prefect of assets: the trial's checkpoints are made from its data.
+"""The assets that a checkpoint-upload reports: a trial's checkpoints are made from its data.
 
 Prefect's own server keeps this as events; the graph of assets is a page of Prefect Cloud.
 """
@@ -48,7 +48,7 @@ def describe_asset(asset: Asset, launch: Launch, manifest: Manifest) -> None:
 
 
 def _sources(run: Run) -> Iterator[str]:
-    """The URLs of what a trial is trained from: a checkpoint, and data."""
+    """The URLs of the sources of a trial's training: a checkpoint, and data."""
     searcher = run.config.searcher
     if searcher.source_checkpoint is not None:
         yield from _urls(searcher.source_checkpoint)
@@ -70,7 +70,7 @@ def _urls(value: Any) -> Iterator[str]:
 
 
 def _asset(key: str, name: str | None = None) -> Asset | None:
-    """An asset; None: Prefect does not take such a key, which has a space or is too long."""
+    """Return an asset; None if Prefect refuses such a key, which has a space or is too long."""
     try:
         if name is None:
             return Asset(key=key)

@@ -1,4 +1,4 @@
-"""Requests to the Prefect server that fail: what they raise, and how often they are repeated."""
+"""Requests to the Prefect server that fail: their exceptions, and how often they are repeated."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def client_retries(most: int) -> Iterator[None]:
     Prefect's own pauses double: a server that is back after a while would wait for minutes.
 
     `prefect.settings.temporary_settings` reads and checks all settings again, 55 ms of processor
-    time, which a run would spend every few seconds beside its ranks. This copies them: 0.1 ms.
+    time, which a run would take from its ranks every few seconds. This copies them: 0.1 ms.
     """
     now = get_settings_context()
     client = now.settings.client.model_copy(update={"max_retries": most})

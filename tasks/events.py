@@ -1,4 +1,4 @@
-"""Prefect events of ours: about models, checkpoints and runs. docs/reference/events.md has each.
+"""Our Prefect events about models, checkpoints and runs. docs/reference/events.md lists them.
 
 Events about a model are sent by tasks, which raise if the server refuses them. Those about a run
 are sent by an observer of its driver, in the background: they neither stop nor slow training.
@@ -46,15 +46,15 @@ def resource_id(model: str) -> str:
 
 
 def data_arrived_event(model: str, data: Mapping[str, Any]) -> Event:
-    """New data has arrived for a model."""
+    """Return the event that new data has arrived for a model."""
     return Event(event=DATA_ARRIVED, resource=_resource(model), payload={"data": dict(data)})
 
 
 def outcome_event(model: str, run_id: str, outcome: Mapping[str, Any]) -> Event:
-    """The outcome of a retraining. Its id depends on the run alone, so Prefect drops duplicates.
+    """Return a retraining's outcome event. Its id is the run's alone, so Prefect drops duplicates.
 
     Args:
-        run_id: see `RetrainingRun`; not the flow run's id if that is called by another flow.
+        run_id: see `RetrainingRun`; not the flow run's id if another flow calls that run.
     """
     name = PROMOTED if outcome["promoted"] else KEPT
     run = {
@@ -73,7 +73,7 @@ def outcome_event(model: str, run_id: str, outcome: Mapping[str, Any]) -> Event:
 
 
 def champion_event(registry: Registry, move: Move) -> Event:
-    """A model has another champion, whoever has moved it. The event's id is of the move alone.
+    """Return the event of a new champion, whoever moved it. Its id depends on the move alone.
 
     Raises:
         RegistryError, StorageError: the version of the champion cannot be read.
@@ -95,9 +95,9 @@ def champion_event(registry: Registry, move: Move) -> Event:
 
 
 def tell_champion(registry: Registry, move: Move) -> None:
-    """Tell of a move from a task: by an event, in the background, and in MLflow's registry.
+    """Report a move from a task: by an event, in the background, and in MLflow's registry.
 
-    The champion has moved anyway.
+    A failure to report does not undo the move.
     """
     logger = get_run_logger()
     try:
@@ -180,7 +180,7 @@ class RunEvents(Observer):
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float | None]:
-    """The metrics that are single numbers, as JSON has them: None is one that is not finite."""
+    """Return the metrics that are single numbers, for JSON: a number that is not finite is None."""
     return {name: _number(value) for name, value in metrics.items() if text_format.is_number(value)}
 
 

@@ -40,7 +40,7 @@ def plan_prune(
 
 @task(name="delete-checkpoints", task_run_name="delete-checkpoints", **TRANSFER)
 def delete_checkpoints(store: CheckpointStore, plan: PruningPlan) -> Pruned:
-    """Delete the plan's checkpoints, except those that are needed by now.
+    """Delete the plan's checkpoints, except checkpoints that have become needed since.
 
     Raises:
         StorageError: the storage failed. The next prune finishes interrupted deletions.
@@ -76,7 +76,7 @@ def plan_sweep(
 
 @task(name="sweep-leftovers", task_run_name="sweep-leftovers", **TRANSFER)
 def sweep(store: CheckpointStore, found: list[Leftover], after_days: float) -> SweptLeftovers:
-    """Delete the leftovers, except those of trials that have become active since.
+    """Delete the leftovers, except leftovers of trials that have become active since.
 
     Raises:
         StorageError: the storage failed. The next prune deletes the rest.

@@ -59,7 +59,7 @@ class RetrainingRun:
 
     Attributes:
         config: the experiment, with unrendered data.
-        run_id: of the flow run, or of the call of a subflow; the same for all attempts.
+        run_id: the id of the flow run, or of the call of a subflow; the same for all attempts.
         journal: the results of completed stages.
     """
 
@@ -100,7 +100,7 @@ class RetrainingRun:
         )
 
     def has_promoted(self, plan: RetrainingPlan) -> bool:
-        """Whether an attempt at this run moved the aliases."""
+        """Return whether an attempt at this run moved the aliases."""
         moves = self.registry.moves(self.model, after=plan.move)
         return any(move.run == self.run_id for move in moves)
 
@@ -113,10 +113,10 @@ class RetrainingRun:
 def make_plan(
     retraining: RetrainingRun, scheduled_time: datetime, data: Mapping[str, Any] | None
 ) -> RetrainingPlan:
-    """Decide what the run does, for all its attempts.
+    """Plan the run, for all its attempts.
 
     Args:
-        scheduled_time: scheduled start of the run.
+        scheduled_time: the run's scheduled start.
         data: overrides the experiment's data; not rendered.
 
     Raises:
@@ -205,7 +205,7 @@ def register_challenger(retraining: RetrainingRun, plan: RetrainingPlan) -> Chal
 def compare(
     retraining: RetrainingRun, champion: Champion | None, challenger: Challenger
 ) -> PromotionDecision:
-    """Whether the challenger is better than the champion on the same data."""
+    """Compare the challenger with the champion on the same data, and decide on a promotion."""
     if challenger.value is None:
         return PromotionDecision(promoted=False, why=challenger.why_none)
     verdict = retraining.rule.compare(champion.value if champion else None, challenger.value)
@@ -222,7 +222,7 @@ def promote_challenger(
 ) -> PromotionDecision:
     """Promote the challenger if it is better. Returns the outcome.
 
-    If an attempt at this run was killed after its promotion, makes no second move.
+    If an attempt at this run was killed after its promotion, this makes no second move.
     """
     if not verdict.promoted or challenger.version is None or retraining.has_promoted(plan):
         return verdict
@@ -260,7 +260,7 @@ def send_event(retraining: RetrainingRun, outcome: Mapping[str, Any]) -> None:
 def run_callback(
     retraining: RetrainingRun, function: str, outcome: Mapping[str, Any], stopping: StopHandler
 ) -> str | None:
-    """Call one of the experiment's callbacks. Returns what failed; None: it returned."""
+    """Call one of the experiment's callbacks. Return its failure, or None if it succeeded."""
     should_cancel = grace_timer(stopping, retraining.config.stopping.grace_seconds)
     problem = _call_callback(retraining, function, outcome, should_cancel)
     logger = get_run_logger()
@@ -277,7 +277,7 @@ def _call_callback(
     outcome: Mapping[str, Any] | None,
     should_cancel: Callable[[], bool] = lambda: False,
 ) -> str | None:
-    """Call a callback in a process; without `outcome`, only import it. Returns what failed."""
+    """Call a callback in a process; without `outcome`, only import it. Return its failure."""
     try:
         return call_function(
             function, outcome,
@@ -292,7 +292,7 @@ def _call_callback(
 
 
 def grace_timer(stopping: StopHandler, grace_seconds: float) -> Callable[[], bool]:
-    """A function that tells whether a stop was requested and its grace period is over.
+    """Return a function that tells if a stop was requested and its grace period is over.
 
     The period starts when the function first sees the request. `StopHandler` itself has a deadline
     for urgent requests only, and a callback may take any time.

@@ -15,7 +15,7 @@ STORAGE_RETRY_SECONDS = 5
 
 
 def storage_failed(task: Any, task_run: Any, state: Any) -> bool:
-    """Whether to retry a stage: a `retry_condition_fn` for Prefect.
+    """Return whether to retry a stage: a `retry_condition_fn` for Prefect.
 
     Other errors would happen again. A retry must also begin before a stopping run has to end.
     """

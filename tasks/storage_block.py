@@ -26,7 +26,7 @@ def with_credentials(config: ExperimentConfig) -> ExperimentConfig:
     """The experiment with the credentials of its storage as options. Do not store or return it.
 
     Raises:
-        ConfigError: there is no such block, or it is of another type than the storage needs.
+        ConfigError: the block does not exist, or is of another type than the storage needs.
     """
     place = config.checkpoint_storage
     if place.credentials is None:
@@ -40,7 +40,7 @@ def with_credentials(config: ExperimentConfig) -> ExperimentConfig:
 
 
 def _options(reference: str, protocol: str) -> dict[str, Any]:
-    """The options of fsspec's file system that a block stands for."""
+    """Return the options of fsspec's file system that a block stands for."""
     slug, _, name = reference.partition("/")
     kinds = [kind for kind, (protocols, _, _) in _KINDS.items() if protocol in protocols]
     if slug not in kinds:
@@ -119,4 +119,4 @@ _KINDS: dict[str, tuple[tuple[str, ...], str, Callable[[Mapping[str, Any]], dict
     "gcp-credentials": (_GS, "prefect-gcp", _gcp),
     "azure-blob-storage-credentials": (_AZURE, "prefect-azure", _azure),
 }
-"""Types of blocks: the storages that they are for, the package of each, and what reads it."""
+"""Types of blocks, each with its storages, their package, and the function that reads it."""

@@ -14,8 +14,8 @@ class Check:
 
     Attributes:
         status: ``fail``: training is impossible; ``warn``: a part of it is limited.
-        advice: what to do; empty if nothing.
-        node: which node was checked; empty: this machine, or all nodes together.
+        advice: the action to take; empty if none is needed.
+        node: the node that was checked; empty for this machine, or for all nodes together.
     """
 
     subject: str

@@ -31,10 +31,10 @@ def clean(
     config: ConfigFile = None,
     storage: Storage = None,
 ) -> int:
-    """Remove the local folders of runs that are over and wholly stored. Shows them and asks first.
+    """Remove the local folders of ended runs that are wholly stored. Shows them and asks first.
 
     Reports, logs and TensorBoard files stay in the storage, and `--resume` continues the trials as
-    before. The folder of a live run is kept, and one with a file that the storage does not have.
+    before. Folders of live runs are kept, and folders with a file that the storage does not have.
     """
     from trial_core.launch.machine.run_dirs import LOCK, home_folder, locked_if_ended
 
@@ -68,13 +68,13 @@ def clean(
 
 
 def _size(folder: Path) -> int:
-    """Bytes of its files. A live run may delete some meanwhile."""
+    """Return the size of the folder's files. A live run may delete some meanwhile."""
     paths = (Path(root, name) for root, _, names in os.walk(folder) for name in names)
     return sum(path.lstat().st_size for path in paths if path.is_symlink() or path.exists())
 
 
 def _why_kept(path: Path, store: CheckpointStore, older_than_days: float) -> str:
-    """Why the folder of a run must stay; empty: it is over, old, and the storage has its files."""
+    """Return why a run's folder must stay; empty if it is over, old, and its files are stored."""
     from trial_core.checkpoint import layout
     from trial_core.launch.machine.run_dirs import CODE, KEPT, LOCK, RANK_FILE_FOLDERS, holder_of
     from trial_core.observe.report.rank_logs import stored_name
@@ -87,7 +87,7 @@ def _why_kept(path: Path, store: CheckpointStore, older_than_days: float) -> str
         return f"written {days:.1f} days ago"
     folder = layout.run_folder(path.name)
     stored = store.storage.sizes(folder)
-    copies = {*RANK_FILE_FOLDERS, CODE, KEPT, LOCK}  # of what a checkpoint has, or of nothing
+    copies = {*RANK_FILE_FOLDERS, CODE, KEPT, LOCK}  # a checkpoint's files, or of no use
     for file, status in files.items():
         inner = file.relative_to(path)
         name = None if inner.parts[0] in copies or _is_trackers(inner) else stored_name(path, inner)
@@ -98,7 +98,7 @@ def _why_kept(path: Path, store: CheckpointStore, older_than_days: float) -> str
 
 
 def _is_trackers(inner: Path) -> bool:
-    """Whether a file is a tracker's own, which it has elsewhere; W&B's offline files it has not."""
+    """Return whether a tracker's file is also stored elsewhere; W&B's offline files are not."""
     from trial_core.observe.trackers.journal import FOLDER
 
     is_own = inner.parts[0] == FOLDER and len(inner.parts) > 2

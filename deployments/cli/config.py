@@ -51,7 +51,7 @@ def config(
 
 
 def _print_code(experiment: ExperimentConfig) -> None:
-    """Print what is packed of the code folder: sizes and names, then what is left out."""
+    """Print the packed files of the code folder, with sizes, then the files that are left out."""
     from trial_core.checkpoint.transfer.trial_code import entrypoint_left_out, packed_code
 
     packed = packed_code(experiment, open_store_of(experiment))

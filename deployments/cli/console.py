@@ -64,7 +64,7 @@ def note(text: str) -> None:
 
 
 def is_confirmed(question: str, done: str, advice: str = "") -> bool:
-    """Ask on the terminal whether to do what cannot be undone; print if it is not done.
+    """Ask on the terminal whether to do something irreversible; print if it is not done.
 
     Raises:
         ConfigError: stdin is not a terminal.
@@ -82,7 +82,7 @@ def is_confirmed(question: str, done: str, advice: str = "") -> bool:
 
 
 def is_debugging() -> bool:
-    """Whether TRIALFLOW_DEBUG asks for tracebacks."""
+    """Return whether TRIALFLOW_DEBUG asks for tracebacks."""
     return os.environ.get("TRIALFLOW_DEBUG", "") not in ("", "0")
 
 
@@ -119,13 +119,13 @@ def report_bug(failure: Exception) -> None:
 
 
 def _without_value(word: str) -> str:
-    """A word of the command line without the value that it may set, which may be a credential."""
+    """Return a command line's word without the value that it may set, possibly a credential."""
     name, equals, _ = without_credentials(word).partition("=")
     return f"{name}=..." if equals else name
 
 
 def exit_code(failure: TrialflowError, has_trained: bool = False) -> int:
-    """The exit code for an error; after the first batch, storage and launch errors are failures."""
+    """An error's exit code; after the first batch, storage and launch errors are failures."""
     if isinstance(failure, RankFailed):
         return REFUSED if failure.is_trial_mistake else FAILED
     if isinstance(failure, (ConfigError, TrialError)):
@@ -143,7 +143,7 @@ class WarningsOfTrialflow(logging.Handler):
         super().__init__(logging.WARNING)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Part of `logging.Handler`."""
+        """Print the record to stderr."""
         warning(record.getMessage())
 
 
@@ -159,7 +159,7 @@ def show_warnings() -> None:
 
 
 def show_log() -> None:
-    """Print to stderr what all modules log, with times, in place of warnings alone."""
+    """Print the log of all modules to stderr, with times, in place of warnings alone."""
     for logger in _OWN_LOGGERS:
         logger.removeHandler(_OWN_WARNINGS)
     form = "%(asctime)s %(message)s"
@@ -189,7 +189,7 @@ def _report_rank(failure: RankFailed, code_folder: Path | None) -> None:
 
 
 def _place_in(folder: Path | None, rank_traceback: str) -> str | None:
-    """The innermost line of a traceback that is in `folder`."""
+    """Return the innermost line of a traceback that is in `folder`, or None."""
     if folder is None:
         return None
     frames = [

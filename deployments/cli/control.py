@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from prefect.client.schemas import FlowRun, State
 
 FLOWS = ("train", "retrain", "evaluate")
-"""The names of the flows whose runs are of trials: other runs on the server are left alone."""
+"""The flows whose runs belong to trials: other runs on the server are left alone."""
 
 RETRAINING = "retrain "
-"""The name of a retraining's flow run begins so; the id of its challenger's trial follows."""
+"""The first word of a retraining's flow run name; the id of its challenger's trial follows."""
 
 
 def suspend(trial: TrialId, /) -> int:
@@ -63,7 +63,7 @@ def cancel(trial: TrialId, /) -> int:
 
 
 class _Run(NamedTuple):
-    """The run of a trial that is not over: the server's, or a process (``process 7 on node-1``)."""
+    """A trial's run that is not over: the server's, or a process (``process 7 on node-1``)."""
 
     trial: str
     client: SyncPrefectClient | None
@@ -75,10 +75,10 @@ class _Run(NamedTuple):
         return f"`trialflow train --resume --trial {self.trial}` continues the trial"
 
     def ask(self, state: State[Any] | None, *expected: str) -> None:
-        """Set the flow run's state; None: resume it.
+        """Set the flow run's state, or resume it if `state` is None.
 
         Raises:
-            ConfigError: the server refuses, and its state is not of a type that was expected.
+            ConfigError: the server refuses, and its state does not have an expected type.
         """
         result, reason, now = None, "no Prefect server knows it", "alive"
         if self.client is not None and self.flow_run is not None:
@@ -96,7 +96,7 @@ class _Run(NamedTuple):
 
 @contextmanager
 def _run_of(named: str) -> Iterator[_Run]:
-    """The run of the trial with this id, or with the only id that begins so.
+    """Yield the run of the trial with this id, or with the only id that begins so.
 
     Raises:
         ConfigError: no trial, or several; or none of them has a run that is not over.
@@ -128,7 +128,7 @@ def _run_of(named: str) -> Iterator[_Run]:
 
 
 def _flow_runs(client: SyncPrefectClient, named: str) -> dict[str, FlowRun]:
-    """The flow runs that are not over, by trial; of a trial the one that was started last."""
+    """Return the flow runs that are not over, by trial; of each trial the last started one."""
     from prefect.client.schemas.filters import FlowFilter, FlowRunFilter
     from prefect.client.schemas.objects import TERMINAL_STATES
     from prefect.client.schemas.sorting import FlowRunSort
@@ -143,7 +143,7 @@ def _flow_runs(client: SyncPrefectClient, named: str) -> dict[str, FlowRun]:
 
 
 def _process_here(run: _Run) -> int:
-    """The process that holds the lock of the run's folder.
+    """Return the process that holds the lock of the run's folder.
 
     Raises:
         ConfigError: it is on another machine or another user's, or a worker would start it again.

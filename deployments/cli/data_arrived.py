@@ -38,9 +38,9 @@ def data_arrived(
     `trialflow data-arrived gpt --data path=s3://bucket/2026-11-21`
 
     This sends the event trialflow.data.arrived to the server that PREFECT_API_URL names; if that is
-    not set, to the server of a running `trialflow up`. The model
-    is retrained if its experiment has `on_data_arrived: true` and was deployed with `trialflow
-    deploy` or `trialflow up`. To retrain on this machine instead: `trialflow retrain`.
+    not set, to the server of a running `trialflow up`. The model is retrained if its experiment has
+    `on_data_arrived: true` and was deployed with `trialflow deploy` or `trialflow up`. To retrain
+    on this machine instead: `trialflow retrain`.
 
     Parameters
     ----------
@@ -67,7 +67,7 @@ def data_arrived(
 
 
 def _automation_problem(client: SyncPrefectClient, model: str) -> str | None:
-    """Why no automation reacts to the event; None: one does."""
+    """Return why no automation reacts to the event, or None if one does."""
     from trialflow.deployments.retraining.retraining_requests import automation_name
 
     found = client.read_automations_by_name(automation_name(model))

@@ -34,7 +34,7 @@ class ServerRefused(TrialflowError):
 @Parameter(name="*")
 @dataclass(frozen=True)
 class Target:
-    """Where runs are started, and what they share there.
+    """The place where runs are started, and the resources that they share there.
 
     Attributes:
         type_: The work pool's type: process, docker or kubernetes. Default: the existing pool's
@@ -67,13 +67,13 @@ def deploy(
     If that is not set: the server of a running `trialflow up`.
 
     Creates a work pool with its job template, the deployments train, evaluate, prune and retrain, a
-    GPU limit, and automations for crashed runs. What exists is updated, but changes made in the UI
-    stay: schedules, default parameters, job variables. --remove keeps what others have created, and
+    GPU limit, and automations for crashed runs. Existing objects are updated, but changes made in
+    the UI stay: schedules, default parameters, job variables. --remove keeps others' objects, and
     keeps the GPU limit unless --gpus is passed.
 
     For each file with a `retraining` section, also creates a deployment for its model, with its
     schedule, and an automation if it runs when data arrives. Pass a changed file again to update
-    them. With --remove and files, only what belongs to these files is removed.
+    them. With --remove and files, only the objects of these files are removed.
 
     Parameters
     ----------
@@ -98,7 +98,7 @@ def _remove(
     retrainings: Sequence[RetrainingRequest],
     dry_run: bool,
 ) -> None:
-    """Remove what belongs to the files; without files, everything."""
+    """Remove the objects of the files; without files, everything."""
     from trialflow.deployments.resources import take_down
     from trialflow.deployments.retraining.model_resources import all_resources
 
@@ -134,7 +134,7 @@ def _resources(
     retrainings: Sequence[RetrainingRequest],
     is_removal: bool = False,
 ) -> tuple[PoolType, str, list[Resource]]:
-    """Type and name of the work pool, and all that the server should have."""
+    """Return type and name of the work pool, and all resources that the server should have."""
     from trialflow.deployments.flow_deployment import models_on_server
 
     pool_type, pool = resolve_pool(client, target.type_, target.pool)
@@ -155,7 +155,7 @@ def _resources(
 def resolve_pool(
     client: SyncPrefectClient, pool_type: PoolType | None, pool: str | None
 ) -> tuple[PoolType, str]:
-    """Type and name of the work pool: as given, else of the existing deployments, else default.
+    """Return type and name of the work pool: as given, else of existing deployments, else default.
 
     Raises:
         ConfigError: `pool` is not a valid name.
@@ -186,12 +186,12 @@ def wanted_resources(
     retrainings: Sequence[RetrainingRequest] = (),
     models: Sequence[str] = (),
 ) -> list[Resource]:
-    """What the server should have, in the order of creation.
+    """Return the resources that the server should have, in the order of creation.
 
     Args:
-        directory: the working folder of runs; None: existing deployments keep theirs.
-        keeps_pool: whether existing deployments keep their work pool.
-        retrainings: those of the files.
+        directory: the working folder of runs; None if existing deployments keep theirs.
+        keeps_pool: True if existing deployments keep their work pool.
+        retrainings: the requests of the files.
         models: models with a deployment on the server, which their files need not request again.
     """
     from trialflow.deployments.automations import automations
@@ -230,7 +230,7 @@ def read_retrainings(files: Sequence[Path]) -> list[RetrainingRequest]:
 def remove_withdrawn(
     retrainings: Sequence[RetrainingRequest], client: SyncPrefectClient, dry_run: bool
 ) -> Iterator[Change]:
-    """Remove what the files requested earlier, and no longer request."""
+    """Remove resources that the files requested earlier and no longer request."""
     from trialflow.deployments.resources import take_down
     from trialflow.deployments.retraining.model_resources import unrequested_resources
 

@@ -79,7 +79,7 @@ def examine(
     """Run all checks, one after the other.
 
     Args:
-        engine: finds the experiment's nodes, which are checked, too; None: they are not.
+        engine: finds the experiment's nodes, which are checked, too; None to check no nodes.
     """
     yield python()
     for package in NEEDED:
@@ -120,7 +120,7 @@ def python() -> Check:
 def installed(package: str, or_else: Status = "fail", advice: str = "") -> Check:
     """Check that a package is installed, and report its version.
 
-    A version that is too old is a failure, one that is newer than what was tried a warning.
+    A version that is too old is a failure; one that is newer than the tried ones is a warning.
     """
     try:
         version = importlib.metadata.version(package)
@@ -152,7 +152,7 @@ def compiler() -> Check:
 
 
 def ninja() -> Check:
-    """Check that there is ninja where ranks search: first in the environment, then on PATH."""
+    """Check that ninja is where ranks search for it: first in the environment, then on PATH."""
     own_first = [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
     path = shutil.which("ninja", path=os.pathsep.join(own_first))
     if path is not None:
@@ -161,7 +161,7 @@ def ninja() -> Check:
 
 
 def accelerators() -> Iterator[Check]:
-    """Report what slots would train on, and check it in a process like a rank's."""
+    """Report the devices that slots would train on, and check them in a process like a rank's."""
     from trial_core.launch.machine.accelerators import NVIDIA, visible_accelerators
     from trial_core.launch.slots.accelerator_probe import described, try_accelerators
 
@@ -219,7 +219,7 @@ def deepspeed_configs(config: Path | None, overrides: Sequence[str] = ()) -> Ite
 
 
 def prefect_server() -> Check:
-    """Check that the server that runs would use, if it runs already, answers."""
+    """Check that the Prefect server of runs answers, if it is running already."""
     from trialflow.flows.server.embedded_server import configured_api_problem, using_server_of_up
     from trialflow.flows.server.prefect_settings import prepare_prefect
 

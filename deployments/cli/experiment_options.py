@@ -94,10 +94,10 @@ def read_experiment(
 def refuse_what_cannot_run(
     experiment: ExperimentConfig, store: CheckpointStore | None = None
 ) -> None:
-    """Find at once, before a server and ranks start, what would end the run later.
+    """Find errors that would end the run later, before a server and ranks start.
 
     Args:
-        store: to be written to; None: the run only reads. One that takes long has not failed.
+        store: the storage to write to; None if the run only reads. A slow one has not failed.
 
     Raises:
         ConfigError, LaunchError, StorageError: entrypoint, code folder or storage cannot be used.
@@ -115,15 +115,15 @@ def refuse_what_cannot_run(
 
 
 def with_engine(overrides: list[str] | None, engine: str | None) -> list[str]:
-    """The overrides, and `--engine` as one of them, if it is given."""
+    """Return the overrides, with `--engine` as one of them if it is given."""
     return [*(overrides or []), *([f"resources.engine={engine}"] if engine is not None else [])]
 
 
 def named_trial(named: str, trials: Iterable[str]) -> str | None:
-    """The trial with an id, else the only one whose id begins so; None: there is none.
+    """Return the trial with an id, else the only one whose id begins so, or None.
 
     Raises:
-        ConfigError: there are several; or the id is empty, as that of an unset shell variable.
+        ConfigError: several begin so; or the id is empty, like that of an unset shell variable.
     """
     if not named:
         raise ConfigError("the id of the trial is empty: give it, or its first characters")
@@ -146,7 +146,7 @@ def open_store(
     """Open the storage of `chosen_experiment`, of `--storage`, or the default storage.
 
     Args:
-        overrides: of the experiment.
+        overrides: overrides of the experiment's fields.
 
     Raises:
         ConfigError: the experiment or the storage's URL is wrong.

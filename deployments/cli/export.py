@@ -1,4 +1,4 @@
-"""`trialflow export`: writes what a checkpoint holds for other programs: a file or a folder."""
+"""`trialflow export`: writes a checkpoint's contents for other programs: a file or a folder."""
 
 from __future__ import annotations
 
@@ -144,10 +144,10 @@ def export(
 
 
 def _reference(checkpoint: str | None, trial: str | None) -> str:
-    """What to export, as a reference.
+    """Return a reference to the checkpoint to export.
 
     Raises:
-        ConfigError: nothing is named, or a trial beside a checkpoint that is named without it.
+        ConfigError: none is named, or a trial in addition to a checkpoint that does not need one.
     """
     if trial is not None and checkpoint in (None, "best", "latest"):
         return f"{checkpoint or 'latest'}:{trial}"
@@ -160,9 +160,9 @@ def _reference(checkpoint: str | None, trial: str | None) -> str:
 
 
 def _is_trusted(config: Path | None) -> bool:
-    """Whether the file of --config sets checkpointing.trusted.
+    """Return whether the file of --config sets checkpointing.trusted.
 
-    ./experiment.yaml has no say unless it is named: a strange folder must not get its code run.
+    ./experiment.yaml does not count unless it is named: a strange folder must not get its code run.
     """
     if config is None:
         return False

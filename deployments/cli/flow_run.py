@@ -23,21 +23,21 @@ StateHook = Callable[..., None]  # called by Prefect with flow, flow run and sta
 # Where `prefect server start` serves by default.
 DEFAULT_UI = "http://127.0.0.1:4200"
 SET_WITH_A_SERVER = ("PREFECT_", "DO_NOT_TRACK", "NO_PROXY", "no_proxy")
-"""Environment variables that ranks get, and that are known once there is a server."""
+"""Environment variables of ranks that are known once a server runs."""
 
 
 class FlowRun(Generic[Result]):
     """One flow run of this process, with its display, its errors and its exit code.
 
     Args:
-        experiment: what it trains or evaluates; an error names the line in its code folder.
+        experiment: the experiment; an error names the line in its code folder.
 
     Attributes:
-        result: what the flow returned; None if it did not.
+        result: the flow's result, or None if it did not return.
         failure: the error that ended the flow.
         stopped_by: the signal that ended the flow: ``Ctrl-C`` or ``SIGTERM``.
         flow_run_id: Prefect's id, once the flow runs.
-        later_ui: where the flow run's page is after this process has ended.
+        later_ui: the UI of the flow run's page after this process has ended.
     """
 
     def __init__(self, display: Display, experiment: ExperimentConfig) -> None:
@@ -55,7 +55,7 @@ class FlowRun(Generic[Result]):
 
         Args:
             call: imports the flow and calls it with the given ``on_running`` hook.
-            has_server: whether it needs a Prefect server. If not, the hook does nothing.
+            has_server: True if the flow needs a Prefect server. If not, the hook does nothing.
         """
         try:
             with stoppable(self._display.stopping):
@@ -81,7 +81,7 @@ class FlowRun(Generic[Result]):
             return call(lambda *_: None)
 
     def _run_on_server(self, call: Callable[[StateHook], Result]) -> Result:
-        # What libraries print goes to stderr: stdout is for the display and the result.
+        # Output of libraries goes to stderr: stdout is for the display and the result.
         away = contextlib.redirect_stdout(sys.stderr)
         waiting_for = self._display.waiting_for
         with ExitStack() as until_the_end:
@@ -138,7 +138,7 @@ class FlowRun(Generic[Result]):
         return announce
 
     def _way_in(self, api: PrefectApi, ui_url: str, flow_run_id: str) -> str:
-        """The run's page. Others may read a log file: only a terminal gets a link that logs in."""
+        """Return the run's page. Only a terminal gets a login link: others may read a log file."""
         if api.login is None:
             return _page(ui_url, flow_run_id)
         page = _page(_newer_ui(ui_url), flow_run_id)

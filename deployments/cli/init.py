@@ -14,9 +14,9 @@ from trial_core.errors import ConfigError
 
 Template = Literal["pytorch", "deepspeed", "hf"]
 IGNORED = ("trialflow-runs/", "__pycache__/")
-"""What a run writes into the folder: its own files and checkpoints, and Python's."""
+"""Folders that a run writes next to the trial: its own files and checkpoints, and Python's."""
 NEEDS = {"hf": "transformers"}
-"""Packages that a template imports and trialflow does not install. `trialflow[NAME]` does."""
+"""Packages that a template imports and only `trialflow[NAME]` installs."""
 
 
 def init(
@@ -32,8 +32,8 @@ def init(
 ) -> int:
     """Write a small working trial, to begin from.
 
-    The trial, its experiment and, with DeepSpeed, DeepSpeed's config; and a .gitignore for what a
-    run writes, unless there is one. No file is ever overwritten.
+    Writes the trial, its experiment and, with DeepSpeed, DeepSpeed's config; and a .gitignore for
+    the files of runs, unless there is one. No file is ever overwritten.
     """
     texts = template_files(template)
     existing = [name for name in texts if (folder / name).exists()]
@@ -56,7 +56,7 @@ def init(
 def template_files(template: Template) -> dict[str, str]:
     """The files of a template: their texts by name."""
     entries = (files("trialflow.deployments") / "trial_templates" / template).iterdir()
-    # pip compiles the trial into a folder beside it.
+    # pip compiles the trial into a folder next to it.
     texts = {entry.name: entry.read_text("utf-8") for entry in entries if entry.is_file()}
     return dict(sorted(texts.items()))
 

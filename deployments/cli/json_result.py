@@ -34,11 +34,11 @@ class JsonResult:
 
     Attributes:
         status: how the run ended.
-        result: what the flow returned, if it did.
+        result: the flow's result, if it returned one.
         trial, flow_run_id: known once the flow runs.
-        stop_reason: what asked the run to stop.
-        run_status: what the run has reported.
-        store: where the run's checkpoints are.
+        stop_reason: the stop request, such as a signal.
+        run_status: the run's own reports.
+        store: the storage of the run's checkpoints.
         stream: for text that people read: stderr if the line is printed, else stdout.
     """
 
@@ -99,7 +99,7 @@ class JsonResult:
         return msgspec.json.encode(line).decode()
 
     def _known_fields(self) -> dict[str, Any]:
-        """The fields of a `TrialResult` that the flow did not return, as far as they are known."""
+        """Return the known fields of a `TrialResult` that the flow did not return."""
         from trial_core.launch.machine.run_dirs import run_dir_of
 
         run_dir = run_dir_of(self.trial) if self.trial else None
@@ -127,7 +127,7 @@ class JsonResult:
         }
 
     def _ledger(self) -> dict[str, Any] | None:
-        """The trial's ledger of time; None if it has none, or the storage cannot be read."""
+        """Return the trial's ledger of time; None without one, or if the storage cannot be read."""
         from trial_core.observe.ledger.stored_ledger import read_ledger
 
         if self.store is None or self.trial is None:
@@ -135,14 +135,14 @@ class JsonResult:
         try:
             ledger = read_ledger(self.store, self.trial)
         except CheckpointError:
-            return None  # the storage may be what has failed
+            return None  # the storage may be the cause of the failure
         return ledger.to_json() if ledger.runs else None
 
     def _newest_checkpoint(self) -> Manifest | None:
-        """The checkpoint that the trial would continue from."""
+        """Return the checkpoint that the trial would continue from."""
         if self.store is None or self.trial is None:
             return None
         try:
             return self.store.newest(self.trial)
         except CheckpointError:
-            return None  # the storage may be what has failed
+            return None  # the storage may be the cause of the failure

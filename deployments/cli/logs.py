@@ -1,4 +1,4 @@
-"""`trialflow logs`: what a rank of a trial has printed."""
+"""`trialflow logs`: the printed output of a rank of a trial."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def logs(
     config: ConfigFile = None,
     storage: Storage = None,
 ) -> int:
-    """Print the log of a rank, complete: from the run's folder, else what the storage has of it."""
+    """Print the complete log of a rank: from the run's folder, else from the storage."""
     from trial_core.launch.machine.run_dirs import holder_of, home_folder
 
     name = f"rank-{rank}.log"
@@ -65,7 +65,7 @@ def logs(
 
 
 def _print(file: IO[str]) -> None:
-    """Print what is left of a file. A progress bar's carriage returns are ends of lines."""
+    """Print the rest of a file. A progress bar's carriage returns are ends of lines."""
     for line in file:
         sys.stdout.write(text_format.clean(line))
     sys.stdout.flush()

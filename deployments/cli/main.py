@@ -41,7 +41,7 @@ from trialflow.deployments.cli.checkpoints import commands
 
 
 def _shown_default(value: object) -> object:
-    """The default that `--help` shows: none for flags and for options that are unset."""
+    """Return the default that `--help` shows: nothing for flags and for unset options."""
     return None if value is None or value is False or value == "" else value
 
 

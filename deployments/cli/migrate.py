@@ -38,9 +38,9 @@ def migrate(
     """Move trials and scripts from Determined.
 
     Changes the imports of Python files, and entrypoints with a launcher of Determined in experiment
-    files; all other text, comments included, stays as it is. Lists what it could not change: names
-    without a counterpart and what to use instead, fields without an effect, and files that it
-    cannot read. Notebooks are not changed. A second call lists what is still left.
+    files; all other text, comments included, stays as it is. Lists the rest: names without a
+    counterpart and their replacements, fields without an effect, and files that it cannot read.
+    Notebooks are not changed. A second call lists the remaining findings.
     """
     if importlib.util.find_spec("libcst") is None:
         raise ConfigError("migrate needs libcst: pip install 'trialflow[migrate]'")

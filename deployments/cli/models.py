@@ -187,7 +187,7 @@ def _register(
 
 
 def _tell_server(registry: Registry, move: Move) -> None:
-    """Tell of a move: the Prefect server, if there is one, and MLflow. It has moved in any case."""
+    """Report a move to the Prefect server, if there is one, and to MLflow. It is made already."""
     _show_in_mlflow(registry, move)
     from trialflow.flows.server.prefect_settings import prepare_prefect
 

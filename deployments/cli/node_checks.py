@@ -48,7 +48,7 @@ SHARED_MEMORY_BYTES = 2**30
 DISK_BYTES = 5 * 2**30
 SLOW_BYTES_PER_SECOND = 100 * 2**20
 SLOW_FACTOR = 4
-"""A node is slow if another one is so many times as fast, and it is below the speed above."""
+"""A node is slow if another is this many times as fast, and it is below the speed above."""
 
 PROBE_BYTES = 16 * 2**20
 SHOWN = 8
@@ -78,7 +78,7 @@ NETWORK_ADVICE = (
 
 
 def check_nodes(experiment: ExperimentConfig) -> Iterator[Check]:
-    """Find the nodes of the experiment as a run does, and check each; none for ``local``."""
+    """Find the nodes of the experiment as a run does, and check each; ``local`` has none."""
     home = home_folder()
     home.mkdir(parents=True, exist_ok=True)
     try:
@@ -177,7 +177,7 @@ def versions(agents: Sequence[ConnectedAgent]) -> Check:
 
 
 def _of_node(agent: ConnectedAgent, answer: Answered[Examined]) -> Iterator[Check]:
-    """What can be said of one node alone."""
+    """Check properties of one node alone."""
     name, found = agent.name, answer.answer
     what = [
         f"{agent.host}, at {agent.address}", plural(agent.slots, "slot"),
@@ -198,7 +198,7 @@ def _of_node(agent: ConnectedAgent, answer: Answered[Examined]) -> Iterator[Chec
 
 
 def _limit(subject: str, is_limited: bool, found: str, advice: str, node: str) -> Check:
-    """A warning with its advice, if training is limited."""
+    """Return a warning with its advice if training is limited, else a passed check."""
     if is_limited:
         return Check(subject, "warn", found, advice, node)
     return Check(subject, "ok", found, node=node)
@@ -216,7 +216,7 @@ def _clock(node: str, found: Answered[Examined]) -> Check:
 
 
 def differences(found: Mapping[str, Examined]) -> Iterator[Check]:
-    """What differs between nodes and need not be the same, but may be why one fails."""
+    """Report differences between nodes that are allowed, but may be why one fails."""
     if len(found) < 2:
         return
     accelerators = {name: each.accelerators or "none" for name, each in found.items()}
@@ -233,7 +233,7 @@ def differences(found: Mapping[str, Examined]) -> Iterator[Check]:
 
 
 def _different(names: Iterable[str], packages: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """How each of these packages differs between nodes, of those that do."""
+    """Return how packages differ between nodes, without the packages that do not differ."""
     found = (
         (name, difference({node: has.get(name, "none") for node, has in packages.items()}))
         for name in names
@@ -242,10 +242,10 @@ def _different(names: Iterable[str], packages: Mapping[str, Mapping[str, str]]) 
 
 
 def difference(values: Mapping[str, str]) -> str | None:
-    """``1.26 on 61 nodes, 2.0 on node7``; None: all nodes have the same.
+    """Return ``1.26 on 61 nodes, 2.0 on node7``, or None if all nodes have the same.
 
     Args:
-        values: by the names of nodes.
+        values: the values, by the names of nodes.
     """
     nodes: dict[str, list[str]] = defaultdict(list)
     for node, value in values.items():
@@ -257,7 +257,7 @@ def difference(values: Mapping[str, str]) -> str | None:
 
 
 def _some(texts: Sequence[str]) -> list[str]:
-    """The first ones, and how many more there are."""
+    """Return the first ones, and how many more there are."""
     rest = len(texts) - SHOWN
     return [*texts[:SHOWN], *([f"and {rest} more"] if rest > 0 else [])]
 
@@ -298,10 +298,10 @@ def _reachability(
 
 @contextmanager
 def _stored_probe(storage: Storage) -> Iterator[TryStorage]:
-    """The question about an object that this process has written.
+    """Yield the question about an object that this process has written.
 
-    At the end everything in its folder is deleted, also what nodes have written before they were
-    lost.
+    At the end, everything in its folder is deleted, including files from nodes that were lost
+    meanwhile.
 
     Raises:
         StorageError: this process cannot write the object, or delete the objects.
@@ -340,7 +340,7 @@ def storage_checks(storage: Storage, agents: Sequence[ConnectedAgent]) -> Iterat
 
 
 def slow_nodes(tried: Mapping[str, StorageTried]) -> dict[str, str]:
-    """The nodes that are much slower than another one, and that one."""
+    """Return the nodes that are much slower than another one, and that one."""
     slow: dict[str, str] = {}
     for way in ("read_seconds", "write_seconds"):
         speeds = {name: _speed(getattr(each, way)) for name, each in tried.items()}

@@ -33,7 +33,7 @@ NARROWEST_BAR, WIDEST_BAR = 10, 40
 NARROWEST_WITH_BAR = 50
 # Shorter callbacks get no line.
 SHORTEST_CALLBACKS_SECONDS = 1.0
-# A plain line says what takes longer, except for what every few lines are about.
+# A plain line names a longer stage, except for the stages of every few lines.
 ANNOUNCED_AFTER_SECONDS = 2.0
 OFTEN = (TRAINING, "validate")
 
@@ -45,7 +45,7 @@ class Display(RunStatus):
         preferred: the metrics to show where there is room for one only, in this order.
 
     Attributes:
-        follows_ranks: whether it shows what rank 0 prints, and other ranks' warnings (`--follow`).
+        follows_ranks: True to show rank 0's output, and other ranks' warnings (`--follow`).
     """
 
     def __init__(self, preferred: tuple[str, ...] = ("loss",), **options: Any) -> None:
@@ -62,7 +62,7 @@ class Display(RunStatus):
         """The run is over."""
 
     def _names_stage(self, activity: str) -> bool:
-        """Whether an activity says the stage: "starting the ranks, for 10 s"."""
+        """Return whether an activity names the stage: "starting the ranks, for 10 s"."""
         return activity.startswith(str(self.stage))
 
     def say(self, line: str) -> None:
@@ -132,7 +132,7 @@ class PlainLines(Display):
         self._watch.join()
 
     def _announce_what_takes_long(self) -> None:
-        """Say which stage is waited for, once: its own line follows when it ends."""
+        """Name the stage that is waited for, once: its own line follows when it ends."""
         while not self._is_over.wait(ANNOUNCED_AFTER_SECONDS / 4):
             stage = self.stage
             is_known = stage is self._announced or stage.name in OFTEN
@@ -305,7 +305,7 @@ class LastingOutput(io.TextIOBase):
         return self._stream.encoding
 
     def _drop(self) -> None:
-        # By the descriptor: what is still in the stream's buffer must go somewhere.
+        # By the descriptor: data that is still in the stream's buffer must go somewhere.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._stream.fileno())
         os.close(nowhere)
@@ -325,5 +325,5 @@ def display_for_stdout(is_quiet: bool, preferred: tuple[str, ...]) -> Display:
 
 
 def is_interactive(file: IO[str], getenv: Callable[[str], str | None] = os.environ.get) -> bool:
-    """Whether `file` is a terminal that can redraw lines."""
+    """Return whether `file` is a terminal that can redraw lines."""
     return file.isatty() and getenv("TERM") not in ("dumb", "unknown", None)

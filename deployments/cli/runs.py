@@ -35,10 +35,10 @@ CELL_CHARACTERS = 60
 
 @dataclass(frozen=True)
 class StoredTrial:
-    """What a storage has of a trial: its experiment's fields by their paths, and its results.
+    """A trial in a storage: its experiment's fields by their paths, and its results.
 
     Attributes:
-        points: of its searcher metric in validations: (batches, value).
+        points: (batches, value) of its searcher metric in validations.
     """
 
     trial: str
@@ -50,7 +50,7 @@ class StoredTrial:
 
 
 def _read(store: CheckpointStore, trial: str) -> StoredTrial:
-    """What is stored of a trial; a manifest that cannot be read is a warning.
+    """Read a stored trial; a manifest that cannot be read is a warning.
 
     Raises:
         CheckpointNotFound: it has no checkpoint.
@@ -181,9 +181,9 @@ def sync(
     config: ConfigFile = None,
     storage: Storage = None,
 ) -> int:
-    """Send what the trackers of a trial have not got, because they could not be reached.
+    """Send a trial's missing records to trackers that could not be reached.
 
-    The trial's next run does so, too.
+    The trial's next run does the same.
 
     Parameters
     ----------
@@ -213,12 +213,12 @@ def sync(
 def show(
     trial: str, /, *, config: ConfigFile = None, storage: Storage = None, json_: AsJson = False
 ) -> int:
-    """Show the ledger of time of a trial: what its slots did in all runs, goodput and cost.
+    """Show the ledger of time of a trial: the use of its slots in all runs, goodput and cost.
 
     Parameters
     ----------
     trial
-        The trial's id: `trialflow checkpoints list` shows those that have saved.
+        The trial's id: `trialflow checkpoints list` shows the trials that have saved.
     """
     from trial_core.observe.ledger.stored_ledger import read_ledger
     from trial_core.observe.ledger.time_ledger import TimeLedger

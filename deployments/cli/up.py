@@ -101,7 +101,7 @@ def up(
 
 
 def announce_stop(signal_name: str) -> None:
-    """Say what a signal does. Called in the signal handler."""
+    """Announce the effect of a signal. Called in the signal handler."""
     # Not with print, which the signal may have interrupted.
     text = f"{signal_name}: stopping; runs save first (send it again to end at once)\n"
     with suppress(OSError):  # a terminal that was closed
@@ -147,7 +147,7 @@ def _serve(
 
 
 def _set_up(requested_pool: str | None, retrainings: Sequence[RetrainingRequest]) -> str:
-    """Create what the server lacks, print the changes, and return the work pool's name."""
+    """Create missing resources on the server, print the changes, and return the pool's name."""
     from prefect.client.orchestration import get_client
 
     from trialflow.deployments.flow_deployment import models_on_server
@@ -182,7 +182,7 @@ def _set_up(requested_pool: str | None, retrainings: Sequence[RetrainingRequest]
 
 
 def _accelerators() -> int:
-    """How many runs can share. A machine that cannot count them may still retrain on the CPU."""
+    """Return how many GPUs runs can share, or 0 if that is unknown: runs may still use the CPU."""
     from trial_core.launch.machine.accelerators import count_accelerators
 
     try:
@@ -193,7 +193,7 @@ def _accelerators() -> int:
 
 
 def location_warnings(client: SyncPrefectClient, pool: str) -> list[str]:
-    """Warnings of deployments in another work pool, or with another working folder."""
+    """Return warnings for deployments in another work pool, or with another working folder."""
     from trialflow.deployments.flow_deployment import found_deployments, working_folder
 
     found = found_deployments(client)

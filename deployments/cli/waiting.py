@@ -1,4 +1,4 @@
-"""Shows what a command waits for, once that has taken longer than two seconds.
+"""Shows the operation that a command waits for, once it has taken longer than two seconds.
 
 On a terminal, a line that is redrawn; elsewhere one plain line. Both on stderr: stdout is for the
 command's result::
@@ -28,10 +28,10 @@ REDRAWS_PER_SECOND = 8
 
 
 class Waiting:
-    """What a command waits for.
+    """An operation that a command waits for.
 
     Attributes:
-        text: it, for people: "reading s3://bucket/runs".
+        text: its description for people: "reading s3://bucket/runs".
     """
 
     def __init__(self, text: str) -> None:
@@ -44,7 +44,7 @@ class Waiting:
         self._live: Live | None = None
 
     def bytes_read(self, done: int, total: int) -> None:
-        """Show how many bytes are read so far, of how many, until it is all of them."""
+        """Show how many of `total` bytes are read so far, until all are."""
         self._bytes = (done, total)
 
     def show(self) -> None:
@@ -98,7 +98,7 @@ class Waiting:
         seconds = time.monotonic() - self._began
         text = Text(text_format.clean(self.text), no_wrap=True, overflow="ellipsis")
         spinner = Spinner("dots")
-        spinner.start_time = 0.0  # it is a new one each time: it turns by the clock
+        spinner.start_time = 0.0  # a new spinner each time: it turns by the clock
         line.add_row(spinner, text, *bar, Text(text_format.clock(seconds), style="dim"))
         return line
 
@@ -110,7 +110,7 @@ _current: Waiting | None = None
 def waiting(text: str) -> Iterator[Waiting]:
     """Show `text` once the block has taken two seconds, until it ends.
 
-    For the main thread. What the block prints to the terminal itself goes into `above_the_wait`. A
+    For the main thread. Output of the block itself to the terminal goes into `above_the_wait`. A
     block within another one shows nothing of its own.
     """
     global _current
@@ -131,7 +131,7 @@ def waiting(text: str) -> Iterator[Waiting]:
 
 @contextmanager
 def above_the_wait() -> Iterator[None]:
-    """What the block prints is not mixed with the line of a wait. Any thread may call it."""
+    """Keep the block's output apart from the line of a wait. Any thread may call it."""
     if (wait := _current) is None:
         yield
         return

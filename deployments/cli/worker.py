@@ -51,7 +51,7 @@ def worker(
 
 
 def _check_pool(pool: str) -> None:
-    """Prefect's worker would create a missing pool, with Prefect's job template.
+    """Refuse a missing pool: Prefect's worker would create it, with Prefect's job template.
 
     Raises:
         ConfigError: the work pool does not exist, or is not of type process.

@@ -1,4 +1,4 @@
-"""Changes the entrypoint of Determined's experiment file, and lists what has no effect here."""
+"""Changes the entrypoint of Determined's experiment file; lists fields without an effect here."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _NEEDS_QUOTES = re.compile(r":( |$)| #")
 
 
 def migrate_experiment(path: Path) -> Migrated:
-    """An experiment file with the entrypoint that trialflow reads; other YAML files as they are.
+    """Return an experiment file with trialflow's entrypoint; other YAML files stay as they are.
 
     Raises:
-        ConfigError: it is not valid YAML.
+        ConfigError: the file is not valid YAML.
     """
     source = path.read_bytes()
     text = source.decode(errors="surrogateescape")
@@ -48,7 +48,7 @@ def migrate_experiment(path: Path) -> Migrated:
 
 
 def _entrypoint(value: object) -> str | None:
-    """The entrypoint without Determined's launcher; None: it has none, or cannot be read."""
+    """Return the entrypoint without Determined's launcher; None without one, or if unreadable."""
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         try:
@@ -59,7 +59,7 @@ def _entrypoint(value: object) -> str | None:
 
 
 def _replaced(text: str, node: yaml.Node, value: str) -> str:
-    """`text` with another plain value in the place of a node; comments around it stay."""
+    """Return `text` with another plain value in place of a node; comments around it stay."""
     end = node
     while isinstance(end, yaml.SequenceNode) and not end.flow_style and end.value:
         end = end.value[-1]  # its own end is that of the comments after it
@@ -70,7 +70,7 @@ def _replaced(text: str, node: yaml.Node, value: str) -> str:
 
 
 def _problems(path: Path) -> list[str]:
-    """What `load_config` says of a file: fields without an effect, and mistakes."""
+    """Return the complaints of `load_config`: fields without an effect, and mistakes."""
     errors: list[str] = []
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")

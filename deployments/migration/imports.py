@@ -37,17 +37,17 @@ class Finding:
 
 @dataclass(frozen=True)
 class Migrated:
-    """A file's new content, which may be its old one, and what could not be changed."""
+    """A file's new content, which may equal the old, and the lines that could not be changed."""
 
     content: bytes
     findings: list[Finding]
 
 
 def migrate_source(path: Path) -> Migrated:
-    """A Python file with trialflow's imports.
+    """Change the imports of a Python file to trialflow's.
 
     Raises:
-        ConfigError: it is not valid Python.
+        ConfigError: the file is not valid Python.
     """
     source = path.read_bytes()
     if _OLD.encode() not in source:
@@ -63,15 +63,15 @@ def migrate_source(path: Path) -> Migrated:
 
 
 def advice(name: str) -> str | None:
-    """What to use instead of a dotted name of Determined; None: the name exists here.
+    """Return what to use instead of a dotted name of Determined; None if the name exists here.
 
-    The advice is that of the error which trialflow raises for the name.
+    It is the advice of the error that trialflow raises for the name.
     """
     found: object = importlib.import_module(_NEW)
     path = _moved(name).split(".")
     for i, part in enumerate(path[1:], 1):
         if isinstance(found, ModuleType) and i == len(path) - 1 and part in dir(found):
-            return None  # without an import of what it is, which may need torch
+            return None  # without importing it, which may need torch
         try:
             found = getattr(found, part)
         except AttributeError as error:
@@ -87,7 +87,7 @@ def advice(name: str) -> str | None:
 
 
 class _Imports(cst.CSTTransformer):
-    """Changes the imports and the names that they bind, and collects what has no counterpart."""
+    """Changes the imports and the names that they bind, and collects names without counterpart."""
 
     METADATA_DEPENDENCIES = (PositionProvider, QualifiedNameProvider)
 
@@ -95,10 +95,10 @@ class _Imports(cst.CSTTransformer):
         super().__init__()
         self.findings: list[Finding] = []
         self._parts: set[cst.CSTNode] = set()
-        """What is inside an attribute: ``det.core`` in ``det.core.init``."""
+        """Nodes inside an attribute: ``det.core`` in ``det.core.init``."""
 
     def visit_Import(self, node: cst.Import) -> bool:
-        return False  # its names are no uses
+        return False  # its names are not uses
 
     def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
         return False
@@ -143,7 +143,7 @@ class _Imports(cst.CSTTransformer):
             self._note(node, f"the text {text}: {advice(text) or f'write {_moved(text)}'}")
 
     def _imported(self, node: cst.CSTNode) -> Sequence[str]:
-        """The names of Determined that a name in the source stands for."""
+        """Return the names of Determined that a name in the source stands for."""
         found = self.get_metadata(QualifiedNameProvider, node, set())
         return sorted(
             each.name
@@ -152,7 +152,7 @@ class _Imports(cst.CSTTransformer):
         )
 
     def _exists(self, name: str, node: cst.CSTNode) -> bool:
-        """Whether trialflow has a name; if not, it becomes a finding."""
+        """Return whether trialflow has a name; if not, it becomes a finding."""
         if (instead := advice(name)) is not None:
             self._note(node, f"{name}: {instead}")
         return instead is None
@@ -167,5 +167,5 @@ def _is_determined(name: str) -> bool:
 
 
 def _moved(name: str) -> str:
-    """The name in trialflow of a name of Determined, whether it exists or not."""
+    """Return trialflow's name for a name of Determined, whether it exists or not."""
     return _MOVED_FROM.sub(_NEW, name)

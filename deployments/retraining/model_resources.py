@@ -57,10 +57,10 @@ def all_resources(models: Iterable[str]) -> Iterator[Resource]:
 class FileSchedule(Resource):
     """The schedule in a model's experiment file. Leaves other schedules of the deployment alone.
 
-    Whether the schedule is active is also left alone: people pause it.
+    It does not activate or pause the schedule, because people do.
 
     Args:
-        schedule: None: any schedule, for removal.
+        schedule: the schedule, or None to remove any.
     """
 
     def __init__(self, model: str, schedule: Schedule | None) -> None:

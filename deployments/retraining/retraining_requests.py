@@ -1,4 +1,4 @@
-"""Requested deployments: what the `retraining` sections of experiments ask of a Prefect server.
+"""Requested deployments: the requests of experiments' `retraining` sections to a Prefect server.
 
 Each section requests a deployment of the flow `retrain`, and may request a schedule and an
 automation that runs it when data arrives. Nothing here talks to a server; `model_resources` does.
@@ -38,12 +38,12 @@ ANCHOR = "2020-01-01T00:00:00Z"
 
 @dataclass(frozen=True)
 class RetrainingRequest:
-    """What the `retraining` section of one experiment requests.
+    """The requests of one experiment's `retraining` section.
 
     Attributes:
         deployment: the deployment; its parameter is the experiment.
-        schedule: when it runs; None: only when started.
-        on_data_arrived: whether it also runs when data arrives.
+        schedule: when it runs, or None if only when it is started.
+        on_data_arrived: True if it also runs when data arrives.
     """
 
     model: str
@@ -53,7 +53,7 @@ class RetrainingRequest:
 
 
 def retraining_requests(experiments: Mapping[Path, ExperimentConfig]) -> list[RetrainingRequest]:
-    """What experiment files request.
+    """Return the requests of experiment files.
 
     Raises:
         ConfigError: a file has no `retraining` section, an impossible schedule, a template that
@@ -120,7 +120,7 @@ def _check_templates(path: Path, config: ExperimentConfig) -> None:
 
 
 def schedule_of(path: Path, section: RetrainingConfig) -> Schedule | None:
-    """The schedule of a `retraining` section, as Prefect's type.
+    """Return the schedule of a `retraining` section, as Prefect's type.
 
     Raises:
         ConfigError: Prefect does not accept the schedule, or it has no future time.
@@ -158,7 +158,7 @@ def _error_lines(path: Path, error: ValidationError) -> list[str]:
 
 
 def _has_next_time(schedule: CronSchedule) -> bool:
-    """Whether a future time exists. The server's scheduler fails on a schedule without one."""
+    """Return whether a future time exists. The server's scheduler fails on a schedule without."""
     from prefect.server.schemas.schedules import CronSchedule as ServerCronSchedule
 
     server_schedule = ServerCronSchedule(cron=schedule.cron, timezone=schedule.timezone)

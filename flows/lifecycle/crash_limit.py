@@ -15,7 +15,7 @@ from prefect.client.orchestration import get_client
 from trial_core.errors import TrialflowError
 
 TAG = "trialflow"
-"""Of the runs that are restarted."""
+"""The tag of runs that are restarted after a crash."""
 RESTART_CRASHED = "trialflow: restart crashed runs"
 """The name of the automation. While it is paused, no crashed run is restarted."""
 MAX_ATTEMPTS = 50
@@ -30,7 +30,7 @@ class CrashedTooOften(TrialflowError):
 
 
 def check_crash_limit(max_restarts: int) -> None:
-    """Fail a run that crashed too often. Call it in the flow's thread, first of all.
+    """Fail a run that crashed too often. Call it first, in the flow's thread.
 
     Only consecutive restarts count: a retry by hand starts a new count.
 

@@ -23,18 +23,18 @@ from rich.console import Console
 SUPERVISOR = "TRIALFLOW_SUPERVISOR"
 ENGINE = "prefect.engine"
 RESTARTED_ENGINE = "trialflow.flows.lifecycle.restarted_engine"
-# SIGKILL is also what a machine out of memory sends. The others come from native code.
+# A machine out of memory also sends SIGKILL. The other signals come from native code.
 KILLED = {
     signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE
 }  # fmt: skip
-# Prefect's, of its connection to the worker, which takes one engine alone.
+# Prefect's connection to the worker, which accepts one engine only.
 _CONTROL = ("PREFECT__CONTROL_PORT", "PREFECT__CONTROL_TOKEN")
 # Removed from the environment: child processes of this one have another parent.
 _supervisor = os.environ.pop(SUPERVISOR, None)
 
 
 def has_lost_supervisor() -> bool:
-    """Whether a supervisor started this process, and has ended since."""
+    """Return whether a supervisor started this process and has ended since."""
     return _supervisor is not None and os.getppid() != int(_supervisor)
 
 
@@ -57,7 +57,7 @@ class Supervisor:
     """Runs an engine until it ends by itself, or a signal asks for its end.
 
     Args:
-        arguments: of the engine.
+        arguments: the engine's arguments.
     """
 
     def __init__(self, arguments: list[str]) -> None:
@@ -66,7 +66,7 @@ class Supervisor:
         self._engine: subprocess.Popen[bytes] | None = None
 
     def run(self) -> int:
-        """The exit code of the last engine, as a shell reports it."""
+        """Run engines until one ends for good; return its exit code, as a shell reports it."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._forward)
         code = self._ended(ENGINE)

@@ -14,12 +14,12 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.objects import FlowRun
 from prefect.exceptions import ObjectNotFound, PrefectException
 
-# For how long a healthy server must not know a run that was deleted.
+# A run counts as deleted if a healthy server has not known it for this long.
 DELETION_SECONDS = 60.0
 
 
 class FlowRunReader:
-    """Reads one flow run. For several threads."""
+    """Reads one flow run. Several threads may use it."""
 
     def __init__(self, flow_run_id: UUID, clock: Callable[[], float] = time.monotonic) -> None:
         self.flow_run_id = flow_run_id
@@ -28,7 +28,7 @@ class FlowRunReader:
         self._is_deleted = False
 
     def read(self) -> FlowRun | None:
-        """The flow run; None if it was deleted: for a minute, a healthy server did not know it.
+        """The flow run; None if it was deleted: a healthy server did not know it for a minute.
 
         Raises:
             ObjectNotFound: the answer is 404, and does not yet prove a deletion.
@@ -55,7 +55,7 @@ class FlowRunReader:
 
 
 def is_healthy(client: SyncPrefectClient) -> bool:
-    """Whether the health check is answered as Prefect's server does: with the JSON value true."""
+    """Return whether the health check gives Prefect's answer, the JSON value true."""
     try:
         return client.request("GET", "/health").json() is True
     except (httpx.HTTPError, PrefectException, ValueError):

@@ -25,7 +25,7 @@ def set_state(state: State[Any]) -> bool:
         return False
     context = FlowRunContext.get()
     if context is not None and context.flow_run is not None:
-        # Prefect's last line in the log names this state, and a final one is no crash.
+        # Prefect's last line in the log names this state, and a final state is not a crash.
         context.flow_run.state = state
     return True
 

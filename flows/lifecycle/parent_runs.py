@@ -1,4 +1,4 @@
-"""The flow runs that a run is part of: a flow of the user's may call `train`, and be called itself.
+"""The flow runs that a run is part of: a user's flow may call `train`, and be called itself.
 
 A run's trial belongs to its flow run, so that a retry continues it. Prefect gives a subflow another
 flow run in each attempt at its parent. So the trial of a subflow belongs to the parent's flow run
@@ -6,7 +6,7 @@ and to the call: the task in which it was made, the experiment's name and hyperp
 many such calls there were before it. Their order among other calls does not count: calls in several
 threads come in any order.
 
-What ends a parent, a Cancel for example, ends its subflows, which save first (`stop_monitor`).
+A stop of a parent, by Cancel for example, ends its subflows, which save first (`stop_monitor`).
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from trial_core.schedule.stop_requests import StopReason
 from trialflow.tasks.client_retries import client_retries
 
 _identities: dict[UUID, str] = {}
-"""What each subflow run has got from `_identity`."""
+"""The results of `_identity`, by the ids of subflow runs."""
 _calls: Counter[str] = Counter()
 _lock = threading.Lock()
 
 
 def identity_of_run(config: ExperimentConfig) -> str:
-    """What this flow run's trial belongs to: the same in each attempt at the run."""
+    """Return the identity that this flow run's trial belongs to; all attempts have the same."""
     context, task = FlowRunContext.get(), TaskRunContext.get()
     run = context.flow_run if context else None
     if run is None or not _is_called(run):
@@ -48,15 +48,15 @@ def identity_of_run(config: ExperimentConfig) -> str:
 
 
 def _is_called(run: FlowRun) -> bool:
-    """Whether a run is called by another one of its process. A deployment's run is none's."""
+    """Return whether another run of this process called it. A deployment's run has no caller."""
     return run.parent_task_run_id is not None and run.deployment_id is None
 
 
 def _identity(client: SyncPrefectClient, run: FlowRun, describe: Callable[[TaskRun], str]) -> str:
-    """What a run belongs to: its id; or, of a subflow, the call that it is of.
+    """Return a run's identity: its id, or for a subflow an id of the call that started it.
 
     Args:
-        describe: what the call is of, from the task run that stands for it in the parent.
+        describe: describes the call, from the task run that stands for it in the parent.
     """
     if run.parent_task_run_id is None or not _is_called(run):
         return str(run.id)
@@ -69,14 +69,14 @@ def _identity(client: SyncPrefectClient, run: FlowRun, describe: Callable[[TaskR
 
 
 def _describe(run: FlowRun, call: TaskRun) -> str:
-    """A call of a flow of the user's. Prefect numbers calls, but not those within tasks."""
+    """Describe a call of a user's flow. Prefect numbers calls, but not those within tasks."""
     if call.dynamic_key.isdigit():
         return f"{call.task_key}/{call.dynamic_key}"
     return f"{call.task_key}/{json.dumps(run.parameters, sort_keys=True, default=str)}"
 
 
 def _call(client: SyncPrefectClient, call_id: UUID) -> tuple[TaskRun, FlowRun]:
-    """The task run that stands for a subflow in its parent, and the parent."""
+    """Return the task run that stands for a subflow in its parent, and the parent."""
     call = client.read_task_run(call_id)
     if call.flow_run_id is None:
         raise TrialflowError(f"Prefect does not know whose task {call.name} ({call.id}) is")
@@ -85,11 +85,11 @@ def _call(client: SyncPrefectClient, call_id: UUID) -> tuple[TaskRun, FlowRun]:
 
 @dataclass(frozen=True)
 class ParentStop:
-    """What a subflow has to do because of a run that it is part of.
+    """The reason for a subflow to stop, from a run that it is part of.
 
     Attributes:
-        flow_run_id: of that run.
-        is_superseded: whether another attempt at that run has started, so that nothing is saved.
+        flow_run_id: the id of that run.
+        is_superseded: True if another attempt at that run has started, so that nothing is saved.
     """
 
     flow_run_id: UUID
@@ -102,7 +102,7 @@ class ParentRuns:
     """The flow runs that this one is part of.
 
     Args:
-        call: the task run that stands for this run in its parent; None: it has no parent.
+        call: the task run that stands for this run in its parent; None if it has no parent.
     """
 
     def __init__(self, call: UUID | None) -> None:
@@ -111,7 +111,7 @@ class ParentRuns:
         self._attempts: dict[UUID, int] = {}
 
     def stop(self) -> ParentStop | None:
-        """Whether one of them ends. Raises as Prefect's client."""
+        """Return the reason to stop if a parent ends, else None. Raises as Prefect's client."""
         if self._call is None:
             return None
         with (

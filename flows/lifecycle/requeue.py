@@ -16,7 +16,7 @@ from trialflow.tasks.client_retries import NO_ANSWER
 
 
 def has_queue(run: FlowRun | None) -> bool:
-    """Whether a worker took the run from a queue. A subflow has none."""
+    """Return whether a worker took the run from a queue. A subflow has no queue."""
     return run is not None and run.deployment_id is not None and run.parent_task_run_id is None
 
 
@@ -46,7 +46,7 @@ def requeue_if_stopped(waiting_for: str) -> Iterator[None]:
 
 
 def _is_still_running() -> bool:
-    """Whether this flow run has a queue, and the server still shows it as running."""
+    """Return whether this flow run has a queue, and the server still shows it as running."""
     context = FlowRunContext.get()
     run = context.flow_run if context else None
     if run is None or not has_queue(run):

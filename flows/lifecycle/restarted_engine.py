@@ -1,9 +1,9 @@
-"""Prefect's engine for a flow run whose engine was killed, in its place and as the same run.
+"""Prefect's engine for a flow run whose engine was killed: it continues the same run in its place.
 
     python -m trialflow.flows.lifecycle.restarted_engine SIGNAL [FLOW_RUN]
 
-`detached_engine` starts it. It does at once for what the automation `RESTART_CRASHED` needs a
-quarter of a minute, and only to runs that the automation would schedule again. Other runs end with
+`detached_engine` starts it. It acts at once, where the automation `RESTART_CRASHED` needs a quarter
+of a minute, and only on runs that the automation would schedule again. Other runs end with
 the exit code of the signal, which the worker reports as a crash.
 """
 
@@ -28,7 +28,7 @@ from trialflow.tasks.client_retries import NO_ANSWER
 
 
 def take_again(flow_run_id: UUID) -> FlowRun | None:
-    """Set a running flow run to Pending, as a worker does that takes it; None: it may not begin
+    """Set a running flow run to Pending, as a worker does that takes it; None if it must not begin
     again."""
     with get_client(sync_client=True) as client:
         run = client.read_flow_run(flow_run_id)
@@ -41,8 +41,8 @@ def take_again(flow_run_id: UUID) -> FlowRun | None:
         )
         if not may_begin or run.state is None or run.state.type != StateType.RUNNING:
             return None
-        # One state: a crash would be followed by the automation's. By force, because Prefect lets
-        # no running flow run be taken.
+        # One state: a crash would trigger the automation too. By force: Prefect lets nobody take a
+        # running flow run.
         pending: State[Any] = Pending(message=RESTARTED)
         # The run keeps its place in the deployment's concurrency limit.
         lease = run.state.state_details.deployment_concurrency_lease_id

@@ -1,4 +1,4 @@
-"""The flow run's log on the server: a task's lines name the task, and a stop is no error."""
+"""Makes the flow run's log readable: lines of a task name it, and a stop is not an error."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _TASKS, _FLOWS = "prefect.task_runs", "prefect.flow_runs"
 _ENDED_BY_STOP = f"Finished in state Failed('Task run encountered an exception {Stopped.__name__}: "
 
 
-# The subject of each run whose log is changed, by the flow run's id; empty: none. No context
-# variable: a run logs in several threads. Lines of other flows of this process stay as they are.
+# The subject of each run whose log is changed, or "" without one, by the flow run's id. Not a
+# context variable, because a run logs in several threads. Other flows' lines stay as they are.
 _SUBJECTS: dict[str, str] = {}
 
 
 def _subject(record: logging.LogRecord) -> str | None:
-    """The subject of the line's run; None: its log is not changed."""
+    """Return the subject of the line's run, or None if its log is not changed."""
     return _SUBJECTS.get(str(getattr(record, "flow_run_id", "")))
 
 
@@ -65,7 +65,7 @@ def logger_finder() -> Callable[[], Logger]:
     def find() -> Logger:
         try:
             return get_run_logger()
-        except MissingContextError:  # a thread that is none of Prefect's
+        except MissingContextError:  # not a thread of Prefect's
             return of_flow_run
 
     return find
@@ -100,7 +100,7 @@ def about(subject: str) -> Iterator[None]:
 
 
 def _install() -> None:
-    """Wrap the formatter of what this process sends to the server. For good: runs may overlap."""
+    """Wrap the formatter of lines to the server. It stays wrapped, because runs may overlap."""
     logging.getLogger(_TASKS).addFilter(_calm)  # once, however often it is added
     for logger in map(logging.getLogger, (_TASKS, _FLOWS)):
         for handler in logger.handlers:

@@ -20,9 +20,9 @@ def train_name() -> str:
 
 
 def evaluate_name() -> str:
-    """``mine-evaluation-4f0c21aa93b7``, as the run's folder."""
+    """``mine-evaluation-4f0c21aa93b7``, like the run's folder."""
     given = _given()
-    config = getattr(given, "config", given)  # of a result that stands for it
+    config = getattr(given, "config", given)  # a result holds its experiment
     name = given.trial if config is None else config.name  # without one, the flow will refuse it
     return trial_id(f"{name} evaluation", str(runtime.flow_run.id))
 

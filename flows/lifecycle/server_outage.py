@@ -1,8 +1,8 @@
-"""What a run reports while the Prefect server does not answer is sent once it does.
+"""Keeps a run's reports while the Prefect server does not answer, and sends them once it does.
 
-Training needs no server. But Prefect's clients drop what they cannot send: task states, which
-travel as events, after about 8 seconds, and log lines after a minute. Within `reports_kept` both
-are kept until the server answers, or until its outage is too long.
+Training needs no server. But Prefect's clients drop messages that they cannot send: task states,
+which travel as events, after about 8 seconds, and log lines after a minute. Within `reports_kept`
+both are kept until the server answers, or until its outage is too long.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ServerOutage:
     """How long the Prefect server has not answered this process. Any thread may use it.
 
     Args:
-        limit_seconds: how long a run waits for the server; None: without limit.
+        limit_seconds: how long a run waits for the server; None for no limit.
         clock: seconds that never go backwards.
     """
 
@@ -66,7 +66,7 @@ class ServerOutage:
 
         Args:
             answers_before: `answers` when the request was sent. If another request was answered
-                since, this one is older than the end of the outage, and tells nothing.
+                since, this one is older than the end of the outage, and proves nothing.
         """
         with self._lock:
             if self._since is None and self._answers == answers_before:
@@ -74,13 +74,13 @@ class ServerOutage:
 
     @property
     def is_on(self) -> bool:
-        """Whether the last request had no answer."""
+        """True if the last request had no answer."""
         with self._lock:
             return self._since is not None
 
     @property
     def is_too_long(self) -> bool:
-        """Whether the outage has reached its limit."""
+        """True if the outage has reached its limit."""
         with self._lock:
             if self._since is None or self.limit_seconds is None:
                 return False
@@ -118,7 +118,7 @@ def reports_kept(outage: ServerOutage) -> Iterator[None]:
 
 def _install(outage: ServerOutage) -> None:
     if InvalidHandshake not in clients.RETRYABLE_EXCEPTIONS:
-        # What a proxy answers in the place of a server, or a server that is ending.
+        # The error if a proxy answers in place of the server, or if the server is ending.
         clients.RETRYABLE_EXCEPTIONS = (*clients.RETRYABLE_EXCEPTIONS, InvalidHandshake)
     # At least a second each. A subclass would not do: Prefect sends nothing by unknown clients.
     attempts = sys.maxsize if outage.limit_seconds is None else math.ceil(outage.limit_seconds)
@@ -155,7 +155,7 @@ def _dropping(seconds: float) -> Callable[[dict[str, Any]], None]:
 def _end(worker: APILogWorker | EventsWorker, within_seconds: float) -> None:
     """Have a worker end when its queue is empty, or after some time. Does not wait.
 
-    By private members: Prefect's own ways wait for the worker, also when the process ends.
+    Uses private members: Prefect's own ways wait for the worker, also when the process ends.
     """
     loop, task = worker._loop, worker._task
     worker._drain(at_exit=True)
@@ -168,8 +168,8 @@ def _end(worker: APILogWorker | EventsWorker, within_seconds: float) -> None:
 class PatientLogWorker(APILogWorker):
     """Sends log lines, and keeps them while the server is away.
 
-    It overrides a private method of Prefect's worker. If that is renamed, Prefect's own patience of
-    a minute is left.
+    It overrides a private method of Prefect's worker. If that is renamed, Prefect's own worker
+    remains, which keeps lines for a minute.
     """
 
     async def _handle_batch(self, items: list[dict[str, Any]]) -> None:
@@ -190,7 +190,7 @@ class PatientLogWorker(APILogWorker):
 
 
 def _bearable() -> ServerOutage | None:
-    """An outage that a flow of this process still waits for."""
+    """Return an outage that a flow of this process still waits for, or None."""
     return next((each for each in [*_waiting] if not each.is_too_long), None)
 
 

@@ -42,7 +42,7 @@ def gpu_slots(config: ExperimentConfig) -> Iterator[dict[str, str]]:
     while it waits has nothing to save, and goes back into its queue if it came from one.
 
     Returns:
-        Variables that show the ranks these devices alone; empty without the limit.
+        Variables that show the ranks these devices only; empty without the limit.
 
     Raises:
         LaunchError: the limit or the machine has fewer GPUs than the run needs.
@@ -75,7 +75,7 @@ def _log_waiting() -> None:
 
 
 def _has_limit(count: int) -> bool:
-    """Whether the server counts GPUs. Prefect would log a warning for a missing limit."""
+    """Return whether the server counts GPUs. Prefect would log a warning for a missing limit."""
     with get_client(sync_client=True) as client:
         try:
             limit = client.read_global_concurrency_limit_by_name(GPU_LIMIT)
@@ -100,7 +100,7 @@ def _has_limit(count: int) -> bool:
 def _counted_slots(slots: int) -> Iterator[None]:
     """Wait for slots of the limit, and hold them for the block.
 
-    A lease that cannot be renewed is only a warning: it is no reason to lose training. The next
+    A lease that cannot be renewed is only a warning, because training must not be lost. The next
     attempt releases a killed attempt's lease, instead of waiting for its own slots.
     """
     _release_previous_lease()
@@ -118,7 +118,7 @@ def _counted_slots(slots: int) -> Iterator[None]:
 
 
 def _release_previous_lease() -> None:
-    """Release what an attempt of this run held when it was killed."""
+    """Release the slots that a killed attempt of this run held."""
     if runtime.flow_run.id is None:
         return
     with get_client(sync_client=True) as client:

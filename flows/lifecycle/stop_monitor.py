@@ -1,8 +1,8 @@
 """Turns signals, Prefect's states and the time budget into stop requests of a run.
 
 Prefect stops a flow by raising in the middle of its work. The stop monitor takes the signal first,
-so that the run can save; afterwards it lets Prefect do what it would have done. Where no signal
-comes (Suspend, a Cancel whose worker is gone), the monitor sees it in the flow run's state.
+so that the run can save; afterwards it lets Prefect act as usual. Where no signal comes (Suspend, a
+Cancel whose worker is gone), the monitor sees the stop in the flow run's state.
 
 The whole route of a stop: `trial_core/schedule/stop_requests.py`.
 """
@@ -53,7 +53,7 @@ AWAIT_SECONDS = 1.0
 # A busy server leaves a single request without an answer.
 UNANSWERED_READS = 2
 SILENT = "No heartbeat for"
-"""The message of the automation that marks silent runs as crashed begins so."""
+"""The first words of the message of the automation that marks silent runs as crashed."""
 
 _CANCEL_STATES = (StateType.CANCELLING, StateType.CANCELLED)
 _REQUEUED = ("preempted", "server lost")
@@ -68,7 +68,7 @@ class StopMonitor:
     """Requests a stop when a signal, the flow run's state or the time budget says so.
 
     A context manager. A second signal requests an immediate end. While the server does not answer,
-    the run continues, and what it reports is kept.
+    the run continues and keeps its reports.
 
     Args:
         stopping: receives the requests.
@@ -140,13 +140,13 @@ class StopMonitor:
     def run(
         self, work: Callable[[], T], describe: Callable[[T], str] = lambda result: ""
     ) -> T | State[Any]:
-        """Call `work`; its result, or the final state of a run that was stopped.
+        """Call `work`; return its result, or the final state of a run that was stopped.
 
         Args:
-            describe: what a stopped run has saved, from its result.
+            describe: describes the outcome of a stopped run, from its result.
 
         Raises:
-            BaseException: what `work` raises, or what `final_state` raises.
+            BaseException: any exception of `work` or of `final_state`.
         """
         try:
             result = work()
@@ -167,7 +167,7 @@ class StopMonitor:
     def await_server(self) -> None:
         """Wait until the server answers, within the limits of outage and stop.
 
-        A server that refuses this run's password was started again, and will refuse it for good.
+        A server that refuses this run's password was started again, and will always refuse it.
         """
         has_logged = False
         while not (self._outage.is_too_long or self._stopping.has_expired):
@@ -184,13 +184,13 @@ class StopMonitor:
                 return
 
     def final_state(self, outcome: str, failure: BaseException | None = None) -> State[Any] | None:
-        """The state for the flow run of a stopped run; None: the state that Prefect gives it.
+        """Return the state for a stopped flow run, or None to leave the state to Prefect.
 
-        One line of the log says who has asked for the stop, and what was saved.
+        One line of the log says who asked for the stop, and the outcome.
 
         Args:
-            outcome: what was saved, for people.
-            failure: what the run ended with, if it did not end by itself.
+            outcome: a text about the saved work or the failure, for people.
+            failure: the exception that ended the run, if one did.
 
         Raises:
             Pause: the run was suspended, and stays so until it is resumed.
@@ -198,7 +198,7 @@ class StopMonitor:
                 final state, or started another attempt. The server's state stays.
             Interrupted: Ctrl-C ended a run without a queue, which is now Cancelled.
             Stopped: as Abort, in a subflow.
-            BaseException: what Prefect raises for the signal that stopped the run.
+            BaseException: Prefect's exception for the signal that stopped the run.
         """
         request = self._stopping.final_request()
         if request is None:
@@ -249,7 +249,7 @@ class StopMonitor:
         raise self._keep_state(reason)
 
     def _cancelled(self, reason: str, is_forced: bool = False) -> State[Any]:
-        """The state Cancelled. In a deployment's run it is set here, and if Prefect forbids it.
+        """The state Cancelled. In a deployment's run, or if `is_forced`, it is set here.
 
         Raises:
             Abort: it is set. Prefect would log the traceback of a cancelled run as an error.
@@ -260,7 +260,7 @@ class StopMonitor:
         return cancelled
 
     def _end_by_signal(self, number: signal.Signals, reason: str) -> None:
-        """End a run without a queue as Cancelled, and raise what its caller expects.
+        """End a run without a queue as Cancelled, and raise the exception that its caller expects.
 
         Prefect would show a crash. Prefect ends a subflow together with its parent, by the signal.
         """
@@ -333,7 +333,7 @@ class StopMonitor:
             self._check_parents()
 
     def _check_parents(self) -> None:
-        """A run ends with the run that it is part of, which Prefect does not tell it."""
+        """Stop this run if the run that it is part of ends: Prefect does not tell it."""
         if (stop := self._parents.stop()) is not None:
             self._ends_with_parent = True
             if stop.reason == "suspended":
@@ -343,7 +343,7 @@ class StopMonitor:
                 self._stopping.kill_now()
 
     def _suspend(self, flow_run_id: UUID) -> None:
-        """Have the run save and end. First, because the end sets the state, the pause is held."""
+        """Have the run save and end. The pause is held first, because the end sets the state."""
         try:
             if self._is_deployed or self._is_subflow:  # others cannot be resumed
                 hold_suspended(flow_run_id)
@@ -353,7 +353,7 @@ class StopMonitor:
     # ------------------------------------------------------------------------- the flow run
 
     def _read_run(self) -> FlowRun | None:
-        """The flow run, asked for once; None if it was deleted. Raises one of `NO_ANSWER`."""
+        """Request the flow run once; None if it was deleted. Raises one of `NO_ANSWER`."""
         answers_before = self._outage.answers
         try:
             with client_retries(0):
@@ -365,7 +365,7 @@ class StopMonitor:
         return run
 
     def _try_read_run(self) -> FlowRun | None:
-        """The flow run; None if it was deleted or the server does not answer."""
+        """Return the flow run, or None if it was deleted or the server does not answer."""
         try:
             return self._read_run() if self._outage.is_on else self._reader.read()
         except NO_ANSWER:
@@ -394,7 +394,7 @@ class StopMonitor:
         self._attempt = run.run_count + 1
 
     def _is_other_attempt(self, run: FlowRun) -> bool:
-        """Whether another process has started the run since. Prefect counts the starts."""
+        """Return whether another process has started the run since. Prefect counts the starts."""
         # The answer to a correction may have been lost: then it counts unnoticed.
         has_corrected = run.state is not None and run.state.message == self._alive_message
         if self._attempt is None or has_corrected:
@@ -407,5 +407,5 @@ class StopMonitor:
 
 
 def _is_called_silent(state: State[Any]) -> bool:
-    """Whether the automation for silent runs has set the state (`trialflow deploy`)."""
+    """Return whether the automation for silent runs has set the state (`trialflow deploy`)."""
     return state.name == "Crashed" and (state.message or "").startswith(SILENT)

@@ -36,12 +36,13 @@ class StopSignals:
     """Takes the signals while a run can save. A third signal is Prefect's.
 
     Args:
-        has_queue: whether the run goes back into a queue after a signal.
+        has_queue: True if the run goes back into a queue after a signal.
         wake: called in the signal handler; must be reentrant.
 
     Attributes:
-        received: the first signal; None before any.
-        is_in_main_thread: whether the run is in the main thread, which alone may raise for Prefect.
+        received: the first signal, or None before any.
+        is_in_main_thread: True if the run is in the main thread, the only one that may raise for
+            Prefect.
     """
 
     def __init__(self, stopping: StopHandler, has_queue: bool, wake: Callable[[], None]) -> None:
@@ -84,7 +85,7 @@ class StopSignals:
         if self.received is None:
             self.received, self._received_at = signal.Signals(number), now
             name = _NAMES[self.received]
-            # At once: whether a Cancel has sent it is asked afterwards, and may take a while.
+            # At once: a later check, which may take a while, tells if it was a Cancel.
             reason: StopReason = "preempted" if self._has_queue else "interrupted"
             self._stopping.ask(reason, name, is_clear=False)
             self._wake()

@@ -25,11 +25,11 @@ FIRST_RETRIES = 3
 
 
 def storage_of_run(limit_seconds: float | None, stopping: StopHandler | None = None) -> str | None:
-    """The mark of the storage that this flow run has begun with; None: it has not begun.
+    """Return the mark of the storage that this flow run began with; None if it has not begun.
 
     Args:
-        limit_seconds: how long to wait for a server that does not answer; None: without limit.
-        stopping: a stop ends the wait.
+        limit_seconds: how long to wait for a server that does not answer; None for no limit.
+        stopping: a stop request ends the wait.
 
     Raises:
         TrialflowError: the server has not answered, or refuses this run's password.
@@ -59,7 +59,7 @@ def storage_of_run(limit_seconds: float | None, stopping: StopHandler | None = N
 
 
 class StorageLabel:
-    """Has the server remember the mark of the storage, for later attempts of this flow run."""
+    """Stores the mark of the storage on the server, for later attempts of this flow run."""
 
     def __init__(self) -> None:
         self._unsent: str | None = None

@@ -69,7 +69,7 @@ def model_lock(model: str, run_id: UUID, wait: bool) -> Iterator[None]:
 
     Args:
         run_id: id of this flow run.
-        wait: whether to wait for another run to end.
+        wait: True to wait until another run ends.
 
     Raises:
         AlreadyRetraining: another run holds the lock, and `wait` is False.
@@ -207,7 +207,7 @@ def _now() -> str:
 
 
 def _runs_background_services(client: SyncPrefectClient) -> bool:
-    """Whether the server ends expired leases, as a server that outlives a run does."""
+    """Return whether the server ends expired leases, as a server that outlives a run does."""
     try:
         settings = client.request("GET", "/admin/settings").json()
         return bool(settings["server"]["services"]["repossessor"]["enabled"])

@@ -27,17 +27,17 @@ class RetrainResult:
 
     Attributes:
         model: name of the model.
-        promoted: whether the challenger was promoted.
-        why: reason, for people.
+        promoted: True if the challenger was promoted.
+        why: the reason for that, for people.
         metric: the metric that was compared.
-        champion: number of the champion version before the run; None: there was none.
-        challenger: number of the trained version; None: it has no checkpoint to compare.
+        champion: number of the champion version before the run, or None if the model had none.
+        challenger: number of the trained version, or None if it has no checkpoint to compare.
         champion_value, challenger_value: the metric of both, on the same data.
-        checkpoint_uuid: of the challenger.
-        trial: of the challenger.
+        checkpoint_uuid: the challenger's checkpoint.
+        trial: the challenger's trial.
         scheduled_time: scheduled start: ISO 8601, UTC.
         data: the data of the run.
-        stop_reason: why the run was stopped before a decision; None: it was not.
+        stop_reason: why the run was stopped before a decision, or None if it was not.
         report_path: the report, a Markdown file.
         flow_run_id: Prefect's id of this run.
     """
@@ -67,7 +67,7 @@ class RetrainResult:
 
 
 def describe_decision(result: RetrainResult) -> str:
-    """What a stopped run has decided, for people."""
+    """Describe the decision of a stopped run, for people."""
     if result.stop_reason is None:
         return result.why
     return f"nothing was decided about model {result.model}; the challenger is {result.trial}"
@@ -76,7 +76,7 @@ def describe_decision(result: RetrainResult) -> str:
 def retrain_result(
     facts: RetrainingFacts, run_id: str, report: Path, stopping: StopHandler
 ) -> RetrainResult:
-    """The result of the run so far."""
+    """Return the result of the run so far."""
     champion, challenger, outcome = facts.champion_result, facts.challenger, facts.outcome
     return RetrainResult(
         model=facts.model,
@@ -103,7 +103,7 @@ def notify(
     """Send the event and call the callbacks, unless an earlier attempt has.
 
     Raises:
-        CallbackFailed: callbacks failed, and why. The others were called.
+        CallbackFailed: names the callbacks that failed, and why. The others were called.
         NO_ANSWER: the event could not be sent. Callbacks were called.
     """
     journal, outcome = retraining.journal, result.as_json_data()

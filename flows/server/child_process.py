@@ -27,8 +27,8 @@ def start_child(
 
     Args:
         command: the script's path and its arguments.
-        variables: environment variables, added to those of this process.
-        log_path: the file that its output is appended to; None: this process's output.
+        variables: environment variables to add to this process's own.
+        log_path: the file that its output is appended to, or None for this process's output.
         fds: open file descriptors that the child inherits.
     """
     with ExitStack() as opened:

@@ -44,9 +44,9 @@ class PrefectApi:
     """The Prefect API that flows of this process use.
 
     Attributes:
-        ui_url: None if Prefect does not know the UI's address.
-        server_log: the log of the embedded server; None if the user's own server is used.
-        login: the login to a server that trialflow started; None: the user has configured one.
+        ui_url: the address of the UI, or None if Prefect does not know it.
+        server_log: the log of the embedded server, or None if the user's own server is used.
+        login: the login to a server that trialflow started, or None if the user has configured one.
     """
 
     api_url: str
@@ -56,12 +56,12 @@ class PrefectApi:
 
     @property
     def is_embedded(self) -> bool:
-        """Whether the server ends with the run."""
+        """True if the server ends with the run."""
         return self.server_log is not None
 
     @property
     def is_of_up(self) -> bool:
-        """Whether it is the server of a running `trialflow up`, found without configuration."""
+        """True if it is the server of a running `trialflow up`, found without configuration."""
         return self.login is not None and not self.is_embedded
 
 
@@ -73,18 +73,18 @@ def prefect_api(
 ) -> Iterator[PrefectApi]:
     """Provide a Prefect API for the flows of the block.
 
-    It is the configured server's; else that of the `trialflow up` that runs with this PREFECT_HOME;
-    else an embedded server's.
+    The API is that of the configured server; else of the `trialflow up` that runs with this
+    PREFECT_HOME; else of an embedded server.
 
     At the end of the block the database holds all logs and events of the runs. An embedded server
-    that is killed is started again; it loses what it had received and not stored. For synchronous
-    code; blocks may follow each other, but not overlap.
+    that is killed is started again, and loses the records that it had received but not stored. For
+    synchronous code; blocks may follow each other, but not overlap.
 
     Args:
         server_log: the file that the embedded server's log is appended to; default in
             PREFECT_HOME.
-        waiting_for: called with a text for people that says which server is used or started.
-        is_quiet: whether the terminal has a display of its own, in place of Prefect's log.
+        waiting_for: called with a text that tells the user which server is used or started.
+        is_quiet: True if the terminal has a display of its own, in place of Prefect's log.
 
     Raises:
         PrefectServerError: the user's server does not answer, or the embedded one did not start.
@@ -119,9 +119,9 @@ def prefect_api(
 def server() -> Iterator[PrefectApi]:
     """A Prefect server for a script's flows, as the command line uses it; see `prefect_api`.
 
-    For a block, ``with trialflow.server():``, or a function, ``@trialflow.server()``. It is the
-    configured server, or that of `trialflow up`; else one that ends with the block, keeps every
-    record, and writes nothing to the terminal, which Prefect's own temporary server does not.
+    Use it for a block, ``with trialflow.server():``, or a function, ``@trialflow.server()``. It is
+    the configured server, or that of `trialflow up`; else one that ends with the block. Unlike
+    Prefect's temporary server, that one keeps every record and prints nothing on the terminal.
     """
     with prefect_api(is_quiet=False) as api:
         yield api
@@ -132,10 +132,10 @@ def using_server_of_up() -> Iterator[ServerLogin | None]:
     """Use the server of the `trialflow up` that runs with this PREFECT_HOME, for the block.
 
     Returns:
-        The login to it; None: none runs, or another server is configured, which is used.
+        The login to it. None if none runs, or if another server is configured, which is then used.
 
-    Raises:
-        ConfigError: it is starting.
+        Raises:
+            ConfigError: `trialflow up` is starting.
     """
     from prefect.settings import get_current_settings
 
@@ -188,7 +188,7 @@ def configured_api_problem() -> str | None:
 
 
 def _version_error(client: SyncPrefectClient) -> Exception | None:
-    """The error of a request that needs the password; a health check needs none."""
+    """Return the error of a request that needs the password, which a health check does not."""
     import httpx
 
     try:
@@ -201,7 +201,7 @@ def _version_error(client: SyncPrefectClient) -> Exception | None:
 
 
 def is_unauthorized(error: Exception) -> bool:
-    """Whether a Prefect server has refused the password."""
+    """Return whether a Prefect server has refused the password."""
     import httpx
 
     return (

@@ -45,15 +45,15 @@ class PrefectServerError(TrialflowError):
 class PrefectServerProcess:
     """Prefect's API and UI on this machine, used by this process. A context manager.
 
-    The server ends with the block. It also ends, within 10 s, when this process is killed. Its
-    port is this process's until the server has ended, also while it is started again.
+    The server ends with the block. It also ends, within 10 s, when this process is killed. This
+    process holds the port until the server has ended, also while it is started again.
 
     Args:
         log_path: the file that the server's log is appended to.
         start_timeout_seconds: how long the server may take to answer.
-        port: 0, or a taken port: any free one.
-        settings: Prefect settings of the server that the user's own override, as environment
-            variables.
+        port: the port to listen on; if it is 0 or taken, any free one.
+        settings: Prefect settings of the server, as environment variables. The user's own
+            settings override them.
 
     Attributes:
         port, api_url, ui_url: where the server listens, once the block is entered.
@@ -109,7 +109,7 @@ class PrefectServerProcess:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the server has ended by itself."""
+        """True if the server has ended by itself."""
         return self._process is not None and self._process.poll() is not None
 
     def restart(self) -> None:

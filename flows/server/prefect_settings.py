@@ -16,7 +16,7 @@ from trialflow.flows.server.server_login import find_password
 DEFAULTS: Mapping[str, str] = {
     # Runs log to the API, and the UI shows it. The terminal has the progress bar.
     "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
-    # What Prefect's background threads print to stderr (its handler "debug").
+    # The output of Prefect's background threads on stderr (its handler "debug").
     "PREFECT_LOGGING_HANDLERS_DEBUG_LEVEL": "CRITICAL",
     # Outside a run a logger would print a warning instead of sending its line.
     "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
@@ -39,7 +39,7 @@ def prepare_prefect(is_quiet: bool = True) -> None:
     Call it before flows are imported. Idempotent; imports Prefect (about 1 s).
 
     Args:
-        is_quiet: whether the terminal has a display of its own, in place of Prefect's log.
+        is_quiet: True if the terminal has a display of its own, in place of Prefect's log.
     """
     # Prefect prints a notice on a newcomer's first import unless this is set. It is not a setting.
     os.environ.setdefault("DO_NOT_TRACK", "1")
@@ -53,10 +53,10 @@ def prepare_prefect(is_quiet: bool = True) -> None:
 
 
 def prepare_temporary_server() -> None:
-    """Have a server that Prefect starts by itself, for a script, start in peace.
+    """Give the temporary server that Prefect starts for a script time to start, and keep it quiet.
 
-    Prefect gives it 20 s, which a busy machine needs; and the server prints to the terminal that it
-    cannot reach its makers. The user's own settings win. Costs 80 ms where they are not known yet.
+    Prefect allows 20 s, which a busy machine needs, and the server prints that it cannot reach its
+    makers. The user's own settings win. Takes 80 ms if they are not known yet.
     """
     if "PREFECT_API_URL" in os.environ or all(name in os.environ for name in OF_TEMPORARY_SERVER):
         return
@@ -71,7 +71,7 @@ def use_stored_password() -> None:
     """Use the password of the configured server if trialflow started it and the user set none.
 
     Raises:
-        ConfigError: trialflow started it, and another one is in its place.
+        ConfigError: another server is in the place of the one that trialflow started.
     """
     from prefect.settings import get_current_settings
     from pydantic import SecretStr
@@ -86,7 +86,7 @@ def use_stored_password() -> None:
 
 
 def chosen_settings() -> dict[str, str]:
-    """The Prefect settings that are set in any of Prefect's sources, as environment variables.
+    """Return the Prefect settings that the user has set anywhere, as environment variables.
 
     The names are Prefect's canonical ones.
     """

@@ -72,7 +72,7 @@ class RequestGuard:
             await self._app(scope, receive, send)
 
     def _problem(self, headers: Headers) -> str | None:
-        """Why a request is refused; None if it is not."""
+        """Return why a request is refused, or None if it is not."""
         host, origins = headers.get("host"), headers.getlist("origin")
         if host != self._own_host:
             return f"the request is for the host {host}, not {self._own_host}: use {self._own_url}"

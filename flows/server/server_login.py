@@ -74,10 +74,10 @@ def find_password(home: Path, api_url: str, chosen: str | None = None) -> str | 
     """The password of the server at `api_url`; None if trialflow did not start it with `home`.
 
     Args:
-        chosen: the password that is set, which may be another server's than the one of `home`.
+        chosen: the password that is set; it may belong to another server than that of `home`.
 
     Raises:
-        ConfigError: as `find_login`; or it is no URL.
+        ConfigError: see `find_login`; or `api_url` is not a URL.
     """
     at = urlsplit(api_url)
     try:
@@ -92,13 +92,13 @@ def find_password(home: Path, api_url: str, chosen: str | None = None) -> str | 
 
 
 def find_login(home: Path, api_url: str) -> ServerLogin:
-    """The login to the server at `api_url`, which trialflow started with `home`.
+    """Return the login to the server at `api_url`, which trialflow started with `home`.
 
     The password is empty if its file cannot be read.
 
     Raises:
-        ConfigError: no process of this user listens there, so that the server is another one; or
-            that cannot be told.
+        ConfigError: no process of this user listens there, so it is another server; or the system
+            does not tell.
     """
     port = urlsplit(api_url).port or 80
     path = password_path(home, port)
@@ -121,7 +121,7 @@ def stored_password(path: Path) -> str:
 
 
 def listens_for_this_user(port: int) -> bool:
-    """Whether a process of this user listens on the port of 127.0.0.1; True if not on Linux.
+    """Return whether a process of this user listens on the port of 127.0.0.1; True if not on Linux.
 
     While it does, no connection to this port can reach another user's process.
 

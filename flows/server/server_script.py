@@ -36,14 +36,14 @@ ORPHAN_SHUTDOWN_TIMEOUT_SECONDS = 7.0
 
 
 class RunServer(uvicorn.Server):
-    """A uvicorn server that ends with its parent, after Prefect has stored what it received."""
+    """A uvicorn server that ends with its parent, after Prefect has stored all messages."""
 
     def __init__(self, config: uvicorn.Config, parent_pid: int) -> None:
         super().__init__(config)
         self.parent_pid = parent_pid
 
     def is_orphan(self) -> bool:
-        """Whether the parent has died."""
+        """Return whether the parent has died."""
         return os.getppid() != self.parent_pid
 
     def stop_with_parent(self) -> None:
@@ -104,10 +104,10 @@ async def close_database() -> None:
 
 
 def message_backlog() -> int:
-    """How many messages Prefect's services have received and not yet handled.
+    """Return how many messages Prefect's services have received and not yet handled.
 
     Prefect cancels its services at the end, and queued messages are lost: the last states of task
-    runs would be missing. The counters are those of Prefect's own log.
+    runs would be missing. Prefect's own log shows the same counters.
     """
     from prefect.server.utilities.messaging.memory import METRICS
 

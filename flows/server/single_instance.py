@@ -25,7 +25,7 @@ def single_instance(home: Path) -> Iterator[Callable[[str], None]]:
     """Hold the folder's lock for the block. The kernel releases it if this process is killed.
 
     Returns:
-        Stores the API's address, for the message that a second instance shows.
+        A function that stores the API's address, for the message that a second instance shows.
 
     Raises:
         ConfigError: another process holds the lock, or the file system has no locks.
@@ -55,10 +55,10 @@ def single_instance(home: Path) -> Iterator[Callable[[str], None]]:
 
 
 def address_of_running(home: Path) -> str | None:
-    """The API's address of the `trialflow up` that runs with this PREFECT_HOME; None: none runs.
+    """Return the API's address of the `trialflow up` with this PREFECT_HOME; None if none runs.
 
     Raises:
-        ConfigError: it is still starting.
+        ConfigError: `trialflow up` is still starting.
     """
     try:
         with (home / LOCK).open() as file:

@@ -21,5 +21,5 @@ SETTINGS = {
 
 
 def local_server(port: int, log_path: Path, start_timeout_seconds: float) -> PrefectServerProcess:
-    """The server, as a context manager; on any free port if `port` is taken."""
+    """Return the server of `trialflow up`; it uses any free port if `port` is taken."""
     return PrefectServerProcess(log_path, start_timeout_seconds, port, SETTINGS)

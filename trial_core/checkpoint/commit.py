@@ -1,14 +1,14 @@
 """Announcing and committing a checkpoint: the order of the reads and writes.
 
 The manifest is written last, once and create-only, after all files that it lists are stored. During
-a commit another attempt may take over the trial and sweep what this attempt has uploaded::
+a commit another attempt may take over the trial and sweep the files of this attempt::
 
     commit                                          take-over and sweep
     C1  adds the manifest's key to the intent       T1  takes the next number
     C2  checks the fence: fails if superseded       T2  reads the intents
     C3  checks that all files are stored            T3  for each with a manifest's key: writes a
     C4  creates the manifest                            tombstone under that key, create-only
-    C5  unless still the newest: checks that all    T4  where that succeeded, or there was no key:
+    C5  unless still the newest: checks that all    T4  where that succeeded, or no key is there:
         files are stored; if not, deletes the           deletes the files, the tombstone, the
         manifest and fails                              intent; then looks for checkpoints to
                                                         resume from
@@ -19,8 +19,8 @@ checkpoint stays, and the new attempt may resume from it. If T3 is first, C4 fai
 tombstone is there; after T4 the files are gone, which C5 finds. So no run resumes from a checkpoint
 that is deleted later, and no checkpoint of the old attempt appears after the new one has looked.
 
-Each rank stores at least one file itself, also if all are as before: so C5 finds a swept upload,
-whatever it refers to. `references` describes what happens to files of earlier checkpoints.
+Each rank stores at least one file itself, even if none has changed. So C5 finds a swept upload,
+even if its manifest refers to older files. `references` covers files of earlier checkpoints.
 
 One case is left: a driver that is killed between C4 and C5, after T4, leaves a manifest without
 files. The checkpoint is listed, and a restore finds that it is damaged.
@@ -49,7 +49,7 @@ _logger = logging.getLogger(__name__)
 def announce_upload(
     storage: Storage, trial: str, uuid: str, attempt: str, fence: Fence | None, base: str
 ) -> None:
-    """See `CheckpointStore.announce_upload`."""
+    """Implements `CheckpointStore.announce_upload`."""
     intent = _new_intent(trial, uuid, attempt, fence, base)
     for _ in range(_ANNOUNCE_TRIES):
         try:
@@ -74,9 +74,9 @@ def announce_upload(
 
 
 def commit(storage: Storage, manifest: Manifest, fence: Fence | None, base: str) -> None:
-    """See `CheckpointStore.commit`."""
+    """Implements `CheckpointStore.commit`."""
     data, uuid = manifest.to_json(), manifest.uuid
-    # What readers would refuse must not be committed.
+    # A manifest that readers would refuse must not be committed.
     Manifest.from_json(data, f"the manifest of checkpoint {uuid}")
     batches = manifest.progress.batches_trained
     intent = _new_intent(manifest.trial, uuid, manifest.attempt, fence, base, batches)
@@ -132,10 +132,10 @@ def _not_committed(manifest: Manifest) -> str:
 def _conflict(
     storage: Storage, manifest: Manifest, fence: Fence | None, intent: Intent
 ) -> CommitConflict | StorageError:
-    """Why the manifest's key is not free."""
+    """The error for a manifest's key that is not free."""
     if not has_manifest(storage, manifest.name.key):
         return _swept_error(storage, manifest, fence)
-    storage.remove(intent.key)  # the checkpoint is committed, by whatever attempt
+    storage.remove(intent.key)  # the checkpoint is committed, by some attempt
     return CommitConflict(
         f"checkpoint {manifest.uuid} of trial {manifest.trial} is already committed, by another "
         f"writer than {manifest.attempt} or with another manifest "
@@ -157,5 +157,5 @@ def _swept_error(
 
 
 def _first_missing_file(storage: Storage, manifest: Manifest) -> Damage | None:
-    """The first file that is missing or has another size; None: there is none."""
+    """The first file that is missing or has another size, or None."""
     return next(iter(wrong_sizes(storage, manifest.uuid, manifest.all_files)), None)

@@ -1,4 +1,4 @@
-"""Fencing: of all attempts at a trial only the newest may commit.
+"""Fencing: of all attempts at a trial, only the newest may commit.
 
 An attempt that is presumed dead may be alive: its machine slept, or its network failed. Another
 attempt has taken over its trial meanwhile, and must not find new checkpoints of the older one. So
@@ -10,11 +10,11 @@ The object is create-only, so two attempts at the same time get two numbers. An 
 number than the newest is superseded, and is refused when it announces an upload or commits. Numbers
 are never reused, also after the run has ended: an attempt may wake up at any time.
 
-An attempt whose own number is not there is refused as well, and so is one that finds neither the
-mark of its begin (`storage_mark`) nor its own record: the storage is not the one that it began
-with. A folder that was unmounted during the run is empty.
+An attempt whose own number is missing is refused as well. So is an attempt that finds neither the
+mark of its storage (see `storage_mark`) nor its own record: this is another storage, such as the
+empty folder of a disk that was unmounted.
 
-`commit` describes what happens to a commit in progress during a take-over.
+`commit` describes how a take-over affects a commit in progress.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fence:
-    """An attempt's number, and whether it is still the newest. Safe to use from several threads.
+    """Checks that an attempt is still its trial's newest. Safe to use from several threads.
 
     Args:
         storage: where `record` is stored.
@@ -81,14 +81,14 @@ class Fence:
         return self.record.attempt
 
     def is_newest(self) -> bool:
-        """Whether the attempt is recorded, and no later one has taken over. One request."""
+        """Return whether the attempt is recorded and no later one has taken over. One request."""
         return self._newest_number() == self.number
 
     def check(self, consequence: str) -> None:
         """Raise if the attempt may not commit. Two small requests if it may.
 
         Args:
-            consequence: what is not done then, as the start of the error message.
+            consequence: start of the error message: the action that is not done then.
 
         Raises:
             Superseded: a later attempt has taken over; says which one, by whom and when.
@@ -121,7 +121,7 @@ class Fence:
         )
 
     def _is_storage_of_begin(self) -> bool:
-        """Whether the mark or the attempt's record is there. Writes a lost mark again."""
+        """Return whether the mark or the attempt's record is there. Writes a lost mark again."""
         own = self.record
         if read_mark(self._storage) == own.storage:
             return True
@@ -141,7 +141,7 @@ class Fence:
 def take_over(
     storage: Storage, trial: str, attempt: str, after: int | None = None, mark: str | None = None
 ) -> Fence:
-    """See `CheckpointStore.take_over`."""
+    """Implements `CheckpointStore.take_over`."""
     attempts = newest_attempts(storage, trial)  # read only if the mark is another one
     found = marked(
         storage, mark, lambda: any(each and each.storage == mark for _, each in attempts)
@@ -171,7 +171,7 @@ def take_over(
 
 
 def newest_attempts(storage: Storage, trial: str) -> Iterator[tuple[int, AttemptRecord | None]]:
-    """Number and record of a trial's recorded attempts, newest first. None: unreadable."""
+    """Number and record of each attempt, newest first; None for an unreadable record."""
     for key, number in sorted(_numbered(storage, trial), key=lambda each: each[1], reverse=True):
         yield number, read_json(storage, key, AttemptRecord)
 

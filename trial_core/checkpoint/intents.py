@@ -34,9 +34,9 @@ class Intent(msgspec.Struct, frozen=True, kw_only=True):
         attempt: `Manifest.attempt` of the checkpoint; empty if the intent is unreadable.
         created_at: start of the upload: ISO 8601, UTC; empty if the intent is unreadable.
         number: the attempt's number, 0 if it has not taken over the trial.
-        batches: those in its manifest's key; None until the commit begins.
-        base: uuid of the checkpoint whose files it may refer to; empty: none, or the intent is
-            unreadable. See `references`.
+        batches: number of batches in the manifest's key; None until the commit begins.
+        base: uuid of the checkpoint whose files it may refer to; empty if there is none, or if the
+            intent is unreadable. See `references`.
     """
 
     trial: str
@@ -49,7 +49,7 @@ class Intent(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_readable(self) -> bool:
-        """Whether more of it is known than its key."""
+        """True if the intent could be read; otherwise only its key is known."""
         return bool(self.created_at)
 
     @property
@@ -63,8 +63,8 @@ class SweptUpload:
     """The leftovers of one upload, which a sweep has deleted.
 
     Attributes:
-        uuid: the checkpoint's; None: other files of the trial.
-        attempt: the id of the attempt that uploaded, None if not known.
+        uuid: the checkpoint's uuid, or None for other files of the trial.
+        attempt: id of the attempt that uploaded, or None if not known.
         files: number of complete files.
         size_bytes: their total size.
         uploads: number of partially uploaded files.
@@ -91,15 +91,14 @@ def sweep(
     references: Callable[[], References],
     number: int | None = None,
 ) -> list[SweptUpload]:
-    """Delete the leftovers of a trial's uploads; return what was deleted.
+    """Delete the leftovers of a trial's uploads, and return them.
 
-    An intent may have outlived its checkpoint, which was deleted since. So what the trial's
-    checkpoints refer to stays.
+    Files that the trial's checkpoints refer to stay: an intent may outlive its checkpoint.
 
     Args:
-        references: reads them.
-        number: the sweeping attempt's number: uploads of later attempts are left alone, and files
-            beside checkpoints whose upload began after its take-over, which are its own. None: no
+        references: reads the checkpoints' references.
+        number: the sweeping attempt's number. Uploads of later attempts stay. So do the attempt's
+            own files outside checkpoints, whose upload began after its take-over. None if no
             attempt may be running.
     """
     begun = intents(storage, trial, number)
@@ -114,14 +113,14 @@ def sweep(
             _logger.warning("leftovers of checkpoint %s stay: %s", intent.uuid, why)
             continue
         cleared = storage.clear(layout.files_folder(intent.uuid), needed.keys)
-        # In this order, the next sweep finds what is left if this one is killed here.
+        # In this order, the next sweep finds the rest if this one is killed here.
         if intent.batches is not None:
             storage.remove(layout.manifest_key(trial, intent.batches, intent.uuid))
         storage.remove(intent.key)
         swept.append(SweptUpload(intent.uuid, intent.attempt or None, *cleared))
     began_at = None if number is None else _begin_of(storage, trial, number)
     if number is not None and began_at is None:
-        return swept  # which uploads are the attempt's own cannot be told
+        return swept  # the attempt's own uploads cannot be told from others
     for folder in layout.trial_folders(trial):
         if uploads := storage.abort_uploads(folder, began_at):
             swept.append(SweptUpload(None, None, 0, 0, uploads))
@@ -129,15 +128,15 @@ def sweep(
 
 
 def _begin_of(storage: Storage, trial: str, number: int) -> datetime | None:
-    """When an attempt took the trial over, by the storage's clock; None: it does not tell."""
+    """When an attempt took the trial over, by the storage's clock; None if it does not tell."""
     record = storage.objects(layout.attempts_folder(trial)).get(layout.attempt_key(trial, number))
     return None if record is None else record.modified_at
 
 
 def read_intent(storage: Storage, trial: str, uuid: str) -> Intent | None:
-    """The intent to upload a checkpoint, None if there is none.
+    """The intent to upload a checkpoint, or None.
 
-    An unreadable intent still announces its upload: the key says which.
+    An unreadable intent still announces the upload that its key names.
     """
     key = layout.intent_key(trial, uuid)
     unknown = Intent(trial=trial, uuid=uuid, attempt="", created_at="")
@@ -152,13 +151,13 @@ def intent_names(storage: Storage, trial: str | None = None) -> list[layout.Inte
 
 
 def intents(storage: Storage, trial: str, number: int | None = None) -> list[Intent]:
-    """A trial's intents, without those of attempts later than `number`."""
+    """A trial's intents, without the intents of attempts later than `number`."""
     found = (read_intent(storage, *name) for name in intent_names(storage, trial))
     return [each for each in found if each and (number is None or each.number <= number)]
 
 
 def _committed(storage: Storage, trial: str, uuids: Collection[str]) -> set[str]:
-    """Which of the checkpoints are committed.
+    """The uuids of the checkpoints that are committed.
 
     A checkpoint of another trial, which a copied intent may name, counts as committed.
     """
@@ -170,7 +169,7 @@ def _committed(storage: Storage, trial: str, uuids: Collection[str]) -> set[str]
 
 
 def has_manifest(storage: Storage, key: str) -> bool:
-    """Whether there is an object under a manifest's key that is not a tombstone."""
+    """Return whether an object that is not a tombstone is stored under a manifest's key."""
     try:
         data = storage.read(key)
     except CheckpointDamaged:  # it is too large for a tombstone
@@ -179,7 +178,7 @@ def has_manifest(storage: Storage, key: str) -> bool:
 
 
 def _prevent_commit(storage: Storage, intent: Intent) -> bool:
-    """Make sure that the checkpoint cannot be committed any more; False: it has just been."""
+    """Make sure that the checkpoint can no longer be committed; return False if it just was."""
     if intent.batches is None:
         return True  # its attempt checks the fence before it commits
     key = layout.manifest_key(intent.trial, intent.batches, intent.uuid)

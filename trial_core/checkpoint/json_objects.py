@@ -1,4 +1,4 @@
-"""Small JSON objects in the storage, which say who did what, and when."""
+"""Small JSON records in the storage, which tell who did something, and when."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def read_json(
     *,
     is_silent: bool = False,
 ) -> Record | None:
-    """The stored record under a key; None if there is none.
+    """The stored record under a key, or None.
 
     Args:
-        unreadable: returned if it cannot be read: it is too large, was altered, or is not ours.
-        is_silent: whether no warning says so.
+        unreadable: returned if the object is too large, was altered, or is not trialflow's.
+        is_silent: True to log no warning of such an object.
 
     Raises:
         StorageError: the storage failed.
@@ -58,10 +58,10 @@ def read_json(
 
 
 def decode_json(data: bytes, kind: type[Record], where: str = "") -> Record | None:
-    """The stored record; None if it cannot be read: it was altered, or is not ours.
+    """The stored record; None if it was altered, or is not trialflow's.
 
     Args:
-        where: the object's URL, for a warning if it cannot be read; empty: no warning.
+        where: the object's URL, for a warning if it cannot be read; empty for no warning.
     """
     try:
         return decode(data, kind)
@@ -78,10 +78,10 @@ def decode_json(data: bytes, kind: type[Record], where: str = "") -> Record | No
 def named_keys(
     storage: Storage, folder: str, parse: Callable[[str], Name | None]
 ) -> list[tuple[str, Name]]:
-    """The keys of a folder's objects, sorted, and what they say. Warns of foreign objects.
+    """The keys of a folder's objects, sorted, each with its parsed name. Warns of foreign objects.
 
     Args:
-        parse: what a key says; None: it is not the key of an object of ours.
+        parse: parses a key; returns None for the key of a foreign object.
     """
     found = []
     for key in sorted(storage.sizes(folder)):
@@ -94,7 +94,7 @@ def named_keys(
 
 
 def warn_of_foreign_object(storage: Storage, key: str) -> None:
-    """Name an object, or a folder, that is not ours. A file that is being written is not named."""
+    """Warn of an object or a folder that is not trialflow's. Skips files being written."""
     if not TEMPORARY_NAME.search(key):
         _logger.warning(
             "%s/%s is ignored: trialflow never uses such a name here; move the object elsewhere",
@@ -111,7 +111,7 @@ def user_at_host() -> str:
 
 
 def parse_time(at: str) -> datetime | None:
-    """A time (ISO 8601, with an offset or Z); None if it is not such a time."""
+    """Parse a time (ISO 8601, with an offset or Z); None if it is not such a time."""
     try:
         moment = datetime.fromisoformat(at.replace("Z", "+00:00"))  # Python 3.10 does not read Z
     except ValueError:
@@ -126,6 +126,6 @@ def age_of(at: str) -> timedelta | None:
 
 
 def is_older(at: str, age: timedelta) -> bool:
-    """Whether `at` is longer ago than `age`. An unreadable time is not."""
+    """Return whether `at` is longer ago than `age`; False if `at` is not a time."""
     seen = age_of(at)
     return seen is not None and seen > age

@@ -24,7 +24,7 @@ probes/{uuid}                                   a check of the storage          
 trialflow-storage.json                          the first run: the storage's mark        nothing
 ==============================================  ======================================  ==================================================
 
-Files without a manifest are no checkpoint: they belong to an upload in progress, or are leftovers.
+Files without a manifest are not a checkpoint: an upload is in progress, or they are leftovers.
 
 Trials, uuids and models come from users and from stored objects. Every function here that makes a
 key of one checks it, because `..` or `/` would lead into another family or out of the storage.
@@ -53,7 +53,7 @@ FAMILIES = (
 """The folders at the root of a storage."""
 
 MARK = "trialflow-storage.json"
-"""The object that tells a storage from others: see `storage_mark`."""
+"""The object that identifies a storage: see `storage_mark`."""
 
 MANIFEST_NAME = "manifest.json"
 """The manifest's name in a downloaded checkpoint's folder. No file of a checkpoint may have it."""
@@ -84,7 +84,7 @@ _NUMBERED = re.compile(rf"(?P<folder>.+)/{_NUMBER}\.json")
 
 
 class ManifestName(NamedTuple):
-    """What a manifest's key says about its checkpoint."""
+    """The parts of a manifest's key."""
 
     trial: str
     batches: int
@@ -97,16 +97,16 @@ class ManifestName(NamedTuple):
 
 
 class IntentName(NamedTuple):
-    """What an intent's key says about its upload."""
+    """The parts of an intent's key."""
 
     trial: str
     uuid: str
 
 
 class ProtectionName(NamedTuple):
-    """What the key of a pin or a hold says about it.
+    """The parts of the key of a pin or a hold.
 
-    Model and move are a hold's. A pin has an id only while it is being made.
+    Only a hold has a model and a move. A pin has an id only while it is being made.
     """
 
     uuid: str
@@ -117,7 +117,7 @@ class ProtectionName(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The key."""
+        """The object's key."""
         folder = protections_folder(self.uuid)
         if self.kind == "pin":
             return f"{folder}/pin{self.unique and f'-{self.unique}'}.json"
@@ -133,7 +133,7 @@ def manifest_key(trial: str, batches: int, uuid: str) -> str:
 
 
 def parse_manifest_key(key: str) -> ManifestName | None:
-    """What a manifest's key says; None if it is not a manifest's key."""
+    """Parse a manifest's key; None if it is not one."""
     match = _MANIFEST_KEY.fullmatch(key)
     if match is None or not is_name(match["trial"]) or not is_uuid(match["uuid"]):
         return None
@@ -156,18 +156,18 @@ def file_key(uuid: str, path: str) -> str:
 
 
 def is_place(text: str) -> bool:
-    """Whether text is a file's place: ``{uuid}/{path}``, of the checkpoint that has stored it."""
+    """Return whether text is a file's place: ``{uuid}/{path}`` of the checkpoint that stored it."""
     uuid, _, path = text.partition("/")
     return is_uuid(uuid) and is_file_path(path)
 
 
 def damages_folder(uuid: str) -> str:
-    """The folder of the notes which files of a checkpoint were found damaged."""
+    """The folder of the notes about damaged files of a checkpoint."""
     return f"{DAMAGES}/{checked_uuid(uuid)}"
 
 
 def damage_key(uuid: str, path: str) -> str:
-    """The key of the note that a stored file was found damaged."""
+    """The key of the note that a stored file is damaged."""
     return f"{damages_folder(uuid)}/{path}.json"
 
 
@@ -185,7 +185,7 @@ def intent_key(trial: str, uuid: str) -> str:
 
 
 def parse_intent_key(key: str) -> IntentName | None:
-    """What an intent's key says; None if it is not an intent's key."""
+    """Parse an intent's key; None if it is not one."""
     match = _INTENT_KEY.fullmatch(key)
     if match is None or not is_name(match["trial"]) or not is_uuid(match["uuid"]):
         return None
@@ -229,12 +229,12 @@ def ledger_folder(trial: str) -> str:
 
 
 def ledger_key(trial: str, number: int) -> str:
-    """The key of what one attempt writes in a trial's ledger of time."""
+    """The key of one attempt's record in a trial's ledger of time."""
     return numbered_key(ledger_folder(trial), number)
 
 
 def trial_folders(trial: str) -> tuple[str, ...]:
-    """The folders that one trial alone writes to, besides those of its checkpoints' files."""
+    """The folders that only one trial writes to, except for its checkpoints' files."""
     return trial_folder(trial), intents_folder(trial), run_folder(trial)
 
 
@@ -247,7 +247,7 @@ def protections_folder(uuid: str) -> str:
 
 
 def parse_protection_key(key: str) -> ProtectionName | None:
-    """What the key of a pin or a hold says; None if it is not such a key."""
+    """Parse the key of a pin or a hold; None if it is not one."""
     match = _PROTECTION_KEY.fullmatch(key)
     if match is None or not is_uuid(match["uuid"]):
         return None
@@ -259,12 +259,12 @@ def parse_protection_key(key: str) -> ProtectionName | None:
 
 
 def deletions_folder(uuid: str) -> str:
-    """The folder of the markers that a checkpoint is being deleted."""
+    """The folder of a checkpoint's deletion markers."""
     return f"{DELETIONS}/{checked_uuid(uuid)}"
 
 
 def deletion_key(uuid: str, unique: str) -> str:
-    """The key of a prune's marker that it deletes a checkpoint."""
+    """The key of one prune's deletion marker for a checkpoint."""
     return f"{deletions_folder(uuid)}/{unique}.json"
 
 
@@ -316,12 +316,12 @@ def parse_numbered_key(folder: str, key: str) -> int | None:
 
 
 def is_name(text: str) -> bool:
-    """Whether a trial or a model may have this name: letters, digits, and ``._-`` within them."""
+    """Return whether a trial or a model may have this name: letters, digits, inner ``._-``."""
     return _NAME.fullmatch(text) is not None
 
 
 def checked_trial(trial: str) -> str:
-    """`trial`, which becomes part of keys and of the run's folder.
+    """Check and return a trial's id, a part of keys and of the run's folder.
 
     Raises:
         CheckpointError: no trial may have this id.
@@ -332,14 +332,14 @@ def checked_trial(trial: str) -> str:
 
 
 def checked_model(model: str) -> str:
-    """`model`, which becomes part of keys. Raises RegistryError if no model may have this name."""
+    """Check and return a model's name, a part of keys. Raises RegistryError if it is invalid."""
     if not is_name(model):
         raise RegistryError(f"{model!r} is not a valid model name: {_NAME_RULE}")
     return model
 
 
 def checked_uuid(uuid: str) -> str:
-    """`uuid`, which becomes part of keys and of folders.
+    """Check and return a checkpoint's uuid, a part of keys and of folders.
 
     Raises:
         CheckpointError: no checkpoint may have this uuid.
@@ -353,14 +353,14 @@ def checked_uuid(uuid: str) -> str:
 
 
 def is_uuid(text: str) -> bool:
-    """Whether a checkpoint may have this uuid: letters, digits, and ``-`` within them."""
+    """Return whether a checkpoint may have this uuid: letters, digits, inner ``-``."""
     return _UUID.fullmatch(text) is not None
 
 
 def is_file_path(path: str) -> bool:
-    """Whether a checkpoint's file may have this path, which must not leave the folder it is in.
+    """Return whether a checkpoint's file may have this path, which must not leave its folder.
 
-    A relative POSIX path in its plainest spelling: no ``..``, ``.`` or empty part, no control
+    It is a relative POSIX path in its plainest spelling: no ``..``, ``.`` or empty part, no control
     character, valid UTF-8. No backslash and no drive either: on Windows both leave the folder.
     """
     if not path.isprintable() or "\\" in path or re.match(r"[A-Za-z]:", path):

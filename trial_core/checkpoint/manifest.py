@@ -1,8 +1,9 @@
 """The manifest: the object whose existence makes a checkpoint real.
 
-One JSON object: the fields of `Manifest`, and ``digest``, the SHA-256 of the object without
-``digest``: keys sorted, no white space, UTF-8. So an altered manifest is refused, and a reformatted
-one is read. Floats that JSON lacks are written ``{"$float": "nan"}`` (or ``inf``, ``-inf``).
+A manifest is one JSON object: the fields of `Manifest`, and ``digest``, the SHA-256 of the object
+without ``digest``: keys sorted, no white space, UTF-8. So an altered manifest is refused, and a
+reformatted one is read. Floats that JSON lacks are written ``{"$float": "nan"}`` (or ``inf``,
+``-inf``).
 
 Within a schema version, fields with a default may be added. Readers ignore fields they do not know.
 """
@@ -30,9 +31,9 @@ from trial_core.schedule.units import EpochLength
 SCHEMA_VERSION = 2
 
 SHARING_VERSION = 2
-"""The first version whose files later checkpoints may refer to, and which may refer to others'. A
-trialflow that knows no references cannot read it, so it deletes no such checkpoint; but its sweep
-may take files that a deleted one has left to others for orphans."""
+"""The first version with shared files: a checkpoint may refer to files of earlier ones. An older
+trialflow cannot read it, so it deletes no such checkpoint. But its sweep may take files that a
+deleted checkpoint has left to others for orphans."""
 
 MAX_MANIFEST_BYTES = MAX_OBJECT_BYTES // 2
 """A deletion marker holds a manifest as a JSON string, which has at most twice the bytes."""
@@ -56,7 +57,7 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         digest: ``sha256:`` and 64 hexadecimal digits.
         rank: the rank that wrote it.
         stored_at: ``{uuid}/{path}`` of the earlier checkpoint that has stored the same bytes, which
-            may be deleted since; empty: this checkpoint has stored them.
+            may be deleted since; empty if this checkpoint has stored them.
     """
 
     path: str
@@ -66,7 +67,7 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stored_at: str = ""
 
     def place(self, uuid: str) -> tuple[str, str]:
-        """The checkpoint that has stored the file of checkpoint `uuid`, and its path there."""
+        """The checkpoint that has stored this file of checkpoint `uuid`, and its path there."""
         owner, _, path = self.stored_at.partition("/")
         return (owner, path) if self.stored_at else (uuid, self.path)
 
@@ -80,8 +81,8 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         sequence_parallel_size: ranks that divide each sequence, and hold the same model.
-        batch_samples: samples in one batch on all ranks; 0: not known.
-        micro_batch_samples: samples in one micro-batch of a rank, with DeepSpeed; 0: not known.
+        batch_samples: samples in one batch on all ranks; 0 if not known.
+        micro_batch_samples: samples in one micro-batch of a rank, with DeepSpeed; 0 if not known.
         sharding: how a PyTorchTrial's models are divided: "none", "fsdp2", or "fsdp2 2x4" over a
             device mesh of the trial's own.
     """
@@ -98,7 +99,7 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_state_divided(self) -> bool:
-        """Whether the ranks divide the state of models or optimizers."""
+        """True if the ranks divide the state of models or optimizers."""
         return self.zero_stage > 0 or self.sharding != "none"
 
     @property
@@ -109,13 +110,13 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True):
         return f"ZeRO stage {self.zero_stage}" if self.zero_stage else "not sharded"
 
     def spreads_like(self, other: Topology) -> bool:
-        """Whether each rank has the same part of the state, so that no file has to be converted."""
+        """Return whether each rank holds the same part of the state, so no file is converted."""
         sizes = {name: getattr(other, name) for name in ("batch_samples", "micro_batch_samples")}
         return msgspec.structs.replace(self, **sizes) == other
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint is, and which files it must have.
+    """The description of a checkpoint, with its files.
 
     Attributes:
         uuid: the checkpoint's id.
@@ -125,20 +126,20 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             when ranks are restarted. In a script it is `AttemptRecord.attempt`.
         created_at: time of the snapshot: ISO 8601, UTC (see `utc_now`).
         progress: the trial's progress at the snapshot.
-        metrics: of this very state: ``{"training": {…}, "validation": {…}}``. Without
+        metrics: metrics of this very state: ``{"training": {…}, "validation": {…}}``. Without
             ``validation`` if the checkpoint's own batch was not validated.
         topology: how the ranks divide the state.
-        versions: of the software that saved it: ``{"torch": "2.13.0", …}``.
+        versions: versions of the software that saved it: ``{"torch": "2.13.0", …}``.
         config_digest: digest of the experiment's configuration, without storage and environment.
         files: the files of all ranks.
         entrypoint: the trial's class: ``module:Class``; or a script's command, without the values
             of its options if the script started the run.
         hyperparameters: the trial's hyperparameters.
-        epoch: length of an epoch; None: the training loader had no length, or it was not recorded.
+        epoch: length of an epoch; None if the training loader had none, or it was not recorded.
         earlier_validation: metrics of the last validation, at batch `validated_at`, if that is an
             earlier batch than the checkpoint's. Never compare them as the checkpoint's own.
-        code: the archive of the trial's code, one more file; None: there was no code folder.
-        config: the experiment's configuration that `config_digest` covers; empty: not recorded.
+        code: the archive of the trial's code, one more file; None without a code folder.
+        config: the experiment's configuration that `config_digest` covers; empty if not recorded.
         schema_version: version of this structure.
     """
 
@@ -162,7 +163,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:
-        """Set the last validation apart from `metrics` if it was of an earlier batch.
+        """Move the last validation out of `metrics` if it was of an earlier batch.
 
         A run passes its latest metrics.
         """
@@ -175,12 +176,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def validated_at(self) -> int | None:
-        """The batch of the trial's last validation; None: there was none."""
+        """The batch of the trial's last validation, or None."""
         return self.progress.validated_at
 
     @property
     def is_validated(self) -> bool:
-        """Whether the checkpoint's own batch was validated."""
+        """True if the checkpoint's own batch was validated."""
         return self.validated_at == self.progress.batches_trained
 
     @property
@@ -205,16 +206,16 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def shares_files(self) -> bool:
-        """Whether it may refer to others' files, and others to its own."""
+        """True if it and other checkpoints may refer to each other's files."""
         return self.schema_version >= SHARING_VERSION
 
     def file(self, path: str) -> FileEntry | None:
-        """The file with this path; None: there is none."""
+        """The file with this path, or None."""
         return next((file for file in self.all_files if file.path == path), None)
 
     @property
     def name(self) -> layout.ManifestName:
-        """What the manifest's key must say."""
+        """The parts of the manifest's key."""
         return layout.ManifestName(self.trial, self.progress.batches_trained, self.uuid)
 
     @property
@@ -224,7 +225,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def digest(self) -> str:
-        """Of the stored object. Raises as `to_json`."""
+        """The digest in the stored object. Raises as `to_json`."""
         sealed: str = msgspec.json.decode(self.to_json())[_DIGEST]
         return sealed
 
@@ -301,7 +302,7 @@ def tombstone(uuid: str) -> bytes:
 
 
 def is_tombstone(data: bytes) -> bool:
-    """Whether the object under a manifest's key is a tombstone."""
+    """Return whether the object under a manifest's key is a tombstone."""
     return data.startswith(_TOMBSTONE)
 
 

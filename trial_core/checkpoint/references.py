@@ -1,6 +1,6 @@
 """Files that checkpoints of one trial share, and when such a file may be deleted.
 
-A checkpoint may refer to files that an earlier one of its trial, its base, has stored or refers to.
+A checkpoint may refer to files that its base, an earlier one of its trial, has stored or refers to.
 A file is stored once, under the folder of the checkpoint that stored it, and never written again.
 It stays there when that checkpoint is deleted, as long as another one refers to it. A save and a
 deletion may meet::
@@ -17,8 +17,8 @@ finds a manifest that lists the file: E's, or N's. Of two deletions at once, the
 manifest of the other, so the last one deletes the file. The marker holds the manifest of X, so the
 next prune repeats D4 and D5 after a crash.
 
-An intent may outlive its checkpoint, so a sweep (T4 of `commit`) keeps what the trial's checkpoints
-refer to, as D5 does.
+An intent may outlive its checkpoint. So a sweep (T4 of `commit`) keeps the files that the trial's
+checkpoints refer to, as D5 does.
 
 A listing is not a snapshot: D4 lists until it finds no new name, and counts all that it has seen.
 A manifest that cannot be read may refer to any file of its trial.
@@ -39,10 +39,10 @@ from trial_core.errors import CheckpointDamaged, CheckpointError, StorageError
 
 @dataclass(frozen=True)
 class References:
-    """Which stored files the committed checkpoints refer to.
+    """The stored files that committed checkpoints refer to.
 
     Attributes:
-        keys: those of files of other checkpoints than the one that refers to them.
+        keys: the keys of files that a checkpoint refers to and another one has stored.
         unreadable: the keys of manifests that cannot be read, and may refer to any file.
     """
 
@@ -55,7 +55,7 @@ class ReferenceReader:
 
     Args:
         names: lists the manifests of a trial, or all (None).
-        read: reads a manifest; None: it is gone.
+        read: reads a manifest; returns None if it is gone.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class ReferenceReader:
         )
 
     def _references(self, name: ManifestName) -> tuple[ManifestName, frozenset[str] | None]:
-        """What a checkpoint refers to, nothing if it has just been deleted; None: not readable."""
+        """A checkpoint's references; none if it has just been deleted; None if it is unreadable."""
         if name not in self._known:
             try:
                 manifest = self._read(name)
@@ -97,9 +97,9 @@ class ReferenceReader:
 def delete_files(
     storage: Storage, manifest: Manifest, others: References, committed: Collection[str]
 ) -> DeletedFiles:
-    """Delete the files of a checkpoint whose manifest is deleted, and those that it refers to.
+    """Delete the files that a checkpoint, whose manifest is deleted, has stored or refers to.
 
-    What `others` need stays: step D5.
+    Files that `others` need stay: step D5.
 
     Args:
         committed: the uuids of all checkpoints, whose own files stay.
@@ -120,7 +120,7 @@ def delete_files(
 
 
 def why_unknown(storage: Storage, references: References) -> str | None:
-    """Why it is not known which files are needed; None: it is."""
+    """Why the needed files are not known; None if they are."""
     if not references.unreadable:
         return None
     return (

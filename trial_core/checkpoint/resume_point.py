@@ -1,4 +1,4 @@
-"""The resume point: what a run starts from. Nothing, its own checkpoint, or another trial's."""
+"""The resume point of a run: nothing, a checkpoint of its own, or one of another trial."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ the position in the data nor random states. ``weights`` restores only the models
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """What a run starts from.
+    """The state that a run starts from.
 
     Attributes:
         progress: the trial's progress so far.
-        checkpoint: the checkpoint to restore, None if there is none.
+        checkpoint: the checkpoint to restore, or None.
         restore: how much of it to restore.
     """
 
@@ -90,7 +90,7 @@ def no_intact_checkpoint(tried: Sequence[ResumePoint], damage: str) -> Checkpoin
 
     Args:
         tried: the resume points in the order tried; at least one, each with a checkpoint.
-        damage: what is wrong with the last one.
+        damage: the damage found in the last one.
     """
     last = tried[-1]
     if last.restore != "everything":
@@ -104,7 +104,7 @@ def no_intact_checkpoint(tried: Sequence[ResumePoint], damage: str) -> Checkpoin
 
 
 def _model_parts_mismatch(saved: Topology, now: Topology) -> str | None:
-    """Why `now` cannot restore if its ranks divide a model in another way; None: they do not."""
+    """Why `now` cannot restore because its ranks divide a model in another way, or None."""
     if (saved.pipeline_parallel_size, saved.model_parallel_size) == (
         now.pipeline_parallel_size,
         now.model_parallel_size,
@@ -118,7 +118,7 @@ def _model_parts_mismatch(saved: Topology, now: Topology) -> str | None:
 
 
 def _batch_size_mismatch(saved: Topology, now: Topology) -> str | None:
-    """Why `now` cannot restore if its batches have another number of samples; None: they do not."""
+    """Why `now` cannot restore because its batches have another number of samples, or None."""
     if not saved.batch_samples or saved.batch_samples == now.batch_samples:
         return None
     return (

@@ -1,11 +1,11 @@
 """The retention policy: which checkpoints to keep and which to delete, and why. No I/O, no clock.
 
 The rules are Determined's: a checkpoint stays if any rule keeps it. Pinned or held checkpoints and
-those that a run needs stay whatever the rules. Each deletion has a reason too.
+checkpoints that a run needs stay whatever the rules say. Each deletion has a reason too.
 
 *Latest* has two meanings, and both stay: the checkpoint with the most batches, which a run resumes
 from, and the one saved last. They differ after a damaged checkpoint: the run has resumed from an
-older one, and what it saves then must not be deleted in favour of the damaged one.
+older one, and its new checkpoints must not be deleted in favour of the damaged one.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class RetentionPolicy:
         save_experiment_best: number of best checkpoints to keep of all trials together.
         keep_every: per trial, keep the first checkpoint at or after each multiple of this many
             batches or epochs.
-        metric: the validation metric that decides which checkpoint is best. None: if best
+        metric: the validation metric that decides which checkpoint is best. If None, and best
             checkpoints are to be kept, all validated ones are.
-        smaller_is_better: whether a smaller metric is better.
+        smaller_is_better: True if a smaller metric is better.
     """
 
     save_trial_best: int = 1
@@ -67,7 +67,7 @@ class RetentionPolicy:
 
 @dataclass(frozen=True)
 class RetentionDecision:
-    """Whether to keep a checkpoint, and why."""
+    """The decision on a checkpoint, and why."""
 
     manifest: Manifest
     keep: bool
@@ -116,7 +116,7 @@ def decide(
 
 
 def own_metric(manifest: Manifest, metric: str) -> float | None:
-    """The validation metric of this checkpoint's own state; None if there is no comparable one."""
+    """The validation metric of this checkpoint's own state; None if it has no comparable one."""
     value = manifest.metrics.get("validation", {}).get(metric)
     if isinstance(value, bool):
         return None
@@ -165,7 +165,7 @@ class _Standings:
         self._best_of_experiment = _places(_best_first(manifests, policy))
 
     def reasons_to_keep(self, manifest: Manifest, is_running: bool) -> list[str]:
-        """Which rules keep it; empty if none does."""
+        """The rules that keep it; empty if none does."""
         policy, uuid = self._policy, manifest.uuid
         found = []
         if is_running and min(self._furthest[uuid], self._last_saved[uuid]) == 1:

@@ -3,7 +3,7 @@
 A folder whose file system is not mounted looks like an empty storage. So a run reads the mark when
 it begins, and compares it before it commits. It is `layout.MARK`.
 
-If the mark alone is lost, records in the storage tell it as well, and the mark is written again.
+If only the mark is lost, records in the storage identify it too, and the mark is written again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class StorageMark(msgspec.Struct, frozen=True, kw_only=True):
     """The content of a mark.
 
     Attributes:
-        id: random; what tells this storage from others.
+        id: random text that identifies this storage.
         by: user and machine of the run that wrote it: ``user@host``.
         at: when it was written: ISO 8601, UTC.
     """
@@ -64,9 +64,9 @@ def marked(
     """The id of the storage's mark, which is written if there is none.
 
     Args:
-        expected: the id of the storage's mark as the caller knows it; None: the caller does not.
-        is_recorded: whether the storage has a record of what the caller has begun there. Then it
-            is the right one, also if its mark is lost or was replaced since.
+        expected: the id of the storage's mark, or None if the caller does not know it.
+        is_recorded: returns True if the storage has a record that the caller began there. Then it
+            is the right one, even if its mark is lost or was replaced since.
 
     Raises:
         StorageError: the storage has another mark than the expected one, or none, and no record;

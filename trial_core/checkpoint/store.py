@@ -51,7 +51,7 @@ _Names = list[layout.ManifestName]
 _Trials = list[str]
 _AllSwept = list[SweptUpload]
 _Seen = dict[layout.ManifestName, Manifest | None]
-"""Manifests that were read, None for those that cannot be or are deleted."""
+"""Manifests that were read; None for one that cannot be read or is deleted."""
 
 
 class CheckpointStore:
@@ -72,7 +72,7 @@ class CheckpointStore:
             url: fsspec URL, or a local path.
             options: of fsspec's file system: endpoint, credentials, …
             experiment: the name of the experiment that a reference such as ``best`` means, and
-                whose checkpoints an error lists first; empty: none.
+                whose checkpoints an error lists first; may be empty.
 
         Raises:
             StorageError: the URL is invalid, or a package for it is not installed.
@@ -88,7 +88,7 @@ class CheckpointStore:
 
     @property
     def spec(self) -> StorageSpec:
-        """What another process needs to open the same store. May hold credentials."""
+        """The data to open the same store in another process. May hold credentials."""
         return self.storage.spec
 
     @property
@@ -98,7 +98,7 @@ class CheckpointStore:
 
     @property
     def is_process_local(self) -> bool:
-        """Whether only this process can see the stored objects (``memory://``)."""
+        """True if only this process can see the stored objects (``memory://``)."""
         return self.storage.is_process_local
 
     def files_url(self, uuid: str) -> str:
@@ -114,7 +114,7 @@ class CheckpointStore:
         self.storage.check_usable()
 
     def forget_trial(self, trial: str) -> None:
-        """Delete everything of a trial. It must be new, no run of it may be alive."""
+        """Delete everything of a trial. It must be new, and no run of it may be alive."""
         for manifest in self.list(trial):
             self.delete(manifest)
         self.sweep(trial)
@@ -150,7 +150,7 @@ class CheckpointStore:
             after: the newest attempt's number as the caller knows it, 0 for none; a trial that a
                 later attempt has taken over meanwhile is left to that attempt. None: take it over
                 from any attempt.
-            mark: the storage's mark, if the caller knows it; None: whatever storage it is.
+            mark: the storage's mark, if the caller knows it; None accepts any storage.
 
         Returns:
             The fence to pass to `sweep`, `announce_upload` and `commit`.
@@ -169,7 +169,7 @@ class CheckpointStore:
         The driver calls this before any byte is uploaded, and again before each retry.
 
         Args:
-            base: uuid of the checkpoint whose files it may refer to; empty: none.
+            base: uuid of the checkpoint whose files it may refer to; empty for none.
 
         Raises:
             Superseded: another attempt has taken over the trial.
@@ -179,9 +179,8 @@ class CheckpointStore:
     def sweep(self, trial: str, fence: Fence | None = None) -> _AllSwept:
         """Delete the leftovers of a trial's earlier runs. Call this before the run uploads.
 
-        Committed checkpoints and other trials' uploads are not touched, nor is what this attempt
-        writes besides checkpoints. An earlier attempt at this trial that is still alive can no
-        longer commit what it was uploading.
+        Committed checkpoints, other trials' uploads and this attempt's files outside checkpoints
+        stay. An earlier attempt at this trial that is still alive can no longer commit its upload.
 
         Args:
             fence: the sweeping attempt's. Without it, no other run of the trial may be alive.
@@ -197,7 +196,7 @@ class CheckpointStore:
         return sweep(self.storage, trial, references, fence.number)
 
     def references(self, trial: str | None = None) -> References:
-        """Which files the checkpoints of a trial, or of all, have of others: see `references`."""
+        """The files of others that a trial's checkpoints, or all, refer to: see `references`."""
         return self._references.read(trial)
 
     def delete(self, manifest: Manifest) -> DeletedFiles:
@@ -241,7 +240,7 @@ class CheckpointStore:
         commit(self.storage, manifest, fence, base)
 
     def list(self, trial: str | None = None) -> _Manifests:
-        """All checkpoints, or all of a trial, oldest first: those of one moment."""
+        """All checkpoints, or all of a trial, oldest first, as they are at one moment."""
         return sorted(
             self._read_all(trial), key=lambda manifest: (manifest.created_at, manifest.name)
         )
@@ -260,7 +259,7 @@ class CheckpointStore:
         return found
 
     def newest(self, trial: str) -> Manifest | None:
-        """The first of `resume_candidates`, None if there is none. Reads few manifests."""
+        """The first of `resume_candidates`, or None. Reads few manifests."""
         seen: _Seen = {}
         while True:
             names = sorted(self._names(trial), key=lambda name: name.batches, reverse=True)
@@ -289,7 +288,7 @@ class CheckpointStore:
         """The checkpoint with this uuid, or the only one whose uuid begins with it.
 
         Raises:
-            CheckpointNotFound: there is none, or there are several; says which there are.
+            CheckpointNotFound: no checkpoint matches, or several do; says which there are.
             CheckpointDamaged: its manifest cannot be read.
         """
         names = sorted(self._names(), key=lambda name: name.batches)
@@ -316,7 +315,7 @@ class CheckpointStore:
         """Read every byte of a checkpoint and compare sizes and digests; return its manifest.
 
         Args:
-            uuid: of the checkpoint, or an unambiguous prefix of it.
+            uuid: the checkpoint's uuid, or an unambiguous prefix of it.
 
         Raises:
             CheckpointNotFound: no checkpoint or several match, or it has just been deleted.
@@ -331,7 +330,7 @@ class CheckpointStore:
     def find_damage(
         self, uuid: str, entries: Iterable[FileEntry], on_read: OnRead = unheard
     ) -> _Damaged:
-        """Read every byte of files of a checkpoint; return those that differ from their entries.
+        """Read every byte of a checkpoint's `entries`; return the files that differ.
 
         After finding damage in an unclaimed checkpoint, call `raise_if_deleted`.
         """
@@ -360,7 +359,7 @@ class CheckpointStore:
         return [name for _, name in named_keys(self.storage, folder, layout.parse_manifest_key)]
 
     def _read_all(self, trial: str | None) -> _Manifests:
-        """The manifests of one moment that can be read; a warning for each other one."""
+        """The readable manifests, as they are at one moment. Warns of each other one."""
         seen: _Seen = {}
         names = self._names(trial)
         while not self._read_into(seen, names):
@@ -368,7 +367,7 @@ class CheckpointStore:
         return _readable(seen, names)
 
     def _read_into(self, seen: _Seen, names: _Names) -> bool:
-        """Read the manifests that are not in `seen`; whether none was deleted since it was listed.
+        """Read the manifests not in `seen`; return whether all listed ones still exist.
 
         If one was, list again: a later checkpoint may have been committed before the deletion.
         """

@@ -46,7 +46,7 @@ class Damage:
         entry: the file's entry in the manifest.
         seen_bytes: its stored size; None if it is missing.
         seen_digest: its stored digest; None if the size differs already.
-        was_overwritten: whether it changed while it was read.
+        was_overwritten: True if it changed while it was read.
     """
 
     entry: FileEntry
@@ -118,7 +118,7 @@ def note_damage(storage: Storage, uuid: str, damage: Iterable[Damage]) -> None:
 
 
 def noted_damage(storage: Storage, uuid: str, entries: Iterable[FileEntry]) -> list[FileEntry]:
-    """Those files that `note_damage` has noted, also when another checkpoint's were read."""
+    """The files that `note_damage` has noted, also while another checkpoint's files were read."""
     wanted = list(entries)
     noted: set[str] = set()
     for owner in dict.fromkeys(entry.place(uuid)[0] for entry in wanted):
@@ -234,7 +234,7 @@ def read_files(
     on_damage: Callable[[Damage], None],
     on_read: OnRead = unheard,
 ) -> None:
-    """Read whole files, each byte once; write those that have a target.
+    """Read whole files, each byte once; write the files that have a target.
 
     Args:
         on_damage: called once for each damaged file; may raise to end all reads.

@@ -1,1 +1,1 @@
-"""What every room may use, and what knows none of them."""
+"""Helpers for all other folders, none of which they import."""

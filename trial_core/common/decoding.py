@@ -21,7 +21,7 @@ def decode(data: bytes, kind: type[T]) -> T:
     """The value of type `kind` in a JSON document.
 
     Raises:
-        msgspec.MsgspecError, RecursionError: it is something else.
+        msgspec.MsgspecError, RecursionError: it is not.
     """
     try:
         value: T = decoder(kind).decode(data)
@@ -31,17 +31,17 @@ def decode(data: bytes, kind: type[T]) -> T:
 
 
 def convert(fields: Any, kind: type[T]) -> T:
-    """The value of type `kind` with these fields: numbers, strings, lists and dictionaries.
+    """The value of type `kind` with these fields: numbers, strings, lists, dictionaries.
 
     Raises:
-        msgspec.MsgspecError, RecursionError: they are of something else.
+        msgspec.MsgspecError, RecursionError: they are not.
     """
     decoder(kind)
     return msgspec.convert(fields, kind)
 
 
 def decoder(kind: Any) -> msgspec.json.Decoder[Any]:
-    """The decoder of a type, unions and tuples included, which any thread may use."""
+    """The decoder of a type, unions and tuples included, for use in any thread."""
     with _examining:
         if kind not in _decoders:
             _decoders[kind] = msgspec.json.Decoder(kind)

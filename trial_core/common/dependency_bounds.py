@@ -1,4 +1,4 @@
-"""Whether the installed versions of other packages are among those that trialflow works with."""
+"""Compares the installed versions of other packages with the ones that trialflow works with."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ PACKAGE = "trialflow"
 
 @dataclass(frozen=True)
 class OutOfBounds:
-    """A package whose installed version is not among those that trialflow's own metadata allows.
+    """A package whose installed version trialflow's own metadata does not allow.
 
     Attributes:
-        is_older: whether it lacks what trialflow needs; else it is newer than what was tried.
-        expected: as pip takes it: ``deepspeed<0.20,>=0.19.8``.
+        is_older: True if it is too old for trialflow; else it is newer than the versions tried.
+        expected: in pip's form: ``deepspeed<0.20,>=0.19.8``.
     """
 
     installed: str
@@ -37,7 +37,7 @@ def dependencies() -> Iterator[Requirement]:
 
 
 def out_of_bounds(package: str) -> OutOfBounds | None:
-    """How a package's installed version is out of bounds; None: it is not, or not installed."""
+    """How a package's version is out of bounds; None if it is not, or is not installed."""
     needed = next((each for each in dependencies() if each.name == package), None)
     try:
         installed = metadata.version(package)

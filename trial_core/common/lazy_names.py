@@ -16,7 +16,7 @@ def lazy_names(
     """A package's ``__getattr__`` and ``__dir__``.
 
     Args:
-        homes: the module that has a name, or ``module:name`` if it has another one there; names
+        homes: for each name its module, or ``module:name`` if it has another name there. Names
             without a home are the package's own modules.
     """
 

@@ -24,26 +24,26 @@ def one_line(text: str) -> str:
 
 
 def shortened(text: str, most: int = 500) -> str:
-    """`one_line` of a text, of so many characters at most."""
+    """`one_line` of a text, of at most `most` characters."""
     line = one_line(text)
     return line if len(line) <= most else f"{line[: most - 1]}…"
 
 
 def last_line(text: str) -> str:
-    """The last line that is not blank: what a program or an error says in the end."""
+    """The last line that is not blank: the final words of a program or an error."""
     return next((line.strip() for line in reversed(text.split("\n")) if line.strip()), "")
 
 
 def slug(name: str) -> str:
     """A name as part of an id: lower case letters, digits and dashes.
 
-    Several names may have one slug: use it only beside something unique.
+    Several names may have one slug: use it only together with something unique.
     """
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:60] or "trial"
 
 
 def unique_slug(name: str) -> str:
-    """A name as a key of lower case letters, digits and dashes, which no other name has.
+    """A name as a unique key of lower case letters, digits and dashes.
 
     A name of these characters is its own key. Any other name gets a digest.
     """
@@ -67,17 +67,17 @@ def number(value: Any) -> str:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Whether a metric's value is a single number."""
+    """Return whether a metric's value is a single number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def is_finite_number(value: Any) -> TypeGuard[float]:
-    """Whether a metric's value is a single number, and neither NaN nor infinite."""
+    """Return whether a metric's value is a single number, neither NaN nor infinite."""
     return is_number(value) and math.isfinite(value)
 
 
 def main_metric(metrics: Mapping[str, Any], preferred: Iterable[str]) -> tuple[str, Any] | None:
-    """Name and value of one metric: the first preferred one, else the first number."""
+    """The name and value of one metric: the first preferred one, else the first number."""
     numbers = {name: value for name, value in metrics.items() if is_number(value)}
     for name in (*preferred, *numbers):
         if name in numbers:
@@ -104,7 +104,7 @@ def duration(seconds: float) -> str:
 
 
 def clock(seconds: float) -> str:
-    """``0:42``, ``12:05``, ``2:03:09``: has a stable width, for a display that is redrawn."""
+    """``0:42``, ``12:05``, ``2:03:09``: a stable width, for a display that is redrawn."""
     minutes, second = divmod(int(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
@@ -137,7 +137,7 @@ def utilisation(mfu: float) -> str:
 
 
 def ranks_by_node(nodes: Sequence[str]) -> str:
-    """``ranks 0-1 on gpu-7, 2-3 on gpu-8``: where each rank is, in the order of ranks."""
+    """``ranks 0-1 on gpu-7, 2-3 on gpu-8``: the node of each rank, in the order of ranks."""
     parts = []
     for node, group in itertools.groupby(range(len(nodes)), lambda rank: nodes[rank]):
         ranks = list(group)
@@ -147,13 +147,13 @@ def ranks_by_node(nodes: Sequence[str]) -> str:
 
 
 def first_few(names: Collection[str], shown: int = 3, between: str = ", ") -> str:
-    """The first of some names, and how many more there are."""
+    """The first few names, and the number of the others."""
     more = f" and {len(names) - shown} more" if len(names) > shown else ""
     return between.join([*names][:shown]) + more
 
 
 def told_apart(one: Any, other: Any) -> tuple[str, str]:
-    """Two different settings, with as many digits as it takes to tell them apart."""
+    """Two different settings as text, with enough digits to tell them apart."""
     short = setting(one), setting(other)
     return short if short[0] != short[1] else (shortened(repr(one)), shortened(repr(other)))
 
@@ -174,7 +174,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def trial_number(trial: str) -> int | None:
-    """The number at the end of a trial's id: 42 of ``gpt-00000000002a``. None if there is none."""
+    """The number at the end of a trial's id, 42 for ``gpt-00000000002a``; None without one."""
     try:
         return int(trial.rpartition("-")[2], 16)
     except ValueError:

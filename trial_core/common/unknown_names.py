@@ -1,4 +1,4 @@
-"""The errors for names of Determined that do not exist here: they say what to use."""
+"""Errors for Determined's names that do not exist here; each says which name to use."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def unknown_name(of: str, name: str, known: Sequence[str]) -> AttributeError:
     """The error for a `name` that a module or class does not have.
 
     Args:
-        of: the module's or the class's name.
+        of: the name of the module or class.
         known: the names that it has.
     """
     instead = _INSTEAD.get(of, {}).get(name)
@@ -96,7 +96,7 @@ def unknown_name(of: str, name: str, known: Sequence[str]) -> AttributeError:
 
 
 class SaysWhatToUse:
-    """Base of classes that follow one of Determined's: the error of a missing name says more."""
+    """Base of classes that follow a class of Determined: the error for a missing name says more."""
 
     def __getattr__(self, name: str) -> NoReturn:
         kinds = [kind.__name__ for kind in type(self).__mro__]

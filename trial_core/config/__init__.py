@@ -1,6 +1,6 @@
 """The experiment: what to train, with what, for how long, and where its checkpoints go.
 
-Field names are those of Determined's experiment files, and most such files work unchanged: fields
+Fields have the names of Determined's experiment files, and most such files work unchanged: fields
 without a meaning here are ignored with an `IgnoredFieldWarning`. ``load_config`` reads a file,
 ``ExperimentConfig.from_mapping`` a mapping. Both raise a `ConfigError` with one line per mistake::
 

@@ -1,7 +1,7 @@
 """The section `checkpoint_storage`: where checkpoints are stored, and which are kept.
 
 The place is a fsspec URL with options, or one of Determined's forms. The retention rules are
-Determined's, and `keep_every`.
+Determined's, plus `keep_every`.
 """
 
 from __future__ import annotations
@@ -131,13 +131,13 @@ class StorageConfig(Section):
     def retention(
         self, metric: str | None, smaller_is_better: bool, is_continuous: bool = False
     ) -> RetentionPolicy | None:
-        """Which checkpoints are kept; None: all. `metric` decides which is best.
+        """The rules that keep checkpoints; None keeps all. `metric` decides which is best.
 
         If one rule is set, the others have Determined's defaults.
 
         Args:
-            is_continuous: whether a run saves all the time. Then the two latest ones are kept at
-                least, and without a rule all that are validated.
+            is_continuous: True if a run saves all the time. Then at least the two latest are kept,
+                and without a rule all validated ones.
         """
         given = {name: value for name in _RETENTION if (value := getattr(self, name)) is not None}
         if is_continuous:
@@ -157,7 +157,7 @@ class StorageConfig(Section):
         block = given.pop("credentials", None)
         prepared = {**cls._url_and_options(given), **rules}
         options = prepared.get("options", {})
-        if isinstance(options, Mapping):  # else it is refused as what it is
+        if isinstance(options, Mapping):  # validation refuses anything else
             # A storage that is opened with this option refuses: only a flow can read the block.
             named = {} if block is None else {BLOCK: block}
             kept = {name: value for name, value in options.items() if name != BLOCK}

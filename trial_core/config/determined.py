@@ -147,7 +147,7 @@ def entrypoint(value: Any) -> str:
 
 
 def is_script(value: Any) -> bool:
-    """Whether an `entrypoint` that may still be invalid is the command of a Core API script."""
+    """Return whether an `entrypoint`, valid or not, is the command of a Core API script."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", IgnoredFieldWarning)
         try:

@@ -1,4 +1,4 @@
-"""Messages of validation errors: the path, what was expected, what was seen.
+"""Messages of validation errors: the path, the expected and the actual value.
 
 An error carries only its message, never the value: values may be secrets.
 """
@@ -17,11 +17,11 @@ from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 Location = tuple[Any, ...]
 """A path in the file: names of fields and indices of lists, from the outside in."""
 Problem = tuple[Location, str]
-"""A path, and what is wrong there."""
+"""A path, and the problem there."""
 
 
 class ExperimentWarning(UserWarning):
-    """Something in an experiment that is allowed, and may not be meant."""
+    """Something in an experiment that is allowed, but may not be meant."""
 
 
 class IgnoredFieldWarning(ExperimentWarning):
@@ -93,7 +93,7 @@ def format_path(path: Location) -> str:
 
 
 def error_lines(error: ValidationError) -> list[str]:
-    """One line per problem: its path, what was expected, what was seen."""
+    """One line per problem: its path, the expected and the actual value."""
     lines = []
     for details in error.errors(include_url=False):
         path = format_path(details["loc"])

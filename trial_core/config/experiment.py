@@ -83,7 +83,7 @@ _NOT_IN_DIGEST: dict[str, Any] = {
 
 
 def _absolute(folder: str | Path) -> Path:
-    # Not `Path.expanduser`, which raises if there is no such user.
+    # Not `Path.expanduser`, which raises if the user is unknown.
     return Path(os.path.abspath(os.path.expanduser(folder)))
 
 
@@ -106,7 +106,7 @@ def _default_model(experiment: str) -> str:
 def _ignored_fields(section: type[Section], data: Any) -> dict[str, Any]:
     """The fields that `section` and the sections in it ignore, in their places.
 
-    Without those of sections that hold secrets, such as a registry's password.
+    Except for sections that hold secrets, such as a registry's password.
     """
     if not isinstance(data, Mapping) or section.holds_secrets:
         return {}
@@ -354,12 +354,12 @@ class ExperimentConfig(Section):
 
     @property
     def saves_continuously(self) -> bool:
-        """Whether the next checkpoint begins when the last one is stored."""
+        """True if the next checkpoint begins when the last one is stored."""
         return self.min_checkpoint_period == "continuous"
 
     @property
     def is_script(self) -> bool:
-        """Whether the ranks run a script: with `Trainer`, or a Core API script."""
+        """True if the ranks run a script: with `Trainer`, or a Core API script."""
         return is_command(self.entrypoint)
 
     def require_trial(self, flow: str) -> None:
@@ -399,9 +399,9 @@ class ExperimentConfig(Section):
         """This experiment, with a new trial that starts from a checkpoint.
 
         Args:
-            uuid: of a checkpoint of the same storage.
-            path: instead: path or URL of a checkpoint of another program.
-            weights_only: whether to load only the models' weights.
+            uuid: a checkpoint of the same storage.
+            path: instead, path or URL of another program's checkpoint.
+            weights_only: True to load only the models' weights.
 
         Raises:
             ConfigError: `path` is a URL with a password or a signature.
@@ -422,10 +422,10 @@ class ExperimentConfig(Section):
         return self.model_copy(update={"searcher": searcher})
 
     def retention(self, has_metric: bool = True) -> RetentionPolicy | None:
-        """Which of this experiment's checkpoints are kept; None: all.
+        """The rules that keep its checkpoints; None keeps all.
 
         Args:
-            has_metric: whether its runs report the searcher metric.
+            has_metric: True if its runs report the searcher metric.
         """
         metric, smaller_is_better = self.searcher.metric, self.searcher.smaller_is_better
         return self.checkpoint_storage.retention(
@@ -451,7 +451,7 @@ class ExperimentConfig(Section):
         return self.model_dump(mode="json", exclude=_NOT_IN_DIGEST)
 
     def digest(self) -> str:
-        """``sha256:…`` of the fields that decide what is trained and how.
+        """``sha256:…`` of the fields that determine the training.
 
         The same experiment has the same digest on every machine: the code folder, storage,
         checkpointing, stopping, retraining and the ranks' environment are left out, and with them
@@ -486,7 +486,7 @@ def load_config(
 
     Args:
         overrides: ``"a.b.c=value"``, applied in turn before validation; values are YAML. Or a
-            mapping: ``{"a.b.c": value}``, whose values stay what they are: a text is no YAML.
+            mapping: ``{"a.b.c": value}``, whose values are taken as they are, not as YAML.
 
     Raises:
         ConfigError: one line per mistake.

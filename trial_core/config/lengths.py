@@ -19,7 +19,7 @@ OPEN_END = Batch(MAX_COUNT)
 
 
 def named_length(experiment: Mapping[str, Any]) -> TrainUnit | None:
-    """The length of training in a checked experiment, as plain data; None: it names none."""
+    """The length of training in a checked experiment, as plain data; None if it names none."""
     value = (experiment.get("searcher") or {}).get("max_length")
     length = None if value is None else _length(value)
     return None if length == OPEN_END else length

@@ -1,6 +1,6 @@
 """Reading the experiment file, and overriding parts of it.
 
-Plain scalars are those of YAML 1.2, as in Determined: ``1e-5`` is a number, ``no`` and
+Plain scalars follow YAML 1.2, as in Determined: ``1e-5`` is a number, ``no`` and
 ``2024-01-01`` are text. A duplicate key is an error; YAML libraries silently use the last one.
 """
 
@@ -26,7 +26,7 @@ _UNITS = ("batches", "epochs", "records")
 
 
 MAX_CHARACTERS = 2**20
-"""The size of an experiment file. The parser needs some ten seconds for as much."""
+"""The size limit of an experiment file. The parser needs some ten seconds for as much."""
 
 MAX_VALUES = 100_000
 """Values in a file, its aliases written out: a few lines of aliases may stand for billions."""
@@ -79,7 +79,7 @@ def _measure(node: Node, measured: dict[int, tuple[int, int]]) -> tuple[int, int
     return values, levels
 
 
-_Loader.yaml_implicit_resolvers = {}  # drops those of YAML 1.1; the ones of 1.2 follow below
+_Loader.yaml_implicit_resolvers = {}  # drops the scalars of YAML 1.1; YAML 1.2's follow below
 _Loader.yaml_constructors = {None: yaml.SafeLoader.construct_undefined}
 
 
@@ -176,7 +176,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file.
 
     Raises:
-        ConfigError: there is no such file, it cannot be read, or it is not a YAML mapping.
+        ConfigError: the file does not exist, cannot be read, or is not a YAML mapping.
     """
     try:
         with path.open(encoding="utf-8-sig") as file:
@@ -248,7 +248,7 @@ def override_values(mapping: Mapping[str, Any], values: Mapping[str, Any]) -> di
     """`mapping` with each ``{"a.b.c": value}`` applied in turn, as `override` does.
 
     Raises:
-        ConfigError: a key is no path, or its path leads through a non-mapping; a text cannot be
+        ConfigError: a key is not a path, or its path leads through a non-mapping; a text cannot be
             encoded.
     """
     result = dict(mapping)
@@ -278,7 +278,7 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
 
 
 def warn_of_new_hyperparameters(mapping: Mapping[str, Any], overrides: Iterable[str]) -> None:
-    """Warn of every hyperparameter that an override adds to those of the file.
+    """Warn of every hyperparameter that an override adds to the file's.
 
     Args:
         mapping: the file, without the overrides, which must be well-formed.

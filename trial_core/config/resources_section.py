@@ -253,12 +253,12 @@ class ResourcesConfig(Section):
 
     @property
     def min_slots(self) -> int | Literal["auto"]:
-        """With fewer slots, the run does not train."""
+        """The fewest slots with which the run trains."""
         slots = self.slots_per_trial
         return slots.min if isinstance(slots, SlotRange) else slots
 
     @property
     def max_slots(self) -> int | Literal["auto"]:
-        """The run uses no more slots."""
+        """The most slots that the run uses."""
         slots = self.slots_per_trial
         return slots.max if isinstance(slots, SlotRange) else slots

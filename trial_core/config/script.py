@@ -1,7 +1,7 @@
 """The experiment of a user's script.
 
-A script gives entrypoint, length and periods in Python. Its `exp_conf` may have any fields. Those
-that a script uses are validated like an experiment file's; the others are only the trial's.
+A script gives entrypoint, length and periods in Python. Its `exp_conf` may have any fields. The
+fields that a script uses are validated like an experiment file's; the others are only the trial's.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _USED_OF_SEARCHER = (
     "source_trial_id", "source_weights_only",
 )  # fmt: skip
 _USED_OF_STOPPING = ("stall_timeout_seconds",)
-"""Who has started the ranks decides how long a stop may take."""
+"""The launcher of the ranks decides how long a stop may take."""
 
 logger = logging.getLogger(__name__)
 
@@ -47,9 +47,9 @@ def script_config(
     """The experiment of this script.
 
     Args:
-        exp_conf: any fields. A script uses those in `_USED`, `_USED_OF_SEARCHER` and
+        exp_conf: any fields. A script uses the ones in `_USED`, `_USED_OF_SEARCHER` and
             `_USED_OF_STOPPING`.
-        hparams: hyperparameters; they replace those of `exp_conf`.
+        hparams: hyperparameters, which replace the ones of `exp_conf`.
         trial_class: the trial, if known.
         max_length: the length of training, if known, also as in an experiment file.
 
@@ -91,16 +91,15 @@ def named_metric(exp_conf: Mapping[str, Any]) -> str | None:
 
 
 def given_length(exp_conf: Mapping[str, Any]) -> Any:
-    """The length of training as `exp_conf` gives it, not checked; None: it gives none."""
+    """The length of training as `exp_conf` gives it, not checked; None if it gives none."""
     searcher = exp_conf.get("searcher")
     return searcher.get("max_length") if isinstance(searcher, Mapping) else None
 
 
 def has_code_folder(module_name: str) -> bool:
-    """Whether a module is in a file that is the user's own.
+    """Return whether a module is in a file that is the user's own.
 
-    Not so in a notebook, and in an installed package or command, whose folder also holds all
-    others.
+    False in a notebook, and in an installed package or command, whose folder also holds all others.
     """
     module = sys.modules.get(module_name)
     file = getattr(module, "__file__", None)
@@ -116,7 +115,7 @@ def _command_folders() -> list[Path]:
 
 
 def started_module() -> str | None:
-    """The module that this program was started as, with ``python -m``; None: it was not."""
+    """The module that this program was started as, with ``python -m``, or None."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     return None if spec is None else str(spec.name)
 
@@ -132,7 +131,7 @@ def _module_of(script: Path, trial_class: type | None) -> tuple[Path, str]:
 
 
 def checked_mapping(value: Any, name: str) -> Mapping[str, Any]:
-    """A mapping that a script has given; empty for None. Raises ConfigError if it is none."""
+    """A mapping that a script has given; empty for None. Raises ConfigError for anything else."""
     if value is None:
         return {}
     if not isinstance(value, Mapping):

@@ -16,7 +16,7 @@ _TYPES = ("int", "double", "log", "categorical")
 
 
 def is_search_range(value: Mapping[str, Any]) -> bool:
-    """Whether `value` is a range such as ``{type: int, minval: 1, maxval: 4}``."""
+    """Return whether `value` is a range such as ``{type: int, minval: 1, maxval: 4}``."""
     return value.get("type") in _TYPES and not {"minval", "maxval", "vals"}.isdisjoint(value)
 
 

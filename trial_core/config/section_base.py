@@ -33,7 +33,7 @@ class Section(BaseModel):
     Attributes:
         yaml_path: the section's path in the file.
         ignored: fields of Determined that have no effect here, each with the reason.
-        holds_secrets: whether its errors must not show values.
+        holds_secrets: True if its errors must not show values.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
@@ -78,7 +78,7 @@ class Section(BaseModel):
 
     @classmethod
     def _takes_null(cls, name: str) -> bool:
-        """Whether null is a value with a meaning for a field.
+        """Return whether null is a value with a meaning for a field.
 
         If not, null is dropped: Determined's files have many nulls that mean the default.
         """

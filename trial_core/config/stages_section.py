@@ -66,7 +66,7 @@ class StageConfig(Section):
 
     @classmethod
     def prepare(cls, data: Any) -> dict[str, Any]:
-        """Refuses a period for what happens once."""
+        """Refuses a period for an event that happens once."""
         given = super().prepare(data)
         if given.get("after") == "training" and given.get("every") is not None:
             raise validation_error("has no effect with after: training, which is once", "every")
@@ -74,5 +74,5 @@ class StageConfig(Section):
 
     @property
     def gives_validation_metrics(self) -> bool:
-        """Whether what it returns is reported with the validation's metrics."""
+        """True if its result is reported with the validation's metrics."""
         return self.after == "validate" and self.blocking

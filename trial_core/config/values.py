@@ -33,7 +33,7 @@ MAX_COUNT = 10**10 - 1
 Other counts have the same limit."""
 
 MAX_SECONDS = 10 * 365 * 86400
-"""Ten years. Much longer times exceed what the system's calls, or dates, can express."""
+"""Ten years. Much longer times exceed the range of the system's calls, or of dates."""
 
 MAX_LEVELS = 100
 """Collections within collections. Many more would exceed Python's stack."""
@@ -104,7 +104,7 @@ def _key(key: Any) -> str:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether `text` can be stored: UTF-8 cannot encode a lone half of a surrogate pair."""
+    """Return whether `text` can be stored: UTF-8 cannot encode a lone half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError:

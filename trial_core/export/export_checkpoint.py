@@ -1,4 +1,4 @@
-"""Writes what a checkpoint holds for other programs: its weights to a file, or a folder.
+"""Exports a checkpoint for other programs: its weights to a file, or to a folder.
 
 Consolidates ZeRO's shards; of a PyTorchTrial, writes one of its models. Imports torch when it
 converts, so a flow has it done in another process (`export_process.py`).
@@ -38,13 +38,13 @@ HUB = ("hf", "adapter")
 FOLDERS = ("hf", "adapter", "deepspeed", "universal")
 """The formats that are folders."""
 MARK = "trialflow_export.json"
-"""The file of an exported folder that says what was exported. Only what it names is replaced."""
+"""The file of an exported folder that lists the exported files. Only they are replaced."""
 SUFFIXES = (".safetensors", ".pt", ".bin")
 PYTORCH_STATE = "state_dict.pth"
 PYTORCH_FROZEN = "state_dict_frozen.pth"
-"""The file that holds all models of a PyTorchTrial, or names those that are sharded."""
+"""The file that holds all models of a PyTorchTrial, or names the sharded ones."""
 FINGERPRINTS = "trialflow/fingerprints-"
-"""With what the names begin of the files that an export is compared with."""
+"""The prefix of the names of files that an export is compared with."""
 PYTORCH_SHARDS = "shards/models_state_dict/"
 """The folder of the parts of sharded models."""
 _logger = logging.getLogger(__name__)
@@ -57,8 +57,8 @@ class ExportRequest:
     Attributes:
         engine: index of the trial's engine, or of a PyTorchTrial's model.
         dtype: precision of the exported weights.
-        is_trusted: whether to read objects of any class.
-        shard_size: of a folder: the size of its largest file.
+        is_trusted: True to read objects of any class.
+        shard_size: the size of the largest file of a folder.
     """
 
     manifest: Manifest
@@ -69,7 +69,7 @@ class ExportRequest:
     shard_size: str = "2GB"
 
     def __post_init__(self) -> None:
-        """Refuses a format or a precision that there is not. Raises ConfigError."""
+        """Refuses an unknown format or precision. Raises ConfigError."""
         for name, value, known in (
             ("format", self.format, get_args(Format)),
             ("dtype", self.dtype, get_args(Precision)),
@@ -80,7 +80,7 @@ class ExportRequest:
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written.
+    """The result of an export.
 
     Attributes:
         names: how many weights, or files of DeepSpeed's formats.
@@ -96,7 +96,7 @@ class _Mark(msgspec.Struct, kw_only=True):
     """The content of `MARK`.
 
     Attributes:
-        files: what was exported, by its path in the folder.
+        files: the paths of the exported files in the folder.
     """
 
     checkpoint: str
@@ -110,7 +110,7 @@ def check_target(to: Path, format_: Format, force: bool) -> None:
     """Check that an export may be written to `to`.
 
     Raises:
-        ConfigError: it has another name than the format needs, or there is something else.
+        ConfigError: its name does not suit the format, or something else is there.
     """
     is_folder = format_ in FOLDERS
     if not is_folder and to.suffix not in SUFFIXES:
@@ -137,10 +137,10 @@ def check_target(to: Path, format_: Format, force: bool) -> None:
 
 
 def _check_export(folder: Path) -> None:
-    """Check that a folder holds what an export has written, and nothing else.
+    """Check that a folder holds the files of an export, and nothing else.
 
     Raises:
-        ConfigError: names what would be lost.
+        ConfigError: names the files that would be lost.
     """
     try:
         mark = decode((folder / MARK).read_bytes(), _Mark)
@@ -179,16 +179,16 @@ def export_checkpoint(
     force: bool = False,
     on_read: OnRead | None = None,
 ) -> Exported:
-    """Fetch and verify a checkpoint's files, and write what they hold.
+    """Fetch and verify a checkpoint's files, and write them in the requested format.
 
     Args:
         to: a file, .safetensors, .pt or .bin; or a folder.
-        force: whether to replace an existing file or exported folder.
-        on_read: called while the files are fetched; they are converted then.
+        force: True to replace an existing file or exported folder.
+        on_read: called while the files are fetched, before they are converted.
 
     Raises:
         ConfigError: see `check_target`.
-        CheckpointError: the checkpoint does not hold what is to be written.
+        CheckpointError: the checkpoint does not hold the requested content.
         CheckpointDamaged: a file is missing or differs.
         StorageError: the storage failed, or the target cannot be written.
     """

@@ -1,4 +1,4 @@
-"""Exports a checkpoint in another process: that of a flow imports neither torch nor DeepSpeed."""
+"""Exports a checkpoint in another process: a flow's own imports neither torch nor DeepSpeed."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from trial_core.launch.machine.callback_process import call_function
 def export_in_process(
     config: ExperimentConfig, uuid: str, to: Path, *, force: bool, **options: Any
 ) -> Exported:
-    """Write what a checkpoint of the experiment's storage holds to a file or a folder.
+    """Export a checkpoint of the experiment's storage to a file or a folder.
 
     Args:
-        uuid: of the checkpoint.
-        force: whether to replace an existing file or exported folder.
+        uuid: the checkpoint's uuid.
+        force: True to replace an existing file or exported folder.
         options: fields of `ExportRequest`.
 
     Raises:
@@ -50,7 +50,7 @@ def export_in_process(
 
 
 def export_here(argument: Mapping[str, Any]) -> dict[str, Any]:
-    """In the process: export; what came of it."""
+    """Export in this process; return the result or the error."""
     config = ExperimentConfig.from_mapping(argument["config"])
     storage = config.checkpoint_storage
     store = CheckpointStore(storage.url, storage.options, config.name)

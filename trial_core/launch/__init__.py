@@ -1,1 +1,1 @@
-"""Processes: of this machine, of other machines, and what they need."""
+"""Starts the ranks of a run, on this machine and on nodes."""

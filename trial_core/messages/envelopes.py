@@ -20,13 +20,13 @@ MetricsKind = Literal["training", "validation"]
 
 
 class Invitation(Message):
-    """What a rank needs to join a driver that has not started it.
+    """The data by which a rank joins a driver that has not started it.
 
     Attributes:
-        path: of the channel's Unix socket, for ranks of the driver's machine.
-        address: for ranks of other machines, ``tls://HOST:PORT,…``; None: they cannot join.
-        secret: of the channel.
-        log_dir: where ranks of the driver's machine write the stacks of their threads.
+        path: the channel's Unix socket, for ranks on the driver's machine.
+        address: for ranks on other machines, ``tls://HOST:PORT,…``; None if they cannot join.
+        secret: the channel's secret.
+        log_dir: the folder where ranks on the driver's machine write their threads' stacks.
     """
 
     path: str
@@ -39,7 +39,7 @@ class Hello(Message):
     """A rank's first message, after both ends have proved that they know the secret.
 
     Attributes:
-        is_interactive: whether a person uses its process, for example in a notebook.
+        is_interactive: True if a person uses the rank's process, for example in a notebook.
     """
 
     rank: int
@@ -49,7 +49,7 @@ class Hello(Message):
 
 
 class Envelope(Message):
-    """A request, and the number that its answer will have."""
+    """A request, and the number that its answer will repeat."""
 
     number: int
     request: AnyRequest
@@ -60,9 +60,9 @@ class RankError(Message):
 
     Attributes:
         error_type: the name of its class.
-        is_ours: whether it is a `TrialflowError`; a user's class may have the same name.
-        message, traceback: of the exception, as text.
-        batches_trained: how many batches the rank had trained; None before the trial was built.
+        is_ours: True if it is a `TrialflowError`; a user's class may have the same name.
+        message, traceback: the exception's, as text.
+        batches_trained: the batches that the rank had trained; None before the trial was built.
     """
 
     error_type: str
@@ -107,7 +107,7 @@ class ResumeUntil(Message):
     """All ranks are paused: continue to this step of this workload, and end there.
 
     Attributes:
-        is_break: whether only a train-workload ends there, and others follow.
+        is_break: True if only a train-workload ends there, and others follow.
     """
 
     workload: int
@@ -116,11 +116,12 @@ class ResumeUntil(Message):
 
 
 class StopRequested(Message):
-    """This rank was asked to stop. If its trial asks, the rank begins no batch before all have
-    agreed on the last one.
+    """This rank was asked to stop.
+
+    If its trial asked, the rank begins no batch before all ranks have agreed on the last one.
 
     Attributes:
-        reason: that of a signal to the rank; None: the trial asks.
+        reason: a signal's reason; None if the trial asks.
         detail: what happened, for people: ``SIGTERM``.
     """
 
@@ -129,11 +130,11 @@ class StopRequested(Message):
 
 
 class Abort(Message):
-    """End your part of the run with this error. For ranks that the driver has not started.
+    """End your part of the run with this error. Sent to ranks that the driver has not started.
 
     Attributes:
         error_type: the name of the error's class.
-        details: its other attributes, if the class has some.
+        details: the error's other attributes, if its class has any.
     """
 
     error_type: str
@@ -152,7 +153,7 @@ class Abort(Message):
 
     @property
     def error(self) -> TrialflowError:
-        """The error, to be raised on a rank."""
+        """The error, for the rank to raise."""
         known = getattr(errors, self.error_type, None)
         if isinstance(known, type) and issubclass(known, TrialflowError):
             arguments = () if known is RankFailed else (self.message,)
@@ -172,7 +173,7 @@ class StacksDumped(Message):
 
 
 class BytesWritten(Message):
-    """How many bytes a rank that the driver has not started has written to disks and to its log.
+    """The bytes that a rank that the driver has not started has written to disks and its log.
 
     Sent every few seconds, if it has grown."""
 
@@ -202,10 +203,10 @@ class MetricsReported(Message):
     """Metrics that a Core API script has reported on rank 0.
 
     Attributes:
-        steps, seconds: trained since its last report, validation or checkpoint, and how long that
-            took; with training metrics of a script that says what a step holds, else 0.
-        work: of one step, on all ranks.
-        device: the name of the accelerator that the script computes on; empty: the CPU.
+        steps, seconds: the steps since its last report, validation or checkpoint, and their
+            duration. Both are 0 unless these are training metrics of a script that states its work.
+        work: the work of a step, on all ranks.
+        device: the name of the accelerator that the script computes on; empty for the CPU.
     """
 
     kind: MetricsKind
@@ -218,8 +219,10 @@ class MetricsReported(Message):
 
 
 class CheckpointWritten(Message):
-    """A Core API script has written a checkpoint to its ranks' staging folders. It waits until the
-    driver has committed it, and then released the folders; if not `waits`, before the next one."""
+    """A Core API script has written a checkpoint to its ranks' staging folders.
+
+    It waits until the driver has committed it, and then released the folders. If not `waits`, it
+    does so before its next checkpoint."""
 
     uuid: str
     steps_completed: int
@@ -227,7 +230,7 @@ class CheckpointWritten(Message):
 
 
 class Length(msgspec.Struct):
-    """A length or period of training; several numbers: those at which something is due."""
+    """A length or period of training; several numbers are the points where something is due."""
 
     unit: Literal["batches", "epochs"]
     value: int | list[int]
@@ -248,7 +251,7 @@ class FitBegun(Message):
 
 
 ScriptEvent = MetricsReported | CheckpointWritten | FitBegun
-"""What a script tells the driver, from rank 0."""
+"""A script's events, from rank 0."""
 
 FromRank = (
     Answer
@@ -270,7 +273,7 @@ class Peer:
     """A rank that has joined the channel.
 
     Attributes:
-        is_here: whether `pid` is its process on this machine.
+        is_here: True if `pid` is its process on this machine.
         is_interactive: as in `Hello`.
     """
 
@@ -282,11 +285,11 @@ class Peer:
 
 
 encode: Callable[[Message], bytes] = msgspec.msgpack.Encoder().encode
-"""The bytes of a message."""
+"""Encodes a message."""
 
 
 def decoding(kind: Any) -> Callable[[bytes], Any]:
-    """A function that decodes messages of a type. Raises msgspec.DecodeError for any others."""
+    """A function that decodes messages of a type, or raises msgspec.DecodeError."""
     decoder = msgspec.msgpack.Decoder(kind)
 
     def decode(data: bytes) -> Any:
@@ -305,13 +308,13 @@ decode_invitation: Callable[[bytes], Invitation | Abort] = decoding(Invitation |
 
 
 def check_integer(value: int, place: str) -> None:
-    """Refuse a metric that no message can hold: MessagePack has integers of 64 bits.
+    """Refuse a metric that messages cannot hold: MessagePack's integers have 64 bits.
 
     Args:
-        place: what holds it, for the error.
+        place: the metric's holder, for the error.
 
     Raises:
-        TrialError: it is below -2**63, or not below 2**64.
+        TrialError: `value` is below -2**63, or not below 2**64.
     """
     if not -(2**63) <= value < 2**64:
         raise errors.TrialError(

@@ -27,7 +27,7 @@ class Request(Message):
 
     Attributes:
         lane: the lane of the rank that runs it.
-        stage: what it is part of, for people: the name of a Prefect task, if there is one.
+        stage: the stage that it belongs to, for people: the name of a Prefect task, if any.
     """
 
     lane: ClassVar[Lane] = "compute"
@@ -35,20 +35,20 @@ class Request(Message):
 
     @property
     def title(self) -> str:
-        """What the ranks do, for messages."""
+        """The ranks' work, for messages."""
         return self.stage
 
 
 class Result(Message):
-    """What a rank returns for a request."""
+    """A rank's reply to a request."""
 
 
 class MayStop(Result):
     """The result of a request during which the trial may request a stop.
 
     Attributes:
-        stop_requested: whether the trial on this rank has requested one.
-        stop_reason: why, if the trial says so.
+        stop_requested: True if the trial on this rank has requested a stop.
+        stop_reason: the trial's reason, if any.
     """
 
     stop_requested: bool = False
@@ -60,8 +60,8 @@ class NonFinite(msgspec.Struct, frozen=True):
 
     Attributes:
         first: index of the first such batch.
-        since: index of the batch since which it was so until the workload's end; None: the last
-            batch's was finite.
+        since: index of the batch from which it was so until the workload's end; None if the last
+            batch's value was finite.
     """
 
     first: int
@@ -69,7 +69,7 @@ class NonFinite(msgspec.Struct, frozen=True):
 
 
 class Done(Result):
-    """The request is done; there is nothing else to report."""
+    """The request is done, and there is nothing else to report."""
 
 
 class Ping(Request):
@@ -84,8 +84,8 @@ class BuildTrial(Request):
     Attributes:
         experiment: the validated experiment configuration, as plain data.
         run_dir: the run's folder on the driver's machine: logs, staging, restored files.
-        micro_batch_samples: samples of a micro-batch of the engines; 0: as many as a batch of a
-            rank has; None: as configured.
+        micro_batch_samples: samples in a micro-batch of the engines; 0: as many as in a rank's
+            batch; None: as configured.
     """
 
     stage: ClassVar[str] = "build-trial"
@@ -117,7 +117,7 @@ class FetchCheckpoint(Request):
 
     Attributes:
         files: all files of the checkpoint.
-        saved_by: the topology that saved it; only the files that this machine's ranks need are
+        saved_by: the topology that saved it; only files that this machine's ranks need are
             downloaded. None: all files.
         restore: which parts will be restored.
     """
@@ -149,8 +149,8 @@ class BuildLoadersAndRestore(Request):
         batches_trained: where training begins or continues.
         checkpoint: uuid of a checkpoint that has been fetched.
         restore: which parts are restored.
-        saved_by: the topology that saved it; None: the same as now.
-        validation_limit: maximum `evaluate_batch` calls per validation; None: no limit.
+        saved_by: the topology that saved it; None for the present one.
+        validation_limit: maximum `evaluate_batch` calls per validation; None for no limit.
     """
 
     stage: ClassVar[str] = "build-loaders"
@@ -167,10 +167,10 @@ class ReadyToTrain(Result):
     Attributes:
         epoch: the length of an epoch; None if the training loader has no length.
         restore_seconds: how long the rank read and loaded the checkpoint.
-        loads_micro_batches: whether the training loader has the engine's micro-batch size, which
+        loads_micro_batches: True if the training loader has the engine's micro-batch size, which
             may then be changed; None on a rank that needs no data.
-        overridden_optimizers, overridden_schedulers: the settings of the trial's that the restore
-            has replaced by the checkpoint's, for people; see `BuiltSettings`.
+        overridden_optimizers, overridden_schedulers: the trial's settings that the restore has
+            replaced with the checkpoint's, for people; see `BuiltSettings`.
     """
 
     epoch: EpochLength | None
@@ -191,15 +191,15 @@ class Trained(MayStop, kw_only=True):
     """A train-workload has ended.
 
     Attributes:
-        batches_trained: of the trial; less than `until` if a stop was requested.
+        batches_trained: the trial's; fewer than `until` if a stop was requested.
         metrics: averaged over the workload's batches and all ranks; the same on every rank.
         data_seconds: how long this rank waited for data.
-        forward_seconds: how long a forward pass of this rank took; 0: unknown.
-        learning_rates: of the next batch, one per optimizer; None: an engine has none.
+        forward_seconds: how long a forward pass of this rank took; 0 if unknown.
+        learning_rates: the next batch's, one per optimizer; None for an engine that has none.
         non_finite: this rank's metrics that were NaN or infinite in some batch.
         scaled_steps, skipped_steps: optimizer steps with a loss scaler, and how many it skipped.
         work: of one batch on all ranks, as far as this rank knows it.
-        device: the name of the accelerator that this rank computes on; empty: the CPU.
+        device: the name of the accelerator that this rank computes on; empty for the CPU.
         peak_memory_bytes: the most that this rank has used since it was started.
     """
 
@@ -224,10 +224,10 @@ class NameMetrics(Request):
 
 
 class MetricsNamed(Result):
-    """The names of the validation metrics; None if one batch does not tell them.
+    """The names of the validation metrics; None if one batch does not reveal them.
 
     Attributes:
-        may_be_more: whether a callback may add others in on_validation_end.
+        may_be_more: True if a callback may add others in on_validation_end.
     """
 
     names: list[str] | None
@@ -245,7 +245,7 @@ class Validated(MayStop, kw_only=True):
 
     Attributes:
         metrics: reduced over all ranks, the same on every rank.
-        is_broken_off: whether it ended early, without metrics, because of a stop request.
+        is_broken_off: True if it ended early, without metrics, because of a stop request.
     """
 
     metrics: dict[str, Any]
@@ -264,7 +264,7 @@ class Saved(MayStop, kw_only=True):
     """The rank's state is staged; training may continue.
 
     Attributes:
-        writes_run_files: whether the rank has TensorBoard files to upload.
+        writes_run_files: True if the rank has TensorBoard files to upload.
     """
 
     staging: str
@@ -310,8 +310,8 @@ class ReleaseStaging(Request):
 class RunHook(Request):
     """Call `hook` on every callback of the trial.
 
-    `arguments` are those that the driver knows; the rank adds the others (metrics of the last
-    workload, its staging folder).
+    `arguments` has the ones that the driver knows. The rank adds the others: the metrics of the
+    last workload, its staging folder.
     """
 
     stage: ClassVar[str] = "callbacks"
@@ -320,7 +320,7 @@ class RunHook(Request):
 
     @property
     def title(self) -> str:
-        """What the ranks do, for messages."""
+        """The ranks' work, for messages."""
         return f"{self.stage} {self.hook}"
 
 
@@ -328,7 +328,7 @@ class HookDone(MayStop, kw_only=True):
     """The callbacks have run.
 
     Attributes:
-        metrics: after on_validation_end, from rank 0: the metrics as the callbacks have left them.
+        metrics: from rank 0 after on_validation_end: the metrics as the callbacks have left them.
     """
 
     metrics: dict[str, Any] | None = None
@@ -344,7 +344,7 @@ class RunFilesStored(Result):
     """The rank's TensorBoard files are stored, unless `problem` is set.
 
     Attributes:
-        files: how many were new or changed.
+        files: the number of new or changed files.
         problem: why they could not be stored.
     """
 
@@ -356,9 +356,9 @@ class RunScript(Request):
     """Run the Core API script that `BuildTrial` named, to its end.
 
     Attributes:
-        checkpoint: uuid of a fetched checkpoint, for the script to resume from; None: none.
+        checkpoint: uuid of the fetched checkpoint that the script resumes from, or None.
         batches_trained: the trial's, at that checkpoint.
-        best_metric: the best searcher metric until then; None: there is none.
+        best_metric: the best searcher metric until then, or None.
     """
 
     stage: ClassVar[str] = "run-script"
@@ -371,8 +371,8 @@ class ScriptEnded(Result):
     """The script has ended without an error.
 
     Attributes:
-        was_preempted: whether it was told on this rank to save and end.
-        writes_run_files: whether the rank has TensorBoard files to upload.
+        was_preempted: True if it was told on this rank to save and end.
+        writes_run_files: True if the rank has TensorBoard files to upload.
         peak_memory_bytes: the most that the rank has used since it was started.
     """
 

@@ -1,8 +1,8 @@
 """References to checkpoints: a uuid, a trial's best or latest one, or a model's in the registry.
 
-``best`` and ``latest`` are of the newest trial of the store's experiment; ``best:gpt-4f0c21aa`` and
-``latest:gpt-4f0c21aa`` name the trial. ``champion:gpt``, ``previous:gpt`` and ``gpt:7`` are of a
-model. Neither uuids, trials nor models have colons, and no uuid begins with such a word.
+``best`` and ``latest`` refer to the newest trial of the store's experiment; ``best:gpt-4f0c21aa``
+and ``latest:gpt-4f0c21aa`` name the trial. ``champion:gpt``, ``previous:gpt`` and ``gpt:7`` refer
+to a model. Neither uuids, trials nor models have colons, and no uuid begins with such a word.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def referenced_uuid(store: CheckpointStore, reference: str) -> str:
     """The uuid that a reference names. A uuid, or the beginning of one, stands for itself.
 
     Raises:
-        CheckpointNotFound: the reference has another form, or there is no such checkpoint.
+        CheckpointNotFound: `reference` has another form, or names no checkpoint.
         CheckpointError: no trial may have that id.
-        ModelNotFound: there is no such model, alias or version.
+        ModelNotFound: the model, alias or version does not exist.
         RegistryError: no model may have that name.
     """
     first, colon, trial = reference.partition(":")

@@ -28,7 +28,7 @@ from trial_core.config.values import to_plain_data
 from trial_core.errors import ConfigError
 
 _TEMPLATE_MARKS = ("{{", "{%", "{#")
-# What an expression may raise: a missing key, a division by zero, a date out of range.
+# The errors of an expression: a missing key, a division by zero, a date out of range.
 _TEMPLATE_ERRORS = (
     TemplateError,
     ArithmeticError,

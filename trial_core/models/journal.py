@@ -12,7 +12,7 @@ Each record is an object in the storage, created once::
     models/{model}/retrainings/{run}/callback-00.json a callback was called
     models/{model}/retrainings/{run}/report.md        the report
 
-An attempt after a crash reads the journal and continues behind the last record. All attempts
+An attempt after a crash reads the journal and continues after the last record. All attempts
 therefore decide alike, and only the stage that was interrupted runs again.
 
 One plan can be replaced: while its champion is not validated, a later attempt plans with the
@@ -37,15 +37,15 @@ REPORT = "report.md"
 
 
 class RetrainingPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What a retraining does.
+    """The plan of a retraining.
 
     Attributes:
         trial: id of the challenger's trial.
         scheduled_at: scheduled start of the run: ISO 8601, UTC.
         begun_at: actual start of the first attempt.
         data: the experiment's data, rendered, overridden by the data given to the run.
-        champion: number of the champion version; None: there is none.
-        move: number of the model's last move; 0: there is none.
+        champion: number of the champion version, or None.
+        move: number of the model's last move, or 0.
         renewed: how many earlier plans of the run this one replaces.
         note: why it replaces them, for people.
     """
@@ -94,9 +94,9 @@ class Challenger(msgspec.Struct, frozen=True, kw_only=True):
     """The trained challenger.
 
     Attributes:
-        version: its number in the registry; None: it has no checkpoint to compare.
+        version: its number in the registry; None if it has no checkpoint to compare.
         checkpoint: uuid of its best checkpoint.
-        why_none: why there is no version.
+        why_none: the reason, if it has no version.
     """
 
     version: int | None = None
@@ -108,7 +108,7 @@ class Challenger(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PromotionDecision(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether the challenger is to be promoted (verdict), or was promoted (outcome)."""
+    """The decision whether to promote the challenger (verdict), or the result (outcome)."""
 
     promoted: bool
     why: str

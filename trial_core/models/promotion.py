@@ -54,7 +54,7 @@ class AnyChampion(enum.Enum):
 
 ANY: Final = AnyChampion.ANY
 ExpectedChampion = int | Literal[AnyChampion.ANY] | None
-"""The version that must be champion before the move: its number; None: no champion; `ANY`: any."""
+"""The version that must be champion before the move: a number, None for none, or `ANY`."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class PromotionRequest:
     """A requested move.
 
     Attributes:
-        run: id of the run that requests it; empty: a person.
+        run: id of the run that requests it; empty for a person.
         expected_champion: the version that must be champion just before the move.
     """
 
@@ -121,7 +121,7 @@ def move_aliases(
 
 
 def _is_done(request: PromotionRequest, last: Move | None) -> bool:
-    """Whether the last move already does what is requested, for the same run or any requester."""
+    """Return whether the last move already fulfils the request, of the same run or of any."""
     if last is None or last.champion != request.version.number:
         return False
     is_own_move = bool(request.run) and last.run == request.run

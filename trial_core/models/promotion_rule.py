@@ -65,7 +65,7 @@ class PromotionRule:
         Subtracts the decimals as they are printed: 0.4 is better than 0.3 by exactly 0.1.
 
         Args:
-            champion: None: there is no champion.
+            champion: the champion's metric, or None.
         """
         if not math.isfinite(challenger):
             return Verdict(False, f"the challenger's {self.metric} is {challenger}, not finite")

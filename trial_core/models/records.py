@@ -26,11 +26,11 @@ class Version(Numbered, frozen=True, kw_only=True):
     Attributes:
         checkpoint: uuid of the checkpoint.
         batches_trained: progress of the checkpoint.
-        metric: the validation metric that versions are compared by; None: not compared.
-        value: the metric at registration; None: there was no finite number.
+        metric: the validation metric that versions are compared by; None if they are not compared.
+        value: the metric at registration; None if it had no finite number.
         at: time of registration: ISO 8601, UTC.
         by: who registered it: ``user@host``.
-        run: id of the run that registered it; empty: a person did.
+        run: id of the run that registered it; empty if a person did.
     """
 
     checkpoint: str
@@ -60,10 +60,10 @@ class Move(Numbered, frozen=True, kw_only=True):
 
     Attributes:
         champion: number of the champion version.
-        previous: number of the champion before it; None: there was none.
+        previous: number of the champion before it, or None.
         at: time of the move: ISO 8601, UTC.
         by: who moved the aliases: ``user@host``.
-        run: id of the run that moved them; empty: a person did.
+        run: id of the run that moved them; empty if a person did.
         unique: distinguishes this move from a losing one with the same number.
     """
 

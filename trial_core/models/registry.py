@@ -1,4 +1,4 @@
-"""The registry: versions of models and their champions, stored beside the checkpoints.
+"""The registry: versions of models and their champions, stored next to the checkpoints.
 
 Key names are in `trial_core.checkpoint.layout`.
 """
@@ -39,7 +39,7 @@ class HeldVersion:
     Attributes:
         model: name of the model.
         version: number of the version.
-        alias: alias of the version; None: it has none, and the next move removes the hold.
+        alias: alias of the version; None if it has none: then the next move removes the hold.
     """
 
     model: str
@@ -85,7 +85,7 @@ class Registry:
         """One version of a model.
 
         Raises:
-            ModelNotFound: there is no such version; lists the last ones.
+            ModelNotFound: the model has no such version; lists the last ones.
         """
         found = self._versions(model).read(number)
         if found is not None:
@@ -111,7 +111,7 @@ class Registry:
         return self._moves(model).entries(after)
 
     def last_move(self, model: str) -> Move | None:
-        """The last move, which holds the current aliases. None: the model has no champion."""
+        """The last move, which holds the current aliases; None without a champion."""
         return self._moves(model).last()
 
     def champion(self, model: str) -> Version | None:
@@ -158,7 +158,7 @@ class Registry:
         """Make a checkpoint the next version of a model, unless it is a version already.
 
         Args:
-            manifest: of a committed checkpoint.
+            manifest: a committed checkpoint's manifest.
             metric, smaller_is_better, value, run, note: see `Version`.
 
         Raises:
@@ -222,7 +222,7 @@ class Registry:
             run, why: see `Move`.
 
         Raises:
-            ModelNotFound: there is no such version.
+            ModelNotFound: the model has no such version.
             CheckpointDamaged: its checkpoint is damaged (every byte is verified).
             CheckpointNotFound: its checkpoint was deleted.
             PromotionConflict: the champion is another one than expected; says who moved it.
@@ -243,8 +243,8 @@ class Registry:
             run, why: see `Move`.
 
         Raises:
-            ModelNotFound: there is no such model.
-            PromotionRefused: there is no previous champion.
+            ModelNotFound: the model does not exist.
+            PromotionRefused: the model has no previous champion.
             CheckpointDamaged: its checkpoint is damaged (every byte is verified).
             CheckpointNotFound: its checkpoint was deleted by other means than a prune.
             PromotionConflict: another process moved the aliases first; says which.

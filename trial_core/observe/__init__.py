@@ -1,1 +1,1 @@
-"""What tells people about a run. Nothing here changes how it runs."""
+"""Tells people about a run. Nothing here changes how it runs."""

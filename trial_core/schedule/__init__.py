@@ -1,1 +1,1 @@
-"""Pure: units, what is due next, requests to stop, how a run ends."""
+"""Pure logic: units, the next workload, requests to stop, the end of a run."""

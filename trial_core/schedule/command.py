@@ -11,7 +11,7 @@ from typing_extensions import Self
 
 PYTHON = re.compile(r"(.*/)?python(3(\.\d+)?)?")
 COMMAND_PATTERN = r"python .+"
-"""How a command begins once it is read; see `ScriptCommand.text`."""
+"""The beginning of a command in normal form; see `ScriptCommand.text`."""
 
 LAUNCHERS = ("determined.launch.torch_distributed", "determined.launch.deepspeed")
 """Modules of Determined that start ranks, which then run the command that follows them."""
@@ -23,11 +23,11 @@ _LEFT_OUT = "..."
 
 @dataclass(frozen=True)
 class ScriptCommand:
-    """What every rank runs.
+    """The command that every rank runs.
 
     Attributes:
         target: the script's path below the code folder, or the module's name.
-        is_module: whether `target` is a module: ``python -m module``.
+        is_module: True if `target` is a module: ``python -m module``.
         arguments: ``sys.argv[1:]`` of the script.
     """
 
@@ -37,7 +37,7 @@ class ScriptCommand:
 
     @classmethod
     def parse(cls, words: Sequence[str]) -> Self | None:
-        """The command in the words of a command line; None if they are no such command.
+        """The command in the words of a command line; None if they are not such a command.
 
         A script may be named alone, as ``./train.py``.
         """
@@ -55,7 +55,7 @@ class ScriptCommand:
 
     @property
     def text(self) -> str:
-        """The command as `ExperimentConfig.entrypoint` has it."""
+        """The command as written in `ExperimentConfig.entrypoint`."""
         words = ["python", *(["-m"] if self.is_module else []), self.target, *self.arguments]
         return shlex.join(words)
 
@@ -80,12 +80,12 @@ def command_of(entrypoint: str) -> ScriptCommand | None:
 
 
 def is_command(entrypoint: str) -> bool:
-    """Whether a validated entrypoint is a command, not ``module:Class``."""
+    """Return whether a validated entrypoint is a command, not ``module:Class``."""
     return re.match(COMMAND_PATTERN, entrypoint) is not None
 
 
 def without_launcher(words: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The launcher at the beginning of a command line, if there is one, and the command after it.
+    """The launcher at the beginning of a command line, if any, and the command after it.
 
     Options of the launcher are dropped: trialflow starts the ranks.
     """

@@ -16,13 +16,13 @@ POLL_SECONDS = 0.1
 
 
 class Ending:
-    """How long the end of a run may wait, from the first question on.
+    """Limits how long the end of a run may wait, from the first question on.
 
-    Without a deadline that is `TOTAL_SECONDS`. An urgent stop request shortens it, also one that
-    comes while the end waits.
+    Without a deadline the limit is `TOTAL_SECONDS`. An urgent stop request shortens it, even one
+    that comes while the end waits.
 
     Args:
-        stopping: the run's stop requests; None: it has none.
+        stopping: the run's stop requests; None if it takes none.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Ending:
 
     @property
     def seconds_left(self) -> float:
-        """Until the end must be over."""
+        """Seconds until the end must be over."""
         if self._began is None:
             self._began = self._clock()
         spent = self._clock() - self._began
@@ -45,10 +45,10 @@ class Ending:
         return max(0.0, left)
 
     def wait(self, is_over: Callable[[float], bool]) -> bool:
-        """Wait for at most half of what is left, so that what hangs leaves time for the rest.
+        """Wait for at most half of the time left, so that a hanging part leaves some for the rest.
 
         Args:
-            is_over: waits at most so many seconds; whether it is over.
+            is_over: waits at most so many seconds; returns whether the part is over.
         """
         deadline = math.inf
         while (now := self._clock()) < deadline:
@@ -58,7 +58,7 @@ class Ending:
         return False
 
     def join(self, thread: threading.Thread) -> bool:
-        """As `wait`, for the end of a thread."""
+        """Wait for the end of a thread, like `wait`."""
 
         def has_ended(seconds: float) -> bool:
             thread.join(seconds)

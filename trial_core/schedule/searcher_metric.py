@@ -25,7 +25,7 @@ def searcher_metric(metrics: Mapping[str, Any], name: str) -> float:
 
 
 def not_reported(name: str, reported: Iterable[str]) -> TrialError:
-    """The error of a trial that reports other validation metrics than `name`."""
+    """The error for a trial that reports other validation metrics than `name`."""
     return TrialError(
         f'searcher.metric "{name}" is not among the validation metrics that the trial reports: '
         f"{', '.join(sorted(reported)) or 'none'}. Set searcher.metric to one of these, or report "

@@ -25,15 +25,15 @@ class Schedule:
 
     Attributes:
         max_length: training ends exactly here.
-        reporting_period: maximum length of a train-workload, which reports training metrics. None:
-            automatic, see `trial_core/schedule/workload_length.py`.
+        reporting_period: maximum length of a train-workload, which reports training metrics. None
+            means automatic, see `trial_core/schedule/workload_length.py`.
         validation_period: when to validate, in addition to the end.
-        checkpoint_period: when to save, in addition to the end. ``continuous``: after each
-            train-workload without an upload in progress; the end of an upload ends a workload.
+        checkpoint_period: when to save, in addition to the end. ``continuous`` saves after each
+            train-workload unless an upload is in progress; the end of an upload ends a workload.
         checkpoint_policy: which validations lead to a checkpoint: the ``best`` so far, ``all``, or
             ``none``.
-        smaller_is_better: whether a smaller searcher metric is better.
-        step_zero_validation: whether to validate once before the first batch.
+        smaller_is_better: True if a smaller searcher metric is better.
+        step_zero_validation: True to validate once before the first batch.
     """
 
     max_length: TrainUnit
@@ -54,10 +54,10 @@ class Progress:
         validated_at: `batches_trained` at the last validation, None before any.
         checkpointed_at: `batches_trained` at the last checkpoint, None before any.
         best_metric: the best value of the searcher metric so far.
-        improved: whether the last validation was the best so far.
-        stop_requested: whether the run was asked to save and end.
-        postponed_at: `batches_trained` when an upload last kept a checkpoint from being saved;
-            None: the last one that was due is saved.
+        improved: True if the last validation was the best so far.
+        stop_requested: True if the run was asked to save and end.
+        postponed_at: `batches_trained` when an upload last kept a checkpoint from being saved; None
+            if the last one that was due is saved.
     """
 
     batches_trained: int = 0
@@ -123,7 +123,7 @@ class Checkpoint:
     """Save a checkpoint.
 
     Attributes:
-        is_optional: whether it is only periodic, so it may be postponed.
+        is_optional: True if it is only periodic, so that it may be postponed.
     """
 
     is_optional: bool = False
@@ -140,7 +140,7 @@ Workload = Train | Validate | Checkpoint | Finish
 def next_workload(
     progress: Progress, schedule: Schedule, epoch: EpochLength | None = None
 ) -> Workload:
-    """The next workload of a run.
+    """Decide the next workload of a run.
 
     Args:
         epoch: the epoch's length; None if the loader has no length.
@@ -161,7 +161,7 @@ def next_workload(
 
 
 def has_more_to_do(progress: Progress, schedule: Schedule, epoch: EpochLength | None) -> bool:
-    """Whether the run would do more without the stop request."""
+    """True if the run would do more without the stop request."""
     return not isinstance(next_workload(progress.stopping(False), schedule, epoch), Finish)
 
 

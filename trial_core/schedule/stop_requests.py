@@ -54,7 +54,7 @@ _Event = Literal["kill", "unclear", "clear", "close"]
 
 @dataclass(frozen=True)
 class StopRequest:
-    """A request to a run to stop, and its reason.
+    """Why a run was asked to stop.
 
     Attributes:
         reason: decides the final state of the flow run.
@@ -79,10 +79,10 @@ class StopRequest:
 
 
 def as_the_trial_asked(reason: str | None) -> str:
-    """The reason, for people, why a run ended that its trial has stopped.
+    """Why a run ends that its trial has stopped, for people.
 
     Args:
-        reason: the trial's own reason, if it gives one.
+        reason: the trial's reason, if any.
     """
     return "as the trial asked" + (f": {text_format.one_line(reason)}" if reason else "")
 
@@ -111,8 +111,8 @@ class StopHandler:
     reentrant queue, so a signal handler and any thread may call them.
 
     Args:
-        grace_seconds: the time from the first urgent request until the ranks are killed. Other
-            requests have no deadline.
+        grace_seconds: from the first urgent request until the ranks are killed. Other requests have
+            no deadline.
     """
 
     def __init__(self, grace_seconds: float) -> None:
@@ -144,8 +144,8 @@ class StopHandler:
     def final_request(self) -> StopRequest | None:
         """The request, once it is known who asked; for texts that people read after a run.
 
-        Waits once for an answer, and not after the grace period, because a run must end before its
-        worker kills it, even if it asks several times.
+        Waits once for an answer, and not after the grace period: a run that asks several times must
+        end before its worker kills it.
         """
         left = self.seconds_left
         if not self._is_clear.wait(CLARIFY_SECONDS if left is None else min(CLARIFY_SECONDS, left)):
@@ -176,7 +176,7 @@ class StopHandler:
         self._queue.put(StopRequest(reason, detail))
 
     def clarified(self) -> None:
-        """Note that it is now known who asked for all requests so far. Returns at once."""
+        """Note that all requests so far have told who asked. Returns at once."""
         self._queue.put("clear")
 
     def kill_now(self) -> None:

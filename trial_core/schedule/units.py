@@ -49,7 +49,7 @@ class EpochLength:
 
 
 class _TrainUnit:
-    """A number of batches or epochs, or the set of those at which something is due."""
+    """A number of batches or epochs, or the container of numbers at which something is due."""
 
     unit: str
 
@@ -83,7 +83,7 @@ class _TrainUnit:
         return self.value < other.value
 
     def is_due(self, batches_trained: int, epoch: EpochLength | None = None) -> bool:
-        """Whether a period of this length ends exactly at `batches_trained` batches.
+        """Return whether a period of this length ends exactly at `batches_trained` batches.
 
         Raises:
             ConfigError: the period is in epochs, but the loader has no length.
@@ -98,7 +98,7 @@ class _TrainUnit:
     def next_due(
         self, batches_trained: int, until: int, epoch: EpochLength | None = None
     ) -> int | None:
-        """The first due batch after `batches_trained` and up to `until`; None if there is none."""
+        """The first due batch after `batches_trained` and up to `until`, or None."""
         if not isinstance(self.value, int):
             candidates: Iterable[int] = range(batches_trained + 1, until + 1)
             return next((b for b in candidates if self.is_due(b, epoch)), None)
@@ -107,14 +107,14 @@ class _TrainUnit:
         return due if due <= until else None
 
     def last_due(self, batches_trained: int, epoch: EpochLength | None = None) -> int:
-        """The last due batch up to `batches_trained`; 0 if there is none, and for a container."""
+        """The last due batch up to `batches_trained`; 0 without one, and for a container."""
         if not isinstance(self.value, int):
             return 0
         times = self.times_due(batches_trained, epoch)
         return self._batches_until(times * self.value, epoch)
 
     def times_due(self, batches_trained: int, epoch: EpochLength | None = None) -> int:
-        """How often it was due after `batches_trained` batches; 0 for a container."""
+        """How often the period has ended by `batches_trained` batches; 0 for a container."""
         if not isinstance(self.value, int):
             return 0
         return self._reached(batches_trained, epoch) // self.value

@@ -1,4 +1,4 @@
-"""`Work`: what a batch, a sample or a step of training holds, from which a run's speed follows."""
+"""`Work`: the tokens and operations in a batch, a sample or a step; speeds follow from it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import msgspec
 from trial_core.errors import TrialTypeError, TrialValueError
 
 NumberType = Literal["bf16", "fp16", "tf32", "fp32"]
-"""What a model multiplies its matrices in."""
+"""The number type of matrix multiplications."""
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
-    """What so many samples hold, over all ranks. 0: unknown.
+    """The work in some samples, over all ranks; 0 if unknown.
 
     Attributes:
-        tokens: of the samples.
+        tokens: the number of tokens.
         flops: floating-point operations of the model's forward and backward passes on them.
-        number_type: what the model multiplies in, which decides the peak of a device.
+        number_type: the type of the multiplied numbers, which decides a device's peak.
     """
 
     samples: float = 0.0
@@ -29,7 +29,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     number_type: NumberType = "bf16"
 
     def times(self, count: float) -> Work:
-        """That of `count` such batches, samples or steps."""
+        """The work in `count` such batches, samples or steps."""
         return msgspec.structs.replace(
             self,
             samples=count * self.samples,
@@ -39,14 +39,14 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def said_work(source: str, number_type: Any, **numbers: Any) -> Work:
-    """What a trial or script says. None: it does not say that number.
+    """The work that a trial or script states; None for a number left out.
 
     Args:
         source: the method that it has called, for errors.
 
     Raises:
-        TrialTypeError: a number is none.
-        TrialValueError: it is not positive and finite, or there is no such number type.
+        TrialTypeError: a value is not a number.
+        TrialValueError: a number is not positive and finite, or the number type is unknown.
     """
     if number_type not in get_args(NumberType):
         raise TrialValueError(

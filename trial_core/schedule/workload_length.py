@@ -1,4 +1,4 @@
-"""The automatic length of train-workloads: as long as a person can follow the run's timeline. Pure.
+"""The automatic length of train-workloads, by which a person can follow the timeline. Pure.
 
 A function of the batch and the schedule alone, so a resumed run has the same workloads as an
 uninterrupted one. Between two batches at which validations or checkpoints are due::
@@ -27,7 +27,7 @@ MIN_REPORTS = 10
 """Workloads in a run that validates or saves so often that `MAX_TASKS` are exceeded anyway."""
 
 SHORTEST = 10
-"""Batches of the first workload, after which the first training metrics are seen."""
+"""Batches of the first workload; after it, the first training metrics are seen."""
 
 LONGEST = 10_000
 """Batches. A rank keeps the metrics of a workload's batches until its end, some hundred bytes each.
@@ -41,7 +41,7 @@ def automatic_stop(
     periods: Sequence[TrainUnit],
     epoch: EpochLength | None,
 ) -> int:
-    """Where the train-workload that begins at batch `trained` ends.
+    """The end of the train-workload that begins at batch `trained`.
 
     Args:
         next_due: the next batch at which a validation or checkpoint is due, or training ends.

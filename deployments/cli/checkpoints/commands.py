@@ -180,7 +180,7 @@ def description(store: CheckpointStore, manifest: Manifest, kept: list[str]) -> 
 
 
 def sizes_line(manifest: Manifest) -> str:
-    """A checkpoint's size, and what it has stored itself of that, if it refers to other files."""
+    """Describe a checkpoint's size, and its own part of that if it refers to other files."""
     whole = text_format.size(manifest.total_bytes)
     if not any(file.stored_at for file in manifest.all_files):
         return whole

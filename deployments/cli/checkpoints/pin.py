@@ -66,7 +66,7 @@ def unpin(
 def _named(
     checkpoints: tuple[str, ...], config: Path | None, storage: str | None
 ) -> tuple[CheckpointStore, list[str]]:
-    """The storage, and the uuids of the given checkpoints, or the beginnings of them."""
+    """Return the storage, and the uuids of the checkpoints that begin as given."""
     from trial_core.models.checkpoint_reference import referenced_uuid
 
     store = open_store(config, storage)

@@ -68,8 +68,8 @@ def prune(
     """Delete the checkpoints that no rule keeps. Shows them and asks first.
 
     The rules come from checkpoint_storage in --config and from the options below. Pinned
-    checkpoints, those held by the registry (champion and previous), and those that a running trial
-    needs are never deleted.
+    checkpoints, checkpoints held by the registry (champion and previous), and checkpoints that a
+    running trial needs are never deleted.
 
     Also deletes leftovers: files that killed runs uploaded and never committed.
     """
@@ -124,7 +124,7 @@ def _plans(
     """A plan for each experiment.
 
     Args:
-        has_leftovers: whether that experiment and trial have leftovers, if no checkpoints.
+        has_leftovers: True if that experiment and trial have leftovers, even without checkpoints.
 
     Raises:
         CheckpointNotFound: the storage has nothing of that experiment or trial.

@@ -1,4 +1,4 @@
-"""The retention rules of `trialflow checkpoints prune`: its options over those of --config."""
+"""The retention rules of `trialflow checkpoints prune`: its options override --config."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @Parameter(name="*")
 @dataclass(frozen=True)
 class Rules:
-    """Retention rules; they override those of --config.
+    """Retention rules; they override the rules of --config.
 
     Attributes:
         save_trial_best: Keep the N best checkpoints of each trial. Default: 1 if any rule is set.
@@ -28,10 +28,10 @@ class Rules:
             Default: no such rule.
         keep_every_epochs: Keep the first checkpoint at or after each multiple of N epochs. Default:
             no such rule.
-        metric: The validation metric that decides which checkpoint is best. Default: that of
+        metric: The validation metric that decides which checkpoint is best. Default: the metric of
             --config; without one, all validated checkpoints count as best.
-        smaller_is_better: Whether a smaller value of the metric is better. Default: as --config
-            says, else smaller.
+        smaller_is_better: A smaller value of the metric is better. Default: as --config says, else
+            smaller.
     """
 
     save_trial_best: int | None = None
@@ -43,7 +43,7 @@ class Rules:
     smaller_is_better: Annotated[bool | None, Parameter(negative="--larger-is-better")] = None
 
     def policy(self, experiment: ExperimentConfig | None) -> RetentionPolicy | None:
-        """The policy of these rules over those of an experiment; None if neither sets a rule.
+        """Return the policy of these rules over an experiment's rules; None if neither sets one.
 
         Raises:
             ConfigError: a rule is wrong.

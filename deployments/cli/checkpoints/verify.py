@@ -38,7 +38,7 @@ class Verified:
     """The result for one checkpoint.
 
     Attributes:
-        manifest: None if it cannot be read.
+        manifest: the checkpoint's manifest, or None if it cannot be read.
         problem: why the manifest cannot be read.
         damage: files that differ from the manifest.
     """
@@ -50,7 +50,7 @@ class Verified:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the checkpoint is intact."""
+        """True if the checkpoint is intact."""
         return self.problem is None and not self.damage
 
 
@@ -119,7 +119,7 @@ def summary(found: Verified) -> dict[str, Any]:
 
 
 def _named(store: CheckpointStore, checkpoints: tuple[str, ...]) -> list[ManifestName]:
-    """Those checkpoints, each once. Raises CheckpointNotFound: there is none, or several."""
+    """Return the named checkpoints, each once. Raises CheckpointNotFound: none or several fit."""
     from trial_core.models.checkpoint_reference import open_checkpoint
 
     return [*dict.fromkeys(open_checkpoint(store, each).name for each in checkpoints)]

@@ -4,7 +4,7 @@ A pruner on another machine learns of a run only from the storage::
 
     claims/{trial}.json     that the trial runs, since when, where, and from which checkpoints
 
-A run claims a checkpoint before it reads it, and then looks for its deletion: see
+A run claims a checkpoint before it reads it, and then checks that it stays: see
 `deletion_markers.protect`.
 
 The driver deletes its claim when the run ends. The claim of a killed driver is ignored after
@@ -73,7 +73,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunClaim:
-    """The claim of a run in progress. As a context manager: while the block runs.
+    """The claim of a run in progress. As a context manager, it lasts while the block runs.
 
     One process of a run writes it.
 
@@ -82,7 +82,7 @@ class RunClaim:
             needed until the end: until the trial has saved, a restart starts from it again.
 
     Attributes:
-        is_written: whether the storage has it for certain.
+        is_written: True if the claim is certainly in the storage.
     """
 
     def __init__(self, store: CheckpointStore, trial: str, source: str | None = None) -> None:
@@ -185,7 +185,7 @@ def claim_of(store: CheckpointStore, trial: str, last_saved: str = "") -> Claim 
 
 
 def claimed_checkpoints(claims: Iterable[Claim], manifests: Collection[Manifest]) -> dict[str, str]:
-    """The uuids of those checkpoints that runs have started from, and why each is needed."""
+    """The uuids of the checkpoints that runs have started from, and why each is needed."""
     return {
         manifest.uuid: str(claim)
         for claim in claims
@@ -196,6 +196,6 @@ def claimed_checkpoints(claims: Iterable[Claim], manifests: Collection[Manifest]
 
 
 def uploading_trials(store: CheckpointStore, trial: str | None = None) -> set[str]:
-    """The trials with an upload in progress, or only this one: with an intent not too old."""
+    """The trials, or only this one, with an upload in progress: an intent not too old."""
     found = (read_intent(store.storage, *name) for name in intent_names(store.storage, trial))
     return {each.trial for each in found if each and not is_older(each.created_at, CLAIM_LIFETIME)}

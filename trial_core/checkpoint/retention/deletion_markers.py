@@ -7,8 +7,8 @@ looks for pins, holds and claims. The other process first writes its pin, hold o
 for markers (`protect`). So at least one of them sees the other and gives way. Each prune has a
 separate key, so a prune that gives way does not remove the marker of another one that deletes.
 
-Others ignore a marker after `STALE_AFTER`. A prune therefore deletes nothing if its look has taken
-half of that time, for example because its machine was suspended.
+Others ignore a marker after `STALE_AFTER`. A prune therefore deletes nothing if its search has
+taken half of that time, for example because its machine was suspended.
 
 The marker holds the manifest, so the next prune can finish an interrupted deletion.
 """
@@ -65,14 +65,14 @@ class OwnMarker:
     """A marker that this process has written.
 
     Attributes:
-        began_seconds: when, by `_seconds`.
+        began_seconds: when it was written, by `_seconds`.
     """
 
     key: str
     began_seconds: float
 
     def why_unsafe(self) -> str | None:
-        """Why the checkpoint must not be deleted any more: others may soon ignore the marker."""
+        """Why deletion is no longer safe (others may soon ignore the marker), or None."""
         limit_seconds = STALE_AFTER.total_seconds() / 2
         if _seconds() - self.began_seconds < limit_seconds:
             return None
@@ -93,7 +93,7 @@ def mark_deletion(store: CheckpointStore, manifest: Manifest) -> OwnMarker:
 
 
 def unmark_deleted(store: CheckpointStore, uuid: str) -> None:
-    """Delete all markers of a checkpoint that is deleted, also those of interrupted prunes."""
+    """Delete all markers of a deleted checkpoint, also of interrupted prunes."""
     for key in _marker_keys(store, uuid):
         store.storage.remove(key)
 
@@ -161,7 +161,7 @@ def check_stays(store: CheckpointStore, name: layout.ManifestName) -> None:
 
 
 def _marker_keys(store: CheckpointStore, uuid: str) -> list[str]:
-    """Where a checkpoint's markers are. Nothing else there is ours to delete."""
+    """The keys of a checkpoint's markers, without foreign objects."""
     folder = layout.deletions_folder(uuid)
     return [key for key, _ in named_keys(store.storage, folder, layout.parse_deletion_key)]
 
@@ -169,7 +169,7 @@ def _marker_keys(store: CheckpointStore, uuid: str) -> list[str]:
 def _manifest_of(
     store: CheckpointStore, key: str, uuid: str, deletion: Deletion
 ) -> Manifest | None:
-    """The manifest in a checkpoint's marker; None, and a warning, if it is not that manifest."""
+    """The manifest in a checkpoint's marker; None, with a warning, if it is of another one."""
     where = f"{store.url}/{key}"
     try:
         manifest = Manifest.from_json(deletion.manifest.encode(), where)
@@ -191,7 +191,7 @@ def _seconds() -> float:
 
 
 def _is_committed(store: CheckpointStore, manifest: Manifest) -> bool:
-    """Whether the checkpoint has a manifest, also under another key than the marker names."""
+    """Return whether the checkpoint has a manifest, under the marker's key or another one."""
     if store.storage.exists(manifest.name.key):
         return True
     names = map(layout.parse_manifest_key, store.storage.sizes(layout.MANIFESTS))
@@ -199,10 +199,10 @@ def _is_committed(store: CheckpointStore, manifest: Manifest) -> bool:
 
 
 def _is_stale(store: CheckpointStore, key: str, deletion: Deletion | None) -> bool:
-    """Whether the prune of a marker is presumed dead. Compares times of the storage's own clock.
+    """Return whether a marker's prune is presumed dead, by the storage's own clock.
 
-    Where the storage does not tell them: the marker's time, and this machine's clock. A marker
-    whose time is unreadable there is no living prune's.
+    If the storage tells no times, compares the marker's time with this machine's clock. A marker
+    with an unreadable time is stale then.
     """
     stored = store.storage.objects(key.rpartition("/")[0]).get(key)
     if stored is None:

@@ -1,4 +1,4 @@
-"""Which storages the runs of this machine have used: a file with their marks for each address.
+"""The storages that this machine's runs have used: a file with their marks for each address.
 
 An address is a URL with the endpoint or, for a folder, this machine's name: machines that share the
 home folder may have folders of their own.

@@ -45,10 +45,10 @@ class Leftover:
     """The stored part of a checkpoint that was never committed.
 
     Attributes:
-        trial: the trial's id; None: not known (see `orphaned_files`).
+        trial: the trial's id; None if not known (see `orphaned_files`).
         begun_at: start of its upload, or the end if the trial is not known; empty if unreadable.
         files: number of complete files. There may be partial uploads of others.
-        keep: whether it stays, because its trial may be running.
+        keep: True if it stays, because its trial may be running.
         why: why it stays or goes.
     """
 
@@ -78,7 +78,7 @@ class SweptLeftovers:
     """The result of a sweep.
 
     Attributes:
-        swept: what was deleted.
+        swept: the deleted uploads.
         spared: trials that have become active since they were listed, and the activity seen.
     """
 
@@ -192,7 +192,7 @@ def _orphaned(uuid: str, modified_at: datetime, files: list[StoredObject]) -> Le
 
 @dataclass(frozen=True)
 class _TrialActivity:
-    """What the storage shows of a trial's activity.
+    """A trial's activity, as the storage shows it.
 
     Attributes:
         begun: uploads that are not committed.
@@ -209,7 +209,7 @@ class _TrialActivity:
     claim: Claim | None
 
     def why_alive(self, age: timedelta) -> str | None:
-        """Why the trial must be presumed alive; None: it is presumed dead."""
+        """Why the trial must be presumed alive; None if it is presumed dead."""
         if self.claim is not None:
             return (
                 f"its trial runs, by {self.claim.by} since {self.claim.at}; if its driver was "

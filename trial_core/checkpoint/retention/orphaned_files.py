@@ -5,9 +5,9 @@ ended, and no later sweep finds these files: nothing says which trial they belon
 
 Files of an upload in progress are never orphaned. Its intent is written before its first byte, and
 is deleted only when the manifest is there. So this module lists the files first, then the intents,
-then the manifests. A file whose checkpoint was deleted is no orphan while another one refers to
-it. Orphaned files are also old by the storage's own clock, no protection or claim
-names their checkpoint, and no key of an intent or a manifest contains its uuid, readable or not.
+then the manifests. A file whose checkpoint was deleted is not orphaned while another one refers to
+it. Orphaned files are also old by the storage's own clock, no protection or claim names their
+checkpoint, and no key of an intent or a manifest contains its uuid, readable or not.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ written, by the storage's clock."""
 
 
 def sweep_orphaned_files(store: CheckpointStore, uuid: str, age: timedelta) -> SweptUpload | None:
-    """Delete a checkpoint's files if they are still orphaned; None: they are not, or are gone."""
+    """Delete a checkpoint's files if they are still orphaned; None if they are not, or are gone."""
     if not find_orphaned_files(store, age, layout.files_folder(uuid)):
         return None
     keep = store.references().keys
@@ -97,7 +97,7 @@ def _last_modified(files: Sequence[StoredObject]) -> datetime | None:
 
 
 def _is_uuid(text: str) -> bool:
-    """Whether a folder has the name of a checkpoint of ours, and is not a person's folder."""
+    """Return whether a folder's name is a uuid, as a checkpoint's is."""
     try:
         return str(uuids.UUID(text)) == text
     except ValueError:

@@ -6,9 +6,9 @@
     pins/{uuid}/pin-{unique}.json                   the same, while it is being made
     pins/{uuid}/{model}/{move:06d}-{unique}.json    the registry's hold: which version of a model
 
-`models.promotion` places a hold before a promotion and removes it after a later move. What a
-running trial needs is in its claim: see `claims`. `deletion_markers` describes what happens when a
-protection and a deletion meet.
+`models.promotion` places a hold before a promotion and removes it after a later move. The
+checkpoints that a running trial needs are in its claim: see `claims`. `deletion_markers` describes
+how a protection and a deletion give way when they meet.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Protection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         by: who made it: ``user@host``.
-        at: when: ISO 8601, UTC.
+        at: when it was made: ISO 8601, UTC.
         reason: the person's reason; may be empty.
         model: of a hold: the model of which the checkpoint is a version.
         version: of a hold: the version's number, 0 if the hold is unreadable.
@@ -79,7 +79,7 @@ def place(store: CheckpointStore, name: layout.ManifestName, made: Protection) -
 
 
 def pin(store: CheckpointStore, uuid: str, reason: str = "", by: str | None = None) -> Protection:
-    """Pin a checkpoint. Raises as `place`, also if there is no such checkpoint.
+    """Pin a checkpoint. Raises as `place`, also if no checkpoint matches.
 
     Args:
         uuid: the checkpoint's, or an unambiguous prefix of it. An earlier pin is replaced.
@@ -87,9 +87,9 @@ def pin(store: CheckpointStore, uuid: str, reason: str = "", by: str | None = No
     """
     manifest = store.open(uuid)
     earlier = protections(store, manifest.uuid, kind="pin").get(manifest.uuid, [])
-    # Refused, it is removed: under a key of its own, or it would remove the pin of another person
-    # who pins at the same time and has not been refused. It keeps that key: a second write could
-    # come after an unpin and a prune, and stay for a checkpoint that is gone.
+    # A refused pin is removed. It has its own key, so that the removal spares another person's pin
+    # of the same time. It keeps that key: a second write could come after an unpin and a prune, and
+    # stay for a checkpoint that is gone.
     made = Protection(
         uuid=manifest.uuid, by=by or user_at_host(), at=utc_now(), reason=reason,
         unique=uuids.uuid4().hex,
@@ -108,7 +108,7 @@ def unpin(store: CheckpointStore, uuid: str) -> Protection:
             itself may be gone.
 
     Raises:
-        CheckpointNotFound: there is no such pin, or there are several; says which there are.
+        CheckpointNotFound: no pin matches, or several do; says which there are.
     """
     there = pins(store)
     exact = [name for name in there if name == uuid]
@@ -132,11 +132,11 @@ def pins(store: CheckpointStore) -> dict[str, Protection]:
 def protections(
     store: CheckpointStore, uuid: str | None = None, kind: Kind | None = None
 ) -> dict[str, list[Protection]]:
-    """All protections by the checkpoint's uuid: a pin first. Those that are unreadable count.
+    """All protections by the checkpoint's uuid, a pin first. Unreadable ones count.
 
     Args:
-        uuid: only those of this checkpoint.
-        kind: only those of this kind.
+        uuid: only protections of this checkpoint.
+        kind: only protections of this kind.
     """
     found: dict[str, list[Protection]] = {}
     folder = layout.PINS if uuid is None else layout.protections_folder(uuid)
@@ -156,7 +156,7 @@ def protections(
 
 
 def protected(store: CheckpointStore, uuid: str | None = None) -> dict[str, str]:
-    """Why checkpoints are protected, by uuid: all that are, or one if it is."""
+    """Why checkpoints are protected, by uuid: all that are, or only `uuid` if it is."""
     return {each: _joined(made) for each, made in protections(store, uuid).items()}
 
 
@@ -166,7 +166,7 @@ def _joined(made: list[Protection]) -> str:
 
 
 def _held_instead(store: CheckpointStore, prefix: str) -> str:
-    """Which checkpoints with this prefix are held, as the end of an error message."""
+    """The held checkpoints with this prefix, as the end of an error message."""
     held = {each: _joined(made) for each, made in protections(store, kind="hold").items()}
     shown = [f"{each} is {why}" for each, why in held.items() if prefix and each.startswith(prefix)]
     return f"; {', '.join(shown)}, and {WHEN_RELEASED}" if shown else ""

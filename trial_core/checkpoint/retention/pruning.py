@@ -1,8 +1,8 @@
 """Pruning: plan which checkpoints to delete, show the plan, carry it out.
 
-`policy` decides; this module collects what it decides upon, and deletes. Between plan and deletion
-a person may pin a checkpoint, or a run may start from it. So before each deletion the pruner writes
-a marker and looks again: see `deletion_markers`.
+`policy` decides. This module collects its input, and deletes. Between plan and deletion a person
+may pin a checkpoint, or a run may start from it. So before each deletion the pruner writes a marker
+and looks again: see `deletion_markers`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class PruningPlan:
 
     @property
     def freed_bytes(self) -> int:
-        """Total size of the files to delete: those that no checkpoint lists that is kept."""
+        """Total size of the files to delete: the files that no kept checkpoint lists."""
         files = {
             file.key(each.manifest.uuid): file.size_bytes
             for each in self.deletions
@@ -87,8 +87,8 @@ class Pruned:
     """The result of a prune.
 
     Attributes:
-        spared: those that are needed since the plan was made, and why.
-        freed_bytes: total size of the deleted files. Those that others refer to are not deleted.
+        spared: checkpoints that are needed since the plan was made, and why.
+        freed_bytes: total size of the deleted files. Files that others refer to are not deleted.
     """
 
     deleted: tuple[Manifest, ...]
@@ -109,7 +109,7 @@ def plan_pruning(
     Args:
         trial: decide on this trial's checkpoints only. The other trials still count for the best
             checkpoints of the experiment.
-        running: trials known to run, besides those with a claim.
+        running: trials known to run, in addition to trials with a claim.
 
     Raises:
         StorageError: the storage cannot be read.
@@ -240,7 +240,7 @@ def _experiments_of_trials(manifests: Iterable[Manifest]) -> dict[str, str]:
 def _why_needed_now(
     store: CheckpointStore, manifest: Manifest, running: Mapping[str, str]
 ) -> str | None:
-    """Why a checkpoint that is about to be deleted must stay; None: it need not.
+    """Why a checkpoint that is about to be deleted must stay; None if it need not.
 
     Args:
         running: `PruningPlan.running`. A run that has started since may resume from any checkpoint
@@ -258,7 +258,7 @@ def _why_needed_now(
 
 
 def _why_shared(store: CheckpointStore, manifest: Manifest) -> str | None:
-    """Why a checkpoint must stay for those that may refer to its files; None: it need not.
+    """Why a checkpoint must stay for others that may refer to its files; None if it need not.
 
     See `checkpoint.references`.
     """

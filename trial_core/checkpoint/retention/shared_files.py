@@ -1,6 +1,6 @@
-"""Which stored files a checkpoint that is about to be uploaded may refer to.
+"""The stored files that a checkpoint may refer to when it is uploaded.
 
-They are those of its base: the newest checkpoint of its trial, which no rule deletes while the
+They are the files of its base: the newest checkpoint of its trial, which no rule deletes while the
 trial runs. `checkpoint.references` describes why they stay.
 """
 
@@ -27,16 +27,16 @@ def announce_shared_upload(
     fence: Fence | None,
     logger: logging.Logger | logging.LoggerAdapter[Any],
 ) -> tuple[str, list[FileEntry]]:
-    """As `CheckpointStore.announce_upload`; return the base, and its files that are there.
+    """As `CheckpointStore.announce_upload`; return the base's uuid, and its files that are there.
 
-    Files of the base that are missing or were found damaged are named, and left out: what has their
-    content is stored anew. Each entry says where its file is.
+    Warns of files of the base that are missing or damaged, and leaves them out: their content is
+    stored anew. Each entry says where its file is.
 
     Returns:
-        What to pass to `CheckpointStore.commit`, and to `upload_staged`.
+        `base` for `CheckpointStore.commit`, and `shared` for `upload_staged`.
     """
     base = store.newest(trial)
-    if base is not None and base.uuid == uuid:  # a retry, which has committed without knowing it
+    if base is not None and base.uuid == uuid:  # a retry: the commit had succeeded unnoticed
         store.announce_upload(trial, uuid, attempt, fence)
         return "", [entry for entry in base.all_files if entry.stored_at]
     if base is None or not base.shares_files:
@@ -53,7 +53,7 @@ def announce_shared_upload(
 def _intact(
     store: CheckpointStore, base: Manifest, logger: logging.Logger | logging.LoggerAdapter[Any]
 ) -> list[FileEntry]:
-    """The files of a checkpoint, without those that are missing or were found damaged."""
+    """The files of a checkpoint that are neither missing nor found damaged."""
     problems = {
         damage.entry.path: str(damage)
         for damage in wrong_sizes(store.storage, base.uuid, base.all_files)

@@ -1,11 +1,11 @@
-"""Whose a trial is: who ran it last, whether that run lives, and how another run takes it over.
+"""The owner of a trial: who ran it last, whether that run is live, and how another takes it over.
 
-In a shared storage, `--resume` may find a trial of another user. To take over a live trial ends its
-run, so that is refused unless a person asks for it. A flow run that continues its own trial is
+In a shared storage, `--resume` may find a trial of another user. Taking over a live trial ends its
+run, so it is refused unless a person asks for it. A flow run that continues its own trial is
 never refused: the trial's newest attempt has the flow run's id.
 
-A new trial whose id another run's trial has would continue that one, so it is refused. So is a
-trial to be continued that the storage does not know: it would be trained from the beginning.
+A new trial with the id of another run's trial would continue that trial, so it is refused. So is
+continuing a trial that the storage does not know: it would be trained from the beginning.
 
 A trial counts as live while it has a claim, unless the claim's process has ended. Only the machine
 and the container in which it was written can tell that, until they are restarted: elsewhere, a
@@ -42,10 +42,10 @@ def own_trial(
 
     Args:
         attempt: the attempt's id. The attempt that ran the trial last may always continue it.
-        is_new: whether the caller has made up the trial's id: no other attempt may have run it.
-            Otherwise the storage must know the trial. None: it need not, as with a checkpoint of
+        is_new: True if the caller has made up the trial's id: no other attempt may have run it.
+            False if the storage must know the trial. None if it need not, as with a checkpoint from
             another place.
-        take_over: whether to take the trial from another run that may be live.
+        take_over: True to take the trial from another run that may be live.
         source: see `RunClaim`.
         mark: see `CheckpointStore.take_over`. With a new trial, it says that an earlier attempt of
             the caller has begun the trial, so other records of attempts at it may be later ones.
@@ -91,7 +91,7 @@ def own_trial(
 
 
 def describe_last_run(store: CheckpointStore, trial: str) -> str:
-    """Who ran a trial last, and when it last lived, for people."""
+    """Who ran a trial last, and when it was last active, for people."""
     _, last = _last_attempt(list(newest_attempts(store.storage, trial)))
     newest = store.newest(trial)
     facts = []
@@ -107,7 +107,7 @@ def _last_attempt(
 ) -> tuple[int, AttemptRecord | None]:
     """The number of the newest attempt, 0 if there is none, and the record of the newest run.
 
-    A sweep of leftovers is an attempt, but no run.
+    A sweep of leftovers is an attempt, but not a run.
     """
     runs = [each for _, each in attempts if each is None or not each.attempt.startswith(SWEEPER)]
     return max((number for number, _ in attempts), default=0), runs[0] if runs else None
@@ -134,7 +134,7 @@ def _may_live(claim: Claim) -> bool:
 
 
 def _place(claim: Claim) -> str:
-    """Where a claim was made, if its host has this one's name and is another one."""
+    """Where a claim was made, if its host has this one's name but is another one."""
     if not _has_own_host_name(claim) or is_local(claim.process):
         return ""
     return ", on another machine or container of this name, or before this machine was restarted"

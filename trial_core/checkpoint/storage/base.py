@@ -43,7 +43,7 @@ NOT_DELETED_ADVICE = (
     "delete again"
 )
 
-# What other decisions by the clocks of several machines allow; the shortest waits three minutes.
+# Other decisions by the clocks of several machines allow this; the shortest waits three minutes.
 MAX_CLOCK_DIFFERENCE_SECONDS = 60.0
 
 # AWS may refuse both of two conditional writes that arrive at once, and ask to try again.
@@ -92,11 +92,10 @@ class RangeRead(NamedTuple):
 
 
 class StoredObject(NamedTuple):
-    """What a listing tells of an object.
+    """An object's details in a listing.
 
     Attributes:
-        modified_at: when it was last written, by the storage's clock; None: the storage does not
-            tell.
+        modified_at: when it was last written, by the storage's clock; None if it does not tell.
     """
 
     size_bytes: int
@@ -104,7 +103,7 @@ class StoredObject(NamedTuple):
 
 
 class DeletedFiles(NamedTuple):
-    """What `Storage.clear` has deleted: objects, their total size, unfinished uploads."""
+    """The result of `Storage.clear`: deleted objects, their total size, unfinished uploads."""
 
     files: int
     size_bytes: int
@@ -117,7 +116,7 @@ class Storage:
     Attributes:
         url: the root, without credentials.
         buffers: bounds the memory of all transfers of this storage together.
-        is_process_local: whether only this process can see what is stored.
+        is_process_local: True if only this process can see the stored objects.
     """
 
     is_process_local = False
@@ -148,7 +147,7 @@ class Storage:
         return data
 
     def exists(self, key: str) -> bool:
-        """Whether there is an object under a key, of any size. Reads it: it should be small."""
+        """Return whether an object of any size has this key. Reads it, so it should be small."""
         with self._errors.translated(f"read {key} in"):
             return self._read(self._path(key)) is not None
 
@@ -196,7 +195,7 @@ class Storage:
         A failed upload leaves neither a partial object nor an unfinished upload.
 
         Args:
-            size_bytes: upload only the first bytes of the file; None: all.
+            size_bytes: upload only the first bytes of the file; None for all.
 
         Raises:
             CheckpointError: the file changed meanwhile, or is shorter than `size_bytes`.
@@ -217,7 +216,7 @@ class Storage:
         return {key: each.size_bytes for key, each in self.objects(folder).items()}
 
     def objects(self, folder: str) -> dict[str, StoredObject]:
-        """As `sizes`, and when each object was written."""
+        """As `sizes`, with each object's time of writing."""
         with self._errors.translated(f"list {folder} in"):
             self._fs.invalidate_cache()  # other processes write as well
             found = self._find(self._path(folder))
@@ -230,9 +229,9 @@ class Storage:
         }
 
     def now(self) -> datetime | None:
-        """The time by the storage's clock; None: the storage does not tell. Writes a probe object.
+        """The time by the storage's clock; None if it does not tell. Writes a probe object.
 
-        Ages in a storage are compared by its own clock: those of two machines may differ.
+        Ages in a storage are compared by its own clock: the clocks of two machines may differ.
         """
         key = f"{PROBES}/{uuid.uuid4()}"
         self.write(key, key.encode())
@@ -283,7 +282,7 @@ class Storage:
     def unfinished_uploads(self, folder: str) -> list[tuple[str, StoredObject]]:
         """The unfinished uploads below a folder that `objects` does not list, by their keys.
 
-        Their size counts as 0, their time is that of their begin.
+        Their size counts as 0, and their time is when they began.
         """
         return []
 
@@ -294,7 +293,7 @@ class Storage:
         none to abort.
 
         Args:
-            before: abort only those that began earlier, by the storage's clock.
+            before: abort only uploads that began earlier, by the storage's clock.
         """
         return 0
 
@@ -343,7 +342,7 @@ class Storage:
 
         Args:
             began: a time shortly before the write, by this machine's clock.
-            written_at: by the storage's clock; None: it does not tell, and nothing is compared.
+            written_at: by the storage's clock; if None, it does not tell, and nothing is compared.
 
         Raises:
             StorageError: the clocks differ by more than a minute; names both.
@@ -362,7 +361,7 @@ class Storage:
             )
 
     def _create_only_problem(self) -> str | None:
-        """Why several writers may create one object; None: one alone can. Writes a probe object."""
+        """Why several writers may create one object; None if one alone can. Writes a probe."""
         if _CONDITIONAL_PROTOCOLS.isdisjoint(protocols_of(self._fs)):
             return (
                 "to create an object, fsspec looks first and writes then, and another process may "
@@ -379,7 +378,7 @@ class Storage:
     def _probe_create_only(self, path: str) -> str | None:
         """Create an object and try to create it again with other bytes."""
         try:
-            self._create_or_read(path, b"first")  # a lost reply is no refusal
+            self._create_or_read(path, b"first")  # a lost reply is not a refusal
         except storage_exceptions() as error:
             if not is_refusal(error):
                 raise
@@ -398,7 +397,7 @@ class Storage:
         return f"{self._server()} ignores the condition of a write (`If-None-Match: *`)"
 
     def _server(self) -> str:
-        """What to call the server in a message."""
+        """The server's name for a message."""
         return "its server"
 
     def _path(self, key: str) -> str:
@@ -426,7 +425,7 @@ class Storage:
                 yield name, entry
 
     def _read(self, path: str) -> bytes | None:
-        """An object's bytes, of a too large one only more than allowed; None: it does not exist."""
+        """An object's bytes, or None. Of a too large one, reads one byte more than is allowed."""
         try:
             return self._get(path, MAX_OBJECT_BYTES + 1)
         except FileNotFoundError as error:
@@ -445,11 +444,11 @@ class Storage:
         return data
 
     def _is_absence(self, path: str, error: FileNotFoundError) -> bool:
-        """Whether the storage itself has answered that an object does not exist."""
+        """Return whether the storage itself says that an object does not exist."""
         code = service_code(error)
         if code is not None:
             return code in ABSENCE_CODES
-        # gcsfs raises this for a 404 of anybody, and drops the reply; a listing is no 404.
+        # gcsfs raises this for a 404 of anybody, and drops the reply; a listing raises no 404.
         return not isinstance(self._fs, AsyncFileSystem) or path not in self._find(path)
 
     def _create_or_read(self, path: str, data: bytes) -> bytes | None:

@@ -1,4 +1,4 @@
-"""Credentials in URLs and options: what must never be shown."""
+"""Finds credentials in URLs and options: they must never be shown."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class LocalStorage(Storage):
         return RangeRead(size_bytes, f"{status.st_ino}:{status.st_mtime_ns}:{status.st_size}")
 
     def objects(self, folder: str) -> dict[str, StoredObject]:
-        """As `Storage.objects`. What cannot be looked into is an error, and never empty.
+        """As `Storage.objects`. A folder that cannot be read is an error, not an empty one.
 
         Else a sweep would take files for orphans whose manifest is behind a link. Links to folders
         are followed, at any depth.
@@ -74,7 +74,7 @@ class LocalStorage(Storage):
     def clear(self, folder: str, keep: Collection[str] = ()) -> DeletedFiles:
         """As `Storage.clear`; deletes the empty folders as well.
 
-        Of a link to a folder, the link alone is deleted: the files are elsewhere.
+        Of a link to a folder, only the link is deleted: the files are elsewhere.
         """
         with self._errors.translated(f"delete {folder} in"):
             for link in _links_below(self._path(folder)):
@@ -122,15 +122,15 @@ class LocalStorage(Storage):
         return None
 
     def _is_absence(self, path: str, error: FileNotFoundError) -> bool:
-        """As `Storage._is_absence`: nothing is known of what is behind a link that leads nowhere.
+        """As `Storage._is_absence`; raises if a link on the way leads nowhere.
 
-        A claim that is not seen would let a prune delete what its run uploads.
+        A claim that is not seen would let a prune delete the uploads of its run.
         """
         _require_no_dangling_link(Path(path))
         return True
 
     def _get(self, path: str, size_bytes: int) -> bytes:
-        with open(path, "rb") as file:  # a read allocates what it asks for
+        with open(path, "rb") as file:  # a read allocates the requested size
             return file.read(min(os.fstat(file.fileno()).st_size, size_bytes))
 
     def _create(self, path: str, data: bytes) -> None:
@@ -166,7 +166,7 @@ class MemoryStorage(Storage):
 def _files_below(
     folder: str, above: frozenset[tuple[int, int]] = frozenset()
 ) -> Iterator[tuple[Path, os.stat_result]]:
-    """The files in a folder and in those below it; none if there is no such folder.
+    """The files in a folder and below it; none if the folder does not exist.
 
     Args:
         above: device and inode of each folder that led here.

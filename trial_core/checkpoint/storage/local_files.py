@@ -140,7 +140,7 @@ def _sync_folder(folder: Path) -> None:
         try:
             descriptor = os.open(each, os.O_RDONLY)
         except PermissionError:
-            if each == folder:  # what was just renamed into it would not be durable
+            if each == folder:  # a file just renamed into it would not be durable
                 raise
             continue
         try:

@@ -94,6 +94,6 @@ def in_parallel(
 
 
 def read_all(read: Callable[[Item], Result | None], items: Iterable[Item]) -> list[Result]:
-    """What `read` returns for each item, in order, without None. Raises its first error."""
+    """The results of `read` for all items, in order, without None. Raises its first error."""
     found = in_parallel(lambda item, _: read(item), items, READ_THREADS)
     return [each for each in found if each is not None]

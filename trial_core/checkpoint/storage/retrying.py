@@ -1,4 +1,4 @@
-"""Repeats work with a storage that has failed, where no Prefect task does."""
+"""Repeats work after a failure of the storage, where no Prefect task does."""
 
 from __future__ import annotations
 

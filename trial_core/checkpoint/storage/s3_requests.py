@@ -213,7 +213,7 @@ def _remove_expect(params: dict[str, Any], **_: Any) -> None:
 def _pause_after_404(
     response: tuple[Any, dict[str, Any]] | None, attempts: int, operation: Any, **_: Any
 ) -> float | None:
-    """How many seconds after a 404 of a proxy the request is sent again; None: it is not.
+    """Seconds until a request is sent again after a 404 of a proxy; None if it is not sent again.
 
     As botocore does after a 502, 503 or 504. To HEAD, a storage answers 404 without a document.
     """

@@ -1,8 +1,8 @@
 """S3 through the client of s3fs, with transfers of our own.
 
-A file is uploaded in parts from the buffer pool and hashed while it is read, off the event loop.
-It is read in ranges, which must all come from one version of the object. What fails or is cancelled
-leaves no unfinished upload.
+A file is uploaded in parts from the buffer pool and hashed while it is read, off the event loop. It
+is read in ranges, which must all come from one version of the object. An upload that fails or is
+cancelled leaves nothing unfinished.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class S3Storage(Storage):
             return self._if_allowed(self._requests.abort(self._key(f"{folder}/"), None, before), 0)
 
     def _if_allowed(self, request: Coroutine[Any, Any, T], otherwise: T) -> T:
-        """The answer of a request about unfinished uploads, which needs further rights."""
+        """Send a request about unfinished uploads; return `otherwise` if it is not allowed."""
         try:
             return self._run(request)
         except OSError as error:
@@ -174,10 +174,10 @@ class S3Storage(Storage):
         return digest
 
     def _abort(self, key: str, upload_id: str | None) -> None:
-        """Abort a failed upload. Logs a failure: the caller has a first cause.
+        """Abort a failed upload. Only logs a failure: the caller has the first cause.
 
         Args:
-            upload_id: None: not known. The reply may have been lost, so all uploads to the key go.
+            upload_id: None if not known, as after a lost reply: all uploads to the key are aborted.
         """
         abort = self._requests.abort(key, upload_id)
         try:

@@ -1,4 +1,4 @@
-"""Translates the errors of all storages into `StorageError`: what happened, why, what to do.
+"""Translates the errors of all storages into `StorageError`, with the cause and a remedy.
 
 Messages and tracebacks hold no credentials, though a URL, an option or a server's reply may.
 """
@@ -25,7 +25,7 @@ _FOREIGN_ERRORS = (
     ("google.auth.exceptions", "GoogleAuthError"),
     ("paramiko.ssh_exception", "SSHException"),
 )
-"""Base classes of errors that are no OSError. They are looked up in `sys.modules`: a module that is
+"""Base classes of errors other than OSError. They are looked up in `sys.modules`: a module that is
 not imported cannot have raised anything."""
 
 _CHECK_CREDENTIALS = (
@@ -109,9 +109,9 @@ _BY_TYPE: tuple[tuple[type[BaseException], str], ...] = (
     (ValueError, "the URL or an option is not valid: correct it"),
 )
 _STATUS = ("status_code", "code")
-"""Where errors of Azure and Google have the status of the reply."""
+"""The attributes of Azure's and Google's errors with the reply's status."""
 _BUSY = (408, 425, 429)
-"""The statuses of refusals that say: try again later."""
+"""The statuses of refusals that ask to try again later."""
 _NOT_IMPLEMENTED = 501
 
 ABSENCE_CODES = frozenset({"NoSuchKey", "BlobNotFound"})
@@ -130,8 +130,8 @@ def storage_exceptions() -> tuple[type[BaseException], ...]:
 def service_code(error: BaseException) -> str | None:
     """The code (``NoSuchBucket``) of the reply of S3 or Azure that caused `error`.
 
-    ``404`` and so on, or an empty one, if a reply had no S3 error document; None if there was no
-    such reply.
+    It is ``404`` and so on, or empty, if the reply had no S3 error document; None without such a
+    reply.
     """
     for cause in _causes(error):
         response = getattr(cause, "response", None)
@@ -153,9 +153,9 @@ def statuses(error: BaseException) -> Iterator[int]:
 
 
 def is_foreign_404(response: object) -> bool:
-    """Whether S3's client got a reply with status 404 that has no S3 error document.
+    """Return whether S3's client got a 404 without an S3 error document.
 
-    A storage sends the document with every 404 but those to HEAD, which we never send.
+    A storage sends the document with every 404, except to HEAD, which we never send.
 
     Args:
         response: the reply as botocore has parsed it.
@@ -168,9 +168,9 @@ def is_foreign_404(response: object) -> bool:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether the server answered that it does not carry out the request as it is.
+    """Return whether the server refused the request as it is.
 
-    Not if the connection broke, or if the server failed or is busy: it may say yes the next time.
+    False if the connection broke, or if the server failed or is busy: it may accept next time.
     """
     if _is_foreign(error):
         return False
@@ -216,7 +216,7 @@ class ErrorTranslator:
             also: further error classes that only the storage can raise inside the block.
 
         Raises:
-            StorageError: what happened, why, and what to do.
+            StorageError: names the failure, its cause and a remedy.
         """
         try:
             yield

@@ -30,14 +30,14 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class CheckpointSource:
-    """Where a checkpoint is: downloaded into a folder, or in a storage."""
+    """The place of a checkpoint: downloaded into a folder, or in a storage."""
 
     manifest: Manifest
     place: Path | CheckpointStore
 
     @contextmanager
     def files(self, entries: list[FileEntry]) -> Iterator[Path]:
-        """The folder with these of its files, verified.
+        """A folder with these files of the checkpoint, verified.
 
         Raises:
             CheckpointNotFound: the checkpoint was deleted after its manifest was read.
@@ -63,10 +63,10 @@ def open_checkpoint(
 
     Args:
         beside: a storage whose options (endpoint, credentials) a URL of the same protocol needs,
-            too. None: there are no options.
+            too. None for no options.
 
     Raises:
-        CheckpointNotFound: there is none.
+        CheckpointNotFound: no checkpoint is there.
         CheckpointError: `path` is neither such a folder nor such a URL.
     """
     text = os.fspath(path)
@@ -92,7 +92,7 @@ def open_checkpoint(
 
 
 def is_place(text: str) -> bool:
-    """Whether `text` is a folder or a URL, and not a checkpoint's uuid."""
+    """Return whether `text` is a folder or a URL, and not a checkpoint's uuid."""
     return "/" in text or os.path.isdir(text)
 
 
@@ -100,7 +100,7 @@ def resume_manifest(store: CheckpointStore, place: str) -> Manifest:
     """The manifest of the checkpoint at `place`, which `copy_into` brings to the run's `store`.
 
     Raises:
-        CheckpointNotFound: there is no checkpoint.
+        CheckpointNotFound: `place` has no checkpoint.
         CheckpointError: `place` is neither a downloaded checkpoint nor the URL of a stored one.
     """
     source = open_checkpoint(place, store)
@@ -113,14 +113,14 @@ def copy_into(store: CheckpointStore, place: str, fence: Fence | None) -> Manife
     Does nothing if it is there. May be repeated after an error.
 
     Args:
-        fence: of the run's attempt; None in test mode, which stores nothing.
+        fence: the fence of the run's attempt; None in test mode, which stores nothing.
 
     Returns:
         The manifest in `store`.
 
     Raises:
         CheckpointDamaged: a file is missing or differs from the manifest.
-        ConfigError: the checkpoint is not in `store`, and there is no fence.
+        ConfigError: the checkpoint is not in `store`, and `fence` is None.
         StorageError: a storage failed.
     """
     source = open_checkpoint(place, store)
@@ -153,7 +153,7 @@ def copy_into(store: CheckpointStore, place: str, fence: Fence | None) -> Manife
 
 
 def _require_same(manifest: Manifest, uploaded: list[FileEntry]) -> None:
-    """Check what was uploaded: a downloaded file may have changed after it was verified."""
+    """Check the uploaded files: a downloaded file may have changed after it was verified."""
     expected = {entry.path: entry.digest for entry in manifest.all_files}
     changed = [entry.path for entry in uploaded if entry.digest != expected[entry.path]]
     if changed:

@@ -19,10 +19,10 @@ from trial_core.checkpoint.storage.storage_errors import ErrorTranslator
 from trial_core.errors import CheckpointDamaged
 
 MAX_ARCHIVE_BYTES = 128 * 2**20
-"""A larger archive is not read. `pack_code` makes none of half this size."""
+"""A larger archive is not read. `pack_code` makes none of even half this size."""
 
 _UNREADABLE = (tarfile.TarError, ValueError, OverflowError, RecursionError)
-"""What tarfile raises for wrong headers. It reads chained headers by recursion."""
+"""The errors that tarfile raises for wrong headers. It reads chained headers by recursion."""
 
 File = tuple[int, bytes]
 """The permissions of a file, and its content."""
@@ -41,7 +41,7 @@ def tar(contents: Mapping[str, File]) -> bytes:
 
 
 def unpack_code(data: bytes, target: Path, what: str = "the code of the checkpoint") -> None:
-    """Unpack an archive into a new folder; replaces what is there.
+    """Unpack an archive into a new folder, which replaces an existing one.
 
     Args:
         what: names the archive in errors.

@@ -1,16 +1,16 @@
-"""Packs the code folder of a trial into an archive: what a version control would hold of it.
+"""Packs the code folder of a trial into an archive: the files that version control would hold.
 
-What is packed, in this order of decisions:
+These rules decide, in this order:
 
 1. No link that leads out of the folder; nothing of the runs' folder, of a storage, of a virtual
    environment.
-2. What an ignore file in the folder says: a pattern leaves files out, ``!pattern`` takes them in.
+2. An ignore file in the folder decides: a pattern leaves files out, ``!pattern`` takes them in.
 3. In a git checkout, the files that git tracks, and new ones that it does not ignore: a module that
    was not added yet is part of the run. Elsewhere, all files that no .gitignore in it ignores.
-4. Of files that git does not track: not those of `DEFAULT_IGNORED`, and only those of `KINDS`.
+4. A file that git does not track must not match `DEFAULT_IGNORED`, and must be one of `KINDS`.
 5. Whatever git and the patterns say: no file that is named like credentials, and none with a key, a
-   token or the experiment's credentials in it. A line ``!/path`` takes in the file of that path in
-   which text looks like a key or token, but is none.
+   token or the experiment's credentials in it. A line ``!/path`` takes in the file of that path if
+   its text only looks like a key or token.
 6. No file over `MAX_FILE_BYTES`. Each checkpoint has a copy: the archive is bounded as well.
 
 The ignore file, git and `DEFAULT_IGNORED` leave files out without a warning, except modules that
@@ -53,11 +53,11 @@ DEFAULT_IGNORED = (
     ".*", *(f"!{name}" for name in IGNORE_FILES), "__pycache__/", "*.py[cod]", "venv/",
     "*.egg-info/", "node_modules/", "trialflow-runs/",
 )  # fmt: skip
-"""Patterns of what is left out if git does not track it: hidden files, caches, the runs."""
+"""Patterns of untracked files that are left out: hidden files, caches, the runs."""
 
 KINDS = frozenset(
     {
-        # Python, and what its extensions are built from
+        # Python, and the sources of its extensions
         ".py", ".pyi", ".pyx", ".pxd", ".ipynb", ".c", ".cc", ".cpp", ".cxx", ".h", ".hh", ".hpp",
         ".hxx", ".cu", ".cuh", ".inl", ".cl", ".metal", ".rs", ".proto",
         # programs and settings
@@ -73,18 +73,18 @@ _IGNORED_MODULES = "git ignores it; has modules"
 
 MAX_FILE_BYTES = 8 * 2**20
 MAX_TOTAL_BYTES = 32 * 2**20
-"""Of all files together, packed."""
+"""The size of all files together, packed."""
 MAX_FOLDER_FILES = 5000
-"""A folder with more files, those of its folders included, holds data: the files of its most common
-kind, but no modules. So does the code folder with more files of its own. A folder with ten times as
-many is left out."""
+"""A folder with more files, subfolders included, holds data: its most common kinds of files are
+left out, but no modules. So does the code folder with more files of its own. A folder with ten
+times as many is left out."""
 
-_MEMBER_BYTES = 1024  # the header of a file in the archive, and what fills its last block
+_MEMBER_BYTES = 1024  # the header of a file in the archive, and the padding of its last block
 _SHOWN = 10
 
 TAKE_IN = "a line !NAME takes in a file or folder that git ignores, or a file of any kind"
 TAKE_IN_EXACTLY = "a line !/PATH takes in the one file of that path, if what it holds is no secret"
-"""What takes a file in, for people."""
+"""The line that takes a file in, for people."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class LeftOut:
     Attributes:
         path: relative to the code folder: of a file, of a folder (``data/``), or ``*.csv``.
         why: the reason; with its size, if that is the reason.
-        remedy: what takes it in; "": no line of an ignore file does.
+        remedy: the ignore file's line that takes it in; empty if none does.
     """
 
     path: str
@@ -106,7 +106,7 @@ class LeftOut:
 
     @property
     def is_module(self) -> bool:
-        """Whether it is a module, or a folder that has some."""
+        """True for a module, or a folder that has some."""
         return self.path.endswith(_MODULES) or self.why == _IGNORED_MODULES
 
 
@@ -115,11 +115,11 @@ class PackedCode:
     """A packed code folder.
 
     Attributes:
-        data: the archive; None: the folder has no code.
+        data: the archive; None if the folder has no code.
         files: the files in it and their sizes in bytes, by their names.
-        left_out: what is missing in it, modules first.
+        left_out: the files missing in it, modules first.
         rule: which files were considered.
-        problem: that git could not say it in a checkout, or that it is a home folder.
+        problem: says that git could not list a checkout, or that it is a home folder.
     """
 
     data: bytes | None
@@ -134,7 +134,7 @@ class PackedCode:
         return f"the code of {folder}: {plural(len(self.files), 'file')}, {total} ({self.rule})"
 
     def warnings(self, folder: Path) -> Iterator[str]:
-        """What people should know of the archive."""
+        """Warnings about the archive, for people."""
         if self.problem is not None:
             yield self.problem
         if not self.left_out:
@@ -165,7 +165,7 @@ def check_code_folder(folder: Path) -> None:
 
 
 def _holds_much(folder: Path) -> str | None:
-    """That a folder holds much besides code: credentials, caches, other projects."""
+    """Why a folder holds much besides code (credentials, caches, other projects), or None."""
     real = Path(os.path.realpath(folder))
     home = os.path.expanduser("~")  # "~" itself, if this user has none
     is_home = os.path.isabs(home) and Path(os.path.realpath(home)).is_relative_to(real)
@@ -176,7 +176,7 @@ def _holds_much(folder: Path) -> str | None:
 
 
 def _held_by_git(folder: Path, much: str | None) -> tuple[GitFiles | None, str | None]:
-    """What git holds of a folder, and that it cannot say it."""
+    """The files that git holds of a folder, and why it cannot list them."""
     try:
         return git_files(Path(os.path.realpath(folder)), with_new=much is None), None
     except GitUnusable as error:
@@ -190,11 +190,11 @@ def pack_code(
     """Pack a code folder.
 
     Args:
-        not_code: files and folders that are no code, wherever they are.
+        not_code: files and folders that are not code, wherever they are.
         secrets: credentials of the experiment. A file that has one in it is left out.
 
     Raises:
-        ConfigError: the ignore file has a line that is no pattern.
+        ConfigError: a line of the ignore file is not a pattern.
     """
     much = _holds_much(folder)
     held, problem = _held_by_git(folder, much)
@@ -219,7 +219,7 @@ class _File:
         name: its path in the code folder.
         real: the same, of the file that a link leads to.
         mode: its permissions and type.
-        is_known: whether git tracks it, or a pattern takes it in.
+        is_known: True if git tracks it, or a pattern takes it in.
     """
 
     size_bytes: int
@@ -236,7 +236,7 @@ class _File:
 
 
 class _Walk:
-    """The files of a code folder that are packed, and what is left out.
+    """The packed files of a code folder, and the ones left out.
 
     Paths are relative to the folder. Links are followed within it: a file has the name by which the
     walk came to it, and a real one, and is judged by both.
@@ -266,7 +266,7 @@ class _Walk:
         """Permissions and content of each file that is packed."""
         contents: dict[str, File] = {}
         total_bytes = 0
-        # The smallest first: what does not fit is more likely data than code.
+        # The smallest first: a file that does not fit is more likely data than code.
         for file in sorted(self._of_known_kinds()):
             if file.size_bytes > MAX_FILE_BYTES:
                 limit = f"a file may have {size(MAX_FILE_BYTES)}"
@@ -292,7 +292,7 @@ class _Walk:
         return contents
 
     def _of_known_kinds(self) -> Iterator[_File]:
-        """The candidates without those of other kinds, and without credentials by their names."""
+        """The candidates of known kinds, without files that are named like credentials."""
         others: dict[str, list[str]] = defaultdict(list)
         for file in self._candidates():
             if not file.is_known and file.kind not in KINDS:
@@ -324,7 +324,7 @@ class _Walk:
         yield from self._few(own, "", "there may be, besides those of folders,")
 
     def _few(self, files: list[_File], place: str, limit: str) -> list[_File]:
-        """The files, without the most common kinds if there are too many; all modules."""
+        """The files, without the most common kinds if there are too many, but with all modules."""
         while len(files) > MAX_FOLDER_FILES:
             common = Counter(each.kind for each in files if each.kind not in _MODULES).most_common(
                 1
@@ -367,7 +367,7 @@ class _Walk:
     def _judged(
         self, entry: os.DirEntry[str], name: str, here: str
     ) -> _File | tuple[str, str] | None:
-        """A file, or the name and real path of a folder; None: it is left out.
+        """A file, or the name and real path of a folder; None if it is left out.
 
         Args:
             here: its path without the links above it.
@@ -411,7 +411,7 @@ class _Walk:
         return None
 
     def _note_ignored(self, entry: os.DirEntry[str], name: str, here: str, is_folder: bool) -> None:
-        """Name a module, or a folder with modules, that git ignores. No folder is packed for it."""
+        """Note a module, or a folder with modules, that git ignores. No folder is packed for it."""
         ending = "/" if is_folder else ""
         if self._git is None and self._defaults.match_file(here + ending):
             return
@@ -423,7 +423,7 @@ class _Walk:
             self.leave_out(f"{name}/", _IGNORED_MODULES, TAKE_IN)
 
     def _has_modules(self, folder: str) -> bool:
-        """Whether a module is among the first files in a folder, except in environments."""
+        """Return whether a module is among the first files in a folder, except in environments."""
         folders, left = [folder], MAX_FOLDER_FILES
         while folders and left > 0:
             path = folders.pop()
@@ -440,23 +440,23 @@ class _Walk:
         return False
 
     def _says(self, paths: set[str]) -> bool | None:
-        """Whether the ignore file takes in all these paths; False: it leaves one out."""
+        """True if the ignore file takes in all paths, False if it leaves one out, else None."""
         found = {self._patterns.check_file(each).include for each in paths}
         return False if True in found else True if found == {False} else None
 
     def _holds(self, path: str, is_folder: bool) -> bool:
-        """Whether git holds a file, or files of a folder; elsewhere, whether it is not ignored."""
+        """Return whether git holds a file or files of a folder; elsewhere, if it is not ignored."""
         if self._git is None:
             path += "/" if is_folder else ""
             return not self._defaults.match_file(path) and not self._is_git_ignored(path)
         return path in (self._held_folders if is_folder else self._held)
 
     def _is_git_ignored(self, path: str) -> bool:
-        """Whether a file .gitignore above a path in the code folder ignores it."""
+        """Return whether a file .gitignore above a path in the code folder ignores it."""
         for parent in map(str, PurePosixPath(path).parents):
             if parent not in self._git_ignores:
                 spec = pathspec.GitIgnoreSpec.from_lines([])
-                with contextlib.suppress(OSError, ValueError):  # a line that is no pattern
+                with contextlib.suppress(OSError, ValueError):  # a line that is not a pattern
                     file = Path(self._root, parent, ".gitignore")
                     spec = pathspec.GitIgnoreSpec.from_lines(file.read_text().splitlines())
                 self._git_ignores[parent] = spec
@@ -491,6 +491,6 @@ def _pattern_of(kind: str) -> str:
 
 
 def _is_environment(folder: str) -> bool:
-    """Whether a folder is a virtual environment of Python, or one of conda."""
+    """Return whether a folder is a virtual environment of Python, or one of conda."""
     # Not `Path.exists`, which raises if the folder may not be searched.
     return os.path.exists(f"{folder}/pyvenv.cfg") or os.path.isdir(f"{folder}/conda-meta")

@@ -1,4 +1,4 @@
-"""Fetches a checkpoint's files, verified. Each rank fetches what it needs, without a collective.
+"""Fetches and verifies files of a checkpoint. Each rank fetches its own, without a collective.
 
 A fetched file appears under its name only after its size and digest match the manifest.
 """
@@ -75,7 +75,7 @@ def take_local(
     """Bring files of a checkpoint into `target` that are on this machine; return the other ones.
 
     Args:
-        local: folders that may hold the same files under the same paths, such as those of an
+        local: folders that may hold the same files under the same paths, for example from an
             earlier launch. Files with the right digest are linked or copied.
 
     Raises:
@@ -110,7 +110,7 @@ def download(
     """Bring a whole checkpoint, its code included, into a folder, verified; its manifest last.
 
     Args:
-        uuid: of the checkpoint, or an unambiguous prefix of it.
+        uuid: the checkpoint's uuid, or an unambiguous prefix of it.
         target: a new or empty folder, or one that holds this checkpoint or a part of it.
 
     Raises:
@@ -166,7 +166,7 @@ def check_downloaded(folder: Path, uuid: str, entries: Iterable[FileEntry]) -> N
 
 
 def _matches(path: Path, entry: FileEntry, stop: CancelSignal) -> bool:
-    """Whether a local file has the entry's size and digest."""
+    """Return whether a local file has the entry's size and digest."""
     if not path.is_file() or path.stat().st_size != entry.size_bytes:
         return False
     is_same = local_digest(path, entry.size_bytes, stop) == entry.digest

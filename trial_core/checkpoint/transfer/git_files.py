@@ -1,4 +1,4 @@
-"""What git holds of a folder: files that it tracks, and new ones that it does not ignore."""
+"""Lists the files of a folder that git tracks, and new ones that it does not ignore."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from trial_core.common.text_format import one_line
 
 _TIMEOUT_SECONDS = 60.0
 _KEPT_VARIABLES = ("GIT_CONFIG", "GIT_CEILING")
-"""How the names of variables begin that say how git works. The others say on which repository."""
+"""Prefixes of variables that say how git works. The others say on which repository."""
 
 
 @dataclass(frozen=True)
 class GitFiles:
     """The files of a folder in a git checkout, by their paths relative to the folder.
 
-    Those of submodules, and of checkouts within the checkout, are among them.
+    Files of submodules, and of checkouts within the checkout, are among them.
 
     Attributes:
         tracked: in git's index.
@@ -36,14 +36,14 @@ class GitUnusable(Exception):
 
 
 def git_files(folder: Path, with_new: bool = True) -> GitFiles | None:
-    """The files that git holds of `folder`; None: it is not code of a git checkout.
+    """The files that git holds of `folder`; None if it is not code of a git checkout.
 
     A checkout around the folder that ignores the whole folder (of a home folder's settings, for
     example) does not count.
 
     Args:
         folder: its real path.
-        with_new: whether to look for new files, too: the whole folder has to be read for them.
+        with_new: True to look for new files too, which reads the whole folder.
 
     Raises:
         GitUnusable: git is not installed, takes a minute, or refuses: as in a checkout of another

@@ -1,7 +1,7 @@
-"""Makes a checkpoint of a folder or file that another program has written.
+"""Makes a checkpoint from a folder or file that another program has written.
 
-The files are copied as they are, under names that say what they are; no file is unpickled here.
-DeepSpeed's own files become those of engine 0, so that ranks restore them as any checkpoint. Files
+The files are copied as they are, under names that tell their kind; no file is unpickled here.
+DeepSpeed's own files become files of engine 0, so that ranks restore them as any checkpoint. Files
 with weights alone lie in `layout.IMPORTED`; `rank.state_files.imported_weights` reads them.
 """
 
@@ -45,10 +45,10 @@ _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _WHOLE = ("model.safetensors", "pytorch_model.bin")
 _LATEST = "latest"
 _STAMPS = ("size", "etag", "mtime", "lastmodified", "last_modified", "last_commit", "blob_id")
-"""What file systems tell of a file that changes with its content."""
+"""File details that change with the content, as file systems name them."""
 _ONE_RANK = Topology(world_size=1, data_parallel_size=1)
 _BAD_ARCHIVE = (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, ValueError)
-"""What zipfile raises for damaged headers and content; RuntimeError: it seems to be encrypted."""
+"""The errors of zipfile for damaged headers and content; RuntimeError if it seems encrypted."""
 _KINDS = (
     "a folder that DeepSpeed's save_checkpoint has written (or its global_stepN, or a universal "
     "one), a folder of Hugging Face's save_pretrained, or a file with a state_dict (.safetensors, "
@@ -63,7 +63,7 @@ def import_checkpoint(
 ) -> Manifest:
     """The checkpoint with the files at `url`; imported now, unless that was done before.
 
-    The files are known again by their names, sizes and times: the trial's id is a digest of them.
+    The files are recognised by their names, sizes and times: the trial's id is a digest of them.
     Each import has a uuid of its own. The commit of one ends the uploads below its uuid.
 
     Args:
@@ -71,7 +71,7 @@ def import_checkpoint(
         options: for the fsspec file system of `url`.
 
     Raises:
-        CheckpointNotFound: there is nothing.
+        CheckpointNotFound: no files are there.
         CheckpointDamaged: a file is incomplete.
         CheckpointError: the files are of no known kind.
         StorageError: they cannot be read, or stored.
@@ -127,7 +127,7 @@ def import_checkpoint(
 
 
 def _discard(store: CheckpointStore, trial: str, uuid: str) -> None:
-    """Delete what was uploaded, and its intent last."""
+    """Delete the uploaded files, and their intent last."""
     store.storage.clear(layout.files_folder(uuid))
     store.storage.remove(layout.intent_key(trial, uuid))
 
@@ -137,7 +137,7 @@ class _Source:
 
     Attributes:
         shown: the URL, without credentials.
-        stamps: for each file, by its path below the URL: its size and what else tells of a change.
+        stamps: for each file, by its path below the URL: its size and other signs of a change.
     """
 
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
@@ -180,7 +180,7 @@ class _Source:
 
 @dataclass(frozen=True)
 class _Found:
-    """What the files are.
+    """The recognised files.
 
     Attributes:
         files: for each path below the source, the path in the checkpoint.
@@ -202,10 +202,10 @@ class _Found:
 
 
 def _recognised(source: _Source) -> _Found:
-    """What the files of a source are.
+    """Recognise the files of a source.
 
     Raises:
-        CheckpointNotFound: of no known kind.
+        CheckpointNotFound: they are of no known kind.
     """
     names = set(source.stamps)
     if _LATEST in names:
@@ -229,7 +229,7 @@ def _recognised(source: _Source) -> _Found:
 
 
 def _of_deepspeed(files: Mapping[str, str], shown: str, tag: str) -> _Found | None:
-    """What DeepSpeed has written; None: something else.
+    """Recognise DeepSpeed's files; None for other files.
 
     Args:
         files: for each path, the path below the folder of the tag.
@@ -269,7 +269,7 @@ def _of_deepspeed(files: Mapping[str, str], shown: str, tag: str) -> _Found | No
 
 
 def _listed(source: _Source, index: str) -> list[str]:
-    """The files that an index of Hugging Face lists. Raises CheckpointDamaged: one is missing."""
+    """The files that an index of Hugging Face lists. Raises CheckpointDamaged if one is missing."""
     try:
         listed = sorted(set(json.loads(source.read(index))["weight_map"].values()))
     except (ValueError, KeyError, AttributeError, TypeError) as error:
@@ -286,7 +286,7 @@ def _as_weights(paths: Iterable[str]) -> dict[str, str]:
 
 
 def _check_archive(file: Path, shown: str) -> None:
-    """Compare a file of `torch.save` with the checksums in it. CheckpointDamaged: it differs."""
+    """Check a file of `torch.save` by its checksums. Raises CheckpointDamaged if one differs."""
     if file.suffix == ".safetensors" or not zipfile.is_zipfile(file):
         return
     try:

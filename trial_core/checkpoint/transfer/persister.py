@@ -68,7 +68,7 @@ class Persister:
     """Uploads and fetches in a separate process. For one thread at a time.
 
     Args:
-        stall_seconds: kill the process when it has moved nothing for this long; None: never.
+        stall_seconds: kill the process when it has moved nothing for this long; None for never.
     """
 
     def __init__(self, stall_seconds: float | None = None) -> None:
@@ -167,7 +167,7 @@ class Persister:
 
 
 class _Forked:
-    """A forked process, with what is used of `subprocess.Popen`. None of `multiprocessing`, whose
+    """A forked process, with the used part of `subprocess.Popen`. Not of `multiprocessing`, whose
     children programs wait for or end."""
 
     def __init__(self, pid: int) -> None:
@@ -180,7 +180,7 @@ class _Forked:
                 os.kill(self.pid, signal.SIGKILL)
 
     def wait(self, timeout: float) -> None:
-        """Raises `subprocess.TimeoutExpired`."""
+        """Wait for the process. Raises `subprocess.TimeoutExpired`."""
         try:
             self.returncode = psutil.Process(self.pid).wait(timeout)
         except psutil.NoSuchProcess:  # the program has waited for it
@@ -310,7 +310,7 @@ class _Process:
 
 
 def _changes(before: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes | None]]:
-    """What has changed in the environment."""
+    """The changed environment variables; None for a removed one."""
     now = os.environb
     changed = [(name, value) for name, value in now.items() if before.get(name) != value]
     return [*changed, *((name, None) for name in before.keys() - now.keys())]

@@ -5,8 +5,8 @@ ends with its rank. It imports neither torch nor deepspeed.
 
 Messages are lines of JSON. Credentials are in them only, not on the command line.
 
-The first one of a rank that a fork server has forked is itself forked, from the rank: it has
-imported what it needs. Any other is a new interpreter.
+The first persister process of a rank that a fork server has forked is itself forked from the rank,
+with its imports done. Any other is a new interpreter.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class FetchRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Environment(msgspec.Struct, frozen=True, tag=True):
-    """What the rank has changed of its environment since this process was forked.
+    """The rank's changes to its environment since this process was forked.
 
     Attributes:
         variables: names and new values; None where a variable is gone. They may be any bytes.
@@ -131,7 +131,7 @@ def serve(stream: BufferedRWPair) -> None:
 
 
 _changing: set[str] = set()
-"""See `upload_staged`: this process uploads all checkpoints of one rank's run."""
+"""The `changing` of `upload_staged`: it is for all checkpoints of one rank's run."""
 
 
 def _handle(request: Request, stream: BufferedRWPair) -> Report:

@@ -20,7 +20,7 @@ PROGRESS_LOG_SECONDS = 300.0
 driver would count it as hung."""
 
 MIN_PROGRESS_BYTES = 2**20
-"""Fewer bytes are no progress: logs and event loops write as well. A smaller file counts when the
+"""Fewer bytes do not count: logs and event loops write as well. A smaller file counts when the
 process reports it as stored."""
 
 POLLS_PER_TIMEOUT = 10
@@ -32,11 +32,11 @@ class StallWatch:
     """A context manager that watches a process while it works.
 
     Args:
-        timeout_seconds: the stall timeout; None: no limit.
+        timeout_seconds: the stall timeout; None for no limit.
         on_stall: called once, on the watch's thread, when the timeout is over.
 
     Attributes:
-        has_stalled: whether the timeout is over.
+        has_stalled: True if the timeout is over.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Which files hold credentials: by their names, and by what is in them."""
+"""Finds files that hold credentials, by their names and by their content."""
 
 from __future__ import annotations
 
@@ -74,17 +74,17 @@ _KEYS: Mapping[str, tuple[bytes, ...]] = {
     "a key of Weights & Biases": (
         rb"(?:WANDB|wandb)[^\n]{0,20}?(?i:key|login)[^\n]{0,20}?[\"'=:\s]([0-9a-f]{40})(?![0-9a-f])",
     ),
-    "a token": (rb"\A\s*[0-9a-fA-F]{64}\s*\Z",),  # nothing else: as of `trialflow join`
+    "a token": (rb"\A\s*[0-9a-fA-F]{64}\s*\Z",),  # nothing else: see `trialflow join`
 }  # fmt: skip
-"""What keys look like that have a known form: within no longer word, or as group 1 of a pattern,
-which is no placeholder. Each begins with fixed text where it can: fast."""
+"""Patterns of keys with a known form. A match must not be in a longer word, or its group 1,
+if it has one, must not be a placeholder. Each begins with fixed text where it can: fast."""
 _KEYS_OF_TEXT: Mapping[str, tuple[bytes, ...]] = {
     "a key of AWS": (rb"[Ss][Ee][Cc][Rr][Ee][Tt]_?(?i:access_?key)" + _ASSIGNED + rb"(\S{8,})",),
     "a key": (
         rb"[Aa][Pp][Ii]_?[Kk][Ee][Yy]" + _ASSIGNED + rb"(?=[\w+/.-]*\d)([\w+/.-]{16,})",
     ),
 }  # fmt: skip
-"""The same, in files that are no modules: there a value may be an expression."""
+"""The same, in files other than modules: in a module a value may be an expression."""
 
 
 def _compiled(keys: Mapping[str, tuple[bytes, ...]]) -> list[tuple[str, re.Pattern[bytes]]]:
@@ -112,15 +112,15 @@ _MAX_LINES = 1000  # of a section, in text that is not parsed
 
 
 def is_named_as_credentials(path: str) -> bool:
-    """Whether a file has a name, or is in a folder, that usually means credentials.
+    """Return whether a file's or its folder's name usually means credentials.
 
-    Copies that editors and people keep (``.bak``) count as what they are copies of.
+    Copies that editors and people keep (``.bak``) count as their originals.
     """
     return _NAMES.match_file(_BACKUP.sub("", path.lower()))
 
 
 def searchable(secrets: Iterable[str]) -> list[bytes]:
-    """The secrets to search for in files: not what may be a common word, and no files' names."""
+    """The secrets to search for in files, without possible common words and files' names."""
     return [
         each.encode()
         for each in secrets
@@ -130,7 +130,7 @@ def searchable(secrets: Iterable[str]) -> list[bytes]:
 
 
 def credentials_in(name: str, content: bytes, secrets: Collection[bytes]) -> str | None:
-    """What a file has in it that must not be stored, to follow "holds"; None: nothing is seen.
+    """The kind of credentials in a file, to follow "holds"; None if none is seen.
 
     Args:
         secrets: the experiment's, as from `searchable`.
@@ -147,7 +147,7 @@ def credentials_in(name: str, content: bytes, secrets: Collection[bytes]) -> str
 
 
 def _is_credential(match: re.Match[bytes]) -> bool:
-    """Not part of a longer word ("task-", of which "sk-" is the end), and no placeholder."""
+    """Return whether it is neither in a longer word (the "sk-" of "task-") nor a placeholder."""
     if match.re.groups:
         return not _PLACEHOLDER.match(match[1])
     before = match.string[max(0, match.start() - 2) : match.start()]

@@ -71,7 +71,7 @@ def _files_in(folder: Path, ancestors: tuple[Path, ...]) -> Iterator[Path]:
 
 
 def _may_follow(link: Path, ancestors: tuple[Path, ...]) -> bool:
-    """Whether a link leads to a path below the root without a circle."""
+    """Return whether a link leads to a path below the root without a circle."""
     try:
         end = link.resolve(strict=True)
     except (OSError, RuntimeError) as error:  # RuntimeError: a circle, before Python 3.13

@@ -38,7 +38,7 @@ class TrialCode:
 
     Attributes:
         folder: where it is on this machine.
-        archive: the packed folder, for its checkpoints; None: they have no code.
+        archive: the packed folder, for its checkpoints; None if they have no code.
     """
 
     folder: Path
@@ -46,7 +46,7 @@ class TrialCode:
 
     @property
     def digest(self) -> str:
-        """``sha256:`` and the digest of the archive; empty: there is none."""
+        """``sha256:`` and the digest of the archive; empty without an archive."""
         return f"sha256:{hashlib.sha256(self.archive).hexdigest()}" if self.archive else ""
 
 
@@ -58,10 +58,10 @@ def code_of_folder(
 ) -> TrialCode:
     """Pack the code folder of an experiment for the checkpoints in `store`.
 
-    Logs how much it is, and warns of what they will not have.
+    Logs the size, and warns of files that are left out.
 
     Args:
-        must_send: whether the ranks start where the archive is all that they have.
+        must_send: True if the archive is all that the ranks have where they start.
 
     Raises:
         ConfigError: as `pack_code`; or the ranks would not have the entrypoint's own file.
@@ -81,7 +81,7 @@ def code_of_folder(
 
 
 def entrypoint_left_out(config: ExperimentConfig, packed: PackedCode) -> str | None:
-    """That an archive lacks the entrypoint's own file, and why; None: it has it, or is empty."""
+    """Why an archive lacks the entrypoint's own file; None if it has it, or is empty."""
     command = ScriptCommand.parse(shlex.split(config.entrypoint)) if config.is_script else None
     target = command.target if command is not None else config.entrypoint.partition(":")[0]
     if command is not None and not command.is_module:
@@ -107,9 +107,9 @@ def entrypoint_left_out(config: ExperimentConfig, packed: PackedCode) -> str | N
 
 
 def packed_code(config: ExperimentConfig, store: CheckpointStore) -> PackedCode:
-    """The packed code folder of an experiment, without what this experiment has in it besides code.
+    """The packed code folder of an experiment, without the experiment's files that are not code.
 
-    That is the runs' folder, the storage, the token of its nodes, and its credentials. Raises as
+    These are the runs' folder, the storage, the token of its nodes, and its credentials. Raises as
     `pack_code`.
     """
     not_code = [home_folder()]

@@ -58,8 +58,8 @@ def upload_staged(
         shared: stored files of an earlier checkpoint, with the places where they are. A file with
             the bytes of one is not uploaded, and its entry refers to that place; except for the
             smallest: a checkpoint must have a file of its own (see `checkpoint.commit`).
-        changing: paths of files that have changed since an earlier checkpoint: taken to change
-            again, they are not hashed to find out. Gets those that are found now.
+        changing: paths of files that have changed since an earlier checkpoint. They are presumed to
+            change again, and not hashed first. Gets the paths that are found now.
         stored: entries that an earlier attempt at this upload has stored, by path. They are
             skipped if they still exist with that size.
         on_stored: called after each stored file, from several threads but one at a time.
@@ -68,7 +68,7 @@ def upload_staged(
         CheckpointError: a file changed meanwhile.
         StorageError: the storage failed, or a file cannot be read.
     """
-    folder = layout.files_folder(uuid)  # refuses what is no uuid, also if nothing is stored
+    folder = layout.files_folder(uuid)  # refuses a wrong uuid, also if nothing is stored
     sizes = store.storage.sizes(folder) if stored else {}
     files = list(files)
     own = min(files, key=lambda file: file.size_bytes, default=None)

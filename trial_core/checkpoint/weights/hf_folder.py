@@ -28,8 +28,8 @@ def write_model(
     """Write a model's config, tokenizer and weights, one shard after the other; merge its adapter.
 
     Args:
-        weights: of the whole trial's model, by its names.
-        files: the checkpoint's files of Hugging Face's.
+        weights: of the trial's whole model, by its names.
+        files: the folder of the Hugging Face files.
         target: an existing folder.
         shard_size: the size of the largest file: ``2GB``.
 
@@ -38,7 +38,7 @@ def write_model(
 
     Raises:
         CheckpointError: the adapter cannot be merged.
-        ConfigError: ``huggingface_hub`` is not installed, or the size is none.
+        ConfigError: ``huggingface_hub`` is not installed, or the size is not valid.
     """
     try:
         from huggingface_hub import split_state_dict_into_shards_factory
@@ -75,7 +75,7 @@ def write_adapter(
     """Write an adapter alone, as ``PeftModel.save_pretrained`` does. See `write_model`.
 
     Raises:
-        CheckpointError: the model has no adapter of LoRA's kind.
+        CheckpointError: the model has no LoRA adapter.
     """
     if facts.adapter is None:
         found = f"an adapter that {facts.obstacle}" if facts.obstacle else "no adapter of peft"
@@ -88,7 +88,7 @@ def write_adapter(
 
 
 def push(folder: Path, repository: str, message: str, without: str) -> str:
-    """Upload a folder to a hub, into a private repository if there is none. Returns its address.
+    """Upload a folder to a hub, into a private repository if it is new. Returns its address.
 
     Args:
         without: the name of a file that stays here.
@@ -169,7 +169,7 @@ def _not_merged(reason: str) -> CheckpointError:
 def _without_ties(own: Mapping[str, SavedWeight], facts: HFFacts) -> dict[str, SavedWeight]:
     """The weights without the names that ``from_pretrained`` ties to others that are there.
 
-    All of them, if one is tied no more: the config has a single word for all ties.
+    All weights if one is no longer tied: the config has one word for all ties.
     """
     uses = Counter(own.values())
     stored = {}

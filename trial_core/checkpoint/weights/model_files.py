@@ -1,7 +1,7 @@
-"""What a checkpoint tells about a model beside its weights, so that export needs no ranks.
+"""A model's facts in a checkpoint, in addition to its weights, so that export needs no ranks.
 
-The folder ``export{index}`` of a checkpoint holds `ModelFacts` of each model-parallel rank, and
-of a model of Hugging Face's the files that ``from_pretrained`` reads beside the weights.
+The folder ``export{index}`` of a checkpoint holds `ModelFacts` of each model-parallel rank. For a
+Hugging Face model, it also holds the other files that ``from_pretrained`` reads.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from typing import Any
 from torch import nn
 
 _BEYOND_LORA = ("lora_variant", "use_dora", "lora_bias")
-"""Attributes of peft's layers that tell, by adapter, what they compute beyond B @ A."""
+"""Attributes of peft's layers that show, by adapter, if they compute more than B @ A."""
 
 
 @dataclass(frozen=True)
 class HFFacts:
-    """Of a model of ``transformers``, bare or in a ``peft.PeftModel``.
+    """Facts about a model of ``transformers``, bare or in a ``peft.PeftModel``.
 
     Attributes:
-        prefix: of the model's names in the trial's ``state_dict``.
+        prefix: prefix of the model's names in the trial's ``state_dict``.
         tied: patterns of the names that ``from_pretrained`` ties to others.
-        adapter: the names of an adapter's weights: those that peft saves, by those of the model.
+        adapter: the names of an adapter's weights in peft's files, by their names in the model.
         merged: of each layer that LoRA adapts, the scale of B @ A, and whether it is transposed.
         obstacle: why the adapter cannot be merged.
     """
@@ -41,12 +41,12 @@ class HFFacts:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a rank knows of a model when it saves.
+    """A rank's facts about a model when it saves.
 
     Attributes:
         frozen: the names of the parameters that are not trained.
-        tied: the layers of a pipeline that have the same weights, by their key; None: no pipeline.
-        hf: of a model of Hugging Face's.
+        tied: the layers of a pipeline with the same weights, by their key; None without a pipeline.
+        hf: the facts about a Hugging Face model.
     """
 
     frozen: Sequence[str] = field(default_factory=list)
@@ -67,12 +67,12 @@ def write_facts(
     tied: Mapping[str, Sequence[int]] | None = None,
     renamed: Callable[[str], str] = str,
 ) -> None:
-    """Write what is known of a model, if anything. Called by one rank of each part of the model.
+    """Write the facts about a model, if any. Called by one rank of each part of the model.
 
     Args:
         target: the `facts_folder` in the staging folder.
-        tokenizer_files: by their paths below `target`.
-        rank: the model-parallel rank. The first one writes the files of Hugging Face's.
+        tokenizer_files: the tokenizer's files, by their paths below `target`.
+        rank: the model-parallel rank. The first one writes the Hugging Face files.
         renamed: the exported name of a parameter.
     """
     named = model.named_parameters(remove_duplicate=False)
@@ -86,7 +86,7 @@ def write_facts(
 
 
 def read_facts(source: Path) -> ModelFacts:
-    """What all model-parallel ranks knew together. `source`: the `facts_folder`; may be missing."""
+    """The facts of all model-parallel ranks. `source`: the `facts_folder`; may be missing."""
     found = [json.loads(file.read_text()) for file in sorted(source.glob("facts_*.json"))]
     hf = next((each["hf"] for each in found if each["hf"]), None)
     return ModelFacts(

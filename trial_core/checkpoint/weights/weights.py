@@ -27,9 +27,9 @@ class SavedWeight:
     """A weight in a checkpoint's files.
 
     Attributes:
-        shape: of the whole tensor.
-        dtype: of the tensor that is read.
-        read: the whole tensor: contiguous, on the CPU, in its own memory.
+        shape: shape of the whole tensor.
+        dtype: type of the tensor that is read.
+        read: returns the whole tensor: contiguous, on the CPU, in its own memory.
     """
 
     shape: torch.Size
@@ -44,10 +44,10 @@ def read_all(saved: Mapping[str, SavedWeight]) -> Weights:
 
 
 def has_16bit_weights(module: Weights, name: str, dtype: Precision) -> bool:
-    """Whether a module has 16-bit weights.
+    """Return whether a module has 16-bit weights.
 
     Args:
-        name: of the module, in errors: ``engine 0``.
+        name: the module's name in errors: ``engine 0``.
 
     Raises:
         CheckpointError: it has none, and `dtype` asks for them.
@@ -62,7 +62,7 @@ def has_16bit_weights(module: Weights, name: str, dtype: Precision) -> bool:
 
 
 def tensors_of(module: Mapping[str, Any]) -> Weights:
-    """The tensors of a ``state_dict``; warns about entries that are none."""
+    """The tensors of a ``state_dict``; warns about entries that are not tensors."""
     others = sorted(name for name, value in module.items() if not isinstance(value, torch.Tensor))
     if others:
         _logger.warning("export skips entries that are not tensors: %s", ", ".join(others))

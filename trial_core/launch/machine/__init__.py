@@ -1,1 +1,1 @@
-"""What a process has on its machine: folders, memory, accelerators, children."""
+"""A process's resources on its machine: folders, memory, accelerators, child processes."""

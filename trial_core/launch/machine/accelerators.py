@@ -25,7 +25,7 @@ from trial_core.errors import LaunchError
 CPU_SLOTS = 2
 
 CPU_SLOTS_PER_CORE = 4
-"""More rank processes than this per core only take each other's time and memory."""
+"""More rank processes per core than this only take each other's time and memory."""
 
 MIN_CPU_SLOT_LIMIT = 8
 """Small machines may also test a larger topology."""
@@ -49,7 +49,7 @@ count = found.device_count() if found.is_available() else 0
 print("found", found.device_name(), count, found.visible_devices_envs()[0])
 """
 OTHER_BUILDS = ("rocm", "xpu")
-"""Local versions of torch, such as 2.13.0+xpu, for accelerators that are not NVIDIA's."""
+"""Local versions of torch, such as 2.13.0+xpu, for accelerators other than NVIDIA's."""
 EXTENSIONS = (
     "intel_extension_for_pytorch", "torch_npu", "habana_frameworks", "torch_mlu", "torch_sdaa",
 )  # fmt: skip
@@ -70,7 +70,7 @@ class Accelerators:
     """The accelerators that the ranks of a run may use.
 
     Attributes:
-        kind: DeepSpeed's name of their kind: ``cuda``, ``xpu``, …; ``cpu``: there are none.
+        kind: DeepSpeed's name of their kind: ``cuda``, ``xpu``, …; ``cpu`` without accelerators.
         variable: the environment variable that selects some of them.
         devices: their names in that variable.
     """
@@ -84,12 +84,12 @@ CPU_ONLY = Accelerators()
 
 
 def count_accelerators(environment: Mapping[str, str] = os.environ) -> int:
-    """How many accelerators the ranks would use; 0: CPU ranks. Raises as `visible_accelerators`."""
+    """The number of accelerators for the ranks; 0: CPU ranks. Raises as `visible_accelerators`."""
     return len(visible_accelerators(environment).devices)
 
 
 def has_cpu_alone(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether ranks are certainly on the CPU, as far as can be told without starting a process."""
+    """True if ranks are certainly on the CPU, judged without starting a process."""
     if environment.get(KIND_VARIABLE) == CPU:
         return True
     return not (_needs_probe() or NVIDIA_DEVICE.exists() or shutil.which("nvidia-smi"))
@@ -113,7 +113,7 @@ def visible_accelerators(environment: Mapping[str, str]) -> Accelerators:
     devices = [str(index) for index in range(len(gpus))]
     if chosen is not None:
         devices = _visible(chosen, list(gpus))
-    # CUDA shows a process one MIG instance, and beside it no whole GPU.
+    # CUDA shows a process one MIG instance, and then no whole GPU.
     instances = [each for uuid in _uuids(devices, gpus).values() for each in gpus.get(uuid, ())]
     devices = instances[:1] or devices
     return Accelerators(NVIDIA, "CUDA_VISIBLE_DEVICES", tuple(devices)) if devices else CPU_ONLY
@@ -129,11 +129,11 @@ def resolve_slot_count(
     ``"auto"`` is one per accelerator, or two CPU ranks without accelerators.
 
     Args:
-        at_most: how many more to start, if the machine has as many; None: `requested`.
+        at_most: the number to start if the machine has room for so many; None: `requested`.
 
     Raises:
-        LaunchError: there are fewer accelerators than requested slots; or there are none, and too
-            few cores; or torch has no support for the accelerators; or see `visible_accelerators`.
+        LaunchError: there are fewer accelerators than requested slots; or none, and too few cores;
+            or torch does not support them; or see `visible_accelerators`.
     """
     accelerators = count_accelerators(environment)
     if accelerators and (problem := torch_problem()):
@@ -161,7 +161,7 @@ def resolve_slot_count(
 
 
 def torch_problem() -> str | None:
-    """Why the installed torch can use no accelerator; None: it may."""
+    """Why the installed torch cannot use any accelerator; None if it may."""
     if _torch_build() != CPU:
         return None
     return (
@@ -171,7 +171,7 @@ def torch_problem() -> str | None:
 
 
 def available_cores() -> int:
-    """How many cores this process, and so its ranks, may use."""
+    """The cores that this process, and so its ranks, may use."""
     try:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # not Linux
@@ -179,9 +179,9 @@ def available_cores() -> int:
 
 
 def device_uuids(accelerators: Accelerators) -> dict[str, str]:
-    """The UUIDs of NVIDIA's devices that are given by index or by the beginning of their UUID.
+    """The UUIDs of NVIDIA's devices, for names that are indices or beginnings of UUIDs.
 
-    Other devices keep their name.
+    Other devices keep their names.
 
     Raises:
         LaunchError: see `visible_accelerators`.
@@ -191,7 +191,7 @@ def device_uuids(accelerators: Accelerators) -> dict[str, str]:
 
 
 def _torch_build() -> str:
-    """The local version of the installed torch: ``cpu``, ``cu130``, …; empty: as on PyPI."""
+    """The local version of the installed torch: ``cpu``, ``cu130``, …; empty for PyPI's."""
     try:
         return importlib.metadata.version("torch").partition("+")[2]
     except importlib.metadata.PackageNotFoundError:
@@ -199,7 +199,7 @@ def _torch_build() -> str:
 
 
 def _needs_probe() -> bool:
-    """Whether torch, or an extension of it, is for accelerators that are not NVIDIA's."""
+    """True if torch, or an extension of it, is for accelerators other than NVIDIA's."""
     if _torch_build().startswith(OTHER_BUILDS):
         return True
     return any(importlib.util.find_spec(name) is not None for name in EXTENSIONS)
@@ -207,7 +207,7 @@ def _needs_probe() -> bool:
 
 @functools.lru_cache
 def _probe(environment: tuple[tuple[str, str], ...]) -> Accelerators:
-    """What DeepSpeed finds in a separate process. Takes some seconds.
+    """DeepSpeed's accelerators, found in a separate process. Takes some seconds.
 
     Raises:
         LaunchError: DeepSpeed fails.
@@ -238,7 +238,7 @@ def _probe(environment: tuple[tuple[str, str], ...]) -> Accelerators:
 
 
 def _nvidia_gpus() -> dict[str, list[str]]:
-    """The UUIDs of the NVIDIA GPUs, in the order of their index, each with its MIG instances'.
+    """The UUIDs of the NVIDIA GPUs in the order of their indices, each with its MIG instances'.
 
     Raises:
         LaunchError: this process may use the NVIDIA driver, but ``nvidia-smi`` is missing or fails.
@@ -276,10 +276,10 @@ def _uncountable(why: str) -> str:
 
 
 def _visible(chosen: str, gpus: list[str]) -> list[str]:
-    """The devices of ``CUDA_VISIBLE_DEVICES`` that torch sees, as in `torch.cuda.device_count`.
+    """The devices of ``CUDA_VISIBLE_DEVICES`` that torch sees, see `torch.cuda.device_count`.
 
-    They end before the first that does not exist, or is an index among UUIDs or the reverse. There
-    are none if one is repeated. Of MIG instances a process uses one.
+    The list ends before the first device that does not exist, or is an index among UUIDs or the
+    reverse. It is empty if one is repeated. A process uses one MIG instance.
 
     Args:
         gpus: the UUIDs of all GPUs.
@@ -304,7 +304,7 @@ def _visible(chosen: str, gpus: list[str]) -> list[str]:
 
 
 def _uuids(devices: Iterable[str], gpus: Mapping[str, list[str]]) -> dict[str, str]:
-    """The UUID of each device that `gpus` has by that index or beginning; else the device."""
+    """The UUID of each device whose index or beginning `gpus` has; else the device itself."""
     by_index = {str(index): uuid for index, uuid in enumerate(gpus)}
     known = [*gpus, *(instance for instances in gpus.values() for instance in instances)]
     return {

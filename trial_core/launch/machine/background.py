@@ -11,13 +11,13 @@ T = TypeVar("T")
 
 
 def in_background(work: Callable[[], T], name: str) -> Future[T]:
-    """Start `work` in a new thread. It ends with the process, at the latest.
+    """Start `work` in a new thread, which ends with the process at the latest.
 
     Args:
-        name: of the thread.
+        name: the thread's name.
 
     Returns:
-        What `work` returns or raises.
+        The future result of `work`.
     """
     future: Future[T] = Future()
 

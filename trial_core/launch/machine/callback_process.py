@@ -2,7 +2,7 @@
 
 Standard input holds one line of JSON, the argument, and stays open while the caller lives. At its
 end the process kills its group, so it never outlives the caller. The process reports over a pipe
-that the function returned: exit code 0 proves nothing, as `sys.exit()` gives it too.
+that the function returned. Exit code 0 does not prove that, as `sys.exit()` gives it too.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ def call_function(
     """Call a function in a new process.
 
     Args:
-        function: ``module:function``; a coroutine function is awaited, and of a Prefect task its
+        function: ``module:function``. A coroutine function is awaited; for a Prefect task, its
             function is called.
-        argument: its only argument, plain data. None: import the function without calling it.
+        argument: its only argument, plain data. None imports the function without calling it.
         code: first folder on the import path, and working folder.
         environment: variables in addition to those of this process.
         timeout_seconds: the process is killed after this time; None: never.
         should_cancel: polled; the process is killed when it returns True.
-        result: the file to write what the function returns to, as JSON.
+        result: the file for the function's return value, as JSON.
 
     Returns:
-        What failed, for people; None: the function returned.
+        The failure, for people; None if the function returned.
     """
     start = time.monotonic()
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -89,14 +89,14 @@ def call_function(
 
 
 def log_lines(log: Path) -> list[str]:
-    """What a called function has printed; of a long text the end, which a server can take."""
+    """A called function's output; of a long text only the end, so that a server can take it."""
     lines = log.read_text(errors="replace").splitlines()
     left_out = len(lines) - LOG_LINES
     return lines if left_out <= 0 else [f"({left_out} lines: {log})", *lines[left_out:]]
 
 
 def _environment(given: Mapping[str, str]) -> dict[str, str]:
-    """This process's variables and those given; this package is importable from any folder."""
+    """This process's variables and the given ones; this package is importable in any folder."""
     merged = {**os.environ, **given}
     path = [str(Path(__file__).parents[3]), *filter(None, [merged.get("PYTHONPATH")])]
     return {**merged, "PYTHONPATH": os.pathsep.join(path)}
@@ -110,7 +110,7 @@ def _send_argument(process: subprocess.Popen[bytes], argument: Mapping[str, Any]
 
 
 def _wait(process: subprocess.Popen[bytes]) -> int | None:
-    """The exit code; None: still running after `POLL_SECONDS`."""
+    """The exit code; None if it still runs after `POLL_SECONDS`."""
     try:
         return process.wait(POLL_SECONDS)
     except subprocess.TimeoutExpired:
@@ -118,7 +118,7 @@ def _wait(process: subprocess.Popen[bytes]) -> int | None:
 
 
 def _has_returned(pipe: int) -> bool:
-    """Whether the ended process reported that the function returned."""
+    """True if the ended process reported that the function returned."""
     os.set_blocking(pipe, False)
     try:
         return os.read(pipe, len(_RETURNED)) == _RETURNED
@@ -146,7 +146,7 @@ def _describe_failure(exit_code: int, log: Path) -> str:
 
 
 def main(name: str, result_pipe: int, result_file: str | None = None) -> None:
-    """The process: import the function, call it, report over the pipe that it returned."""
+    """Import the function, call it, and report over the pipe that it returned."""
     os.set_inheritable(result_pipe, False)
     argument = json.loads(sys.stdin.buffer.readline())
     threading.Thread(target=_die_with_caller, name="caller", daemon=True).start()

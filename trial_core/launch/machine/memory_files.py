@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 GIB = 2**30
 
 GROWTH_BYTES = 64 * 2**20
-"""How much longer than needed a growing file is made. Unwritten bytes take no memory."""
+"""How much longer than needed a growing file is made; unwritten bytes take no memory."""
 
 _MEMORY_FILE_PATH = re.compile(r"/proc/\d+/fd/\d+")
 CGROUPS = Path("/sys/fs/cgroup")
@@ -36,15 +36,15 @@ _CGROUP_VERSIONS = (
         "total_",
     ),
 )
-"""Of version 2 and 1: the files of limit, usage and statistics, and the prefix of sums in them."""
+"""For cgroups 2 and 1: the files of limit, usage and statistics, and the sums' prefix there."""
 
 
 class MemoryFiles:
     """A rank's memory files, by their paths in the staging folder.
 
     Args:
-        limit_bytes: the most memory of all files together. A file that does not fit is written to
-            disk; 0 writes all files to disk. None: see `reserve_bytes`.
+        limit_bytes: the most memory of all files together; a file that does not fit is written to
+            disk. 0 writes all files to disk. None: see `reserve_bytes`.
         reserve_bytes: without a limit, the memory of the machine that stays free.
     """
 
@@ -60,7 +60,8 @@ class MemoryFiles:
         """Begin a snapshot. The previous one must no longer be read.
 
         Args:
-            is_rehearsal: keep the memory, not the files: what does not fit is not written to disk.
+            is_rehearsal: keep the memory, not the files; data that do not fit are not written to
+                disk.
         """
         self._written.clear()
         self._is_rehearsal = is_rehearsal
@@ -149,7 +150,7 @@ class _SpillingFile:
 
     @property
     def is_on_disk(self) -> bool:
-        """Whether the whole file is on disk."""
+        """True if the whole file is on disk."""
         return self._file is not None
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
@@ -170,7 +171,7 @@ class MemoryFile:
     """An append-only file in memory.
 
     Args:
-        has_room: whether this number of additional bytes may be allocated.
+        has_room: returns whether so many additional bytes may be allocated.
 
     Attributes:
         size_bytes: the bytes written.
@@ -188,7 +189,7 @@ class MemoryFile:
 
     @property
     def path(self) -> str:
-        """The path by which any process of this user can open it while this process lives."""
+        """The path by which any of the user's processes can open it while this process lives."""
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
     def begin(self) -> None:
@@ -197,7 +198,7 @@ class MemoryFile:
         self.size_bytes = 0
 
     def append(self, view: memoryview) -> bool:
-        """Append; return False and write nothing if there is no room."""
+        """Append; without room, return False and write nothing."""
         end = self.size_bytes + view.nbytes
         if not self._has_room(end - self.kept_bytes):
             return False
@@ -214,7 +215,7 @@ class MemoryFile:
             file.write(written)
 
     def end(self) -> None:
-        """Truncate the file to what was written, which frees the rest of its memory."""
+        """Truncate the file to the written bytes, which frees the rest of its memory."""
         os.ftruncate(self._fd, self.size_bytes)
         self.kept_bytes = self.size_bytes
 
@@ -231,7 +232,7 @@ class MemoryFile:
 
 
 def is_memory_file(path: Path) -> bool:
-    """Whether `path` is a link to a memory file, of this process or another."""
+    """True if `path` is a link to a memory file, of this process or another."""
     return path.is_symlink() and _MEMORY_FILE_PATH.fullmatch(os.readlink(path)) is not None
 
 
@@ -248,9 +249,9 @@ def take_memory_links(folder: Path) -> dict[str, str]:
 
 
 def free_bytes() -> int:
-    """The memory that can still be taken on this machine, or in this container.
+    """The memory that is still available on this machine, or in this container.
 
-    Page cache counts as free. In a container, too, it fills with what the run reads, up to the
+    Page cache counts as free. In a container, too, files that the run reads fill it, up to the
     container's limit, and the kernel drops it when memory is needed.
     """
     free = psutil.virtual_memory().available

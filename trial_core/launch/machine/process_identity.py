@@ -1,8 +1,8 @@
 """Which process wrote a stored object, and whether it still lives on this machine.
 
-A process number says nothing on another machine or in another container. Several may have one host
-name (``localhost``, a container's fixed name). So the identity tells the machine's boot and the
-namespace of process numbers as well, where the system has them.
+A process number means nothing on another machine or in another container. Several may have the same
+host name (``localhost``, a container's fixed name). So the identity also has the machine's boot and
+the namespace of process numbers, where the system has them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _IDENTITY = re.compile(r"[0-9]{1,18}@[0-9]{1,18}")
 
 
 def this_process() -> str:
-    """This process on its machine, also after its number was used again.
+    """Identify this process on its machine, even after its number was used again.
 
     ``{pid}@{start}/{boot id}/{namespace}``, or ``{pid}@{start}`` on a system without the latter.
     """
@@ -33,17 +33,17 @@ def this_process() -> str:
 
 
 def is_local(process: str) -> bool:
-    """Whether a process's number means something here, by its `this_process`.
+    """True if a process's number, in its `this_process`, has a meaning here.
 
-    False: it was written elsewhere, or before this machine was restarted. Identities of a system
-    that tells no place count as local.
+    False if it was written elsewhere, or before this machine was restarted. Identities without a
+    place count as local.
     """
     place = process.partition("/")[2]
     return not place or place == _this_place()
 
 
 def is_alive(process: str) -> bool:
-    """Whether a process of this machine lives, by its `this_process`. True if nothing tells."""
+    """True if a process of this machine, by its `this_process`, lives; True if unknown."""
     own, _, _ = process.partition("/")
     if not _IDENTITY.fullmatch(own) or not is_local(process):
         return True
@@ -58,7 +58,7 @@ def is_alive(process: str) -> bool:
 
 
 def _this_place() -> str:
-    """The boot of this machine and the namespace of its process numbers; empty if not known."""
+    """This machine's boot and its namespace of process numbers; empty if not known."""
     with contextlib.suppress(OSError):  # not Linux
         return f"{_BOOT_ID.read_text().strip()}/{_PROCESS_NUMBERS.stat().st_ino}"
     return ""

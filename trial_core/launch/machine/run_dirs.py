@@ -1,4 +1,4 @@
-"""The ids of trials, and the folders of their runs on this machine."""
+"""Ids of trials, and the folders of their runs on this machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trial_core.launch.machine.memory_files import take_memory_links
 LOCK = "lock"
 POLL_SECONDS = 0.2
 UNIQUE_DIGITS = 12
-"""Hexadecimal digits of a trial's id: its number fits 64 bits, and JSON's numbers. `own_trial`
+"""Hexadecimal digits of a trial's id. Its number fits 64 bits, and JSON's numbers; `own_trial`
 refuses an id that is taken."""
 RANK_FILE_FOLDERS = ("staging", "restored")
 """The folders that ranks write: snapshots before their upload, and fetched checkpoints."""
@@ -28,8 +28,8 @@ CODE = "code"
 """The folder with the code of a checkpoint, if the run uses that."""
 
 KEPT = "kept"
-"""The folder with the files of the newest committed checkpoint, from which a restart reads them:
-those that were staged on disk, and links to memory files that the fork server keeps."""
+"""The folder of the newest committed checkpoint's files, from which a restart reads them:
+the files that were staged on disk, and links to memory files that the fork server keeps."""
 
 
 RUN_DIR_VARIABLE = "TRIALFLOW_RUN_DIR"
@@ -37,7 +37,7 @@ RUN_DIR_VARIABLE = "TRIALFLOW_RUN_DIR"
 
 
 def rank_run_dir(on_driver: str) -> Path:
-    """The run's folder on the calling rank's machine; `on_driver` is that on the driver's."""
+    """The run's folder on the calling rank's machine; `on_driver` is the driver's folder."""
     return Path(os.environ.get(RUN_DIR_VARIABLE, on_driver))
 
 
@@ -51,7 +51,7 @@ def run_dir_of(trial: str) -> Path:
     """The folder of a trial's runs on this machine; absolute.
 
     Raises:
-        CheckpointError: no trial may have this id. It might lead out of the home folder.
+        CheckpointError: the id is not allowed, since it might lead out of the home folder.
     """
     return home_folder() / checked_trial(trial)
 
@@ -64,19 +64,19 @@ def trial_id(name: str, unique: str) -> str:
 
 @contextmanager
 def locked_run_dir(trial: str, timeout_seconds: float = 0.0) -> Iterator[Path]:
-    """The folder of `trial` on this machine, locked for the length of the block.
+    """Lock the folder of `trial` on this machine for the block, and yield it.
 
-    Deletes the files that the ranks of an earlier process left there; at the end, also a folder
-    that holds nothing but the lock, as that of a refused run. The kernel frees the lock when this
-    process ends, also while a forked child lives on. On a file system without locks there is no
-    lock.
+    Deletes the files that the ranks of an earlier process left there. At the end, also deletes a
+    folder that holds nothing but the lock, as after a refused run. The kernel frees the lock when
+    this process ends, even if a forked child lives on. On a file system without locks, nothing is
+    locked.
 
     Args:
         timeout_seconds: how long to wait for another process that holds the lock.
 
     Raises:
         CheckpointError: no trial may have this id.
-        TrialflowError: another process trains the trial; or the folder cannot be created.
+        TrialflowError: another process trains the trial, or the folder cannot be created.
     """
     run_dir = run_dir_of(trial)
     path = run_dir / LOCK
@@ -110,7 +110,7 @@ def locked_run_dir(trial: str, timeout_seconds: float = 0.0) -> Iterator[Path]:
 
 @contextmanager
 def locked_if_ended(run_dir: Path) -> Iterator[bool]:
-    """Lock a run's folder for the block. False: a process has it, or its disk has no locks."""
+    """Lock a run's folder for the block. False if a process has it, or its disk has no locks."""
     lock = filelock.FileLock(run_dir / LOCK, thread_local=False, fallback_to_soft=False)
     with suppress(OSError):  # also filelock's `Timeout`
         lock.acquire(timeout=0)
@@ -121,7 +121,7 @@ def locked_if_ended(run_dir: Path) -> Iterator[bool]:
 
 
 def holder_of(run_dir: Path) -> str | None:
-    """What trains the trial of a folder now: ``process 7 on node-1``; None: no process does."""
+    """The process that trains the trial of a folder now: ``process 7 on node-1``; or None."""
     path = run_dir / LOCK
     if path.exists():
         with locked_if_ended(run_dir) as has_ended, suppress(FileNotFoundError):  # just deleted
@@ -146,7 +146,7 @@ def _delete_if_unused(path: Path) -> None:
 
 
 def prepare_run_dir(trial: str) -> Path:
-    """The folder of `trial` on a machine that does not hold the run's lock.
+    """Prepare the folder of `trial` on a machine that does not hold the run's lock.
 
     Deletes the files that the ranks of an earlier process left there.
 
@@ -162,7 +162,7 @@ def prepare_run_dir(trial: str) -> Path:
 
 
 def clear_rank_files(run_dir: Path) -> None:
-    """Delete the local files of ranks that have ended. Call only while no rank runs there."""
+    """Delete the local files of ranks that have ended. Call it only while no rank runs there."""
     for folder in RANK_FILE_FOLDERS:
         shutil.rmtree(run_dir / folder, ignore_errors=True)
 
@@ -174,7 +174,7 @@ def clear_kept(run_dir: Path) -> None:
 
 @contextmanager
 def explaining_errors(run_dir: Path) -> Iterator[None]:
-    """Raise `TrialflowError` if a folder for a run cannot be created in the block."""
+    """Turn an error of creating a run's folder in the block into `TrialflowError`."""
     try:
         yield
     except OSError as error:

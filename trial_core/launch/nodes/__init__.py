@@ -1,1 +1,1 @@
-"""Runs ranks on several machines: node providers, the driver's end, and the agent of each node."""
+"""Runs ranks on several machines: node providers, the driver's end, and each node's agent."""

@@ -1,16 +1,16 @@
 """The agent of a node: starts, watches and ends the node's ranks for a driver elsewhere.
 
-The ranks talk to the agent as they talk to a driver on their own machine, and it relays what they
-say. Their interpreters are forked from one that stays while the agent lives, so ranks start fast
-also after a restart. The agent's folder has their logs, which the driver gets too, the code, and
-what they stage and fetch.
+The ranks talk to the agent as to a driver on their own machine, and it relays their messages. Their
+interpreters are forked from one that stays while the agent lives, so ranks start fast also after a
+restart. The agent's folder has their logs, which the driver gets too, the code, and their staged
+and fetched files.
 
 The agent ends, with all its ranks, when the run has ended, when the driver is gone or has been
-silent for `SILENCE_SECONDS`. By SIGTERM, SIGINT or SIGHUP it asks the driver to let it leave,
-which has the ranks save first. If it is killed, its fork server ends the ranks.
+silent for `SILENCE_SECONDS`. After SIGTERM, SIGINT or SIGHUP it asks the driver to let it leave;
+the driver first has the ranks save. If it is killed, its fork server ends the ranks.
 
-What may take long is done in one other thread, in the driver's order. The agent's end does not wait
-for what hangs there, such as a read from a file server that is away.
+Work that may take long is done in one other thread, in the driver's order. The agent's end does not
+wait for work that hangs, such as a read from a file server that is away.
 """
 
 from __future__ import annotations
@@ -80,12 +80,12 @@ from trial_core.messages import FromRank, Message, Peer, encode
 logger = logging.getLogger(__name__)
 
 LOG_SECONDS = 0.25
-"""How often what was added to the ranks' logs is sent."""
+"""How often new text of the ranks' logs is sent."""
 LOG_BYTES = 2**18
-"""At most so much of a rank's log is sent at once."""
+"""The most bytes of a rank's log that are sent at once."""
 KILL_SECONDS = 30.0
 END_SECONDS = 10.0
-"""At the agent's end, what it does for the driver and the end of its ranks may take so long."""
+"""How long the agent's end waits for its work for the driver, and for the end of its ranks."""
 
 
 @dataclass
@@ -108,11 +108,11 @@ class Agent:
 
     Args:
         folder: an empty folder for this agent alone.
-        name: the node's name among those of the provider; empty: the driver chooses one.
-        slots: how many ranks this node offers; None: as the driver says.
+        name: the name that the provider gave the node; empty: the driver chooses one.
+        slots: how many ranks this node offers; None if the driver decides.
 
     Attributes:
-        hangs_in: the message of the driver whose work has not ended; empty: there is none.
+        hangs_in: the driver's message on which the agent still works; empty if there is none.
     """
 
     def __init__(
@@ -133,14 +133,14 @@ class Agent:
         self.hangs_in = ""
 
     async def serve(self, driver: str, token: str, wait_seconds: float) -> signal.Signals | None:
-        """Join the driver, and serve it until the run ends, or this node may leave it.
+        """Join the driver, and serve it until the run ends or this node may leave it.
 
         Args:
             driver: as `trial_core.launch.slots.listen_address.driver_address` writes it.
-            wait_seconds: how long to try, while the driver cannot be reached.
+            wait_seconds: how long to try while the driver cannot be reached.
 
         Returns:
-            The signal that has asked this node to leave; None: there was none.
+            The signal that has asked this node to leave, or None.
 
         Raises:
             LaunchError: the driver cannot be reached, refuses this node, or is gone; or a second
@@ -158,7 +158,7 @@ class Agent:
                 versions=own_versions(),
             )
         )
-        # It does not keep the process alive: what it does may hang.
+        # It does not keep the process alive, because its work may hang.
         threading.Thread(target=self._work, name="agent", daemon=True).start()
         self._begin(self._beat())
         self._begin(self._send_logs())
@@ -208,7 +208,7 @@ class Agent:
     # ------------------------------------------------------------- in the thread of `_work`
 
     def _work(self) -> None:
-        """Carry out what the driver says, until `serve` ends; then end the ranks."""
+        """Carry out the driver's messages until `serve` ends; then end the ranks."""
         while (message := self._orders.get()) is not None:
             self.hangs_in = type(message).__name__
             self._carry_out(message)
@@ -343,7 +343,7 @@ class Agent:
                 rank.signal(message.signal)
 
     def _of(self, launch: int) -> RanksHere | None:
-        """The ranks of a launch; None: they are not here now."""
+        """The ranks of a launch; None if they are not here now."""
         return self._ranks if self._ranks is not None and self._ranks.number == launch else None
 
     def _end_ranks(self) -> None:
@@ -373,7 +373,7 @@ class Agent:
             self._writer.write(data)
 
     async def _beat(self) -> None:
-        """Send signs of life, and disconnect when the driver sends none."""
+        """Send signs of life, and disconnect if the driver sends none."""
         while self._loop.time() - self._heard_at < SILENCE_SECONDS:
             self._send(Alive())
             await asyncio.sleep(ALIVE_SECONDS)
@@ -396,9 +396,9 @@ class Agent:
                 self._send(RanksWrote(launch=here.number, written_bytes=written))
 
     async def _send_log(self, here: RanksHere, rank: RankHandle) -> bool:
-        """Send what was added to a rank's log. Return whether there may be more.
+        """Send the new part of a rank's log. Return whether there may be more.
 
-        A slow connection slows the logs alone: the next piece is read when this one is sent.
+        A slow connection delays only the logs: the next piece is read once this one is sent.
         """
         begin = here.sent_bytes.get(rank.rank, 0)
         try:
@@ -420,7 +420,7 @@ class Agent:
         self._begin(self._tell_end(here, rank, code))
 
     async def _tell_end(self, here: RanksHere, rank: int, code: int) -> None:
-        """Tell that a rank has ended, when its whole log was sent."""
+        """Tell that a rank has ended, once its whole log was sent."""
         for process in here.ranks:
             if process.rank == rank:
                 while await self._send_log(here, process):
@@ -434,7 +434,7 @@ class Agent:
 
 
 class _Relay(Listener):
-    """Passes on what ranks say. Called in the thread of their channel."""
+    """Passes on the ranks' messages. Called in the thread of their channel."""
 
     def __init__(self, agent: Agent, launch: int) -> None:
         self._agent = agent
@@ -450,10 +450,10 @@ class _Relay(Listener):
         self._agent._send(RankLeft(launch=self._launch, rank=rank, protocol_error=protocol_error))
 
     def node_lost(self, ranks: Sequence[int], why: str) -> None:
-        """A channel within a machine never tells this."""
+        """Never called by a channel within a machine."""
 
 
 def _leave_signals() -> list[signal.Signals]:
-    """The signals that ask this node to leave. One that nohup has ignored stays ignored."""
+    """The signals that ask this node to leave; signals that nohup ignores stay ignored."""
     hung_up = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
     return [signal.SIGTERM, signal.SIGINT, *hung_up]

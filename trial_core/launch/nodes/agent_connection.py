@@ -1,4 +1,4 @@
-"""The agent's end of its connection to the driver: finds the driver, and proves the token."""
+"""The agent's connection to the driver: finds the driver, and proves that it has the token."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ logger = logging.getLogger(__name__)
 async def join(
     driver: str, token: bytes, wait_seconds: float
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connect to the first of the driver's addresses that answers, and prove the token.
+    """Connect to the first of the driver's addresses that answers. Both ends prove the token.
 
     Raises:
-        LaunchError: none does in time; or it does not know the token.
+        LaunchError: none answers in time, or the driver does not know the token.
     """
     addresses = parse_driver_address(driver)
     deadline = asyncio.get_running_loop().time() + wait_seconds
@@ -63,7 +63,7 @@ async def connect(
 
     Raises:
         ProtocolError: the driver does not know the token, or a relay is between.
-        EOFError: it has closed the connection: it knows another token.
+        EOFError: the driver has closed the connection: its token is another.
     """
     reader, writer = await asyncio.open_connection(host, port, ssl=client_context())
     try:

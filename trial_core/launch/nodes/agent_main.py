@@ -1,4 +1,4 @@
-"""The process of a node's agent: of `trialflow join`, or as a module of ``python -m``."""
+"""The process of a node's agent, started by `trialflow join` or as ``python -m`` a module."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from trial_core.launch.slots.fork_server import ForkServer
 from trial_core.launch.slots.rank_main import SCRIPT_MODULES, TRIAL_MODULES
 
 PRELOADS = {"trial": TRIAL_MODULES, "script": SCRIPT_MODULES, "none": ()}
-"""What the agent's ranks import before they are forked."""
+"""Modules imported before the agent's ranks are forked."""
 WAIT_SECONDS = 300.0
 EXIT_SECONDS = 10.0
-"""How long the end of the process may take, if something hangs in it."""
+"""How long the process may take to end, if something hangs in it."""
 _LOCK = ".lock"
 
 logger = logging.getLogger(__name__)
@@ -47,15 +47,15 @@ def run_agent(
     """Serve a driver until the run has ended, or this node has left it.
 
     Args:
-        driver: its address, as it shows it.
-        node: the node's name among those of the provider.
-        slots: how many ranks this node offers; None: as the experiment says.
+        driver: the driver's address, as it shows it.
+        node: the name that the provider gave the node.
+        slots: how many ranks this node offers; None if the experiment decides.
         preload: a name in `PRELOADS`.
         wait_seconds: how long to wait for the driver.
 
     Returns:
-        The exit code: 0 at the end of the run; after a signal, 128 more than its number, so that
-        what has started this process may start another one.
+        The exit code: 0 at the end of the run; after a signal, 128 plus its number, so that the
+        starter of this process may start another.
 
     Raises:
         LaunchError: the driver cannot be reached, refuses this node, or is gone.
@@ -74,7 +74,7 @@ def run_agent(
 
 
 def _end_soon(hangs_in: str) -> None:
-    """End this process, although a thread of it may hang that Python would wait for."""
+    """End this process, even if it has a hanging thread that Python would wait for."""
     logger.warning("this node ends, but %s hangs: is the storage there?", hangs_in)
     timer = threading.Timer(EXIT_SECONDS, os._exit, [1])
     timer.daemon = True
@@ -85,7 +85,7 @@ def _end_soon(hangs_in: str) -> None:
 def node_folder() -> Iterator[Path]:
     """A folder for one agent, below the home folder, deleted at the end of the block.
 
-    Deletes those of agents of this machine that were killed. On a file system without locks, which
+    Also deletes the folders of this machine's killed agents. On a file system without locks, which
     does not tell them, they stay.
 
     Raises:
@@ -113,7 +113,7 @@ def node_folder() -> Iterator[Path]:
 
 
 def main() -> None:
-    """Read the arguments of a provider, and the token from standard input or a file."""
+    """Read the provider's arguments, and the token from standard input or a file."""
     parser = argparse.ArgumentParser(prog="trialflow agent")
     parser.add_argument("--driver", required=True)
     parser.add_argument("--node", default="")

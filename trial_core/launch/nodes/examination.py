@@ -1,4 +1,4 @@
-"""What a node finds out for the driver and `trialflow doctor`: what it has, and what it reaches."""
+"""Examines a node for the driver and `trialflow doctor`: its equipment and its connections."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ CONNECT_THREADS = 64
 
 
 class Examination:
-    """Answers the driver's questions, in the agent's thread for what may take long."""
+    """Answers the driver's questions; slow ones are answered in the agent's thread."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._greeter: _Greeter | None = None
 
     def answer(self, question: Question, address: str) -> Answer:
-        """Find out what the driver asks. `address`: the node's, on the ranks' network."""
+        """Find the answer to a question. `address` is the node's, on the ranks' network."""
         if isinstance(question, Examine):
             return self._examine(question, address)
         if isinstance(question, Reach):
@@ -59,7 +59,7 @@ class Examination:
         return try_storage(question, self._folder)
 
     def close(self) -> None:
-        """Listen for other nodes no longer."""
+        """Stop listening for other nodes."""
         if self._greeter is not None:
             self._greeter.close()
 
@@ -92,18 +92,18 @@ class Examination:
 
 
 def installed_packages() -> dict[str, str]:
-    """The version of each Python package here, by its name in lower case and with dashes."""
+    """The version of each Python package here, by its name in lower case, with dashes."""
     found: dict[str, str] = {}
     for package in importlib.metadata.distributions():
         name = package.metadata["Name"]
-        if name:  # what a broken installation has left has none
+        if name:  # the remains of a broken installation have none
             # The first one is imported, as for `importlib.metadata.version`.
             found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), package.version)
     return found
 
 
 def unreachable(nodes: Mapping[str, ListeningNode]) -> dict[str, str]:
-    """Why this machine cannot connect to nodes, for each that it cannot reach."""
+    """Why this machine cannot connect, for each node that it cannot reach."""
     problems = in_parallel(
         lambda each, _: _connection_problem(each), nodes.values(), CONNECT_THREADS
     )
@@ -161,7 +161,7 @@ def _other_storage(store: CheckpointStore, key: str) -> LaunchError:
 
 
 def _read(store: CheckpointStore, question: TryStorage) -> float:
-    """How long the driver's object takes; no cache of this node has it. Raises LaunchError."""
+    """The seconds to read the driver's object, which no cache here has. Raises LaunchError."""
     key, damaged = f"{question.folder}/{question.object.path}", list[Damage]()
     if key not in store.storage.sizes(question.folder):
         raise _other_storage(store, key)
@@ -173,7 +173,7 @@ def _read(store: CheckpointStore, question: TryStorage) -> float:
 
 
 def _write(store: CheckpointStore, question: TryStorage, folder: Path) -> float:
-    """How long an object takes, which the driver deletes. Raises StorageError."""
+    """The seconds to write an object, which the driver deletes. Raises StorageError."""
     with tempfile.NamedTemporaryFile(dir=folder) as file:
         file.write(os.urandom(question.object.size_bytes))
         file.flush()
@@ -184,7 +184,7 @@ def _write(store: CheckpointStore, question: TryStorage, folder: Path) -> float:
 
 
 def _accelerators(environment: Mapping[str, str]) -> tuple[str, str | None, str | None]:
-    """What ranks would compute on, and the problems with it."""
+    """The accelerators of ranks, and the problems with them."""
     try:
         visible = visible_accelerators(environment)
         if not visible.devices:
@@ -195,7 +195,7 @@ def _accelerators(environment: Mapping[str, str]) -> tuple[str, str | None, str 
 
 
 class _Greeter(socketserver.TCPServer):
-    """Sends a text to everyone who connects to a port of an address, until it is closed."""
+    """Sends a text to everyone who connects to a port at an address, until it is closed."""
 
     request_queue_size = 1024
 

@@ -2,8 +2,7 @@
 
 Both ends prove that they know the run's token, and that they see the same certificate, before
 anything else is said (`trial_core/launch/slots/framing.py`). A stranger who cannot is logged and
-disconnected. An agent that says nothing for `SILENCE_SECONDS` is lost, as is one whose connection
-ends.
+disconnected. An agent is lost if it says nothing for `SILENCE_SECONDS`, or if its connection ends.
 """
 
 from __future__ import annotations
@@ -43,22 +42,22 @@ logger = logging.getLogger(__name__)
 
 HELLO_MAX_BYTES = 16384
 LEAVE_SECONDS = 5.0
-"""How long agents may take to disconnect once they were told that the run has ended."""
+"""How long agents may take to disconnect after they were told that the run has ended."""
 
 
 class ConnectedAgent:
     """An agent that has joined, as the driver sees it.
 
     Attributes:
-        name: of its node, which no other has.
+        name: its node's; no other node has it.
         host, pid, versions, address, slots: as in `AgentHello` and `NodeReady`.
-        lost: why it is lost; None: it lives.
-        draining: why its node will be taken away; None: it stays.
-        on_message: gets what it tells, in the hub's thread; set for each launch.
+        lost: why it is lost; None if it lives.
+        draining: why its node will be taken away; None if it stays.
+        on_message: gets its messages, in the hub's thread; set for each launch.
         on_lost: called with the reason when it is lost, in the hub's thread; likewise.
-        code_digest: the code that it was given last.
-        given_up: why it counts as lost, whatever its connection tells; None: it does not.
-        heard_at: when it last said something, by the clock of the hub's loop.
+        code_digest: the digest of its newest code.
+        given_up: why it counts as lost, whatever its connection shows; None if it does not.
+        heard_at: the time of its last message, by the clock of the hub's loop.
     """
 
     def __init__(
@@ -94,7 +93,7 @@ class ConnectedAgent:
             self._send(frame(encode(message)))
 
     def give_up(self, why: str) -> None:
-        """Take the agent for lost, for a reason that its connection does not tell.
+        """Treat the agent as lost, for a reason that its connection does not show.
 
         If it lives, it ends its ranks. For any thread.
         """
@@ -108,13 +107,13 @@ class Hub:
 
     Args:
         slots_per_node, environment, network: as in `Welcome`.
-        same_versions: whether all nodes must have the versions of the first one. Without it, they
-            need only the driver's trialflow.
+        same_versions: True if all nodes must have the versions of the first one; else they need
+            only the driver's trialflow.
 
     Attributes:
         changed: notified when an agent is ready, refused, draining or lost.
-        agents: those that are ready, by the name of their node, lost ones included. Each one gets
-            a new dictionary, so other threads may iterate over it.
+        agents: the ready agents, lost ones included, by their nodes' names. Each new one brings a
+            new dictionary, so other threads may iterate over it.
     """
 
     def __init__(
@@ -135,7 +134,7 @@ class Hub:
         self._environment = dict(environment or {})
         self._network = network
         self._same_versions = same_versions
-        # Those of the first node are the measure; here may be another build of PyTorch.
+        # The first node's versions are the measure; this machine may have another PyTorch.
         self._versions = {"trialflow": own_versions()["trialflow"]}
         self._names: set[str] = set()
         self._is_closing = False
@@ -177,10 +176,10 @@ class Hub:
     # ------------------------------------------------------------------ the loop's thread
 
     async def _shut(self) -> None:
-        for agent in self._connected:  # also those that still get ready
+        for agent in self._connected:  # also agents that still get ready
             agent.send(Leave())
-        # They disconnect first. If this end did, what they still send would reset the connection,
-        # and with it the word that the run has ended.
+        # They disconnect first. If this end did, data that they still send would reset the
+        # connection, and with it the word that the run has ended.
         if talking := [task for task in self._connected.values() if task is not None]:
             await asyncio.wait(talking, timeout=LEAVE_SECONDS)
         await self._acceptor.close()
@@ -247,7 +246,7 @@ class Hub:
     async def _listen_to(
         self, agent: ConnectedAgent, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> str:
-        """Handle what an agent tells. Returns why it is lost."""
+        """Handle an agent's messages. Returns why it is lost."""
         while True:
             try:
                 message = decode_from_agent(await read_frame(reader, agent.heard))
@@ -303,7 +302,7 @@ class Hub:
             self.changed.notify_all()
 
     async def _beat(self, agent: ConnectedAgent, writer: asyncio.StreamWriter) -> None:
-        """Send signs of life, and disconnect the agent when it sends none."""
+        """Send signs of life, and disconnect the agent if it sends none."""
         while self._loop.time() - agent.heard_at < SILENCE_SECONDS:
             agent.send(Alive())
             await asyncio.sleep(ALIVE_SECONDS)

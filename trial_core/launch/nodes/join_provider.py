@@ -1,4 +1,4 @@
-"""Nodes that join by hand: a person, or another launcher, runs `trialflow join` on each."""
+"""Nodes that join by hand: a person or another launcher runs `trialflow join` on each."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ class JoinProvider(NodeProvider):
 
 
 class _NoGang(Gang):
-    """Nodes of which no provider knows."""
+    """A gang for nodes that no provider knows."""
 
     nodes: Sequence[Node] = ()
 
     def start(self, node: Node, arguments: Sequence[str], token: str) -> None:
-        """There is no node to call it for."""
+        """Never called: the gang is empty."""
 
     def events(self) -> Sequence[GangEvent]:
         return ()
 
     def give_up(self, node: Node) -> None:
-        """There is no node to call it for."""
+        """Never called: the gang is empty."""
 
     def offer(self) -> Node | None:
         return None  # agents come by themselves
 
     def release(self) -> None:
-        """There is nothing to give back."""
+        """Nothing to give back."""

@@ -18,10 +18,10 @@ def new_token() -> str:
 
 
 def checked_token(text: str, source: str) -> str:
-    """A token that was read somewhere.
+    """Check a token that was read somewhere.
 
     Args:
-        source: where, for the error.
+        source: its place, for the error.
 
     Raises:
         LaunchError: it is too short.
@@ -36,7 +36,7 @@ def checked_token(text: str, source: str) -> str:
 
 
 def token_of_file(path: Path) -> str:
-    """The token in a file. Raises LaunchError if it cannot be read, or it is too short."""
+    """The token in a file. Raises LaunchError if it cannot be read, or is too short."""
     try:
         text = path.read_text(errors="replace")
     except OSError as error:
@@ -45,7 +45,7 @@ def token_of_file(path: Path) -> str:
 
 
 def read_token(path: Path | None) -> str:
-    """The token in a file; without one, on standard input. Raises as `token_of_file`."""
+    """The token in a file, or without one from stdin. Raises as `token_of_file`."""
     if path is not None:
         return token_of_file(path)
     text = sys.stdin.buffer.read().decode(errors="replace")

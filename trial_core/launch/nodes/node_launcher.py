@@ -37,7 +37,7 @@ from trial_core.launch.slots.rank_handle import LaunchedRank, RankHandle
 from trial_core.messages import Message, Peer, decode_from_rank, encode
 
 PREPARE_SECONDS = 120.0
-"""How long a node may take to unpack the code and to look into the storage."""
+"""How long a node may take to unpack the code and to check the storage."""
 
 POLL_SECONDS = 0.2
 
@@ -66,11 +66,11 @@ class RemoteRank(LaunchedRank):
         self.agent.send(ForwardSignal(launch=self._launch, rank=self.rank, signal=number))
 
     def written_bytes(self) -> int:
-        """Grows when the rank writes to a disk of its node, or to its log."""
+        """A number that grows when the rank writes to a disk of its node, or to its log."""
         return self.disk_bytes + self.log_size()
 
     def lost(self) -> None:
-        """Note that its node is lost: the agent, if it lives, ends the rank."""
+        """Note that its node is lost; the agent, if it lives, ends the rank."""
         self._ended.set()
 
 
@@ -79,8 +79,8 @@ class NodeCode:
     """The code that the ranks start in.
 
     Attributes:
-        archive: sent to the nodes; None: every node has the folder under its path.
-        folder: where it is on the driver's machine.
+        archive: sent to the nodes; None if every node has the folder under its path.
+        folder: the code folder on the driver's machine.
     """
 
     archive: bytes | None
@@ -92,7 +92,7 @@ class NodeLauncher(Launcher):
 
     Args:
         agents: the nodes' agents; ranks are numbered in this order.
-        storage_key: an object there that every node must see; None: they are not asked for one.
+        storage_key: an object in the storage that every node must see; None: nodes are not asked.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class NodeLauncher(Launcher):
 
 
 def shares_of(world_size: int, slots: Sequence[int]) -> list[range]:
-    """The ranks of each node: as many as it has slots, in the order of the nodes.
+    """The ranks of each node: one per slot, in the order of the nodes.
 
     Raises:
         LaunchError: the nodes have too few slots, or one would get no rank.
@@ -165,7 +165,7 @@ class NodeConnections(RankConnections):
                 self._node_lost(agent, share, agent.lost)
 
     def prepare(self, code: NodeCode, storage: StorageSpec, storage_key: str | None) -> None:
-        """Have all nodes unpack the code, and look whether they see the storage.
+        """Have all nodes unpack the code, and check that they see the storage.
 
         Raises:
             LaunchError: a node cannot, or does not answer in time.
@@ -230,7 +230,7 @@ class NodeConnections(RankConnections):
         store = first.address, self._prepared[first.name].store_port
         with self._changed:
             ranks.extend(self._ranks[rank] for rank in range(launch.world_size))
-            self._has_started = True  # from here on, the listener is told of a lost node
+            self._has_started = True  # from here on, the listener hears of a lost node
             self._check_lost()
         for index, (agent, share) in enumerate(self._shares):
             place = MachineShare(
@@ -306,4 +306,4 @@ class NodeConnections(RankConnections):
 
 
 def _ignore(what: object) -> None:
-    """Of a launch that has ended."""
+    """Ignore messages of an ended launch."""

@@ -1,9 +1,9 @@
-"""What the driver and the agent of a node tell each other.
+"""The messages between the driver and the agent of a node.
 
-An agent joins with `AgentHello`. The driver answers `Welcome`, to which the agent replies
-`NodeReady`, or `Refused`. It says `Draining` when its node will be taken away. For each launch of
-ranks follow, in this order: `PrepareRanks` and `RanksPrepared`; `StartRanks`; what the ranks send
-and get, and `RankGone` of each; `EndRanks`.
+An agent joins with `AgentHello`. The driver answers `Refused`, or `Welcome`, to which the agent
+replies `NodeReady`. It says `Draining` when its node will be taken away. Each launch of ranks has,
+in this order: `PrepareRanks` and `RanksPrepared`; `StartRanks`; messages from and to the ranks, and
+`RankGone` for each; `EndRanks`.
 
 `trialflow doctor` starts no ranks. It asks each node to `Examine`, then to `Reach` the others, then
 to `TryStorage`.
@@ -24,20 +24,20 @@ ALIVE_SECONDS = 5.0
 """How often each end sends `Alive`."""
 
 SILENCE_SECONDS = 20.0
-"""An end that has heard nothing for so long takes the other one for lost."""
+"""An end that has heard nothing for this long treats the other one as lost."""
 
 
 class Alive(Message):
-    """This end lives."""
+    """A sign of life."""
 
 
 class AgentHello(Message):
     """An agent's first message.
 
     Attributes:
-        node: the name that the provider has given its node; empty: the agent was started by hand.
-        slots: how many ranks it was told to offer; None: as the driver says.
-        versions: of Python and of the packages that have to be the same everywhere.
+        node: the name that the provider gave its node; empty: the agent was started by hand.
+        slots: how many ranks it was told to offer; None if the driver decides.
+        versions: of Python, and of the packages that must be the same everywhere.
     """
 
     node: str
@@ -52,7 +52,7 @@ class Welcome(Message):
 
     Attributes:
         node: its name, which no other node has.
-        slots_per_node: how many ranks each node offers; None: one per accelerator.
+        slots_per_node: how many ranks each node offers; None for one per accelerator.
         environment: the experiment's variables, for the ranks.
         network: where ranks talk to each other; None: where the agent reaches the driver.
     """
@@ -70,12 +70,12 @@ class Refused(Message):
 
 
 class NodeReady(Message):
-    """What the node offers.
+    """The node is ready, or it cannot train.
 
     Attributes:
         slots: how many ranks it has room for.
         address: its address on the ranks' network.
-        problem: why it cannot train; None: it can.
+        problem: why it cannot train; None if it can.
     """
 
     slots: int = 0
@@ -90,7 +90,7 @@ class Draining(Message):
 
 
 class OfLaunch(Message):
-    """What is said about a launch of ranks.
+    """A message about a launch of ranks.
 
     Attributes:
         launch: its number.
@@ -100,7 +100,7 @@ class OfLaunch(Message):
 
 
 class RankMessage(OfLaunch):
-    """What is said about one rank of a launch."""
+    """A message about one rank of a launch."""
 
     rank: int
 
@@ -109,11 +109,11 @@ class PrepareRanks(OfLaunch):
     """Get ready to start ranks.
 
     Attributes:
-        code_digest: SHA-256 of the archive of the code folder; None: `code_folder` is mounted.
-        code: that archive; None: it came with an earlier launch.
+        code_digest: SHA-256 of the archive of the code folder; None if `code_folder` is mounted.
+        code: the archive; None if it came with an earlier launch.
         code_folder: the code folder on a file system that all machines share.
-        storage_key: an object that this node must see there; None: none is known.
-        hosts_store: whether rank 0 is on this node.
+        storage_key: an object that this node must see there; None if none is known.
+        hosts_store: True if rank 0 is on this node.
     """
 
     environment: dict[str, str]
@@ -130,7 +130,7 @@ class RanksPrepared(OfLaunch):
 
     Attributes:
         store_port: where rank 0 will host torch.distributed's store, if it is on this node.
-        problem: why the node cannot; None: it can.
+        problem: why the node cannot; None if it can.
     """
 
     store_port: int = 0
@@ -162,7 +162,7 @@ class ForwardSignal(RankMessage):
 
 
 class EndRanks(OfLaunch):
-    """End what is left of a launch."""
+    """End the rest of a launch."""
 
 
 class Leave(Message):
@@ -182,7 +182,7 @@ class RankSent(RankMessage):
 
 
 class RankLeft(RankMessage):
-    """A rank's connection has closed; because of `protocol_error` if there is one."""
+    """A rank's connection has closed, because of `protocol_error` if that is set."""
 
     protocol_error: str | None
 
@@ -194,7 +194,7 @@ class RankGone(RankMessage):
 
 
 class RankLogged(RankMessage):
-    """What was added to a rank's log."""
+    """A new part of a rank's log."""
 
     data: bytes
 
@@ -206,7 +206,7 @@ class RanksWrote(OfLaunch):
 
 
 class ListeningNode(msgspec.Struct, frozen=True):
-    """Where a node listens, and what it sends to each that connects."""
+    """A node's address, and the greeting that it sends to each connection."""
 
     address: str
     port: int
@@ -214,7 +214,7 @@ class ListeningNode(msgspec.Struct, frozen=True):
 
 
 class Examine(Message):
-    """Tell what this node has, and listen for the other nodes."""
+    """Describe this node, and listen for the other nodes."""
 
     environment: dict[str, str]
 
@@ -223,17 +223,17 @@ class Examined(Message):
     """The answer to `Examine`.
 
     Attributes:
-        received_at, answered_at: the time by this node's clock, in seconds since 1970.
+        received_at, answered_at: the times by this node's clock, in seconds since 1970.
         packages: the version of each installed Python package.
-        cores: how many this process may use.
-        accelerators: what ranks would compute on, for people; empty: the CPU.
-        accelerator_problem: why they cannot; None: they can.
+        cores: the cores that this process may use.
+        accelerators: the ranks' accelerators, for people; empty for the CPU.
+        accelerator_problem: why they cannot be used; None if they can.
         operator_problem: why DeepSpeed's operators cannot be compiled for the accelerators.
-        shared_memory: the size of ``/dev/shm`` and what is free of it, in bytes; None: there is
-            none.
-        folder: where this node's files are.
-        disk_free_bytes: what is free there.
-        listening: where this node listens for the others; or why it cannot.
+        shared_memory: the total and the free size of ``/dev/shm`` in bytes, or None if it is
+            missing.
+        folder: the folder of this node's files.
+        disk_free_bytes: its free disk space.
+        listening: where this node listens for the others, or why it cannot.
     """
 
     received_at: float
@@ -250,7 +250,7 @@ class Examined(Message):
 
 
 class Reach(Message):
-    """Connect to nodes, given by their names. This one may be among them."""
+    """Connect to the named nodes. This one may be among them."""
 
     nodes: dict[str, ListeningNode]
 
@@ -265,8 +265,8 @@ class TryStorage(Message):
     """Read an object of the driver's, and write one of the same size.
 
     Attributes:
-        folder: where both objects are, and others that nodes write.
-        object: the driver's.
+        folder: the folder of both objects, and of other nodes' objects.
+        object: the driver's object.
     """
 
     storage: StorageSpec
@@ -283,10 +283,10 @@ class StorageTried(Message):
 
 
 Question = Examine | Reach | TryStorage
-"""What `trialflow doctor` asks a node."""
+"""A question of `trialflow doctor` to a node."""
 Answer = Examined | Reached | StorageTried
 OfRank = RankJoined | RankSent | RankLeft | RankGone | RankLogged
-"""What an agent tells of one rank."""
+"""An agent's messages about one rank."""
 FromAgent = (
     Alive | NodeReady | Draining | RanksPrepared | RanksNotStarted | RanksWrote | OfRank | Answer
 )

@@ -45,7 +45,7 @@ _logger = logging.getLogger(__name__)
 class NodePool:
     """Keeps as many nodes as a run needs. A context manager: its end gives them back.
 
-    It is used by one thread, and by the thread of `watching`.
+    One thread uses it, and the thread of `watching`.
 
     Args:
         max_wait_seconds: how long to wait for nodes, before the first launch and after a loss.
@@ -99,10 +99,9 @@ class NodePool:
     ) -> list[ConnectedAgent]:
         """Wait until there are as many nodes as the run needs, and return their agents.
 
-        A node of an earlier call keeps its place among them. Lost nodes are replaced. At first, a
-        node that does not join ends the wait if there are too few others, since the next would
-        probably fare the same. Later, when the others may have trained for days, the run waits for
-        another node.
+        A node of an earlier call keeps its place among them. Lost ones are replaced. At first, a
+        node that does not join ends the wait if there are too few others: the next would probably
+        fare the same. Later, when the others may have trained for days, the run waits for another.
 
         Args:
             should_abort: asked meanwhile; True to give up.
@@ -152,7 +151,7 @@ class NodePool:
                 self._hub.changed.wait(POLL_SECONDS)
 
     def slots_of(self, agents: list[ConnectedAgent]) -> int:
-        """The number of ranks to launch on these nodes."""
+        """How many ranks to launch on these nodes."""
         return min(sum(agent.slots for agent in agents), self._request.slots)
 
     def leave_out(self, slots: int) -> bool:
@@ -255,7 +254,7 @@ class NodePool:
                 on_offer(f"there are nodes for {plural(more, 'slot')}")
 
     def _slots_offered(self) -> int:
-        """The number of ranks that the next launch may have, if no more nodes come."""
+        """How many ranks the next launch may have, if no more nodes come."""
         members = list(self._members)
         self._take_ready()
         more, self._members = self.slots_of(self._choose()), members
@@ -348,7 +347,7 @@ class NodePool:
             agent.draining = agent.draining or event.why
 
     def _let_leave(self) -> None:
-        """Let agents of draining nodes go once their ranks have ended, or if they have none."""
+        """Let agents of draining nodes go if their ranks have ended, or they have none."""
         for name, why in list(self._may_leave.items()):
             agent = self._hub.agents.get(name)
             if agent is not None and self._can_do_without(agent):

@@ -1,9 +1,8 @@
-"""Where a run gets its nodes from: a node provider finds machines, and starts an agent on each.
+"""Finds a run's nodes: a node provider finds machines, and starts an agent on each.
 
 The agent (`agent`) joins the driver, and starts, watches and ends that node's ranks. The driver
 itself notices an agent that is gone (`hub`), whatever the provider. So a provider only has to find
-machines, to start programs on them, to say why a program has not started, and to give the machines
-back.
+machines, start programs on them, say why a program has not started, and give machines back.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 AGENT_MODULE = "trial_core.launch.nodes.agent_main"
-"""What a provider starts: ``python -m`` this, with the node's own Python."""
+"""The module that a provider starts with ``python -m``, with the node's own Python."""
 
 NODE_SECONDS = 60.0
 """How long a provider may take to say that it cannot start an agent."""
@@ -24,11 +23,11 @@ class NodeRequest:
     """The nodes that a run needs.
 
     Attributes:
-        slots: how many ranks they have room for together, at most as many as the run uses.
-        min_slots: with room for fewer ranks, the run cannot train.
+        slots: how many ranks they have room for together; at most as many as the run uses.
+        min_slots: the run cannot train with room for fewer ranks.
         slots_per_node: the ranks of each node; None: one per accelerator of the node, or two on the
             CPU.
-        on_cpu: whether ranks use no accelerators, also where there are some.
+        on_cpu: True if ranks use no accelerators, even where there are some.
     """
 
     slots: int
@@ -42,8 +41,7 @@ class Node:
     """A machine, or a part of one, that a provider has given to a run.
 
     Attributes:
-        name: identifies it among the nodes of the run, replacements included; a host name is part
-            of it.
+        name: unique among all the run's nodes, replacements included; contains a host name.
         slots: how many ranks it has room for.
     """
 
@@ -56,7 +54,7 @@ class AgentEnded:
     """The agent of a node has ended, could not be started, or the provider has lost the node.
 
     Attributes:
-        why: what the provider knows, for people: an exit code, the last lines of what it wrote.
+        why: the provider's reason, for people: an exit code, the last lines of the output.
     """
 
     node: str
@@ -68,8 +66,8 @@ class NodeDraining:
     """A node will be taken away. Its agent still runs.
 
     Attributes:
-        why: what the provider knows, for people.
-        can_stay: whether the provider waits until the run leaves the node.
+        why: the provider's reason, for people.
+        can_stay: True if the provider waits until the run leaves the node.
     """
 
     node: str
@@ -81,14 +79,14 @@ GangEvent = AgentEnded | NodeDraining
 
 
 class Gang(Protocol):
-    """The nodes of one run. Its methods are called by one thread at a time."""
+    """The nodes of one run. Only one thread at a time calls its methods."""
 
     @property
     def nodes(self) -> Sequence[Node]:
         """The nodes that the run has now."""
 
     def start(self, node: Node, arguments: Sequence[str], token: str) -> None:
-        """Start the agent of a node. Returns at once; `events` tells what became of it.
+        """Start the agent of a node. Returns at once; `events` reports the outcome.
 
         Args:
             arguments: of `AGENT_MODULE`.
@@ -97,18 +95,18 @@ class Gang(Protocol):
         """
 
     def events(self) -> Sequence[GangEvent]:
-        """What has happened to the nodes since the last call. Returns at once.
+        """The events of the nodes since the last call. Returns at once.
 
-        An agent that ends is told whatever the reason, and a node that drains once.
+        The end of an agent is told whatever the reason, and the draining of a node once.
         """
 
     def give_up(self, node: Node) -> None:
-        """Give a node back, which is lost or drains, or whose agent has ended."""
+        """Give back a node that is lost or drains, or whose agent has ended."""
 
     def offer(self) -> Node | None:
-        """One more node for the request, if there is one now. Returns at once.
+        """One more node for the request, if one is available now. Returns at once.
 
-        It may be a machine that was given up, if that is well, but has another name.
+        It may be a machine that was given up, if it works again; its name is then another.
         """
 
     def release(self) -> None:
@@ -119,19 +117,19 @@ class NodeProvider(Protocol):
     """Finds the machines of a run, and starts the agents on them."""
 
     name: str
-    """As in ``resources.engine``."""
+    """Its name in ``resources.engine``."""
 
     def acquire(
         self, request: NodeRequest, seconds: float, should_abort: Callable[[], bool]
     ) -> Gang:
-        """Wait for the nodes of a request: as many as there are, at least those that it needs.
+        """Wait for the nodes of a request: as many as possible, at least those that it needs.
 
         Args:
             seconds: how long to wait.
-            should_abort: asked meanwhile whether to give up; then LaunchError.
+            should_abort: asked meanwhile; True to give up, with LaunchError.
 
         Raises:
-            LaunchError: there are too few within that time, or there never will be, or the provider
-                cannot be reached. The message says what was asked for, what there is, and what to
-                do. Nothing stays behind.
+            LaunchError: there are too few nodes within that time, or there never will be, or the
+                provider cannot be reached. The message names the request, the available machines,
+                and a remedy. Nothing stays behind.
         """

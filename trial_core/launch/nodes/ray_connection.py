@@ -57,12 +57,12 @@ else:
 print(answer, flush=True)
 os._exit(0)
 """
-"""Connects to a cluster. It is a process because Ray reads the mode of authentication once, and
-because ``ray.init`` tries for many minutes where it is refused or reaches nothing."""
+"""Connects to a cluster. It runs in a process, because Ray reads the mode of authentication
+once, and because a refused or unreachable ``ray.init`` tries for many minutes."""
 
 
 class Deadline:
-    """The end of a wait, which may also be given up."""
+    """The end of a wait, which may also be aborted."""
 
     def __init__(self, seconds: float, should_abort: Callable[[], bool]) -> None:
         self._seconds = seconds
@@ -70,7 +70,7 @@ class Deadline:
         self._should_abort = should_abort
 
     def left_seconds(self) -> float:
-        """0: the time is over, or the run was given up."""
+        """Seconds; 0 if the time is over or the run was given up."""
         return 0.0 if self._should_abort() else max(0.0, self._end - time.monotonic())
 
     def how(self) -> str:
@@ -84,10 +84,10 @@ class Deadline:
 def check_admission(
     address: str, is_insecure: bool, seconds: float, should_abort: Callable[[], bool]
 ) -> None:
-    """Connect as this process will, and as a stranger who has no token.
+    """Connect as this process will, and as a stranger without a token.
 
     Raises:
-        LaunchError: the cluster does not admit the first, or admits the second.
+        LaunchError: the cluster does not admit this process, or admits the stranger.
     """
     stranger = {name: value for name, value in os.environ.items() if name not in _TOKEN_VARIABLES}
     stranger["RAY_AUTH_MODE"] = "disabled"
@@ -149,7 +149,7 @@ class Connection:
         """Connect, unless this process is connected.
 
         Raises:
-            LaunchError: Ray refuses, for example since versions differ.
+            LaunchError: Ray refuses, for example because versions differ.
         """
         ray = import_ray()
         with self._lock:
@@ -181,7 +181,7 @@ connection = Connection()
 
 def import_ray() -> Any:
     """Ray, which only this provider needs. Raises LaunchError if it is not installed."""
-    # Ray prints pages about a dead machine, also if log_to_driver=False; the run says it in a line.
+    # Ray prints pages about a dead machine even if log_to_driver=False; the run says it in a line.
     # The variable is read when Ray is imported.
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "^Raylet is terminated|marked dead because")
     try:

@@ -1,8 +1,8 @@
-"""Nodes of a Ray cluster, by Ray Core: a placement group is the gang, an actor holds each agent.
+"""Nodes of a Ray cluster, with Ray Core: a placement group is the gang, actors hold the agents.
 
 The flow's process is the Ray driver. Ray gives the gang its places all at once, hands out GPUs, and
-tells which actor or machine has died. It also finds another place for what was on a dead machine.
-Nodes that a run can do without, and those in place of draining ones, have a placement group each.
+reports dead actors and machines. It also moves the bundles of a dead machine. Nodes that a run can
+do without, and replacements of draining nodes, have a placement group each.
 """
 
 from __future__ import annotations
@@ -55,19 +55,19 @@ if sys.platform == "linux":
         sys.exit("the Ray actor of this agent has ended")
 os.execv(command[0], command)
 """
-"""Runs a command that the kernel kills when the thread that has started it ends. A `preexec_fn`
-could wait without end for a lock that another thread of the process held at the fork. A raylet
-ends the children of dead actors, too, but may be dead itself."""
+"""Runs a command that the kernel kills when the thread that started it ends. A `preexec_fn`
+could wait for ever for a lock that another thread of the process held at the fork. A raylet
+also ends the children of dead actors, but may be dead itself."""
 
 
 class RayProvider(NodeProvider):
-    """Nodes of a Ray cluster whose clients need a token, unless that is waived.
+    """Nodes of a Ray cluster whose clients need a token, unless `is_insecure`.
 
     Args:
         address: ``auto`` (``RAY_ADDRESS``, or the cluster that this machine belongs to),
             ``host:port`` or ``ray://host:port``. A process that is connected stays so.
-        is_insecure: whether the cluster may admit clients without a token.
-        agent_module: what runs on each node.
+        is_insecure: True if the cluster may admit clients without a token.
+        agent_module: runs on each node.
     """
 
     name = "ray"
@@ -108,11 +108,11 @@ class RayGang(Gang):
     """The nodes of one run.
 
     The placement group of the nodes that the run needs serves the whole run: when a machine dies,
-    Ray puts its bundle on another. A second group would wait for just what the first one has taken.
+    Ray moves its bundle. A second group would wait for the very resources that the first has taken.
 
     Args:
-        needed: the resources of the nodes without which the run cannot train.
-        more: those of further nodes.
+        needed: the resources of each node without which the run cannot train.
+        more: of each further node.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class RayGang(Gang):
         self._is_released = False
         self._groups: list[Any] = []
         self._bundles = self._reserve(needed)
-        # No node yet, or none any more.
+        # Before the first node, or after the last.
         self._vacant = [bundle for each in more for bundle in self._reserve([each])]
 
     @property
@@ -145,7 +145,7 @@ class RayGang(Gang):
         """Wait for the places of the nodes that the run needs, and put an actor on each.
 
         Raises:
-            LaunchError: see `NodeProvider.acquire`; the caller releases the gang.
+            LaunchError: as in `NodeProvider.acquire`; the caller releases the gang.
         """
         ray = import_ray()
         deadline = Deadline(seconds, should_abort)
@@ -199,7 +199,7 @@ class RayGang(Gang):
         self._vacant.append(bundle)
 
     def offer(self) -> Node | None:
-        """As `Gang.offer`. It is the same machine if Ray says that this lives."""
+        """Do as `Gang.offer`. The machine is the same if Ray says that it lives."""
         ray = import_ray()
         draining = _draining_machines()
         for bundle in list(self._vacant):
@@ -213,7 +213,7 @@ class RayGang(Gang):
             try:
                 answer = ray.get(bundle.answer)
             except ray.exceptions.RayError:
-                # Until Ray knows that a machine is dead, it sends actors there. They fail then.
+                # Until Ray knows that a machine is dead, it sends actors there, which then fail.
                 ray.kill(bundle.actor)
                 bundle.answer = None
                 continue
@@ -238,7 +238,7 @@ class RayGang(Gang):
             connection.leave()
 
     def _ask_for_place(self, bundle: _Bundle) -> None:
-        """Put an actor on a bundle, whose answer tells where it is."""
+        """Put an actor on a bundle. The actor's answer tells its machine."""
         ray = import_ray()
         where = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
             bundle.group, placement_group_bundle_index=bundle.index
@@ -265,7 +265,7 @@ class RayGang(Gang):
 
 
 class AgentHost:
-    """The actor: runs an agent on a node, in a process of Ray's."""
+    """The actor: runs an agent on a node, in one of Ray's processes."""
 
     def host(self) -> tuple[str, str]:
         """The machine's host name, and Ray's id of it."""
@@ -293,10 +293,10 @@ class AgentHost:
         with contextlib.suppress(BrokenPipeError), open(write_end, "w", encoding="utf-8") as pipe:
             pipe.write(token)
         lines: deque[str] = deque(maxlen=LAST_LINES)
-        # A thread, since the agent's children may keep its output open.
+        # In a thread, since the agent's children may keep its output open.
         reader = threading.Thread(target=_follow, args=(process.stdout, lines), daemon=True)
         reader.start()
-        # Ray lets an actor live as long as it is busy, also when its parent, the raylet, has died.
+        # Ray lets a busy actor live on, even when its parent, the raylet, has died.
         raylet = os.getppid()
         while process.poll() is None and os.getppid() == raylet:
             time.sleep(POLL_SECONDS)
@@ -310,7 +310,7 @@ class AgentHost:
 
 
 def _follow(output: Iterable[str], lines: deque[str]) -> None:
-    """Copy an agent's output to the log that Ray keeps of the actor, and its end to `lines`."""
+    """Copy an agent's output to the actor's log in Ray, and its last lines to `lines`."""
     for line in output:
         print(line, end="", flush=True)
         lines.append(line.rstrip()[:MAX_LINE_CHARACTERS])
@@ -318,15 +318,15 @@ def _follow(output: Iterable[str], lines: deque[str]) -> None:
 
 @dataclass
 class _Bundle:
-    """What Ray reserves for one node.
+    """Ray's resources for one node.
 
     Attributes:
-        left: the draining machine that it is on, while Ray has not moved it.
-        has_stand_in: whether another bundle was reserved in its place.
-        actor, answer: an actor that was put there, and the future of `AgentHost.host` until it has
-            told where it is.
+        left: the draining machine that the bundle is on, until Ray has moved it.
+        has_stand_in: True if another bundle was reserved in its place.
+        actor, answer: the bundle's actor, and the future of its `AgentHost.host` until that has
+            returned.
         machine: Ray's id of the machine that it is on, or was on last.
-        end: the future of `AgentHost.run`; None: no agent runs.
+        end: the future of `AgentHost.run`, or None if no agent runs.
     """
 
     group: Any
@@ -341,7 +341,7 @@ class _Bundle:
 
 
 class Machine(NamedTuple):
-    """A machine of the cluster, and what it has when nothing runs on it."""
+    """A machine of the cluster, and its resources when nothing runs on it."""
 
     host: str
     cpus: int
@@ -376,10 +376,10 @@ Bundles = list[dict[str, float]]
 
 
 def divide(request: NodeRequest, machines: Sequence[Machine]) -> tuple[Bundles, Bundles]:
-    """What each node of a run gets: those that it needs, and those that it also uses.
+    """The resources of each needed node, and of each further node that the run would use.
 
     Raises:
-        LaunchError: the machines do not have that much, whatever else runs on them.
+        LaunchError: the machines never have that much, whatever else runs on them.
     """
     gpus = 0 if request.on_cpu else max((each.gpus for each in machines), default=0)
     size = min(request.slots, request.slots_per_node or gpus or CPU_SLOTS)
@@ -413,7 +413,7 @@ def _wait_for(future: Any, deadline: Deadline) -> Any:
     """The result of a future.
 
     Raises:
-        TimeoutError: there is none in time.
+        TimeoutError: it does not come in time.
         RayError: the actor has failed.
     """
     ray = import_ray()

@@ -1,8 +1,8 @@
 """Nodes of a Slurm allocation (``sbatch``, ``salloc``): ``srun`` starts an agent on each.
 
-Slurm has already given the machines, so `acquire` only chooses among them, and nodes that it leaves
-over are what `offer` has. Each agent is one step of the job. An ``srun`` that gets SIGTERM
-kills its step, and a step does not outlive its ``srun``.
+Slurm has already given the machines, so `acquire` only chooses among them, and `offer` has the
+nodes that it left over. Each agent is one step of the job. An ``srun`` that gets SIGTERM kills its
+step, and a step does not outlive its ``srun``.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ T = TypeVar("T")
 
 JOB_VARIABLE = "SLURM_JOB_ID"
 KEPT_VARIABLES = ("SLURM_CONF", "SLURM_JWT")
-"""How ``srun`` reaches Slurm. Its other variables would give the step the shape of the job's tasks,
-and contradict the options below."""
+"""How ``srun`` reaches Slurm. Its other variables would give the step the shape of the job's
+tasks, and contradict the options below."""
 
 STEP_OPTIONS = (
     "--nodes=1", "--ntasks=1", "--overlap",  # all CPUs that the job has on the node
@@ -60,22 +60,22 @@ code=$?
 kill "$watch" 2>/dev/null
 exit "$code"
 """
-"""Runs ``srun`` until its standard input, a pipe of the driver, ends: also if the driver is killed.
+"""Runs ``srun`` until its stdin, a pipe of the driver, ends, even if the driver is killed.
 
-Linux could signal ``srun`` at its parent's death, but would do so at the end of the thread that has
-started it. The token goes through the shell's own commands, and so into no list of processes.
+Linux could signal ``srun`` at its parent's death, but would do so when the thread that started it
+ends. The token goes through the shell's own commands, and so into no list of processes.
 """
 
 QUERY_SECONDS = 5.0
-"""How long after an answer Slurm is asked again for the state of the nodes."""
+"""How long after an answer to ask Slurm again for the state of the nodes."""
 
 OFFER_SECONDS = 2.0
-"""Likewise for more nodes."""
+"""The same for more nodes."""
 
 ANSWER_SECONDS = 30.0
-"""How long a command of Slurm may take: more than Slurm's own limit, MessageTimeout, 10 s."""
+"""How long a command of Slurm may take; more than Slurm's own limit, MessageTimeout, 10 s."""
 FRESH_SECONDS = 10.0
-"""An older answer is not used: the run may not have looked at its nodes for long."""
+"""Older answers are not used, since the run may not have looked at its nodes for long."""
 END_SECONDS = 15.0
 """``srun`` takes up to 12 s to give up a step that it cannot reach."""
 
@@ -87,11 +87,11 @@ LOST_STATES = {"DOWN", "NOT_RESPONDING", "ERROR", "FAIL", "POWERED_DOWN", "POWER
 BAD_STATES = LOST_STATES | {"DRAIN", "UNKNOWN", "FUTURE", "REBOOT_ISSUED"}
 """A node with such a state is not chosen."""
 DRAIN_STATES = {"DRAIN", "DRAINING", "DRAINED"}
-"""Slurm lets the jobs of such a node end."""
+"""Slurm lets such a node's jobs end."""
 
 
 def in_allocation(environment: Mapping[str, str]) -> bool:
-    """Whether this process runs inside a Slurm allocation."""
+    """True if this process runs inside a Slurm allocation."""
     return bool(environment.get(JOB_VARIABLE))
 
 
@@ -100,8 +100,8 @@ class _Host:
     """A machine of the allocation.
 
     Attributes:
-        gpus: how many the job has asked for and has there.
-        problem: why it cannot be used, as in ``DOWN+NOT_RESPONDING``; empty: it is well.
+        gpus: how many GPUs the job has asked for and has there.
+        problem: why it cannot be used, such as ``DOWN+NOT_RESPONDING``; empty if it works.
     """
 
     name: str
@@ -109,7 +109,7 @@ class _Host:
     problem: str
 
     def slots(self, request: NodeRequest, on_cpu: bool) -> int:
-        """How many ranks it has room for."""
+        """How many ranks fit."""
         if on_cpu:
             return request.slots_per_node or CPU_SLOTS
         wanted = request.slots_per_node or self.gpus
@@ -117,11 +117,11 @@ class _Host:
 
 
 class SlurmProvider(NodeProvider):
-    """Places the nodes of a run in the Slurm allocation that this process runs in.
+    """Places a run's nodes in the Slurm allocation that this process runs in.
 
     Args:
         environment: the variables of this process; the agents get them, too.
-        agent_module: what each node runs.
+        agent_module: runs on each node.
     """
 
     name = "slurm"
@@ -135,7 +135,7 @@ class SlurmProvider(NodeProvider):
     def acquire(
         self, request: NodeRequest, seconds: float, should_abort: Callable[[], bool]
     ) -> Gang:
-        """Takes the first nodes that are well and together have enough slots."""
+        """Take the first nodes that work and together have enough slots."""
         if not in_allocation(self._environment):
             raise LaunchError(
                 f"resources.engine: slurm needs a Slurm allocation, but {JOB_VARIABLE} is not set: "
@@ -176,11 +176,11 @@ class SlurmProvider(NodeProvider):
 
 
 class _NoAnswerError(Exception):
-    """A command of Slurm has failed, or not answered in time."""
+    """A Slurm command has failed, or has not answered in time."""
 
 
 class _Slurm:
-    """What Slurm knows of this process's job."""
+    """Slurm's information about this process's job."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self.job = environment[JOB_VARIABLE]
@@ -191,10 +191,10 @@ class _Slurm:
         }
 
     def hosts(self) -> list[_Host]:
-        """The machines that the job has now: without those that Slurm has taken from it.
+        """The machines that the job has now, without machines that Slurm has taken from it.
 
         Raises:
-            _NoAnswerError: Slurm cannot be asked.
+            _NoAnswerError: Slurm does not answer.
         """
         job = self._ask("show", "job", "-d", "-o", self.job)
         # Without such a field, an exclusive job is shown GPUs that its steps cannot have.
@@ -212,10 +212,10 @@ class _Slurm:
         ]
 
     def states(self, names: Iterable[str]) -> dict[str, str]:
-        """The state of each node, as in ``ALLOCATED+DRAIN``.
+        """The state of each node, such as ``ALLOCATED+DRAIN``.
 
         Raises:
-            _NoAnswerError: Slurm cannot be asked.
+            _NoAnswerError: Slurm does not answer.
         """
         shown = self._ask("show", "node", ",".join(names), "-o")
         return dict(re.findall(r"^NodeName=(\S+) .*? State=(\S+)", shown, flags=re.MULTILINE))
@@ -235,13 +235,13 @@ class _Slurm:
 
 
 def _problem(state: str, bad: set[str]) -> str:
-    """The state, if it is one of the bad ones; else empty. Older Slurm writes DOWN*."""
+    """The state, if it is one of the bad ones, else empty. Older Slurm writes DOWN*."""
     names = set(state.replace("*", "+NOT_RESPONDING").split("+"))
     return state if names & bad else ""
 
 
 class _Question(Generic[T]):
-    """What Slurm is asked now and then, in another thread: an answer may take long.
+    """A repeated question to Slurm, in another thread, since an answer may take long.
 
     Args:
         every_seconds: how long after an answer to ask again.
@@ -253,11 +253,11 @@ class _Question(Generic[T]):
         self._asked: Future[tuple[T, float]] | None = None
 
     def forget(self) -> None:
-        """Drop the answer to come: what was asked no longer holds."""
+        """Drop the answer to come, as the question no longer holds."""
         self._asked, self._ask_at = None, 0.0
 
     def answer(self, ask: Callable[[], T]) -> T | None:
-        """The answer that has come since the last call; None: there is none. Returns at once."""
+        """Return the answer that has come since the last call, or None. Returns at once."""
         now = time.monotonic()
         if self._asked is None and now >= self._ask_at:
             self._asked = in_background(lambda: (ask(), time.monotonic()), "slurm")
@@ -288,7 +288,7 @@ class _Step:
         self._pipe.write(f"{token}\n".encode())  # less than a pipe holds
 
     def why_ended(self) -> str | None:
-        """The exit code of ``srun`` and what it has written last; None: it still runs."""
+        """The exit code of ``srun`` and its last output; None if it still runs."""
         code = self._process.poll()
         if code is None:
             return None
@@ -343,8 +343,8 @@ class _SlurmGang(Gang):
 
     def start(self, node: Node, arguments: Sequence[str], token: str) -> None:
         host = self._hosts[node]
-        # Of a job that has asked for GPUs in all, a step gets none by itself; and for Slurm 22.05 a
-        # number for each node counts for all of the job's nodes, also for those without the step.
+        # Of a job that has asked for GPUs in all, a step gets none by itself. For Slurm 22.05, a
+        # number for each node counts for all of the job's nodes, even those without the step.
         gpus = "--gres=none" if self._on_cpu else f"--gpus={host.gpus}"
         command = (
             "srun", f"--jobid={self._slurm.job}", f"--nodelist={host.name}", gpus, *STEP_OPTIONS,
@@ -374,7 +374,7 @@ class _SlurmGang(Gang):
         return [*ended, *draining]
 
     def _states_of(self, running: Mapping[Node, str]) -> Mapping[Node, str]:
-        """The states that Slurm has told of nodes that ran when it was asked."""
+        """The states that Slurm reported of nodes that ran when it was asked."""
 
         def ask() -> dict[Node, str]:
             states = self._slurm.states(running.values())
@@ -391,7 +391,7 @@ class _SlurmGang(Gang):
             self._ending[host] = in_background(lambda: step.end(deadline), "slurm-step")
 
     def offer(self) -> Node | None:
-        """As `Gang.offer`. A machine that was given up is the last choice."""
+        """Do as `Gang.offer`. A machine that was given up is the last choice."""
         ending = [name for name, step in self._ending.items() if not step.done()]
         taken = {*ending, *(host.name for host in self._hosts.values())}
         free = [
@@ -411,7 +411,7 @@ class _SlurmGang(Gang):
         return host.slots(self._request, self._on_cpu)
 
     def release(self) -> None:
-        """As `Gang.release`. The allocation remains: it ends with the job."""
+        """Do as `Gang.release`. The allocation remains: it ends with the job."""
         for step in self._steps.values():
             step.ask_to_end()
         deadline = time.monotonic() + END_SECONDS

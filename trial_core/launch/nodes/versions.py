@@ -1,4 +1,4 @@
-"""The versions that have to be the same on all nodes of a run."""
+"""The versions that must be the same on all nodes of a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PACKAGES = ("trialflow", "torch", "deepspeed")
 
 
 def own_versions() -> dict[str, str]:
-    """The versions of Python and of `PACKAGES` here; ``none`` of a package that is missing."""
+    """The versions of Python and of `PACKAGES` here; ``none`` for a missing package."""
     versions = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -21,7 +21,7 @@ def own_versions() -> dict[str, str]:
 
 
 def describe_difference(seen: Mapping[str, str], expected: Mapping[str, str]) -> str | None:
-    """What differs from the expected versions; None: nothing."""
+    """The differences from the expected versions, or None."""
     different = [
         f"{name} {seen.get(name, 'none')} instead of {version}"
         for name, version in expected.items()

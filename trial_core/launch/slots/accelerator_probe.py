@@ -1,4 +1,4 @@
-"""Tries this machine's accelerators in a process like a rank's; the caller never imports torch."""
+"""Tries this machine's accelerators in a process like a rank's, without torch in the caller."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ ACCELERATOR_CHECK = (sys.executable, "-m", "trial_core.deepspeed.accelerator_che
 
 
 class AcceleratorProblems(NamedTuple):
-    """What limits training on accelerators.
+    """Problems that limit training on accelerators.
 
     Attributes:
-        of_ranks: why ranks cannot use them; None: they can.
-        of_operators: why ranks cannot compile DeepSpeed's operators for them; None: they can, or
-            that was not tried.
+        of_ranks: why ranks cannot use them; None if they can.
+        of_operators: why ranks cannot compile DeepSpeed's operators for them; None if they can, or
+            if that was not tried.
     """
 
     of_ranks: str | None
@@ -62,7 +62,7 @@ def try_accelerators(
 
 
 def described(visible: Accelerators) -> str:
-    """How many there are of which model: ``2 × cuda (NVIDIA H100 80GB HBM3, driver 570.86.15)``."""
+    """Their number, kind and model: ``2 × cuda (NVIDIA H100 80GB HBM3, driver 570.86.15)``."""
     counted = f"{len(visible.devices)} × {visible.kind}"
     if visible.kind != NVIDIA:
         return counted

@@ -1,9 +1,9 @@
 """Admits peers that know the run's secret, and closes the connections of all others.
 
-Both ends prove that they know the secret before anything else is said (`framing`).
-A stranger has a deadline, may send a few bytes, and is logged. Strangers together may have only so
-many connections, and only so many of them are logged, so that a port scan neither uses up the
-driver's files nor fills its log.
+Both ends prove that they know the secret before anything else is said (`framing`). A stranger has a
+deadline, may send only a few bytes, and is logged. The number of strangers' connections and of
+their log lines is limited, so that a port scan neither uses up the driver's files nor fills its
+log.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from trial_core.launch.slots.tls import DriverTls
 logger = logging.getLogger(__name__)
 
 MAX_UNPROVEN = 256
-"""So many strangers may be connected at once."""
+"""The most strangers that may be connected at once."""
 ACCEPT_RETRY_SECONDS = 1.0
 LOGGED_STRANGERS = 20
 READ_BYTES = 2**16
@@ -45,13 +45,13 @@ class Acceptor(Generic[PeerT]):
     """Accepts connections. All methods are called in the thread of one event loop.
 
     Args:
-        secret: what peers must know.
-        role: what a peer says that it is: ``rank`` or ``agent``.
+        secret: the peers must know it.
+        role: the role that a peer names: ``rank`` or ``agent``.
         hello_max_bytes: the limit of a peer's first message.
-        read_hello: who the peer is that has sent this first message. Raises ProtocolError or
+        read_hello: returns the peer that has sent this first message. Raises ProtocolError or
             msgspec.MsgspecError if it must not join.
         talk: serves a peer until its connection ends; then the connection is closed.
-        expected: how many peers may come at once, beside strangers.
+        expected: how many peers may come at once, besides strangers.
     """
 
     def __init__(
@@ -76,17 +76,17 @@ class Acceptor(Generic[PeerT]):
         self._tasks: set[asyncio.Task[None]] = set()
 
     def listen(self, listening: socket.socket, tls: DriverTls | None = None) -> None:
-        """Accept connections of a bound socket, which this closes in the end.
+        """Accept connections of a bound socket, and close it in the end.
 
         Args:
-            tls: for connections from other machines; None: none leaves this machine.
+            tls: for connections from other machines; None if none leaves this machine.
         """
         listening.setblocking(False)
         self._listening.append(listening)
         self._start(self._accept(listening, tls))
 
     async def close(self) -> None:
-        """Accept no more connections, and end those that there are."""
+        """Accept no more connections, and end the open ones."""
         self._is_closing = True
         for listening in self._listening:
             listening.close()
@@ -172,13 +172,13 @@ async def _open_streams(
 
 
 class _ReadToTheEnd(asyncio.StreamReaderProtocol):
-    """Reads what a peer has sent before it closed, also if a write to the peer has failed first.
+    """Reads everything that a peer sent before it closed, even after a write to it has failed.
 
-    asyncio then ends a connection without reading it, and drops what it has read: the error by
+    asyncio would end a connection without reading it, and drop the received bytes: the error by
     which a rank explains its end.
 
     Args:
-        connection: without TLS; None: with TLS, whose socket holds encrypted bytes.
+        connection: its socket; None with TLS, where the socket holds encrypted bytes.
     """
 
     def __init__(self, reader: asyncio.StreamReader, connection: socket.socket | None) -> None:
@@ -195,7 +195,7 @@ class _ReadToTheEnd(asyncio.StreamReaderProtocol):
 
 
 async def _close(writer: asyncio.StreamWriter) -> None:
-    """Close a connection. What was written is sent before, unless the peer does not read it."""
+    """Close a connection. Written bytes are sent before, unless the peer does not read them."""
     writer.close()
     with contextlib.suppress(OSError, asyncio.TimeoutError):
         await asyncio.wait_for(writer.wait_closed(), HANDSHAKE_SECONDS)

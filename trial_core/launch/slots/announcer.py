@@ -29,10 +29,10 @@ class AnnouncementTimer:
         self._announced_at: float | None = None
 
     def due(self, special: str | None, now: float) -> str | None:
-        """What to announce now, with the time that it has taken; None: nothing.
+        """The announcement due now, with the time taken so far, or None.
 
         Args:
-            special: what takes the time, if it is known more exactly.
+            special: the more exact activity, if it is known.
         """
         current = special or self._what
         if current != self._current:
@@ -63,7 +63,8 @@ class Announcer:
         """Announce `what` while the block takes long.
 
         Args:
-            special: asked once a second what takes the time, for example a compiler; None: `what`.
+            special: asked once a second for a more exact activity, such as a compiler; None:
+                `what`.
         """
         if self._is_silent:
             yield

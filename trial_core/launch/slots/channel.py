@@ -3,7 +3,7 @@
 It listens on a Unix socket for the ranks of this machine. If the driver has started ranks on other
 machines, their node's agent relays their messages (`trial_core/launch/nodes`). Ranks of other
 machines that the driver has not started connect to it over TCP with TLS. Its event loop has a
-separate thread, so it receives answers, events and disconnects whatever the process is doing.
+separate thread, so it receives answers, events and disconnects at any time.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Listener(Protocol):
     def message_received(self, rank: int, message: FromRank) -> None: ...
 
     def rank_disconnected(self, rank: int, protocol_error: str | None) -> None:
-        """`protocol_error`: what was wrong with the rank's last message; None: nothing."""
+        """`protocol_error`: the error in the rank's last message, or None."""
 
     def node_lost(self, ranks: Sequence[int], why: str) -> None:
         """A machine with these ranks is lost."""
@@ -66,12 +66,12 @@ class Channel:
     """Listens for ranks and exchanges messages with them.
 
     Args:
-        ranks: those that may join.
-        listen: where ranks of other machines join; None: they cannot.
+        ranks: the ranks that may join.
+        listen: where ranks of other machines join; None if they cannot.
 
     Attributes:
         address: the path of the Unix socket.
-        remote_address: where ranks of other machines join; None: they cannot.
+        remote_address: where ranks of other machines join; None if they cannot.
 
     Raises:
         LaunchError: it cannot listen.
@@ -105,15 +105,15 @@ class Channel:
             raise
 
     def send(self, message: Message, rank: int | None = None) -> None:
-        """Send `message` to every joined rank, or to this one."""
+        """Send `message` to every joined rank, or to the given one."""
         self.send_encoded(encode(message), rank)
 
     def send_encoded(self, data: bytes, rank: int | None = None) -> None:
-        """Send an encoded message to every joined rank, or to this one."""
+        """Send an encoded message to every joined rank, or to the given one."""
         self._loop.call_soon_threadsafe(self._write, frame(data), rank)
 
     def close(self) -> None:
-        """Close all connections and stop listening. Ranks that still run then exit."""
+        """Close all connections and stop listening; ranks that still run then exit."""
         if not self._thread.is_alive():
             return
         asyncio.run_coroutine_threadsafe(self._acceptor.close(), self._loop).result()
@@ -150,7 +150,7 @@ class Channel:
     async def _talk(
         self, hello: Hello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        connection = writer.get_extra_info("socket")  # None: it has been closed already
+        connection = writer.get_extra_info("socket")  # None if it has been closed already
         is_unix = connection is not None and connection.family == socket.AF_UNIX
         peer = Peer(
             rank=hello.rank,
@@ -188,7 +188,7 @@ class Channel:
 
 
 def _process_at(connection: socket.socket) -> int | None:
-    """The process at the other end of a Unix socket, as this process sees it; None: unknown."""
+    """The process at the other end of a Unix socket, as this process sees it; None if unknown."""
     with contextlib.suppress(AttributeError, OSError):  # only Linux tells
         found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         return int(_CREDENTIALS.unpack(found)[0])

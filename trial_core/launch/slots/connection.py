@@ -1,4 +1,4 @@
-"""A rank's end of the channel. Blocking; does not import torch."""
+"""A rank's end of the channel: blocking, and without torch."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from trial_core.launch.slots.tls import TlsSocket
 from trial_core.messages import Message, encode
 
 SILENCE_SECONDS = 20
-"""A machine whose kernel does not answer for so long is lost."""
+"""A machine is lost if its kernel does not answer for this long."""
 PROBE_SECONDS = 5
 
 
 class RankConnection:
-    """A rank's connection to the driver. Any thread may call `send`, one thread receives.
+    """A rank's connection to the driver. Any thread may call `send`; one thread receives.
 
-    Forked children have no copy of it, or the driver would not see the rank's end.
+    Forked children close their copies, or the driver would not see the rank's end.
 
     Args:
         address: the path of the channel's Unix socket; or ``tls://HOST:PORT,…`` from another
-            machine, which then takes the first one that it reaches.
-        secret: the channel's.
+            machine, of which the first reachable one is used.
+        secret: the channel's secret.
 
     Raises:
         SlotsError: the driver cannot be reached, or does not know the secret.
@@ -122,14 +122,14 @@ def _connected(address: str) -> socket.socket | TlsSocket:
 def notice_silence(connection: socket.socket) -> None:
     """Have the kernel end a connection to a machine that is silent, for example cut off.
 
-    Not by messages: a rank that is alive may hold the interpreter lock, and then sends none.
+    Messages would not do: a rank that is alive may hold the interpreter lock, and then sends none.
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
         ("TCP_KEEPIDLE", PROBE_SECONDS),
         ("TCP_KEEPINTVL", PROBE_SECONDS),
         ("TCP_KEEPCNT", SILENCE_SECONDS // PROBE_SECONDS - 1),
-        ("TCP_USER_TIMEOUT", SILENCE_SECONDS * 1000),  # milliseconds, for what was sent
+        ("TCP_USER_TIMEOUT", SILENCE_SECONDS * 1000),  # milliseconds, for sent bytes
     ):
         if hasattr(socket, name):  # Linux
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -41,10 +41,10 @@ def locks_folder() -> Path:
 def reserve_devices(
     count: int, environment: Mapping[str, str], when_waiting: Callable[[], None]
 ) -> Iterator[dict[str, str]]:
-    """Reserve `count` devices for the length of the block; waits until they are free.
+    """Reserve `count` devices for the block, and wait until they are free.
 
     Args:
-        environment: variables that limit which devices there are.
+        environment: variables that limit the available devices.
         when_waiting: called once, if the run has to wait.
 
     Yields:
@@ -73,14 +73,14 @@ def reserve_devices(
 
 
 def inherited_locks(environment: Mapping[str, str]) -> list[int]:
-    """The descriptors that a rank with these variables, made by `reserve_devices`, inherits."""
+    """The descriptors that a rank with these variables, from `reserve_devices`, inherits."""
     return [int(lock) for lock in environment.get(DESCRIPTORS_VARIABLE, "").split(",") if lock]
 
 
 def keep_inherited_locks(environment: MutableMapping[str, str] = os.environ) -> None:
     """Keep the locks that the driver holds until this rank ends, but not in its children.
 
-    Called once, when the rank starts. The variable is removed: it means nothing to children.
+    Called once, when the rank starts. The variable is removed, since children have no use for it.
     """
     for lock in inherited_locks(environment):
         os.set_inheritable(lock, False)
@@ -116,7 +116,7 @@ def _lock_free_devices(
 def _lock(device: str) -> int | None:
     """The descriptor of a device's acquired lock; None if another run holds it.
 
-    Not filelock, which frees its lock on release, also for the ranks that have inherited it.
+    filelock would not do: its release frees the lock also for ranks that have inherited it.
     """
     folder = locks_folder()
     try:
@@ -152,7 +152,7 @@ def _open(path: Path) -> int:
 
 
 def _close(locks: Iterable[int]) -> None:
-    """Close this process's descriptors: each lock is free once no process has it open."""
+    """Close this process's descriptors; a lock is free once no process has it open."""
     for lock in locks:
         _held.discard(lock)
         os.close(lock)

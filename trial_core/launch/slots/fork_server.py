@@ -33,7 +33,7 @@ from trial_core.launch.slots.fork_server_main import (
 from trial_core.launch.slots.rank_handle import LaunchedRank
 
 PRELOADED_KINDS = ("cpu", "cuda")
-"""The accelerators that a forked process can use if the process that forked it has not used one."""
+"""Accelerators that a forked process can use if its parent has not used one."""
 
 logger = logging.getLogger(__name__)
 
@@ -41,11 +41,11 @@ logger = logging.getLogger(__name__)
 class RankProcess(LaunchedRank):
     """A rank that the fork server starts and watches.
 
-    The process is watched, not only its connection: its forked children hold copies of that.
+    The process itself is watched, since its forked children hold copies of its connection.
 
     Args:
         server: starts the process.
-        number: its number there.
+        number: the rank's number there.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class RankProcess(LaunchedRank):
         self._number = number
 
     def start(self, variables: Mapping[str, str], folder: Path, descriptors: Sequence[int]) -> None:
-        """Have it forked, with what `StartRank` has. Returns at once."""
+        """Have it forked, with the fields of `StartRank`. Returns at once."""
         self._server.start(self._number, variables, folder, descriptors)
 
     def signal(self, number: int) -> None:
@@ -69,14 +69,14 @@ class RankProcess(LaunchedRank):
         self._server.signal(self._number, number)
 
     def written_bytes(self) -> int:
-        """Grows when the rank writes to a disk, or when it or a child writes to its log."""
+        """A number that grows when the rank writes to a disk, or it or a child to its log."""
         return disk_bytes(self.pid) + self.log_size()
 
 
 def disk_bytes(pid: int | None) -> int:
-    """How many bytes a process has written to disks; 0 if Linux does not report it.
+    """The bytes that a process has written to disks; 0 if Linux does not report them.
 
-    Not ``wchar``, which also counts writes to pipes and sockets.
+    ``wchar`` would also count writes to pipes and sockets.
     """
     try:
         lines = Path(f"/proc/{pid}/io").read_text().splitlines()
@@ -93,9 +93,10 @@ class ForkServer:
     the same environment. When this process ends, also by SIGKILL, it ends the ranks.
 
     Args:
-        preload: the modules that it imports before it forks ranks, on the CPU and on CUDA devices.
-        late: beginnings of the names of variables that may be set after its process has started:
-            none of the modules reads them.
+        preload: the modules that it imports before it forks ranks, for the CPU and for CUDA
+            devices.
+        late: prefixes of variables that may be set after its process has started, because none of
+            the modules reads them.
     """
 
     def __init__(self, preload: Sequence[str] = (), late: Sequence[str] = ()) -> None:
@@ -115,8 +116,8 @@ class ForkServer:
         """A process with these variables, made by `rank_environment`. Returns at once.
 
         Args:
-            working_dir: where it starts, if there is none yet.
-            log: where it writes what the imported modules write.
+            working_dir: where a new process starts.
+            log: the file for the output of the imported modules.
 
         Raises:
             OSError: the process cannot be started.
@@ -172,10 +173,10 @@ class ServerProcess:
         self._listener.start()
 
     def serves(self, environment: Mapping[str, str], late: tuple[str, ...]) -> bool:
-        """Whether it can start ranks with these variables, of which it gives them those set late.
+        """Return whether it can start ranks with these variables; ranks get late ones at start.
 
         Args:
-            late: as of `ForkServer`.
+            late: see `ForkServer`.
         """
         before = self._environment
         changed = dict(environment.items() - before.items())
@@ -196,7 +197,7 @@ class ServerProcess:
     def start(
         self, number: int, variables: Mapping[str, str], folder: Path, descriptors: Sequence[int]
     ) -> None:
-        """Have the rank forked that has this number here."""
+        """Have the rank with this number forked."""
         given = {**self._set_late, **variables}
         command = StartRank(number=number, variables=given, folder=str(folder))
         self._send(command, descriptors)

@@ -3,7 +3,7 @@
     python -m trial_core.launch.slots.fork_server_main CONTROL DRIVER_PID [MODULE ...]
 
 It imports the modules once and forks each rank, so that a rank does not take seconds to import
-PyTorch and DeepSpeed, and all ranks share the memory of what was imported. It has one thread and
+PyTorch and DeepSpeed, and all ranks share the memory of the imported modules. It has one thread and
 uses no device. If an import fails, or has used a device, ranks become new interpreters instead.
 
 CONTROL is the descriptor of a socket to the driver. A rank cannot always notice its driver's end by
@@ -37,7 +37,7 @@ from trial_core.launch.slots.rank_network import STORE_SOCKET_VARIABLE
 
 MESSAGE_BYTES = 2**16
 DESCRIPTORS = 3
-"""At most so many come with a message: standard input, the log, the store's socket."""
+"""The most descriptors of a message: standard input, the log, the store's socket."""
 # How often to ask whether the driver is still the parent: a process that the driver has forked
 # holds the other end of the control socket, too.
 POLL_SECONDS = 1.0
@@ -46,7 +46,7 @@ IGNORED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class StartRank(msgspec.Struct, tag=True):
-    """Fork a rank. With it come the descriptors of its standard input, its log and its store.
+    """Fork a rank. Descriptors of its standard input, its log and its store come with the message.
 
     Args:
         number: names the rank in later messages.
@@ -117,13 +117,13 @@ class Server:
             traceback.print_exc()
             self._can_use_imported = False
         gc.collect()
-        gc.freeze()  # a collection in a rank would copy the pages of all that was imported
+        gc.freeze()  # else a collection in a rank would copy the pages of all imported modules
         self._tell(Ready())
 
     def serve(self) -> Callable[[], None] | None:
-        """Carry out commands until the driver ends, then kill the ranks; None.
+        """Carry out commands until the driver ends, then kill the ranks; return None.
 
-        Also returns in each rank that it forks: `become_rank` with what the rank was given.
+        In each forked rank it also returns: a call of `become_rank` with the rank's data.
         """
         poll = select.poll()  # not `select`, which knows only descriptors below 1024
         for end in (self._control, self._wakeup, self._keeper.inbox):
@@ -155,7 +155,7 @@ class Server:
         return None
 
     def _receive(self) -> tuple[bytes, Sequence[int]]:
-        """The next command, with its descriptors; no bytes: the driver has ended."""
+        """The next command, with its descriptors; no bytes if the driver has ended."""
         try:
             data, descriptors, _, _ = socket.recv_fds(self._control, MESSAGE_BYTES, DESCRIPTORS)
         except ConnectionError:  # it has not read all events before
@@ -172,7 +172,7 @@ class Server:
             os.kill(pid, command.signal)
 
     def _fork(self, number: int, descriptors: Sequence[int]) -> int:
-        """Fork a rank, which gets the descriptors. Return its process id, and 0 in the rank."""
+        """Fork a rank, which gets the descriptors. Return its process id, or 0 in the rank."""
         with warnings.catch_warnings():
             # Python warns of threads, which numpy's OpenBLAS has; it can be forked.
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -213,12 +213,12 @@ class Server:
 def become_rank(
     given: StartRank, descriptors: Sequence[int], keeper: int, can_use_imported: bool
 ) -> None:
-    """Be a rank, in a process that was just forked.
+    """Become a rank, in a process that was just forked.
 
     Args:
-        descriptors: those that came with `given`.
+        descriptors: the ones that came with `given`.
         keeper: the descriptor of its socket to the keeper of memory files.
-        can_use_imported: whether the modules were imported without an error.
+        can_use_imported: True if the modules were imported without an error.
     """
     stdin, log, *store = descriptors
     for descriptor, number in ((stdin, 0), (log, 1), (log, 2)):
@@ -243,7 +243,7 @@ def become_rank(
 
 
 def _fork_persister(unneeded: Sequence[int]) -> None:
-    """Fork a rank's persister process, if what it needs is imported.
+    """Fork a rank's persister process, if its modules are imported.
 
     Args:
         unneeded: descriptors that only the rank needs.
@@ -259,14 +259,14 @@ def _fork_persister(unneeded: Sequence[int]) -> None:
 
 
 def work_in(folder: str) -> None:
-    """Change to a folder, and import modules from there, as if Python had been started in it."""
+    """Change to a folder, and import modules from there, as if Python had been started there."""
     os.chdir(folder)
     if sys.path[:1] == [STARTED_IN]:
         sys.path[0] = os.getcwd()
 
 
 def _has_used_a_device() -> bool:
-    """Whether this process cannot use devices, because the process that forked it has used one."""
+    """True if this process cannot use devices, since its parent has used one."""
     torch = sys.modules.get("torch")
     return torch is not None and any(
         getattr(getattr(torch, kind, None), "_is_in_bad_fork", bool)() for kind in ("cuda", "xpu")
@@ -276,9 +276,9 @@ def _has_used_a_device() -> bool:
 def kill_sessions(leaders: Collection[int]) -> None:
     """SIGKILL ranks, each of which leads a session, and all processes of their sessions.
 
-    Not their process groups alone: ninja gives each compiler a separate group. Does not wait for
-    the end of a process, except that one may start another one meanwhile. The ranks must not be
-    reaped meanwhile: another process could have the same id.
+    Their process groups would not do: ninja gives each compiler a separate group. Does not wait for
+    processes to end, except that one may start another meanwhile. The ranks must not be reaped
+    meanwhile: another process could get the same id.
     """
     for leader in leaders:
         # A rank that was just forked does not lead a session yet.
@@ -294,7 +294,7 @@ def kill_sessions(leaders: Collection[int]) -> None:
 
 
 def _live_members(leaders: Collection[int]) -> set[int]:
-    """The processes of these sessions that have not ended; none where there is no /proc."""
+    """The processes of these sessions that have not ended; none where /proc does not exist."""
     found = set()
     for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
         with contextlib.suppress(OSError, ValueError, IndexError):
@@ -310,8 +310,8 @@ def _live_members(leaders: Collection[int]) -> set[int]:
 def without_mlflow() -> Iterator[None]:
     """Hide MLflow while DeepSpeed is imported; a trial may import it afterwards.
 
-    DeepSpeed's autotuner, which comes with it, imports MLflow where that is installed: a second of
-    processor time, and a thread, which a fork does not take along.
+    DeepSpeed's autotuner imports MLflow where that is installed. This takes a second of processor
+    time, and a thread, which a fork does not take along.
     """
     is_hidden = "mlflow" not in sys.modules
     if is_hidden:

@@ -8,8 +8,8 @@ a rank, and likewise for the agent of a node::
     driver → rank   HMAC(secret, "driver", nonce of the rank)
 
 The HMAC uses SHA-256. Between machines it also covers the digest of the driver's certificate, as
-each end has it or sees it: a stranger between them who shows another certificate is refused by
-both. The frames of an unauthenticated peer are limited to a few bytes.
+each end has it or sees it. So both ends refuse a stranger between them who shows another
+certificate. The frames of an unauthenticated peer are limited to a few bytes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def frame(payload: bytes) -> bytes:
 
 
 def frame_length(header: bytes, limit_bytes: int = MAX_FRAME_BYTES) -> int:
-    """The payload's length in a frame's header."""
+    """The payload's length from a frame's header."""
     (length,) = HEADER.unpack(header)
     if length > limit_bytes:
         raise ProtocolError(f"a frame of {length} bytes is over the limit of {limit_bytes}")
@@ -76,7 +76,7 @@ async def read_frame(reader: asyncio.StreamReader, heard: Callable[[], None]) ->
     """The next frame's payload.
 
     Args:
-        heard: called whenever bytes come: a large frame on a slow network is no silence.
+        heard: called whenever bytes come, since a large frame on a slow network is not silence.
 
     Raises:
         EOFError, OSError: the connection has ended.

@@ -37,17 +37,17 @@ from trial_core.messages import (
 )
 
 LEAVE_SECONDS = 10.0
-"""Ranks that can do so have ended by themselves by then: `END_SECONDS` of `joined_rank`."""
+"""By then, ranks that can end by themselves have ended: `END_SECONDS` of `joined_rank`."""
 LAST_WORDS_SECONDS = 1.0
-"""After a rank's death, what it has sent is still read."""
+"""How long a dead rank's last messages are still read."""
 
 
 class JoinedLauncher(Launcher):
-    """Starts no rank: those of one slot group join.
+    """Starts no ranks: the ranks of one slot group join.
 
     Args:
-        invite: called once ranks can join, with what each of them needs for it.
-        listen: where ranks of other machines join; None: there are none.
+        invite: called with the invitation for each rank, once ranks can join.
+        listen: where ranks of other machines join; None if there are none.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class JoinedLauncher(Launcher):
 
 
 class JoinedConnections(RankConnections, Listener):
-    """The connections to the ranks of one group, and what listens to their channel."""
+    """The connections to the ranks of one group; listens to their channel."""
 
     def __init__(self, launch: LaunchRequest, listen: ListenAddress | None) -> None:
         self._listener = launch.listener
@@ -124,9 +124,9 @@ class JoinedConnections(RankConnections, Listener):
 
 
 class JoinedProcess(RankHandle):
-    """A rank's process, which another program has started.
+    """The process of a rank that another program has started.
 
-    What it writes to stdout and stderr is not the run's: its log here has its stacks alone.
+    Its stdout and stderr do not belong to the run: its log here has its stacks alone.
     """
 
     is_launched = False
@@ -141,7 +141,7 @@ class JoinedProcess(RankHandle):
         self._is_interactive = False
         self._is_given_up = False
         self._leaves_until: float | None = None
-        self._ended.set()  # there is nothing to wait for before it has joined
+        self._ended.set()  # before it has joined, no one has to wait for it
 
     def wait(self, timeout_seconds: float) -> bool:
         """Wait until the rank has left. Return whether it has, or is left alone."""
@@ -159,7 +159,7 @@ class JoinedProcess(RankHandle):
         return self._ended.wait(max(0.0, deadline - time.monotonic()))
 
     def kill(self) -> None:
-        """Only note it: it leaves by itself, or `wait` kills it if it was told to leave."""
+        """Only note it: the rank leaves by itself, or `wait` kills it if it was told to leave."""
         self._is_given_up = True
 
     def was_told_to_leave(self) -> None:
@@ -167,7 +167,7 @@ class JoinedProcess(RankHandle):
         self._leaves_until = time.monotonic() + LEAVE_SECONDS
 
     def signal(self, number: int) -> None:
-        """Send the rank a signal, if it still runs; on another machine, only for its stacks."""
+        """Send the rank a signal, if it still runs; on another machine, only the one for stacks."""
         with self._lock:
             if self._process is not None:
                 with suppress(ProcessLookupError):
@@ -177,13 +177,13 @@ class JoinedProcess(RankHandle):
             self._channel.send(DumpStacks(), self.rank)
 
     def written_bytes(self) -> int:
-        """Grows when the rank writes to a disk, or to its output if that is a file."""
+        """A number that grows when the rank writes to a disk, or to output that is a file."""
         return self.bytes_written
 
     # -------------------------------------------------------------- in the channel's thread
 
     def has_joined(self, peer: Peer, on_death: Callable[[], None]) -> None:
-        """Watch its process, if it is on this machine: a forked child may keep its connection."""
+        """Watch its process if it is here, since a forked child may keep the connection open."""
         self.pid, self.host, self._is_interactive = peer.pid, peer.host, peer.is_interactive
         self._ended.clear()
         if peer.is_here:

@@ -1,9 +1,9 @@
-"""A rank that the driver has not started: a process of the user's joins a driver for one run.
+"""A rank that the driver has not started: a user's process joins a driver for one run.
 
 torchrun, `deepspeed`, srun, plain python or a notebook has started the process. It serves the
 driver's requests within a call, as `rank_main` does in a rank's process. The call returns, or
-raises what its workload has raised, or the first cause if another rank, another machine or the
-driver has failed.
+raises the error of its workload. If another rank, another machine or the driver has failed, the
+call raises that first cause.
 
 The main thread may be in a collective that never completes when the run fails, and cannot raise
 there. Then the process ends after a few seconds. A process that a person uses, such as a notebook's
@@ -48,7 +48,7 @@ from trial_core.messages import (
 from trial_core.schedule.stop_requests import StopReason
 
 WATCH_SECONDS = 5.0
-"""How often to tell the driver what this rank has written."""
+"""How often to report the bytes that this rank has written."""
 CAUSE_SECONDS = 5.0
 """How long a rank that has failed waits for the driver to say which rank failed first."""
 END_SECONDS = 5.0
@@ -68,15 +68,15 @@ class JoinedRank:
     """A rank's part of one run. A context manager: the rank leaves at the end of the block.
 
     Within the block, SIGTERM and Ctrl-C are reported to the driver, if the block is in the main
-    thread, or from `handle_signals` on. An error that ends the block is reported, too.
+    thread; or from `handle_signals` on. An error that ends the block is reported, too.
 
     Args:
-        is_interactive: whether a person uses this process; None: if Python is interactive.
-        handles_signals: whether it does so from the beginning of the block on.
+        is_interactive: True if a person uses this process; None: if Python is interactive.
+        handles_signals: True to handle signals from the beginning of the block on.
 
     Attributes:
         send: sends a message to the driver, in any thread.
-        stop_barrier: to be asked by workloads before each step.
+        stop_barrier: workloads ask it before each step.
 
     Raises:
         SlotsError: the driver cannot be reached.
@@ -143,7 +143,7 @@ class JoinedRank:
             os.close(self._stacks)
 
     def handle_signals(self) -> None:
-        """From now on, until the end of the block, SIGTERM and Ctrl-C are reported. Called once."""
+        """Report SIGTERM and Ctrl-C from now on, until the end of the block. Called once."""
         self._signals.__enter__()
 
     def serve(
@@ -153,17 +153,17 @@ class JoinedRank:
     ) -> None:
         """Serve the driver's requests until it says that the run is over. Called once.
 
-        The calling thread is the compute lane. In the main thread, it raises also while a workload
-        is in Python code; in another one, at the workload's next step.
+        The calling thread is the compute lane. The main thread raises even while a workload is in
+        Python code; another thread raises at the workload's next step.
 
         Args:
-            on_failure: told that the run has failed elsewhere, in another thread, while a workload
-                may still run.
+            on_failure: called in another thread if the run has failed elsewhere, perhaps while a
+                workload still runs.
 
         Raises:
             Exception: of a workload of this rank, if that is the first cause.
             RankFailed: another rank has failed.
-            KeyboardInterrupt: by a later Ctrl-C.
+            KeyboardInterrupt: a later Ctrl-C.
             SlotsError: the driver is gone, or has ended the ranks for another reason.
             TrialflowError: an error of the driver's part of the run.
         """
@@ -172,7 +172,7 @@ class JoinedRank:
         self._server.start(self._workloads)
         while (envelope := self._server.next_request()) is not None:
             if is_over := isinstance(envelope.request, Shutdown):
-                self._is_over = True  # whatever the driver does next is no failure
+                self._is_over = True  # the driver's next steps are not a failure
             raised = self._server.answer(envelope)
             if raised is not None:
                 self._has_reported = True
@@ -185,7 +185,7 @@ class JoinedRank:
         self._raise(self._server.raised)
 
     def _raise(self, raised: BaseException | None) -> None:
-        """Raise the run's error; an exception of this rank, if the driver names no other cause."""
+        """Raise the run's error, or this rank's exception if the driver names no other cause."""
         error = self._error
         is_own = isinstance(error, RankFailed) and error.rank == self._rank
         if raised is not None and (error is None or is_own):
@@ -216,7 +216,7 @@ class JoinedRank:
             os._exit(1)
 
     def _watch(self) -> None:
-        """Tell the driver of signals, and of progress."""
+        """Tell the driver of signals and progress."""
         told = 0
         while (numbers := self._signals.wait(WATCH_SECONDS)) is not None:
             for number in numbers:
@@ -241,10 +241,10 @@ class JoinedRank:
 
 
 class _EndableWorkloads(Workloads):
-    """Workloads of which that of the compute lane can be ended from outside.
+    """Workloads of which the one in the compute lane can be ended from outside.
 
     Args:
-        error: with which it ends; None: it continues.
+        error: returns the error to end it with, or None.
     """
 
     def __init__(self, workloads: Workloads, error: Callable[[], TrialflowError | None]) -> None:
@@ -270,7 +270,7 @@ class _EndableWorkloads(Workloads):
         self._workloads.close()
 
     def end_if_due(self) -> None:
-        """Raise the error within the workload, if both are there. Called in its thread."""
+        """Raise the error within the workload, if there are both. Called in its thread."""
         if self._is_computing and (error := self._error()) is not None:
             raise error
 
@@ -278,7 +278,7 @@ class _EndableWorkloads(Workloads):
 def _join(invitation: Invitation, hello: Hello) -> tuple[RankConnection, bool]:
     """A connection to the driver, and whether the driver is on this machine.
 
-    The path of its socket may be seen on other machines, where nothing listens there.
+    Other machines may see the path of its socket, but nothing listens there.
     """
     if Path(invitation.path).exists():
         try:
@@ -299,12 +299,12 @@ def _is_interactive() -> bool:
 
 
 def _register_stacks(folder: Path, rank: int) -> int | None:
-    """Have a signal of the driver's write this process's stacks to the file that it has made.
+    """Have a signal of the driver's write this process's stacks to the file made by the driver.
 
-    The handler stays for good, or a late signal would end the process.
+    The handler stays for good; else a late signal would end the process.
 
     Returns:
-        The file's descriptor; None: the driver's machine has another file system.
+        The file's descriptor; None if the driver's machine has another file system.
     """
     try:
         descriptor = os.open(stack_log(folder, rank), os.O_WRONLY | os.O_APPEND)
@@ -316,7 +316,7 @@ def _register_stacks(folder: Path, rank: int) -> int | None:
 
 
 def _written_bytes() -> int:
-    """Grows when this process writes to a disk, or to stdout and stderr if they are files."""
+    """A number that grows when this process writes to a disk, or to files as stdout or stderr."""
     logged = 0
     for number in (1, 2):
         with suppress(OSError):  # closed, as a daemon's

@@ -1,13 +1,13 @@
 """Memory files that outlive their rank: the fork server keeps those of the newest checkpoint.
 
 When a checkpoint is committed, each rank sends its fork server the descriptors of its memory files.
-The keeper, in the fork server, holds them open and puts links to them into the folder in which a
-restart looks for what is kept. The memory is the rank's own, so as long as the rank lives nothing
-is taken twice. The rank's next snapshot overwrites it, so from there until that one is committed, a
+The keeper, in the fork server, holds them open. It puts links to them into the folder in which a
+restart looks for kept files. The memory is the rank's own, so as long as the rank lives nothing is
+taken twice. The rank's next snapshot overwrites it. From then until that one is committed, a
 restart finds other contents, and fetches the files from the storage.
 
 The memory is freed when the next checkpoint is committed, when the ranks of the next launch begin
-their own snapshots, and when the fork server ends, which it does with the process that started it.
+their own snapshots, or when the fork server ends with the process that started it.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ KEEPER_VARIABLE = "TRIALFLOW_KEEPER"
 
 MESSAGE_BYTES = 2**16
 MESSAGE_FILES = 100
-"""So many files come with one message. The kernel takes up to 253 descriptors."""
+"""The most files in one message; the kernel takes up to 253 descriptors."""
 
 
 class Keep(msgspec.Struct):
     """Keep the files whose descriptors come with this, and none of other checkpoints.
 
     Attributes:
-        folder: where links to them are made: of a checkpoint, and in it of a rank.
+        folder: where links to them are made: a rank's folder in that of a checkpoint.
         names: POSIX paths below it.
     """
 
@@ -44,7 +44,7 @@ class Keep(msgspec.Struct):
 
 
 class Keeper:
-    """The end of the fork server. `inbox` is readable when a rank has sent something."""
+    """The fork server's end. `inbox` is readable when a rank has sent something."""
 
     def __init__(self) -> None:
         # Keeps the boundaries of messages, so that all ranks can share an end.
@@ -53,14 +53,14 @@ class Keeper:
         self._held: dict[Path, list[int]] = {}
 
     def receive(self) -> None:
-        """Do what ranks have asked for by now."""
+        """Carry out the ranks' requests so far."""
         with contextlib.suppress(BlockingIOError):
             while True:
                 data, descriptors, _, _ = socket.recv_fds(self.inbox, MESSAGE_BYTES, MESSAGE_FILES)
                 self._keep(decode(data, Keep), list(descriptors))
 
     def leave_behind(self) -> None:
-        """Close, in a process that was just forked, what only the fork server uses."""
+        """Close, in a process that was just forked, the fork server's own descriptors."""
         self.inbox.close()
         self._drop_all_but(None)
 
@@ -86,7 +86,7 @@ _keeper: socket.socket | None = None
 
 
 def connect_keeper() -> None:
-    """Take over what the fork server has given this rank. Programs that it starts do not get it."""
+    """Take over the socket from the fork server, hidden from programs that this rank starts."""
     global _keeper
     descriptor = os.environ.pop(KEEPER_VARIABLE, None)
     if descriptor is not None:
@@ -100,8 +100,8 @@ def keep_in_memory(folder: Path, files: Mapping[str, str]) -> None:
     Without a keeper, as under torchrun, nothing is kept.
 
     Args:
-        folder: where links to them appear; that of this rank in one of the checkpoint.
-        files: the memory files, by POSIX paths below `folder`, where their folders exist.
+        folder: where links to them appear: this rank's folder in that of the checkpoint.
+        files: the memory files by their POSIX paths below `folder`; these paths' folders exist.
     """
     remaining = iter(files.items())
     while True:
@@ -112,7 +112,7 @@ def keep_in_memory(folder: Path, files: Mapping[str, str]) -> None:
 
 
 def drop_kept() -> None:
-    """Free the memory of all files that are kept, also for other ranks of this machine."""
+    """Free the memory of all kept files, also for other ranks of this machine."""
     _send(Keep("", []), [])
 
 

@@ -1,4 +1,4 @@
-"""Starts a slot group's ranks, on this machine; they join the channel by themselves.
+"""Starts a slot group's ranks on this machine; they join the channel by themselves.
 
 Each rank gets the variables of torchrun and of DeepSpeed's launcher, its own process group (a
 terminal's Ctrl-C and a Prefect worker's SIGTERM must reach only the driver), and a log file as
@@ -32,15 +32,15 @@ from trial_core.messages import Message
 
 @dataclass(frozen=True)
 class LaunchRequest:
-    """What a slot group wants to have started.
+    """The launch that a slot group asks for.
 
     Attributes:
         working_dir: the folder of the user's code, on this machine.
         log_dir: the folder of the ``rank-N.log`` files, on this machine.
         environment: the experiment's variables; they override those of the process that starts
             the ranks.
-        on_exit: called with a rank and its return code when it and its children have ended.
-        should_abort: asked while something takes long whether to give up.
+        on_exit: called with a rank and its return code once it and its children have ended.
+        should_abort: asked during long operations; True to give up.
     """
 
     world_size: int
@@ -69,12 +69,13 @@ class Launcher(Protocol):
         """Start the ranks; they join later.
 
         Args:
-            ranks: each rank is added here, in their order, before it is started.
+            ranks: each rank is added here, in order, before it is started; after an error, the
+                caller ends them.
 
         Raises:
-            LaunchError: they cannot be started; `ranks` has those that were, which the caller ends.
-            RankFailed: a machine was lost meanwhile; likewise.
-            Stopped: `should_abort` returned True; likewise.
+            LaunchError: the ranks cannot be started.
+            RankFailed: a machine was lost meanwhile.
+            Stopped: `should_abort` returned True.
         """
 
 
@@ -99,11 +100,11 @@ class MachineShare(msgspec.Struct, frozen=True):
     """The ranks that a launch starts on one machine, among those of the run.
 
     Attributes:
-        first_rank, count: which they are.
+        first_rank, count: the range of ranks.
         world_size: the number of the run's ranks.
         store: address and port of torch.distributed's store, on the ranks' network.
-        address: that of this machine there.
-        node, nodes: the machine's index, and how many there are.
+        address: this machine's address there.
+        node, nodes: the machine's index, and the number of machines.
     """
 
     first_rank: int
@@ -127,14 +128,14 @@ def launch_here(
     store: socket.socket | None,
     ranks: list[RankHandle],
 ) -> Channel:
-    """Start those ranks of a launch that this machine gets.
+    """Start a launch's ranks on this machine.
 
     Args:
-        store: the bound socket on which rank 0 hosts the store, if rank 0 is one of them.
+        store: the bound socket on which rank 0 hosts the store, if rank 0 is among them.
         ranks: each rank is added here before it is started, so that none is lost.
 
     Raises:
-        LaunchError: a process or its log cannot be created; `ranks` has those already started.
+        LaunchError: a process or its log cannot be created; `ranks` has the started ones.
     """
     channel = Channel(share.ranks, launch.listener)
     try:
@@ -185,12 +186,12 @@ def rank_environment(
 ) -> dict[str, str]:
     """The variables that all ranks of this machine have in common.
 
-    Each rank gets its share of the cores: libraries would start a thread per core in every rank.
-    Threads of ranks on the CPU sleep while they wait for each other: if they spin, as is OpenMP's
-    default, and another process has a core, a batch takes many times as long.
+    Each rank gets its share of the cores; libraries would otherwise start a thread per core in
+    every rank. Threads of CPU ranks sleep while they wait for each other. If they spin, as is
+    OpenMP's default, and another process has a core, a batch takes many times as long.
 
     Args:
-        address: that of this machine on the ranks' network.
+        address: this machine's address on the ranks' network.
 
     Raises:
         LaunchError: the accelerators cannot be counted, or torch cannot use them.

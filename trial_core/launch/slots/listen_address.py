@@ -1,4 +1,4 @@
-"""Where the driver listens for other machines, and how its address is written."""
+"""Where the driver listens for other machines, and the text form of its address."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class ListenAddress:
     """Where the driver listens for agents, or for ranks of other machines.
 
     Attributes:
-        bind: the address of an interface; None: of all.
-        ports: the first and the last port to try; 0: any free one.
-        advertise: the host name or address that others connect to; None: as bound.
+        bind: the address of an interface; None for all.
+        ports: the first and the last port to try; 0 for any free port.
+        advertise: the host name or address that others connect to; None: the bound one.
     """
 
     bind: str | None = None
@@ -66,14 +66,14 @@ class ListenAddress:
 
 
 def driver_address(hosts: list[str], port: int) -> str:
-    """``tls://10.0.0.5:7600,[fd00::5]:7600``: where others try to reach the driver, in order."""
+    """``tls://10.0.0.5:7600,[fd00::5]:7600``: the addresses that others try, in order."""
     return "tls://" + ",".join(
         f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts
     )
 
 
 def parse_driver_address(text: str) -> list[tuple[str, int]]:
-    """The hosts and ports in ``tls://HOST:PORT,…``. Raises LaunchError if it is something else."""
+    """The hosts and ports of ``tls://HOST:PORT,…``. Raises LaunchError for any other text."""
     scheme, _, rest = text.partition("://")
     found = []
     for part in rest.split(","):

@@ -21,7 +21,7 @@ class PendingRequest:
 
     @property
     def name(self) -> str:
-        """What the ranks do, for messages."""
+        """The ranks' work, for messages."""
         return self.request.title
 
 
@@ -54,7 +54,7 @@ class PendingRequests:
             return list(self._pending.values())
 
     def is_waiting_for_another(self, pending: PendingRequest) -> bool:
-        """Whether a request is a script's that waits for its checkpoint's upload.
+        """True if a request is a script's that waits for its checkpoint's upload.
 
         The upload is another request, with a separate stall timeout.
         """

@@ -48,5 +48,5 @@ class ProgressClock:
 
 
 def has_batches(request: AnyRequest) -> bool:
-    """Whether the ranks report batches while they carry out `request`."""
+    """True if the ranks report batches while they carry out `request`."""
     return isinstance(request, (TrainBatches, RunValidation))

@@ -1,4 +1,4 @@
-"""The failures of a slot group's ranks: their errors, and which of several is the first cause.
+"""The failures of a slot group's ranks: collects errors, and finds the first cause among them.
 
 When a rank ends, the other ranks raise from the collectives that it has left, and their errors may
 arrive before its own. So failures are collected for a moment before one is reported.
@@ -30,7 +30,7 @@ class RankFailures:
     """Collects the failures of a group's ranks, and reports the first cause once.
 
     Args:
-        ranks, peers, pending: the group's own; the group adds ranks and peers while they start.
+        ranks, peers, pending: the group's own objects; it adds ranks and peers while they start.
         on_first_cause: called in its own thread.
     """
 
@@ -78,7 +78,7 @@ class RankFailures:
             self._note(rank, node_lost=why)
 
     def note_disconnected(self, rank: int, protocol_error: str | None) -> None:
-        """Note that a rank's connection has closed, because of `protocol_error` if there is one."""
+        """Note that a rank's connection has closed, because of `protocol_error` if not None."""
         if protocol_error is not None:
             self._note(rank, error_type="ProtocolError", error_message=protocol_error)
             return
@@ -123,7 +123,7 @@ class RankFailures:
     # ----------------------------------------------------------------- failures of all ranks
 
     def stalled(self, pending: PendingRequest, seconds: float) -> Stalled:
-        """The error of ranks that make no progress. Has the ranks log their stacks."""
+        """The error for ranks that make no progress. Has the ranks log their stacks."""
         if has_batches(pending.request):
             seen, what = "no batch has ended", "a batch"
         else:
@@ -139,9 +139,9 @@ class RankFailures:
 
 
 def first_cause(failures: Sequence[RankFailed]) -> RankFailed:
-    """The failure, of those noted in this order, that has probably led to the others.
+    """The failure that has probably led to the others; they are in order of arrival.
 
-    A death precedes any exception: a rank that raised stays alive and breaks no collective, but a
+    A death precedes any exception. A rank that raised stays alive and breaks no collective, but a
     rank that died makes the others raise. If one rank raised and died, its exception led to its
     death: NCCL's watchdog ends a process whose device has failed.
     """

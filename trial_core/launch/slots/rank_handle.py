@@ -1,4 +1,4 @@
-"""A rank's process and its log, as the driver sees them, on whatever machine it runs."""
+"""A rank's process and its log, as the driver sees them, on any machine."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class RankHandle(ABC):
 
     Attributes:
         host: the name of its machine.
-        pid: its process id on its machine, and that of its session; None until it was forked.
+        pid: the id of its process, and so of its session, on its machine; None until it was forked.
         log_path: its log on this machine.
     """
 
     is_launched = True
-    """Whether the run has started it: then it ends with the run, its return code will be known, and
-    its log is the run's. Another program has started it otherwise, and it leaves by itself."""
+    """True if the run has started it. Then it ends with the run, which will know its return code,
+    and its log is the run's. False if another program has started it; then it leaves by itself."""
 
     def __init__(self, rank: int, host: str, log_path: Path) -> None:
         self.rank = rank
@@ -47,7 +47,7 @@ class RankHandle(ABC):
 
     @abstractmethod
     def written_bytes(self) -> int:
-        """Grows when the rank writes to a disk, or when it or a child writes to its log."""
+        """A number that grows when the rank writes to a disk, or it or a child to its log."""
 
     def log_size(self) -> int:
         """The size of the rank's log in bytes; 0 if it was deleted."""
@@ -76,7 +76,7 @@ class LaunchedRank(RankHandle):
 
     Args:
         on_exit: called with rank and return code when the process and all its children have ended,
-            in the thread that is told of it.
+            in the thread that learns of it.
     """
 
     def __init__(
@@ -93,6 +93,6 @@ class LaunchedRank(RankHandle):
 
 
 def wait_for_end(ranks: Iterable[RankHandle], timeout_seconds: float) -> list[RankHandle]:
-    """Wait until the ranks and their children have ended. Return those that have not by then."""
+    """Wait until the ranks and their children have ended. Return the ranks that still run."""
     deadline = time.monotonic() + timeout_seconds
     return [rank for rank in ranks if not rank.wait(max(0.0, deadline - time.monotonic()))]

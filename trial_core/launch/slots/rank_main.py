@@ -1,10 +1,10 @@
-"""The process of every slot: forked by a fork server, or a module of ``python -m``.
+"""A slot's process: forked by a fork server, or started as a module with ``python -m``.
 
 The main thread is the compute lane: one workload at a time, collectives allowed. A background
-thread is the I/O lane: no collectives. A rank that loses its driver ends; the fork server kills its
-children, and the rank if it does not notice.
+thread is the I/O lane: no collectives. A rank that loses its driver ends. The fork server kills its
+children, and kills the rank if it does not notice.
 
-The whole route of a stop: `trial_core/schedule/stop_requests.py`.
+The route of a stop: see `trial_core/schedule/stop_requests.py`.
 
 Standard input: the channel's secret. Environment: torchrun's RANK, LOCAL_RANK, WORLD_SIZE,
 MASTER_ADDR, MASTER_PORT; TRIALFLOW_CHANNEL; TRIALFLOW_LOG, the path of this rank's log, if it has
@@ -58,9 +58,9 @@ TRIAL_MODULES = (
     "trial_core.trainer.entrypoint",
     "trial_core.rank.first_use",
 )
-"""What a trial's ranks import, with PyTorch and DeepSpeed; a fork server can do it for them."""
+"""The imports of a trial's ranks, with PyTorch and DeepSpeed; a fork server can do them."""
 SCRIPT_MODULES = ("trial_core.rank.core_api.script_controller",)
-"""What the ranks of a Core API script import."""
+"""The imports of a Core API script's ranks."""
 
 
 class Rank(Workloads):
@@ -171,12 +171,12 @@ def read_secret() -> bytes:
 def ignore_stop_signals() -> None:
     """Ignore SIGTERM and SIGINT in this rank, but not in its forked children.
 
-    A machine that shuts down signals all processes. The driver gets the signal, too: it has the
+    A machine that shuts down signals all processes. The driver also gets the signal: it has the
     ranks save, and then shuts them down.
     """
 
     def ignore(number: int, frame: FrameType | None) -> None:
-        """A handler, because programs that this rank starts would inherit SIG_IGN."""
+        """A handler, as programs that this rank starts would inherit SIG_IGN."""
 
     before = {each: signal.signal(each, ignore) for each in (signal.SIGTERM, signal.SIGINT)}
 
@@ -188,8 +188,8 @@ def ignore_stop_signals() -> None:
 
 
 def show_title(title: str) -> None:
-    """Have ``ps``, ``top`` and ``nvidia-smi`` show what this process is."""
-    # So that it leaves the memory of the environment alone, which ``ps e`` shows.
+    """Set the name by which ``ps``, ``top`` and ``nvidia-smi`` show this process."""
+    # This leaves the memory of the environment alone, which ``ps e`` shows.
     os.environ["SPT_NOENV"] = "1"
     setproctitle(title)
     del os.environ["SPT_NOENV"]

@@ -21,7 +21,7 @@ def collectives_at(address: str) -> dict[str, str]:
         address: of this machine.
 
     Returns:
-        Empty if no interface has the address, as the loopback one on a system without ``lo``.
+        Empty if no interface has the address, like the loopback one on a system without ``lo``.
     """
     name = interface_of(address)
     if name is None:
@@ -32,7 +32,7 @@ def collectives_at(address: str) -> dict[str, str]:
 
 
 def interface_of(address: str) -> str | None:
-    """The name of this machine's interface that has an address; None: there is none."""
+    """The name of this machine's interface that has an address, or None."""
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address.partition("%")[0] == address for entry in entries):
             return name
@@ -53,7 +53,7 @@ def addresses_in(network: str) -> list[str]:
 
 
 def own_addresses() -> list[str]:
-    """This machine's addresses that other machines may reach; without any, the loopback one."""
+    """This machine's addresses for other machines; the loopback address if it has none."""
     found = [
         address
         for entries in psutil.net_if_addrs().values()
@@ -64,7 +64,7 @@ def own_addresses() -> list[str]:
 
 
 def _addresses(entries: Sequence[Any]) -> list[str]:
-    """The IPv4 and IPv6 addresses of an interface, without those that are valid on a link alone."""
+    """An interface's IPv4 and IPv6 addresses, without those that are valid on a link alone."""
     found = [
         entry.address
         for entry in entries

@@ -60,7 +60,7 @@ class Workloads(Protocol):
 
     @property
     def batches_trained(self) -> int | None:
-        """How many batches the trial has been trained; None before it is built."""
+        """The number of batches trained by the trial; None before it is built."""
 
     def carry_out(self, request: AnyRequest) -> AnyResult:
         """Carry out one request, in the thread of its lane."""
@@ -73,13 +73,13 @@ class RankServer:
     """Receives requests, and answers them.
 
     Args:
-        on_end: called when the driver is gone or has aborted the run, with the error. In any
-            thread, perhaps several times; must return at once.
+        on_end: called with the error when the driver is gone or has aborted the run: in any thread,
+            perhaps several times. Must return at once.
         on_log: called with the lines of the driver's log.
-        logs_errors: whether to log what workloads raise. False: the caller raises it.
+        logs_errors: True to log the errors of workloads; False if the caller raises them.
 
     Attributes:
-        stop_barrier: to be asked by workloads before each step.
+        stop_barrier: workloads ask it before each step.
         raised: the last exception of a workload.
     """
 
@@ -104,13 +104,13 @@ class RankServer:
         self.raised: BaseException | None = None
 
     def start(self, workloads: Workloads) -> None:
-        """Receive requests from here on; serve those of the I/O lane."""
+        """Receive requests from now on, and serve those of the I/O lane."""
         self._workloads = workloads
         for thread in self._threads:
             thread.start()
 
     def next_request(self) -> Envelope | None:
-        """Wait for the compute lane's next request. None: `end` was called."""
+        """Wait for the compute lane's next request; None if `end` was called."""
         return self._compute.get()
 
     def end(self) -> None:
@@ -126,7 +126,7 @@ class RankServer:
             self._on_end(_driver_is_gone())
 
     def answer(self, envelope: Envelope) -> BaseException | None:
-        """Carry out a request and answer it. Return what the workload has raised."""
+        """Carry out a request and answer it. Return the workload's exception, or None."""
         number, name = envelope.number, envelope.request.title
         raised: BaseException | None = None
         try:
@@ -146,7 +146,7 @@ class RankServer:
         return raised
 
     def close(self) -> None:
-        """End the connection. Workloads of the I/O lane that still run are not waited for."""
+        """End the connection, without waiting for workloads of the I/O lane that still run."""
         self.end()
         with suppress(OSError):  # the driver has ended it
             self._connection.shutdown()
@@ -205,7 +205,7 @@ def _driver_is_gone() -> SlotsError:
 
 
 def to_rank_error(error: BaseException, batches_trained: int | None = None) -> RankError:
-    """An exception as plain data; its traceback begins with the user's code."""
+    """Turn an exception into plain data; its traceback begins with the user's code."""
     frames = traceback.extract_tb(error.__traceback__)
     library = str(Path(__file__).resolve().parents[2])
     first_user_frame = next(

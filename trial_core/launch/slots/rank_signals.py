@@ -2,7 +2,7 @@
 
 Python runs the handler of a signal in the main thread, and only between two instructions of Python.
 A rank that waits for its accelerator, or in a collective, is in C++ code, perhaps for ever. So a
-thread learns of the signal by Python's wakeup file descriptor.
+thread learns of the signal from Python's wakeup file descriptor.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class RankSignals:
     """Handles SIGTERM and SIGINT within the block, unless this process ignores them.
 
     Only the main thread may handle signals: in another thread, the block does nothing. In processes
-    that are forked within the block, the signals have the effect that they had before.
+    that are forked within the block, signals have the same effect as before the block.
 
     Args:
         handle: also called for each signal, in the main thread between two instructions of Python.
@@ -62,7 +62,7 @@ class RankSignals:
             self._waker.send(b"\0")
 
     def wait(self, seconds: float) -> set[int] | None:
-        """The signals that came after at most `seconds`; None: the block has ended.
+        """The signals that came, after at most `seconds`; None if the block has ended.
 
         Called in one thread.
         """
@@ -101,14 +101,14 @@ class RankSignals:
 
     @staticmethod
     def let_through() -> None:
-        """After a fork."""
+        """After a fork: hold nothing back."""
         mask = RankSignals._forking.__dict__.pop("mask", None)
         if mask is not None:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     @staticmethod
     def restore_in_child() -> None:
-        """A forked process has the same socket: its signals must not be reported as this one's."""
+        """After a fork, in the child: restore its handlers, as it shares the parent's socket."""
         if RankSignals._current is not None:
             RankSignals._current._restore()
         RankSignals.let_through()

@@ -1,16 +1,16 @@
 """The slot group: all ranks of a trial, launched once and kept warm for the whole run.
 
-The group watches every rank's process and connection, so waiting for an answer notices a death
-without a timeout. When a rank fails, the group kills the other ranks, which may be inside a
-collective that never completes, and every pending request raises `RankFailed` with the first cause.
-If a callback overrides `on_trial_shutdown`, the ranks get `SHUTDOWN_SECONDS` to call it before.
-The group compares the time that the progress clock measures with the stall timeout. Hung ranks
-log their stacks before they are killed.
+The group watches every rank's process and connection, so it notices a death without a timeout. When
+a rank fails, the group kills the other ranks, which may be inside a collective that never
+completes. Every pending request raises `RankFailed` with the first cause. If a callback overrides
+`on_trial_shutdown`, the ranks first get `SHUTDOWN_SECONDS` to call it. The group compares the time
+that the progress clock measures with the stall timeout. Hung ranks log their stacks before they are
+killed.
 
 Ranks that another program has started (`joined_launcher`) are not killed with the group: they get
 its failure, raise it, and leave. The end of the group does not end their processes.
 
-The whole route of a stop: `trial_core/schedule/stop_requests.py`.
+The route of a stop: see `trial_core/schedule/stop_requests.py`.
 """
 
 from __future__ import annotations
@@ -81,14 +81,14 @@ class SlotGroup(Listener):
 
     Args:
         working_dir: the ranks' working directory (the folder of the user's code).
-        log_dir: the folder of the ``rank-N.log`` files; None: a temporary folder.
-        launcher: starts the ranks; None: on this machine, by a fork server for this group alone.
+        log_dir: the folder of the ``rank-N.log`` files; None for a temporary folder.
+        launcher: starts the ranks; None starts them here, with a fork server for this group alone.
         on_batches: called with the number of trained batches, a few times a second.
         on_log: called with new lines of a rank's log, which the rank rate-limits.
-        on_activity: called with what rank 0 is doing, if that takes long.
-        on_script: called with what a Core API script reports on rank 0.
-        on_stop_signal: called when a rank has got a signal to stop; None: as `stop`.
-        should_abort: asked while the ranks start whether to give up.
+        on_activity: called with rank 0's activity, if that takes long.
+        on_script: called with the reports of a Core API script on rank 0.
+        on_stop_signal: called when a rank has received a signal to stop; None calls `stop`.
+        should_abort: asked while the ranks start; True to give up.
 
     The functions `on_…` are called in the channel's thread and must return at once.
 
@@ -279,10 +279,10 @@ class SlotGroup(Listener):
             self._stop_coordinator.start()
 
     def break_training(self) -> None:
-        """End the current train-workload after the same batch on all ranks, at least its first.
+        """End the current train-workload after the same batch on all ranks, its first or later.
 
-        Without one, the next one; unless a checkpoint is saved before. Later ones begin as usual.
-        For any thread.
+        If none runs, the next one ends, unless a checkpoint is saved before. Later ones begin as
+        usual. For any thread.
         """
         with self._lock:
             if self._training is None or self._training.future.done():
@@ -291,7 +291,7 @@ class SlotGroup(Listener):
                 self._stop_coordinator.start(is_break=True)
 
     def _note_request(self, pending: PendingRequest) -> None:
-        """Break a train-workload that has just been sent, if that is due."""
+        """Break a train-workload that has just been sent, if a break is due."""
         if isinstance(pending.request, SaveCheckpoint):
             self._breaks_next = False
         elif isinstance(pending.request, TrainBatches):
@@ -360,7 +360,7 @@ class SlotGroup(Listener):
         self._end_with(failure)
 
     def _end_with(self, failure: SlotsError) -> SlotsError:
-        """Kill the ranks and fail all requests; returns the first failure of the group."""
+        """Kill the ranks and fail all requests; return the first failure of the group."""
         with self._lock:
             if self._is_closing or self._failure is not None:
                 return self._failure or failure

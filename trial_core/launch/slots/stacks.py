@@ -1,7 +1,7 @@
 """Has hung ranks write the stacks of all their threads to their logs.
 
-By a signal: a hung rank may be in native code that holds the interpreter's lock, and then cannot
-receive a message. A rank of another machine that the driver has not started gets a message.
+A signal is used: a hung rank may be in native code that holds the interpreter's lock, and then
+cannot receive a message. A rank of another machine that the driver has not started gets a message.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from trial_core.launch.slots.rank_handle import RankHandle
 DUMP_SECONDS = 2.0
 SETTLED_SECONDS = 0.3
 STACK_SIGNAL = signal.SIGRTMAX - 3
-"""A program of the user's, or Slurm, may use SIGUSR1 and SIGUSR2 for something else."""
+"""SIGUSR1 and SIGUSR2 are left to the user's programs and to Slurm."""
 _STACK = re.compile(r"^(?:Current thread|Thread) 0x[^\n]*\n(?:  [^\n]*\n)+", re.MULTILINE)
-# The outermost frame of ``python -m …``. It is written last, so a stack with it is complete. Other
-# programs have others: theirs is complete when it has not grown for a moment.
+# The outermost frame of ``python -m …``. It is written last, so a stack with it is complete. In
+# other programs, a stack is complete when it has not grown for a moment.
 _OUTERMOST = "in _run_module_as_main\n"
 
 
@@ -30,7 +30,7 @@ def register_stack_dump(descriptor: int = 2) -> None:
     """Have this process write its threads' stacks at the signal of `log_stacks`.
 
     Args:
-        descriptor: where; it must stay open until the next call. Default: to stderr.
+        descriptor: the file to write to, by default stderr; stays open until the next call.
     """
     if not faulthandler.is_enabled():  # a crash is written to stderr, or where the program wants
         faulthandler.enable(file=2)
@@ -38,12 +38,12 @@ def register_stack_dump(descriptor: int = 2) -> None:
 
 
 def stack_log(log_dir: Path, rank: int) -> Path:
-    """The file of the stacks of a rank that the driver has not started."""
+    """The file for the stacks of a rank that the driver has not started."""
     return log_dir / f"rank-{rank}.stacks"
 
 
 def current_stacks() -> str:
-    """The stacks of this process's threads, as the signal would write them."""
+    """The stacks of this process's threads, in the form that the signal writes."""
     try:
         with tempfile.TemporaryFile() as file:
             faulthandler.dump_traceback(file, all_threads=True)
@@ -54,7 +54,7 @@ def current_stacks() -> str:
 
 
 def log_stacks(ranks: Sequence[RankHandle]) -> list[str]:
-    """Have every rank log the stacks of its threads; returns the main threads' stacks, by rank.
+    """Have every rank log the stacks of its threads; return the main threads' stacks, by rank.
 
     Waits at most two seconds.
     """
@@ -76,7 +76,7 @@ def log_stacks(ranks: Sequence[RankHandle]) -> list[str]:
 
 
 def _main_thread(dump: str, is_complete: bool) -> str | None:
-    """The stack of the main thread, which comes last; None: not completely written yet."""
+    """The stack of the main thread, which comes last; None if it is not complete yet."""
     stacks = _STACK.findall(dump)
     if stacks and (is_complete or stacks[-1].endswith(_OUTERMOST)):
         return str(stacks[-1]).rstrip()

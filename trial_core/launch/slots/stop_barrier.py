@@ -12,9 +12,9 @@ continue to the greatest position. Without a stop request, a step costs two attr
 A *break* ends only a train-workload, in the same way: the next workload begins as usual. It ends at
 least one step after its begin, so that each break finds something new to save.
 
-`StopBarrier` is a rank's part, `StopCoordinator` the driver's.
+`StopBarrier` is a rank's part, and `StopCoordinator` the driver's.
 
-The whole route of a stop: `trial_core/schedule/stop_requests.py`.
+The route of a stop: see `trial_core/schedule/stop_requests.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class Position(NamedTuple):
     """How far a rank is. Positions compare in order of time.
 
     Attributes:
-        workload: how many workloads with steps the rank has begun; the same ones on every rank.
+        workload: the number of workloads with steps that the rank has begun; the same on every
+            rank.
         steps: how many steps of the last one it has begun.
     """
 
@@ -55,28 +56,29 @@ class StopBarrier:
         self._changed = threading.Condition()
 
     def expect_workload(self) -> None:
-        """The next workload with steps is about to begin: a break is for that one, also if this
-        rank pauses before. Called while no workload runs."""
+        """Note that a workload with steps is about to begin. Called while no workload runs.
+
+        A break is then for it, even if this rank pauses before."""
         self._expected = Position(self._at.workload + 1, 0)
 
     def begin_workload(self, has_breaks: bool = False) -> None:
-        """The next workload with steps begins.
+        """Begin the next workload with steps.
 
         Args:
-            has_breaks: whether a break ends it; the same on every rank.
+            has_breaks: True if a break ends it; the same on every rank.
         """
         self._has_breaks = has_breaks
         self._at = Position(self._at.workload + 1, 0)
 
     def may_begin_step(self) -> bool:
-        """Whether one more step may begin; if not, the workload ends here on every rank.
+        """True if one more step may begin; if not, the workload ends here on every rank.
 
         Waits while the ranks agree on the last step.
         """
         return self._may_reach(self._at.steps + 1)
 
     def may_finish_workload(self) -> bool:
-        """Whether the workload may run to its end; from here on it cannot end early."""
+        """True if the workload may run to its end; from then on it cannot end early."""
         return self._may_reach(LAST_STEP)
 
     def pause(self) -> Position:
@@ -94,11 +96,11 @@ class StopBarrier:
         self._is_paused = True  # `_end` stays: it may have been agreed on already
 
     def resume_until(self, end: Position, is_break: bool = False) -> None:
-        """All ranks are paused: continue to `end`.
+        """Continue to `end`: all ranks are paused.
 
         Args:
-            is_break: whether later workloads begin, and only one with breaks ends at `end`. A stop
-                lets nothing begin after it.
+            is_break: True if later workloads begin, and only one with breaks ends at `end`. After a
+                stop, nothing begins.
         """
         with self._changed:
             self._end, self._is_break = end, is_break
@@ -134,7 +136,7 @@ class StopCoordinator:
     """Has all ranks end at the greatest position of any rank. One agreement at a time.
 
     Args:
-        resume_until: gets the position, and whether it is a break.
+        resume_until: called with the position, and with True for a break.
     """
 
     def __init__(
@@ -151,7 +153,7 @@ class StopCoordinator:
         self._is_agreeing = self._is_break = self._stop_follows = False
 
     def start(self, is_break: bool = False) -> None:
-        """Have all ranks pause; a stop does so after the break that they are agreeing on."""
+        """Have all ranks pause; during an agreement on a break, a stop waits for its end."""
         with self._lock:
             if not self._is_agreeing:
                 self._begin(is_break)
@@ -159,7 +161,7 @@ class StopCoordinator:
                 self._stop_follows = True
 
     def rank_paused(self, rank: int, at: Position) -> None:
-        """Note that a rank has paused at `at`. Always called in the same thread."""
+        """Note that a rank has paused at `at`; always called in the same thread."""
         with self._lock:
             self._positions[rank] = at
             if len(self._positions) < self._world_size:

@@ -1,7 +1,7 @@
 """The certificate of a run, and the TLS contexts of both ends.
 
 The driver makes a certificate for each run. An agent or a rank of another machine does not know it
-before it connects: both ends prove that they know the run's secret, and the proofs cover the
+before it connects. So both ends prove that they know the run's secret, and the proofs cover the
 certificate (`launch/slots/framing.py`).
 """
 
@@ -71,7 +71,7 @@ def make_certificate() -> DriverTls:
 
 
 def client_context() -> ssl.SSLContext:
-    """The TLS context of the other end, which accepts any certificate: the handshake covers it."""
+    """The TLS context of the other end; it accepts any certificate, as the handshake covers it."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
@@ -80,19 +80,19 @@ def client_context() -> ssl.SSLContext:
 
 
 class TlsSocket:
-    """A connected socket with TLS, which one thread may read while another one writes.
+    """A connected socket with TLS, which one thread may read while another writes.
 
     `ssl` does not promise that, and may let a writer wait for a reader. So both try under a lock,
     without waiting, and wait for the plain socket without the lock.
 
     Args:
-        plain: becomes this one's; its timeout holds for the handshake of TLS.
+        plain: taken over by this object; its timeout holds for the TLS handshake.
 
     Attributes:
         certificate: the digest of the other end's.
 
     Raises:
-        OSError: the other end does not speak TLS, or is gone. Every method raises this.
+        OSError: the other end does not speak TLS, or is gone. Every method raises it.
     """
 
     def __init__(self, plain: socket.socket) -> None:
@@ -103,15 +103,15 @@ class TlsSocket:
         self.certificate = digest_of(self._socket.getpeercert(binary_form=True) or b"")
 
     def settimeout(self, seconds: float | None) -> None:
-        """How long to wait for the other end; None: no limit."""
+        """Set how long to wait for the other end; None for no limit."""
         self._timeout_seconds = seconds
 
     def recv(self, count: int) -> bytes:
-        """At most `count` bytes; none: the other end has closed the connection."""
+        """At most `count` bytes; none if the other end has closed the connection."""
         return self._when_ready(lambda: self._socket.recv(count))
 
     def sendall(self, data: bytes) -> None:
-        """Send all of `data`. One thread at a time."""
+        """Send all of `data`. Only one thread at a time."""
         left = memoryview(data)
         while left:
             left = left[self._when_ready(partial(self._socket.send, left)) :]

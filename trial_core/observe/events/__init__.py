@@ -1,1 +1,1 @@
-"""A run's events, for whoever observes it, and what is measured from them."""
+"""A run's events, for its observers, and the measurements made from them."""

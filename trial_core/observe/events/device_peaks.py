@@ -1,9 +1,9 @@
-"""The peak speed of accelerators: dense operations a second, as their vendors' data sheets say.
+"""The peak speed of accelerators: dense operations a second, from their vendors' data sheets.
 
-Data sheets of NVIDIA state the speed with structured sparsity, which training does not use; these
-are half of that. Sources: NVIDIA's data sheets of the A10, A10G (of AWS), A30, A40, A100, B200 and
-GB200 ("Blackwell architecture", values of one GPU), GH200, H100, H200, L4, L40, L40S, T4 and V100,
-and AMD's of the MI300X and MI325X.
+NVIDIA's data sheets state the speed with structured sparsity, which training does not use; the
+values here are half of that. Sources: NVIDIA's data sheets of the A10, A10G (of AWS), A30, A40,
+A100, B200 and GB200 ("Blackwell architecture", values of one GPU), GH200, H100, H200, L4, L40,
+L40S, T4 and V100, and AMD's of the MI300X and MI325X.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # as `observers`
 
 
 class Peaks(NamedTuple):
-    """The peaks of a device in TFLOP/s; None: it has no such arithmetic.
+    """The peaks of a device in TFLOP/s; None if it has no such arithmetic.
 
     Attributes:
         sixteen_bits: of bf16 and fp16 alike.
@@ -49,19 +49,19 @@ PEAKS: Mapping[str, Peaks] = {
     r"T4": Peaks(65, None, 8.1),
     r"MI300X|MI325X": Peaks(1307.4, 653.7, 163.4),
 }
-"""By a part of the name that torch gives the device. The first that fits counts."""
+"""By a part of torch's name for the device. The first match counts."""
 
 _PART_OF_A_DEVICE = re.compile(r"\bMIG\b|\bGRID\b|-\d+[ABCQ]\b")  # a vGPU: A40-8Q
 
 
-@functools.cache  # each workload asks for each rank
+@functools.cache  # each workload asks for every rank
 def peak_flops(device: str, number_type: NumberType) -> float | None:
-    """The dense peak of a device, in operations a second; None: not known.
+    """The dense peak of a device, in operations a second; None if not known.
 
     A part of a device (MIG, vGPU) has no known peak.
 
     Args:
-        device: its name, as torch gives it: ``NVIDIA H100 80GB HBM3``.
+        device: torch's name for it: ``NVIDIA H100 80GB HBM3``.
     """
     if _PART_OF_A_DEVICE.search(device):
         return None

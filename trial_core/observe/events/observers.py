@@ -1,6 +1,6 @@
 """Observers of a run, in the driver's process.
 
-With `with observing(observer): train(config)`, the flow reports events to the observer, for example
+Within `with observing(observer): train(config)`, the flow reports events to the observer, such as
 the command line's progress bar. An observer must return at once and never raise.
 """
 
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # it imports storages, for which the command line's help does not wait
+if TYPE_CHECKING:  # it imports storages, which would delay the command line's help
     from trial_core.checkpoint.manifest import Topology
     from trial_core.messages import MetricsKind
     from trial_core.observe.events.throughput import Throughput
@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # it imports storages, for which the command line's help does
 
 
 class Observer:
-    """Does nothing; override the events of interest. Several threads may call its methods."""
+    """Does nothing; override the methods of interest. Several threads may call them."""
 
     def run_started(
         self, trial: str, total_batches: int, begins_at: int, batch_samples: int
@@ -28,31 +28,31 @@ class Observer:
 
         Args:
             trial: the trial's id.
-            total_batches: where training ends.
+            total_batches: batches when training ends.
             begins_at: batches already trained; not 0 for a resumed run.
-            batch_samples: samples in one batch on all ranks; 0: unknown.
+            batch_samples: samples in one batch on all ranks; 0 if unknown.
         """
 
     def trial_owned(self, attempt: int, earlier: Sequence[RunTime] = ()) -> None:
-        """The run has taken its trial, as the first or a later attempt at it. Once a run.
+        """The run has taken its trial, as the first or a later attempt at it. Called once a run.
 
         Args:
-            earlier: what the ledger has of earlier attempts, oldest first.
+            earlier: the ledger's records of earlier attempts, oldest first.
         """
 
     def trial_built(self, topology: Topology, versions: Mapping[str, str], code: str) -> None:
-        """The trial exists on all ranks. Again after a restart, and in each `Trainer.fit`.
+        """The trial exists on all ranks. Called again after a restart, and in each `Trainer.fit`.
 
         Args:
-            versions: of the libraries that the ranks use.
-            code: the digest of the trial's code; empty: none is stored.
+            versions: the versions of the ranks' libraries.
+            code: the digest of the trial's code; empty if none is stored.
         """
 
     def ranks_placed(self, nodes: Sequence[str]) -> None:
-        """All ranks have joined; the node of each. Again after a restart."""
+        """All ranks have joined, on these nodes. Called again after a restart."""
 
     def subject_changed(self, subject: str) -> None:
-        """The next stages are of one model of several: ``challenger``; empty: of the run."""
+        """The next stages belong to one of several models, ``challenger``; empty: to the run."""
 
     def stage_started(self, stage: str, detail: str) -> None:
         """A stage has begun: ``("train-workload", "[100→200]")``."""
@@ -61,13 +61,13 @@ class Observer:
         """A stage has succeeded."""
 
     def stage_failed(self, stage: str, detail: str) -> None:
-        """A stage of the user's own has failed; the run may continue without it."""
+        """A stage of the user's own has failed. The run may continue without it."""
 
     def stage_takes_long(self, activity: str) -> None:
-        """What rank 0 is doing in a stage that takes long, and for how long it has."""
+        """Rank 0's activity in a stage that takes long, and the time that it has taken."""
 
     def notice(self, text: str) -> None:
-        """What a person has to know or do now."""
+        """A person has to know or do this now."""
 
     def batches_trained(self, batches: int) -> None:
         """Training has reached `batches`; called a few times a second."""
@@ -84,22 +84,22 @@ class Observer:
 
         Args:
             begin, reached: batches trained before and after it.
-            data_seconds: how long each rank waited for data, by rank; empty if unknown. Ranks
-                train in step, so the others wait for the rank that waits longest.
+            data_seconds: how long each rank waited for data, by rank; empty if unknown. Ranks train
+                in step, so the others wait for the rank that waits longest.
             forward_seconds: of a forward pass, by rank; empty or 0 if unknown.
         """
 
     def throughput_measured(self, batches: int, now: Throughput, whole_run: Throughput) -> None:
-        """How fast a train-workload was, or what a script has trained since its last report.
+        """The speed of a train-workload, or of a script's training since its last report.
 
         Args:
-            batches: trained after it.
+            batches: batches trained by then.
             now: of the workload.
             whole_run: of all train-workloads of this run so far.
         """
 
     def learning_rates_read(self, batches: int, learning_rates: Sequence[float | None]) -> None:
-        """The learning rates after `batches` batches, by optimizer; None: an engine has none."""
+        """The learning rates after `batches` batches, by optimizer; None if an engine has none."""
 
     def metrics_reported(self, kind: MetricsKind, batches: int, metrics: Mapping[str, Any]) -> None:
         """Metrics reduced over all ranks, after `batches` batches."""
@@ -118,16 +118,16 @@ class Observer:
         """The retention policy has deleted a checkpoint."""
 
     def rank_logged(self, rank: int, line: str) -> None:
-        """A line of a rank's log; rate-limited, the whole log is on disk."""
+        """A line of a rank's log, at a limited rate; the whole log is on disk."""
 
     def stopping(self, why: str) -> None:
-        """The run was asked to stop and saves. Called in a signal handler, in the main thread."""
+        """The run was asked to stop, and saves. Called in a signal handler, in the main thread."""
 
     def moving(self, what: str) -> None:
         """The ranks have ended, and are launched again on other nodes, or fewer of them.
 
         Args:
-            what: whether they have saved, where they continue, and why.
+            what: whether the ranks have saved, where they continue, and why.
         """
 
     def stalled(self, during: str, seconds: float, reason: str) -> None:
@@ -140,7 +140,7 @@ class Observer:
         """The ranks have ended: ``completed``, ``stopped: why`` or ``failed: why``. Once a run.
 
         Args:
-            tensorboard_url: where the trial's TensorBoard files are, if it has any.
+            tensorboard_url: the place of the trial's TensorBoard files, if it has any.
         """
 
 
@@ -167,7 +167,7 @@ _current: ContextVar[Observer] = ContextVar("trialflow_observer", default=_no_ob
 
 
 def current_observer() -> Observer:
-    """The observer of the current run; without one, an observer that does nothing."""
+    """The current run's observer, or an observer that does nothing."""
     return _current.get()
 
 

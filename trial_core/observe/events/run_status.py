@@ -1,4 +1,4 @@
-"""The status of a run, from the events that it reports: stage, metrics, speed, time left."""
+"""The status of a run, derived from its events: stage, metrics, speed, time left."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ class Stage:
 
 
 class RunStatus(Observer):
-    """Keeps the reported events. An overriding method calls this one first.
+    """Keeps the reported events. An overriding method calls the one of this class first.
 
     Attributes:
-        trial: the trial's id; None until its loaders are built.
+        trial: the trial's id, or None until its loaders are built.
         batches, total_batches: batches trained so far, and at the end.
-        batch_samples: samples in one batch; 0: unknown.
+        batch_samples: samples in one batch; 0 if unknown.
         training, validation: the last reported metrics.
         validated_at: batches trained at the last validation.
         committed_at: batches trained at the last committed checkpoint; None before any.
-        has_trained: whether this run has trained a batch.
-        activity: what the present stage is doing, if it takes long; empty if not.
-        last_throughput: of the last train-workload.
-        run_throughput: of all train-workloads of this run.
+        has_trained: True if this run has trained a batch.
+        activity: the present stage's activity, if it takes long; else empty.
+        last_throughput: the last train-workload's.
+        run_throughput: that of all train-workloads of this run.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -154,12 +154,12 @@ class RunStatus(Observer):
 
     @property
     def had_batches_left(self) -> bool:
-        """Whether the run began before the trial's maximum length, or that is unknown."""
+        """True if the run began before the trial's maximum length, or that length is unknown."""
         return not self.total_batches or self._begins_at < self.total_batches or self.has_trained
 
     @property
     def stage(self) -> Stage:
-        """The current stage: the one that began last, an upload only if there is no other."""
+        """The current stage: the latest to begin, but an upload only if nothing else runs."""
         stages = list(self._running.values())
         return next(
             (stage for stage in reversed(stages) if stage.name != UPLOAD),
@@ -168,7 +168,7 @@ class RunStatus(Observer):
 
     @property
     def uploads(self) -> list[Stage]:
-        """Running uploads, without the current stage."""
+        """The running uploads, without the current stage."""
         current = self.stage
         stages = list(self._running.values())
         return [stage for stage in stages if stage.name == UPLOAD and stage is not current]
@@ -177,7 +177,7 @@ class RunStatus(Observer):
     def samples_per_second(self) -> float | None:
         """The speed in the last seconds of train-workloads; None before any batch.
 
-        None as well if the samples of a batch are unknown.
+        It is None as well if the samples of a batch are unknown.
         """
         points = list(self._speed_points)
         if len(points) < 2 or not self.batch_samples:
@@ -187,7 +187,7 @@ class RunStatus(Observer):
 
     @property
     def throughput(self) -> Throughput:
-        """The throughput in the last seconds of train-workloads; before, of the last workload."""
+        """The throughput in the last seconds of train-workloads; before, the last workload's."""
         speed = self.samples_per_second
         return self.last_throughput if speed is None else self.last_throughput.at(speed)
 

@@ -1,6 +1,6 @@
 """The throughput of training: samples, tokens and model FLOPs a second, and peaks of memory.
 
-The arithmetic is here once; displays, the report, results and trackers show what it gives.
+Only this module does the arithmetic; displays, reports, results and trackers show the results.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Throughput:
     Attributes:
         mfu: model FLOPs utilisation: the model's operations a second, as a share of the devices'
             dense peak.
-        peak_memory_bytes: the most that each rank has used since it was started, in the order of
-            ranks: of its accelerator's memory that torch has allocated; on the CPU, of its process.
+        peak_memory_bytes: the most memory that each rank has used since its start, in the order of
+            ranks: of its accelerator's memory, allocated by torch; on the CPU, of its process.
     """
 
     batches_per_second: float | None = None
@@ -35,19 +35,19 @@ class Throughput:
 
     @property
     def peak_rank(self) -> int | None:
-        """The rank that has used the most memory; None: unknown."""
+        """The rank that has used the most memory, or None if unknown."""
         peaks = self.peak_memory_bytes
         return peaks.index(max(peaks)) if any(peaks) else None
 
     def __str__(self) -> str:
-        """``412 samples/s · 105k tokens/s · 38 % MFU · 61.2 GiB``, as far as it is known."""
+        """``412 samples/s · 105k tokens/s · 38 % MFU · 61.2 GiB``, without unknown parts."""
         peaks = self.peak_memory_bytes
         memory = text_format.size(max(peaks)) if any(peaks) else ""
         return " · ".join(filter(None, (self.speed, memory)))
 
     @property
     def speed(self) -> str:
-        """The text without the memory. In batches, if the samples of a batch are unknown."""
+        """The text without the memory; in batches if the samples of a batch are unknown."""
         rates = [(self.samples_per_second, "samples/s"), (self.tokens_per_second, "tokens/s")]
         if self.samples_per_second is None:
             rates.insert(0, (self.batches_per_second, "batches/s"))
@@ -58,7 +58,7 @@ class Throughput:
 
     @property
     def memory(self) -> str:
-        """``61.2 GiB``, or ``61.2 GiB on rank 3`` of several; empty: unknown."""
+        """``61.2 GiB``, or ``61.2 GiB on rank 3`` of several; empty if unknown."""
         peaks = self.peak_memory_bytes
         if self.peak_rank is None:
             return ""
@@ -66,7 +66,7 @@ class Throughput:
         return f"{text_format.size(max(peaks))}{where}"
 
     def at(self, samples_per_second: float) -> Throughput:
-        """This at another speed, of the same work a sample."""
+        """This at another speed, with the same work per sample."""
         if not self.samples_per_second:
             return replace(self, samples_per_second=samples_per_second)
         factor = samples_per_second / self.samples_per_second
@@ -84,7 +84,7 @@ class Throughput:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any] | None) -> Throughput:
-        """That of a result; None: it has none."""
+        """The throughput in a result, or None."""
         given = dict(fields or {})
         return cls(**{**given, "peak_memory_bytes": tuple(given.get("peak_memory_bytes", ()))})
 
@@ -95,7 +95,7 @@ class _Rate:
     seconds: float = 0.0
 
     def add(self, amount: float, seconds: float) -> None:
-        """Count an amount; 0: unknown, and its time does not count either."""
+        """Count an amount, unless it is 0, which means unknown."""
         if amount > 0:
             self.amount += amount
             self.seconds += seconds
@@ -110,14 +110,14 @@ class ThroughputMeter:
     """Adds up train-workloads.
 
     Attributes:
-        peak_flops: of each device, if the experiment says so; None: as its data sheet says.
+        peak_flops: the experiment's value for each device; None uses the data sheets.
     """
 
     peak_flops: float | None = None
     _batches: _Rate = field(default_factory=_Rate)
     _samples: _Rate = field(default_factory=_Rate)
     _tokens: _Rate = field(default_factory=_Rate)
-    # Of what the devices could have done in that time.
+    # Out of the operations that the devices could have done.
     _utilisation: _Rate = field(default_factory=_Rate)
     _memory: tuple[int, ...] = ()
 
@@ -129,12 +129,12 @@ class ThroughputMeter:
         devices: Sequence[str],
         peak_memory_bytes: Sequence[int] = (),
     ) -> tuple[Throughput, Throughput]:
-        """Add a train-workload; its throughput, and that of all.
+        """Add a train-workload; return its throughput, and that of all.
 
         Args:
             work: of one batch.
-            devices: the names of the ranks' devices; empty for one on the CPU.
-            peak_memory_bytes: of each rank; empty: unknown.
+            devices: the ranks' devices by name; empty for a rank on the CPU.
+            peak_memory_bytes: of each rank; empty if unknown.
         """
         done = work.times(batches)
         peaks = [self.peak_flops or peak_flops(each, work.number_type) for each in devices]

@@ -1,1 +1,1 @@
-"""The ledger of time: what the slots of a trial did, over all its runs. See `run_clock`."""
+"""The ledger of time: how a trial's slots spent their time in all its runs. See `run_clock`."""

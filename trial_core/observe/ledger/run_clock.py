@@ -1,26 +1,27 @@
-"""The clock of one run: how long its slots spent in which bucket.
+"""The clock of one run: the time that its slots spent in each bucket.
 
 The clock is in one bucket at any time. A change of bucket settles the time since the last one, in
-whole milliseconds, so the buckets add up to the run's time exactly. Only what the slots wait for is
-a bucket: an upload beside training is none, and waiting for it is a checkpoint stall.
+whole milliseconds, so the buckets add up to the run's time exactly. Only work that the slots wait
+for has a bucket: an upload in parallel with training has none, and waiting for it is a checkpoint
+stall.
 
 =================  ==============================================================================
-bucket             what the slots do
+bucket             activity of the slots
 =================  ==============================================================================
-queue              nothing: the run waits for devices, for the trial's lock, or while it has no
-                   node for nodes. It holds no slot, and counts as many as it launches; later, as
-                   many as it had; one, if it ends before it knows them
-launch             start, until all ranks have joined; also the code is fetched, and leftovers are
-                   deleted
+queue              nothing: the run waits for devices, for the trial's lock, or for nodes while it
+                   has none. It holds no slot, and counts the slots that it launches; later, the
+                   ones that it had; one, if it ends before it knows them
+launch             start, until all ranks have joined; also fetching the code and deleting
+                   leftovers
 build              construct the trial and the loaders
 restore            fetch and load a checkpoint
 train              train batches for the first time
 redone             train batches again that an earlier launch has trained and that were lost
 validate           validate
 checkpoint_stall   wait for a snapshot, or for an upload that must end first
-drain              save and end before time, to be launched on other nodes
-idle               everything else: between the stages, at the end, before a restart; and what
-                   followed the last finished batch of ranks that died or hung
+drain              save and end early, to be launched on other nodes
+idle               everything else: between the stages, at the end, before a restart; and the time
+                   after the last finished batch of ranks that died or hung
 =================  ==============================================================================
 
 A callback's hook belongs to the stage that it follows (`bucket_of`).
@@ -65,10 +66,10 @@ _OF_HOOK: Mapping[str, Bucket] = {
 
 
 def bucket_of(stage: str, hook: str = "") -> Bucket | None:
-    """The bucket of a stage that the slots wait for; None: they wait for it in no bucket but idle.
+    """The bucket of a stage that the slots wait for; None if that time counts as idle.
 
     Args:
-        hook: which hook, if the stage is ``callbacks``.
+        hook: the hook, if the stage is ``callbacks``.
     """
     return _OF_HOOK.get(hook) if stage == "callbacks" else _OF_STAGE.get(stage)
 
@@ -109,16 +110,16 @@ class RunClock:
             return before
 
     def drains(self) -> None:
-        """Until the next launch, what is not training is done to leave nodes, or to get others."""
+        """Until the next launch, count checkpoint stalls and idle time as drain."""
         with self._lock:
             self._settle_in(self._present())
             self._is_draining = True
 
     @contextmanager
     def spending(self, bucket: Bucket) -> Iterator[None]:
-        """Be in `bucket` during the block, and then in the bucket before; blocks may be nested.
+        """Be in `bucket` during the block, and then in the previous one; blocks may be nested.
 
-        If training fails, what followed the last finished batch is idle.
+        If training fails, the time after the last finished batch is idle.
         """
         before = self.switch(bucket)
         try:
@@ -147,7 +148,7 @@ class RunClock:
             self._spent[bucket] += moved
 
     def has_slots(self, slots: int) -> None:
-        """From now on the run has this many slots; at first, also for the time that it waited."""
+        """Set the number of slots from now on; the first call also sets it for the time waited."""
         with self._lock:
             self._settle_in(self._present())
             if self._slots is None:
@@ -155,7 +156,7 @@ class RunClock:
             self._slots, self._holds_slots = slots, True
 
     def has_left(self, slots: int) -> None:
-        """The run has lost the others of its slots, and waits; with 0, for as many as it had."""
+        """Note that only `slots` slots are left, and the run waits; 0 keeps the last number."""
         with self._lock:
             self._settle_in(self._present())
             self._holds_slots = slots > 0
@@ -174,7 +175,7 @@ class RunClock:
             self._batches, self._trained_before = batches, self._trained_to
 
     def batches_trained(self, batches: int) -> None:
-        """Training has reached `batches`. Time is shared out by batches, new ones and redone."""
+        """Note that training reached `batches`. New and redone ones share the time by number."""
         with self._lock:
             trained = batches - self._batches
             if trained <= 0:
@@ -191,7 +192,7 @@ class RunClock:
     # -------------------------------------------------------------------------------- reading
 
     def slot_milliseconds(self) -> dict[str, int]:
-        """Milliseconds of all slots until now, by bucket, in the order of `BUCKETS`; not zeros."""
+        """Milliseconds of all slots until now, by bucket in the order of `BUCKETS`; no zeros."""
         with self._lock:
             spent = self._spent.copy()
             # Not settled: a failure may still make this time idle.
@@ -205,7 +206,7 @@ class RunClock:
 
     @property
     def seconds(self) -> float:
-        """How long the run has lasted."""
+        """The run's duration until now."""
         return (self._milliseconds() - self._began) / 1000
 
     @property

@@ -1,6 +1,6 @@
 """The stored ledger: one small object a run, written by that run alone, each minute and at its end.
 
-So the time of a killed run is counted up to its last minute, and no run overwrites another's.
+So a killed run's time is counted up to its last minute, and no run overwrites another's object.
 Keeping the ledger neither fails nor delays a run: a thread writes, and a failure is a warning.
 """
 
@@ -30,7 +30,7 @@ _logger = logging.getLogger(__name__)
 
 
 def read_ledger(store: CheckpointStore, trial: str) -> TimeLedger:
-    """The stored ledger of a trial. Warns of records that cannot be read, and leaves them out.
+    """The stored ledger of a trial. Unreadable records cause a warning, and are left out.
 
     Raises:
         CheckpointError: no trial may have this id.
@@ -60,7 +60,7 @@ def read_ledger(store: CheckpointStore, trial: str) -> TimeLedger:
 
 
 class KeptLedger:
-    """The ledger of a trial, with the run in progress. A context manager of that run's driver.
+    """The ledger of a trial, with the run in progress; a context manager for that run's driver.
 
     In a script, rank 0 keeps it.
 
@@ -68,7 +68,7 @@ class KeptLedger:
         number: of the run's attempt.
         clock: measures the run. The block tells it what earlier runs have trained.
         ending: limits the wait for the last write.
-        per_slot_hour: price of an hour of one slot; None: unknown.
+        per_slot_hour: the price of an hour of one slot; None if unknown.
 
     Attributes:
         earlier: the trial's earlier runs, oldest first; empty before the block.

@@ -19,16 +19,16 @@ _MILLISECONDS_AN_HOUR = 3_600_000
 
 
 class RunTime(msgspec.Struct, frozen=True, kw_only=True):
-    """What one run has spent, as it is stored.
+    """The time of one run, as it is stored.
 
     Attributes:
         number: of the run's attempt; later runs have greater ones.
-        by: user and machine of the driver: ``user@host``.
-        until: up to when its time is counted.
-        is_over: whether that is its end. If not, the run lives, or it was killed.
+        by: the driver's user and machine: ``user@host``.
+        until: the time up to which it is counted.
+        is_over: True if the run ended then. If not, the run lives, or it was killed.
         slots: of its last launch.
         trained_to: how many batches it and earlier runs have trained, saved or not.
-        per_slot_hour: price of an hour of one slot; None: the experiment names none.
+        per_slot_hour: the price of an hour of one slot; None if the experiment has none.
         slot_milliseconds: by bucket. A later version may have further buckets.
     """
 
@@ -66,7 +66,7 @@ class TimeLedger:
 
     @property
     def slot_milliseconds(self) -> dict[str, int]:
-        """The sum over all runs, by bucket: all of `BUCKETS`, then those of later versions."""
+        """The sum over all runs, by bucket: `BUCKETS`, then the buckets of later versions."""
         spent: Counter[str] = Counter()
         for run in self.runs:
             spent.update(run.slot_milliseconds)
@@ -74,35 +74,35 @@ class TimeLedger:
 
     @property
     def total_seconds(self) -> float:
-        """Seconds of all slots."""
+        """The seconds of all slots."""
         return sum(self.slot_milliseconds.values()) / 1000
 
     @property
     def goodput(self) -> float | None:
-        """The share of the time in which batches were trained for the first time; None: no time."""
+        """The share of time in which batches were first trained; None without any time."""
         spent = self.slot_milliseconds
         total = sum(spent.values())
         return spent["train"] / total if total else None
 
     @property
     def stall_share(self) -> float | None:
-        """The share of the loop's time in which training waited for checkpoints; None: no time."""
+        """The share of the loop's time spent waiting for checkpoints; None without any time."""
         spent = self.slot_milliseconds
         loop = sum(spent[each] for each in ("train", "redone", "validate", "checkpoint_stall"))
         return spent["checkpoint_stall"] / loop if loop else None
 
     @property
     def cost(self) -> float | None:
-        """What the slots cost; None: no run has a price.
+        """The cost of the slots; None if no run has a price.
 
-        Runs without a price count nothing, and so does time in the queue, where no slot is held.
+        Runs without a price count nothing, nor does time in the queue, where no slot is held.
         """
         prices = [cost for run in self.runs if (cost := cost_of(run)) is not None]
         return sum(prices) if prices else None
 
     @property
     def unpriced_runs(self) -> int:
-        """How many runs have no price, if others have."""
+        """How many runs have no price, if others have one."""
         return 0 if self.cost is None else sum(run.per_slot_hour is None for run in self.runs)
 
     @property
@@ -131,7 +131,7 @@ class TimeLedger:
         """What the figures leave out.
 
         Args:
-            is_live: whether the last run is this process's.
+            is_live: True if the last run is this process's.
         """
         others = self.runs[:-1] if is_live else self.runs
         notes = [
@@ -167,7 +167,7 @@ class TimeLedger:
 
 
 def cost_of(run: RunTime) -> float | None:
-    """What a run's slots cost, without its time in the queue; None: it has no price."""
+    """The cost of a run's slots, without its time in the queue; None without a price."""
     if run.per_slot_hour is None:
         return None
     paid = sum(ms for bucket, ms in run.slot_milliseconds.items() if bucket != "queue")
@@ -184,7 +184,7 @@ def _summary(ledger: TimeLedger) -> dict[str, Any]:
 
 
 def _parts_of_thousand(amounts: Sequence[int]) -> Iterable[int]:
-    """The shares in tenths of a per cent, rounded so that they add up to 1000."""
+    """The shares in tenths of a percent, rounded so that they add up to 1000."""
     total = sum(amounts)
     shares = [1000 * amount // total for amount in amounts]
     by_rest = sorted(range(len(amounts)), key=lambda i: 1000 * amounts[i] % total, reverse=True)

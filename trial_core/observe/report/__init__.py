@@ -1,6 +1,6 @@
-"""The live report of a trial, in Markdown and as a page; and the report of a retraining.
+"""The live report of a trial, in Markdown and as a page, and the report of a retraining.
 
-`curves` chooses what is drawn; `mermaid` draws it in Markdown, `html_report` on the page.
+`curves` chooses the figures; `mermaid` draws them in Markdown, `html_report` on the page.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which curves a report draws: training and validation of a metric in one figure.
+"""Chooses a report's curves: training and validation of a metric are in one figure.
 
 A line's points are measurements. Nothing is drawn where nothing was measured.
 """
@@ -18,7 +18,7 @@ TWO_DECADES = 100.0
 COLOURS: Mapping[str, tuple[str, str]] = {
     "training": ("blue", "#3b82f6"), "validation": ("orange", "#d97706"), "": ("", "#3b82f6")
 }  # fmt: skip
-"""The colour of a line, by its name: for people, and for what draws it."""
+"""A line's colour by its name: for Mermaid's text, and for drawing."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class MeasuredLine:
     """A line of a figure.
 
     Attributes:
-        metric: what was measured.
+        metric: the measured metric.
         name: ``training``, ``validation``, or empty if the figure has one line that needs no name.
         points: (batches, value), at least one, in the order of batches; finite.
     """
@@ -44,12 +44,12 @@ class CurveFigure:
 
     @property
     def title(self) -> str:
-        """What was measured, in text that others may have chosen."""
+        """The metric's name, cleaned, since others may have chosen it."""
         return text_format.one_line(", ".join(dict.fromkeys(line.metric for line in self.lines)))
 
     @property
     def is_log(self) -> bool:
-        """Whether the values need a logarithmic axis: positive, over more than two decades."""
+        """True if the axis is logarithmic: values are positive, over more than two decades."""
         values = [value for line in self.lines for _, value in line.points]
         return min(values) > 0 and max(values) / min(values) > TWO_DECADES
 
@@ -92,7 +92,7 @@ def _curves(history: ReportHistory, kind: Curve) -> dict[str, list[tuple[int, fl
 
 
 def _partners(training: Iterable[str], validation: Iterable[str]) -> dict[str, str]:
-    """For names of training metrics, the name of the same metric of validations."""
+    """For each training metric, the name of the same metric in validations."""
     partner = {name: name for name in set(training) & set(validation)}
     # `loss` takes `validation_loss` before `train_loss` can.
     for name in sorted(training, key=lambda name: (_base(name, TRAINING_PREFIXES) != name, name)):

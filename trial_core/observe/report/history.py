@@ -1,7 +1,7 @@
-"""What a report remembers of a trial over all its runs, in bounded size.
+"""A report's memory of a trial over all its runs, in bounded size.
 
-It is stored as JSON beside the report, here and in the storage. A run that resumes from a
-checkpoint reads it and drops what is later than that checkpoint, because it is trained again.
+It is stored as JSON next to the report, here and in the storage. A run that resumes from a
+checkpoint reads it, and drops everything later than that checkpoint, which is trained again.
 Manifests are not enough: they know only saved batches, and are deleted with old checkpoints.
 """
 
@@ -25,7 +25,7 @@ Curve = Literal["training", "validation", "speed", "learning_rate"]
 
 
 class Point(msgspec.Struct, frozen=True, array_like=True):
-    """Values after `batches` were trained."""
+    """Values after `batches` batches."""
 
     batches: int
     values: dict[str, float]
@@ -49,7 +49,7 @@ class SavedCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """A restart, a resume or a warning, after so many `batches`; `at` is ISO 8601, UTC."""
+    """A restart, a resume or a warning after `batches` batches; `at` is ISO 8601, UTC."""
 
     at: str
     batches: int
@@ -64,8 +64,8 @@ class ReportHistory(msgspec.Struct, kw_only=True):
         ended: how the trial's last run ended; empty while it runs, and if it was killed.
         curves: points by kind, in the order of batches.
         checkpoints: existing checkpoints, oldest first; of many only the newest and the best.
-        unlisted, deleted: how many more exist, and how many the retention policy deleted.
-        events: oldest first, after `forgotten_events` earlier ones.
+        unlisted, deleted: how many more exist, and how many the retention policy has deleted.
+        events: oldest first; `forgotten_events` earlier ones are left out.
     """
 
     written_at: str = ""
@@ -78,7 +78,7 @@ class ReportHistory(msgspec.Struct, kw_only=True):
     forgotten_events: int = 0
 
     def add_point(self, curve: Curve, batches: int, values: Mapping[str, Any]) -> None:
-        """Add the finite numbers among `values`; thin the curve where its points are densest."""
+        """Add the finite numbers among `values`; thin the curve where points are densest."""
         drawable = {k: float(v) for k, v in values.items() if text_format.is_finite_number(v)}
         points = self.curves.setdefault(curve, [])
         while points and points[-1].batches >= batches:
@@ -104,7 +104,7 @@ class ReportHistory(msgspec.Struct, kw_only=True):
         self.deleted += 1
 
     def best(self, smaller_is_better: bool) -> SavedCheckpoint | None:
-        """The listed checkpoint with the best searcher metric; the first of equal ones."""
+        """The listed checkpoint with the best searcher metric; of equal ones, the first."""
         sign = 1 if smaller_is_better else -1
         judged = [(sign * m, each) for each in self.checkpoints if (m := each.metric) is not None]
         return min(judged, key=lambda pair: pair[0])[1] if judged else None
@@ -117,13 +117,13 @@ class ReportHistory(msgspec.Struct, kw_only=True):
             self.forgotten_events += 1
 
     def go_back_to(self, batches: int) -> None:
-        """Drop everything after `batches`, the checkpoint that the trial resumes from."""
+        """Drop everything after the checkpoint at `batches`, from which the trial resumes."""
         self.checkpoints = [each for each in self.checkpoints if each.batches <= batches]
         for kind, points in self.curves.items():
             self.curves[kind] = [point for point in points if point.batches <= batches]
 
     def to_json(self) -> bytes:
-        """The stored form; sets `written_at` to now."""
+        """The stored form, with `written_at` set to now."""
         self.written_at = utc_now()
         return msgspec.json.encode(self)
 
@@ -132,7 +132,7 @@ class ReportHistory(msgspec.Struct, kw_only=True):
         """Read the stored form.
 
         Raises:
-            msgspec.MsgspecError: the data is something else.
+            msgspec.MsgspecError: the data is not a stored history.
         """
         return decode(data, cls)
 

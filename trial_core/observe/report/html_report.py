@@ -1,7 +1,7 @@
 """The report as a page: one file that needs no network, made of the report in Markdown.
 
-Plotly draws the figures; its JavaScript (4.8 MB) is part of the page. Nothing of a name that others
-may have chosen goes into a figure, because Plotly reads markup in its texts.
+Plotly draws the figures; its JavaScript (4.8 MB) is part of the page. Names that others may have
+chosen never go into a figure, because Plotly reads markup in its texts.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _place(number: int, figure: CurveFigure) -> list[str]:
 
 
 def plotly_figure(figure: CurveFigure) -> dict[str, Any]:
-    """A figure as Plotly reads it: a point per measurement, and the last value at its place."""
+    """A figure for Plotly: a point per measurement, and the last value as text at its point."""
     heights = _heights_of_last_values(figure)
     last_batch = max(line.points[-1][0] for line in figure.lines)
     return {
@@ -57,7 +57,7 @@ def plotly_figure(figure: CurveFigure) -> dict[str, Any]:
             "xaxis": {
                 "title": {"text": "batch"}, "tickformat": "d", "rangemode": "tozero",
                 "unifiedhovertitle": {"text": "batch %{x:d}"},
-                # Else there are ticks between two batches.
+                # Else Plotly puts ticks between two batches.
                 **({"dtick": 1} if last_batch < 8 else {}),
             },
             "yaxis": {
@@ -80,7 +80,7 @@ def _line(line: MeasuredLine, height: str) -> dict[str, Any]:
         "y": [value for _, value in line.points],
         "text": [*("" for _ in shown[:-1]), shown[-1]],
         "textposition": f"{height} right",
-        "cliponaxis": False,  # the last value is written beside the axes
+        "cliponaxis": False,  # the last value is written next to the axes
         "line": {"color": COLOURS[line.name][1], "width": 1.5},
         "marker": {"size": 5 if len(line.points) <= MANY_POINTS else 3},
         "customdata": shown,
@@ -89,7 +89,7 @@ def _line(line: MeasuredLine, height: str) -> dict[str, Any]:
 
 
 def _range_of_a_constant(figure: CurveFigure) -> dict[str, Any]:
-    """An axis with zero for a value that never changes: Plotly's reaches from -1 to 1."""
+    """An axis with zero for a constant value; Plotly's own would reach from -1 to 1."""
     values = {value for line in figure.lines for _, value in line.points}
     if len(values) > 1 or values == {0.0}:
         return {}
@@ -97,7 +97,7 @@ def _range_of_a_constant(figure: CurveFigure) -> dict[str, Any]:
 
 
 def _heights_of_last_values(figure: CurveFigure) -> Sequence[str]:
-    """Where the last value of each line is written: beside its point, or above and below."""
+    """The position of each line's last value: next to its point, or above and below."""
     if len(figure.lines) == 1:
         return ["middle"]
 
@@ -112,7 +112,7 @@ def _heights_of_last_values(figure: CurveFigure) -> Sequence[str]:
 
 
 def _markdown() -> MarkdownIt:
-    """Makes HTML of a report. HTML in the report's text stays text."""
+    """A renderer for reports; HTML in a report's text stays text."""
 
     def figure(renderer: Any, tokens: Sequence[Token], index: int, *_: Any) -> str:
         return f'<div class="figure" data-figure="{tokens[index].content.strip()}"></div>\n'

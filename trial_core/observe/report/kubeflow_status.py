@@ -1,7 +1,7 @@
-"""Tells Kubeflow Trainer of a run's progress, which is then in the status of its TrainJob.
+"""Reports a run's progress to Kubeflow Trainer, which shows it in the status of the TrainJob.
 
-For Kubeflow Trainer 2.2 or newer with its feature gate TrainJobStatus, whose controller gives each
-pod of a TrainJob the address of its status server, a token and a CA certificate:
+This needs Kubeflow Trainer 2.2 or newer with the feature gate TrainJobStatus. Its controller gives
+each pod of a TrainJob the address of its status server, a token and a CA certificate:
 https://github.com/kubeflow/trainer/tree/master/docs/proposals/2779-trainjob-progress
 """
 
@@ -22,7 +22,7 @@ URL = "KUBEFLOW_TRAINER_SERVER_URL"
 TOKEN = "KUBEFLOW_TRAINER_SERVER_TOKEN"
 CA_CERT = "KUBEFLOW_TRAINER_SERVER_CA_CERT"
 
-# Of each step of a request: connecting, sending, waiting for the answer.
+# For each step of a request: connecting, sending, waiting for the answer.
 TIMEOUT_SECONDS = 5.0
 # Limits of the TrainJob's schema.
 MAX_METRICS = 256
@@ -32,7 +32,7 @@ SHOWN_CHARACTERS = 200
 
 
 def kubeflow_status() -> Place | None:
-    """The status server that the environment names; None: this is no pod of such a TrainJob."""
+    """The status server that the environment names; None outside a pod of such a TrainJob."""
     url = os.environ.get(URL)
     if not url:
         return None
@@ -40,9 +40,9 @@ def kubeflow_status() -> Place | None:
 
 
 def trainer_status(progress: RunProgress) -> dict[str, Any]:
-    """The body of a request. What is unknown is left out.
+    """The body of a request, without unknown values.
 
-    The percentage is 100 only of a run that has completed: a TrainJob's status has no other field
+    The percentage is 100 only for a completed run, because a TrainJob's status has no other field
     for that.
     """
     known: dict[str, Any] = {"lastUpdatedTime": progress.updated_at}

@@ -52,17 +52,18 @@ class Report(Observer):
 
     Args:
         run_dir: the trial's folder on this machine.
-        store: the trial's checkpoints; by default in the experiment's storage.
+        store: the trial's checkpoint store; by default in the experiment's storage.
         stopping: tells whether a stop was requested.
-        ledger: reads the trial's ledger of time; None: the report has none.
+        ledger: reads the trial's ledger of time; None leaves it out.
         ending: limits the wait for a `publish` or a storage that hangs.
-        logger: gets warnings, and a limited number of the ranks' lines.
-        publish: shows the report's Markdown elsewhere too. Called by one thread, in the context in
+        logger: gets warnings, and a limited number of lines from the ranks.
+        publish: shows the report's Markdown elsewhere too. One thread calls it, in the context in
             which the report was created.
-        publish_errors: what `publish` raises when that fails, besides OSError and TrialflowError.
+        publish_errors: the errors of a failing `publish`, in addition to OSError and
+            TrialflowError.
 
     Attributes:
-        path: the report's file. The report as a page is beside it.
+        path: the report's file. The page is next to it.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class Report(Observer):
         self._warned: set[str] = set()
         self._placed: str | None = None
         earlier = self._read_history()
-        # How the previous run ended; None if there was none, empty once this run trains.
+        # How the previous run ended; None without one, empty once this run trains.
         self._previous_end: str | None = None
         if earlier is not None:
             self._previous_end = earlier.ended or KILLED
@@ -249,7 +250,7 @@ class Report(Observer):
 
     @property
     def last_checkpoint(self) -> str:
-        """Where the newest checkpoint is, to be appended to a sentence; empty if there is none."""
+        """The place of the newest checkpoint, to be appended to a sentence; empty without one."""
         at = self._facts.run_status.committed_at
         return "" if at is None else f"; the last checkpoint is at batch {at}"
 
@@ -299,7 +300,7 @@ class Report(Observer):
                 self._attempt("up to date", partial(replace_file, path, data))
 
     def _page_is_due(self) -> bool:
-        """Whether to write the page now; asked once per write."""
+        """True if the page is due now; asked once per write."""
         now = time.monotonic()
         if not self._facts.is_over and now < self._page_is_due_at:
             return False
@@ -354,7 +355,7 @@ class Report(Observer):
         self._has_changed.set()
 
     def _read_history(self) -> ReportHistory | None:
-        """The history of the trial's earlier runs: the local or the stored one, if newer."""
+        """The history of the trial's earlier runs: the newer of the local and stored copies."""
         found: list[ReportHistory] = []
 
         def read(source: Callable[[], bytes | None]) -> None:
@@ -370,7 +371,7 @@ class Report(Observer):
         return max(found, key=lambda history: history.written_at, default=None)
 
     def _add_tensorboard(self) -> None:
-        """Add the TensorBoard files to the locations as soon as a checkpoint has stored them."""
+        """Add the TensorBoard files to the locations, once a checkpoint has stored them."""
         if "TensorBoard" not in self._facts.locations and (url := self._logs.tensorboard()):
             with self._update() as facts:
                 facts.locations = {"TensorBoard": url, **facts.locations}

@@ -1,6 +1,6 @@
-"""Markdown of the reports: their templates, and text from outside in them.
+"""Markdown for the reports: their templates, and text from outside in them.
 
-Such text (names of metrics, messages, paths) is no markup, in Markdown and in HTML made of it.
+Such text (names of metrics, messages, paths) is not read as markup, in Markdown or its HTML.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from trial_core.common import text_format
 
 MAX_CHARACTERS = 300
-# An underscore within a word is no markup.
+# An underscore within a word is not markup.
 _SPECIAL = re.compile(r"[\\|*`\[&]|(?<![^\W_])_|_(?![^\W_])")
 
 
@@ -44,7 +44,7 @@ def escaped(text: str) -> str:
 
 
 def code(text: str) -> str:
-    """The text's first line, shortened, as code; it cannot end the code."""
+    """The text's first line, shortened, as code that it cannot end."""
     line = shortened(text).replace("`", "'")
     return f"`{line}`"
 

@@ -1,7 +1,7 @@
 """Curves as Mermaid charts, which Prefect's UI draws.
 
-Mermaid places the values of a line at equal distances, without gaps. So a chart has an entry on
-its axis for each batch that it draws, and only batches at which each of its lines was measured.
+Mermaid places the values of a line at equal distances, without gaps. So a chart's axis has an entry
+for each batch that it draws, and it draws only batches where all its lines were measured.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from trial_core.observe.report.curves import COLOURS, CurveFigure, MeasuredLine
 
 WIDTH = 900
 FONT_SIZE = 11
-# Of a character on the axis, and between two of its entries.
+# Of a character on the axis, and of the space between two entries.
 CHARACTER_WIDTH, SPACE = 7, 8
 
 
 def charts(figure: CurveFigure) -> list[str]:
-    """The lines of a figure's charts: none if there are fewer than two points."""
+    """The text lines of a figure's charts; none if there are fewer than two points."""
     common = set.intersection(*({batches for batches, _ in line.points} for line in figure.lines))
     if len(figure.lines) == 1 or len(common) < 2:
         return [text for line in figure.lines for text in _chart(CurveFigure([line]))]
@@ -29,7 +29,7 @@ def charts(figure: CurveFigure) -> list[str]:
         MeasuredLine(line.metric, line.name, [point for point in line.points if point[0] in common])
         for line in figure.lines
     ]
-    # Points that have none of the other line beside them are not hidden.
+    # Points without a partner in the other line are shown, too.
     alone = [line for line in figure.lines if len(line.points) >= 2 * len(common)]
     return [
         *_chart(CurveFigure(together)),

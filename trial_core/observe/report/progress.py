@@ -1,4 +1,4 @@
-"""The progress of a run for platforms: a file, or an endpoint that is told of it."""
+"""The progress of a run for platforms: in a file, or sent to an endpoint."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ Status = Literal["running", "completed", "stopped", "failed"]
 
 
 class RunProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a run is.
+    """The progress of a run.
 
     Attributes:
-        why: why it was stopped or has failed; empty otherwise.
-        percent: of the batches that are trained; 100 as well once it has completed. None: unknown,
+        why: the reason why it was stopped or has failed; else empty.
+        percent: the share of trained batches; also 100 once the run has completed. None if unknown,
             as the length of a Core API script may be.
-        total_batches: where training ends; None: unknown.
-        seconds_left: an estimate from the run's speed so far, with all its stages; None: unknown.
-        stage: what it does now; empty once it has ended.
-        metrics: the last metrics of each kind, ``training`` and ``validation``: those that are
-            finite numbers.
-        updated_at: when this was so (ISO 8601, UTC).
+        total_batches: batches when training ends; None if unknown.
+        seconds_left: an estimate from the run's speed so far, with all its stages; None if unknown.
+        stage: the stage that it is in; empty once it has ended.
+        metrics: the last metrics of each kind, ``training`` and ``validation``, if they are finite
+            numbers.
+        updated_at: ISO 8601, UTC.
     """
 
     trial: str
@@ -60,11 +60,11 @@ class RunProgress(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Place:
-    """What is told of the progress.
+    """A recipient of the progress.
 
     Attributes:
         name: for people: "its file".
-        tell: tells it; may take long, and may raise OSError, HTTPException or ValueError.
+        tell: sends it; may take long, and may raise OSError, HTTPException or ValueError.
     """
 
     name: str
@@ -83,10 +83,10 @@ def progress_file(run_dir: Path) -> Place:
 
 
 class ProgressReport(RunStatus):
-    """Tells places of the progress of a run: at its start, every 5 s, and at its end.
+    """Reports the progress of a run to places: at its start, every 5 s, and at its end.
 
-    A context manager. Each place has a thread of its own, so that none waits for another. A place
-    that cannot be told is only a warning: it neither ends nor delays training.
+    A context manager. Each place has its own thread, so that none waits for another. A place that
+    cannot be reached causes only a warning: it neither ends nor delays training.
 
     Args:
         ending: limits the wait for the last update of a place.
@@ -140,7 +140,7 @@ class ProgressReport(RunStatus):
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Wait until all places are told how the run has ended."""
+        """Wait until all places know how the run has ended."""
         for each in self._updates:
             each.end()
         for each in self._updates:
@@ -148,7 +148,7 @@ class ProgressReport(RunStatus):
 
 
 class _Updates(threading.Thread):
-    """Tells one place of the progress until the run ends, and once more then."""
+    """Reports the progress to one place until the run ends, and once more then."""
 
     def __init__(
         self,
@@ -164,11 +164,11 @@ class _Updates(threading.Thread):
         self._has_warned = False
 
     def end(self) -> None:
-        """The run has ended: tell the place at once, and end."""
+        """Report at once that the run has ended, and end."""
         self._has_ended.set()
 
     def run(self) -> None:
-        """Part of `Thread`."""
+        """Run the thread."""
         while not self._has_ended.is_set():
             self._tell()
             self._has_ended.wait(UPDATE_SECONDS)

@@ -46,7 +46,7 @@ class LogLimit:
         self._dropped = 0
 
     def allows(self) -> bool:
-        """Whether the next line is logged; if not, it is counted as dropped."""
+        """True if the next line is logged; if not, it is counted as dropped."""
         now = self._clock()
         self._budget = min(BURST_LINES, self._budget + (now - self._at) * LINES_PER_SECOND)
         self._at = now
@@ -65,7 +65,7 @@ class LogLimit:
 class LogLimits:
     """Separate limits for rank 0's output, its warnings, and the other ranks' warnings.
 
-    None of them uses up another's budget. Of the other ranks only warnings come here.
+    None of them uses up another's budget. The other ranks send only warnings.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -73,7 +73,7 @@ class LogLimits:
         self._others = LogLimit(clock)
 
     def allows(self, rank: int, is_warning: bool) -> bool:
-        """Whether the next line is logged; if not, it is counted as dropped."""
+        """True if the next line is logged; if not, it is counted as dropped."""
         if rank != 0:
             return self._others.allows()
         return (self._warnings if is_warning else self._output).allows()
@@ -84,11 +84,11 @@ class LogLimits:
 
 
 class StoredLogs:
-    """Uploads a run's logs, and a few files beside them.
+    """Uploads a run's logs, and a few other files of the run.
 
-    The logs of several machines, or of a machine whose disk was erased, must not overwrite each
-    other. So each log folder has its own name in the storage, with the time and the host of its
-    first upload.
+    Logs of several machines, or of a machine whose disk was erased, must not overwrite each other.
+    So each log folder has its own name in the storage, with the time and the host of its first
+    upload.
 
     Args:
         run_dir: the trial's folder on this machine; its logs are in ``logs``.
@@ -109,11 +109,11 @@ class StoredLogs:
         self._storing = threading.Lock()
 
     def locations(self, title: str, name: str) -> dict[str, str]:
-        """Where one of the other files and the logs are: in the storage, and on this machine.
+        """The places of one of the other files and of the logs: in the storage, and here.
 
         Args:
-            title: of the file; the result is by title.
-            name: of the file, in `run_dir`.
+            title: the file's, for the keys of the result.
+            name: the file's name in `run_dir`.
         """
         here = f"on {socket.gethostname()}"
         local = {f"{title} {here}": str(self._run_dir / name), f"Logs {here}": str(self._logs)}
@@ -123,12 +123,12 @@ class StoredLogs:
         return {title: f"{run}/{name}", "Logs": f"{run}/{self._folder}", **local}
 
     def stored(self, name: str) -> bytes | None:
-        """The stored content of one of the other files, of any run. Raises StorageError."""
+        """The stored content of one of the other files, from any run. Raises StorageError."""
         return self._store.storage.read(layout.run_file_key(self._trial, name))
 
     def tensorboard(self) -> str | None:
-        """Where the trial's TensorBoard files are; None: none are stored. Raises StorageError."""
-        # A trial that writes none does not cost a request.
+        """The place of the trial's TensorBoard files, or None. Raises StorageError."""
+        # A trial without such files does not cost a request.
         if self._store.is_process_local or not (self._run_dir / TENSORBOARD).exists():
             return None
         folder = layout.run_file_key(self._trial, TENSORBOARD)
@@ -145,12 +145,12 @@ class StoredLogs:
         self._store_all(self._has_changed_enough, self._stop)
 
     def cut_short(self) -> None:
-        """Make calls of `store_changed` and `store_final` that are running return soon."""
+        """Make running calls of `store_changed` and `store_final` return soon."""
         stop, self._stop = self._stop, CancelSignal()
         stop.set()
 
     def store_final(self) -> None:
-        """Upload everything, after the ranks have ended. Raises as `store_changed`."""
+        """Upload everything, once the ranks have ended. Raises as `store_changed`."""
         self._store_all(lambda path, size: True, self._stop)
 
     def _store_all(self, is_due: Callable[[Path, int], bool], stop: CancelSignal) -> None:
@@ -189,9 +189,9 @@ class StoredLogs:
 
 
 def stored_name(run_dir: Path, file: Path) -> str | None:
-    """Where a file of a run's folder is stored, below the run's folder in the storage.
+    """The key of a file of a run's folder, below the run's folder in the storage.
 
-    None: nowhere, because only this machine needs it.
+    None if it is not stored: only this machine needs it.
     """
     if file.parts[0] != "logs":
         return None if file.name in (PLACE, PROGRESS) else file.as_posix()

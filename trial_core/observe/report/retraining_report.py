@@ -22,7 +22,7 @@ STARTS: Mapping[str, str] = {
 
 
 class ComparedMetric(NamedTuple):
-    """A metric of the champion and of the challenger, on the same data; None: it has none."""
+    """A metric of champion and challenger, on the same data; None for a model without it."""
 
     name: str
     before: Any
@@ -41,13 +41,13 @@ class RetrainingFacts:
     """The contents of the report, filled in as the run proceeds.
 
     Attributes:
-        start: what the challenger starts from.
+        start: the starting point of the challenger.
         rule: when a challenger is better.
-        champion: the version to compare with; None: there is none.
+        champion: the version to compare with, or None.
         champion_result: its validation on the run's data.
-        ended: how the run ended without an outcome, or failed after it.
-        failed_callbacks: what failed, by callback.
-        places: related objects and where they are.
+        ended: how the run ended without an outcome, or failed after one.
+        failed_callbacks: the failures, by callback.
+        places: the names and places of related objects.
     """
 
     model: str

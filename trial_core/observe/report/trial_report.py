@@ -25,7 +25,7 @@ SHOWN_RANKS = 64
 WAIT_WORKLOADS = 20
 # A rank that waits less than this share of its time is not reported.
 MIN_WAITING_SHARE = 0.02
-# A rank whose forward pass is less than so many times longer than the others' is not reported.
+# A rank is not reported unless its forward pass takes this many times as long as the others'.
 MIN_SLOWNESS = 1.2
 
 
@@ -34,7 +34,7 @@ class SlowestRank(NamedTuple):
 
     Attributes:
         share: of the training time that it waits.
-        others_median: the median share of the other ranks; None if there are none.
+        others_median: the median share of the other ranks; None without other ranks.
     """
 
     rank: int
@@ -43,7 +43,7 @@ class SlowestRank(NamedTuple):
 
 
 class SlowCompute(NamedTuple):
-    """The rank that computes slowest: the time of its forward pass, and that of the others."""
+    """The rank that computes slowest: the times of its forward pass and of the others'."""
 
     rank: int
     milliseconds: float
@@ -55,17 +55,17 @@ class TrialFacts:
     """The contents of a report.
 
     Attributes:
-        name: the experiment's.
+        name: the experiment's name.
         checkpoints_url: the folder of all checkpoints.
-        locations: what else belongs to the run, and where it is: ``("Logs", "s3://…")``.
-        placed: where each rank is, if they are on several nodes.
+        locations: other objects of the run, and their places: ``("Logs", "s3://…")``.
+        placed: the node of each rank, if they are on several nodes.
         status: ``running``, ``completed``, or how else the run ended.
         last: the last metrics of each kind, with their batch.
         waits: of the last train-workloads: seconds, and how many of them each rank waited for its
             data.
-        forward_seconds: of a forward pass in the last train-workload, by rank; 0: unknown.
-        ledger: reads the trial's ledger of time, whose last run is this one; None: there is none.
-        has_metric: whether the user has named the searcher metric, and so a best checkpoint.
+        forward_seconds: of a forward pass in the last train-workload, by rank; 0 if unknown.
+        ledger: reads the trial's ledger of time, whose last run is this one; None if it has none.
+        has_metric: True if the user has named the searcher metric, by which a checkpoint is best.
     """
 
     name: str
@@ -93,7 +93,7 @@ class TrialFacts:
         return self.markdown([line for figure in drawn for line in charts(figure)])
 
     def markdown(self, chart_lines: Sequence[str]) -> str:
-        """The report as Markdown, with these lines where its charts are."""
+        """The report as Markdown, with the given lines in place of its charts."""
         best = self.history.best(self.smaller_is_better) if self.has_metric else None
         listed = self._listed_checkpoints(best)
         checkpoints, status = self.history.checkpoints, self.run_status
@@ -132,7 +132,7 @@ class TrialFacts:
 
 def slowest_rank(waits: Sequence[tuple[float, Sequence[float]]]) -> SlowestRank | None:
     """The rank that waits longest for its data; None if unknown or not worth a line."""
-    # After a restart there may be another number of ranks: the last workload's counts.
+    # After a restart the number of ranks may differ: the last workload's counts.
     size = next((len(ranks) for _, ranks in reversed(waits) if ranks), 0)
     known = [(seconds, ranks) for seconds, ranks in waits if ranks and len(ranks) == size]
     total = sum(seconds for seconds, _ in known)
@@ -149,7 +149,7 @@ def slowest_rank(waits: Sequence[tuple[float, Sequence[float]]]) -> SlowestRank 
 
 
 def slow_compute(forward_seconds: Sequence[float]) -> SlowCompute | None:
-    """The rank with the longest forward pass; None if unknown, or hardly longer than the others."""
+    """The rank with the longest forward pass; None if unknown or hardly longer than others."""
     if len(forward_seconds) < 2 or not all(forward_seconds):
         return None
     longest = max(forward_seconds)

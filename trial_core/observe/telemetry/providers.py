@@ -1,7 +1,7 @@
 """OpenTelemetry's providers for a run: those of the process, or our own.
 
-Exporters are found by the entry points of their packages, as the SDK's own configuration does.
-Providers of our own are not set globally, so those of the user's program stay as they are.
+Exporters are found by the entry points of their packages, as in the SDK's own configuration.
+Providers of our own are not set globally, so the providers of the user's program stay unchanged.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ SDK_LOGGERS = {
     "traces": "opentelemetry.sdk._shared_internal",
     "metrics": "opentelemetry.sdk.metrics._internal.export",
 }
-"""They log exporters that raise, by signal; exporters log to the loggers of their own modules."""
+"""Loggers, by signal, of exporters that raise; exporters log to their own modules' loggers."""
 
 AnyLogger = Logger | LoggerAdapter[Any]
 
-# Metrics that Prometheus pulls: for all runs of the process, because it binds a port for good.
+# Metrics that Prometheus pulls; for all runs of the process, since the port is bound for good.
 _pulled: dict[str, MeterProvider] = {}
 
 
@@ -40,10 +40,10 @@ _pulled: dict[str, MeterProvider] = {}
 def providers(
     traces: list[str], metrics_: list[str], logger: AnyLogger, ending: Ending
 ) -> Iterator[tuple[trace.TracerProvider, list[metrics.MeterProvider]]]:
-    """The provider of traces and those of metrics for the block.
+    """Yield the provider of traces and the providers of metrics.
 
     Args:
-        traces, metrics_: names of exporters; empty: the signal is off.
+        traces, metrics_: names of exporters; if empty, the signal is off.
         logger: gets a warning if an exporter cannot be made, or if exports fail.
         ending: limits the wait for the last exports.
     """
@@ -63,7 +63,7 @@ def providers(
 
 
 class FirstFailure(logging.Filter):
-    """Turns the log lines of exporters that fail, which may come every few seconds, into one.
+    """Turns the many log lines of failing exporters, perhaps every few seconds, into one.
 
     Attributes:
         has_failed: set with each failure.
@@ -78,7 +78,7 @@ class FirstFailure(logging.Filter):
         self.has_failed = threading.Event()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Part of `logging.Filter`."""
+        """Pass on records below a warning; warn once of the others."""
         if record.levelno < logging.WARNING:
             return True
         self.warn(record.getMessage())
@@ -100,8 +100,8 @@ class OwnProvider:
     """A provider of our own, for one run.
 
     Args:
-        finish: exports what is left; may take long, or raise.
-        exporters: those to cut short if that takes too long.
+        finish: exports the rest; may take long, or raise.
+        exporters: to be cut short if that takes too long.
     """
 
     def __init__(
@@ -120,12 +120,12 @@ class OwnProvider:
         self._cuts: list[threading.Thread] = []
 
     def end(self) -> None:
-        """Begin to export what is left. Returns at once."""
+        """Begin to export the rest. Returns at once."""
         self._failure.has_failed.clear()
         self._thread.start()
 
     def wait(self, ending: Ending) -> None:
-        """Wait until it is exported, or a first failure; then cut what is not exported short."""
+        """Wait until the rest is exported, or for a first failure; then cut the export short."""
         if not ending.wait(self._failure.has_failed.wait):  # it hangs, and may never say so
             self._failure.warn("the end of the run does not wait longer for the last of them")
         with self._lock:
@@ -193,7 +193,7 @@ def _meter_providers(
 
 
 def _reader(exporter: Any) -> MetricReader:
-    """What has the metrics exported; those that are pulled are exported by a reader itself."""
+    """A reader that exports the metrics; an exporter whose metrics are pulled is one itself."""
     is_reader = isinstance(exporter, MetricReader)
     return exporter if is_reader else PeriodicExportingMetricReader(exporter)
 
@@ -201,7 +201,7 @@ def _reader(exporter: Any) -> MetricReader:
 def _made(
     signal: str, names: list[str], wrap: Callable[[Any], Any], logger: AnyLogger
 ) -> list[tuple[str, Any, Any]]:
-    """Those names, their exporters, and what `wrap` makes of each. One that fails is left out."""
+    """For each name its exporter and the result of `wrap`, without exporters that fail."""
     group, made = f"opentelemetry_{signal}_exporter", []
     for name in names:
         known = entry_points(group=group)
@@ -225,9 +225,9 @@ def _made(
 
 
 def _entry_point(signal: str, name: str) -> str:
-    """The exporter with that name. Without a protocol ``otlp`` is HTTP, as OpenTelemetry advises.
+    """The exporter's name. Without a protocol, ``otlp`` is HTTP, as OpenTelemetry advises.
 
-    The SDK's own configuration takes gRPC then, which `trialflow[otel]` does not install.
+    The SDK's own configuration would take gRPC, which `trialflow[otel]` does not install.
     """
     if name != "otlp":
         return name
@@ -237,7 +237,7 @@ def _entry_point(signal: str, name: str) -> str:
 
 
 def _resource() -> Resource:
-    """What the variables say of this process; the service is trialflow, unless they name it."""
+    """The variables' description of this process; by default the service is trialflow."""
     resource = Resource.create()
     if str(resource.attributes.get(SERVICE_NAME)).startswith("unknown_service"):
         return resource.merge(Resource({SERVICE_NAME: "trialflow"}))

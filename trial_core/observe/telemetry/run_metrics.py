@@ -1,4 +1,4 @@
-"""The metrics of a run. docs/guides/opentelemetry.md has each."""
+"""The metrics of a run; docs/guides/opentelemetry.md lists them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from trial_core.observe.ledger.run_clock import BUCKETS, RunClock
 from trial_core.observe.ledger.time_ledger import RunTime
 
 MAX_METRICS = 32
-"""How many of a trial's own metrics are reported, of each kind: each is a time series."""
+"""How many of a trial's own metrics are reported of each kind, as each is a time series."""
 SECONDS = (0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
-"""Bounds of the buckets of durations: stages last milliseconds in tests, and hours at most."""
+"""Bounds of the buckets of durations: stages take milliseconds in tests, and hours at most."""
 BYTES = tuple(10.0**exponent for exponent in range(6, 14))
 TIMED_STAGES = {
     TRAINING: ("trialflow.train.duration", "How long a train-workload took"),
@@ -32,10 +32,10 @@ TIMED_STAGES = {
 
 
 class RunMetrics(Observer):
-    """Records the metrics of a run. A context manager: the last values are those at its end.
+    """Records the metrics of a run. A context manager: at its end, the last values are set.
 
     Args:
-        clock: the run's.
+        clock: the run's clock.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class RunMetrics(Observer):
                 self._learning_rate.set(rate, self._of(optimizer=optimizer))
 
     def metrics_reported(self, kind: MetricsKind, batches: int, metrics: Mapping[str, Any]) -> None:
-        if kind == "training":  # a script's batches are known from these alone
+        if kind == "training":  # the only sign of a script's batches
             self.batches_trained(batches)
         numbers = ((name, each) for name, each in metrics.items() if text_format.is_number(each))
         for name, value in itertools.islice(numbers, MAX_METRICS):

@@ -21,7 +21,7 @@ from trial_core.schedule.stop_requests import StopHandler
 
 
 def exporter_names(signal: str, variables: Mapping[str, str] = os.environ) -> list[str]:
-    """The exporters that the variables name for ``traces`` or ``metrics``; empty: it is off."""
+    """The exporters that the variables name for ``traces`` or ``metrics``; empty if it is off."""
     if variables.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return []
     name = signal.upper()
@@ -40,13 +40,14 @@ def run_telemetry(
     ending: Ending,
     logger: Logger | LoggerAdapter[Any],
 ) -> Iterator[Observer]:
-    """For the block, an observer that reports the run, or one that does nothing.
+    """Yield an observer that reports the run, or one that does nothing, for the block.
 
-    The end of the block exports what is left. A backend that fails is a warning: it ends no run.
+    The end of the block exports the rest. A failing backend causes a warning, and does not end the
+    run.
 
     Args:
-        clock: the run's.
-        stopping: tells at the end whether a stop was requested.
+        clock: the run's clock.
+        stopping: shows at the end whether a stop was requested.
         ending: limits the wait for the last exports.
     """
     traces, metrics = exporter_names("traces"), exporter_names("metrics")

@@ -1,19 +1,19 @@
 """The trace of a trial: its attempts, their launches, and the stages of each.
 
-All attempts at a trial (runs of it) have one trace, whose id is derived from the trial's::
+All attempts at a trial (its runs) have one trace, whose id is derived from the trial's id::
 
     attempt (1)                     the root; its span id is derived, too
     ├── launch                      the ranks; again after a restart or a move
     │   ├── build-trial
     │   ├── train-workload          [0→100]
     │   ├── checkpoint-save         @100
-    │   ├── checkpoint-upload       @100, beside the next train-workload
+    │   ├── checkpoint-upload       @100, in parallel with the next train-workload
     │   └── …
     └── attempt (2)                 resumed
         └── launch
 
-A span is sent when it ends, so a driver that is killed sends no attempt. If the first one was, the
-second attempt sends the root in its place: without a root, a backend shows a trace that never ends.
+A span is sent when it ends, so a killed driver sends no attempt. If the first attempt was killed,
+the second sends the root in its place: without a root, backends show a trace that never ends.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ATTEMPT = "attempt"
 
 
 class DerivedIds(IdGenerator):
-    """Gives a trace and its root span the ids that the trial's id decides.
+    """Derives the ids of a trace and its root span from the trial's id.
 
     Args:
         others: generates the ids of all other spans.
@@ -55,12 +55,12 @@ class DerivedIds(IdGenerator):
         self._is_root_next = False
 
     def generate_trace_id(self) -> int:
-        """Part of `IdGenerator`; called for a root, before its `generate_span_id`."""
+        """Called for a root, before its `generate_span_id`."""
         self._is_root_next = True
         return self._trace_id
 
     def generate_span_id(self) -> int:
-        """Part of `IdGenerator`."""
+        """The derived id after `generate_trace_id`, else any."""
         is_root, self._is_root_next = self._is_root_next, False
         return self._root_id if is_root else self._others.generate_span_id()
 
@@ -72,7 +72,7 @@ def derived_ids(trial: str) -> tuple[int, int]:
 
 
 class RunTrace(Observer):
-    """Makes the spans of a run. A context manager: the attempt ends with the block."""
+    """Makes the spans of a run. A context manager; the attempt ends with the block."""
 
     def __init__(
         self,
@@ -241,7 +241,7 @@ class RunTrace(Observer):
         self._start_launch()
 
     def _end_launch(self, status: Status | None) -> None:
-        """End the launch, and the stages that have not succeeded: uploads are over by now."""
+        """End the launch, and the stages that have not succeeded; uploads are over by now."""
         for span in list(self._open.values()):
             _end(span, status)
         self._open.clear()

@@ -1,4 +1,4 @@
-"""MLflow: a run of its tracking server, https://mlflow.org."""
+"""MLflow: a run on its tracking server, https://mlflow.org."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ _SERVER = re.compile(
     r"databricks(-uc)?|((https?|databricks(-uc)?)|(postgresql|mysql|mssql)(\+\w+)?)://[^/?%][^?%]*"
 )
 _NOT_IN_NAMES = re.compile(r"[^\w\-. :/]")
-# They mean the request, not the server: the same request will be refused again. So is each request
-# for a run that is deleted, until it is restored.
+# They are about the request, not the server: the same request will be refused again. So is each
+# request for a run that is deleted, until it is restored.
 _REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "INVALID_STATE", "MALFORMED_REQUEST")
 
 
@@ -58,7 +58,7 @@ class MlflowTracker(Tracker):
     Points that are trained again are logged again at their step if their values differ; MLflow
     shows the last one. Options: ``tracking_uri`` (default: ``MLFLOW_TRACKING_URI``), ``experiment``
     (default: the experiment's name), ``run_name`` (default: the trial's id), ``tags``, and
-    ``artifacts``: whether the report and the list of checkpoints are stored there (default: true).
+    ``artifacts``: true to store the report and the list of checkpoints there (default: true).
     ``registered_model``: see `trial_core.observe.trackers.model_registry`.
     """
 
@@ -121,7 +121,7 @@ class MlflowTracker(Tracker):
         return bool(self._client.get_run(self._id).info.lifecycle_stage == "active")
 
     def _found(self) -> str | None:
-        """The trial's run, if it was made and the answer was lost."""
+        """The trial's run, if it was made but the answer was lost."""
         runs = self._client.search_runs(
             [self._experiment], filter_string=f"tags.`{TRIAL_TAG}` = '{self.run.trial}'"
         )
@@ -135,7 +135,7 @@ class MlflowTracker(Tracker):
 
     @cached_property
     def _experiment(self) -> str:
-        """The id of the experiment, which is made if there is none."""
+        """The id of the experiment, which is made if it does not exist."""
         from mlflow.exceptions import MlflowException
 
         name = self.options.get("experiment", self.run.experiment)
@@ -163,7 +163,7 @@ class MlflowTracker(Tracker):
             self._client.log_batch(self._id, metrics=metrics[first : first + MOST_METRICS])
 
     def _has(self, key: str, step: int, value: float) -> bool:
-        """Whether the run there has the point, maybe from another machine that is lost."""
+        """True if the run there has the point, maybe from another machine that is lost."""
         if not self._is_continued:
             return False
         if key not in self._known:
@@ -234,7 +234,7 @@ class MlflowTracker(Tracker):
 
 def quiet_client(options: Mapping[str, Any]) -> MlflowClient:
     """A client that gives up within seconds."""
-    # Its own limits are minutes: the outbox tries again by itself.
+    # Its own limits are minutes, but the outbox tries again by itself.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     from mlflow.tracking import MlflowClient
@@ -253,7 +253,7 @@ def quiet_client(options: Mapping[str, Any]) -> MlflowClient:
 
 
 def _name(text: str) -> str:
-    """A name that MLflow takes: its characters, and a path that leads down only."""
+    """A name that MLflow takes: its characters, and a path that only leads down."""
     parts = _NOT_IN_NAMES.sub("_", text)[:250].split("/")
     name = "/".join(part for part in parts if part not in ("", ".", "..")) or "_"
     return f"__{name[2:]}" if name.startswith("..") else name

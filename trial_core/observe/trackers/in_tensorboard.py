@@ -1,4 +1,4 @@
-"""TensorBoard: event files in the trial's folder, beside those of its ranks."""
+"""TensorBoard: event files in the trial's folder, next to those of its ranks."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from trial_core.observe.trackers.tracker import TrackedRun, Tracker, check_optio
 
 
 class TensorBoardTracker(Tracker):
-    """Writes scalars and texts. A point that is trained again replaces the one before.
+    """Writes scalars and texts. A point that is trained again replaces the earlier one.
 
     Option: ``logdir``, a folder of this machine. By default the files are in the trial's folder,
-    from where they are stored with its checkpoints.
+    and are stored with its checkpoints.
     """
 
     replaces_points: ClassVar[bool] = True
@@ -59,7 +59,7 @@ class TensorBoardTracker(Tracker):
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         if isinstance(record, Began):
-            # Readers forget what is at this step and after it.
+            # Readers forget the values at this step and after it.
             start = SessionLog(status=SessionLog.START)
             event = Event(step=record.batches + 1, session_log=start)
         elif isinstance(record, Metrics):

@@ -15,7 +15,7 @@ OPTIONS = ("project", "space_id", "dataset_id", "group", "server_url")
 class TrackioTracker(Tracker):
     """One run of Trackio, whose name is the trial's id.
 
-    Options: those of `trackio.init`: ``project`` (default: the experiment's name), ``space_id``,
+    Options, as in `trackio.init`: ``project`` (default: the experiment's name), ``space_id``,
     ``dataset_id``, ``group``, ``server_url``.
     """
 

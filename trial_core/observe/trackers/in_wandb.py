@@ -1,4 +1,4 @@
-"""Weights & Biases: a run of https://wandb.ai, of a server of one's own, or offline."""
+"""Weights & Biases: a run on https://wandb.ai, on a server of one's own, or offline."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class WandbTracker(Tracker):
     """One run of W&B, whose id is the trial's.
 
     A point that is trained again with another value is a second one, with a greater ``attempt``.
-    Options: those of `wandb.init`: ``project`` (default: the experiment's name), ``entity``,
+    Options, as in `wandb.init`: ``project`` (default: the experiment's name), ``entity``,
     ``group``, ``job_type``, ``mode`` (``online``, ``offline``), ``name``, ``tags``, ``notes``; and
-    ``base_url`` of a server. The key comes from WANDB_API_KEY, or from `wandb login`.
+    ``base_url``, a server's address. The key comes from WANDB_API_KEY, or from `wandb login`.
     """
 
     measures_the_system: ClassVar[bool] = True
@@ -87,7 +87,7 @@ class WandbTracker(Tracker):
             with self.best_effort("the artifact of a checkpoint"):  # s3:// needs boto3
                 artifact = wandb.Artifact(f"{run.id}-checkpoint", "checkpoint", metadata=facts)
                 if urlsplit(record.url).scheme == "file":
-                    # Of a local folder, W&B lists the files; the storage must not choose which.
+                    # In a local folder, W&B lists the files; the storage must not choose which.
                     with artifact.new_file("checkpoint.json") as file:
                         json.dump({"url": record.url, **facts}, file)
                 else:

@@ -1,4 +1,4 @@
-"""The journal of a trial: what its trackers are told, in order, over all its runs.
+"""The journal of a trial: all records for its trackers, in order, over all its runs.
 
 The driver appends to it; other processes read it at the same time. It is stored with each
 checkpoint, so that a run on another machine continues it.
@@ -33,11 +33,11 @@ _decoder: msgspec.json.Decoder[AnyRecord] = decoder(AnyRecord)
 
 
 class State(msgspec.Struct, kw_only=True):
-    """What one tracker has.
+    """The progress of one tracker.
 
     Attributes:
-        run: the id of the trial's run there; empty: none is made yet.
-        sent: how many of the journal's records it has got.
+        run: the tracker's id of the trial's run; empty before it is made.
+        sent: how many of the journal's records it has.
     """
 
     run: str = ""
@@ -58,15 +58,15 @@ class JournalWriter:
         self._cut(whole)
 
     def close(self) -> None:
-        """Close the file: nothing more is appended."""
+        """Close the file; nothing more can be appended."""
         self._file.close()
 
     def append(self, record: AnyRecord) -> None:
         """Append a record, which readers see at once.
 
         Raises:
-            OSError: the disk is full, for example. Nothing of the record is written.
-            ValueError: it has a text that is no Unicode.
+            OSError: for example, the disk is full. No part of the record is written.
+            ValueError: it has a text that is not Unicode.
         """
         line = _encoder.encode(record) + b"\n"
         with self._lock:
@@ -84,10 +84,10 @@ class JournalWriter:
 
 
 class JournalReader:
-    """Reads the complete lines of a journal, from its beginning.
+    """Reads the complete lines of a journal from its beginning.
 
     Attributes:
-        count: how many records were read.
+        count: the number of records read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -96,10 +96,10 @@ class JournalReader:
         self.count = 0
 
     def read(self, most: int) -> list[AnyRecord]:
-        """The next records, at most so many; none if there is no journal.
+        """The next records, at most `most`; none if the journal does not exist.
 
         Raises:
-            msgspec.MsgspecError: the next line is damaged, or of a later version.
+            msgspec.MsgspecError: the next line is damaged, or from a later version.
         """
         if not self.path.exists():
             return []
@@ -121,7 +121,7 @@ class JournalReader:
 
 
 def set_damaged_aside(folder: Path) -> str | None:
-    """Move a journal that cannot be read out of the way; what is wrong with it, None: nothing.
+    """Move an unreadable journal out of the way. Return its damage, or None if it is readable.
 
     The states keep their runs, and begin at the new journal's first record. Raises OSError.
     """
@@ -140,21 +140,21 @@ def set_damaged_aside(folder: Path) -> str | None:
 
 
 def read_state(path: Path) -> State:
-    """What a tracker has got; nothing, if the file is missing or damaged."""
+    """A tracker's state; the initial one if the file is missing or damaged."""
     with suppress(OSError, msgspec.MsgspecError, RecursionError):
         return decode(path.read_bytes(), State)
     return State()
 
 
 def write_state(path: Path, state: State) -> None:
-    """Replace what is known of what a tracker has got. Raises OSError."""
+    """Replace a tracker's stored state. Raises OSError."""
     replace_file(path, _encoder.encode(state))
 
 
 def age(data: bytes) -> tuple[int, int]:
-    """What orders the copies of a journal: its last run, and its length; the greatest is newest.
+    """The key to order copies of a journal: its last run, and its length. The newest is greatest.
 
-    What follows a damaged line is not counted.
+    Nothing from a damaged line on is counted.
     """
     run = count = 0
     with suppress(msgspec.MsgspecError):
@@ -174,5 +174,5 @@ def _record(line: bytes) -> AnyRecord:
 
 
 def _whole_bytes(path: Path) -> int:
-    """Where the last complete line ends."""
+    """The end of the last complete line."""
     return path.read_bytes().rfind(b"\n") + 1

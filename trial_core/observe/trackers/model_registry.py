@@ -28,13 +28,13 @@ class NotShown(Exception):
 
 
 def show_champion(registry: Registry, model: str) -> str | None:
-    """Have the alias ``champion`` in MLflow's registry name the model's present champion.
+    """Make the alias ``champion`` in MLflow's registry name the model's present champion.
 
-    It is done where the experiment that trained it says ``registered_model`` below ``mlflow``. May
-    be repeated: the next call mends what one before has not done.
+    This is done if the experiment that trained the champion has ``registered_model`` below
+    ``mlflow``. It may be repeated: the next call completes an unfinished one.
 
     Returns:
-        The version there, as ``gpt version 3``; None: the experiment does not ask for it.
+        The version there, as ``gpt version 3``; None if the experiment does not ask for it.
 
     Raises:
         NotShown: MLflow cannot be reached, or refuses.
@@ -51,7 +51,7 @@ def show_champion(registry: Registry, model: str) -> str | None:
     try:
         client = quiet_client(MlflowTracker.without_paths(options))
         number = _version(client, model if name is True else str(name), registry, champion, state)
-    except Exception as error:  # MLflow's own, and those of what it calls
+    except Exception as error:  # MLflow's own, and errors of its libraries
         raise NotShown(describe(error)) from error
     return number
 
@@ -61,7 +61,7 @@ def _version(
 ) -> str:
     from mlflow.exceptions import MlflowException
 
-    with suppress(MlflowException):  # there is one already; or the next call says what is wrong
+    with suppress(MlflowException):  # it exists already; or the next call says what is wrong
         client.create_registered_model(name)
     there = client.search_model_versions(f"name='{name}'")
     tags = {VERSION_TAG: str(champion.number), "trialflow.checkpoint": champion.checkpoint}

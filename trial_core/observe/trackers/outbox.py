@@ -19,7 +19,7 @@ from trial_core.observe.trackers.tracker import RecordRefused, Tracker, describe
 
 AT_ONCE = 500
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0
-# After the end of the run, to a tracker that fails.
+# After the end of the run, for a tracker that fails.
 LAST_PAUSE_SECONDS, LAST_TRIES_SECONDS = 0.5, 5.0
 REOPENS_AFTER_FAILURES = 3
 
@@ -28,11 +28,11 @@ class Outbox:
     """Sends to one tracker, in a thread, until the driver has ended and all is sent.
 
     Args:
-        name: the tracker's, for people.
+        name: the tracker's name, for people.
         new_tracker: makes it; called in the thread.
-        state: the file that remembers what was sent.
+        state: the file that remembers the sent records.
         say: tells people of a failure, once until the tracker is reached again.
-        system: what this machine does; None: it is not sent.
+        system: measures this machine; None: nothing of it is sent.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Outbox:
                 return
 
     def _wait(self, pause: float) -> bool:
-        """Wait for records; after a failure for `pause` seconds. Whether no more will come."""
+        """Wait for records, or `pause` seconds after a failure; True if no more will come."""
         if not pause:
             self._wakes.wait(self._until_system_metrics())
         elif self._ending.wait(pause):
@@ -116,7 +116,7 @@ class Outbox:
         return self._ending.is_set()
 
     def _send_next(self) -> bool:
-        """Send some records; whether there may be more."""
+        """Send some records; return whether there may be more."""
         if self._tracker is None:
             had = self._skip_sent()
             tracker = self._new_tracker()
@@ -133,7 +133,7 @@ class Outbox:
         return False
 
     def _skip_sent(self) -> list[Committed | Deleted]:
-        """Read what was sent before, to know its points; its checkpoints."""
+        """Read the sent records, for their points; return the ones about checkpoints."""
         found: list[Committed | Deleted] = []
         self._journal = JournalReader(self._journal.path)
         self._pending, self._points, self._committed = [], {}, 0
@@ -154,7 +154,7 @@ class Outbox:
                 tracker.send(new)
         except RecordRefused as refusal:
             if len(records) > 1:
-                (self._points, self._committed), self._at_once = before, 1  # to find out which one
+                (self._points, self._committed), self._at_once = before, 1  # to find the culprit
                 return
             self._refused += 1
             if self._refused == 1:
@@ -172,7 +172,7 @@ class Outbox:
         write_state(self._path, self._state)
 
     def _note(self, record: AnyRecord, tracker: Tracker | None = None) -> AnyRecord | None:
-        """Note a record's points. What is new of it: not a point that was there with its value."""
+        """Note a record's points. Return its new part, without points already sent like that."""
         if isinstance(record, Metrics):
             self._batches, self._samples = record.batches, record.samples
             self._attempt = record.attempt
@@ -193,7 +193,7 @@ class Outbox:
         return record
 
     def _drop_tracker(self) -> None:
-        """Have it opened again: it may not get over its own error, as TensorBoard's writer."""
+        """Have it opened again: some trackers, like TensorBoard's, do not recover from errors."""
         if self._tracker is not None:
             with suppress(Exception):
                 self._tracker.close()

@@ -6,7 +6,7 @@ import msgspec
 
 
 class Record(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """What has happened.
+    """An event of a trial's run.
 
     Attributes:
         at: Unix time in seconds.
@@ -16,10 +16,10 @@ class Record(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class Described(Record, frozen=True, kw_only=True):
-    """What the trial is: again after each launch, which may have other ranks.
+    """The trial's description: again after each launch, which may have other ranks.
 
     Attributes:
-        parameters: hyperparameters by their names, and ``trialflow.*``, other settings.
+        parameters: hyperparameters by their names, and other settings as ``trialflow.*``.
         tags: the trial, its code, the versions of libraries, how the ranks divide the work.
     """
 
@@ -28,7 +28,7 @@ class Described(Record, frozen=True, kw_only=True):
 
 
 class Began(Record, frozen=True, kw_only=True):
-    """Training begins, or continues from a checkpoint: later points are trained again.
+    """Training begins, or continues from a checkpoint; later points are trained again.
 
     Attributes:
         batches: trained before.
@@ -43,9 +43,9 @@ class Metrics(Record, frozen=True, kw_only=True):
     """Numbers after `batches` batches.
 
     Attributes:
-        samples: trained by then on all ranks; 0: unknown.
+        samples: trained by then on all ranks; 0 if unknown.
         attempt: the number of the trial's run.
-        values: by names such as ``validation/loss``; None: not finite.
+        values: by names such as ``validation/loss``; None if not finite.
     """
 
     batches: int
@@ -58,7 +58,7 @@ class Committed(Record, frozen=True, kw_only=True):
     """A checkpoint is committed.
 
     Attributes:
-        url: where its files are.
+        url: the place of its files.
         digest: of its manifest.
     """
 
@@ -76,7 +76,7 @@ class Deleted(Record, frozen=True, kw_only=True):
 
 
 class Noted(Record, frozen=True, kw_only=True):
-    """What people should know: a restart, a stall, another placement of the ranks."""
+    """A fact for people: a restart, a stall, another placement of the ranks."""
 
     batches: int
     text: str

@@ -1,9 +1,9 @@
-"""The sender: a process beside the driver that tells the trackers what is in the trial's journal.
+"""The sender: a process next to the driver that sends the trial's journal to the trackers.
 
 Standard input holds one line of JSON, the order, then a byte for each new record, and `END` when
-the run has ended; its own end means that the driver has. The process prints what people should
-know, a line each. It ends when all is sent, or after `SenderOrder.patience_seconds`; after a few
-seconds, if the driver was killed.
+the run has ended. If standard input itself ends, the driver has. The process prints news for
+people, a line each. It ends when all is sent, or after `SenderOrder.patience_seconds`; after a few
+seconds if the driver was killed.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ KILLED_PATIENCE_SECONDS = 5.0
 
 
 class SenderOrder(msgspec.Struct, kw_only=True):
-    """What the sender is to do.
+    """The task of the sender.
 
     Attributes:
-        trackers: the options of each, by its name.
+        trackers: each tracker's options, by its name.
         run_dir: the trial's folder on this machine.
         patience_seconds: how long it sends after the run has ended.
-        measures: whether it sends what the machine does.
-        is_adopted: whether it comes from the trial's storage, which others may write to.
+        measures: True if it also sends the machine's metrics.
+        is_adopted: True if it comes from the trial's storage, which others may write to.
     """
 
     trial: str
@@ -52,10 +52,10 @@ class SenderOrder(msgspec.Struct, kw_only=True):
 
 
 def main() -> None:
-    """The process."""
+    """Send to each tracker, until all is sent or time is over."""
     os.nice(NICENESS)
     said = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the trackers' packages print is for the log
+    os.dup2(2, 1)  # output of the trackers' packages is for the log
 
     def say(line: str) -> None:
         with suppress(OSError):  # the driver was killed
@@ -81,7 +81,7 @@ def main() -> None:
         for outbox in outboxes:
             outbox.thread.join(max(0.0, deadline - time.monotonic()))
         has_hung = any(outbox.thread.is_alive() for outbox in outboxes)
-    if has_hung:  # it, and what the trackers' packages do at exit, would hold this process up
+    if has_hung:  # it, and the trackers' exit hooks, would hold this process up
         os.killpg(0, signal.SIGKILL)
 
 
@@ -97,7 +97,7 @@ def _outbox(order: SenderOrder, name: str, say: Callable[[str], None]) -> Outbox
 
 
 def unsent(run_dir: Path, trackers: Sequence[str]) -> dict[str, int]:
-    """How many records each tracker has not got; only those that lack some."""
+    """The number of records that each tracker lacks, for trackers that lack some."""
     journal = JournalReader(run_dir / FOLDER / JOURNAL)
     while journal.read(1000):
         pass

@@ -23,11 +23,11 @@ REAP_SECONDS = 1.0
 
 
 class SenderProcess:
-    """The sender, as the driver sees it. What its trackers print is in ``logs/trackers.log``.
+    """The sender, as the driver sees it. Its trackers' output is in ``logs/trackers.log``.
 
     Args:
         variables: environment variables in addition to this process's.
-        hear: called in a thread with what people should know.
+        hear: called in a thread with news for people.
 
     Raises:
         OSError: it cannot be started.
@@ -51,17 +51,17 @@ class SenderProcess:
         self._listener.start()
 
     def wake(self) -> bool:
-        """Tell it that there are new records. Whether it lives."""
+        """Tell it that there are new records. Return whether it lives."""
         self._write(b"\n")
         return self._lives()
 
     def end(self, wait: Callable[[Callable[[float], bool]], bool]) -> None:
         """Tell it that no more records come, and wait for its end; then kill it.
 
-        Its own child processes end, too.
+        Its child processes end, too.
 
         Args:
-            wait: waits for its end, as `Ending.wait`.
+            wait: waits for its end, like `Ending.wait`.
         """
         if self._process.stdin is not None:
             self._write(END)

@@ -34,7 +34,7 @@ AnyLogger = Logger | LoggerAdapter[Any]
 def adopt_stored(store: CheckpointStore, trial: str, run_dir: Path, logger: AnyLogger) -> None:
     """Take the stored journal and states, if the trial was on another machine since.
 
-    A journal that is damaged, here or there, is set aside.
+    A damaged journal, here or there, is set aside.
     """
     folder = run_dir / FOLDER
     try:
@@ -54,7 +54,7 @@ def _set_damaged_aside(folder: Path, logger: AnyLogger) -> None:
 
 
 def _has_adopted(store: CheckpointStore, trial: str, folder: Path) -> bool:
-    """Take the stored journal if it is not older than the local one; whether it is taken."""
+    """Take the stored journal if it is not older than the local one; return whether it is newer."""
     local = folder / JOURNAL
     stored = layout.run_file_key(trial, FOLDER)
     journal = store.storage.read(f"{stored}/{JOURNAL}")
@@ -73,7 +73,7 @@ def _has_adopted(store: CheckpointStore, trial: str, folder: Path) -> bool:
                 states[file] = _adopted(file, data)
             elif not is_ours or read_state(file).sent < decode(data, State).sent:
                 states[file] = data
-    # The journal first: a state that is behind it sends twice, one that is ahead loses records.
+    # The journal first: a state behind the journal sends twice; one ahead of it loses records.
     if ours != theirs:
         replace_file(local, journal)
     for file, data in states.items():
@@ -82,7 +82,7 @@ def _has_adopted(store: CheckpointStore, trial: str, folder: Path) -> bool:
 
 
 def _adopted(file: Path, stored: bytes) -> bytes:
-    """The stored order, marked as such; this machine's own if both name the same trackers."""
+    """The stored order, marked as adopted; this machine's own if both name the same trackers."""
     with suppress(OSError, msgspec.MsgspecError, RecursionError):
         order = decode(stored, SenderOrder)
         stored = msgspec.json.encode(msgspec.structs.replace(order, is_adopted=True))
@@ -96,7 +96,7 @@ def keep(
 ) -> None:
     """Store states and journal.
 
-    At the end of a run not if another one has stored a newer journal: this one was superseded.
+    At a run's end, nothing is stored if another run, superseding this one, stored a newer journal.
     """
     if store.is_process_local:
         return
@@ -114,7 +114,7 @@ def _store(store: CheckpointStore, trial: str, run_dir: Path, is_end: bool) -> N
             return
     # The journal after the states: a state must not be ahead of it.
     files = [*sorted((run_dir / FOLDER).glob("*.json")), journal]
-    if is_end:  # what the sender has written after the report's last upload
+    if is_end:  # the sender's writes after the report's last upload
         files += [*sorted((run_dir / DRIVER_EVENTS).glob("*")), run_dir / SENDER_LOG]
     for file in filter(Path.exists, files):
         name = stored_name(run_dir, file.relative_to(run_dir))

@@ -1,4 +1,4 @@
-"""Sends what a trial's trackers have not got, without a run: `trialflow runs sync`."""
+"""Sends the records that a trial's trackers lack, without a run: `trialflow runs sync`."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def sync_trackers(
     store: CheckpointStore, trial: str, run_dir: Path, patience_seconds: float,
     hear: Callable[[str], None], logger: AnyLogger,
 ) -> tuple[dict[str, int], dict[str, int]]:  # fmt: skip
-    """Send what is not sent.
+    """Send the unsent records.
 
     Args:
         run_dir: the trial's folder on this machine, locked.
-        hear: called with what people should know.
+        hear: called with news for people.
 
     Returns:
-        How many records each tracker lacked before, and lacks still; only those that lack some.
+        The numbers of records that each tracker lacked before and lacks still, without zeros.
 
     Raises:
-        ConfigError: no run of the trial had trackers, it is not readable which, or one that lacks
-            something is not installed here or does not have an option that the run gave it.
+        ConfigError: no run of the trial had trackers; or their list is unreadable; or one that
+            lacks records is not installed, or does not have an option that the run gave it.
     """
     adopt_stored(store, trial, run_dir, logger)
     file = run_dir / FOLDER / ORDER
@@ -55,7 +55,7 @@ def sync_trackers(
         kind.check(options)
         trackers[name] = kind.without_paths(options) if earlier.is_adopted else options
     if before:
-        # No others: a run that is opened again is shown as running, or as ended well.
+        # Only these: a run that is opened again is shown as running, or as ended well.
         order = msgspec.structs.replace(
             earlier, trial=trial, trackers=trackers, run_dir=str(run_dir),
             patience_seconds=patience_seconds, measures=False,

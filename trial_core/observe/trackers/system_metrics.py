@@ -1,4 +1,4 @@
-"""What this machine does: processor, memory, network, accelerators."""
+"""Metrics of this machine: processor, memory, network, accelerators."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ PERIOD_SECONDS = 30.0
 
 
 class SystemMetrics:
-    """Measures the driver's machine now and then; no other node."""
+    """Measures the driver's machine now and then, but no other node."""
 
     def __init__(self) -> None:
         self._due_at = 0.0
-        psutil.cpu_percent()  # the next call is about the time since this one
+        psutil.cpu_percent()  # the next call measures the time since this one
 
     def seconds_left(self) -> float:
-        """Until the next measurement; 0: now."""
+        """Seconds until the next measurement; 0: now."""
         return max(0.0, self._due_at - time.monotonic())
 
     def measure(self, batches: int, samples: int, attempt: int) -> Metrics:
-        """The present values, as metrics at the batch that was reached last."""
+        """The present values, as metrics at the last batch reached."""
         self._due_at = time.monotonic() + PERIOD_SECONDS
         values: dict[str, float | None] = {
             "system/cpu_percent": psutil.cpu_percent(),
@@ -40,13 +40,13 @@ class SystemMetrics:
 
 
 def accelerators() -> dict[str, float | None]:
-    """Use and memory of NVIDIA's devices, in percent; none without the package nvidia-ml-py."""
+    """NVIDIA devices' use and memory in percent; empty without the package nvidia-ml-py."""
     values: dict[str, float | None] = {}
     try:
         import pynvml
     except ImportError:
         return values
-    with suppress(pynvml.NVMLError):  # no driver, or a device that does not tell
+    with suppress(pynvml.NVMLError):  # no driver, or a device without such numbers
         pynvml.nvmlInit()
         try:
             for index in range(pynvml.nvmlDeviceGetCount()):

@@ -1,4 +1,4 @@
-"""The base class of trackers, and how they are found by name."""
+"""The base class of trackers, and their search by name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trial_core.observe.trackers.journal import PAGE
 from trial_core.observe.trackers.records import AnyRecord, Committed, Deleted
 
 GROUP = "trialflow.trackers"
-"""The entry points of other packages' trackers: each is a subclass of `Tracker`."""
+"""The entry points of other packages' trackers; each is a subclass of `Tracker`."""
 
 BUILT_IN = {
     "mlflow": "trial_core.observe.trackers.in_mlflow:MlflowTracker",
@@ -36,15 +36,15 @@ _logger = logging.getLogger(__name__)
 
 
 class RecordRefused(Exception):
-    """The tracker will never take a record: it is left out, and what comes after it is sent."""
+    """The tracker will never accept a record: it is left out, and the next ones are sent."""
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker shows as one run: all runs of a trial.
+    """All runs of a trial, which a tracker shows as one run.
 
     Attributes:
-        folder: where the tracker may keep files; it stays between the runs on one machine.
+        folder: a folder for the tracker's files; it stays between the runs on one machine.
         run_dir: the trial's folder on this machine.
     """
 
@@ -55,9 +55,9 @@ class TrackedRun:
 
     @property
     def report(self) -> Path | None:
-        """The trial's report as a page on this machine; None: there is none.
+        """The trial's report as a page on this machine, or None.
 
-        Its place is known, not recorded: who may write to the storage would choose a file to send.
+        Its place is fixed, not recorded; else writers to the storage could choose a file to send.
         """
         page = self.run_dir / PAGE
         return page if page.is_file() and not page.is_symlink() else None
@@ -66,20 +66,20 @@ class TrackedRun:
 class Tracker:
     """Shows a trial elsewhere. Called in one thread of the sender's process.
 
-    A method may raise anything: then it is called again later, with the same records. So a record
+    A method may raise anything; then it is called again later, with the same records. So a record
     may come twice, if its tracker failed after it had taken it. After a few failures in a row the
     tracker is closed, made and opened again.
 
     Args:
-        options: what the experiment gives below the tracker's name.
-        run: what it shows.
+        options: the experiment's options below the tracker's name.
+        run: the run to show.
 
     Attributes:
-        replaces_points: whether a point that is trained again after a resume replaces the one
-            before. If not, a point that is trained again with the same values is not sent again.
-        measures_the_system: whether it measures the machine itself.
-        place_variables: options that say where its data go, and the environment variables that
-            its package takes for them.
+        replaces_points: True if a point that is trained again after a resume replaces the earlier
+            one. If not, a point that is trained again with the same values is not sent again.
+        measures_the_system: True if it measures the machine itself.
+        place_variables: options that say where its data go, and the environment variables that its
+            package uses for them.
     """
 
     replaces_points: ClassVar[bool] = False
@@ -93,7 +93,7 @@ class Tracker:
 
     @classmethod
     def remembered(cls, options: Mapping[str, Any], variables: Mapping[str, str]) -> dict[str, Any]:
-        """The options with the place that `variables` name, without secrets: for a later `sync`."""
+        """The options, with the place that `variables` name, but no secrets; for a later `sync`."""
         named = {
             option: without_user(variables[variable])
             for option, variable in cls.place_variables.items()
@@ -103,9 +103,9 @@ class Tracker:
 
     @classmethod
     def without_paths(cls, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Options from a storage, without those that name a file or a folder of this machine.
+        """Options from a storage, without options that name a file or a folder of this machine.
 
-        Who may write to the storage must not choose where this machine reads and writes.
+        Writers to the storage must not choose where this machine reads and writes.
         """
         return dict(options)
 
@@ -114,14 +114,14 @@ class Tracker:
         """Refuse options that it does not have. Called before training, on the driver.
 
         Raises:
-            ConfigError: says which, and which there are.
+            ConfigError: names it, and the existing ones.
         """
 
     def open(self, known: str) -> str:
         """Begin the trial's run there, or continue it.
 
         Args:
-            known: what an earlier call has returned, maybe on another machine; empty: none has.
+            known: the result of an earlier call, maybe on another machine; empty before the first.
 
         Returns:
             The id of the run there, which the trial's storage remembers.
@@ -129,7 +129,7 @@ class Tracker:
         raise NotImplementedError
 
     def recall(self, records: Sequence[Committed | Deleted]) -> None:
-        """The checkpoints that the run there was told of before. Called once, after `open`."""
+        """Receive the checkpoints that the run there already knows. Called once, after `open`."""
 
     def send(self, records: Sequence[AnyRecord]) -> None:
         """Show these records, in their order.
@@ -140,11 +140,11 @@ class Tracker:
         raise NotImplementedError
 
     def close(self) -> None:
-        """The sender ends, or opens it again. The trial may be continued later."""
+        """Close it: the sender ends, or opens it again. The trial may continue later."""
 
     @contextmanager
     def best_effort(self, what: str) -> Iterator[None]:
-        """For files and links: if the block fails, the log says so once, and records are sent."""
+        """Allow the block, for files and links, to fail: the log says so once; records are sent."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - a tracker's program may raise anything
@@ -157,7 +157,7 @@ def find_tracker(name: str) -> type[Tracker]:
     """The class of a tracker.
 
     Raises:
-        ConfigError: there is none of that name, or its package is not installed or fails.
+        ConfigError: no tracker has that name, or its package is not installed or fails.
     """
     if (target := BUILT_IN.get(name)) is not None:
         if importlib.util.find_spec(name) is None:
@@ -185,12 +185,12 @@ def find_tracker(name: str) -> type[Tracker]:
 
 
 def without_user(place: str) -> str:
-    """A tracker's place without what may be secret: a user, a password, a token, a query."""
+    """A tracker's place without possible secrets: a user, a password, a token, a query."""
     return _USER.sub("", without_credentials(place))
 
 
 def describe(error: BaseException) -> str:
-    """An error in one line, not too long, and without the secrets that URLs may have."""
+    """An error in one line, not too long, without the secrets that URLs may have."""
     text = text_format.one_line(f"{type(error).__name__}: {error}")
     return text_format.shortened(_QUERY.sub("?…", _USER.sub("***@", text)), LONGEST_ERROR)
 
@@ -205,10 +205,10 @@ def check_options(
     """Refuse options that a tracker does not have, and values of another type.
 
     Args:
-        known: its options, each with the types that it takes, which are in `EXPECTED`.
+        known: its options, each with its allowed types, which are in `EXPECTED`.
 
     Raises:
-        ConfigError: says which it has, or which type is expected.
+        ConfigError: names the existing options, or the expected type.
     """
     for option, value in options.items():
         if option not in known:

@@ -1,4 +1,4 @@
-"""Tracks a run: an observer that writes the trial's journal, beside which the sender runs."""
+"""Tracks a run: an observer that writes the trial's journal, and starts the sender."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from trial_core.observe.trackers.stored_journal import AnyLogger, adopt_stored, 
 from trial_core.observe.trackers.tracker import find_tracker
 from trial_core.schedule.ending import Ending
 
-# How long the sender sends after the run has ended; less, if the end has less time.
+# How long the sender sends after the run has ended; less if the end has less time.
 PATIENCE_SECONDS = 15.0
 FIRST_RESTART_SECONDS, LONGEST_RESTART_SECONDS = 10.0, 600.0
 
@@ -50,7 +50,7 @@ def check_trackers(config: ExperimentConfig) -> None:
     """Refuse trackers that are not installed, and options that they do not have.
 
     Raises:
-        ConfigError: says which.
+        ConfigError: names the tracker or option.
     """
     for name, options in trackers_of(config).items():
         find_tracker(name).check(options)
@@ -62,9 +62,9 @@ def trackers_of(config: ExperimentConfig) -> dict[str, dict[str, Any]]:
 
 
 class Tracking(Observer):
-    """Writes what a run reports into its trial's journal. A context manager around the run.
+    """Writes a run's events into its trial's journal. A context manager around the run.
 
-    Whatever fails is a warning: the run does not end for it.
+    Every failure is only a warning: it does not end the run.
 
     Args:
         run_dir: the trial's folder on this machine.
@@ -108,7 +108,7 @@ class Tracking(Observer):
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         if not self._trackers:
             return
-        if not isinstance(error, Superseded):  # else the newer run is the same run of the trackers
+        if not isinstance(error, Superseded):  # else the newer run is the same run in the trackers
             self._measure_time()
             status = self._status or ("completed" if error is None else f"failed: {error}")
             outcome, _, why = status.partition(": ")
@@ -201,7 +201,7 @@ class Tracking(Observer):
         in_background(self._keep, "trackers")
 
     def _keep(self, is_end: bool = False) -> None:
-        """Store the journal; beside training, unless it is being stored."""
+        """Store the journal; during training, only if it is not being stored."""
         if self._keeping.acquire(blocking=is_end):
             try:
                 keep(self._store, self._trial, self._run_dir, self._logger, is_end)
@@ -275,7 +275,7 @@ class Tracking(Observer):
             )
         self._restart_pause = min(2 * self._restart_pause, LONGEST_RESTART_SECONDS)
         if self._sender is not None:
-            self._sender.end(lambda has_ended: True)  # what it has started
+            self._sender.end(lambda has_ended: True)  # ends its child processes
             self._sender = None
         self._start_sender()
 
@@ -299,7 +299,7 @@ class Tracking(Observer):
 
 
 def finite(value: float) -> float | None:
-    """The number, if JSON has it."""
+    """The number, or None if JSON cannot hold it."""
     try:
         return float(value) if math.isfinite(value) else None
     except OverflowError:  # a whole number of hundreds of digits
