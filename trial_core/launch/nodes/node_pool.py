@@ -154,37 +154,41 @@ class NodePool:
         """How many ranks to launch on these nodes."""
         return min(sum(agent.slots for agent in agents), self._request.slots)
 
-    def leave_out(self, slots: int) -> bool:
-        """Launch this number of ranks no more. Return whether there are nodes for fewer."""
+    def can_leave_out(self, slots: int) -> bool:
+        """Return whether there are nodes for fewer ranks than this."""
+        return bool(self._suitable(self._members, {*self._unsuitable, slots}))
+
+    def leave_out(self, slots: int) -> None:
+        """Launch no longer this number of ranks."""
         self._unsuitable.add(slots)
-        if self._choose():
-            return True
-        self._unsuitable.discard(slots)
-        return False
 
     def has_trained(self) -> None:
         """Note that the ranks of the last launch have trained a batch."""
         self._trained_on = list(self._chosen)
 
-    def retreat(self, why: str) -> bool:
-        """Leave, for good, the nodes that were taken after the last launch that has trained.
+    def can_retreat(self) -> bool:
+        """Return whether there are nodes that `retreat` would leave, and enough without them."""
+        return bool(self._new()) and bool(self._suitable(self._proven()))
 
-        From now on the run has at most as many slots as the other nodes have, so that it takes no
-        further nodes.
+    def retreat(self, why: str) -> None:
+        """Leave the nodes that were taken after the last launch that has trained, for good.
 
-        Returns:
-            True if there are such nodes, and enough others.
+        From now on the run has no more slots than the nodes that are left, so that it takes no
+        others in addition. Does nothing if there are too few of them by now.
         """
-        kept = [agent for agent in self._members if agent in self._trained_on]
-        suitable = self._suitable(kept)
-        new = [agent for agent in self._chosen if agent not in self._trained_on]
-        if not new or not suitable:
-            return False
-        for agent in new:
+        suitable = self._suitable(self._proven())
+        if not suitable:
+            return
+        for agent in self._new():
             self._leave(agent, why)
         self._request = replace(self._request, slots=self.slots_of(suitable))
         self._chosen = suitable
-        return True
+
+    def _new(self) -> list[ConnectedAgent]:
+        return [agent for agent in self._chosen if agent not in self._trained_on]
+
+    def _proven(self) -> list[ConnectedAgent]:
+        return [agent for agent in self._members if agent in self._trained_on]
 
     def leave(self, name: str, why: str) -> None:
         """Leave a node for good, if it was taken after the last launch that has trained.
@@ -383,12 +387,19 @@ class NodePool:
         """The first members for as many ranks as possible; none if they have too few slots."""
         return self._suitable(self._members)
 
-    def _suitable(self, agents: list[ConnectedAgent]) -> list[ConnectedAgent]:
-        """The first of these agents for as many ranks as possible; none if they have too few."""
+    def _suitable(
+        self, agents: list[ConnectedAgent], unsuitable: set[int] | None = None
+    ) -> list[ConnectedAgent]:
+        """The first of these agents for as many ranks as possible; empty if they have too few.
+
+        Args:
+            unsuitable: numbers of ranks that are left out; by default those of the run.
+        """
+        unsuitable = self._unsuitable if unsuitable is None else unsuitable
         there = [agent for agent in agents if self._is_there(agent)]
         while there and self.slots_of(there[:-1]) == self.slots_of(there):
             there.pop()  # a smaller node may have taken a place
-        while there and self.slots_of(there) in self._unsuitable:
+        while there and self.slots_of(there) in unsuitable:
             there.pop()
         return there if self.slots_of(there) >= self._request.min_slots else []
 
