@@ -51,9 +51,9 @@ class EarlyStopping(_Counts):
     The run saves, and ends as completed; its last line, log and report say why.
 
     Args:
-        metric: by default the searcher's.
+        metric: the metric to watch; by default the searcher's.
         patience: how many validations in a row may bring no improvement.
-        min_delta: what counts as an improvement is greater than this.
+        min_delta: an improvement counts only if it is greater than this.
         smaller_is_better: by default as the searcher says.
 
     Raises:
@@ -121,7 +121,7 @@ class StopOnNonFinite(_Counts):
     fails (`stopping.fail_on_non_finite_loss`). If it is a loss, no checkpoint is stored.
 
     Args:
-        patience: in how many workloads in a row.
+        patience: the number of such workloads in a row.
 
     Raises:
         TrialValueError: `patience` is less than 1.
@@ -151,11 +151,11 @@ class ExponentialMovingAverage(TrialCallback):
 
     After each step, ``average = decay * average + (1 - decay) * weight``, in float32 at least, from
     the weights before training. Validations, with their hooks, run with the averages. Training, and
-    the buffers of models, do not notice.
+    the buffers of models, are not affected.
 
     A checkpoint of a `PyTorchTrial` holds the averages as its models, so that `trialflow export`,
-    `trialflow evaluate` and a warm start take what was validated; and beside them the weights, from
-    which a resumed run continues. Of a `DeepSpeedTrial`, an export has the weights.
+    `trialflow evaluate` and a warm start take the validated weights. It also holds the trained
+    weights, from which a resumed run continues; an export of a `DeepSpeedTrial` has these.
 
     Args:
         decay: less than 1; the nearer to it, the longer the average.
@@ -260,9 +260,9 @@ class ExponentialMovingAverage(TrialCallback):
 class ThroughputAndMemory(TrialCallback):
     """Reports ``samples_per_second`` and ``peak_memory_gib`` as training metrics of each workload.
 
-    So they are in the report, in TensorBoard and in checkpoints. The speed is that of the slowest
-    rank, with its waits for data; ``batches_per_second``, if the samples of a batch are unknown.
-    The memory is the most that a rank which reports metrics has allocated on its accelerator in the
+    So they are in the report, in TensorBoard and in checkpoints. The speed is the slowest rank's,
+    with its waits for data; it is ``batches_per_second`` if the samples of a batch are unknown. The
+    memory is the most that a rank which reports metrics has allocated on its accelerator in the
     workload; on the CPU, the most that its process has ever used.
     """
 

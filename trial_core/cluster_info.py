@@ -1,4 +1,4 @@
-"""`get_cluster_info`: what a script knows of its run. Follows Determined's function."""
+"""`get_cluster_info`: a script's information about its run. Follows Determined's function."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ClusterInfo(SaysWhatToUse):
 
     Attributes:
         trial: the trial.
-        latest_checkpoint: uuid of the checkpoint to resume from; None: begin from scratch.
+        latest_checkpoint: uuid of the checkpoint to resume from; None to begin from scratch.
         user_data: the experiment's section `data`.
         slot_ids: a number for each slot of this machine, from 0.
         container_rank: the index of this machine.
@@ -77,7 +77,7 @@ class ClusterInfo(SaysWhatToUse):
         """The information about a run: of a trial's id, and of an experiment as plain data.
 
         Args:
-            slots: of this machine, which is number `machine` of `machines`.
+            slots: the slots of this machine, which is number `machine` of `machines`.
         """
         known = TrialInfo(
             trial_number(trial),
@@ -108,10 +108,10 @@ def get_cluster_info() -> ClusterInfo | None:
 
 
 def checkpoint_to_continue(given: str | None) -> str | None:
-    """The checkpoint from which a script that you start continues; None: it begins a trial.
+    """The checkpoint from which a script that you start continues; None if it begins a trial.
 
     Args:
-        given: its argument `latest_checkpoint`; None: the environment variable
+        given: its argument `latest_checkpoint`; None for the environment variable
             ``DET_LATEST_CHECKPOINT``.
     """
     return os.environ.get(CHECKPOINT_VARIABLE) or None if given is None else given

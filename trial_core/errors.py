@@ -53,11 +53,11 @@ class TrialError(TrialflowError, RuntimeError):
 
 
 class TrialTypeError(TrialError, TypeError, AssertionError):
-    """An argument, or what a method of the trial returns, has a wrong type."""
+    """An argument, or the result of a method of the trial, has a wrong type."""
 
 
 class TrialValueError(TrialError, ValueError, AssertionError):
-    """An argument, or what a method of the trial returns or does, has a wrong value."""
+    """An argument, or the result or effect of a method of the trial, has a wrong value."""
 
 
 class InvalidHP(TrialValueError):
@@ -84,7 +84,7 @@ class LaunchError(SlotsError):
     """A slot group could not be started.
 
     Attributes:
-        node: the node that cannot start its ranks, if there is one.
+        node: the node that cannot start its ranks, if any.
     """
 
     def __init__(self, message: str = "", node: str | None = None) -> None:
@@ -101,8 +101,8 @@ class Stalled(SlotsError):
 
     Attributes:
         stacks: the stack of each rank's main thread, as text.
-        during: what the ranks were doing: a stage's name; empty: unknown.
-        seconds: how long they had made no progress; 0: unknown.
+        during: the name of the stage that the ranks were in; empty if unknown.
+        seconds: how long they had made no progress; 0 if unknown.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class PromotionConflict(RegistryError):
 
 
 class PromotionRefused(RegistryError):
-    """The model's aliases cannot be moved like this, also without a conflict."""
+    """The model's aliases cannot be moved like this, even without a conflict."""
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -186,8 +186,8 @@ class RankFailed(SlotsError):
         exit_code: its exit code, if it exited by itself.
         signal_name: the signal that killed it (``"SIGKILL"``), if one did.
         node_lost: how its machine was lost, if it was.
-        error_type: the class name of the exception it raised, if it raised one.
-        is_ours: whether that exception is a `TrialflowError`; users may reuse the name.
+        error_type: the class name of the exception it raised, if any.
+        is_ours: True if that exception is a `TrialflowError`; users may reuse the name.
         error_message: that exception's message.
         rank_traceback: that exception's traceback, as text.
         batches_trained: how many batches the rank had trained when it raised.
@@ -218,7 +218,7 @@ class RankFailed(SlotsError):
 
     @property
     def is_trial_mistake(self) -> bool:
-        """Whether the rank refused the user's trial, so that a restart would fail the same way."""
+        """True if the rank refused the user's trial, so that a restart would fail the same way."""
         return self.is_ours and self.error_type in _TRIAL_MISTAKES
 
     @property

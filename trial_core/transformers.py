@@ -40,16 +40,17 @@ class TrialflowCallback(TrainerCallback):
         trainer = Trainer(model, args, train_dataset=data, callbacks=[TrialflowCallback()])
         trainer.train()
 
-    Each checkpoint that the Trainer saves is stored in the run, beside training; its last step is
+    Each checkpoint that the Trainer saves is stored in the run during training. The last step is
     saved in any case, and evaluated if ``eval_strategy`` is not ``"no"``. ``train`` resumes from
     the run's latest checkpoint, which is fetched into ``args.output_dir``, whatever its argument
-    says; it returns when the last one is committed. What the Trainer logs is reported. A run that
-    is asked to stop saves after the step that all ranks are in.
+    says. ``train`` returns when the last checkpoint is committed. The Trainer's logs are reported.
+    A run that is asked to stop saves after the step that all ranks are in.
 
     The same script runs in the slots of ``trialflow train``, and with ``python`` or ``torchrun``.
 
     Args:
-        filter_metrics: report only the searcher metric and those whose names contain one of these.
+        filter_metrics: report only the searcher metric and metrics whose names contain one of
+            these.
         user_data: plain data that each checkpoint holds, as ``my_data.json`` in its folder.
         init: arguments of `trial_core.init`, for a script outside a slot.
 
@@ -152,7 +153,7 @@ class TrialflowCallback(TrainerCallback):
             raise _HasEnded
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Report what the Trainer logs: of a step, all validation metrics together."""
+        """Report the Trainer's logs: all validation metrics of a step together."""
         names = [name for name in logs or {} if name != "epoch" and not name.endswith(_SPEED)]
         # At its end, the Trainer sums up.
         is_summary = any(name.startswith("test_") or name == "train_runtime" for name in logs or {})
@@ -206,7 +207,7 @@ class TrialflowCallback(TrainerCallback):
             self._context.host.wait_for_upload()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Store what the Trainer has saved; it is uploaded beside training. Collective."""
+        """Store the Trainer's checkpoint, which is uploaded during training. Collective."""
         context, self.last_save = self._context, state.global_step
         ranks = context.distributed
         ranks.allgather(None)  # all ranks have written their files
@@ -268,7 +269,7 @@ class DetCallback(TrialflowCallback):
 
 
 class _HasEnded(Exception):
-    """The checkpoint to resume from is that of the last step."""
+    """The checkpoint to resume from is the last step's."""
 
 
 def _open_runs_in_train() -> None:
@@ -300,7 +301,7 @@ def _open_runs_in_train() -> None:
 
 
 def _end(trainer: Any) -> TrainOutput:
-    """What ``train`` does after its last step."""
+    """Do the work of ``train`` after its last step."""
     state = trainer.state
     if trainer.args.load_best_model_at_end and state.best_model_checkpoint is not None:
         trainer._load_best_model()

@@ -94,7 +94,7 @@ class SnapshotCheckpointEngine(TorchCheckpointEngine):
         """Read one shard of a fetched and verified checkpoint.
 
         Tensors stay in the file until they are used: DeepSpeed reads model states twice, and copies
-        what it needs.
+        only the needed parts.
         """
         return self.reader.load(Path(path), map_location, mapped=True)
 

@@ -1,4 +1,4 @@
-"""Checks DeepSpeed's config for what cannot resume, and for keys that DeepSpeed does not know.
+"""Checks DeepSpeed's config for keys that cannot resume, and keys that DeepSpeed does not know.
 
 DeepSpeed is imported only where it is needed: `trialflow doctor` reads the tables without it.
 """
@@ -80,7 +80,7 @@ _OF_INITIALIZE = frozenset({"data_parallel_size", "sequence_parallel_size"})
 
 
 def refusals(config: Mapping[str, Any]) -> list[str]:
-    """For each key with which a run is refused: why, and what to do."""
+    """For each key with which a run is refused, the reason, and what to do."""
     found = [
         f"the DeepSpeed config's {key} is not supported: {why}"
         for key, why in REFUSED.items()
@@ -96,12 +96,12 @@ def refusals(config: Mapping[str, Any]) -> list[str]:
 
 
 def is_zero_3(config: Mapping[str, Any]) -> bool:
-    """Whether a DeepSpeed config is one of ZeRO-3."""
+    """Return whether a DeepSpeed config is one of ZeRO-3."""
     return bool(_value(config, "zero_optimization.stage") == 3)
 
 
 def removals(config: Mapping[str, Any]) -> list[str]:
-    """For each key that DeepSpeed has removed: what takes its place."""
+    """For each key that DeepSpeed has removed, its replacement."""
     return [
         f"DeepSpeed has removed {key}: {instead}"
         for key, instead in REMOVED.items()
@@ -131,10 +131,10 @@ def config_of(engine: DeepSpeedEngine) -> Mapping[str, Any]:
 def check_engine_config(engine: DeepSpeedEngine, *, warns: bool) -> None:
     """Check the config of an engine that was built. Every rank calls this, and gets one result.
 
-    Also turns off `elastic_checkpoint`, with which DeepSpeed does not read what it has saved.
+    Also turns off `elastic_checkpoint`, with which DeepSpeed does not read its own checkpoints.
 
     Args:
-        warns: whether this rank logs warnings.
+        warns: True if this rank logs warnings.
 
     Raises:
         TrialError: a checkpoint of the engine could not be resumed, or not to the same result.
@@ -163,11 +163,11 @@ def check_engine_config(engine: DeepSpeedEngine, *, warns: bool) -> None:
 
 @cache
 def known_keys() -> frozenset[str]:
-    """The top-level keys that the installed DeepSpeed reads: those it asks an empty config for."""
+    """The top-level keys that the installed DeepSpeed reads, found by giving it an empty config."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
     class Unchecked(DeepSpeedConfig):
-        """Its batch is none of the run's: see `micro_batches_of`."""
+        """Its batch is not the run's: see `micro_batches_of`."""
 
         def _configure_train_batch_size(self) -> None:
             self._set_batch_related_parameters()
@@ -201,7 +201,7 @@ class _AskedConfig(dict[str, Any]):
 
 
 def _value(config: Mapping[str, Any], key: str) -> Any:
-    """The value at a key like ``checkpoint.writer``; None if there is none."""
+    """The value at a key like ``checkpoint.writer``, or None."""
     value: Any = config
     for name in key.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None
@@ -209,7 +209,7 @@ def _value(config: Mapping[str, Any], key: str) -> Any:
 
 
 def _is_on(value: Any) -> bool:
-    """Whether a section is there, and is not switched off."""
+    """True if a section exists, and is not switched off."""
     if isinstance(value, Mapping):
         return value.get("enabled", True) is not False
     return value is not None and value is not False

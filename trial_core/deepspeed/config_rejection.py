@@ -27,7 +27,8 @@ _EMPTY = re.compile(r"^(Micro batch size per gpu|Gradient accumulation steps): 0
 def rejection(error: Exception) -> str | None:
     """The message for an error that DeepSpeed raised when it was given a config.
 
-    Ours where we know it, else DeepSpeed's; None: the error may have another cause than the config.
+    Ours where we know one, else DeepSpeed's. None if the error may have another cause than the
+    config.
     """
     config = _config_behind(error.__traceback__)
     obsolete = removals(config) if isinstance(error, DeepSpeedConfigError) else []
@@ -54,7 +55,7 @@ def rejection(error: Exception) -> str | None:
 
 
 def _is_of_a_build(traceback: TracebackType | None) -> bool:
-    """Whether the error comes from the code that compiles DeepSpeed's operators."""
+    """True if the error comes from the code that compiles DeepSpeed's operators."""
     frames = walk_tb(traceback)
     return any(isinstance(each.f_locals.get("self"), OpBuilder) for each, _ in frames)
 
@@ -98,12 +99,12 @@ def _reason(message: str) -> str:
 def _section(
     config: Mapping[str, Any], path: Sequence[str], value: object, fields: Sequence[str]
 ) -> list[str]:
-    """The name of the section in which `path` leads to `value`; empty: the config itself, or none.
+    """The name of the section in which `path` leads to `value`; empty if it is the config, or none.
 
     DeepSpeed validates each section on its own, so that pydantic does not know its name.
 
     Args:
-        fields: those of the section; they identify it if a section as a whole is rejected.
+        fields: the section's fields; they identify it if a section as a whole is rejected.
     """
 
     def leads(inside: Any) -> bool:

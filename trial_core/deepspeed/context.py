@@ -1,4 +1,4 @@
-"""`DeepSpeedTrialContext`: what a `DeepSpeedTrial` asks and tells. Follows Determined's class."""
+"""`DeepSpeedTrialContext`: a trial's interface to its run. Follows Determined's class."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class DeepSpeedTrialContext(SaysWhatToUse, TorchTrialContext):
     Attributes:
         models: the wrapped engines, in the order of wrapping.
         mpu: this rank's place in the parallel layout.
-        use_pipeline_parallel: whether a pipeline is wrapped.
-        has_loaded_engines: whether `DeepSpeedTrial.load` has run in the restore at hand.
+        use_pipeline_parallel: True if a pipeline is wrapped.
+        has_loaded_engines: True if `DeepSpeedTrial.load` has run in the restore at hand.
     """
 
     def __init__(self, info: RunInfo, distributed: DistributedContext) -> None:
@@ -70,8 +70,8 @@ class DeepSpeedTrialContext(SaysWhatToUse, TorchTrialContext):
             batches = iter(trial.build_training_data_loader())
             print(trial.train_batch(batches, epoch_idx=0, batch_idx=0))
 
-        As `TrialContext.from_config`. Without a launcher it also sets the environment variables of
-        a single rank, which ``deepspeed.initialize`` needs.
+        Works as `TrialContext.from_config`. Without a launcher it also sets the environment
+        variables of a single rank, which ``deepspeed.initialize`` needs.
         """
         if not is_launched():
             os.environ.update(host_single_rank())
@@ -120,8 +120,8 @@ class DeepSpeedTrialContext(SaysWhatToUse, TorchTrialContext):
         config.
 
         Args:
-            config: a config, or the path of its JSON file. None: models are whole on each rank from
-                now on, for one that no engine gets, such as a teacher.
+            config: a config, or the path of its JSON file. None keeps models whole on each rank
+                from now on, for a model without an engine, such as a teacher.
 
         Raises:
             TrialError: the file cannot be read; or the stage is 3, and transformers or accelerate

@@ -35,6 +35,6 @@ def finite(loader: Any) -> Any:
 
 
 def finite_and_separate(loader: Any) -> Any:
-    """As `finite`; the passes of a `DeepSpeedDataLoader` are separate from all others."""
+    """Like `finite`; the passes of a `DeepSpeedDataLoader` are separate from all others."""
     loader = finite(loader)
     return _SeparatePasses(loader) if isinstance(loader, DeepSpeedDataLoader) else loader

@@ -47,7 +47,7 @@ class DeepSpeedTrialAdapter(TrialAdapter):
 
     Raises:
         TrialError: the trial wrapped no engine, or the ranks' `ModelParallelUnit`s are
-            inconsistent, or the trial cannot be validated, or not accumulate gradients.
+            inconsistent, or the trial cannot be validated, or cannot accumulate gradients.
     """
 
     _base = DeepSpeedTrial
@@ -153,11 +153,11 @@ class DeepSpeedTrialAdapter(TrialAdapter):
         return steps, sum(int(engine.skipped_steps) for engine in engines)
 
     def measured_flops_per_sample(self) -> float:
-        """As DeepSpeed's flops profiler has measured it, once it has, on rank 0.
+        """The result of DeepSpeed's flops profiler on rank 0, once it has measured.
 
-        The profiler counts the forward pass of a micro-batch on that rank. So nothing is said of a
-        model that is divided among ranks; nor of one with frozen weights, or of several models,
-        whose backward pass is not twice that.
+        The profiler counts the forward pass of a micro-batch on that rank. So the FLOPs stay
+        unknown for a divided model, and with frozen weights or several models, whose backward pass
+        is not twice that.
         """
         engines = self._context.models
         profiler = getattr(engines[0], "flops_profiler", None)
@@ -292,7 +292,7 @@ def _own_format_error(trial: DeepSpeedTrial, method: str) -> CheckpointError:
 
 
 def _is_managed(engine: DeepSpeedEngine) -> bool:
-    """Whether DeepSpeed decides which micro-batch ends a batch; else each ``step`` ends one."""
+    """True if DeepSpeed decides which micro-batch ends a batch; else each ``step`` ends one."""
     return bool(config_of(engine).get("managed_gradient_accumulation", True))
 
 
@@ -305,7 +305,7 @@ def _micro_batches_trained(engine: DeepSpeedEngine) -> int:
 
 
 def _forward_needs_other_ranks(context: DeepSpeedTrialContext) -> bool:
-    """Whether other ranks hold weights that a forward pass of this rank needs."""
+    """True if other ranks hold weights that a forward pass of this rank needs."""
     partitions_weights = any(
         engine.zero_optimization_partition_weights() or engine.has_moe_layers
         for engine in context.models

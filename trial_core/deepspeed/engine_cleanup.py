@@ -1,4 +1,4 @@
-"""Frees what DeepSpeed 0.19 keeps for ever of engines that were destroyed.
+"""Frees the objects of destroyed engines that DeepSpeed 0.19 keeps for ever.
 
 Warm ranks train one model after the other, so they would keep all of them.
 

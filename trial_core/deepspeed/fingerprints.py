@@ -1,4 +1,4 @@
-"""Fingerprints of an engine's tensors, by name: what is loaded or exported must be what was saved.
+"""Fingerprints of an engine's tensors, by name: to check loaded and exported tensors.
 
 ZeRO's flat buffers hold no names; only arithmetic tells which elements are whose. If it is wrong,
 weights are silently exchanged. So a save records the bits of each parameter and persistent buffer
@@ -65,7 +65,8 @@ class _Tensor:
         elements: of the whole tensor.
         group: the ranks that share it, or hold a part of it each.
         own: the elements that this rank sums. All ranks of the group together sum all.
-        master: returns the optimizer's fp32 weights of these elements; None: it has no others.
+        master: returns the optimizer's fp32 weights of these elements; None if it has none of its
+            own.
         names: in the module's ``state_dict``; several if it is tied.
     """
 
@@ -76,7 +77,7 @@ class _Tensor:
     names: list[str] = field(default_factory=list)
 
     def fingerprint(self, bits: int = 0) -> Fingerprint:
-        """The fingerprint with these bits."""
+        """The tensor's fingerprint with these bits."""
         return Fingerprint(str(self.own[0].dtype), self.elements, bits)
 
     def sums(self) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -90,11 +91,11 @@ def record_fingerprints(
 ) -> None:
     """Write the fingerprints of the engines' tensors. Collective: every rank calls this.
 
-    Each tensor is in the file of one rank: the first of those that share it.
+    Each tensor is in the file of one rank: the first one that shares it.
 
     Args:
-        folder: of the checkpoint, on this rank.
-        exclude_frozen: whether the checkpoint does not hold frozen parameters.
+        folder: the checkpoint's folder on this rank.
+        exclude_frozen: True if the checkpoint does not hold frozen parameters.
     """
     recorded: list[dict[str, Any]] = []
     for engine in engines:
@@ -115,7 +116,7 @@ def record_fingerprints(
 def check_loaded(
     engines: Sequence[DeepSpeedEngine], folder: Path, distributed: DistributedContext
 ) -> None:
-    """Check that the engines hold what was saved. Collective: every rank calls this.
+    """Check that the engines hold the saved tensors. Collective: every rank calls this.
 
     A checkpoint without fingerprints is not checked.
 
@@ -144,7 +145,7 @@ def check_loaded(
 
 
 def check_exported(saved: Mapping[str, Fingerprint], weights: Mapping[str, torch.Tensor]) -> None:
-    """Check that the exported weights of an engine are what was saved. Called by one process.
+    """Check that an engine's exported weights are the saved ones. Called by one process.
 
     Args:
         saved: the engine's `fingerprints_of`.
@@ -165,7 +166,7 @@ def check_exported(saved: Mapping[str, Fingerprint], weights: Mapping[str, torch
 
 
 def _is_comparable(name: str, saved: Mapping[str, Fingerprint], seen: Fingerprint) -> bool:
-    """Whether a tensor was recorded with the type and size that it has now."""
+    """True if a tensor was recorded with the type and size that it has now."""
     if name in saved and saved[name][:2] == seen[:2]:
         return True
     _logger.debug("%s is not compared: saved as %s, now %s", name, saved.get(name), seen[:2])
@@ -187,7 +188,7 @@ def fingerprints_of(
     """The recorded fingerprints of an engine by name, without names that ranks disagree about.
 
     Args:
-        model_rank: of the model-parallel rank; None: of all.
+        model_rank: only this model-parallel rank's; None for all.
     """
     found: dict[str, set[Fingerprint]] = {}
     for file in folder.glob(f"{FILE_PREFIX}*.json"):

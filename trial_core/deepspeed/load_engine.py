@@ -47,11 +47,11 @@ def load_weights(engine: DeepSpeedEngine, folder: Path, tag: str) -> None:
 
     The checkpoint may be of another number of data-parallel ranks, or another ZeRO stage. The
     module is loaded part by part: under ZeRO-3, the device and the first rank's host memory hold no
-    more than the weights of one part beside the rank's own. Collective: every rank calls this.
+    more than the rank's own weights and one part's. Collective: every rank calls this.
 
     Raises:
         TrialError: DeepSpeed found no weights of that tag.
-        CheckpointError: they are those of another model.
+        CheckpointError: the weights are another model's.
     """
     imported = imported_weights(folder, engine.module.state_dict().keys(), reader_of(engine))
     if imported is not None and tag != "model0":
@@ -107,9 +107,10 @@ def _load_by_parts(engine: DeepSpeedEngine, weights: Mapping[str, SavedWeight]) 
 
 @contextmanager
 def _secondary_copies_renewed(engine: DeepSpeedEngine) -> Iterator[None]:
-    """Within this, loaded weights replace also the secondary copies that hpZ keeps of them.
+    """Inside the block, loaded weights also replace the secondary copies that hpZ keeps of them.
 
-    DeepSpeed forgets those of trained weights alone: a frozen weight would stay as it was built.
+    DeepSpeed forgets only the copies of trained weights: a frozen weight would stay as it was
+    built.
     """
     if not hasattr(engine.optimizer, "invalidate_secondary_tensor"):
         yield
@@ -128,7 +129,7 @@ def _secondary_copies_renewed(engine: DeepSpeedEngine) -> Iterator[None]:
 
 
 def needs_optimizer_shards(engine: DeepSpeedEngine, names: Iterable[str]) -> bool:
-    """Whether `load_weights` reads the optimizer's shards: if either side partitions the weights.
+    """True if `load_weights` reads the optimizer's shards: if either side partitions the weights.
 
     Args:
         names: the files under the engine's tag.
@@ -138,7 +139,7 @@ def needs_optimizer_shards(engine: DeepSpeedEngine, names: Iterable[str]) -> boo
 
 
 def _load_checkpoint(engine: DeepSpeedEngine, folder: Path, tag: str, **options: Any) -> str | None:
-    """Have DeepSpeed load what `save_checkpoint` wrote; the path of it, if it was found.
+    """Have DeepSpeed load a checkpoint of `save_checkpoint`; return its path, if it was found.
 
     With ``checkpoint.load_universal``, which is for a checkpoint that the trial loads itself,
     DeepSpeed would look for a universal one here, too.
@@ -165,11 +166,11 @@ def _module_options(engine: DeepSpeedEngine) -> dict[str, Any]:
 def load_by_parts(module: torch.nn.Module, weights: Mapping[str, SavedWeight]) -> None:
     """Load a module's weights, each submodule's own after the other's.
 
-    ZeRO-3's parameters are gathered for that. The first rank of those that share them reads them;
+    ZeRO-3's parameters are gathered for that. The first of the ranks that share them reads them;
     the others receive them. Collective: every rank calls this.
 
     Raises:
-        CheckpointError: the weights are those of another model; on every rank, before any is read.
+        CheckpointError: the weights are another model's; raised on every rank, before any is read.
     """
     own = _state_tensors(module)
     _require_same_model(module, own, weights)
@@ -183,7 +184,7 @@ def load_by_parts(module: torch.nn.Module, weights: Mapping[str, SavedWeight]) -
 
 
 def _is_read_here(tensor: torch.Tensor) -> bool:
-    """Whether this rank reads a weight, not another one that sends it."""
+    """True if this rank reads a weight, not another one that sends it."""
     sharing = getattr(tensor, "ds_process_group", None)  # under ZeRO-3
     return sharing is None or dist.get_rank(group=sharing) == 0
 
@@ -237,7 +238,7 @@ def _require_same_names(
     """Check that a checkpoint lacks nothing but, perhaps, all of the frozen parameters.
 
     Raises:
-        CheckpointError: names what else differs.
+        CheckpointError: something else differs; names it.
     """
     # DeepSpeed leaves a frozen parameter out by its first name only.
     if frozen_names(module, every_name=False) <= missing:

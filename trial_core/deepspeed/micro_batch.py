@@ -12,13 +12,13 @@ from trial_core.errors import TrialError
 
 @contextmanager
 def micro_batches_of(samples: int | None) -> Iterator[None]:
-    """Inside the block, engines are built with micro-batches of that many samples.
+    """Inside the block, engines are built with micro-batches of `samples` samples.
 
     DeepSpeed has no call for it: once an engine is built, its optimizer counts the steps of
     accumulation itself.
 
     Args:
-        samples: 0: a whole batch of the rank. None: as configured.
+        samples: 0 means a whole batch of the rank; None means as configured.
 
     Raises:
         TrialError: in the block, if a batch of a rank cannot be divided so.

@@ -19,7 +19,7 @@ from trial_core.rank.collectives.distributed import DistributedContext
 
 @dataclass
 class ModelParallelUnit:
-    """A rank's place in the parallel layout. Follows Determined's class of the same name.
+    """A rank's place in the parallel layout. Follows Determined's class.
 
     Ranks with the same `data_parallel_rank` hold different parts of one copy of the model. They get
     the same samples in the same order, and the same random seeds.
@@ -27,8 +27,8 @@ class ModelParallelUnit:
     Attributes:
         data_parallel_rank: index of the data shard that this rank trains on.
         data_parallel_world_size: number of data shards.
-        should_report_metrics: whether this rank's metrics and reducer values count.
-        should_build_data_loader: whether this rank needs data.
+        should_report_metrics: True if this rank's metrics and reducer values count.
+        should_build_data_loader: True if this rank needs data.
     """
 
     data_parallel_rank: int
@@ -72,8 +72,8 @@ def make_engine_mpu(engine: DeepSpeedEngine, distributed: DistributedContext) ->
 def make_deepspeed_mpu(mpu: Any) -> ModelParallelUnit:
     """The unit of a `PipelineEngine`.
 
-    The first and the last stage read data (inputs and labels). The last stage reports metrics: what
-    other stages, rank 0 among them, add to custom reducers is left out.
+    The first and the last stage read data (inputs and labels). The last stage reports metrics:
+    values that other stages, rank 0 among them, add to custom reducers are left out.
 
     Args:
         mpu: the engine's grid, ``engine.mpu``.
@@ -89,7 +89,7 @@ def make_deepspeed_mpu(mpu: Any) -> ModelParallelUnit:
 
 
 def forget_model_parallelism() -> None:
-    """Reset the process-wide layout that DeepSpeed keeps of the engines built before.
+    """Reset the process-wide layout that DeepSpeed keeps from engines built before.
 
     DeepSpeed would use the ``mpu`` and the mesh of the last engine with model parallelism for all
     engines that this process builds later. Its own groups are destroyed: every rank calls this.
@@ -120,7 +120,7 @@ def check_mpu(mpu: ModelParallelUnit, distributed: DistributedContext) -> None:
     """Check that the units of all ranks are consistent. Collective: every rank calls this.
 
     Raises:
-        TrialError: on every rank, if they are not.
+        TrialError: on every rank, if the units are inconsistent.
     """
     own = [getattr(mpu, field.name) for field in fields(ModelParallelUnit)]
     units = [ModelParallelUnit(*unit) for unit in distributed.allgather(own)]

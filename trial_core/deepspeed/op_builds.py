@@ -41,7 +41,7 @@ SHARED_MEMORY_OP = "deepspeed_shm_comm"
 _ARCHITECTURE = re.compile(r"\d+\.\d+(\+PTX)?")
 
 BUILD_VARIABLES = ("CXX", "CC", "CUDA_HOME", "TORCH_CUDA_ARCH_LIST", "PYTORCH_ROCM_ARCH")
-"""Environment variables that decide what is built."""
+"""Environment variables on which a build depends."""
 
 
 def prepare_op_builds(local_rank: int) -> None:
@@ -86,9 +86,9 @@ def clear_interrupted_builds() -> None:
 
 
 def op_being_built() -> str | None:
-    """What a process builds in this environment's folder, for people; None: nothing.
+    """The name of the extension that a process builds in this environment's folder, or None.
 
-    Any process that loads an extension holds the lock for a moment, also if nothing is compiled.
+    Any process that loads an extension holds the lock for a moment, even if nothing is compiled.
     """
     names = sorted({lock.parent.name for lock in _locks()})
     if not names:
@@ -101,7 +101,7 @@ def op_being_built() -> str | None:
 
 
 def nvcc_problem() -> str | None:
-    """Why DeepSpeed's operators cannot be compiled for CUDA; None: they can, or need not.
+    """Why DeepSpeed's operators cannot be compiled for CUDA; None if they can, or need not.
 
     DeepSpeed refuses an nvcc of another major version, and from CUDA 13 of another minor one. It
     fails with architectures that only PyTorch knows.
@@ -122,7 +122,7 @@ def nvcc_problem() -> str | None:
 
 
 def architecture_problem() -> str | None:
-    """Why DeepSpeed cannot read TORCH_CUDA_ARCH_LIST; None: it can, or need not."""
+    """Why DeepSpeed cannot read TORCH_CUDA_ARCH_LIST; None if it can, or need not."""
     chosen = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
     named = [each for each in re.split(r"[\s;]+", chosen) if each]
     odd = [each for each in named if not _ARCHITECTURE.fullmatch(each)]
@@ -176,7 +176,7 @@ def _exists(lock: Path) -> bool:
 
 
 def _is_held(lock: Path) -> bool:
-    """Whether a process of this machine has the lock file open, as a builder has."""
+    """True if a process of this machine has the lock file open, as a builder has."""
     path = str(lock.resolve())
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):

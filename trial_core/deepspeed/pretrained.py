@@ -23,12 +23,14 @@ _INTEGRATION = "transformers.integrations.deepspeed"
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 _LARGE_BYTES = 2**20
 _BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-_MOST_BYTES = 32 * 2**20  # what glibc itself raises the threshold to while a process runs
+_MOST_BYTES = 32 * 2**20  # glibc itself raises the threshold to this while a process runs
 
 
 def named_config(hparams: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The DeepSpeed config that hyperparameters name, as Determined's examples do: the file
-    ``deepspeed_config`` with the values of ``overwrite_deepspeed_args``. None if they name none.
+    """The DeepSpeed config that hyperparameters name, or None.
+
+    As in Determined's examples: the file ``deepspeed_config`` with the values of
+    ``overwrite_deepspeed_args``.
     """
     file, values = hparams.get("deepspeed_config"), hparams.get("overwrite_deepspeed_args") or {}
     if not isinstance(file, str) or not Path(file).is_file():
@@ -36,11 +38,11 @@ def named_config(hparams: Mapping[str, Any]) -> dict[str, Any] | None:
     try:
         return overwrite_deepspeed_config(file, values)
     except TrialError:
-        return None  # the trial, which reads the file itself, says what is wrong
+        return None  # the trial, which reads the file itself, reports the error
 
 
 def is_transformers_in_use() -> bool:
-    """Whether this process has imported transformers, and could divide its models."""
+    """Return whether this process has imported transformers, and could divide its models."""
     return "transformers" in sys.modules and find_spec("accelerate") is not None
 
 
@@ -48,7 +50,8 @@ def divide_pretrained(config: Mapping[str, Any]) -> object:
     """Have transformers divide the models that it builds from now on, as ZeRO-3 does.
 
     Returns:
-        transformers divides as long as this object is kept: it has a weak reference.
+        An object to keep: transformers only has a weak reference to it, and divides while it
+        exists.
 
     Raises:
         TrialError: transformers or accelerate, which it needs for that, is not installed.
@@ -82,7 +85,7 @@ def end_of_loading() -> None:
 
 
 def _set_malloc_thresholds(mmap: int, trim: int) -> None:
-    """Blocks of `mmap` bytes and more get memory of their own, and return it at once.
+    """Give blocks of `mmap` bytes and more their own memory, which is returned at once.
 
     Otherwise the gathered weights that a rank frees stay in its heap, between the parts that it
     keeps: CPU ranks of 4 held up to 1.3 times the weights while they loaded a quarter.

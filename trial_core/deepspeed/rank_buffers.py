@@ -1,8 +1,8 @@
 """Buffers that differ between the ranks of an engine, such as the running means of BatchNorm.
 
-Under ZeRO 0 to 2 DeepSpeed stores the buffers of one rank among those that hold the same weights,
-and gives them to all. So each rank stores its own of those that differ, in a file of its own, and
-gets them back. On other ranks than those that saved them, all have the ones that DeepSpeed stored.
+Under ZeRO 0 to 2, of the ranks with the same weights, DeepSpeed stores the buffers of one and gives
+them to all. So each rank stores its own differing buffers in a separate file, and gets them back.
+On ranks other than the saving ones, all get the buffers that DeepSpeed stored.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from trial_core.rank.state_files.state_guard import persistent_buffers
 
 
 def record_buffers(engines: Sequence[DeepSpeedEngine], folder: Path, rank: int) -> None:
-    """Write this rank's buffers that others have otherwise. Collective: every rank calls this.
+    """Write this rank's buffers that differ from others'. Collective: every rank calls this.
 
     Args:
-        folder: of the checkpoint, on this rank.
+        folder: the checkpoint's folder on this rank.
     """
     own = [_differing(engine) for engine in engines]
     if any(own):
@@ -36,7 +36,7 @@ def record_buffers(engines: Sequence[DeepSpeedEngine], folder: Path, rank: int) 
 
 @torch.no_grad()
 def restore_buffers(engines: Sequence[DeepSpeedEngine], folder: Path, rank: int) -> None:
-    """Restore what `record_buffers` wrote, on the ranks that wrote it. Not collective."""
+    """Restore the buffers of `record_buffers`, on the ranks that wrote them. Not collective."""
     path = _path(folder, rank)
     if not path.is_file():
         return
@@ -53,7 +53,7 @@ def _path(folder: Path, rank: int) -> Path:
 
 
 def _place(engine: DeepSpeedEngine) -> tuple[Any, ...]:
-    """Number of ranks, and where among them this one is."""
+    """Number of ranks, and this one's place among them."""
     group = engine.seq_data_parallel_group
     alike = dist.get_rank(group), dist.get_world_size(group)
     return dist.get_world_size(), engine.checkpoint_mp_rank, *alike

@@ -58,7 +58,7 @@ def files_for_load(
     """The files that `DeepSpeedTrial.load` reads on some of `ranks`.
 
     Args:
-        saved_by, now: the topologies of the run that saved the files, and of this run.
+        saved_by, now: see `files_for_ranks`.
     """
     unread: set[str] = set()
     for i, engine in enumerate(engines):

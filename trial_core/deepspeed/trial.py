@@ -1,4 +1,4 @@
-"""`DeepSpeedTrial`: the class a user writes. Follows Determined's class of the same name."""
+"""`DeepSpeedTrial`: the base class of a user's trial. Follows Determined's class."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class DeepSpeedTrial(TorchTrial):
             )
             self.engine = context.wrap_model_engine(engine)
 
-        Any number of engines. Checkpoints contain what is wrapped.
+        There may be any number of engines. Checkpoints contain the wrapped ones.
         """
 
     @abstractmethod
@@ -56,8 +56,8 @@ class DeepSpeedTrial(TorchTrial):
         Args:
             dataloader_iter: an endless iterator of micro-batches; None on ranks that need no data.
                 A resumed run continues after the last micro-batch taken from it.
-            epoch_idx: the epoch in which this batch begins, counted from 0.
-            batch_idx: number of batches that the trial has trained before this one.
+            epoch_idx: the epoch in which this batch begins, from 0.
+            batch_idx: number of batches trained before this one, in all runs.
 
         Returns:
             Metrics: a scalar tensor (reported as ``loss``), or values by name. Numbers and arrays
@@ -120,8 +120,8 @@ class DeepSpeedTrial(TorchTrial):
         """Write this rank's part of a checkpoint below `path`. Collective: every rank calls this.
 
         Each rank has its own folder. The checkpoint is the union of all folders, so two ranks must
-        not write different content to the same file name. An override that adds files calls this,
-        so that the checkpoint can be resharded.
+        not write different content under one name. An override that adds files calls this, so that
+        the checkpoint can be resharded.
         """
         settings, rank = context.run_info.checkpointing, context.distributed.get_rank()
         for i, engine in enumerate(context.models):
@@ -138,7 +138,7 @@ class DeepSpeedTrial(TorchTrial):
 
         Raises:
             TrialError: DeepSpeed found no checkpoint of an engine.
-            CheckpointError: what it loaded is not what was saved.
+            CheckpointError: loaded tensors differ from the saved ones.
         """
         for i, engine in enumerate(context.models):
             load_engine(engine, load_path, tag=f"model{i}")
@@ -154,7 +154,7 @@ class DeepSpeedTrial(TorchTrial):
 
         Raises:
             TrialError: DeepSpeed found no weights of an engine.
-            CheckpointError: what it loaded is not what was saved.
+            CheckpointError: loaded tensors differ from the saved ones.
         """
         for i, engine in enumerate(context.models):
             load_weights(engine, load_path, tag=f"model{i}")

@@ -1,8 +1,8 @@
 """The PyTorch trial API: change ``determined.pytorch`` to ``trial_core.pytorch``.
 
-DeepSpeed trials, too, use the loaders, metrics and callbacks: the reference API has them here.
+DeepSpeed trials, too, use the loaders, metrics and callbacks: Determined has them here.
 
-Names are imported when they are first used, so that importing the package stays cheap.
+Names are imported on first use, so importing the package stays cheap.
 """
 
 from __future__ import annotations

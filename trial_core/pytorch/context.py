@@ -1,4 +1,4 @@
-"""`PyTorchTrialContext`: what a `PyTorchTrial` asks and tells. Follows Determined's class."""
+"""`PyTorchTrialContext`: a `PyTorchTrial`'s interface to its run. Follows Determined's class."""
 
 from __future__ import annotations
 
@@ -34,12 +34,10 @@ class PyTorchTrialContext(TorchTrialContext):
     Follows ``determined.pytorch.PyTorchTrialContext``.
 
     Attributes:
-        models: the wrapped models, in the order of wrapping.
-        optimizers: the wrapped optimizers, in the order of wrapping.
-        lr_schedulers: the wrapped schedulers, in the order of wrapping.
-        scaler: the loss scaler that checkpoints hold; None if there is none.
-        averages: the callback whose averages of the weights checkpoints hold; None: there is none.
-        aggregation_frequency: optimizers step once in so many batches
+        models, optimizers, lr_schedulers: the wrapped ones, in the order of wrapping.
+        scaler: the loss scaler that checkpoints hold, or None.
+        averages: the callback whose averages of the weights checkpoints hold, or None.
+        aggregation_frequency: optimizers step once in this many batches
             (``optimizations.aggregation_frequency``).
         experimental: less common settings.
     """
@@ -229,7 +227,7 @@ class PyTorchTrialContext(TorchTrialContext):
             `scaler`.
 
         Raises:
-            TrialError: `scaler` is not a ``torch.amp.GradScaler``, or there is one already.
+            TrialError: `scaler` is not a ``torch.amp.GradScaler``, or a scaler is wrapped already.
         """
         if not isinstance(scaler, GradScaler):
             raise TrialError(f"wrap_scaler takes a torch.amp.GradScaler, got {kind_of(scaler)}")
@@ -262,13 +260,13 @@ class PyTorchTrialContext(TorchTrialContext):
 
         Level O0 changes nothing. O1, O2 and O3 become autocast with a gradient scaler (a constant
         one for a number as `loss_scale`), or autocast without a scaler if `cast_model_type` is
-        ``torch.bfloat16``. The other arguments are accepted as in the reference and not used.
+        ``torch.bfloat16``. The other arguments are accepted as in Determined and not used.
 
         Returns:
             `models` and `optimizers`, unchanged.
 
         Raises:
-            TrialError: `opt_level` or `loss_scale` has another value than in the reference.
+            TrialError: `opt_level` or `loss_scale` has another value than in Determined.
         """
         if enabled:
             is_on, scaler = apex_scaler(self.device, opt_level, cast_model_type, loss_scale)
@@ -296,7 +294,7 @@ class PyTorchTrialContext(TorchTrialContext):
 
         Scales the loss if mixed precision was switched on by `configure_apex_amp` or
         ``experimental.use_amp``. Does not send anything to other ranks in batches without an
-        optimizer step, unless the model is sharded: collective, then.
+        optimizer step, unless the model is sharded. It is a collective then.
 
         Raises:
             TrialError: with several ranks, the pass gives a parameter of a model that was wrapped
@@ -369,7 +367,7 @@ class PyTorchTrialContext(TorchTrialContext):
 
     @property
     def steps_in_this_batch(self) -> bool:
-        """Whether optimizers step in the current batch; in others, gradients are added up."""
+        """True if optimizers step in the current batch; in others, gradients are added up."""
         return (self.run_info.batches_trained + 1) % self.aggregation_frequency == 0
 
     @contextmanager
@@ -450,8 +448,9 @@ class PyTorchExperimentalContext:
         """Train and validate in mixed precision, without further calls.
 
         Args:
-            dtype: of computations that are safe in less precision; None: torch's default, float16
-                on GPUs. Losses are scaled, except for ``torch.bfloat16``, which does not need it.
+            dtype: for computations that are safe in less precision; None for torch's default,
+                float16 on GPUs. Losses are scaled, except for ``torch.bfloat16``, which does not
+                need it.
 
         Raises:
             TrialError: the trial has wrapped a scaler.
@@ -474,5 +473,5 @@ def _is_trained(model: nn.Module) -> bool:
 
 
 def kind_of(thing: object) -> str:
-    """What a user has passed, for an error."""
+    """The kind of an argument of the user's, for an error."""
     return f"the class {thing.__name__}" if isinstance(thing, type) else type(thing).__name__

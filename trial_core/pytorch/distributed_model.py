@@ -51,7 +51,7 @@ class DistributedModel(DistributedDataParallel):
             )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the model's own, averaging gradients in the backward pass of training.
+        """Like the model's own, but averages gradients in the backward pass of training.
 
         Raises:
             TrialError: as `check_all_averaged`.
@@ -157,7 +157,7 @@ def average(tensors: Sequence[torch.Tensor], ranks: int, compress: bool) -> None
     """Replace each tensor by its mean over all ranks. Collective.
 
     Args:
-        compress: whether to send values as float16.
+        compress: send values as float16.
     """
     for flat, parts in _flattened(tensors):
         flat.div_(ranks)
@@ -173,7 +173,7 @@ def _broadcast(tensors: Sequence[torch.Tensor]) -> None:
 
 
 BUCKET_BYTES = 25 * 2**20
-"""How much one collective sends: as DistributedDataParallel."""
+"""How much one collective sends: as much as DistributedDataParallel."""
 
 
 def _flattened(

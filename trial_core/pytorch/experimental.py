@@ -30,8 +30,8 @@ from trial_core.rank.trial.device_transfer import to_device
 class TorchBatchProcessorContext:
     """Passed to a `TorchBatchProcessor`'s ``__init__`` on every rank.
 
-    `wrap_reducer` is that of trials: what a run has processed is reported as a validation's metrics
-    when it ends. `report_metrics` and `get_tensorboard_path` are those of `TrainContext`.
+    `wrap_reducer` works as in trials: the results of a run are reported as a validation's metrics
+    when it ends. `report_metrics` and `get_tensorboard_path` work as in `TrainContext`.
     """
 
     def __init__(self, core_context: Context) -> None:
@@ -52,9 +52,9 @@ class TorchBatchProcessorContext:
 
     @contextmanager
     def upload_path(self) -> Iterator[Path]:
-        """A folder whose files the end of the block stores, in place of those of the same names.
+        """A folder whose files the end of the block stores, in place of files of the same names.
 
-        They are in ``runs/{trial}/outputs/rank-N`` beside the checkpoints, until you delete them.
+        They are in ``runs/{trial}/outputs/rank-N`` next to the checkpoints, until you delete them.
         """
         host, into = self._core.host, f"outputs/rank-{self.get_distributed_rank()}"
         store = host.files.store
@@ -74,7 +74,7 @@ class TorchBatchProcessor(ABC):
 
     @abstractmethod
     def process_batch(self, batch: Any, batch_idx: int) -> None:
-        """Process a batch; `batch_idx` is how many this rank has had before, in all runs."""
+        """Process a batch; `batch_idx` counts this rank's batches before it, in all runs."""
 
     def on_checkpoint_start(self) -> None:  # noqa: B027 - may be overridden
         """Called before progress is stored: store the results of all batches until now."""
@@ -99,8 +99,8 @@ def torch_batch_process(
 ) -> None:
     """Process a data set once. Collective: every rank calls this, in place of `trial_core.init`.
 
-    Batch *g* goes to rank ``g % ranks``. A run that is resumed, also on another number of slots,
-    continues from its last checkpoint: a batch may be processed twice, and none is left out.
+    Batch *g* goes to rank ``g % ranks``. A resumed run, even on another number of slots, continues
+    from its last checkpoint: a batch may be processed twice, and none is left out.
 
     Args:
         batch_size, max_batches, checkpoint_interval: of each rank; default: 1, all, 5.
@@ -152,7 +152,7 @@ class BatchRun:
         self._context.reducers.reset("validation")
 
     def run(self, interval: int) -> None:
-        """Process what is left; end early if the run is asked to stop."""
+        """Process the remaining batches; end early if the run is asked to stop."""
         first, ranks, rank = self._done, self._ranks, self._rank
         skip = max(0, math.ceil((first - rank) / ranks))
         batches = iter(self._loader.get_data_loader(skip=skip, num_replicas=ranks, rank=rank))

@@ -6,7 +6,7 @@ each forward pass is followed by one backward pass. A trial with several models 
 run forward and backward passes in any order, so its gradients are averaged in `step_optimizer`.
 FSDP2 averages the gradients of sharded parameters in every backward pass.
 
-Averaging twice is harmless: the mean of what the ranks have in common is the same.
+Averaging twice is harmless: the mean of equal gradients is the same.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class GradientAveraging:
         """Average this model's gradients, too.
 
         Args:
-            in_backward: whether every parameter gets a gradient in every batch. If not, averaging
+            in_backward: True if every parameter gets a gradient in every batch. If not, averaging
                 waits for `step_optimizer`.
         """
         self._models.append(model)
@@ -56,7 +56,7 @@ class GradientAveraging:
         """Take note of an optimizer.
 
         Args:
-            is_only: whether it is the trial's only one.
+            is_only: True if it is the trial's only one.
             passes: backward passes between two of its steps.
         """
         self._overlaps &= is_only and passes == 1
@@ -105,7 +105,7 @@ class GradientAveraging:
         """Average the gradients of `parameters` that the backward pass has not. Collective.
 
         Returns:
-            Whether there were any: the trial has seen this rank's own gradients until now.
+            True if there were any: the trial has seen this rank's own gradients until now.
 
         Raises:
             TrialError: the backward pass left out some parameters, or a gradient is sparse.

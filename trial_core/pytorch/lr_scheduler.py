@@ -22,7 +22,7 @@ class LRScheduler:
         frequency: it steps at every `frequency`-th such time.
 
     Attributes:
-        scheduler: torch's.
+        scheduler: torch's scheduler.
 
     Raises:
         TrialError: an argument has the wrong type or value.
@@ -71,7 +71,7 @@ class LRScheduler:
         """Step after a batch, as often as the step mode says.
 
         Args:
-            aggregation: optimizers step once in so many batches.
+            aggregation: optimizers step once in this many batches.
             epoch: the length of an epoch; None if it is unknown.
 
         Raises:
@@ -95,11 +95,11 @@ class LRScheduler:
         return self.scheduler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore a state that `state_dict` returned."""
         self.scheduler.load_state_dict(state_dict)
 
     def _times(self, batches: int, aggregation: int, epoch: EpochLength | None) -> int:
-        """How often the time to step has come, after so many batches."""
+        """How often the time to step has come, after this many batches."""
         modes = LRScheduler.StepMode
         if self._step_mode is modes.MANUAL_STEP:
             return 0

@@ -1,4 +1,4 @@
-"""Automatic mixed precision: torch's, and what Apex's settings become."""
+"""Automatic mixed precision: torch's, also for Apex's settings."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ SHRINKS_NEVER = math.nextafter(1.0, 0.0)
 
 
 class MixedPrecision:
-    """Whether a trial's batches run with autocast, and the scaler that follows from it.
+    """The use of autocast in a trial's batches, and the scaler that follows from it.
 
     Attributes:
-        scaler: scales losses by itself, in `backward` and `step_optimizer`; None: no scaling.
-        has_stepped: whether a scaler has stepped an optimizer in this batch.
-        steps, skipped: how often a scaler has stepped an optimizer, and how often skipped the step.
+        scaler: scales losses by itself, in `backward` and `step_optimizer`; None for no scaling.
+        has_stepped: True if a scaler has stepped an optimizer in this batch.
+        steps, skipped: how often a scaler has stepped an optimizer, or skipped the step.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -50,7 +50,7 @@ class MixedPrecision:
         """Use autocast from now on.
 
         Args:
-            dtype: of computations that are safe in less precision; None: torch's default.
+            dtype: for computations that are safe in less precision; None for torch's default.
         """
         self._is_on, self.scaler, self._type = True, scaler, dtype
 
@@ -69,7 +69,7 @@ def apex_scaler(
     cast_model_type: torch.dtype | None,
     loss_scale: float | str | None,
 ) -> tuple[bool, GradScaler | None]:
-    """What ``apex.amp.initialize`` with these arguments becomes: autocast or not, and a scaler.
+    """Translate arguments of ``apex.amp.initialize``: autocast or not, and a scaler.
 
     Raises:
         TrialError: Apex has no such level or loss scale.
@@ -101,11 +101,11 @@ def share_overflow(
     no gradient to unscale.
 
     Args:
-        device: this rank's.
+        device: this rank's device.
     """
     if not scaler.is_enabled():
         return
-    # GradScaler has no public access to what unscale_ has found; FSDP's scaler does the same.
+    # GradScaler has no public access to the results of unscale_; FSDP's scaler does the same.
     found_on = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
     overflow = torch.zeros((), device=device)
     for found in found_on.values():  # empty without a gradient

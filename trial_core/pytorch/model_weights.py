@@ -26,11 +26,11 @@ def model_weights(
 
     Args:
         folder: a checkpoint's verified files, at least ``state_dict.pth``.
-        model: index of the model, in the order in which the trial wrapped them.
+        model: index of the model, in the order of wrapping.
         dtype: ``fp32``: 16-bit weights are converted. ``16bit``: the weights as they are.
 
     Raises:
-        CheckpointError: there is no such model, or it has no 16-bit weights; or the file holds
+        CheckpointError: the model does not exist, or has no 16-bit weights; or the file holds
             objects that the reader does not trust.
     """
     saved = read_state(folder, reader).get(MODELS) or []

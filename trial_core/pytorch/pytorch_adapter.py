@@ -187,14 +187,14 @@ class PyTorchTrialAdapter(TrialAdapter):
 
 
 def _batch_samples(context: PyTorchTrialContext) -> int:
-    """Samples of one batch on all ranks; 0: the experiment does not say."""
+    """Samples of one batch on all ranks; 0 if the experiment does not say."""
     if "global_batch_size" not in context.get_hparams():
         return 0
     return context.get_per_slot_batch_size() * context.distributed.get_size()
 
 
 def _by_name_or_position(method: Callable[..., Any]) -> Callable[[dict[str, Any]], Any]:
-    """Calls `method` with arguments by name, as the reference does.
+    """Calls `method` with arguments by name, as Determined does.
 
     A method with fewer parameters gets those that it names. One with other names gets the first
     arguments in their order.

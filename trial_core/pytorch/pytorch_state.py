@@ -1,10 +1,9 @@
 """The state of a `PyTorchTrial` in checkpoints.
 
-Ranks have equal models and optimizers, so rank 0 writes them, as ``state_dict.pth``: one file with
-the names of Determined's, which ``torch.load`` reads; frozen weights are in a file beside it: see
-`frozen_files`. Gradients that a checkpoint finds added up
-between two optimizer steps differ from rank to rank, and each rank writes its own. Sharded tensors
-are in files of all ranks: see `sharded_state`.
+Ranks have equal models and optimizers, so rank 0 writes them to one file, ``state_dict.pth``. It
+uses Determined's names, and ``torch.load`` reads it. Frozen weights are in a file next to it: see
+`frozen_files`. Gradients that are added up between two optimizer steps differ from rank to rank, so
+each rank writes its own. Sharded tensors are in files of all ranks: see `sharded_state`.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ _PREFIX = "module."
 
 
 def state_of(context: PyTorchTrialContext) -> dict[str, Any]:
-    """The state of all that the trial has wrapped, by the reference's names.
+    """The state of all that the trial has wrapped, by Determined's names.
 
     Raises:
         TrialError: an optimizer divides its state in another way than its parameters.
@@ -125,11 +124,12 @@ def read_state(
     """Read what `write_state` wrote; tensors stay in the file until they are used.
 
     Args:
-        kinds: what to join the shards of: `MODELS`, `OPTIMIZERS`. The rest stays a placeholder.
-        context: join to tensors as the trial's own, sharded or not; None: to whole tensors.
+        kinds: the kinds of state to join from shards: `MODELS`, `OPTIMIZERS`. The rest stays a
+            placeholder.
+        context: join to tensors like the trial's own, sharded or not; None joins to whole tensors.
 
     Raises:
-        CheckpointError: there is no such file, or it holds objects that run code when read, or a
+        CheckpointError: the file does not exist, or it holds objects that run code when read, or a
             shard is missing.
     """
     if context is not None and len(context.models) == 1:
@@ -151,7 +151,7 @@ def read_state(
 def load_state(context: PyTorchTrialContext, state: Mapping[str, Any]) -> None:
     """Restore all that the trial has wrapped.
 
-    What `state` lacks is left unchanged: a callback may have removed it.
+    Parts that `state` lacks are left unchanged: a callback may have removed them.
 
     Raises:
         CheckpointError: the checkpoint is of other models, optimizers or schedulers.
@@ -230,10 +230,10 @@ def load_gradients(context: PyTorchTrialContext, folder: Path, reader: Reader) -
 def _mean_gradient(
     by_rank: Mapping[str, Any], index: int, name: str, own: str | None, ranks: int
 ) -> torch.Tensor | None:
-    """The mean of the gradients that ranks have saved; None: none has saved one.
+    """The mean of the gradients that ranks have saved; None if no rank has saved one.
 
     Args:
-        own: this rank's file, which counts alone if as many `ranks` saved; None: all count.
+        own: this rank's file, which alone counts if as many `ranks` saved; if None, all count.
     """
     if not by_rank:
         return None

@@ -45,12 +45,12 @@ def shard(model: nn.Module, mesh: DeviceMesh, compress: bool) -> None:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether `fully_shard` has sharded the model, or a part of it."""
+    """Return whether `fully_shard` has sharded the model, or a part of it."""
     return any(True for _ in _sharded_modules(model))
 
 
 def mesh_shape(models: Iterable[nn.Module]) -> tuple[int, ...]:
-    """The shape of the mesh of ranks that the models are sharded over; empty: none is sharded."""
+    """The shape of the mesh of ranks that the models are sharded over; empty if none is sharded."""
     meshes = (
         each.device_mesh
         for model in models
@@ -64,7 +64,7 @@ def require_all_ranks(model: nn.Module, ranks: int) -> None:
     """Check that a model that the trial has sharded itself is divided among all ranks.
 
     Raises:
-        TrialError: it is not.
+        TrialError: the model is not divided among all ranks.
     """
     for name, each in sharded_parameters(model).items():
         if isinstance(each, DTensor) and each.device_mesh.size() != ranks:
@@ -92,7 +92,7 @@ def _sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """The modules to be sharded each: those whose parameters no other module uses, too."""
+    """The modules to shard one by one: no other module uses their parameters, too."""
     uses = _uses(model)
     return [
         block

@@ -4,7 +4,7 @@ With FSDP2 a tensor is divided among the ranks, and each rank writes its parts, 
 ``shards/{kind}/rank-00000.pt``: offset and values by the tensor's keys in the state. In
 ``state_dict.pth`` a placeholder stands there, a tensor without data (on the device "meta").
 
-Ranks of any number can join the parts: each copies what overlaps with its own part, or the whole.
+Any number of ranks can join the parts: each copies the overlap with its own part, or the whole.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def write_parts(
     """Write this rank's parts: one file for each kind, which is the first key.
 
     Args:
-        frozen: those of weights that are not trained, which are in files of their own.
+        frozen: the parts of weights that are not trained, which are in files of their own.
     """
     files: dict[str, dict[KeyPath, Part]] = defaultdict(dict)
     for keys, part in parts.items():
@@ -132,7 +132,7 @@ class SavedParts:
 
 
 def copy_parts(parts: Iterable[Part], target: torch.Tensor) -> int:
-    """Copy what overlaps with this rank's part of `target`.
+    """Copy the overlap with this rank's part of `target`.
 
     Returns:
         The number of elements of this rank's part that no part holds.
@@ -158,7 +158,7 @@ def joined(state: Mapping[str, Any], saved: SavedParts, target_of: Targets) -> d
     """`state` with the tensors that `target_of` gives, filled from the checkpoint.
 
     Args:
-        state: what `divided` returned, or a state whose tensors are whole.
+        state: a result of `divided`, or a state whose tensors are whole.
 
     Raises:
         CheckpointError: the fetched files lack a part.
@@ -182,7 +182,7 @@ def require_joined(state: Mapping[str, Any]) -> None:
     """Check that no placeholder is left: the optimizers' state fits the trial's parameters.
 
     Raises:
-        CheckpointError: one is left.
+        CheckpointError: a placeholder is left.
     """
 
     def check(keys: KeyPath, tensor: torch.Tensor) -> torch.Tensor:

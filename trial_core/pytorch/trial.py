@@ -1,6 +1,6 @@
-"""`PyTorchTrial`: the class a user writes. Follows Determined's class of the same name.
+"""`PyTorchTrial`: the base class of a user's trial. Follows Determined's class.
 
-`TorchTrial` is what it has in common with `DeepSpeedTrial`.
+`TorchTrial` is the base that it shares with `DeepSpeedTrial`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ControllerClass:
 
 
 class TorchTrial(ABC):
-    """What trials of both kinds have."""
+    """The base of trials of both kinds."""
 
     trial_controller_class: ClassVar = ControllerClass()
     """The class that drives the trial on every rank. Overriding it has no effect."""
@@ -96,7 +96,7 @@ class PyTorchTrial(TorchTrial):
                 step_mode=LRScheduler.StepMode.STEP_EVERY_EPOCH,
             )
 
-        Any number of each. Checkpoints contain what is wrapped.
+        There may be any number of each. Checkpoints contain the wrapped objects.
         """
 
     @abstractmethod
@@ -113,8 +113,8 @@ class PyTorchTrial(TorchTrial):
 
         Args:
             batch: from the training loader, on this rank's device.
-            epoch_idx: the epoch in which this batch begins, counted from 0.
-            batch_idx: number of batches that the trial has trained before this one.
+            epoch_idx: the epoch in which this batch begins, from 0.
+            batch_idx: number of batches trained before this one, in all runs.
 
         Returns:
             Metrics: a scalar tensor (reported as ``loss``), or numbers by name. They may stay on

@@ -1,1 +1,1 @@
-"""What runs in every rank: one controller for all kinds of trial."""
+"""The code that runs in every rank: one controller for all kinds of trial."""

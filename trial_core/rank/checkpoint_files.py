@@ -59,7 +59,7 @@ class CheckpointFiles:
         return self._run_dir / RESTORED / uuid
 
     def persist(self, uuid: str, shared: Sequence[FileEntry] = ()) -> list[FileEntry]:
-        """Upload what this rank has staged. For any thread; not collective.
+        """Upload the files that this rank has staged. For any thread; not collective.
 
         Args:
             shared: see `upload_staged`.
@@ -72,10 +72,10 @@ class CheckpointFiles:
             return self._persister.upload(self.store.spec, uuid, rank, files, shared)
 
     def release(self, uuid: str) -> None:
-        """Delete what was staged for `uuid`, once it is committed or given up.
+        """Release the files staged for `uuid`, once it is committed or given up.
 
-        Its files are kept until the next release, so that a restart need not fetch them: those on
-        disk stay there, and the fork server keeps the memory files.
+        They are kept until the next release, so that a restart need not fetch them: on disk, or by
+        the fork server for memory files.
         """
         self._persister.forget(uuid)
         staged, kept = self.staging(uuid), self._run_dir / KEPT
@@ -95,7 +95,7 @@ class CheckpointFiles:
                 emptied.rmdir()
 
     def delete_fetched(self) -> None:
-        """Delete what was fetched to this machine. For every rank; the first one deletes it."""
+        """Delete the files fetched to this machine. For every rank; the first one deletes them."""
         if self._distributed.get_local_rank() == 0:
             shutil.rmtree(self._run_dir / RESTORED, ignore_errors=True)
 
@@ -123,9 +123,9 @@ class CheckpointFiles:
             self._persister.fetch(self.store.spec, uuid, missing, self.restored(uuid))
 
     def try_persist(self, uuid: str, shared: Sequence[FileEntry]) -> Persisted:
-        """`persist`, with its error in the result.
+        """Like `persist`, with its error in the result.
 
-        Not raised: other ranks may be training, and the driver decides what follows.
+        It is not raised: other ranks may be training, and the driver decides how to go on.
         """
         began = time.monotonic()
         files: list[FileEntry] = []
@@ -140,7 +140,7 @@ class CheckpointFiles:
         return Persisted(files=files, seconds=seconds, problem=problem, mistake=mistake)
 
     def try_fetch(self, uuid: str, files: list[FileEntry]) -> Fetched:
-        """`fetch`, with its error in the result."""
+        """Like `fetch`, with its error in the result."""
         try:
             self.fetch(uuid, files)
         except CheckpointDamaged as damage:

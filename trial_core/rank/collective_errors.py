@@ -1,7 +1,7 @@
 """Shares a failure of one rank with all ranks, so that none waits for the failed one.
 
-For storage operations, which may fail on any rank at any time. Not for training: a rank cannot
-reach peers that wait in a DeepSpeed collective. It raises at once, and its launcher ends them.
+Use it for storage operations, which may fail on any rank at any time. In training, a rank cannot
+reach peers that wait in a DeepSpeed collective: it raises at once, and its launcher ends them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Outcome(NamedTuple):
     message: str = ""
 
     def raise_error(self) -> None:
-        """Raise the error, if there is one.
+        """Raise the error, if any.
 
         Raises:
             TrialflowError: an error of the class that `error_type` names.

@@ -1,8 +1,8 @@
 """The controller: carries out a rank's workloads, for every kind of trial.
 
-It owns the trial's adapter, loaders, callbacks and progress. A driver sends it requests and has
-it build the trial; or attach the one that a `Trainer` in a script has. The
-sequencer, not the controller, decides what comes next.
+It owns the trial's adapter, loaders, callbacks and progress. At a driver's request it builds the
+trial, or attaches the one of a script's `Trainer`. The sequencer, not the controller, decides on
+the next step.
 """
 
 from __future__ import annotations
@@ -107,9 +107,9 @@ class Controller:
         distributed: this rank's place among all; by default from the environment.
         stop_barrier: asked before each batch whether it may begin.
         on_stop_requested: called when the trial requests a stop during a train-workload; must have
-            the driver pause all ranks (see `stop_barrier`). None: the train-workload is finished
+            the driver pause all ranks (see `stop_barrier`). If None, the train-workload is finished
             first.
-        info: of a script's trial, which exists already and is attached, not built.
+        info: the state of a script's trial, which exists already and is attached, not built.
         run_dir_of_script: the folder of such a trial's run on this machine.
 
     Attributes:
@@ -164,7 +164,7 @@ class Controller:
 
     @property
     def batches_trained(self) -> int | None:
-        """How many batches the trial has been trained; None before it is built."""
+        """The number of batches trained, or None before the trial is built."""
         return None if self._attached is None else self._attached.info.batches_trained
 
     def close(self) -> None:
@@ -180,9 +180,9 @@ class Controller:
             self._loaders = self._training = None  # loader workers end with their iterators
 
     def shut_down_callbacks(self) -> None:
-        """Call `on_trial_shutdown` if the trial was started up and has not been shut down.
+        """Call `on_trial_shutdown`, if it is still due after `on_trial_startup`.
 
-        Every callback is called, also if another one raises.
+        Every callback is called, even if another one raises.
         """
         if self._attached is None or not self._owes_shutdown_hook:
             return
@@ -312,7 +312,7 @@ class Controller:
             on_stop_requested=self._request_stop,
         )
         if info.tensorboard_logging:
-            info.tensorboard.log_metrics_by_default()  # also those of a validation before training
+            info.tensorboard.log_metrics_by_default()  # also for a validation before training
         return ReadyToTrain(
             epoch=loaders.epoch,
             restore_seconds=restore_seconds,
@@ -340,7 +340,7 @@ class Controller:
             batches_trained=info.batches_trained,
             metrics=metrics,
             seconds=time.monotonic() - began,
-            # Also if the trial has withdrawn its request: the other ranks have been told.
+            # Even if the trial has withdrawn its request: the other ranks have been told.
             stop_requested=info.stop_requested or self._has_requested_stop,
             stop_reason=info.stop_reason,
             data_seconds=loaders.waited_seconds - waited,
@@ -407,7 +407,7 @@ class Controller:
         return persisted
 
     def release_staging(self, request: ReleaseStaging) -> Done:
-        """Delete a staged checkpoint, and what was fetched before. I/O lane."""
+        """Delete a staged checkpoint and the files fetched before. I/O lane."""
         self._trial.files.release(request.uuid)
         self._trial.files.delete_fetched()
         return Done()
@@ -418,7 +418,7 @@ class Controller:
         if request.hook in ("on_trial_startup", "on_trial_shutdown"):
             self._owes_shutdown_hook = request.hook == "on_trial_startup"
         arguments = {**self._hook_arguments.get(request.hook, {}), **request.arguments}
-        # By position, in the reference's order: callbacks may use other parameter names.
+        # By position, in Determined's order: callbacks may use other parameter names.
         positional = [arguments[name] for name in HOOKS[request.hook]]
         is_validating = request.hook == "on_validation_end"
         is_called = self._distributed.get_rank() == 0 or request.hook not in adapter.chief_hooks
@@ -447,14 +447,14 @@ class Controller:
     # ---------------------------------------------------------------------------- internals
 
     def _sample_work(self) -> Work:
-        """What one sample holds, as the trial says, else as has been measured."""
+        """The work in one sample, as the trial has set it, else as measured."""
         said = self._trial.info.sample_work
         if said.flops:
             return said
         return replace(said, flops=self._trial.adapter.measured_flops_per_sample())
 
     def _restore_rng(self) -> None:
-        # As late as possible: random numbers that hooks draw must not change those of training.
+        # As late as possible: random numbers that hooks draw must not change training's.
         if self._rng is not None:
             restore_rng(self._rng)
             self._rng = None

@@ -1,8 +1,8 @@
-"""Loads a run's first checkpoint back, so that one that cannot be restored is known at once.
+"""Loads a run's first checkpoint back, to learn at once if it cannot be restored.
 
 The ranks load it in place, right after they have staged it. Then weights, buffers and optimizers
-are put back as they were, so that training does not depend on this; what differed is named, because
-a resumed run would begin with it. The checkpoint is committed only after that.
+are put back as they were, so that training does not depend on this. Values that differed are named,
+because a resumed run would begin with them. The checkpoint is committed only after that.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from trial_core.rank.trial.trial_adapter import TrialAdapter
 logger = logging.getLogger(__name__)
 
 SMALL_BYTES = 256 * 2**20
-"""The most that one rank stages of a checkpoint that is loaded back by default."""
+"""The most that one rank may stage of a checkpoint that is loaded back by default."""
 
 _STATE_HOOKS = frozenset({"on_checkpoint_save_start", "on_checkpoint_load_start"})
 
@@ -45,7 +45,7 @@ def load_back(
     staging: Path,
     settings: CheckpointingConfig,
 ) -> None:
-    """Load what all ranks have just staged, if that is wanted. Collective: every rank calls this.
+    """Load the checkpoint that all ranks have just staged, if wanted. Collective.
 
     It calls no callback, and leaves the random generators as they are.
 
@@ -54,8 +54,9 @@ def load_back(
         settings: the experiment's section `checkpointing`.
 
     Raises:
-        CheckpointUnrestorable: a restart would not help.
-        CheckpointError: as far as this rank can tell, another rank may have failed.
+        CheckpointUnrestorable: it cannot be restored; a restart would not help.
+        CheckpointError: the load failed; as far as this rank can tell, another rank may have
+            failed.
     """
     rank, verify = distributed.get_rank(), settings.verify_first
     guard = StateGuard(adapter.modules, adapter.optimizers, not settings.exclude_frozen_parameters)
@@ -141,7 +142,7 @@ def _links_to_files_read(
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Says of an error in the block that the checkpoint cannot be restored."""
+    """Explain an error in the block: the checkpoint cannot be restored."""
     try:
         yield
     except (ConnectionError, TimeoutError, SlotsError):

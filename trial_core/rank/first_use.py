@@ -1,6 +1,7 @@
-"""Imports what torch and DeepSpeed import on first use, which takes as long as importing torch.
+"""Imports early the modules that torch and DeepSpeed would import on first use.
 
-A fork server imports this module, so that its ranks build their first optimizer without that time.
+They take as long as importing torch itself. A fork server imports this module, so that its ranks
+build their first optimizer without that delay.
 """
 
 from __future__ import annotations

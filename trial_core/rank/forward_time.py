@@ -1,4 +1,4 @@
-"""Times the forward passes of a rank's models, which tells the rank that computes slowest.
+"""Times the forward passes of a rank's models, to find the rank that computes slowest.
 
 A batch takes all ranks equally long, because each waits for the others when gradients are averaged.
 The forward pass before that waits for none, if the model is whole on each rank. So a slow
@@ -24,8 +24,8 @@ class ForwardClock:
     """Times forward passes that train.
 
     Args:
-        models: those of this rank. A pass that does not go through ``model(...)``, as those of a
-            pipeline, is not timed.
+        models: this rank's models. A pass that does not go through ``model(...)``, such as a
+            pipeline's, is not timed.
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
@@ -40,7 +40,7 @@ class ForwardClock:
         return self
 
     def begin_workload(self) -> None:
-        """Forget what was timed."""
+        """Forget the times measured so far."""
         self._passes.clear()
 
     def seconds(self) -> float:
@@ -68,7 +68,7 @@ class ForwardClock:
 
 
 def _has_events() -> bool:
-    """Whether this rank computes on an accelerator that tells the time of what it is given."""
+    """True if this rank's accelerator can record the time of its work."""
     return has_accelerator() and torch.accelerator.is_available()
 
 

@@ -1,7 +1,7 @@
 """A rank's part of a checkpoint: its state is staged, and restored from fetched files.
 
 Staging blocks training. The trial saves into this rank's staging folder, where DeepSpeed's shards
-are memory files, so staging costs one copy. `CheckpointFiles` uploads it later, beside training.
+are memory files, so staging costs one copy. `CheckpointFiles` uploads it later, during training.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ class Snapshots:
         self._is_rehearsed = False
 
     def rehearse(self) -> None:
-        """Allocate what snapshots need, before the first one. Collective: every rank calls this.
+        """Allocate memory for snapshots, before the first one. Collective: every rank calls this.
 
-        Pinning memory and the first use of each page take seconds. A first snapshot that a stop
-        asks for would take them from the time until the process is killed. How much a snapshot
-        needs is known by writing one. It is thrown away, and its memory is kept.
+        Pinning memory and the first use of each page take seconds. A first snapshot after a stop
+        request may not have them before the process is killed. To learn how much memory a snapshot
+        needs, one is written. It is thrown away, and its memory is kept.
         """
         adapter = self._adapter
         if self._is_rehearsed or not adapter.rehearses_save:
@@ -82,8 +82,8 @@ class Snapshots:
         """Write this rank's shards and state. Collective: every rank calls this.
 
         Raises:
-            CheckpointUnrestorable: of the first one that these ranks save, unless they have
-                restored one.
+            CheckpointUnrestorable: the first checkpoint that these ranks save cannot be restored.
+                Not checked if they have restored one.
         """
         adapter, folder, memory = self._adapter, self._files.staging(uuid), self._memory_files()
         folder.mkdir(parents=True, exist_ok=True)
@@ -152,7 +152,7 @@ class Snapshots:
             if self._memory_gib is not None:
                 self._memory = MemoryFiles(int(self._memory_gib * GIB))
             else:
-                # Measured once, before any rank writes. The ranks share what exceeds it: rank 0
+                # Measured once, before any rank writes. The ranks share the memory above it: rank 0
                 # usually needs more, because it saves the model.
                 reserve = int(self._distributed.broadcast_local(free_bytes() // 2))
                 self._memory = MemoryFiles(None, reserve)
@@ -160,5 +160,5 @@ class Snapshots:
 
 
 def _taken_out(state: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Those entries of `state`, without those that a hook has removed. `state` loses them."""
+    """Take the named entries out of `state`, except entries that a hook has removed."""
     return {name: state.pop(name) for name in names if name in state}

@@ -81,7 +81,7 @@ def write_rank_state(folder: Path, rank: int, state: Mapping[str, Any], reader: 
 
 
 def has_rank_state(folder: Path, rank: int) -> bool:
-    """Whether the checkpoint in `folder` has a state of rank number `rank`."""
+    """Return whether the checkpoint in `folder` has a state of rank number `rank`."""
     return _state_path(folder, rank).is_file()
 
 
@@ -103,7 +103,7 @@ def read_rank_state(folder: Path, rank: int, reader: Reader) -> dict[str, Any]:
 
 
 def restore_callbacks(state: Mapping[str, Any], callbacks: Mapping[str, PyTorchCallback]) -> None:
-    """Give every callback the state that was saved under its name, if there is one."""
+    """Give every callback the state that was saved under its name, if any."""
     saved = state.get("callbacks") or {}  # on_checkpoint_load_start may have removed it
     for name, callback in callbacks.items():
         if name in saved:

@@ -43,8 +43,8 @@ class RankRemap:
         """The remap from `saved` to the topology of `adapter`; None if none is needed.
 
         Args:
-            saved: None: nothing is restored.
-            seed: the experiment's.
+            saved: the checkpoint's topology; None if nothing is restored.
+            seed: the experiment's seed.
         """
         now = adapter.topology()
         if saved is None or saved.spreads_like(now):
@@ -54,7 +54,7 @@ class RankRemap:
 
     @property
     def keeps_data_shards(self) -> bool:
-        """Whether each rank continues with its own data and random numbers."""
+        """True if each rank continues with its own data and random numbers."""
         return (self.saved.data_parallel_size, self.saved.world_size) == (
             self.now.data_parallel_size,
             self.now.world_size,
@@ -84,8 +84,8 @@ def read_remapped_state(
 
     If the numbers of ranks and of data-parallel ranks are unchanged, each rank gets its own state.
     Otherwise callbacks get the state of the rank with the same number, or of rank 0 if there is
-    none; all ranks get one position in the data, and rank 0's state of a loader whose state is
-    global; and random generators are seeded again.
+    none. All ranks get one position in the data, and rank 0's state of a loader whose state is
+    global. Random generators are seeded again.
 
     Raises:
         CheckpointDamaged: the checkpoint has no state of rank 0.

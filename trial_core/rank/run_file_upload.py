@@ -1,4 +1,4 @@
-"""Uploads what a rank writes for TensorBoard, and its profiler traces."""
+"""Uploads a rank's TensorBoard files and profiler traces."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RunFileUpload:
     """Uploads this rank's event files and traces.
 
     Args:
-        info: the trial's, with its TensorBoard files.
+        info: the trial's state, with its TensorBoard files.
         store: where the trial's checkpoints are kept.
         run_dir: the run's folder on this machine, which gets temporary copies.
     """

@@ -1,6 +1,6 @@
 """The training loop: one train-workload, with the hooks in it that `PyTorchCallback` lists.
 
-`on_training_workload_end` is the next stage. The whole route of a stop:
+`on_training_workload_end` is the next stage. For the whole route of a stop, see
 `trial_core/schedule/stop_requests.py`.
 """
 
@@ -30,9 +30,9 @@ class TrainOutcome:
     """The metrics of a train-workload.
 
     Attributes:
-        avg_metrics: averaged over the workload's batches and all ranks.
-        batch_metrics: of each call of train_batch, averaged over all ranks, if they are wanted.
-        non_finite: this rank's that were NaN or infinite in some batch.
+        avg_metrics: averages over the workload's batches and all ranks.
+        batch_metrics: for each call of train_batch, averages over all ranks, if wanted.
+        non_finite: this rank's metrics that were NaN or infinite in some batch.
     """
 
     avg_metrics: dict[str, Any]
@@ -60,12 +60,12 @@ class TrainingLoop:
     """Trains the batches of one trial on this rank, workload by workload.
 
     Attributes:
-        info: says how far the trial is, and is kept up to date.
-        micro_batches: this rank's training data; None: the trial reads it itself.
-        wants_batch_metrics: whether a callback of any rank gets them; the same on every rank.
+        info: the trial's progress, which the loop keeps up to date.
+        micro_batches: this rank's training data, or None if the trial reads it itself.
+        wants_batch_metrics: True if a callback of any rank gets them; the same on every rank.
         stop_barrier: may end a workload early, after the same batch on every rank.
-        progress: gets the number of batches trained, except at a workload's end, which the answer
-            tells: a message wakes the driver, 2 ms on a busy machine.
+        progress: gets the number of batches trained, but not at a workload's end: the answer tells
+            it, and a message wakes the driver, 2 ms on a busy machine.
         on_first_batch: called after the first batch of a workload. May be collective.
         on_stop_requested: called after each batch while this rank's trial requests a stop.
     """

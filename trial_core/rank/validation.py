@@ -1,7 +1,7 @@
 """The validation loop: one validation, with the hooks in it that `PyTorchCallback` lists.
 
-`on_validation_end`, which may change the metrics, is the next stage. All of it, that hook included,
-runs with the models in evaluation mode, without gradients.
+`on_validation_end`, which may change the metrics, is the next stage. The loop and that hook run
+with the models in evaluation mode, without gradients.
 """
 
 from __future__ import annotations
@@ -105,10 +105,10 @@ def metric_names(
     notice: random state is restored, and a validation always begins with the first batch.
 
     Returns:
-        None if one batch does not tell: the trial evaluates the whole set at once, or a reducer was
-        wrapped without a name, or the validation loader can be read only once, or has no batch. Or
-        if callbacks have one of `VALIDATION_HOOKS`, since `evaluate_batch` may depend on them.
-        The hook `on_validation_end` may add metrics to these.
+        None if one batch does not tell the names: the trial evaluates the whole set at once, a
+        reducer was wrapped without a name, or the validation loader can be read only once or has no
+        batch. Also None if callbacks have one of `VALIDATION_HOOKS`, since `evaluate_batch` may
+        depend on them. The hook `on_validation_end` may add metrics to these names.
     """
     of_reducers = adapter.reducers.names("validation")
     is_unclear = (

@@ -27,7 +27,7 @@ def reduce_training(
     exchange between ranks; custom reducers need a second one.
 
     Args:
-        with_calls: whether the metrics of single calls are wanted; the same on every rank.
+        with_calls: True if the metrics of single calls are wanted; the same on every rank.
 
     Returns:
         The averages, with custom reducers'; and for each call of train_batch its metrics, averaged
@@ -56,7 +56,7 @@ def reduce_validation(
     Every rank gets the same result. Only ranks that report metrics count.
 
     Args:
-        contribution: this rank's values for the custom reducers; None: their present values.
+        contribution: this rank's values for the custom reducers; None for their present values.
 
     Raises:
         TrialError: no batch was validated, ranks report different metrics, or a custom reducer has

@@ -1,4 +1,4 @@
-"""Imports a trial from the code of a checkpoint, beside the modules of this process."""
+"""Imports a trial from the code of a checkpoint, apart from the modules of this process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def importing_from(folder: Path) -> Iterator[None]:
 
     Modules of this process with the same names are set aside meanwhile, and are back after the
     block: this process may have other versions of the same code. The others stay imported, and
-    what the folder's code imports later is found there, after all else.
+    modules that the folder's code imports later are found there, after all else.
     """
     names = _top_level_names(folder)
     set_aside = _taken_out(_replaceable(names))
@@ -47,7 +47,7 @@ def _top_level_names(folder: Path) -> set[str]:
 
 
 def _replaceable(names: set[str]) -> set[str]:
-    """Those names that are neither ours, nor Python's or an installed package's in this process.
+    """The names that are neither ours, nor Python's or an installed package's in this process.
 
     A folder of data may have such a name, and no process can import torch twice.
     """

@@ -43,7 +43,7 @@ def load_trial_class(entrypoint: str) -> type[Trial]:
     """The class that `entrypoint` names.
 
     Raises:
-        TrialError: there is no such module or class, or the class is not a trial.
+        TrialError: the module or class does not exist, or the class is not a trial.
     """
     module_name, _, class_name = entrypoint.partition(":")
     module = _import(module_name, entrypoint)
@@ -74,7 +74,7 @@ def build_adapter(
     """Construct the trial that the experiment names. Collective: every rank calls this.
 
     Args:
-        announcer: tells the driver what this rank does, if that takes long.
+        announcer: tells the driver about this rank's work, if it takes long.
 
     Raises:
         TrialError: the entrypoint is not a trial, or DeepSpeed rejects the trial's configuration.
@@ -129,7 +129,7 @@ def adapter_of(trial: Trial, context: Any, seed: int) -> TrialAdapter:
 
 
 def initialises_torch_distributed() -> bool:
-    """Whether the environment says that the trial initialises torch.distributed itself."""
+    """Return whether the environment says that the trial initialises torch.distributed itself."""
     return any(
         os.environ.get(name, "").strip().lower() not in ("", "0", "false", "no")
         for name in MANUAL_INIT_VARIABLES
@@ -161,7 +161,7 @@ def _describe(found: Any) -> str:
 
 
 def _was_raised_by_deepspeed(error: BaseException) -> bool:
-    """Whether the innermost frame of `error` is in DeepSpeed or pydantic."""
+    """True if the innermost frame of `error` is in DeepSpeed or pydantic."""
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next

@@ -21,15 +21,15 @@ from trial_core.trainer.entrypoint import Context
 def fit_with_driver(
     context: Context, order: Callable[[], Order], adapt: AdapterBuilder
 ) -> TrialResult:
-    """Have a driver beside rank 0 train a trial on these ranks. Collective.
+    """Have a driver next to rank 0 train a trial on these ranks. Collective.
 
     Args:
-        order: made on rank 0, what to drive.
+        order: called on rank 0; says what to drive.
         adapt: makes the adapter of the script's trial.
 
     Raises:
         TrialflowError: the run could not begin, or has failed on another rank or in the driver.
-        Exception: what the trial has raised on this rank.
+        Exception: the trial has raised it on this rank.
     """
     ranks, info = context.distributed, context.run_info
     with take_driver(ranks) as driver:

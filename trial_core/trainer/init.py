@@ -2,7 +2,7 @@
 
 Start the script with plain ``python`` (one rank), ``torchrun`` or ``deepspeed``, or name it in an
 experiment file. Every rank runs the same script. It needs no Prefect and no server; a driver starts
-beside rank 0::
+next to rank 0::
 
     with pytorch.init(exp_conf={"hyperparameters": {"lr": 1e-3}}) as context:
         trial = MyTrial(context)
@@ -70,7 +70,7 @@ def deepspeed_init(
     weights. Logs to stderr, unless the script has configured logging.
 
     Args:
-        hparams: hyperparameters, in place of those of `exp_conf`.
+        hparams: hyperparameters, which replace the ones in `exp_conf`.
         exp_conf: any part of an experiment file, as plain data: name, hyperparameters, data,
             checkpoint_storage, searcher.metric, reproducibility.experiment_seed, …
         distributed: this rank's place among all; by default from the environment.
@@ -96,12 +96,13 @@ def pytorch_init(
 ) -> Iterator[PyTorchTrialContext]:
     """A context for constructing a `PyTorchTrial`; its `Trainer` fits within the block.
 
-    Collective: every rank calls this. As `trial_core.deepspeed.init`, but without DeepSpeed.
+    Collective: every rank calls this. Works like `trial_core.deepspeed.init`, but without
+    DeepSpeed.
 
     Args:
         hparams, exp_conf, distributed: as for `trial_core.deepspeed.init`.
-        aggregation_frequency: optimizers step once in so many batches. 1 takes the value of
-            ``optimizations.aggregation_frequency`` in `exp_conf`, if there is one.
+        aggregation_frequency: optimizers step once in this many batches. 1 takes the value of
+            ``optimizations.aggregation_frequency`` in `exp_conf`, if any.
         enable_tensorboard_logging: see `TrialContext.set_enable_tensorboard_logging`.
 
     Raises:

@@ -51,13 +51,13 @@ def load_trial_from_checkpoint_path(
         trial_kwargs: further arguments of the trial's ``__init__``, besides its context.
         torch_load_kwargs: arguments of `torch.load`. ``{"weights_only": False}`` reads objects of
             any class, which can execute code.
-        kwargs: the same. Deprecated, as in the reference.
+        kwargs: the same. Deprecated, as in Determined.
 
     Returns:
         The trial.
 
     Raises:
-        CheckpointNotFound: there is no such checkpoint.
+        CheckpointNotFound: no such checkpoint exists.
         CheckpointDamaged: one of its files is missing or differs from the manifest.
         CheckpointError: it has no code, or `path` is neither a folder nor such a URL.
         TrialError: the class is not a trial, or wraps no model, or is neither given nor named.

@@ -37,7 +37,7 @@ class Trainer:
 
     Args:
         trial: constructed with `context`, on every rank.
-        context: from `init`.
+        context: the context that `init` gave.
 
     Raises:
         TrialError: an argument has the wrong type.
@@ -73,7 +73,7 @@ class Trainer:
 
         Args:
             sync_timings: not used: torch's profiler reads the accelerator's own clock.
-            enabled: whether to profile.
+            enabled: True to profile.
             begin_on_batch, end_after_batch: indices of the first and the last batch to profile;
                 five batches if there is no last one.
         """
@@ -105,9 +105,9 @@ class Trainer:
         raises KeyboardInterrupt.
 
         Args:
-            checkpoint_period: when to save: every ``Batch(n)`` or ``Epoch(n)``, or after those of
-                a container, as ``Batch([5, 30, 45])``.
-            validation_period: when to validate, likewise.
+            checkpoint_period: when to save: every ``Batch(n)`` or ``Epoch(n)``, or after the ones
+                in a container, as ``Batch([5, 30, 45])``.
+            validation_period: when to validate, in the same form.
             max_length: where training ends; required, except in test mode.
             reporting_period: when to report training metrics.
             checkpoint_policy: which validations are also saved: the ``best`` so far, ``all``, or
@@ -123,16 +123,15 @@ class Trainer:
                 ``searcher.source_checkpoint_uuid`` if ``exp_conf`` names one.
             step_zero_validation: validate once before the first batch.
             test_mode: train one batch, validate one, and save without keeping the checkpoint.
-            profiling_enabled: whether to profile the first batches; `configure_profiler` says
-                which ones.
-            take_over: whether to continue a trial that another run may be training, which ends that
-                run. A script that a scheduler restarts on another machine needs it: nothing tells
-                whether the first machine is dead.
+            profiling_enabled: profile the first batches; `configure_profiler` says which ones.
+            take_over: continue a trial that another run may be training, and end that run. A script
+                that a scheduler restarts on another machine needs this: it cannot know if the first
+                machine is dead.
 
         Raises:
             ConfigError: an argument is invalid.
             TrialError: the trial breaks a rule, or does not report ``searcher.metric``.
-            CheckpointNotFound: there is no `latest_checkpoint`.
+            CheckpointNotFound: `latest_checkpoint` does not exist.
             CheckpointDamaged: no checkpoint to resume from is intact; names the damaged file.
             CheckpointError: a checkpoint could not be stored.
             RankFailed, Stalled: another rank has failed, or the ranks hang.
@@ -195,7 +194,7 @@ class Trainer:
         test_mode: bool,
         take_over: bool,
     ) -> TrialResult:
-        """Have a driver beside rank 0 train the trial, on ranks that are started already."""
+        """Have a driver next to rank 0 train the trial, on ranks that are started already."""
         context, distributed = self._context, self._context.distributed
         experiment = context.get_experiment_config()
         metric = named_metric(experiment)

@@ -1,6 +1,6 @@
 """Consolidates the fp32 weights of a ZeRO checkpoint from the shards of all ranks.
 
-Does what DeepSpeed's ``zero_to_fp32`` does, with three differences: the caller reads the files, so
+Works like DeepSpeed's ``zero_to_fp32``, with three differences: the caller reads the files, so
 nothing is unpickled unchecked; a weight takes memory only when it is used, where DeepSpeed holds
 the whole model in memory twice; and the experts of all expert-parallel ranks are found.
 """
@@ -87,7 +87,7 @@ def _trained(
     Args:
         replicas: of each buffer, how many ranks share one copy of it. Experts have fewer than there
             are ranks, and as many different buffers as there are expert-parallel ranks.
-        is_strided: whether neighbouring ranks hold different experts.
+        is_strided: True if neighbouring ranks hold different experts.
     """
     found: dict[str, ParameterState] = {}
     for buffer, shapes in enumerate(partitions.buffers):

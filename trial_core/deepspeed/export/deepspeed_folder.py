@@ -22,7 +22,7 @@ _NOT_CONVERTED = (
     AssertionError, ValueError, LookupError, RuntimeError, TypeError, AttributeError, OSError,
     re.error,
 )  # fmt: skip
-"""What DeepSpeed's converter raises for a state that it does not know."""
+"""The errors of DeepSpeed's converter for a state that it does not know."""
 _KEYS = (str, int, float, bool, type(None))
 
 
@@ -30,9 +30,9 @@ def write_deepspeed(folder: Path, engine: int, target: Path, tag: str, reader: R
     """Move the files of an engine to ``target/tag``; return their number.
 
     Args:
-        folder: a checkpoint's verified files, at least those of tag ``model{engine}``.
+        folder: a checkpoint's verified files, at least the ones of tag ``model{engine}``.
         tag: DeepSpeed's name of the checkpoint, such as ``global_step500``.
-        reader: reads files whose frozen weights are beside them.
+        reader: reads files whose frozen weights are in files next to them.
 
     Raises:
         CheckpointError: such a file has objects that the reader does not trust.
@@ -45,10 +45,11 @@ def write_deepspeed(folder: Path, engine: int, target: Path, tag: str, reader: R
 
 
 def write_universal(folder: Path, engine: int, target: Path, tag: str, reader: Reader) -> int:
-    """As `write_deepspeed`, converted to a universal checkpoint by DeepSpeed; count its weights.
+    """Like `write_deepspeed`, but as a universal checkpoint of DeepSpeed; count its weights.
 
     The converter unpickles files that it finds by their names, in all subfolders, and makes paths
-    of the names in them. So it gets files that this process wrote, of what the reader has read.
+    of the names in them. So it gets files that this process wrote, with content that the reader has
+    read.
 
     Raises:
         CheckpointError: DeepSpeed cannot convert the state, or confuses its weights; or a file has

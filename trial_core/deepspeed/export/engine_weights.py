@@ -42,7 +42,7 @@ _logger = logging.getLogger(__name__)
 def checked_weights(
     folder: Path, engine: int, dtype: Precision, reader: Reader
 ) -> dict[str, SavedWeight]:
-    """As `saved_weights`; each is compared with its fingerprint when it is read."""
+    """Like `saved_weights`; each weight is compared with its fingerprint when it is read."""
     known = fingerprints_of(folder, engine)
 
     def read(name: str, weight: SavedWeight) -> torch.Tensor:
@@ -65,18 +65,18 @@ def saved_weights(
 
     All tensors are contiguous, on the CPU, and own their memory; tied names map to one weight,
     which takes memory only when it is read. Called by one process; needs no other ranks. Experts
-    have their global names; a pipeline's layers those of a ``torch.nn.Sequential``. The parts of
-    AutoTP's ranks are joined.
+    have their global names; a pipeline's layers are named as in a ``torch.nn.Sequential``. The
+    parts of AutoTP's ranks are joined.
 
     Args:
-        folder: a checkpoint's verified files, at least those of tag ``model{engine}``.
-        engine: index of the engine, in the order in which the trial wrapped them.
+        folder: a checkpoint's verified files, at least the ones of tag ``model{engine}``.
+        engine: index of the engine, in the order of wrapping.
         dtype: ``fp32``: the weights that the optimizer steps on, from ZeRO's shards; 16-bit
             weights without an fp32 copy are converted. ``16bit``: the weights that the model
             computes with, as ``save_16bit_model`` writes them.
 
     Raises:
-        CheckpointError: there are no such weights; or ranks hold parts that export cannot join; or
+        CheckpointError: the weights are missing; or ranks hold parts that export cannot join; or
             the files hold objects that the reader does not trust.
     """
     tag = folder / f"model{engine}"

@@ -2,7 +2,7 @@
 
 DeepSpeed writes no file for a layer that uses another one's module with a function
 (``TiedLayerSpec(…, forward_fn=…)``), and names tied weights by their key in the shards. The
-checkpoint's `ModelFacts` tell which layers they are.
+checkpoint's `ModelFacts` tell which layers these are.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _logger = logging.getLogger(__name__)
 
 
 def tied_layers(model: object) -> dict[str, list[int]] | None:
-    """The tied layers of a pipeline, by their key; None: it is no pipeline."""
+    """The tied layers of a pipeline, by their key; None if `model` is not a pipeline."""
     if not isinstance(model, PipelineModule):
         return None
     tied: dict[str, list[int]] = {}
@@ -47,7 +47,7 @@ def tied_layers(model: object) -> dict[str, list[int]] | None:
 
 
 def layer_name(name: str, tied: Mapping[str, Sequence[int]] | None) -> str:
-    """The exported name of a pipeline's parameter; of tied layers, that of the first.
+    """The exported name of a pipeline's parameter; of tied layers, the first's name.
 
     A key that is not in `tied` stays: ``tied_modules.key.weight``.
     """
@@ -117,7 +117,7 @@ def _masters(
 def _with_ties(
     weights: Mapping[str, SavedWeight], tied: Iterable[Sequence[int]]
 ) -> dict[str, SavedWeight]:
-    """`weights`, with those of the first of each group of tied layers under all their names."""
+    """`weights`, with the first of each group of tied layers under the names of all."""
     found = dict(weights)
     for first, *others in tied:
         for name, weight in weights.items():

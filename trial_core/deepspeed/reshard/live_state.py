@@ -133,11 +133,11 @@ def zero_optimizer_state(
 ) -> dict[str, Any]:
     """This rank's partitions of fp32 weights and optimizer state, under ZeRO's keys.
 
-    The tensors are the optimizer's own where it may have them, so that the state is never there
-    twice: when DeepSpeed loads a tensor into itself, nothing is copied.
+    The tensors are the optimizer's own where possible, so that the state never exists twice: when
+    DeepSpeed loads a tensor into itself, nothing is copied.
 
     Args:
-        live_state: what the live optimizer's ``state_dict`` returns.
+        live_state: the result of the live optimizer's ``state_dict``.
     """
     flat_partitions, is_zero3 = _flat_partitions(engine.optimizer)
     keys = ZeroStateKeys.of(is_zero3)
@@ -186,7 +186,7 @@ def full_optimizer_state(engine: DeepSpeedEngine, source: SourceEngine) -> dict[
 
 
 def _divides_experts(engine: DeepSpeedEngine) -> bool:
-    """Whether ranks have different experts. With an ep_size of 1 each rank has all of them."""
+    """True if ranks have different experts. With an ep_size of 1 each rank has all of them."""
     layers = [each for each in engine.module.modules() if isinstance(each, MoE)]
     return not layers or any(layer.ep_size > 1 for layer in layers)
 
@@ -198,7 +198,7 @@ def _data_parallel_place(engine: DeepSpeedEngine) -> tuple[int, int]:
 
 
 def _keeps_whole_momentum(engine: DeepSpeedEngine, buffer: int) -> bool:
-    """Whether this rank holds Muon's momentum of whole parameters: see `MUON_MOMENTUM`."""
+    """True if this rank holds Muon's momentum of whole parameters: see `MUON_MOMENTUM`."""
     optimizer = engine.optimizer
     return (
         isinstance(optimizer, DeepSpeedZeroOptimizer)

@@ -18,7 +18,7 @@ from trial_core.errors import CheckpointError
 Groups = list[dict[str, Any]]
 
 MASTER = "master"
-"""Key of a parameter's fp32 weights, beside the optimizer's own keys such as ``exp_avg``."""
+"""Key of a parameter's fp32 weights, next to the optimizer's own keys such as ``exp_avg``."""
 
 MUON_MOMENTUM = "momentum_buffer"
 """Key of Muon's momentum. With ZeRO 1 and 2, unless the optimizer is offloaded, a rank holds all of
@@ -190,7 +190,7 @@ def require_group_count(saved: int, now: int) -> None:
 def _holds_whole_momentum(
     shapes: Shapes, cuts: Sequence[list[Fragment]], states: Sequence[Mapping[str, Any]]
 ) -> bool:
-    """Whether each rank holds Muon's momentum of whole parameters, not of its partition."""
+    """True if each rank holds Muon's momentum of whole parameters, not of its partition."""
     expected = [sum(shapes[each.name].numel() for each in fragments) for fragments in cuts]
     seen = [state[MUON_MOMENTUM].numel() if MUON_MOMENTUM in state else 0 for state in states]
     return seen == expected
@@ -207,8 +207,8 @@ def _add_fragments(
     """Add one partition's fragments to the parameters in `found`.
 
     Args:
-        padding: number of elements that the optimizer's state has beyond those of `master`.
-        has_whole_momentum: whether `MUON_MOMENTUM` is of whole parameters.
+        padding: number of elements that the optimizer's state has more than `master`.
+        has_whole_momentum: True if `MUON_MOMENTUM` is of whole parameters.
     """
     size, position = master.numel(), 0
     if has_whole_momentum:

@@ -1,9 +1,9 @@
 """Where ZeRO keeps the elements of each parameter: arithmetic on shapes, no tensors.
 
 ZeRO 1 and 2 lay the parameters of an optimizer group end to end in one flat buffer. The buffer is
-cut into equal partitions, one for each data-parallel rank; a cut may go through a parameter.
-ZeRO-3 cuts every parameter into equal parts, and each rank lays its parts end to end. Both pad the
-end of what they cut.
+cut into equal partitions, one for each data-parallel rank; a cut may go through a parameter. ZeRO-3
+cuts every parameter into equal parts, and each rank lays its parts end to end. Both pad the end
+before they cut.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Partitions:
         buffers: the parameters of each flat buffer. A buffer is an optimizer group; under ZeRO-3
             it is a part of one.
         paddings: number of elements after each parameter of each buffer; None means no padding.
-        is_zero3: whether each parameter is cut, not the buffer.
+        is_zero3: True if each parameter is cut, not the buffer.
     """
 
     buffers: Sequence[Shapes]

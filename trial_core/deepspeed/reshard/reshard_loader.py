@@ -46,7 +46,7 @@ _EXPERT = re.compile(r"\.deepspeed_experts\.(\d+)\.")
 
 @contextmanager
 def resharded(engines: Sequence[DeepSpeedEngine], folder: Path, read: ReadFile) -> Iterator[Path]:
-    """Inside the block, engines load a checkpoint of another topology as if it were of theirs.
+    """Inside the block, engines load a checkpoint of another topology as if it were of their own.
 
     Args:
         folder: the checkpoint's files, at least all shards of this rank's model-parallel rank.
@@ -74,7 +74,7 @@ def resharded(engines: Sequence[DeepSpeedEngine], folder: Path, read: ReadFile) 
 
 
 def is_ordered_otherwise(engine: DeepSpeedEngine, folder: Path, read: ReadFile) -> bool:
-    """Whether `zero_optimization.round_robin_gradients` changes the order of saved parameters.
+    """True if `zero_optimization.round_robin_gradients` changes the order of saved parameters.
 
     DeepSpeed's own loading does not notice.
 
@@ -82,7 +82,7 @@ def is_ordered_otherwise(engine: DeepSpeedEngine, folder: Path, read: ReadFile) 
         folder: the files under the engine's tag.
 
     Raises:
-        CheckpointError: it does, and not all shards are here, so that this cannot be resharded.
+        CheckpointError: the order changes, and not all shards are here, so it cannot be resharded.
     """
     rank, is_zero12 = (
         engine.checkpoint_mp_rank,

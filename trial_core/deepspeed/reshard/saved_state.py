@@ -43,7 +43,7 @@ class SourceEngine:
         model: content of the model-states file: module, schedules, counters, client state.
         parameters: state of the trained parameters, by name.
         groups: the optimizer's groups, with learning rates and the like.
-        global_state: those of the `GLOBAL_STATE` keys that were saved.
+        global_state: the `GLOBAL_STATE` keys that were saved.
 
     Raises:
         CheckpointDamaged: a shard is missing.
@@ -104,7 +104,7 @@ class SourceEngine:
     # ---------------------------------------------------------------------------- internals
 
     def _check_parameters(self, target_groups: Sequence[Shapes]) -> None:
-        """Check that the saved parameters are those that the live engine trains."""
+        """Check that the saved parameters are the ones that the live engine trains."""
         require_group_count(len(self.groups), len(target_groups))
         group_now = {name: group for group, shapes in enumerate(target_groups) for name in shapes}
         shape_now = {name: shape for group in target_groups for name, shape in group.items()}

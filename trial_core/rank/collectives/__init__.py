@@ -1,1 +1,1 @@
-"""How ranks find each other and exchange what they have."""
+"""How ranks find each other and exchange objects."""

@@ -53,7 +53,7 @@ def claim_accelerator(local_rank: int) -> None:
 
 
 def _check_that_cpu_is_chosen() -> None:
-    """Check that there is nothing better than the CPU, which DeepSpeed takes without a word.
+    """Check that there is nothing better than the CPU, which DeepSpeed uses silently.
 
     A driver has checked this before it starts ranks, and has told them which kind to use.
     """
@@ -76,14 +76,14 @@ def _reason() -> str:
 
 
 def has_accelerator() -> bool:
-    """Whether this rank computes on an accelerator, not on the CPU."""
+    """Return whether this rank computes on an accelerator, not on the CPU."""
     return bool(get_accelerator().device_name() != "cpu")
 
 
 def accelerator_name() -> str:
-    """The name of this rank's accelerator, such as ``NVIDIA H100 80GB HBM3``; empty: none.
+    """The name of this rank's accelerator, such as ``NVIDIA H100 80GB HBM3``; empty if none.
 
-    Empty as well before anything was put on it: asking would initialise it.
+    Also empty before anything was put on it: asking would initialise it.
     """
     device = _device_in_use()
     return "" if device is None else str(getattr(device, "get_device_name", str)())
@@ -96,7 +96,8 @@ def peak_memory_bytes(since_start: bool = True) -> int:
     """The most memory of its accelerator that torch has allocated; on the CPU, of this process.
 
     Args:
-        since_start: of the process; else since `reset_peak_memory`, which has no effect on the CPU.
+        since_start: measure since the process started; if False, since `reset_peak_memory`, which
+            has no effect on the CPU.
     """
     device = _device_in_use()
     if device is None:
@@ -114,7 +115,7 @@ def reset_peak_memory() -> None:
 
 
 def _device_in_use() -> Any:
-    """torch's module of the accelerator that this rank has put something on; None: of none."""
+    """torch's module for this rank's accelerator, or None before its first use."""
     if not has_accelerator() or not torch.accelerator.is_available():
         return None
     device = torch.get_device_module()
@@ -137,7 +138,7 @@ def accelerator_rng_state() -> dict[str, Any]:
 
 
 def restore_accelerator_rng(states: Mapping[str, Any]) -> None:
-    """Restore those of `states` that `accelerator_rng_state` names and this rank can have."""
+    """Restore the `states` of `accelerator_rng_state`, as far as this rank can have them."""
     if "tracked" in states:
         get_cuda_rng_tracker().set_states(dict(states["tracked"]))
     if "accelerator" in states and has_accelerator():
@@ -145,7 +146,7 @@ def restore_accelerator_rng(states: Mapping[str, Any]) -> None:
 
 
 def is_on_accelerator(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's memory is that of this rank's accelerator."""
+    """Return whether the tensor is in the memory of this rank's accelerator."""
     return has_accelerator() and bool(get_accelerator().on_accelerator(tensor))
 
 
@@ -153,7 +154,7 @@ def is_on_accelerator(tensor: torch.Tensor) -> bool:
 def host_buffer() -> torch.Tensor:
     """Pinned bytes on the host, through which memory of the accelerator is copied. One per process.
 
-    Pageable where the host's memory cannot be pinned: copies are slower, and as correct.
+    Pageable where the host's memory cannot be pinned: copies are then only slower.
     """
     buffer = torch.empty(HOST_BUFFER_BYTES, dtype=torch.uint8)
     try:

@@ -1,7 +1,7 @@
 """Pickles objects of any class, so that their tensors arrive on the CPU.
 
-A plain pickle of a tensor names its device. The process that reads it would create a context on
-that device, which is another rank's: hundreds of MiB of its memory, for every rank that reads.
+A plain pickle of a tensor names its device. A process that reads it would create a context on that
+device, which is another rank's: each takes hundreds of MiB of its memory.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ def dumps(stuff: Any) -> bytes:
 
 
 def loads(data: bytes) -> Any:
-    """The object of which `dumps` made `data`; its tensors are on the CPU."""
+    """The object that `dumps` turned into `data`; its tensors are on the CPU."""
     return pickle.loads(data)
 
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
-        """How the memory of a tensor is pickled; that of all other objects is left as it is."""
+        """Return how a tensor's memory is pickled; all other objects are pickled as usual."""
         if not isinstance(value, (torch.UntypedStorage, torch.TypedStorage)):
             return NotImplemented
         file = io.BytesIO()

@@ -24,7 +24,7 @@ COLLECTIVE_SECONDS = 1800.0
 DEADLINE_VARIABLE = "TRIALFLOW_COLLECTIVE_SECONDS"
 CHIEF_VARIABLE = "DET_CHIEF_IP"
 
-# First the names of torchrun and trialflow, then those of DeepSpeed's launcher.
+# First the names of torchrun and trialflow, then DeepSpeed's launcher's.
 _LOCAL_SIZE = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
 _CROSS_RANK = ("GROUP_RANK", "CROSS_RANK")
 _CROSS_SIZE = ("CROSS_SIZE",)
@@ -43,7 +43,7 @@ SINGLE_RANK_ENVIRONMENT = {
 
 
 def is_launched(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether a launcher has set this process's rank."""
+    """Return whether a launcher has set this process's rank."""
     return any(name in environment for name in _LAUNCHED)
 
 
@@ -62,8 +62,8 @@ class DistributedContext:
         cross_rank: index of this machine.
         cross_size: number of machines.
         chief_ip: the address of rank 0's machine; default: the environment variable
-            ``DET_CHIEF_IP``. Only told: torch.distributed connects the ranks.
-        pub_port, pull_port, port_offset, force_tcp: accepted as in the reference, but not used.
+            ``DET_CHIEF_IP``. For information only: torch.distributed connects the ranks.
+        pub_port, pull_port, port_offset, force_tcp: accepted as in Determined, but not used.
         deadline_seconds: how long a collective waits for other ranks. Default: the environment
             variable ``TRIALFLOW_COLLECTIVE_SECONDS``, else half an hour.
 
@@ -235,7 +235,7 @@ class DistributedContext:
         self._all_ranks = all_ranks
 
     def allgather(self, stuff: Any) -> list[Any]:
-        """The `stuff` of all ranks, in their order. Collective: every rank calls this.
+        """Return the `stuff` of all ranks, in their order. Collective: every rank calls this.
 
         Raises:
             DeadlineExceeded: a rank did not call it in time. Every collective raises this.
@@ -249,7 +249,7 @@ class DistributedContext:
         return exchange.allgather("allgather_local", stuff) if exchange else [stuff]
 
     def gather(self, stuff: Any) -> list[Any] | None:
-        """The `stuff` of all ranks on rank 0, else None. Collective: every rank calls this."""
+        """On rank 0 return the `stuff` of all ranks, else None. Collective: every rank calls it."""
         exchange = self._exchange_of_all()
         return exchange.gather("gather", stuff) if exchange else [stuff]
 
@@ -259,7 +259,7 @@ class DistributedContext:
         return exchange.gather("gather_local", stuff) if exchange else [stuff]
 
     def broadcast(self, stuff: Any) -> Any:
-        """Rank 0's `stuff`, on every rank. Collective: every rank calls this."""
+        """Return rank 0's `stuff`, on every rank. Collective: every rank calls this."""
         exchange = self._exchange_of_all()
         return exchange.broadcast("broadcast", stuff) if exchange else stuff
 

@@ -48,14 +48,14 @@ class Exchange:
     """Exchanges objects between some ranks. Collective: every member creates it, no other rank.
 
     Args:
-        name: of the group of ranks, for error messages.
+        name: the group's name, for error messages.
         ranks: the members; the first one gathers and broadcasts.
-        rank: this process's.
+        rank: this process's rank.
         deadline_seconds: how long an exchange waits for the other ranks.
 
     Raises:
         DeadlineExceeded: a rank did not come in time. Every method raises this.
-        SlotsError: a rank has died, or has called another collective. Every method raises this.
+        SlotsError: a rank has died, or called another collective. Every method raises this.
     """
 
     def __init__(self, name: str, ranks: Sequence[int], rank: int, deadline_seconds: float) -> None:

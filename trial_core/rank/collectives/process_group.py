@@ -21,8 +21,8 @@ TIMEOUT_VARIABLE = "DEEPSPEED_TIMEOUT"
 def init_distributed(with_deepspeed: bool) -> None:
     """Initialise torch.distributed in ranks that a driver watches. Collective.
 
-    By default a collective that waits for 10 minutes ends its process, without a word of where it
-    hangs. But ranks may rightly wait for one that compiles, or fetches a checkpoint. The driver
+    By default a collective that waits for 10 minutes ends its process, without saying where it
+    hangs. But ranks may rightly wait for a rank that compiles, or fetches a checkpoint. The driver
     finds hung ranks and has them log their stacks (`stopping.stall_timeout_seconds`), so the
     timeout of all process groups, DeepSpeed's later ones included, must not come before that.
 
@@ -33,7 +33,7 @@ def init_distributed(with_deepspeed: bool) -> None:
     if with_deepspeed and TIMEOUT_VARIABLE in os.environ:
         deepspeed.init_distributed()
         return
-    # What `new_group` takes without a timeout, and DeepSpeed gives none.
+    # The default timeout of `new_group`; DeepSpeed gives none.
     defaults: Any = distributed_c10d
     defaults.default_pg_timeout = TIMEOUT
     if defaults.default_pg_nccl_timeout is not None:
@@ -48,7 +48,7 @@ def init_torch_distributed(timeout: timedelta | None = None) -> None:
     """Initialise torch.distributed for this rank's accelerator, and for the CPU. Collective.
 
     Args:
-        timeout: how long a collective may wait; None: torch's default.
+        timeout: how long a collective may wait; None for torch's default.
     """
     device = get_accelerator().device_name()
     backend = "gloo"

@@ -23,7 +23,7 @@ from trial_core.rank.core_api.metrics import checked_steps
 from trial_core.rank.core_api.script_host import ScriptHost
 
 Selector = Callable[[str], bool]
-"""Whether the file at a path below a checkpoint's folder is wanted."""
+"""Says if the file at a path below a checkpoint's folder is wanted."""
 
 METADATA = "metadata.json"
 """The file of a checkpoint that holds its metadata, as in Determined's."""
@@ -60,17 +60,17 @@ class CheckpointContext:
         checkpoint holds the metrics that were reported before.
 
         Args:
-            metadata: plain data; ``steps_completed`` is required. It is stored beside the files as
-                ``metadata.json``. With `shard`, that of all ranks is merged, also within mappings,
-                and a rank may give none.
-            shard: whether every rank calls this and writes its own part. If not, rank 0 alone may
+            metadata: plain data; ``steps_completed`` is required. It is stored with the files as
+                ``metadata.json``. With `shard`, the metadata of all ranks is merged, even within
+                mappings, and a rank may give none.
+            shard: True if every rank calls this and writes its own part. If not, rank 0 alone may
                 call it.
-            wait: whether the end of the block waits. If not, the files are uploaded while the
+            wait: True if the end of the block waits. If not, the files are uploaded while the
                 script runs, and must not change; the next checkpoint and the script's end wait.
 
         Raises:
-            TrialError: `metadata` has no ``steps_completed``, is no plain data, or is too large, or
-                ranks give different values under one name; or another rank than 0 calls this
+            TrialError: `metadata` has no ``steps_completed``, is not plain data, or is too large,
+                or ranks give different values under one name; or a rank other than 0 calls this
                 without `shard`.
             CheckpointError: the checkpoint could not be stored.
         """
@@ -117,10 +117,10 @@ class CheckpointContext:
             storage_id: the checkpoint's uuid, or the beginning of it.
             download_mode: which ranks call this.
             selector: which paths are needed; all by default. Files that a rank of this machine
-                needs are fetched. Others may be there: those of `info.latest_checkpoint` are.
+                needs are fetched. Others may be there too, as for `info.latest_checkpoint`.
 
         Raises:
-            CheckpointNotFound: there is no such checkpoint.
+            CheckpointNotFound: no such checkpoint exists.
             CheckpointDamaged: a file is missing or differs.
             StorageError: the storage failed.
         """
@@ -139,10 +139,10 @@ class CheckpointContext:
         shard: bool = False,
         selector: Selector | None = None,
     ) -> str:
-        """Store a folder as a checkpoint, as `store_path` does; its uuid.
+        """Store a folder as a checkpoint, as `store_path` does; return its uuid.
 
         Args:
-            ckpt_dir: the folder; it stays as it is. None: this rank has nothing to store.
+            ckpt_dir: the folder, which is not changed; None if this rank has nothing to store.
             selector: which of the folder's files to store, by their paths below it; all by default.
                 ``metadata.json`` is stored in any case.
 
@@ -181,7 +181,7 @@ class CheckpointContext:
         *,
         selector: Selector | None = None,
     ) -> None:
-        """Copy a checkpoint's files into a folder, which is created. Called as `restore_path`.
+        """Copy a checkpoint's files into a folder, which is created. Call it like `restore_path`.
 
         Args:
             ckpt_dir: the folder. Several ranks of a machine may name the same one: each replaces
@@ -203,9 +203,9 @@ class CheckpointContext:
         """The metadata that a checkpoint was stored with. Not collective.
 
         Raises:
-            CheckpointNotFound: there is no such checkpoint.
-            CheckpointDamaged: they are too large to be read without a fetch, or its manifest is
-                damaged.
+            CheckpointNotFound: no such checkpoint exists.
+            CheckpointDamaged: the metadata is too large to be read without a fetch, or its manifest
+                is damaged.
             StorageError: the storage failed.
         """
         if storage_id in self._fetched:
@@ -223,14 +223,14 @@ class CheckpointContext:
         """Delete a checkpoint from the storage. Call it on one rank.
 
         Raises:
-            CheckpointNotFound: there is no such checkpoint.
+            CheckpointNotFound: no such checkpoint exists.
             CheckpointError: it is pinned, or a model's version.
         """
         self._refuse_unseen(storage_id)
         delete_checkpoint(self._store, self._store.open(storage_id))
 
     def _fetch(self, uuid: str, selector: Selector | None) -> Path:
-        """Collective. The ranks of a machine share what any of them wants."""
+        """Fetch the files that any rank of this machine wants; the folder. Collective."""
         opened: list[Manifest] = []
 
         def choose() -> list[str] | None:

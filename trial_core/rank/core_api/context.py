@@ -1,4 +1,4 @@
-"""`Context`: what `trial_core.init` gives a Core API script."""
+"""`Context`: the object that `trial_core.init` gives a Core API script."""
 
 from __future__ import annotations
 
@@ -69,10 +69,10 @@ class TrainContext(SaysWhatToUse):
         Args:
             steps_completed: steps (batches, as a rule) trained since the start of the trial.
             metrics: numbers, tensors or arrays by name; reduced over the ranks by the script.
-            batch_metrics: accepted as in the reference, but not kept.
+            batch_metrics: accepted as in Determined, but not kept.
 
         Raises:
-            TrialError: an argument is invalid, or another rank than 0 calls this.
+            TrialError: an argument is invalid, or a rank other than 0 calls this.
         """
         self._report("training", steps_completed, metrics)
 
@@ -85,14 +85,14 @@ class TrainContext(SaysWhatToUse):
                 it decides which checkpoint is best.
 
         Raises:
-            TrialError: an argument is invalid, or another rank than 0 calls this.
+            TrialError: an argument is invalid, or a rank other than 0 calls this.
         """
         self._report("validation", steps_completed, metrics)
 
     def report_metrics(self, group: str, steps_completed: int, metrics: Mapping[str, Any]) -> None:
         """Report metrics of the group ``"training"`` or ``"validation"``, as the methods above.
 
-        Those of any other group are reported as training metrics, under ``group/name``.
+        Metrics of any other group are reported as training metrics, under ``group/name``.
         """
         if group not in ("training", "validation") and isinstance(metrics, Mapping):
             metrics = {f"{group}/{name}": value for name, value in metrics.items()}
@@ -101,17 +101,17 @@ class TrainContext(SaysWhatToUse):
         )
 
     def report_progress(self, progress: float) -> None:
-        """Show how far the script is, from 0 to 1. Ranks other than 0 are not heard."""
+        """Show how far the script is, from 0 to 1. Only rank 0's calls count."""
         if not (isinstance(progress, (int, float)) and 0 <= progress <= 1):
             raise TrialValueError(f"train.report_progress: expected 0 to 1, got {progress!r}")
         self.set_status(f"{progress:.0%}")
 
     def report_early_exit(self, reason: EarlyExitReason) -> None:
-        """Show why the script is about to end. Ranks other than 0 are not heard."""
+        """Show why the script is about to end. Only rank 0's calls count."""
         self.set_status(f"ends early: {EarlyExitReason(reason).name.lower()}")
 
     def get_experiment_best_validation(self) -> float | None:
-        """The best ``searcher.metric`` that this trial has reported, on rank 0; None: none yet."""
+        """The best ``searcher.metric`` that this trial has reported, on rank 0, or None."""
         return self._host.best_validation
 
     def set_work_per_step(
@@ -121,19 +121,19 @@ class TrainContext(SaysWhatToUse):
         flops: float | None = None,
         number_type: NumberType = "bf16",
     ) -> None:
-        """Say what one step holds on all ranks, so that the run shows its throughput.
+        """Set the work in one step on all ranks, so that the run shows its throughput.
 
-        Call it before the steps, or again if it changes. Ranks other than 0 are not heard. The run
-        then measures from one report of training metrics to the next, and leaves out the time
-        before a report of validation metrics and for storing a checkpoint.
+        Call it before the steps, or again if it changes. Only rank 0's calls count. The run then
+        measures from one report of training metrics to the next, and leaves out the time before a
+        report of validation metrics and for storing a checkpoint.
 
         Args:
-            samples, tokens: of one step; None: not known.
-            flops, number_type: as of `TrialContext.set_work_per_sample`, but of one step.
+            samples, tokens: the number in one step; None if unknown.
+            flops, number_type: see `TrialContext.set_work_per_sample`, but for one step.
 
         Raises:
             TrialTypeError: an argument is not a number.
-            TrialValueError: it is not positive and finite, or there is no such number type.
+            TrialValueError: a value is not positive and finite, or the number type is unknown.
         """
         work = said_work(
             "train.set_work_per_step", number_type, samples=samples, tokens=tokens, flops=flops
@@ -141,7 +141,7 @@ class TrainContext(SaysWhatToUse):
         self._host.measure_steps(work)
 
     def set_status(self, status: str) -> None:
-        """Tell people what the script is doing. Ranks other than 0 are not heard."""
+        """Show the script's present activity to people. Only rank 0's calls count."""
         if self._host.distributed.get_rank() == 0:
             self._host.set_status(str(status))
 
@@ -178,16 +178,16 @@ class PreemptContext:
             host.expect_stops()
 
     def should_preempt(self, auto_ack: bool = True) -> bool:
-        """Whether the run was asked to stop: store a checkpoint, then end the script.
+        """Return whether the run was asked to stop: store a checkpoint, then end the script.
 
         Ranks that ask equally often get True at the same call, without a collective: asking once
         a step costs nothing. Ranks that never ask cannot stop in time, and are killed.
 
         Args:
-            auto_ack: accepted as in the reference; there is nothing to acknowledge.
+            auto_ack: accepted as in Determined, without effect.
 
         Raises:
-            TrialError: with `PreemptMode.ChiefOnly`, another rank than 0 calls this.
+            TrialError: with `PreemptMode.ChiefOnly`, a rank other than 0 calls this.
         """
         if self._refuses:
             raise TrialError(
@@ -213,7 +213,7 @@ class ProfilerContext:
 
 
 class Context(SaysWhatToUse):
-    """What a Core API script asks and tells its run. Follows ``determined.core.Context``.
+    """The interface of a Core API script to its run. Follows ``determined.core.Context``.
 
     Attributes:
         train: reports metrics.
@@ -222,8 +222,8 @@ class Context(SaysWhatToUse):
         searcher: says how long to train.
         distributed: which rank this is, and collectives of small objects.
         info: the trial, its hyperparameters, and the checkpoint to resume from.
-        profiler: accepted as in the reference; has no effect.
-        host: for other parts of trialflow.
+        profiler: accepted as in Determined; has no effect.
+        host: used by other parts of trialflow.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""DeepSpeed's builds in a script, which imports DeepSpeed by itself, sooner or later or never."""
+"""Prepares DeepSpeed's builds in a script, which may import DeepSpeed at any time, or never."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def builds_prepared(local_rank: int) -> Iterator[None]:
 class _AfterImport(MetaPathFinder):
     """Finds DeepSpeed as Python would, and calls `then` after its import.
 
-    It stays when it is only asked where DeepSpeed is, as transformers does.
+    It stays when a caller, such as transformers, only asks where DeepSpeed is.
     """
 
     def __init__(self, then: Callable[[], None]) -> None:
@@ -45,7 +45,7 @@ class _AfterImport(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Part of `MetaPathFinder`."""
+        """Find DeepSpeed for an import, and have `then` called after it."""
         if fullname != DEEPSPEED:
             return None
         spec = PathFinder.find_spec(fullname, path, target)
@@ -61,6 +61,6 @@ class _AfterImport(MetaPathFinder):
         return spec
 
     def leave(self) -> None:
-        """Have Python no longer ask this."""
+        """Have Python no longer ask this finder."""
         with suppress(ValueError):
             sys.meta_path.remove(self)

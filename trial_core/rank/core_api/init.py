@@ -64,27 +64,27 @@ def init(
 ) -> Iterator[Context]:
     """The context of a Core API script. Every rank enters it once.
 
-    It does not initialise torch.distributed. Outside a slot, a script with several ranks does so
-    first: there `init` is a collective. In a slot, the experiment file and the driver decide, and
-    the arguments that are for scripts outside a slot are not used.
+    `init` does not initialise torch.distributed. Outside a slot, a script with several ranks does
+    so first, and `init` is a collective. In a slot, the experiment file and the driver decide, and
+    the arguments for scripts outside a slot are not used.
 
     Args:
         distributed: this rank's place among all; by default from the environment.
-        checkpoint_storage: outside a slot: in place of that of `exp_conf`.
+        checkpoint_storage: outside a slot: replaces the storage of `exp_conf`.
         preempt_mode: which ranks may ask `should_preempt`.
-        tensorboard_mode: what becomes of files for TensorBoard.
+        tensorboard_mode: when files for TensorBoard are stored.
         exp_conf: outside a slot: any part of an experiment file, as plain data.
         latest_checkpoint: outside a slot: the checkpoint to resume from: its uuid or the first
             characters of it, or ``"latest"``, the newest intact one of this experiment's newest
             trial. Default: the environment variable ``DET_LATEST_CHECKPOINT``; without it a new
-            trial begins. `Context.info` names what was found.
-        take_over: outside a slot: whether to continue a trial that another run may be training,
-            which ends that run.
+            trial begins. `Context.info` names the checkpoint that was found.
+        take_over: outside a slot: continue a trial that another run may be training, and end that
+            run.
 
     Raises:
         ConfigError: `exp_conf` is invalid; lists every mistake.
         TrialError: torch.distributed is not initialised, and there are several ranks.
-        CheckpointNotFound: there is no `latest_checkpoint`.
+        CheckpointNotFound: `latest_checkpoint` does not exist.
         CheckpointDamaged: no checkpoint to resume from is intact.
         TrialflowError: another run trains the trial, or may do so.
     """

@@ -13,7 +13,7 @@ def checked_steps(value: Any, source: str) -> int:
     """The number of steps that `source` names.
 
     Raises:
-        TrialError: it is no integer of at least 0.
+        TrialError: the value is not an integer of at least 0.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise TrialError(f"{source}: steps_completed is an integer of at least 0, got {value!r}")
@@ -24,7 +24,7 @@ def plain_metrics(metrics: Any, source: str) -> dict[str, Any]:
     """Metrics as plain data: tensors and arrays become numbers and lists.
 
     Raises:
-        TrialError: `metrics` is no mapping, or a value is neither plain nor an array, or is an
+        TrialError: `metrics` is not a mapping, or a value is neither plain nor an array, or is an
             integer that does not fit into 64 bits.
     """
     if not isinstance(metrics, Mapping):

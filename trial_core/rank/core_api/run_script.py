@@ -17,8 +17,8 @@ def run_script(command: ScriptCommand) -> None:
     """Run a script to its end, as ``__main__``. The current folder is the code folder.
 
     Raises:
-        TrialError: there is no such script or module.
-        SystemExit: the script ended with an exit code other than 0; says which.
+        TrialError: the script or module does not exist.
+        SystemExit: the script ended with an exit code other than 0; names it.
         Exception: the script raised.
     """
     folder = os.getcwd()
@@ -48,7 +48,7 @@ def _check_exit(end: SystemExit, command: ScriptCommand) -> None:
 
 @contextmanager
 def _as_program(command: ScriptCommand, folder: str) -> Iterator[None]:
-    """Set what a separate program would find in `sys`."""
+    """Set the values in `sys` that a separate program would find."""
     argv, path = sys.argv, sys.path
     sys.argv = [command.target, *command.arguments]
     sys.path = [folder, *path]

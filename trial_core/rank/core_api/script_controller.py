@@ -59,18 +59,15 @@ def run_in_slot(command: ScriptCommand, host: ScriptHost) -> None:
 
 
 class ScriptController:
-    """Carries out the workloads of a Core API script on this rank, as `Controller` does a trial's.
+    """Carries out a Core API script's workloads on this rank, as `Controller` does a trial's.
 
-    The script runs in the compute lane, and the other requests beside it in the I/O lane.
+    The script runs in the compute lane. Meanwhile, other requests run in the I/O lane.
 
     Args:
-        emit: sends to the driver.
-        stop_barrier: holds this rank's part of a stop.
-        run: runs the script to its end; it talks to the host.
-        serve_fit: serves the driver's requests with the trial of `Trainer.fit`, until its end.
+        emit, stop_barrier, serve_fit, on_first_question: see `ScriptHost`.
+        run: runs the script to its end; the script talks to the host.
         distributed: this rank's place among all; by default from the environment.
         run_dir_of: the run's folder on this machine.
-        on_first_question: see `ScriptHost`.
     """
 
     def __init__(
@@ -110,11 +107,11 @@ class ScriptController:
 
     @property
     def batches_trained(self) -> int | None:
-        """How many steps the script has reported on this rank; None before it is prepared."""
+        """The number of steps that the script has reported on this rank; None before `prepare`."""
         return None if self._prepared is None else self._prepared.info.batches_trained
 
     def close(self) -> None:
-        """Release what an earlier run of a script has left."""
+        """Release the resources of an earlier run of a script."""
         if self._prepared is not None:
             self._prepared.info.tensorboard.finish()
             self._prepared.files.close()
@@ -174,7 +171,7 @@ class ScriptController:
         return self._script.files.try_fetch(request.uuid, request.files)
 
     def persist_checkpoint(self, request: PersistCheckpoint) -> Persisted:
-        """Upload what the script has written, and the files for TensorBoard. I/O lane."""
+        """Upload the files that the script has written, and its TensorBoard files. I/O lane."""
         script = self._script
         # Most checkpoints are rank 0's alone.
         script.files.staging(request.uuid).mkdir(parents=True, exist_ok=True)
@@ -192,7 +189,7 @@ class ScriptController:
         return Done()
 
     def refuse_fit(self, request: AttachTrial) -> NoReturn:
-        """Rank 0 is in `Trainer.fit`, and this rank's script has ended."""
+        """Raise an error: rank 0 is in `Trainer.fit`, and this rank's script has ended."""
         raise TrialError(
             "rank 0 has called Trainer.fit, and this rank's script has ended without it: every "
             "rank calls fit"

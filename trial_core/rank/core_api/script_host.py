@@ -1,4 +1,4 @@
-"""What a Core API script talks to: its driver commits checkpoints, keeps metrics, sends stops."""
+"""The host of a Core API script. Its driver commits checkpoints, keeps metrics and sends stops."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ ScriptMessage = (
 
 
 class ScriptHost:
-    """Carries out what a script asks of its context, for one run of it. Every rank has one.
+    """Carries out the calls of a script's context, for one run of it. Every rank has one.
 
     Args:
-        run: the trial's, with its TensorBoard files.
+        run: the trial's state, with its TensorBoard files.
         emit: sends to the driver.
         stop_barrier: holds this rank's part of a stop.
         serve_fit: serves the driver's requests with the trial of `Trainer.fit`, until its end.
         on_first_question: called when the script asks for the first time whether to end.
-        best_validation: see below; of the checkpoint that the script starts from.
+        best_validation: the best searcher metric of the checkpoint that the script starts from.
 
     Attributes:
-        info: what the script may know of its run.
+        info: the script's information about its run.
         distributed: this rank's place among all.
         files: this rank's staged and fetched checkpoints.
-        max_length: where the experiment says that training ends; None: it does not say.
+        max_length: where the experiment says that training ends; None if it does not say.
         run: the trial's state, which its contexts read.
         was_preempted: True if the script was told to save and end.
         best_validation: the best searcher metric that this rank knows of.
@@ -113,7 +113,7 @@ class ScriptHost:
 
     def measure_steps(self, work: Work) -> None:
         """Measure how fast the script trains from now on; one step holds `work`."""
-        if self._step_work is None:  # what the script has done before was no training
+        if self._step_work is None:  # the script's work before was not training
             self._note_trained(self.run.batches_trained)
         self._step_work = work
 
@@ -129,7 +129,7 @@ class ScriptHost:
             self.best_validation = float(value if best is None else better(value, best))
 
     def set_status(self, text: str) -> None:
-        """Tell people what the script is doing. Rank 0 alone calls this."""
+        """Show people the script's present activity. Rank 0 alone calls this."""
         self._tell(Activity(text=text))
 
     def expect_stops(self) -> None:
@@ -151,7 +151,7 @@ class ScriptHost:
 
         Args:
             shard: True if every rank calls this. If not, rank 0 does.
-            wait: whether to wait for the end; if not, the next call or `wait_for_upload` does.
+            wait: wait for the end. If False, the next call or `wait_for_upload` waits.
         """
         self.wait_for_upload()
         if shard:
@@ -162,10 +162,10 @@ class ScriptHost:
         if wait:
             self.wait_for_upload()
         if self.distributed.get_rank() == 0:
-            self._note_trained(steps_completed)  # last: the wait is no training
+            self._note_trained(steps_completed)  # last: the wait is not training
 
     def wait_for_upload(self) -> None:
-        """Wait until the last checkpoint is committed. Raises why the run has failed, if so."""
+        """Wait until the last checkpoint is committed. If the run has failed, raises its error."""
         uuid, self._uploading = self._uploading, None
         with self._has_released:
             # Not collective: an upload may last longer than the deadline of collectives.
@@ -175,7 +175,7 @@ class ScriptHost:
         self._raise_error()
 
     def failed(self, error: BaseException) -> None:
-        """The run has failed elsewhere: the script's next call raises this. For any thread."""
+        """Have the script's next call raise this: the run has failed elsewhere. For any thread."""
         with self._has_released:
             self._error = error
             self._has_released.notify_all()

@@ -25,10 +25,10 @@ from trial_core.schedule.command import ScriptCommand
 
 @contextmanager
 def joined_script(ranks: DistributedContext, order: Callable[[], Order]) -> Iterator[ScriptHost]:
-    """Have a driver beside rank 0 run the block as a script. Collective: every rank enters it.
+    """Have a driver next to rank 0 run the block as a script. Collective: every rank enters it.
 
     Args:
-        order: made on rank 0, what to drive.
+        order: called on rank 0; says what to drive.
 
     Raises:
         TrialflowError: the run could not begin, or has failed on another rank or in the driver.
@@ -110,7 +110,7 @@ class _ScriptInBlock:
             raise self._failure
 
     def _failed(self, error: TrialflowError) -> None:
-        """The run has failed elsewhere, while the script may run. Called in another thread."""
+        """Note that the run has failed elsewhere. The script may run. Called in another thread."""
         self._cause = error
         if self._host is not None:
             self._host.failed(error)

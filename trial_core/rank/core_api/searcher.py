@@ -23,7 +23,7 @@ class SearcherMode(enum.Enum):
 
 
 class Unit(enum.Enum):
-    """What a length counts. Lengths in records are refused: `RECORDS` is here for comparisons."""
+    """The unit of a length. Lengths in records are refused: `RECORDS` is here for comparisons."""
 
     EPOCHS = "EPOCHS"
     RECORDS = "RECORDS"
@@ -46,7 +46,7 @@ class SearcherOperation:
 
     @property
     def is_completed(self) -> bool:
-        """Whether `report_completed` was called on this rank."""
+        """True if `report_completed` was called on this rank."""
         return self._is_completed
 
     def report_progress(self, length: float) -> None:
@@ -56,7 +56,7 @@ class SearcherOperation:
             length: in the unit of `length`.
 
         Raises:
-            TrialError: another rank than 0 calls this, or it is called after `report_completed`, or
+            TrialError: a rank other than 0 calls this, or it is called after `report_completed`, or
                 `length` is not a number.
         """
         self._require_rank_0("report_progress")
@@ -72,11 +72,11 @@ class SearcherOperation:
         """Say that the operation is done. Call it once, on rank 0 alone.
 
         Args:
-            searcher_metric: accepted as in the reference, but not kept: the best checkpoint is
-                chosen by what `TrainContext.report_validation_metrics` reports.
+            searcher_metric: accepted as in Determined, but not kept: the best checkpoint is chosen
+                by the metrics that `TrainContext.report_validation_metrics` reports.
 
         Raises:
-            TrialError: another rank than 0 calls this, or it is called twice.
+            TrialError: a rank other than 0 calls this, or it is called twice.
         """
         self._require_rank_0("report_completed")
         if self._is_completed:
@@ -120,11 +120,11 @@ class SearcherContext:
 
         Args:
             searcher_mode: which ranks call this.
-            auto_ack: accepted as in the reference; there is nothing to acknowledge.
+            auto_ack: accepted as in Determined, without effect.
 
         Raises:
-            TrialError: the experiment has no ``searcher.max_length``; or with `ChiefOnly`, another
-                rank than 0 calls this; or rank 0 asks for the next operation without
+            TrialError: the experiment has no ``searcher.max_length``; or with `ChiefOnly`, a rank
+                other than 0 calls this; or rank 0 asks for the next operation without
                 `SearcherOperation.report_completed`.
         """
         rank, length = self._host.distributed.get_rank(), self._host.max_length
@@ -148,7 +148,7 @@ class SearcherContext:
             )
 
     def get_configured_units(self) -> Unit | None:
-        """The unit of ``searcher.max_length``; None if there is none. A plain number is batches."""
+        """The unit of ``searcher.max_length``, or None without it. A plain number is batches."""
         length = self._host.max_length
         return None if length is None else Unit(length.unit.upper())
 

@@ -1,1 +1,1 @@
-"""Data loading that continues where it was: positions, shuffles, shards, skips."""
+"""Data loading that can continue at any position: shuffles, shards and skips."""

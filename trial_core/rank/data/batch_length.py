@@ -17,8 +17,8 @@ def data_length(batch: Any) -> int:
     Searches dicts, lists and tuples. Skips tensors and arrays without a dimension.
 
     Raises:
-        TrialTypeError: there is none.
-        TrialValueError: there is none in a dict, list or tuple.
+        TrialTypeError: none is found, and `batch` is not a container.
+        TrialValueError: none is found in a dict, list or tuple.
     """
     for found in _tensors(batch):
         if found.ndim > 0:

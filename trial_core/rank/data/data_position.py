@@ -31,7 +31,7 @@ def micro_batches_drawn(
         per_batch: micro-batches of one rank in a batch, in this run.
         ranks: number of data-parallel ranks in this run.
         epoch: length of an epoch in this run; None if unknown.
-        warns: whether to warn of repeated samples. Only one rank should.
+        warns: warn of repeated samples. Only one rank should.
     """
     ranks_then = int(saved["ranks"])
     # How many of the present micro-batches one earlier micro-batch makes.

@@ -28,14 +28,14 @@ class DataLoader:
     micro-batches that the rank has consumed. Outside a run, iterating over a `DataLoader` loads the
     whole dataset, and each iteration is the next epoch.
 
-    **What is reproducible.** The order depends only on (seed, epoch), also with a sampler or batch
-    sampler that the user wrote. Loading draws nothing from the global generators of Python, numpy
-    or torch. A resumed run continues with the next micro-batch of the uninterrupted run, and random
+    **What is reproducible.** The order depends only on (seed, epoch), even with a user's sampler or
+    batch sampler. Loading draws nothing from the global generators of Python, numpy or torch. A
+    resumed run continues with the next micro-batch of the uninterrupted run, and random
     augmentations are the same:
 
     * with ``num_workers=0`` they draw from the global generators, which checkpoints restore;
-    * with workers, those of a map-style dataset draw from the worker's global generators, which are
-      seeded for each micro-batch by (seed, its position in the sequence of all ranks).
+    * with workers, augmentations of a map-style dataset draw from the worker's global generators,
+      which are seeded for each micro-batch by (seed, its position in the sequence of all ranks).
 
     Not reproducible are generators that a dataset or ``worker_init_fn`` creates itself and that
     advance from sample to sample. With workers there are three more cases: a ``batch_size`` of
@@ -47,7 +47,7 @@ class DataLoader:
     Args:
         dataset: map-style, or a ``torch.utils.data.IterableDataset`` that gives all its samples to
             every rank; see `ShardedIterable`.
-        batch_size: samples in a micro-batch. None: the dataset gives whole micro-batches.
+        batch_size: samples in a micro-batch. If None, the dataset gives whole micro-batches.
         shuffle: use a new order in every epoch.
         sampler: order of the samples; excludes `shuffle`. Must not be sharded.
         batch_sampler: gives lists of indices; excludes `batch_size`, `shuffle`, `sampler` and
@@ -57,7 +57,7 @@ class DataLoader:
         num_workers: loader processes of each rank; 0 loads in the rank's process.
         collate_fn: makes a micro-batch of a list of samples.
         pin_memory: copy tensors into page-locked memory.
-        drop_last: leave out an epoch's last micro-batch if it is smaller than the others.
+        drop_last: leave out an epoch's last micro-batch if it is smaller.
         timeout: seconds to wait for a worker; 0 waits without limit.
         worker_init_fn: called in each worker with its number, after seeding. With an iterable
             dataset, ``get_worker_info().dataset`` is a wrapper; its ``dataset`` is the user's.
@@ -146,9 +146,9 @@ class DataLoader:
         share of one epoch, rounded if the ranks do not divide the epoch.
 
         Args:
-            repeat: continue from each epoch into the next, without end. Without it, each ``iter()``
-                of the result gives the same epoch.
-            skip: number of micro-batches that this rank has consumed already, in all epochs.
+            repeat: repeat the epochs without end. If False, each ``iter()`` of the result gives the
+                same epoch.
+            skip: number of micro-batches that this rank has consumed, in all epochs.
             num_replicas: number of data-parallel ranks.
             rank: index of this data-parallel rank.
             seed: the experiment's seed; the same on all ranks.

@@ -30,15 +30,15 @@ class ShardedIterable(IterableDataset[Any]):
     generators are seeded by (seed, epoch). It must not divide itself among *ranks*. If it has
     ``set_epoch(epoch)``, that is called before each epoch.
 
-    Skipping reads the skipped samples: also whole epochs, unless the dataset has both ``set_epoch``
+    Skipping reads the skipped samples, even whole epochs, unless the dataset has both ``set_epoch``
     and a length. The length must be exact; rank 0 warns at the end of an epoch in which it was not.
 
     Args:
         dataset: the user's dataset.
-        batch_size: samples in a micro-batch; None: each sample is a micro-batch, not in a list.
-        drop_last: leave out an epoch's last micro-batch if it is smaller than the others.
-        repeat: continue from each epoch into the next, without end.
-        skip: number of micro-batches that this rank has consumed already.
+        batch_size: samples in a micro-batch. If None, each sample is a micro-batch, not in a list.
+        drop_last: leave out an epoch's last micro-batch if it is smaller.
+        repeat: repeat the epochs without end.
+        skip: number of micro-batches that this rank has consumed.
         num_replicas: number of data-parallel ranks.
         rank: index of this data-parallel rank.
         seed: the same on all ranks.

@@ -1,4 +1,4 @@
-"""What litdata's loader leaves out when it loads a state. As of litdata 0.2.76."""
+"""Completes the state that litdata's loader loads only in part. As of litdata 0.2.76."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ def complete_litdata_state(loader: Any) -> None:
     With workers, the datasets of this process, from which `state_dict` takes its values, are not
     set; only their copies in the workers are. So the next state names the first epoch, and a resume
     from it has that epoch's order. After another division of the data (ranks, workers or batch
-    size) it also counts only what was taken since: that cannot be mended here.
+    size) it also counts only the data taken since, which cannot be mended here.
 
     Args:
-        loader: any training loader. Those that are not litdata's are left alone.
+        loader: any training loader; others than litdata's are left alone.
 
     Raises:
         TrialError: the loader has workers and divides the rest of the pass anew.

@@ -37,8 +37,8 @@ class MicroBatches(Iterator[Any]):
         loaded: the state that was loaded into `loader`; None if none was.
 
     Attributes:
-        waited_seconds: the time that loading took, without what was loaded ahead. Ranks train in
-            step, so all wait for the rank with the highest value.
+        waited_seconds: the time that loading took, without data that was loaded ahead. Ranks train
+            in step, so all wait for the rank with the highest value.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class MicroBatches(Iterator[Any]):
     def state_dict(self) -> dict[str, Any]:
         """This rank's position in the data, for `Loaders.begin`. Call between batches."""
         # Before the first micro-batch, torchdata's loader would begin a pass, and litdata's would
-        # tell another worker than the one that it has loaded.
+        # name another worker than the one that it has loaded.
         is_moved = self._loader is not None and self._drawn > self._drawn_before
         return {
             "drawn": self._drawn,
@@ -99,7 +99,7 @@ class Loaders:
     """This rank's data.
 
     Attributes:
-        adapter, distributed, seed: what the loaders were built with.
+        adapter, distributed, seed: the arguments of `build_loaders`.
         training_loader: the trial's loader; None on a rank that needs no data.
         validation: this rank's part of the validation set.
         epoch: the length of an epoch, the same on every rank; None if it is unknown.
@@ -121,13 +121,13 @@ class Loaders:
         random state afterwards.
 
         Args:
-            saved: `state_dict` at that position; None: at the beginning.
+            saved: `state_dict` at that position; None for the beginning.
         """
         self.training = _training_micro_batches(self, saved)
 
     @property
     def loads_micro_batches(self) -> bool | None:
-        """Whether the training loader has the engine's micro-batch size; None: it needs no data."""
+        """True if the training loader has the engine's micro-batch size; None without a loader."""
         if self.training_loader is None:
             return None
         size = getattr(self.training_loader, "batch_size", None)
@@ -137,7 +137,7 @@ class Loaders:
 
     @property
     def waited_seconds(self) -> float:
-        """How long this rank has waited for training data; 0 on a rank that needs no data."""
+        """The time this rank has waited for training data; 0 on a rank that needs no data."""
         return 0.0 if self.training is None else self.training.waited_seconds
 
     def state_dict(self) -> dict[str, Any] | None:
@@ -248,7 +248,7 @@ def _training_micro_batches(
 
 
 def _saves_state(loader: Any) -> bool:
-    """Whether a custom loader can save and restore its position."""
+    """True if a custom loader can save and restore its position."""
     return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
 
 

@@ -7,7 +7,7 @@ resumed run equals the uninterrupted run:
   that ``set_epoch`` chose, and each further one the next epoch.
 * Sharding neither pads nor drops: ``len()`` is the number of items of this rank. If samplers are
   repeated before they are sharded, ranks take turns over the endless sequence. All ranks together
-  then see each item of an epoch exactly once, whether or not the ranks divide its length.
+  then see each item of an epoch exactly once, even if the ranks do not divide its length.
 * Skipping is arithmetic. Skipped items are neither produced nor looked up in the dataset, except
   with some samplers that users write: see `Access`.
 
@@ -167,7 +167,7 @@ class DistributedBatchSampler(_InTurn[list[int]], _Shard[list[int]]):
 
 
 class SkipSampler(_InTurn[int], _Skip[int]):
-    """A sampler without its first `skip` items. ``len()`` is that of the whole sampler.
+    """A sampler without its first `skip` items. ``len()`` is the whole sampler's.
 
     Repeat before you skip; otherwise every epoch loses its beginning. Prefer `SkipBatchSampler` to
     resume: progress is counted in batches.
@@ -178,7 +178,7 @@ class SkipSampler(_InTurn[int], _Skip[int]):
 
 
 class SkipBatchSampler(_InTurn[list[int]], _Skip[list[int]]):
-    """A batch sampler without its first `skip` batches. ``len()`` is that of the whole sampler.
+    """A batch sampler without its first `skip` batches. ``len()`` is the whole sampler's.
 
     Repeat before you skip; otherwise every epoch loses its beginning. With gradient accumulation,
     `skip` counts micro-batches.
@@ -220,8 +220,8 @@ def adapt_batch_sampler(
     """One rank's shard of a sampler or batch sampler: repeat -> shard -> skip.
 
     Args:
-        repeat: continue from each epoch into the next, without end.
-        skip: number of items (micro-batches) that this rank has consumed already.
+        repeat: repeat the epochs without end.
+        skip: number of items (micro-batches) that this rank has consumed.
         num_replicas: number of data-parallel ranks.
         rank: index of this data-parallel rank.
         seed: for a sampler that would draw from torch's global generator; the same on all ranks.

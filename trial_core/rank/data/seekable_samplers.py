@@ -62,7 +62,7 @@ class SeekableSampler(Sampler[T], Generic[T]):
     Attributes:
         epoch: the epoch that ``iter()`` gives. Iterating does not advance it.
         access: how directly epochs can be entered.
-        is_endless: whether iteration continues into the next epoch, without end.
+        is_endless: True if iteration continues into the next epoch, without end.
     """
 
     epoch = 0
@@ -84,7 +84,7 @@ class SeekableSampler(Sampler[T], Generic[T]):
         raise NotImplementedError
 
     def length(self, epoch: int | None = None) -> int:
-        """Number of items in an epoch; None: in the present epoch of the underlying sampler.
+        """Number of items in an epoch, by default the underlying sampler's present one.
 
         Raises:
             TypeError: the underlying sampler has no length.
@@ -294,7 +294,7 @@ def warn_of_length(source: Any, epoch: int, expected: int | None, count: int) ->
     """Warn if an epoch of a sampler or dataset was not as long as it should have been.
 
     Args:
-        expected: its length; None: it has none, or that is not used.
+        expected: its length; None if it has none, or its length is not used.
         count: how many items it gave.
     """
     if expected is not None and count != expected:

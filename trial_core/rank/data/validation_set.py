@@ -34,7 +34,7 @@ class PeekableIterator(Iterator[Any]):
         return self._loaded.popleft() if self._loaded else next(self._source)
 
     def has(self, count: int) -> bool:
-        """Whether there are `count` more micro-batches."""
+        """Return whether there are `count` more micro-batches."""
         if self._has_ended:
             return False
         while len(self._loaded) < count:
@@ -59,15 +59,15 @@ class ValidationSet:
     Attributes:
         loader: the trial's loader, unsharded; None on a rank that needs no data.
         shard: this rank's shard, iterated once per validation; None on a rank that needs no data.
-        seed: the experiment's.
+        seed: the experiment's seed.
         group_size: micro-batches that one `evaluate_batch` takes.
-        in_lockstep: whether all ranks must evaluate equally often.
-        pads: in lockstep, whether shorter shards are padded. If not, all ranks end with the
+        in_lockstep: True if all ranks must evaluate equally often.
+        pads: in lockstep, True if shorter shards are padded. If not, all ranks end with the
             shortest shard.
         own_evaluations: `evaluate_batch` calls that the shard has data for; None if unknown.
         agreed_evaluations: calls of all ranks in lockstep; None if unknown. Ranks then exchange
             before each call whether they have data.
-        limit: maximum number of calls; None: no limit.
+        limit: maximum number of calls; None for no limit.
     """
 
     loader: Any
@@ -93,7 +93,7 @@ class ValidationSet:
         Collective in lockstep: every rank iterates over it.
 
         Raises:
-            TrialError: there is no whole group of micro-batches, and groups cannot be padded.
+            TrialError: the set holds no whole group of micro-batches, and groups cannot be padded.
         """
         for index in itertools.count() if self.limit is None else range(self.limit):
             if index in REMARKABLE_EVALUATIONS and self.own_evaluations is None:
@@ -134,7 +134,7 @@ class ValidationSet:
         )
 
     def _has_own(self, batches: PeekableIterator | None, index: int) -> bool | None:
-        """Whether call number `index` has data of this rank's shard; None if this rank has none."""
+        """True if call number `index` has data of this rank's shard; None if this rank has none."""
         if self.own_evaluations is not None and index >= self.own_evaluations:
             return False
         if batches is None:
@@ -153,7 +153,7 @@ class ValidationSet:
 def validation_set(
     adapter: TrialAdapter, loader: Any, seed: int, distributed: DistributedContext
 ) -> ValidationSet:
-    """Shard the validation loader and agree on what counts. Collective: every rank calls this.
+    """Shard the validation loader and agree on calls that count. Collective: every rank calls it.
 
     Raises:
         TrialError: on all ranks, if a loader is an iterator without a length; or if a shard has no
@@ -172,7 +172,7 @@ def validation_set(
     lengths = [(length, rank) for has_data, length, rank, _ in ranks if has_data]
     known = [length for length, _ in lengths if length is not None]
     has_unknown = len(known) < len(lengths)
-    if shard is None:  # a rank without data counts what the ranks of the same shard count
+    if shard is None:  # a rank without data counts as the ranks of the same shard do
         peers = [length for length, rank in lengths if rank == adapter.data_parallel_rank]
         own = next((length for length in peers if length is not None), None)
     agreed = None

@@ -1,9 +1,9 @@
 """Random augmentations that do not depend on when a loader worker was started.
 
-A worker's generators would otherwise depend on how many samples it has loaded since its start,
-which no checkpoint knows. Here each micro-batch carries its seed: the worker seeds its global
-generators when it starts to load the micro-batch. With ``num_workers=0`` nothing is seeded:
-augmentations draw from the rank's global generators, which checkpoints restore.
+Otherwise a worker's generators would depend on the samples loaded since its start, which no
+checkpoint records. Here each micro-batch carries its seed: the worker seeds its global generators
+when it starts to load the micro-batch. With ``num_workers=0`` nothing is seeded: augmentations draw
+from the rank's global generators, which checkpoints restore.
 """
 
 from __future__ import annotations

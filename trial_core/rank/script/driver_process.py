@@ -1,4 +1,4 @@
-"""Starts the driver of a script's ranks, in a process beside rank 0, and has the ranks join it."""
+"""Starts the driver of a script's ranks, in a process next to rank 0, and has the ranks join it."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def take_driver(distributed: DistributedContext) -> Iterator[DriverProcess]:
 class DriverProcess:
     """The driver of a script, on rank 0; on other ranks, nothing.
 
-    Started early, because Python takes its time to import what the driver needs: by `init`, while
-    the script constructs its trial.
+    `init` starts it early, while the script constructs its trial, because Python takes its time to
+    import the driver's modules.
     """
 
     def __init__(self, distributed: DistributedContext) -> None:
@@ -75,7 +75,7 @@ class DriverProcess:
             _STARTED.add(self)
 
     def give(self, order: Callable[[], Order]) -> Invitation:
-        """Have it drive the ranks. Collective: every rank calls this.
+        """Have the driver drive the ranks. Collective: every rank calls this.
 
         Raises:
             TrialflowError: on every rank, if the run could not begin.
@@ -83,11 +83,11 @@ class DriverProcess:
         return run_on_rank_0(self._distributed, lambda: self._give(order()))
 
     def end(self) -> None:
-        """Wait until it has ended, after the ranks have left. Collective."""
+        """Wait until the driver has ended, after the ranks have left. Collective."""
         run_on_rank_0(self._distributed, self._end)
 
     def close(self) -> None:
-        """Wait until it has ended, once the ranks have left. Not collective."""
+        """Wait until the driver has ended, once the ranks have left. Not collective."""
         process = self._process
         if process is None or process.stdin is None or process.stdout is None:
             return

@@ -1,9 +1,9 @@
 """Shows an error of ours that ends a script: once for all ranks, and without a traceback.
 
-Most refusals are raised on every rank: a misspelt field, a missing argument, a storage that cannot
-be written. Rank 0 shows its error. Another rank shows its own only if rank 0 does not show the same
-within seconds. They compare in torch.distributed's store, without a collective:
-the other ranks may be anywhere.
+Most errors are raised on every rank: a misspelt field, a missing argument, a storage that cannot be
+written. Rank 0 shows its error. Another rank shows its own only if rank 0 does not show the same
+within seconds. They compare in torch.distributed's store, without a collective: the other ranks may
+be anywhere.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _place(error: TrialflowError, frames: TracebackType | None) -> str:
 
 
 def _wait(is_ready: Callable[[], bool]) -> bool:
-    """Wait until `is_ready`, at most `WAIT_SECONDS`; whether it is."""
+    """Wait until `is_ready`, at most `WAIT_SECONDS`; return whether it is."""
     deadline = time.monotonic() + WAIT_SECONDS
     while not is_ready():
         if time.monotonic() >= deadline:

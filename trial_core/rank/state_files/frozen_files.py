@@ -1,8 +1,8 @@
 """Frozen weights of a checkpoint, in files of their own.
 
-They do not change, so such a file is equal in all checkpoints of a trial, which store it once. It
-is beside the file that would hold them: ``state_dict_frozen.pth`` beside ``state_dict.pth``, where
-placeholders stand for them, tensors without data (on the device "meta"). A `Reader` joins the two.
+Frozen weights do not change, so all checkpoints of a trial share one such file. It is next to the
+file that would hold them: ``state_dict_frozen.pth`` next to ``state_dict.pth``. There, tensors
+without data (on the device "meta") are their placeholders. A `Reader` joins the two.
 
 Equal tensors give equal files: torch writes neither times nor addresses, and equal names of
 tensors are one object, which decides how a pickle refers to them.
@@ -31,7 +31,7 @@ def frozen_path(path: Path) -> Path:
 
 
 def is_frozen_path(path: Path) -> bool:
-    """Whether this file holds the frozen weights of the one beside it."""
+    """Return whether this file holds the frozen weights of the file next to it."""
     return path.stem.endswith(_SUFFIX) and path.with_stem(path.stem[: -len(_SUFFIX)]).is_file()
 
 

@@ -23,7 +23,7 @@ _STATE_KEYS = ("state_dict", "model_state_dict", "module", "model")
 def imported_weights(
     folder: Path, own: Collection[str], reader: Reader
 ) -> dict[str, torch.Tensor] | None:
-    """The weights by name; None: the checkpoint is a trial's own. A tensor stays in its file.
+    """The weights by name, still in their files; None if the checkpoint is a trial's own.
 
     Args:
         folder: a checkpoint's verified files.
@@ -39,7 +39,7 @@ def imported_weights(
     if not root.is_dir():
         return None
     weights: dict[str, torch.Tensor] = {}
-    # Sorted: what DeepSpeed's folder zero/ holds replaces the same names in its model states.
+    # Sorted: weights in DeepSpeed's folder zero/ replace the same names in its model states.
     for file in sorted(each for each in root.rglob("*") if each.is_file()):
         path = file.relative_to(root).as_posix()
         if file.suffix == ".safetensors":
@@ -49,7 +49,7 @@ def imported_weights(
             if not isinstance(saved, Mapping) or not isinstance(saved.get("param"), torch.Tensor):
                 raise CheckpointError(f"{path} holds no weight: expected a tensor under param")
             weights[Path(path).parent.name] = saved["param"]
-        elif file.name.endswith("_model_states.pt"):  # beside zero/, with ZeRO-3's placeholders
+        elif file.name.endswith("_model_states.pt"):  # next to zero/, with ZeRO-3's placeholders
             state = _state_of(reader.load_mapped(file), path)
             weights |= {name: each for name, each in state.items() if each.numel()}
         else:
@@ -81,10 +81,10 @@ def _state_of(content: Any, path: str) -> dict[str, torch.Tensor]:
 
 
 def _renamed(weights: Mapping[str, torch.Tensor], own: Collection[str]) -> dict[str, torch.Tensor]:
-    """`weights` with the model's prefix, if that gives all of them names of the model's.
+    """`weights` with the model's prefix, if all of them are then names of the model.
 
     Raises:
-        CheckpointError: several prefixes do; the same on every rank.
+        CheckpointError: several prefixes fit; the same on every rank.
     """
     names = set(own)
     if not weights or weights.keys() <= names:

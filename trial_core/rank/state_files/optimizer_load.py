@@ -1,8 +1,8 @@
 """Loads an optimizer's state into the tensors that it has, in the types that were saved.
 
-`Optimizer.load_state_dict` replaces all tensors. On the device the old ones remain until the last
-new one is, which doubles the state; on the CPU the new ones are those that were read, which may be
-maps of a checkpoint's file. It also casts every tensor except ``step`` to the type of the
+`Optimizer.load_state_dict` replaces all tensors. On the device the old tensors remain until the
+last new one exists, which doubles the state. On the CPU the new ones are the tensors as read, which
+may be maps of a checkpoint's file. It also casts every tensor except ``step`` to the type of the
 parameter: a momentum of 16 or 8 bits would come back as one of 32.
 """
 
@@ -25,9 +25,9 @@ _STEP = "step"
 
 @contextmanager
 def optimizers_loaded_in_place(optimizers: Iterable[Optimizer]) -> Iterator[None]:
-    """Inside the block, `load_state_dict` copies saved values one by one into what is there.
+    """Inside the block, `load_state_dict` copies saved values one by one into the present tensors.
 
-    A value of another type or shape than the present one takes its place as it was saved.
+    A saved value of another type or shape replaces the present one.
     """
     with ExitStack() as stack:
         for optimizer in with_inner(optimizers):
@@ -67,7 +67,7 @@ class _Load:
         for owner, filled in self._states.items():
             optimizer.state[owner] = _uncast(optimizer.state.get(owner), filled)
         self._states = {}
-        # Once more: what it computes of the state has seen empty tensors.
+        # Once more: the first call has seen empty tensors.
         optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 
 
@@ -77,7 +77,7 @@ def _filled(present: Any, saved: Any, device: torch.device, key: Hashable = None
 
     Args:
         device: for a tensor that is not present.
-        key: of this value in the state.
+        key: this value's key in the state.
     """
     if isinstance(saved, torch.Tensor):
         if isinstance(saved, DTensor):  # newly allocated for this load
@@ -116,7 +116,7 @@ def _without_casts(value: Any, owner: Any, key: Hashable = None) -> Any:
 def _uncast(loaded: Any, filled: Any, key: Hashable = None) -> Any:
     """`loaded`, which torch and the optimizer have made of `filled`, with the tensors of `filled`.
 
-    Other values are the optimizer's: it may have converted those of an earlier version.
+    Other values are the optimizer's: it may have converted values of an earlier version.
     """
     if isinstance(filled, torch.Tensor):
         return loaded if key == _STEP else filled

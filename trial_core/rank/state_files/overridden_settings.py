@@ -1,7 +1,7 @@
 """Finds the settings of optimizers and schedulers that a restore overrides.
 
-torch's `load_state_dict` brings back what an optimizer or scheduler was constructed with, whatever
-the trial has constructed it with now. DeepSpeed's own schedulers keep what they were given.
+torch's `load_state_dict` restores the saved arguments of an optimizer or scheduler, whatever the
+trial has constructed it with now. DeepSpeed's own schedulers keep their present arguments.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _PROGRESS = frozenset({"last_epoch", "last_batch_iteration"})
 """Parameters of schedulers that say where a schedule is, not how it goes."""
 
 _SHOWN = 6
-"""The most settings that are named of one optimizer or scheduler."""
+"""The maximum number of settings named for one optimizer or scheduler."""
 
 _OTHER = object()
-"""In place of a value that is no setting: a tensor of several numbers, a function."""
+"""Stands for a value that is not a setting: a tensor of several numbers, a function."""
 
 _Part = Mapping[str, Any]
 """The settings of a parameter group or of a scheduler, by name."""
@@ -45,7 +45,7 @@ class BuiltSettings:
         self._built = self._now()
 
     def overridden(self) -> tuple[list[str], list[str]]:
-        """What the present settings override, of optimizers and of schedulers, for people.
+        """The settings of optimizers and of schedulers that the present ones override, as text.
 
         ``optimizer 0 (AdamW): lr 0.001 (not 0.0001)``; a line for all that differ alike.
         """
@@ -66,7 +66,7 @@ class BuiltSettings:
 
 
 def _of_optimizer(optimizer: Any, schedulers: Iterable[Any]) -> list[_Part]:
-    """The settings of each group, without what the optimizer or a scheduler changes itself."""
+    """The settings of each group, without values that the optimizer or a scheduler changes."""
     own = [each for each in schedulers if getattr(each, "optimizer", optimizer) is optimizer]
     defaults = getattr(optimizer, "defaults", {})
     changed = {"params", *defaults.keys() - _parameters(optimizer)}
@@ -81,7 +81,7 @@ def _of_optimizer(optimizer: Any, schedulers: Iterable[Any]) -> list[_Part]:
 
 
 def _of_scheduler(scheduler: Any, state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What the state has of its constructor's arguments, also of schedulers in it."""
+    """The constructor's arguments that the state holds, also of schedulers in it."""
     given = _parameters(scheduler) - _PROGRESS
     names = {*given, *(f"{name}s" for name in given), "base_lrs"}
     for name, value in state.items():
@@ -105,7 +105,7 @@ def _plain_ones(group: Mapping[str, Any], without: Iterable[str]) -> _Part:
 
 
 def _plain(value: Any) -> Any:
-    """A copy of a number, text, None, or of a sequence of those; `_OTHER` for all else."""
+    """A copy of a number, text, None, or of a sequence of these; `_OTHER` for all else."""
     if isinstance(value, torch.Tensor):
         is_number = value.numel() == 1 and not isinstance(value, DTensor)
         return _plain(value.item()) if is_number else _OTHER

@@ -35,7 +35,7 @@ class Reader:
     """Reads files that `torch.save` wrote.
 
     Args:
-        trusted: whether the files may contain objects of any class (``checkpointing.trusted``).
+        trusted: True if the files may contain objects of any class (``checkpointing.trusted``).
         classes: classes that are safe to construct, besides plain data and torch's own.
         options: further arguments of `torch.load`, which override ours; not ``weights_only``.
 
@@ -55,7 +55,7 @@ class Reader:
         self._safe = [*classes, *_PLAIN]
 
     def load(self, path: Path, map_location: Any = "cpu", mapped: bool = False) -> Any:
-        """The content of the file at `path`, with the frozen weights from the file beside it.
+        """The content of the file at `path`, with the frozen weights from the file next to it.
 
         Args:
             map_location: where tensors arrive, as for `torch.load`. None is the device that they
@@ -63,7 +63,7 @@ class Reader:
             mapped: leave tensors in the file until they are used, if the file can be mapped.
 
         Raises:
-            CheckpointError: the file contains objects of a class that is not known to be safe.
+            CheckpointError: the file contains objects of a class not known to be safe.
         """
         content = self._load(path, map_location, mapped)
         try:
@@ -89,7 +89,7 @@ class Reader:
                 return torch.load(path, **options)
         except pickle.UnpicklingError as error:
             names = self._unsafe_names(path)
-            # Never those of numpy: see `stored_arrays`.
+            # Never numpy's: see `stored_arrays`.
             single = (
                 "To allow single classes, call torch.serialization.add_safe_globals([…]) in the "
                 f"trial's module [{_first_line(error)}]"
@@ -107,7 +107,7 @@ class Reader:
             ) from None
 
     def load_mapped(self, path: Path) -> Any:
-        """As `load`, on the CPU; tensors stay in the file until they are used."""
+        """Like `load`, on the CPU; tensors stay in the file until they are used."""
         return self.load(path, mapped=True)
 
     def unsafe_classes(self, file: Path | IO[bytes]) -> list[str]:
@@ -142,7 +142,7 @@ class Reader:
 
 
 def is_numpys(name: str) -> bool:
-    """Whether the dotted name of a class or function is numpy's."""
+    """Return whether the dotted name of a class or function is numpy's."""
     return name.startswith("numpy.")
 
 

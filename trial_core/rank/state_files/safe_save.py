@@ -1,4 +1,4 @@
-"""Makes a state one that `safe_load` can read again, or refuses it before it is stored."""
+"""Converts a state so that `safe_load` can read it again, or refuses it before it is stored."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ _KeyPath = tuple[Any, Any] | None
 def readable(state: Any, reader: Reader) -> Any:
     """`state` as `reader` can load it again: other mappings and sequences become plain ones.
 
-    An AttrDict becomes a dict, a deque a list, an array a dict of which the reader makes an array.
-    Numbers of numpy's in sets and keys become Python's. Containers in which nothing changes are
-    returned themselves. A reader that trusts its files can load any state.
+    An AttrDict becomes a dict, a deque a list, an array a dict that the reader turns back into an
+    array. Numbers of numpy's in sets and keys become Python's. Containers in which nothing changes
+    are returned themselves. A reader that trusts its files can load any state.
 
     Raises:
-        TrialError: the state holds an object of a class that is not known to be safe.
+        TrialError: the state holds an object of a class not known to be safe.
     """
     if reader.trusted:
         return state
@@ -66,7 +66,7 @@ class _Conversion:
     """
 
     def __init__(self, reader: Reader) -> None:
-        # Not mappings: what they hold needs a check, and a defaultdict has a factory.
+        # Not mappings: their content needs a check, and a defaultdict has a factory.
         known = [each for each in reader.classes if not issubclass(each, Mapping)]
         self._known = _LEAVES.union(known)
         self._allowed = frozenset(get_safe_globals())
@@ -95,7 +95,7 @@ class _Conversion:
         own = id(value)
         if own in self._begun:  # it holds itself
             self._begun.remove(own)
-        if own not in self._converted:  # what is shared stays shared
+        if own not in self._converted:  # shared objects stay shared
             self._converted[own] = value, value  # ends the recursion
             self._begun.add(own)
             self._converted[own] = value, convert(value)

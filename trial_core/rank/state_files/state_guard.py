@@ -1,4 +1,4 @@
-"""Keeps what is trained while a checkpoint is loaded into it, and puts it back."""
+"""Keeps the trained state while a checkpoint is loaded into it, and puts it back."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ _PLAIN = (type(None), bool, int, float, complex, str)
 class StateGuard:
     """The state of modules and optimizers on this rank, to be put back after a load.
 
-    Tensors that no checkpoint holds by their bits are left out: those without memory, and sparse
-    ones.
+    Tensors without memory and sparse tensors are left out: no checkpoint holds their bits.
 
     Args:
-        modules: their parameters and buffers, of which a sharded one is this rank's part.
-        optimizers: their states and groups, and those of optimizers within them.
-        has_frozen: whether the checkpoint has frozen parameters.
+        modules: their parameters and buffers are kept; of a sharded one, this rank's part.
+        optimizers: their states and groups are kept, also of optimizers within them.
+        has_frozen: True if the checkpoint has frozen parameters.
     """
 
     def __init__(
@@ -39,7 +38,7 @@ class StateGuard:
         self._kept: dict[str, Any] = {}
 
     def size_bytes(self) -> int:
-        """How much of the host's memory `keep` needs."""
+        """The host memory that `keep` needs."""
         values = (value for _, value in self._named())
         return sum(each.nbytes for each in values if isinstance(each, torch.Tensor))
 
@@ -54,10 +53,10 @@ class StateGuard:
                 _bits(value)  # it will be compared
 
     def put_back(self, has_own_buffers: bool = True) -> list[str]:
-        """Restore values, types and objects; names of what the load had changed.
+        """Restore values, types and objects; return the names of values that the load changed.
 
         Args:
-            has_own_buffers: False: buffers are not named, because another rank's replace them.
+            has_own_buffers: if False, buffers are not named, because another rank's replace them.
         """
         loaded = dict(self._named())
         changed = [
@@ -113,7 +112,7 @@ class StateGuard:
 
 
 def with_inner(optimizers: Iterable[Optimizer]) -> Iterator[Optimizer]:
-    """Optimizers, each before those that it has wrapped, as SAM and Lookahead do."""
+    """Optimizers, each before the ones that it wraps, as SAM and Lookahead do."""
     seen: set[int] = set()
     left = [*optimizers][::-1]
     while left:
@@ -143,7 +142,7 @@ def _leaves(value: Any, of: str) -> Iterator[tuple[str, Any]]:
 
 
 def _own_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor that FSDP2 or ZeRO-3 has divided."""
+    """This rank's part of a tensor that FSDP2 or ZeRO-3 has divided."""
     if isinstance(tensor, DTensor):
         return tensor.to_local().detach()
     part: torch.Tensor = getattr(tensor, "ds_tensor", tensor)
@@ -151,7 +150,7 @@ def _own_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_same(value: Any, kept: Any) -> bool:
-    """Whether type, shape and every bit are the same: a NaN equals itself."""
+    """True if type, shape and every bit are the same: a NaN equals itself."""
     if not isinstance(value, torch.Tensor) or not isinstance(kept, torch.Tensor):
         return type(value) is type(kept) and repr(value) == repr(kept)
     if (value.dtype, value.shape) != (kept.dtype, kept.shape):

@@ -1,9 +1,9 @@
 """numpy's arrays, numbers and dtypes in a state, stored as plain data.
 
-numpy believes what a pickle says of a dtype, its flags and its size included: whoever writes a file
-could make addresses of their choice into objects. So no class of numpy is read from a pickle. An
-array is stored as the bytes of an ``.npy`` file, which numpy reads without pickles, a number as its
-type's text and its bytes.
+numpy trusts a pickle's description of a dtype, including its flags and its size. So the writer of a
+file could turn any address into an object, and no class of numpy is read from a pickle. An array is
+stored as the bytes of an ``.npy`` file, which numpy reads without pickles. A number is stored as
+its type's text and its bytes.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _UNREADABLE = (
     ValueError, TypeError, LookupError, AttributeError, OverflowError, MemoryError, RuntimeError,
     BufferError, SyntaxError,
 )  # fmt: skip
-"""What numpy raises for what is not an array."""
+"""The errors of numpy for bytes that are not an array."""
 
 
 def is_storable(value: Any) -> bool:
-    """Whether this is an array, a number or a dtype of numpy's that holds no objects."""
+    """Return whether this is an array, a number or a dtype of numpy's that holds no objects."""
     if type(value) in (np.ndarray, np.memmap) or isinstance(value, np.generic):
         return _has_no_objects(value.dtype)
     return isinstance(value, np.dtype) and _has_no_objects(value) and value.itemsize > 0
@@ -47,7 +47,7 @@ def _has_no_objects(dtype: np.dtype[Any]) -> bool:
 
 
 def as_plain(value: Any) -> dict[str, Any]:
-    """A storable value as a dict of text and bytes: `with_arrays` makes it again."""
+    """A storable value as a dict of text and bytes, which `with_arrays` turns back."""
     if isinstance(value, np.generic) and value.dtype.kind in _SIMPLE:
         number = np.asarray(value)
         return {_KIND: number.dtype.str, _BYTES: number.tobytes()}  # a tensor would be a file
@@ -61,9 +61,9 @@ def as_plain(value: Any) -> dict[str, Any]:
 
 
 def without_numbers(key: Any) -> Any:
-    """A key of a dict, or an item of a set, with Python's numbers and text for numpy's.
+    """A key of a dict, or an item of a set, with numpy's numbers and text as Python's.
 
-    Those that Python does not have stay: times, long doubles.
+    Types that Python does not have stay: times, long doubles.
     """
     if isinstance(key, np.generic):
         return key.item() if key.dtype.kind in "biufcSU" else key
@@ -73,7 +73,7 @@ def without_numbers(key: Any) -> Any:
 
 
 def with_arrays(content: Any) -> Any:
-    """What was read, with the values of which `as_plain` has made dicts. Changes containers.
+    """Turn the dicts of `as_plain` in `content` back into values. Changes containers.
 
     Raises:
         CheckpointError: such a dict does not hold what `as_plain` writes.

@@ -62,8 +62,8 @@ class PyTorchCallback:
         on_trial_shutdown()
 
     One hook is called on all callbacks, in the order of `build_callbacks`, before the next hook.
-    Every rank has its own instances and calls every hook, also a rank that loads no data or reports
-    no metrics. In a PyTorchTrial, rank 0 alone calls `on_checkpoint_write_end` and
+    Every rank has its own instances and calls every hook, even if it loads no data or reports no
+    metrics. In a PyTorchTrial, rank 0 alone calls `on_checkpoint_write_end` and
     `on_checkpoint_end`. To act on one rank only, check ``context.distributed.get_rank()``. A hook
     may use collectives if all ranks do.
 
@@ -87,7 +87,7 @@ class PyTorchCallback:
 
         Args:
             first_batch_idx: index of the next batch; not 0 for a resumed trial.
-            checkpoint_uuid: the checkpoint that will be restored; None if there is none.
+            checkpoint_uuid: the checkpoint that will be restored, or None.
         """
 
     def on_checkpoint_load_start(self, checkpoint: dict[str, Any]) -> None:
@@ -115,7 +115,8 @@ class PyTorchCallback:
 
         Args:
             avg_metrics: metrics averaged over all its batches and ranks, and custom reducers'. Like
-                all metrics here NumPy's numbers and arrays; an array of one element is a number.
+                all metrics here, they are NumPy's numbers and arrays; an array of one element is a
+                number.
             batch_metrics: a list with a dict for each call of train_batch (each micro-batch, or
                 with pipelines each batch): its metrics averaged over all ranks. Arrays keep their
                 shape, also (1,).
@@ -124,7 +125,7 @@ class PyTorchCallback:
     def on_validation_start(self) -> None:
         """Called before each validation, in evaluation mode without gradients.
 
-        Custom reducers are reset before it: what validation hooks add to them counts.
+        Custom reducers are reset before it, so values that validation hooks add to them count.
         """
 
     def on_validation_epoch_start(self) -> None:
@@ -133,8 +134,8 @@ class PyTorchCallback:
     def on_validation_epoch_end(self, outputs: list[Any]) -> None:
         """Called after the last batch of a validation.
 
-        If a forward pass needs other ranks, what this hook adds to custom reducers does not count
-        on a rank whose shard was shorter than another's.
+        If a forward pass needs other ranks, values that this hook adds to custom reducers do not
+        count on a rank whose shard was shorter than another's.
 
         Args:
             outputs: this rank's metrics, a dict for each batch, without custom reducers', of the
@@ -176,7 +177,7 @@ class PyTorchCallback:
         """Called before the trial's processes end; the trial may be resumed later.
 
         Also called after a failure, on each rank that raised or is idle, once `on_trial_startup`
-        has been called; it has 10 seconds then. Not called on a rank that hangs or is killed.
+        has been called. The hook then has 10 seconds. Not called on a rank that hangs or is killed.
         """
 
     def state_dict(self) -> dict[str, Any]:
@@ -200,10 +201,10 @@ HOOKS: Mapping[str, tuple[str, ...]] = {
 
 
 class TrialCallback(PyTorchCallback):
-    """A callback that finds its trial's context: the base of those in `trial_core.callbacks`.
+    """A callback that finds its trial's context: the base of all in `trial_core.callbacks`.
 
     Attributes:
-        context: the trial's, once it is constructed.
+        context: the trial's context, once the trial is constructed.
     """
 
     context: Any
@@ -234,7 +235,7 @@ def built_callbacks(trial: Any, context: Any) -> Mapping[str, PyTorchCallback]:
 
 
 def trial_callbacks(callbacks: Mapping[str, PyTorchCallback]) -> list[TrialCallback]:
-    """Those that are more than the reference's."""
+    """The callbacks that are `TrialCallback`s."""
     return [each for each in callbacks.values() if isinstance(each, TrialCallback)]
 
 
@@ -246,9 +247,9 @@ def overridden_hooks(callbacks: Mapping[str, PyTorchCallback]) -> frozenset[str]
 
 
 def may_change_metrics(callback: PyTorchCallback) -> bool:
-    """Whether `on_validation_end` may change the metrics it gets, as far as its source tells.
+    """True if `on_validation_end` may change the metrics it gets, as far as its source tells.
 
-    It does not if it only looks into them: ``metrics["loss"]``, ``metrics.get("loss")``.
+    A callback does not if it only looks into them: ``metrics["loss"]``, ``metrics.get("loss")``.
     """
     if not _overrides(callback, "on_validation_end"):
         return False

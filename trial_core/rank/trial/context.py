@@ -37,20 +37,19 @@ class RunInfo:
 
     Attributes:
         trial: the trial's id, ``name-1a2b3c4d5e6f``.
-        experiment: the experiment configuration, as plain data: what trials are told. The rest of
-            the rank reads the sections below.
+        experiment: the experiment configuration as trials see it, as plain data. The rest of the
+            rank reads the sections below.
         batches_trained: batches trained so far.
-        initial_batch: how many batches earlier runs have trained.
-        current_batch: index of the batch that is being trained, or was trained last; None before
-            training.
-        batch_samples: samples of one batch, over all ranks; 0: unknown.
+        initial_batch: the number of batches that earlier runs have trained.
+        current_batch: index of the present or last trained batch; None before training.
+        batch_samples: samples of one batch, over all ranks; 0 if unknown.
         micro_batch_samples: samples of a micro-batch, if the driver chooses them: see
             `micro_batches_of`.
         epoch: the length of an epoch; None before the loaders are built, or if they have none.
-        stop_requested: whether the trial has asked to save and end.
-        stop_reason: why it has, if it says so.
+        stop_requested: True if the trial has asked to save and end.
+        stop_reason: the trial's reason for it, if it gives one.
         tensorboard: this rank's TensorBoard writer and profiler.
-        sample_work: what the trial says that one sample holds.
+        sample_work: the work in one sample, as the trial has set it.
     """
 
     trial: str
@@ -88,7 +87,7 @@ class RunInfo:
 
     @property
     def tensorboard_logging(self) -> bool:
-        """Whether reported metrics are written for TensorBoard, if the trial does not say so."""
+        """True if reported metrics go to TensorBoard, unless the trial decides otherwise."""
         return bool(self.experiment.get("tensorboard_logging", True))
 
 
@@ -166,7 +165,7 @@ class TrialContext:
         return copy.deepcopy(hparams[name])
 
     def _hparam_hint(self, name: str, known: list[str]) -> str:
-        """What may be misspelt: the name, or a script's section ``hyperparameters``."""
+        """A hint at a misspelling: of the name, or of a script's section ``hyperparameters``."""
         if known:
             return did_you_mean(name, known)
         section, names = "hyperparameters", list(map(str, self._info.experiment))
@@ -188,7 +187,7 @@ class TrialContext:
     # ------------------------------------------------------------------- where training is
 
     def get_stop_requested(self) -> bool:
-        """Whether the trial has requested a stop on this rank.
+        """Return whether the trial has requested a stop on this rank.
 
         Not set by other stop requests: another rank's trial, Cancel, a signal.
         """
@@ -201,7 +200,7 @@ class TrialContext:
         A validation is finished first. The request cannot be withdrawn after the batch has ended.
 
         Args:
-            reason: why, in a few words; the log, the report and the end of the run show the first.
+            reason: why, in a few words; the log, the report and the run's end show the first.
 
         Raises:
             TrialTypeError: `stop_requested` is not a bool, or `reason` is not text.
@@ -238,7 +237,7 @@ class TrialContext:
         return self._known_epoch("current_train_epoch").epoch_of(self.current_train_batch())
 
     def is_epoch_start(self) -> bool:
-        """Whether the current batch is the first to begin in its epoch.
+        """Return whether the current batch is the first to begin in its epoch.
 
         Raises:
             TrialError: the length of an epoch is unknown.
@@ -247,7 +246,7 @@ class TrialContext:
         return batch == 0 or epoch.epoch_of(batch) != epoch.epoch_of(batch - 1)
 
     def is_epoch_end(self) -> bool:
-        """Whether the current batch is the last to begin in its epoch.
+        """Return whether the current batch is the last to begin in its epoch.
 
         Raises:
             TrialError: the length of an epoch is unknown.
@@ -263,14 +262,14 @@ class TrialContext:
         flops: float | None = None,
         number_type: NumberType = "bf16",
     ) -> None:
-        """Say what a sample holds: the run shows tokens/s and MFU. The last call of rank 0 counts.
+        """Set the work in a sample: the run shows tokens/s and MFU. The last call of rank 0 counts.
 
         Args:
-            tokens: on average; None: not known.
-            flops: of the forward and backward pass, without recomputation: of a transformer about
-                ``6 * parameters * tokens``. None: not known, or DeepSpeed's ``flops_profiler``
+            tokens: the average number; None if unknown.
+            flops: of the forward and backward pass, without recomputation; for a transformer about
+                ``6 * parameters * tokens``. None if unknown, or if DeepSpeed's ``flops_profiler``
                 measures them.
-            number_type: bf16, fp16, tf32 or fp32: which peak of the device is 100 %.
+            number_type: bf16, fp16, tf32 or fp32; the device's peak for this type is 100 %.
 
         Raises:
             TrialTypeError, TrialValueError: a value is not positive and finite, or unknown.
@@ -313,7 +312,7 @@ class TrialContext:
         self._info.tensorboard.set_automatic(enable_tensorboard_logging)
 
     def get_enable_tensorboard_logging(self) -> bool:
-        """Whether TensorBoard files are uploaded with the run; True by default."""
+        """Return whether TensorBoard files are uploaded with the run; True by default."""
         return self._info.tensorboard.automatic
 
     def set_profiler(self, *args: Any, **kwargs: Any) -> None:

@@ -18,7 +18,7 @@ from trial_core.rank.trial.metric_values import for_callbacks
 
 
 class MetricReducer(ABC):
-    """A metric that is computed over all ranks. Follows Determined's class of the same name.
+    """A metric that is computed over all ranks. Follows Determined's class.
 
     1. During a workload every rank collects values, usually in an ``update`` method that the trial
        calls in `train_batch` or `evaluate_batch`.
@@ -113,7 +113,7 @@ class _Wrapped:
 
     @property
     def label(self) -> str:
-        """Names the reducer in messages."""
+        """The reducer's name in messages."""
         reducer = self.reducer
         if isinstance(reducer, FunctionReducer):
             function = reducer.function
@@ -151,13 +151,13 @@ class ReducerRegistry:
         return wrapped.reducer
 
     def reset(self, kind: MetricsKind) -> None:
-        """Reset the reducers of such workloads. Called before each workload, on every rank."""
+        """Reset the reducers for workloads of this kind. Called before each one, on every rank."""
         for wrapped in self._wrapped:
             if wrapped.serves(kind):
                 wrapped.reducer.reset()
 
     def names(self, kind: MetricsKind) -> list[str] | None:
-        """The names of such workloads' metrics; None if a reducer was wrapped without a name."""
+        """Metric names for this kind of workload; None if a reducer was wrapped without a name."""
         names = [wrapped.name for wrapped in self._wrapped if wrapped.serves(kind)]
         known = [name for name in names if name is not None]
         return known if len(known) == len(names) else None
@@ -183,8 +183,8 @@ class ReducerRegistry:
         Args:
             allgather: returns the arguments of all ranks, in the order of ranks. Called once, or
                 not at all if no reducer is used in such workloads.
-            counts: whether this rank's values count.
-            contribution: an earlier result of `contribution`; None: the present values.
+            counts: True if this rank's values count.
+            contribution: an earlier result of `contribution`; None for the present values.
 
         Raises:
             TrialError: ranks have wrapped different reducers, or a reducer's result does not match

@@ -3,7 +3,7 @@
 Each rank collects the metrics of its batches on the device, without waiting for it
 (`BatchMetrics`). When the workload ends, they are moved to the host and ranks exchange sums and
 extremes (`Partials`). `combine` then reduces each metric, by default to the mean over all batches
-of all ranks. Values None do not count. A metric with other values than numbers and arrays is not
+of all ranks. None values do not count. A metric with values other than numbers and arrays is not
 reduced: its last value on the first rank is reported.
 """
 
@@ -58,8 +58,8 @@ class Partial(TypedDict, total=False):
     """One metric of one rank, reduced over the calls of a workload.
 
     Attributes:
-        count: how many values are numbers or arrays, if no other value but None is among them.
-        sum, max, min: of these values, if there are any.
+        count: the number of values that are numbers or arrays, if all others are None.
+        sum, max, min: over these values, if there are any.
         unreduced: the last value, if other values are among them.
     """
 
@@ -133,7 +133,7 @@ class BatchMetrics:
         """Sums and extremes over this rank's calls.
 
         Args:
-            with_values: whether to include each call's values.
+            with_values: include each call's values.
 
         Raises:
             TrialError: a metric's shape differs between calls.
@@ -150,7 +150,8 @@ class BatchMetrics:
         """Where metrics were NaN or infinite.
 
         Args:
-            first_batch, batches: the workload's; all have equally many calls.
+            first_batch, batches: the workload's first batch, and the number of batches. All have
+                equally many calls.
         """
         found = {}
         for name, column in self._on_host().items():
@@ -234,8 +235,8 @@ def calls_over_ranks(partials: Sequence[Partials]) -> list[dict[str, Any]]:
     """The metrics of each call, averaged over ranks. Pure: the same result on every rank.
 
     Args:
-        partials: each rank's, with values; `combine` has accepted them. All ranks that report
-            metrics have equally many calls.
+        partials: each rank's metrics, with values; `combine` has accepted them. All ranks that
+            report metrics have equally many calls.
     """
     reporting = [part for part in partials if part.get("calls")]
     if not reporting:

@@ -1,12 +1,12 @@
-"""The values of metrics: converts what a trial returns to plain data on the host.
+"""Converts the values of metrics, as a trial returns them, to plain data on the host.
 
 Numbers, arrays, and nested lists of numbers are reduced over batches and ranks. Anything else that
 JSON can hold (text, None, dicts, lists of arrays) is reported, not reduced.
 
 Integers stay exact: an array of them has dtype int64, or object (Python's integers) if some do not
-fit. Those that messages between processes cannot hold are refused.
+fit. Integers that messages between processes cannot hold are refused.
 
-Callbacks get NumPy's numbers and arrays, as in Determined. What is reported is plain Python.
+Callbacks get NumPy's numbers and arrays, as in Determined. Reported values are plain Python.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ Collected = torch.Tensor | Array | Unreduced | None
 
 @dataclass(frozen=True)
 class HostColumn:
-    """A metric's values of all calls, on the host.
+    """A metric's values in all calls, on the host.
 
     Attributes:
         values: one for each call: NumPy's numbers and arrays, or plain data. An array if all are
             numbers or arrays.
-        numbers: those values that are numbers or arrays, stacked; None if others are not None, or
-            if there are none.
+        numbers: the values that are numbers or arrays, stacked; None if others are not None, or if
+            there are none.
     """
 
     values: Array | list[Any]
     numbers: Array | None
 
     def non_finite(self) -> Array:
-        """For each call, whether its value is NaN or infinite, or holds such numbers."""
+        """Tell for each call whether its value is, or holds, NaN or infinite numbers."""
         calls = np.zeros(len(self.values), dtype=bool)
         if self.numbers is not None and self.numbers.dtype == np.float64:
             is_finite = np.isfinite(self.numbers.reshape(len(self.numbers), -1)).all(axis=1)
@@ -133,8 +133,7 @@ def as_reported(metrics: Mapping[str, Any], source: str) -> dict[str, Any]:
         source: the method, hook or reducer that gave the metrics, for the message.
 
     Raises:
-        TrialError: a value is not made of numbers, text, None, arrays, lists and dicts, or an
-            integer does not fit into 64 bits.
+        TrialError: as for `plain_value`.
     """
     invalid = [name for name in metrics if not isinstance(name, str)]
     if invalid:
@@ -154,7 +153,7 @@ def for_callbacks(name: str, value: Any, source: str) -> Any:
     """A metric that needs no reduction: a tensor as an array, and other values unchanged.
 
     Raises:
-        TrialError: as `plain_value`.
+        TrialError: as for `plain_value`.
     """
     plain_value(name, value, source)
     if isinstance(value, torch.Tensor):
@@ -203,7 +202,7 @@ def _refusal(name: str, value: Any, source: str) -> TrialError:
 
 
 def _checked(name: str, value: Any, source: str) -> Array | None:
-    """As `numeric`; refuses integers that no message can hold."""
+    """Like `numeric`, but refuses integers that no message can hold."""
     array = numeric(value)
     if array is not None:
         check_integers(array, f'metric "{name}" returned by {source}')
@@ -286,7 +285,7 @@ def _host_column(name: str, column: list[Collected], method: str) -> HostColumn:
 
 
 def _kind(value: Collected) -> Any:
-    """Equal for tensors that one transfer can move to the host; None for other values."""
+    """A key, equal for tensors that one transfer can move to the host; None for other values."""
     if isinstance(value, torch.Tensor):
         return value.device, value.dtype, value.shape
     return None
@@ -322,7 +321,7 @@ def _integers(array: Array) -> Array:
 
 
 def _holds_numbers(value: list[Any] | tuple[Any, ...]) -> bool:
-    """Whether nested lists hold only numbers, and all lists of a level have the same length."""
+    """True if nested lists hold only numbers, and all lists of a level have the same length."""
     if all(isinstance(item, (list, tuple)) for item in value):
         return len({len(item) for item in value}) <= 1 and all(map(_holds_numbers, value))
     return all(isinstance(item, (bool, int, float, np.generic)) for item in value)

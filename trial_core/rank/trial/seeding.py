@@ -1,4 +1,4 @@
-"""Seeds, and random generators that are separate from those of training.
+"""Seeds, and random generators that are separate from training's.
 
 A loader's order must depend only on its seed and the epoch. Loading must not advance the global
 generators of Python, numpy and torch: the user's model draws from them, checkpoints hold their
@@ -22,7 +22,8 @@ T = TypeVar("T")
 def derive_seed(*parts: int | str) -> int:
     """A 63-bit seed for one purpose: ``derive_seed(7, "shuffle", 2)``.
 
-    The same in every process. Neighbouring seeds and epochs give unrelated results, unlike a sum.
+    The same in every process. Unlike a sum's, results of neighbouring seeds and epochs are
+    unrelated.
     """
     text = "/".join(str(part) for part in parts)
     digest = hashlib.sha256(text.encode()).digest()

@@ -1,4 +1,4 @@
-"""What a rank writes for TensorBoard: metrics, and traces of the profiler.
+"""A rank's files for TensorBoard: metrics, and traces of the profiler.
 
 torch and TensorBoard are imported on first use.
 """
@@ -27,11 +27,12 @@ class TensorBoard:
     """The TensorBoard writer and the profiler of one rank, and the folder that both write to.
 
     Args:
-        folder: of event files and traces; None: a temporary folder, created on first use.
+        folder: the folder for event files and traces; None for a temporary one, created on first
+            use.
 
     Attributes:
-        rank: this process's; the context sets it.
-        automatic: whether the files are uploaded with the run, and reported metrics are written.
+        rank: this process's rank; the context sets it.
+        automatic: True if the files are uploaded with the run, and reported metrics are written.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -48,7 +49,7 @@ class TensorBoard:
 
     @property
     def has_files_to_upload(self) -> bool:
-        """Whether the trial writes files to upload with the run."""
+        """True if the trial writes files to upload with the run."""
         return self.automatic and self._uses_folder
 
     def folder(self) -> Path:
@@ -123,7 +124,7 @@ class TensorBoard:
         self._logs_metrics = self._logs_metrics or find_spec("tensorboard") is not None
 
     def report(self, kind: MetricsKind, batches: int, metrics: Mapping[str, Any]) -> None:
-        """Write the reported metrics that are numbers, on rank 0, under the reference's tags."""
+        """Write the reported metrics that are numbers, on rank 0, under Determined's tags."""
         if self.automatic and self._logs_metrics and self.rank == 0:
             numbers = {
                 name: value
@@ -134,7 +135,7 @@ class TensorBoard:
                 for name, value in numbers.items():
                     prefix = "val_" if kind == "validation" and not name.startswith("val") else ""
                     self.writer().add_scalar(f"Determined/{prefix}{name}", value, batches)
-        # Waits for the writer's thread, and so do all ranks. What uploads the files flushes them.
+        # Waits for the writer's thread, and so do all ranks. An upload of the files flushes them.
         if kind == "validation" or time.monotonic() >= self._next_flush:
             self._next_flush = time.monotonic() + FLUSH_SECONDS
             self.flush()
@@ -211,7 +212,7 @@ class TensorBoard:
 
 
 def _schedule(first: int, last: int, batches_trained: Callable[[], int]) -> Callable[[int], Any]:
-    """What a profiler does in the next batch. Its own count of steps begins with the run's."""
+    """A profiler's schedule. Its own count of steps begins with the run's."""
     from torch.profiler import ProfilerAction
 
     def action(step: int) -> ProfilerAction:

@@ -1,4 +1,4 @@
-"""`TorchTrialContext`: what the contexts of all torch trials have in common."""
+"""`TorchTrialContext`: the base of the contexts of all torch trials."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TorchTrialContext(TrialContext):
     Attributes:
         device: the device that this rank trains on.
         reducers: the custom reducers that the trial has wrapped.
-        reproducible_loaders: whether loaders must be `trial_core.pytorch.DataLoader`s.
+        reproducible_loaders: True if loaders must be `trial_core.pytorch.DataLoader`s.
         tokenizer_files: on rank 0, the files of the tokenizer that `set_tokenizer` got.
     """
 
@@ -50,15 +50,15 @@ class TorchTrialContext(TrialContext):
     def set_tokenizer(self, tokenizer: Any) -> None:
         """Keep a tokenizer's files in each checkpoint, for ``trialflow export --format hf``.
 
-        Only beside a model of ``transformers``, whose config is kept without asking. What is added
-        to the tokenizer later is not kept: call this again.
+        Only useful with a model of ``transformers``, whose config is kept automatically. Later
+        additions to the tokenizer are not kept: call this again.
 
         Args:
             tokenizer: a tokenizer or processor of ``transformers``, or another object with
                 ``save_pretrained(folder)``, which rank 0 calls now: training waits for each save.
 
         Raises:
-            TrialTypeError: it has no such method.
+            TrialTypeError: `tokenizer` lacks this method.
         """
         if not callable(getattr(tokenizer, "save_pretrained", None)):
             raise TrialTypeError(
@@ -114,10 +114,10 @@ class TorchTrialContext(TrialContext):
             The `MetricReducer`; for a function, an object with ``update(value)``.
 
         Raises:
-            TrialError: `reducer` is neither, or was wrapped before, or is used for nothing.
+            TrialError: `reducer` is neither of these, was wrapped before, or is used for nothing.
         """
         return self.reducers.wrap(reducer, name, for_training, for_validation)
 
     def to_device(self, data: Any) -> Any:
-        """`data` with all tensors and arrays on this rank's device, also in dicts and sequences."""
+        """`data` with all tensors and arrays on this rank's device, even in dicts and sequences."""
         return to_device(data, self.device, self._warned_types)

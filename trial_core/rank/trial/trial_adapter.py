@@ -25,35 +25,35 @@ class TrialAdapter(ABC):
     """A constructed trial, as the controller drives it. Every rank has one.
 
     Attributes:
-        modules: the modules that are trained, without wrappers.
-        optimizers: of torch's kind; DeepSpeed's engines have wrapped theirs.
-        schedulers: of learning rates, torch's or DeepSpeed's.
-        shares_buffers: whether all ranks get rank 0's buffers before each batch and validation.
+        modules: the trained modules, without wrappers.
+        optimizers: torch's optimizers; DeepSpeed's engines have wrapped theirs.
+        schedulers: learning rate schedulers, torch's or DeepSpeed's.
+        shares_buffers: True if all ranks get rank 0's buffers before each batch and validation.
         whole_models: the models that are whole on this rank, so that their forward passes wait for
             no other rank.
         callbacks: the trial's callbacks, by name.
         reducers: the trial's custom reducers.
         data_parallel_rank: this rank's data shard.
         data_parallel_size: the number of data shards.
-        reports_metrics: whether this rank's metrics count.
-        reports_training_metrics: whether its training metrics count, too.
-        needs_data: whether this rank needs data loaders.
+        reports_metrics: True if this rank's metrics count.
+        reports_training_metrics: True if its training metrics count, too.
+        needs_data: True if this rank needs data loaders.
         micro_batches_per_batch: micro-batches of one batch from this rank's loader.
-        batch_samples: samples of one batch, over all ranks; 0: unknown.
+        batch_samples: samples of one batch, over all ranks; 0 if unknown.
         micro_batches_per_evaluation: micro-batches that one `evaluate_batch` takes.
-        evaluates_in_lockstep: whether a forward pass needs other ranks, so that all ranks must
+        evaluates_in_lockstep: True if a forward pass needs other ranks, so that all ranks must
             evaluate equally often.
-        pads_evaluation: in lockstep, whether a rank with a shorter shard continues with batches
+        pads_evaluation: in lockstep, True if a rank with a shorter shard continues with batches
             that do not count. Otherwise all ranks end with the shortest shard.
-        evaluates_full_dataset: whether the trial validates the whole set at once, on one rank.
-        requires_reproducible_loaders: whether loaders must be `trial_core.pytorch.DataLoader`s.
+        evaluates_full_dataset: True if the trial validates the whole set at once, on one rank.
+        requires_reproducible_loaders: True if loaders must be `trial_core.pytorch.DataLoader`s.
         chief_hooks: the callbacks' hooks that rank 0 alone calls.
         checkpoint_classes: classes besides plain data that the shards hold, all of them safe to
             construct.
     """
 
     _base: type
-    """The class of ours that a trial of this kind is derived from."""
+    """Our class that a trial of this kind is derived from."""
 
     modules: Sequence[torch.nn.Module]
     optimizers: Sequence[torch.optim.Optimizer]
@@ -82,17 +82,17 @@ class TrialAdapter(ABC):
         self.requires_reproducible_loaders: bool = context.reproducible_loaders
 
     def _overrides(self, name: str) -> bool:
-        """Whether the trial has a method of its own."""
+        """True if the trial overrides a method."""
         return getattr(type(self._trial), name) is not getattr(self._base, name)
 
     def _full_dataset_is_evaluated(self, why_not: str | None) -> bool:
-        """Whether the trial defines `evaluate_full_dataset`, not `evaluate_batch`.
+        """True if the trial defines `evaluate_full_dataset`, not `evaluate_batch`.
 
         Args:
-            why_not: why a single rank cannot evaluate; None: it can.
+            why_not: the reason if a single rank cannot evaluate, else None.
 
         Raises:
-            TrialError: it defines both, or neither, or what a single rank cannot do.
+            TrialError: it defines both, or neither, or one that a single rank cannot run.
         """
         name = type(self._trial).__name__
         in_batches = self._overrides("evaluate_batch")
@@ -113,7 +113,7 @@ class TrialAdapter(ABC):
 
     @property
     def rehearses_save(self) -> bool:
-        """Whether `save` can be tried, and should be, because the first one takes longer.
+        """True if `save` can and should be tried, because the first one takes longer.
 
         It runs no code of the trial, writes memory files only, and copies from an accelerator. The
         same on every rank.
@@ -122,7 +122,7 @@ class TrialAdapter(ABC):
 
     @property
     def loads_plainly(self) -> bool:
-        """Whether `load` runs no `load` of the trial, and reads only what `save` has just written.
+        """True if `load` runs no `load` of the trial, and reads only the files of the last `save`.
 
         The same on every rank.
         """
@@ -140,14 +140,14 @@ class TrialAdapter(ABC):
     def train_batch(
         self, micro_batches: Iterator[Any] | None, epoch_idx: int, batch_idx: int
     ) -> list[Any]:
-        """Train one batch; the metrics of each of the trial's `train_batch` calls.
+        """Train one batch; return the metrics of each of the trial's `train_batch` calls.
 
         Collective: every rank calls this. Must not wait for the accelerator.
         """
 
     @abstractmethod
     def learning_rates(self) -> list[float | None]:
-        """Of the first parameter group of each optimizer; None for an engine without one."""
+        """The rate of each optimizer's first parameter group; None for an engine without one."""
 
     @abstractmethod
     def scaled_steps(self) -> tuple[int, int]:
@@ -157,7 +157,7 @@ class TrialAdapter(ABC):
         """
 
     def measured_flops_per_sample(self) -> float:
-        """FLOPs of the model's forward and backward pass on one sample, measured; 0: unknown."""
+        """FLOPs of the model's forward and backward pass on one sample, measured; 0 if unknown."""
         return 0.0
 
     @abstractmethod
@@ -178,14 +178,14 @@ class TrialAdapter(ABC):
         """Switch the models between training and evaluation mode."""
 
     def hook_state(self) -> dict[str, Any]:
-        """What `on_checkpoint_save_start` finds beside the rank's state, by the reference's names.
+        """Entries for `on_checkpoint_save_start` besides the rank's state, by Determined's names.
 
         Collective: every rank calls this.
         """
         return {}
 
     def read_hook_state(self, folder: Path, reader: Reader) -> dict[str, Any]:
-        """What `on_checkpoint_load_start` finds beside the rank's state. Not collective."""
+        """Entries for `on_checkpoint_load_start` besides the rank's state. Not collective."""
         return {}
 
     @abstractmethod
@@ -213,7 +213,7 @@ class TrialAdapter(ABC):
 
         Args:
             hook_state: the result of `read_hook_state`, as the hooks left it.
-            reshape: whether the shards are of another number of ranks, or another sharding.
+            reshape: True if the shards are from another number of ranks or sharding.
         """
 
     @abstractmethod
@@ -237,11 +237,11 @@ class TrialAdapter(ABC):
         """How the ranks divide the work."""
 
     def destroy(self) -> None:  # noqa: B027 - torch frees what is not used any more
-        """Free what the library holds of the trial, which is not used any more."""
+        """Free the library's objects of the trial, which is not used any more."""
 
 
 def accepts(method: Callable[..., Any], *arguments: Any) -> bool:
-    """Whether a trial's method has parameters, of any name, for these arguments."""
+    """Return whether a trial's method has parameters, of any name, for these arguments."""
     try:
         inspect.signature(method).bind(*arguments)
     except TypeError:
