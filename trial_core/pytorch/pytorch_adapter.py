@@ -182,6 +182,8 @@ class PyTorchTrialAdapter(TrialAdapter):
         return self._context.to_device(batch) if self._context.moves_batches else batch
 
     def _share_buffers(self) -> None:
+        # Before every batch, also between two optimizer steps, where DistributedDataParallel does
+        # not: a checkpoint there would otherwise resume differently.
         if self._has_buffers and self.data_parallel_size > 1:
             broadcast_buffers(self._context.models)
 

@@ -159,6 +159,7 @@ async def _open_streams(
     connection: socket.socket, tls: DriverTls | None
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """The streams of an accepted connection, once TLS has begun."""
+    # Not StreamWriter.start_tls: a client's first message sometimes came before it, and hung.
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader()
     protocol = _ReadToTheEnd(reader, connection if tls is None else None)

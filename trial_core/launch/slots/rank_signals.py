@@ -2,7 +2,8 @@
 
 Python runs the handler of a signal in the main thread, and only between two instructions of Python.
 A rank that waits for its accelerator, or in a collective, is in C++ code, perhaps for ever. So a
-thread learns of the signal from Python's wakeup file descriptor.
+thread learns of the signal from Python's wakeup file descriptor. `sigwait` would not do: threads
+that exist already, such as NCCL's, would get the signal, and children would inherit the mask.
 """
 
 from __future__ import annotations

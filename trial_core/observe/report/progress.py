@@ -171,6 +171,7 @@ class _Updates(threading.Thread):
         """Run the thread."""
         while not self._has_ended.is_set():
             self._tell()
+            # It does not wait for an event: `updated_at` also tells that the driver lives.
             self._has_ended.wait(UPDATE_SECONDS)
         self._tell()
 

@@ -54,6 +54,7 @@ class RunMetrics(Observer):
         self._restarts = meter.create_counter(
             "trialflow.restarts", "{restart}", "Restarts after a failure"
         )
+        # Counters: a histogram would have 16 series for each rank.
         self._data_wait = meter.create_counter(
             "trialflow.data_wait.time", "s", "Time in train-workloads that a rank waited for data"
         )

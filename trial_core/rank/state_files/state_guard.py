@@ -34,6 +34,7 @@ class StateGuard:
         self._modules = modules
         self._has_frozen = has_frozen
         # A load gives an optimizer a new state and new groups. It fills the tensors that it finds.
+        # By reference: SAM and Lookahead share their groups with the optimizers that they wrap.
         self._attributes = [(each, dict(vars(each))) for each in with_inner(optimizers)]
         self._kept: dict[str, Any] = {}
 
