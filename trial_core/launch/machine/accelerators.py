@@ -35,8 +35,8 @@ KIND_VARIABLE = "DS_ACCELERATOR"
 """DeepSpeed's switch: the kind of accelerator that a process uses."""
 
 NVIDIA_DEVICE = Path("/dev/nvidiactl")
-"""Exists where the NVIDIA driver is loaded and this process, or its container, may use it. Containers
-that may not use the driver see /proc/driver/nvidia, too."""
+"""Exists where the NVIDIA driver is loaded and this process, or its container, may use it.
+Containers that may not use the driver see /proc/driver/nvidia, too."""
 
 TOOL_TIMEOUT_SECONDS = 60.0
 PROBE_TIMEOUT_SECONDS = 300.0
