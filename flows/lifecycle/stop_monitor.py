@@ -36,6 +36,7 @@ from trial_core.driver.drive import while_stopping
 from trial_core.errors import Stopped, Superseded
 from trial_core.schedule.stop_requests import StopHandler, StopRequest
 from trialflow.flows.lifecycle.detached_engine import has_lost_supervisor, ignore_broken_output
+from trialflow.flows.lifecycle.final_state import CANCEL_STATES, Step, StoppedRun, steps_to_end
 from trialflow.flows.lifecycle.flow_run_reader import FlowRunReader
 from trialflow.flows.lifecycle.flow_run_state import hold_suspended, set_state
 from trialflow.flows.lifecycle.parent_runs import ParentRuns
@@ -55,8 +56,6 @@ UNANSWERED_READS = 2
 SILENT = "No heartbeat for"
 """The first words of the message of the automation that marks silent runs as crashed."""
 
-_CANCEL_STATES = (StateType.CANCELLING, StateType.CANCELLED)
-_REQUEUED = ("preempted", "server lost")
 # Another party considers the run dead or ended, and may have scheduled it again.
 _ENDED_STATES = (
     StateType.CRASHED, StateType.FAILED, StateType.COMPLETED,
@@ -208,44 +207,58 @@ class StopMonitor:
             return None
         run = self._try_read_run()
         state = None if run is None else run.state
-        if state is not None and state.type in _CANCEL_STATES and request.is_signal:
+        if state is not None and state.type in CANCEL_STATES and request.is_signal:
             request = StopRequest("cancelled", "in Prefect")  # after the signal
         reason = f"{request}; {outcome}" if outcome else str(request)
         is_error = failure is not None and not isinstance(failure, Stopped)
         self._logger.log(logging.ERROR if is_error else logging.INFO, "stopped: %s", reason)
-        if run is not None and self._is_other_attempt(run):
-            raise self._keep_state(f"{reason}: another attempt has started")
-        if run is not None and state is not None and state.type == StateType.PAUSED:
-            if not (self._is_deployed or self._is_subflow):
-                why = "a run without a deployment cannot be resumed in Prefect"
-                return self._cancelled(f"{reason}; {why}", is_forced=True)
+        suspended = self._suspension.get_state() if self._suspension is not None else None
+        steps = steps_to_end(
+            StoppedRun(
+                request.reason,
+                state=None if state is None else state.type,
+                has_other_attempt=run is not None and self._is_other_attempt(run),
+                is_deployed=self._is_deployed,
+                is_subflow=self._is_subflow,
+                is_suspended=suspended is not None,
+                ends_with_parent=self._ends_with_parent,
+                is_in_main_thread=self._signals.is_in_main_thread,
+                has_signal=self._signals.received is not None,
+                has_queue=self._has_queue,
+            )
+        )
+        if steps[0] is Step.REQUEUE:
+            if requeue(reason):
+                raise Abort(f"{reason}: scheduled again")
+            steps = steps[1:]
+        return self._end(steps[0], reason, run, suspended or Suspended())
+
+    def _end(
+        self, step: Step, reason: str, run: FlowRun | None, suspended: State[Any]
+    ) -> State[Any] | None:
+        """Carry out a step: return or raise as `final_state`."""
+        state = None if run is None else run.state
+        if step is Step.LEAVE_TO_PREFECT:
+            return None
+        if step is Step.CANCEL:
+            return self._cancelled(reason)
+        if step is Step.CANCEL_UNRESUMABLE:
+            why = "a run without a deployment cannot be resumed in Prefect"
+            return self._cancelled(f"{reason}; {why}", is_forced=True)
+        if step is Step.HOLD_PAUSE and run is not None:
             with suppress(*NO_ANSWER):
                 hold_suspended(run.id)
             raise Pause(f"suspended: {reason}", state=state)
-        suspended = self._suspension.get_state() if self._suspension is not None else None
-        if self._ends_with_parent and request.reason == "suspended":
-            suspended = Suspended()
-        if suspended is not None:
-            if self._is_subflow and not self._is_deployed:  # else Prefect would show it as running
-                set_state(Cancelled(message=f"It continues when its parent run does: {reason}"))
+        if step is Step.SUSPEND_WITH_PARENT:  # else Prefect would show it as running
+            set_state(Cancelled(message=f"It continues when its parent run does: {reason}"))
+        if step in (Step.SUSPEND, Step.SUSPEND_WITH_PARENT):
             raise Pause(f"suspended: {reason}", state=suspended)
-        if state is not None and state.type in _CANCEL_STATES:
-            return self._cancelled(reason)
-        if request.reason == "time budget":
-            return None
+        if step is Step.END_BY_SIGNAL and self._signals.received is not None:
+            self._end_by_signal(self._signals.received, reason)
+        if step is Step.LEAVE_TO_OTHER_ATTEMPT:
+            raise self._keep_state(f"{reason}: another attempt has started")
         if state is not None and state.type != StateType.RUNNING:
             raise self._keep_state(f"{reason}: it stays {state.name}")
-        if self._is_subflow and (self._ends_with_parent or not self._signals.is_in_main_thread):
-            if self._signals.received is not None and self._signals.is_in_main_thread:
-                self._end_by_signal(self._signals.received, reason)
-            return self._cancelled(reason)
-        can_requeue = state is not None and self._has_queue and request.reason in _REQUEUED
-        if can_requeue and requeue(reason):
-            raise Abort(f"{reason}: scheduled again")
-        if state is not None and request.reason == "server lost":  # it is back
-            return self._cancelled(reason)
-        if self._signals.received is not None:
-            self._end_by_signal(self._signals.received, reason)
         raise self._keep_state(reason)
 
     def _cancelled(self, reason: str, is_forced: bool = False) -> State[Any]:
@@ -323,7 +336,7 @@ class StopMonitor:
             # This attempt was presumed dead. It could not commit a checkpoint any more.
             self._stopping.ask("cancelled", "another attempt at its flow run has started")
             self._stopping.kill_now()
-        elif state is not None and state.type in _CANCEL_STATES:
+        elif state is not None and state.type in CANCEL_STATES:
             self._stopping.ask("cancelled", "in Prefect")
         elif state is not None and state.type == StateType.PAUSED:
             self._suspend(run.id)

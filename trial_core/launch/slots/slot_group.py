@@ -16,7 +16,6 @@ The route of a stop: see `trial_core/schedule/stop_requests.py`.
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import tempfile
 import threading
@@ -31,6 +30,7 @@ from trial_core.errors import LaunchError, RankFailed, SlotsError, Stopped
 from trial_core.launch.slots.announcer import AnnouncementTimer
 from trial_core.launch.slots.channel import Listener
 from trial_core.launch.slots.fork_server import ForkServer
+from trial_core.launch.slots.group_state import GroupState, Pause
 from trial_core.launch.slots.launcher import Launcher, LaunchRequest, LocalLauncher, RankConnections
 from trial_core.launch.slots.pending_requests import PendingRequest, PendingRequests
 from trial_core.launch.slots.progress_clock import ProgressClock
@@ -42,10 +42,8 @@ from trial_core.messages import (
     Activity,
     Answer,
     AnyRequest,
-    AttachTrial,
     BatchesTrained,
     BatchesValidated,
-    BuildTrial,
     Envelope,
     FromRank,
     Logged,
@@ -55,7 +53,6 @@ from trial_core.messages import (
     Peer,
     Result,
     ResumeUntil,
-    SaveCheckpoint,
     ScriptEvent,
     Shutdown,
     StepsPaused,
@@ -123,10 +120,7 @@ class SlotGroup(Listener):
         self._peers: dict[int, Peer] = {}
         self._joined_or_failed = threading.Event()
         self._pending = PendingRequests(world_size)
-        self._is_closing = False
-        self._is_stopping = False
-        self._failure: SlotsError | None = None
-        self._has_aborted = False
+        self._state = GroupState()
         self._has_shutdown_hook = False
         self._has_temporary_log_dir = log_dir is None
         self.log_dir = log_dir or Path(tempfile.mkdtemp(prefix="trialflow-logs-"))
@@ -140,7 +134,6 @@ class SlotGroup(Listener):
             ),
         )
         self._training: PendingRequest | None = None
-        self._breaks_next = False
         self._ranks: list[RankHandle] = []
         self._progress = ProgressClock(self._ranks)
         self._failures = RankFailures(
@@ -194,8 +187,8 @@ class SlotGroup(Listener):
                 self._on_activity(text)
             if should_abort():
                 raise Stopped("the run was stopped while its ranks were starting")
-        if self._failure is not None:
-            raise self._failure
+        if self._state.failure is not None:
+            raise self._state.failure
         missing = sorted(set(range(self.world_size)) - set(self._peers))
         if missing:
             logs = f"; see the logs in {self.log_dir}" if self._are_launched else ""
@@ -239,15 +232,15 @@ class SlotGroup(Listener):
     def _submit(self, request: AnyRequest) -> PendingRequest:
         pending = self._pending.add(request)
         with self._lock:
-            failure = self._failure or (_closed() if self._is_closing else None)
-            if isinstance(request, (BuildTrial, AttachTrial)):
-                self._is_stopping = self._breaks_next = False
-            if failure is None:
+            refusal, pause = self._state.refusal, self._state.submitted(request)
+            if refusal is None:
                 self._progress.note_progress()
                 self._send(Envelope(number=pending.number, request=request))
-                self._note_request(pending)
-        if failure is not None:
-            self._pending.fail_one(pending, failure)
+                if isinstance(request, TrainBatches):
+                    self._training = pending
+                self._pause(pause)
+        if refusal is not None:
+            self._pending.fail_one(pending, refusal)
         return pending
 
     def _wait_for(self, pending: PendingRequest, stall_seconds: float | None) -> list[Result]:
@@ -273,10 +266,7 @@ class SlotGroup(Listener):
         carried out as usual.
         """
         with self._lock:
-            if self._is_stopping:
-                return
-            self._is_stopping = True
-            self._stop_coordinator.start()
+            self._pause(self._state.stop())
 
     def break_training(self) -> None:
         """End the current train-workload after the same batch on all ranks, its first or later.
@@ -285,20 +275,12 @@ class SlotGroup(Listener):
         usual. For any thread.
         """
         with self._lock:
-            if self._training is None or self._training.future.done():
-                self._breaks_next = True
-            elif not self._is_stopping:
-                self._stop_coordinator.start(is_break=True)
+            is_training = self._training is not None and not self._training.future.done()
+            self._pause(self._state.break_training(is_training=is_training))
 
-    def _note_request(self, pending: PendingRequest) -> None:
-        """Break a train-workload that has just been sent, if a break is due."""
-        if isinstance(pending.request, SaveCheckpoint):
-            self._breaks_next = False
-        elif isinstance(pending.request, TrainBatches):
-            self._training = pending
-            if self._breaks_next and not self._is_stopping:
-                self._breaks_next = False
-                self._stop_coordinator.start(is_break=True)
+    def _pause(self, pause: Pause | None) -> None:
+        if pause is not None:
+            self._stop_coordinator.start(is_break=pause is Pause.BREAK)
 
     def abort(self, reason: str) -> None:
         """Kill the ranks; pending requests raise `Stopped` with this reason."""
@@ -323,7 +305,7 @@ class SlotGroup(Listener):
 
     def kill(self) -> None:
         """SIGKILL every rank and all processes it has started; pending requests fail."""
-        self._is_closing = True
+        self._state.is_closing = True
         for rank in self._ranks:
             rank.kill()
         for rank in wait_for_end(self._ranks, KILL_SECONDS):
@@ -331,7 +313,8 @@ class SlotGroup(Listener):
                 "rank %d (process %s) still runs %g s after SIGKILL",
                 rank.rank, rank.pid, KILL_SECONDS,
             )  # fmt: skip
-        self._pending.fail(self._failure or _closed())
+        if (refusal := self._state.refusal) is not None:
+            self._pending.fail(refusal)
         self._fork_server.close()
         if self._connections is not None:
             self._connections.close()
@@ -340,10 +323,10 @@ class SlotGroup(Listener):
 
     def _shut_down(self) -> None:
         with self._lock:
-            if self._is_closing or self._has_aborted or self._pending or self._failure is not None:
+            if not self._state.can_shut_down(is_busy=bool(self._pending)):
                 return
         self._submit(Shutdown())
-        self._is_closing = True  # from here on, the end of a rank is not a failure
+        self._state.is_closing = True  # from here on, the end of a rank is not a failure
         if wait_for_end(self._ranks, SHUTDOWN_SECONDS):
             then = ", so they are killed" if self._are_launched else ""
             logger.warning("ranks did not shut down within %g s%s", SHUTDOWN_SECONDS, then)
@@ -354,7 +337,7 @@ class SlotGroup(Listener):
         A rank whose peer has ended raises from its collective, and then shuts down. A rank that
         hangs there is killed.
         """
-        if self._has_shutdown_hook and self._are_launched and not self._is_closing:
+        if self._has_shutdown_hook and self._are_launched and not self._state.is_closing:
             self._submit(Shutdown())
             wait_for_end(self._ranks, SHUTDOWN_SECONDS)
         self._end_with(failure)
@@ -362,9 +345,8 @@ class SlotGroup(Listener):
     def _end_with(self, failure: SlotsError) -> SlotsError:
         """Kill the ranks and fail all requests; return the first failure of the group."""
         with self._lock:
-            if self._is_closing or self._failure is not None:
-                return self._failure or failure
-            self._failure = failure
+            if not self._state.fail(failure):
+                return self._state.failure or failure
         self._abort_joined(failure)
         for rank in self._ranks:
             rank.kill()
@@ -374,8 +356,9 @@ class SlotGroup(Listener):
 
     def _abort_joined(self, error: BaseException) -> None:
         """Have ranks that another program has started raise this error, and leave."""
-        if self._connections is not None and not self._has_aborted and not self._are_launched:
-            self._has_aborted = True
+        if self._connections is None or self._are_launched:
+            return
+        if self._state.abort():
             self._send(Abort.of(error))
 
     # ------------------------------------------------------- events, in the channel's thread
@@ -416,18 +399,14 @@ class SlotGroup(Listener):
             self._pending.note(rank, message.number, message.result)
 
     def rank_disconnected(self, rank: int, protocol_error: str | None) -> None:
-        if not self._is_closing:
+        if not self._state.is_closing:
             self._failures.note_disconnected(rank, protocol_error)
 
     def node_lost(self, ranks: Sequence[int], why: str) -> None:
-        if not self._is_closing:
+        if not self._state.is_closing:
             self._failures.note_node_lost(ranks, why)
 
     def _rank_exited(self, rank: int, code: int) -> None:
         """Called in the thread that watches the rank's process."""
-        if not self._is_closing:
+        if not self._state.is_closing:
             self._failures.note_exit(rank, code)
-
-
-def _closed() -> SlotsError:
-    return SlotsError(f"the slot group was closed (by process {os.getpid()})")
