@@ -1,1 +1,1 @@
-"""Where the README's figures come from: ``make bench NAME=loop``, and see benchmarks/README.md."""
+"""Measures the README's figures: ``make bench NAME=loop``; see benchmarks/README.md."""

@@ -1,8 +1,8 @@
 """Runs every benchmark, one after the other, and adds a dated line of each to a file that is kept.
 
 The file is `benchmarks/history.jsonl`: date, commit, name, arguments, figures, targets, and whether
-they hold. A figure that grows from line to line is seen there, also while its target holds. After
-each line the table of `docs/benchmarks.md` is written anew.
+they hold. It shows a figure that grows from line to line, even while its target holds. After each
+line the table of `docs/benchmarks.md` is written anew.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ ORDER = (
     "loading", "continuous", "report", "telemetry", "rebuild", "driver_memory", "scale",
     "pretrained", "goodput",
 )  # fmt: skip
-"""All but `gpu`, which needs one. The short ones come first."""
+"""All benchmarks but `gpu`, which needs a GPU. The short ones come first."""
 GOODPUT = "--only trialflow --batches 1400 --batch-seconds 0.3 --save-every 15"
 ARGUMENTS = {"goodput": GOODPUT.split()}
-"""As the README's figure over 420 s is measured. The other ways take an hour, and do not change
-with this code."""
+"""The arguments of the README's figure over 420 s. The other contestants take an hour, and do not
+change with this code."""
 
 
 def measured(name: str) -> dict[str, Any]:
-    """Run a benchmark, showing what it prints; its last line, or how it failed."""
+    """Run a benchmark and show its output. Return its last line, or how it failed."""
     with subprocess.Popen(
         [sys.executable, "-m", f"benchmarks.{name}", *ARGUMENTS.get(name, ())],
         stdout=subprocess.PIPE,
@@ -47,7 +47,7 @@ def measured(name: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run the benchmarks; the exit code is 1 if one fails or misses a target."""
+    """Run the benchmarks. The exit code is 1 if one fails or misses a target."""
     parser = argparse.ArgumentParser(prog="benchmarks.all", description=__doc__)
     parser.add_argument("--only", nargs="+", choices=ORDER, default=ORDER)
     parser.add_argument("--into", type=Path, default=HISTORY)

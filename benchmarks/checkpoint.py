@@ -5,7 +5,7 @@ figures come from one run. ``--server moto`` is for testing the benchmark only.
 
 - blocked: how long one checkpoint of a ZeRO-1 state on 2 ranks blocks training.
 - transfers: processor time and memory to upload and download a 512 MiB file in a fresh process.
-- share: the part of a ZeRO-3 checkpoint that one of four ranks fetches on its own machine.
+- share: the part of a ZeRO-3 checkpoint that one of four ranks on separate machines fetches.
 - training: batches of more than half a second, with and without a checkpoint every ten batches.
 """
 
@@ -127,7 +127,7 @@ def saved_slowly(
 
 
 def slowdown(lines: list[dict[str, Any]]) -> float:
-    """The duration of a save to the slow store, divided by that of one to the fast store."""
+    """Return the duration of a save to the slow store, divided by one to the fast store."""
     return median(lines, "ours_slow_store", "whole") / median(lines, "ours", "whole")
 
 
@@ -149,12 +149,12 @@ def in_ranks(folder: Path, job: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def median(lines: Iterable[dict[str, Any]], method: str, figure: str) -> float:
-    """The median of a method's seconds."""
+    """Return the median of a method's seconds."""
     return statistics.median(float(line[figure]) for line in lines if line["method"] == method)
 
 
 def ratios(lines: Iterable[dict[str, Any]], method: str, other: str) -> list[float]:
-    """For each turn, the seconds that `method` blocked divided by those of `other`."""
+    """Return each turn's ratio of the seconds that `method` and `other` blocked."""
     turns: dict[int, dict[str, float]] = defaultdict(dict)
     for line in lines:
         turns[line["turn"]][line["method"]] = line["blocked"]
@@ -209,7 +209,7 @@ def transfer(job: dict[str, Any]) -> dict[str, float]:
 
 
 def new_file(folder: Path, size_mib: int) -> dict[str, Any]:
-    """Write a file of random bytes; return its part of a transfer's job."""
+    """Write a file of random bytes. Return its part of a transfer's job."""
     folder.mkdir()
     digest = hashlib.sha256()
     with open(folder / "shard.bin", "wb") as file:
@@ -259,7 +259,7 @@ def share(server: S3Server) -> dict[str, float]:
 
 
 def by_rank(persisted: Sequence[Result]) -> dict[int, list[FileEntry]]:
-    """The files that each rank has stored.
+    """Return the files that each rank has stored.
 
     Raises:
         StorageError: a rank has stored nothing, so that nothing was measured.
@@ -273,7 +273,7 @@ def by_rank(persisted: Sequence[Result]) -> dict[int, list[FileEntry]]:
 
 
 def training(server: S3Server, pairs: int) -> dict[str, float]:
-    """Train ten batches with and without a checkpoint that is uploaded meanwhile, in turns."""
+    """Train ten batches in turns, with and without a checkpoint that is uploaded meanwhile."""
     found: list[float] = []
     seconds: list[float] = []
     added: list[float] = []
@@ -334,7 +334,7 @@ def training(server: S3Server, pairs: int) -> dict[str, float]:
 
 
 def _busy_seconds() -> float:
-    """Processor seconds used so far by the whole machine."""
+    """Return the processor seconds used so far by the whole machine."""
     times = psutil.cpu_times()
     return float(sum(times) - times.idle - times.iowait)
 

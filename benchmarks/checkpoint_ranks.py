@@ -171,7 +171,7 @@ class SaveMethods:
         return shared[0]
 
     def _state(self) -> dict[str, Any]:
-        """The state that this rank saves: the model on rank 0, and its part of the optimizer."""
+        """Return this rank's state: its part of the optimizer's, and on rank 0 the model's."""
         optimizer = self._trial.engine.optimizer
         flat = optimizer.single_partition_of_fp32_groups[0]
         moments = optimizer.optimizer.state[flat]
@@ -198,7 +198,7 @@ def measure(methods: SaveMethods, names: list[str], turns: int) -> Iterator[dict
 
 @contextmanager
 def context_of(job: dict[str, Any]) -> Iterator[td.DeepSpeedTrialContext]:
-    """This rank's context."""
+    """Make this rank's context for the block."""
     with td.init(hparams={"layers": job["layers"]}, exp_conf={"name": "benchmark"}) as context:
         yield context
 

@@ -1,4 +1,4 @@
-"""Measures what a SIGKILL costs with continuous checkpoints, and what they cost the loop.
+"""Measures the cost of a SIGKILL with continuous checkpoints, and their cost to the loop.
 
 2 CPU ranks store their checkpoints in a real S3 gateway (Ceph) on this machine, which uses the same
 cores. ``--server moto`` is for testing the benchmark only. Each part is done twice, with the
@@ -42,7 +42,7 @@ CHUNK_BYTES = 2**16
 
 @contextmanager
 def throttled(server: S3Server, bytes_per_second: float) -> Iterator[S3Server]:
-    """The server behind a proxy that passes so many bytes a second of all requests together."""
+    """Put a proxy before the server that passes so many bytes a second of all requests together."""
     loop = asyncio.new_event_loop()
     there, pacing = urlsplit(server.endpoint_url), asyncio.Lock()
 
@@ -80,8 +80,8 @@ class Kills(Observer):
     Attributes:
         record: the file to which rank 0 adds a line after each batch.
         handler: is asked to end the run after the last kill.
-        count: how many kills.
-        within_seconds: from the first batch of a launch to the kill at most.
+        count: the number of kills.
+        within_seconds: the longest time from the first batch of a launch to the kill.
         lost: batches lost by each kill so far.
     """
 
@@ -120,7 +120,7 @@ class Kills(Observer):
 
 @dataclass
 class Stalls(Observer):
-    """How long each save has kept training."""
+    """Records how long each save has kept training waiting."""
 
     seconds: list[float] = field(default_factory=list)
 
@@ -131,7 +131,7 @@ class Stalls(Observer):
 
 @dataclass(frozen=True)
 class Plan:
-    """The size of the benchmark; batches are those of a run without a kill."""
+    """The size of the benchmark. `batches` is the length of a run without a kill."""
 
     folder: Path
     model: str
@@ -142,7 +142,7 @@ class Plan:
     seed: int
 
     def lost(self, server: S3Server) -> list[int]:
-        """The batches that each kill has cost."""
+        """Return the batches that each kill has cost."""
         record = self._new_record()
         config = self._config(server, record, "continuous", ENDLESS, self.kills)
         with StopHandler(config.stopping.grace_seconds) as stopping:
@@ -153,7 +153,7 @@ class Plan:
         return kills.lost
 
     def timed(self, server: S3Server, period: str | None) -> tuple[float, list[float]]:
-        """Seconds of the batches after the first few, and of each save."""
+        """Return the seconds of the batches after the first few, and of each save."""
         record, stalls = self._new_record(), Stalls()
         config = self._config(server, record, period, WARM_UP + self.batches, 0)
         with StopHandler(config.stopping.grace_seconds) as stopping:

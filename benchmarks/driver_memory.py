@@ -49,7 +49,7 @@ from trial_core.messages import (
 )
 from trial_core.schedule.units import EpochLength
 
-# What the first workloads allocate permanently (caches, pools, compiled models) is no leak.
+# Permanent allocations of the first workloads (caches, pools, compiled models) are not a leak.
 SETTLED_AT = 1000
 TARGET_GROWTH_MIB = 10.0
 METRICS = 12
@@ -65,7 +65,7 @@ class InstantSlots:
 
     Args:
         every: workloads between two measurements.
-        counts_objects: whether to record the number of objects of each type.
+        counts_objects: True to record the number of objects of each type.
     """
 
     def __init__(
@@ -81,12 +81,12 @@ class InstantSlots:
         self._workloads = 0
 
     def request(self, request: AnyRequest, expect: type[R], **patience: Any) -> list[R]:
-        """As `SlotGroup.request`."""
+        """Answer a request at once, and record the memory."""
         answers = [self._answer(request, rank) for rank in range(self.world_size)]
         return [answer for answer in answers if isinstance(answer, expect)]
 
     def stop(self) -> None:
-        """As `SlotGroup.stop`."""
+        """Do nothing, in place of `SlotGroup.stop`."""
 
     def _answer(self, request: AnyRequest, rank: int) -> Result:
         if isinstance(request, BuildTrial):
@@ -136,7 +136,7 @@ class InstantSlots:
 
 
 def measure(workloads: int, every: int, folder: Path, counts_objects: bool = False) -> InstantSlots:
-    """Run that many workloads through the flow's tasks; the fake with its measurements."""
+    """Run that many workloads through the flow's tasks. Return the fake with its measurements."""
     from prefect import flow  # Prefect reads its settings when it is imported
     from prefect.logging import get_run_logger
 

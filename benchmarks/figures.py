@@ -29,7 +29,7 @@ class Estimate:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Estimate:
-        """The estimate of at least one value."""
+        """Estimate the median of at least one value."""
         ordered, count = sorted(values), len(values)
         margin = Z_95 * math.sqrt(count) / 2
         low = max(0, math.floor(count / 2 - margin))
@@ -42,7 +42,7 @@ class Estimate:
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
-    """The smallest of `values` that `percent` per cent of them do not exceed."""
+    """Return the smallest of `values` that `percent` per cent of them do not exceed."""
     return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]
 
 

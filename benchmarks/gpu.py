@@ -1,10 +1,10 @@
-"""What trialflow costs on this machine's accelerators, beside bare DeepSpeed and bare PyTorch.
+"""Measures trialflow's cost on this machine's accelerators, against bare DeepSpeed and PyTorch.
 
 - loop: a batch through the controller, as `benchmarks.loop` measures it.
-- stall: how long a checkpoint blocks training, beside `save_checkpoint` to the local disk.
-- restore: from a storage on the local disk, with digests verified, beside `load_checkpoint`.
-- memory: the most device memory that training, saving and restoring take, beside DeepSpeed's, and
-  the pinned host memory.
+- stall: how long a checkpoint blocks training; compared with `save_checkpoint` to the local disk.
+- restore: from a storage on the local disk, digests verified; compared with `load_checkpoint`.
+- memory: the most device memory that training, saving and restoring take, compared with
+  DeepSpeed's, and the pinned host memory.
 
 Refuses to run without an accelerator. ``--on-cpu`` is for testing the benchmark only.
 """
@@ -58,7 +58,7 @@ STATE_TARGETS = {
 
 
 def loops(slots: SlotGroup, pairs: int, batches: int) -> tuple[dict[str, float], dict[str, float]]:
-    """The figures of both kinds of trial, and their targets."""
+    """Return the figures of both kinds of trial, and their targets."""
     case = f"{MODEL}_{case_name(slots.world_size)}"
     figures = loop.figures_of(loop.measure(slots, MODEL, pairs, batches), batches, case)
     pytorch = pytorch_case(slots.world_size, MODEL)
@@ -96,7 +96,7 @@ def state(slots: SlotGroup, state_mib: int, turns: int) -> dict[str, float]:
 
 
 def turn_of_ours(slots: SlotGroup, trained: int) -> dict[str, float]:
-    """Train some batches, save, and restore what was saved. Seconds of the last two."""
+    """Train some batches, save, and restore that. Return the seconds of the last two."""
     until = trained + TURN_BATCHES
     slots.request(TrainBatches(until=until), Trained)
     checkpoint = str(uuid.uuid4())
@@ -117,9 +117,9 @@ def turn_of_ours(slots: SlotGroup, trained: int) -> dict[str, float]:
 
 
 def ranks_here(on_cpu: bool) -> int:
-    """One rank for each accelerator; with `on_cpu`, two CPU ranks.
+    """Return the number of ranks: one for each accelerator, or with `on_cpu` two CPU ranks.
 
-    Exits with a message if there is no accelerator, or if torch cannot use it.
+    Exits with a message if torch has no accelerator that it can use.
     """
     try:
         if not on_cpu and count_accelerators() == 0:

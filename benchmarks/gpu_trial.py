@@ -1,4 +1,4 @@
-"""The trial of `benchmarks.gpu`: its validation is DeepSpeed's own way of the same work."""
+"""The trial of `benchmarks.gpu`. Its validation does the same work with DeepSpeed alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trial_core.deepspeed import DeepSpeedTrial, DeepSpeedTrialContext
 from trial_core.pytorch import DataLoader, Reducer
 
 WIDTH = 1024
-"""As in `benchmarks.checkpoint`: 16 bytes of state per parameter, over all ranks."""
+"""As in `benchmarks.checkpoint`. The state has 16 bytes per parameter, over all ranks."""
 
 
 class StateTrial(DeepSpeedTrial):
@@ -80,7 +80,7 @@ class StateTrial(DeepSpeedTrial):
 
 
 def _timed(work: Callable[[], Any]) -> float:
-    """Seconds from a barrier until all ranks have done it. Collective: every rank calls this."""
+    """Return seconds from a barrier until all ranks are done. Collective: every rank calls this."""
     get_accelerator().synchronize()
     dist.barrier()
     began = time.perf_counter()

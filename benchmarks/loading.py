@@ -1,17 +1,17 @@
-"""Measures what loading a checkpoint from S3 costs, beside torch's DCP and DeepSpeed's own ways.
+"""Measures the cost of loading a checkpoint from S3, compared with torch's DCP and DeepSpeed.
 
 An engine under ZeRO-1 is saved on 2 ranks, once with each library, to a real S3 gateway (Ceph) on
 this machine, which uses the same cores. Then 2 and 4 new ranks load it, with all libraries in
-turns. Then the same with 4 ranks that save, and 2 that load. Each load is checked: the weights and
-the optimizer's state are the saved ones, bit for bit.
+turns. Then 4 ranks save, and 2 load. Each load is checked: weights and the optimizer's state equal
+the saved ones, bit for bit.
 
 - trialflow: the requests of a resumed run, FetchCheckpoint (verified) and BuildLoadersAndRestore;
 - dcp: torch.distributed.checkpoint's `load` with its FsspecReader, in place;
 - deepspeed: boto3's `download_file`, then `load_checkpoint`; with another number of ranks,
   `ds_to_universal` between them;
-- kept: as trialflow, by ranks whose machine has kept what earlier ranks saved.
+- kept: as trialflow, by ranks whose machine has kept the files of the earlier ranks.
 
-A load is measured from when all ranks have built the engine until all have loaded.
+A load is timed from the moment when all ranks have built the engine until all have loaded.
 ``--server moto`` is for testing the benchmark only.
 """
 
@@ -65,15 +65,15 @@ from trial_core.rank.checkpoint_files import RESTORED
 OURS, KEPT = "trialflow", "kept"
 PEERS = ("dcp", "deepspeed")
 CASES = ((2, 2), (2, 4), (4, 2))
-"""How many ranks save, and how many load."""
+"""The numbers of ranks that save, and that load."""
 MEMORY_RATIO = 12
-"""Memory that the benchmark takes, relative to the state. The gateway takes half."""
+"""The benchmark's memory, relative to the state. The gateway takes half."""
 TRIAL_CLASS = "benchmarks.loading_trial:LoadingTrial"
 WORK, CHECK = RunHook(hook="on_training_start"), RunHook(hook="on_validation_start")
 
 
 def case_name(saved_by: int, ranks: int) -> str:
-    """The part of a figure's name that tells the case."""
+    """Return the part of a figure's name that tells the case."""
     return f"{saved_by}_to_{ranks}"
 
 
@@ -90,7 +90,7 @@ TARGETS = {
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint of trialflow's, and the folder of the run that saved it on this machine."""
+    """A checkpoint of trialflow's, and the local folder of the run that saved it."""
 
     uuid: str
     files: list[FileEntry]
@@ -100,13 +100,13 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Load:
-    """What a load cost.
+    """The cost of a load.
 
     Attributes:
         fetch_seconds: trialflow's part until the verified files are on the machine.
         processor_seconds: of all ranks and their helper processes.
-        memory: the most that a rank had, with its helper processes, beyond what it had before the
-            load; None if that was not watched.
+        memory: the most that a rank took, with its helper processes, in addition to its memory
+            before the load; None if that was not watched.
     """
 
     seconds: float
@@ -124,8 +124,8 @@ class Bench:
     """The machine and the engine.
 
     Attributes:
-        store: where all libraries save.
-        fork_servers: by number of ranks; they import what ranks need, and keep what ranks saved.
+        store: the storage of all libraries.
+        fork_servers: by number of ranks; they import the ranks' modules, and keep saved files.
         folder: for files on this machine.
     """
 
@@ -139,10 +139,10 @@ class Bench:
     def ranks(
         self, count: int, way: str, saved_by: int | None, run_dir: Path
     ) -> Iterator[tuple[SlotGroup, Topology]]:
-        """New ranks that have built the engine.
+        """Start ranks that have built the engine.
 
         Args:
-            saved_by: how many ranks have saved what they load; None: they save.
+            saved_by: the number of ranks that saved; None if the new ranks save.
         """
         hyperparameters = {
             "way": way,
@@ -164,7 +164,7 @@ class Bench:
             yield slots, slots.request(build, TrialBuilt)[0].topology
 
     def save(self, ranks: int) -> Checkpoint:
-        """Save with every library on that many ranks; trialflow's checkpoint."""
+        """Save with every library on that many ranks. Return trialflow's checkpoint."""
         for way in PEERS:
             with self._new_folder() as folder, self.ranks(ranks, way, None, folder) as (slots, _):
                 slots.request(WORK, HookDone)
@@ -178,7 +178,7 @@ class Bench:
         return Checkpoint(checkpoint, merge_entries(files), topology, run_dir)
 
     def load(self, way: str, saved: Checkpoint, ranks: int, watches_memory: bool) -> Load:
-        """Load on new ranks, and check what was loaded."""
+        """Load on new ranks, and check the loaded state."""
         with ExitStack() as stack:
             folder = saved.run_dir if way == KEPT else stack.enter_context(self._new_folder())
             library = OURS if way == KEPT else way
@@ -200,7 +200,7 @@ class Bench:
                 ended = time.perf_counter()
                 used = processor_seconds_with_helpers(slots.pids) - used
             slots.request(CHECK, HookDone)
-            shutil.rmtree(folder / RESTORED, ignore_errors=True)  # else the next finds it there
+            shutil.rmtree(folder / RESTORED, ignore_errors=True)  # else the next one finds it
         return Load(ended - began, fetched - began, used, _most(peaks))
 
     @contextmanager
@@ -210,7 +210,7 @@ class Bench:
 
 
 def _restore(slots: SlotGroup, saved: Checkpoint) -> float:
-    """Fetch and restore as a resumed run does; when the files were there.
+    """Fetch and restore as a resumed run does. Return when the files were there.
 
     Raises:
         CheckpointError: a rank could not fetch.
@@ -241,12 +241,12 @@ def _most(peaks: list[PeakMemory]) -> Resident | None:
 
 
 Loads = dict[tuple[str, str], list[Load]]
-"""By library and case, one of each turn."""
+"""The loads of each library and case, one of each turn."""
 
 
 @contextmanager
 def new_bench(server_name: str, layers: int) -> Iterator[Bench]:
-    """A gateway, a folder and fork servers of their own: their memory is free at the end."""
+    """Open a separate gateway, folder and fork servers: their memory is free at the end."""
     with (
         SERVERS[server_name]() as server,
         ExitStack() as stack,
@@ -277,7 +277,7 @@ def measure(bench: Bench, saved_by: int, repeats: int) -> Loads:
 
 
 def figures_of(loads: Loads) -> dict[str, float]:
-    """The medians, memory in the first turn, and what ours costs relative to each peer."""
+    """Return the medians, memory in the first turn, and our cost relative to each peer."""
     figures: dict[str, float] = {}
     for (way, case), (first, *timed) in loads.items():
         figures[f"{way}_seconds_{case}"] = statistics.median(load.seconds for load in timed)

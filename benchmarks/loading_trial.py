@@ -1,4 +1,4 @@
-"""The trial of `benchmarks.loading`, and the other ways to store and load its engine."""
+"""The trial of `benchmarks.loading`, and other libraries' ways to store and load its engine."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ SEEDS = {"weights": 0, "master": 0, "exp_avg": 1, "exp_avg_sq": 2}
 class LoadingTrial(StateTrial):
     """Linear layers under ZeRO-1 and Adam, with the optimizer's state allocated.
 
-    Hyperparameters: way (a name in `WAYS`), saves (whether these ranks save, or load what others
-    saved), is_resharded (whether as many ranks saved as load), url and options (of the storage),
-    folder (for what is downloaded, empty); layers.
+    Hyperparameters: way (a name in `WAYS`), saves (true if these ranks save, false if they load),
+    is_resharded (true if another number of ranks saved), url and options (of the storage), folder
+    (an empty one, for downloads); layers.
     """
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
@@ -45,7 +45,7 @@ class LoadingTrial(StateTrial):
         return {"work": Work(self)}
 
     def state(self) -> dict[str, tuple[torch.Tensor, int]]:
-        """This rank's flat tensors, each with the index of its first element in the whole one."""
+        """Return this rank's flat tensors, each with its offset in the whole tensor."""
         optimizer = self.engine.optimizer
         (part,) = optimizer.single_partition_of_fp32_groups
         moments, first = optimizer.optimizer.state[part], self.rank * part.numel()
@@ -75,7 +75,7 @@ class LoadingTrial(StateTrial):
 
 
 class Work(PyTorchCallback):
-    """What the driver has the trial do, by two hooks."""
+    """Saves, loads and checks in two hooks, which the driver calls."""
 
     def __init__(self, trial: LoadingTrial) -> None:
         self.trial = trial
@@ -89,12 +89,12 @@ class Work(PyTorchCallback):
             self.trial.way.load()
 
     def on_validation_start(self) -> None:
-        """Check what was loaded."""
+        """Check the loaded state."""
         self.trial.check()
 
 
 class Way:
-    """How the engine is saved and loaded. trialflow's is requests of the driver.
+    """A library's way to save and load the engine. For trialflow, the driver sends requests.
 
     Args:
         hparams: the trial's hyperparameters.

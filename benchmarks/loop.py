@@ -1,4 +1,4 @@
-"""The controller's overhead for a batch: its loop compared with a bare loop.
+"""Measures the controller's overhead for a batch: its loop compared with a bare loop.
 
 First a DeepSpeedTrial, compared with a bare DeepSpeed loop; then a PyTorchTrial, compared with a
 bare PyTorch loop and with other libraries (`benchmarks/pytorch_loop.py`).
@@ -8,8 +8,8 @@ the machine affects both. The controller's turn is a TrainBatches request, timed
 every rank has answered. The bare loop's turn is timed inside the ranks. So the channel counts
 against the controller. Every pair of turns gives a ratio.
 
-Two more ratios help on a busy machine: inside the ranks, without the channel, whose messages wait
-for a processor; and of processor time, without any waiting.
+Two more ratios help on a busy machine: one inside the ranks, without the channel, whose messages
+wait for a processor; and one of processor time, without any waiting.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Pair:
-    """Consecutive turns of the controller's loop and of the bare loop."""
+    """Consecutive turns of both loops."""
 
     controller: Turn
     bare: Turn
@@ -67,7 +67,7 @@ class Loops:
         self._trained = 0
 
     def pair(self, bare_first: bool) -> Pair:
-        """A turn of each loop."""
+        """Run a turn of each loop."""
         if bare_first:
             bare = self._turn(self._run_bare)
             return Pair(self._turn(self._run_controller), bare)
@@ -99,7 +99,7 @@ def measure(slots: SlotGroup, model: str, pairs: int, batches: int) -> list[Pair
 
 
 def figures_of(pairs: list[Pair], batches: int, case: str) -> dict[str, float]:
-    """The figures of `pairs`; also printed."""
+    """Return the figures of `pairs`; also print them."""
     ratio = ratios(pairs, attrgetter("seconds"))
     in_ranks = ratios(pairs, attrgetter("rank_seconds"))
     processor = ratios(pairs, attrgetter("processor_seconds"))
@@ -125,7 +125,7 @@ def figures_of(pairs: list[Pair], batches: int, case: str) -> dict[str, float]:
 
 
 def ratios(pairs: list[Pair], measured: Callable[[Turn], float]) -> Estimate:
-    """The controller's turn divided by the bare loop's."""
+    """Estimate the controller's turn divided by the bare loop's."""
     return Estimate.of([measured(pair.controller) / measured(pair.bare) for pair in pairs])
 
 

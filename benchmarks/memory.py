@@ -1,4 +1,4 @@
-"""The most memory that processes have while something runs, sampled by a thread."""
+"""Samples the memory of processes in a thread, and keeps the maximum."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Resident(NamedTuple):
 
 
 class PeakMemory:
-    """The most memory within the block.
+    """Measures the most memory within the block.
 
     Args:
-        read: the memory now.
+        read: returns the present memory.
 
     Attributes:
         before: the memory when the block began.
@@ -51,12 +51,12 @@ class PeakMemory:
 
 
 def resident_bytes(pids: Iterable[int | str] = ("self",)) -> Resident:
-    """The processes' resident memory; each has its share of pages that several have."""
+    """Return the processes' resident memory; each has its share of common pages."""
     own = mapped = 0
     for pid in pids:
         try:
             lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             continue
         kib = {line.split(":")[0]: int(line.split()[1]) for line in lines}
         own += (kib["Pss_Anon"] + kib["Pss_Shmem"]) * 1024
@@ -65,9 +65,9 @@ def resident_bytes(pids: Iterable[int | str] = ("self",)) -> Resident:
 
 
 def own_resident_bytes() -> Resident:
-    """This process's resident memory, with whole pages that others have too.
+    """Return this process's resident memory, with whole pages that others have too.
 
-    Unlike `resident_bytes` it does not walk the process's memory, which would slow it.
+    Unlike `resident_bytes` it does not walk the process's memory, which would slow the process.
     """
     lines = Path("/proc/self/status").read_text().splitlines()
     kib = {line.split(":")[0]: int(line.split()[1]) for line in lines if line.startswith("Rss")}

@@ -11,7 +11,7 @@ SAMPLES = 4096
 
 
 class Tiny(nn.Module):
-    """A perceptron with negligible cost: measures everything but the model."""
+    """A perceptron with negligible cost, to measure everything but the model."""
 
     micro_batch_size = 2
 
@@ -20,13 +20,13 @@ class Tiny(nn.Module):
         self.layers = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1))
 
     def forward(self, batch: Tensor) -> Tensor:
-        """The loss of a (samples, 2) batch."""
+        """Return the loss of a (samples, 2) batch."""
         outputs: Tensor = self.layers(batch)
         return outputs.square().mean()
 
     @staticmethod
     def dataset() -> Dataset[tuple[Tensor, ...]]:
-        """Random points, each of shape (2,)."""
+        """Return random points, each of shape (2,)."""
         return TensorDataset(torch.rand(SAMPLES, 2))
 
 
@@ -50,25 +50,25 @@ class Small(nn.Module):
         self.register_buffer("mask", mask, persistent=False)
 
     def forward(self, batch: Tensor) -> Tensor:
-        """The loss of a (samples, window + 1) batch of bytes as int64."""
+        """Return the loss of a (samples, window + 1) batch of bytes as int64."""
         features = self.embedding(batch[:, :-1]) + self.positions
         features = self.blocks(features, mask=self.mask, is_causal=True)
         return functional.cross_entropy(self.head(features).flatten(0, 1), batch[:, 1:].flatten())
 
     @classmethod
     def dataset(cls) -> Dataset[tuple[Tensor, ...]]:
-        """Random bytes, each item of shape (window + 1,) as int64."""
+        """Return random bytes, each item of shape (window + 1,) as int64."""
         return TensorDataset(torch.randint(256, (SAMPLES, cls.window + 1)))
 
 
 class Medium(Small):
-    """The same with 3.3 million parameters: about 0.3 s a batch on one core."""
+    """`Small` with 3.3 million parameters: about 0.3 s a batch on one core."""
 
     window, width, layers = 128, 256, 4
 
 
 class Long(Medium):
-    """The same with more samples: well over half a second a batch on one core."""
+    """`Medium` with more samples: well over half a second a batch on one core."""
 
     micro_batch_size = 20
 

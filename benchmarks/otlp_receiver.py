@@ -1,4 +1,4 @@
-"""An OTLP receiver that reads what it gets and keeps nothing. GET says how many requests it got."""
+"""An OTLP receiver that reads requests and keeps nothing. GET returns their number."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 @contextmanager
 def receiving() -> Iterator[str]:
-    """Run a receiver in a process of its own during the block; its address."""
+    """Run a receiver in another process during the block. Yields its address."""
     with subprocess.Popen(
         [sys.executable, "-m", "benchmarks.otlp_receiver"], stdout=subprocess.PIPE, text=True
     ) as process:
@@ -22,19 +22,19 @@ def receiving() -> Iterator[str]:
 
 
 class CountingHandler(BaseHTTPRequestHandler):
-    """Answers one connection."""
+    """Answers the requests of one connection."""
 
     protocol_version = "HTTP/1.1"
     requests = 0
 
     def do_POST(self) -> None:
-        """Take a request of an exporter."""
+        """Read and count an exporter's request."""
         self.rfile.read(int(self.headers["Content-Length"]))
         CountingHandler.requests += 1
         self._answer(b"")
 
     def do_GET(self) -> None:
-        """Say how many there were."""
+        """Return the number of requests so far."""
         self._answer(str(CountingHandler.requests).encode())
 
     def _answer(self, body: bytes) -> None:

@@ -122,24 +122,24 @@ ROWS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "pretrained": {"peak_share": ("most of the weights that a rank of 4 holds while it loads", "")},
 }  # fmt: skip
-"""Figures that the page shows, with words and unit, in its order. A group in a name tells cases
-apart, which share a row. Other figures are shown if they have a target."""
+"""Figures that the page shows, in its order, with words and unit. Groups in a name tell apart the
+cases that share a row. Other figures are shown if they have a target."""
 
 
 def latest(history: Iterable[Line]) -> dict[str, Line]:
-    """The last line of each benchmark: those of `ROWS` first, in their order."""
+    """Return the last line of each benchmark: first the benchmarks of `ROWS`, in their order."""
     last = {line["name"]: line for line in history}
     return {name: last[name] for name in (*ROWS, *last) if name in last}
 
 
 def table(history: Iterable[Line]) -> str:
-    """The table of the latest figures."""
+    """Return the table of the latest figures."""
     rows = (row for line in latest(history).values() for row in _rows(line))
     return HEAD + "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 def page(text: str, history: Iterable[Line]) -> str:
-    """The page's text, with a new table.
+    """Return the page's text with a new table.
 
     Raises:
         ValueError: the page lacks one of the comments around the table.
@@ -152,7 +152,7 @@ def page(text: str, history: Iterable[Line]) -> str:
 
 
 def read(path: Path = HISTORY) -> list[Line]:
-    """The lines of a history, the oldest first."""
+    """Read the lines of a history, the oldest first."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -162,7 +162,7 @@ def write() -> None:
 
 
 def _rows(line: Line) -> Iterator[list[str]]:
-    """The rows of a benchmark; date, machine and command are in the first one alone."""
+    """Yield a benchmark's rows; only the first one has date, machine and command."""
     name, figures, targets = line["name"], line.get("figures", {}), line.get("targets", {})
     arguments = line["arguments"]
     command = f'`make bench NAME={name} ARGS="{arguments}"`' if arguments else ""
@@ -188,7 +188,7 @@ def _rows(line: Line) -> Iterator[list[str]]:
 def _value(
     name: str, figures: Mapping[str, float], unit: str, found: re.Match[str] | None = None
 ) -> str:
-    """A figure with its unit and its interval; before it the case, from the groups of its name."""
+    """Return a figure with unit and interval, after its case, from the groups of its name."""
     low, high = (re.sub("ratio|percent", rf"\g<0>_{end}", name) for end in ("low", "high"))
     text = f"{figures[name]:g}"
     if low != name and low in figures and high in figures:
@@ -199,7 +199,7 @@ def _value(
 
 
 def _judged(targets: Mapping[str, float], figures: Mapping[str, float], unit: str) -> list[str]:
-    """The targets of figures, and whether they hold; empty if there are none."""
+    """Return the targets of figures, and whether they hold; empty without targets."""
     if not targets:
         return ["", ""]
     most = dict.fromkeys(f"≤ {round(target, 4):g} {unit}".rstrip() for target in targets.values())

@@ -1,6 +1,6 @@
 """Training loops of other libraries, and a bare one, with the same model, data and optimizer.
 
-Each is written as its library's documentation does. They share the process group of the rank.
+Each follows its library's documentation. They share the process group of the rank.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from benchmarks.models import MODELS, Small, Tiny
 
 LEARNING_RATE = 1e-3
 DEVICE = get_accelerator().device_name()
-"""The kind of the ranks' devices, by which Lightning calls them, too: ``cpu``, ``cuda``, …"""
+"""The kind of the ranks' devices, in Lightning's words, too: ``cpu``, ``cuda``, …"""
 
 
 class PeerLoop(Protocol):
-    """A loop that can train some more batches."""
+    """A loop that trains more batches when asked."""
 
     def run(self, batches: int) -> float:
-        """Train batches; the seconds that it took. Collective: every rank calls this."""
+        """Train batches, and return the seconds. Collective: every rank calls this."""
 
 
 def adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer of all loops."""
+    """Return the optimizer of all loops."""
     return torch.optim.Adam(parameters, lr=LEARNING_RATE)
 
 
@@ -52,7 +52,7 @@ def _endless(loader: Iterable[Any]) -> Iterator[Any]:
 
 
 class _Stepwise:
-    """A loop that its user writes: `step` trains one batch."""
+    """A loop written by its user: `step` trains one batch."""
 
     def __init__(self) -> None:
         self._batches: Iterator[Any] = iter(())
@@ -70,9 +70,9 @@ class _Stepwise:
 
 
 class Bare(_Stepwise):
-    """PyTorch alone, with the mean loss of a turn, as a loop that somebody writes reports it.
+    """PyTorch alone, with the mean loss of a turn, as most hand-written loops report it.
 
-    It trains the trial's model, since equal ones differ by their addresses.
+    It trains the trial's model, since equal models differ in speed by their addresses.
 
     Args:
         replica: the model; DistributedDataParallel if there are several ranks.
@@ -206,7 +206,7 @@ PEERS: dict[str, Callable[[type[Tiny] | type[Small]], PeerLoop]] = {
 
 
 def build_peers(model: str, names: Iterable[str]) -> dict[str, PeerLoop]:
-    """The loops of those libraries. Each trains a separate model."""
+    """Return the loops of these libraries. Each trains a separate model."""
     os.environ.setdefault("TORCHELASTIC_RUN_ID", "benchmark")  # so that Lightning sees the ranks
     warnings.filterwarnings("ignore", module="(lightning|accelerate).*")
     return {name: PEERS[name](MODELS[model]) for name in names}

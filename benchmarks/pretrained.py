@@ -1,8 +1,8 @@
-"""How much of a model's weights does a rank hold at most while `from_pretrained` loads it?
+"""Measures how much of a model's weights a rank holds while `from_pretrained` loads it.
 
 Four ranks load the same folder, divided by ZeRO-3, because the experiment names the DeepSpeed
-config. A small model is loaded first, which imports what loading needs. Then memory counts beyond
-what a rank has: its own, and apart from it that of mapped files, whose pages the kernel can drop.
+config. A small model is loaded first, for the imports. From then on, the growth of a rank's memory
+counts: its own, and separately mapped files, whose pages the kernel can drop.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from benchmarks.ranks import experiment, launched
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.messages import BuildTrial, TrialBuilt
 
-SMALL = "small"  # the folder of the small model, below the other's
+SMALL = "small"  # the small model's folder, below the other's
 RANKS = 4
 LAYER_MIB = 24
 TARGETS = {"peak_share": 0.35}
 
 
 def save_model(folder: Path, layers: int) -> None:
-    """A Llama with random bf16 weights, in files of 100 MB.
+    """Save a Llama with random bf16 weights, in files of 100 MB.
 
-    The largest of 16 layers' weights has 1/46 of all, as in a Llama of 7 billion.
+    With 16 layers the largest weight has 1/46 of all, as in a Llama of 7 billion.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -46,7 +46,7 @@ def save_model(folder: Path, layers: int) -> None:
 
 
 def measure(folder: Path) -> dict[str, float]:
-    """Load the folder; the figures, the most of all ranks."""
+    """Load the folder. Return the figures, each the maximum of all ranks."""
     config = experiment(
         "benchmarks.pretrained_trial:PretrainedTrial",
         RANKS,

@@ -1,4 +1,4 @@
-"""Loads a model of transformers under ZeRO-3, and measures the memory of its rank meanwhile."""
+"""Loads a model of transformers under ZeRO-3, and measures the rank's memory meanwhile."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ CONFIG = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam", "pa
 
 
 class PretrainedTrial(DeepSpeedTrial):
-    """Loads in ``__init__``; its engine is another model's, since loading alone is measured."""
+    """Loads in ``__init__``. Its engine has another model, since only loading is measured."""
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
         hparams = context.get_hparams()
         folder = Path(hparams["folder"])
-        AutoModelForCausalLM.from_pretrained(folder / SMALL)  # imports what loading needs
+        AutoModelForCausalLM.from_pretrained(folder / SMALL)  # for the imports
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         with PeakMemory(own_resident_bytes) as peak:

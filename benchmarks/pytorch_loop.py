@@ -1,4 +1,4 @@
-"""What a batch of a PyTorchTrial costs, beside a bare loop and the loops of other libraries.
+"""Measures a batch of a PyTorchTrial, compared with a bare loop and other libraries' loops.
 
 They take turns in the same rank processes. The bare loop trains the trial's model, since two equal
 models differ in speed by their memory addresses. Each library's loop trains a separate one, so
@@ -23,7 +23,7 @@ PACKAGES = {"fabric": "lightning", "lightning": "lightning", "accelerate": "acce
 
 
 def installed_loops() -> list[str]:
-    """The bare loop, and those of the libraries that are installed."""
+    """Return the bare loop, and the loops of the installed libraries."""
     missing = sorted({package for package in PACKAGES.values() if find_spec(package) is None})
     if missing:
         print(f"not compared, because not installed: {', '.join(missing)} (extra: bench)")
@@ -33,11 +33,11 @@ def installed_loops() -> list[str]:
 def measure_pytorch(
     slots: SlotGroup, model: str, rounds: int, batches: int, builds: int
 ) -> dict[str, list[float]]:
-    """Seconds of each loop's turns, by its name; ``trialflow`` is the controller's.
+    """Return the seconds of each loop's turns, by name; ``trialflow`` is the controller's.
 
     Args:
         rounds: turns of each loop, in all builds together; an uncounted one warms up each build.
-        batches: in a turn.
+        batches: batches in a turn.
     """
     loops = installed_loops()
     seconds: dict[str, list[float]] = defaultdict(list)
@@ -60,7 +60,7 @@ def measure_pytorch(
 def figures_of_pytorch(
     seconds: dict[str, list[float]], batches: int, case: str
 ) -> dict[str, float]:
-    """Each loop's time relative to the bare loop's in the same round; also printed."""
+    """Return each loop's time relative to the bare loop's in the same round; also print it."""
     bare = seconds[BARE]
     bare_ms = Estimate.of([each / batches * 1e3 for each in bare])
     print(f"{case}: bare PyTorch loop {bare_ms.shown(2)} ms/batch", flush=True)
@@ -74,12 +74,12 @@ def figures_of_pytorch(
 
 
 def ratio_of(turns: Sequence[float], bare: Sequence[float]) -> Estimate:
-    """The ratio of turns to the bare loop's turns of the same rounds."""
+    """Estimate the ratio of turns to the bare loop's turns of the same rounds."""
     return Estimate.of([turn / base for turn, base in zip(turns, bare, strict=True)])
 
 
 def pytorch_case(world_size: int, model: str) -> str:
-    """Part of a figure's name: ``pytorch_small_2_ranks``."""
+    """Return a part of a figure's name: ``pytorch_small_2_ranks``."""
     return f"pytorch_{model}_{case_name(world_size)}"
 
 

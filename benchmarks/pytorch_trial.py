@@ -1,4 +1,4 @@
-"""The PyTorchTrial that benchmarks train, and other libraries' loops beside it."""
+"""The PyTorchTrial that benchmarks train. It also runs other libraries' loops."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trial_core.pytorch import DataLoader, PyTorchTrial, PyTorchTrialContext, Re
 
 
 class PyTorchLoopTrial(PyTorchTrial):
-    """Trains a model of `MODELS` like any trial; its validation is a turn of another loop.
+    """Trains a model of `MODELS` like any trial. Its validation is a turn of another loop.
 
     The loops come in the given order, then in the reverse order, and so on. The validation metric
     ``seconds`` is the turn's time on the slowest rank.

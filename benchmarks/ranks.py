@@ -26,7 +26,7 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 def experiment(
     trial_class: str, world_size: int, storage: str | dict[str, Any], **fields: Any
 ) -> ExperimentConfig:
-    """The experiment of a class in `benchmarks.trial`, or of ``module:Class``.
+    """Return the experiment of a class in `benchmarks.trial`, or of ``module:Class``.
 
     `fields` replace defaults.
     """
@@ -50,16 +50,16 @@ def experiment(
 
 
 def case_name(world_size: int) -> str:
-    """``1_rank`` or ``2_ranks``: part of a figure's name."""
+    """Return ``1_rank`` or ``2_ranks``, a part of a figure's name."""
     return f"{world_size}_rank{'s' if world_size > 1 else ''}"
 
 
 @contextmanager
 def launched(world_size: int, fork_server: ForkServer | None = None) -> Iterator[SlotGroup]:
-    """A slot group that lives as long as the block.
+    """Launch a slot group that lives as long as the block.
 
     Args:
-        fork_server: starts its ranks; None: one for this group alone.
+        fork_server: starts its ranks; by default a new one for this group.
     """
     with (
         tempfile.TemporaryDirectory(prefix="benchmark-") as folder,
@@ -75,7 +75,7 @@ def launched(world_size: int, fork_server: ForkServer | None = None) -> Iterator
 
 
 def rank_processes() -> list[psutil.Process]:
-    """The ranks that this process, or a process below it, has started."""
+    """Return the ranks that this process, or a process below it, has started."""
     below = psutil.Process().children(recursive=True)
     return [process for process in below if "trialflow: rank" in _command(process)]
 
@@ -83,12 +83,12 @@ def rank_processes() -> list[psutil.Process]:
 def _command(process: psutil.Process) -> str:
     try:
         return " ".join(process.cmdline())
-    except psutil.Error:  # it has just ended
+    except psutil.Error:  # the process has just ended
         return ""
 
 
 def processor_seconds(pids: list[int]) -> float:
-    """The processor time of all threads of the processes so far."""
+    """Return the processor time of all threads of the processes so far."""
     return sum(
         int(path.read_text().split()[0]) / 1e9
         for pid in pids
@@ -97,13 +97,13 @@ def processor_seconds(pids: list[int]) -> float:
 
 
 def with_helpers(pid: int) -> list[psutil.Process]:
-    """A process, and the processes that it has started directly or through others."""
+    """Return a process, and the processes that it has started directly or through others."""
     process = psutil.Process(pid)
     return [process, *process.children(recursive=True)]
 
 
 def processor_seconds_with_helpers(pids: list[int]) -> float:
-    """The processor time so far of processes and their helpers, those that have ended included."""
+    """Return the processor time of processes and their helpers so far, with ended helpers."""
     return float(
         sum(sum(each.cpu_times()[:4]) for pid in pids for each in with_helpers(pid))
     )  # [:4]: with ended children
@@ -119,7 +119,7 @@ def built(
     """Build a trial and its loaders, in place of an earlier trial.
 
     Args:
-        trial_class: as for `experiment`.
+        trial_class: see `experiment`.
         store: stores its checkpoints; by default in a temporary folder.
     """
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:

@@ -1,4 +1,4 @@
-"""What warm ranks keep of earlier trials: 200 trials, one after the other, in one slot group.
+"""Measures what warm ranks keep of earlier trials: 200 trials in a row, in one slot group.
 
 Each trial is built, trains two batches and saves. In one case the ZeRO stages 0 to 3 take turns,
 in the other each trial is a pipeline with a stage per rank.
@@ -39,16 +39,16 @@ CASES: dict[str, Callable[[int], tuple[str, dict[str, Any]]]] = {
     "pipeline": lambda trial: ("PipelineTrial", {}),
 }
 """The class and the hyperparameters of each case's trials, by their index."""
-# What the first trials allocate permanently (caches, pools, imports) is no leak.
+# Permanent allocations of the first trials (caches, pools, imports) are not a leak.
 SETTLED_AFTER = 5
 MIB = 2.0**20
-# From the trials 6 to 9 to the last four, maximum of all ranks.
+# Growth from the trials 6 to 9 to the last four, maximum of all ranks.
 TARGETS = {"threads": 0.0, "descriptors": 0.0, "address_space_mib": 64.0, "resident_mib": 8.0}
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What the ranks use; the maximum of all ranks."""
+    """The resources that ranks use; the maximum of all ranks."""
 
     threads: float
     descriptors: float
@@ -57,7 +57,7 @@ class Usage:
 
     @classmethod
     def of(cls, pids: list[int]) -> Usage:
-        """The present usage of the processes."""
+        """Return the present usage of the processes."""
         ranks = [psutil.Process(pid) for pid in pids]
         memory = [rank.memory_info() for rank in ranks]
         return cls(
@@ -69,7 +69,7 @@ class Usage:
 
     @classmethod
     def highest(cls, usages: list[Usage]) -> Usage:
-        """Of each quantity the maximum."""
+        """Return the maximum of each quantity."""
         return cls(*map(max, zip(*map(astuple, usages), strict=True)))
 
 
@@ -98,7 +98,7 @@ def run_trial(
 
 
 def measure(slots: SlotGroup, case: str, trials: int) -> list[Usage]:
-    """The usage after each trial of a case."""
+    """Return the usage after each trial of a case."""
     usages: list[Usage] = []
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         for trial in range(trials):

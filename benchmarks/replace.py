@@ -1,14 +1,14 @@
-"""Measures the replacement of a lost node, and of a lost rank, beside a whole new group.
+"""Measures the replacement of a lost node or rank, compared with a whole new group.
 
 The flow `train` runs on a real Prefect server. When a checkpoint is committed and training has
 gone further, SIGKILL ends a rank, or the agent of a node. The time runs until the next batch. Each
-pair has a run in which only what was lost is replaced, and one in which all of it is new and reads
+pair has a run in which only the lost part is replaced, and one in which everything is new and reads
 the storage, in alternating order:
 
 - ``node``: two agents with a rank each, on the loopback interface. Of three agents one is a
   standby. In the other run, both agents are killed, and two new ones are started at once.
-- ``rank``: two ranks on one machine. In the other run, the ranks are new interpreters, and what
-  is kept on this machine of the checkpoint is deleted.
+- ``rank``: two ranks on one machine. In the other run, the ranks are new interpreters, and the
+  checkpoint's files that the machine has kept are deleted.
 
 With ``--s3`` checkpoints are in a real S3 gateway (Ceph) on this machine, else in a local folder.
 The Prefect server is the embedded one with a new database, or that of PREFECT_API_URL.
@@ -75,7 +75,7 @@ class Turn:
 
     @property
     def total(self) -> float:
-        """From SIGKILL to the end of the next batch."""
+        """The time from SIGKILL to the end of the next batch."""
         return sum(float(getattr(self, name)) for name in PHASES)
 
 
@@ -95,10 +95,10 @@ class Timeline(Killer):
 
 
 def turn_of(times: dict[str, float], batches: list[float]) -> Turn:
-    """The times between the events of a run.
+    """Return the times between the events of a run.
 
     Args:
-        times: those of `Timeline`.
+        times: the times of `Timeline`.
         batches: when each batch has ended, in seconds since the epoch.
 
     Raises:
@@ -126,7 +126,7 @@ class Agents:
 
     Attributes:
         address, token: of the run's driver.
-        folder: below which their folders are.
+        folder: contains their folders.
     """
 
     address: str
@@ -150,12 +150,12 @@ class Agents:
         self._started.append(agent)
 
     def kill_one(self) -> None:
-        """SIGKILL the agent of the last rank."""
+        """Kill the agent of the last rank with SIGKILL."""
         above = {process.pid for process in rank_processes()[-1].parents()}
         next(agent for agent in self._started if agent.pid in above).kill()
 
     def renew_all(self) -> None:
-        """SIGKILL all agents, and start as many new ones."""
+        """Kill all agents with SIGKILL, and start as many new ones."""
         before = [*self._started]
         for agent in before:
             agent.kill()
@@ -163,7 +163,7 @@ class Agents:
             self.start()
 
     def end(self) -> None:
-        """End them all."""
+        """End all agents."""
         for agent in self._started:
             agent.kill()
             agent.wait()
@@ -171,7 +171,7 @@ class Agents:
 
 @contextmanager
 def agents_of_run(folder: Path, count: int) -> Iterator[tuple[dict[str, Any], Agents]]:
-    """So many agents, and the section `resources` of the run that they wait for."""
+    """Start agents. Yields the section `resources` of the run that they wait for, and them."""
     with socket.socket() as free:
         free.bind((LOOPBACK_ADDRESS, 0))
         port = free.getsockname()[1]
@@ -193,12 +193,12 @@ def agents_of_run(folder: Path, count: int) -> Iterator[tuple[dict[str, Any], Ag
 
 @dataclass(frozen=True)
 class Setting:
-    """What all runs share.
+    """The settings that all runs share.
 
     Attributes:
-        folder: below which everything is written.
+        folder: for all files.
         model: a name in `benchmarks.models.MODELS`.
-        server: for the checkpoints; None: they are in `folder`.
+        server: for the checkpoints; None if they are in `folder`.
     """
 
     folder: Path
@@ -206,7 +206,7 @@ class Setting:
     server: S3Server | None
 
     def storage(self, name: str) -> dict[str, Any]:
-        """The section `checkpoint_storage` of the run with this name."""
+        """Return the section `checkpoint_storage` of the run with this name."""
         if self.server is None:
             return {"url": f"file://{self.folder}/{name}"}
         return {"url": self.server.new_bucket(), "options": self.server.options}
@@ -216,7 +216,7 @@ def run_turn(setting: Setting, case: str, is_new: bool) -> Turn:
     """Train, kill, and train a batch again.
 
     Args:
-        is_new: whether to replace all.
+        is_new: True to replace everything.
     """
     name = uuid.uuid4().hex[:8]
     folder = setting.folder
@@ -231,10 +231,10 @@ def run_turn(setting: Setting, case: str, is_new: bool) -> Turn:
 
 
 def kill_rank(forgetful: Path | None) -> None:
-    """SIGKILL a rank.
+    """Kill a rank with SIGKILL.
 
     Args:
-        forgetful: below this folder, what the machine has kept of checkpoints is deleted.
+        forgetful: the folder below which kept files of checkpoints are deleted.
     """
     rank_processes()[-1].kill()
     for kept in forgetful.rglob(KEPT) if forgetful is not None else ():
@@ -286,7 +286,7 @@ def main() -> None:
 
 
 def measure(setting: Setting, case: str, pairs: int) -> dict[bool, list[Turn]]:
-    """The turns with all new (True), and with what was lost replaced, one of each per pair."""
+    """Return the turns with all new (True), and with the lost part replaced, in pairs."""
     turns: dict[bool, list[Turn]] = {True: [], False: []}
     for number in range(pairs):
         # The order alternates, so that a drift of the machine's speed cancels out.

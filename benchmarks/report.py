@@ -1,9 +1,9 @@
 """Measures the cost of the live report and of log forwarding, for batches of 50 ms.
 
 The same ranks train in alternating turns of the flow's tasks, on a real Prefect server. In a
-reported turn a `Report` is updated, and every batch prints a line that reaches Prefect. In a bare
-turn there is no report and no output. A turn is as long as an update period, so each reported turn
-contains updates of the artifact. Between turns the report finishes, untimed.
+reported turn a `Report` is updated, and every batch prints a line that reaches Prefect. A bare turn
+has neither report nor output. A turn is as long as an update period, so each reported turn contains
+updates of the artifact. Between turns the report finishes, untimed.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ class ReportedTrial(LoopTrial):
 
     The number of products is measured once, so that a slower machine makes batches longer.
 
-    Hyperparameters: those of `LoopTrial`, batch_seconds, chatty (a file: while it exists, every
+    Hyperparameters: as `LoopTrial`, and batch_seconds, chatty (a file: while it exists, every
     batch prints a line).
     """
 

@@ -1,4 +1,4 @@
-"""The round trip of an empty request: Ping, from the driver to warm ranks and back.
+"""Measures the round trip of an empty request: Ping, from the driver to warm ranks and back.
 
 The ranks have a trial and its loaders, as in the middle of a run. A pause precedes each request,
 because in a run too driver and ranks do other work between requests.
@@ -20,7 +20,7 @@ PAUSE_SECONDS = 0.002
 
 
 def measure(slots: SlotGroup, requests: int) -> list[float]:
-    """For each request, the seconds from sending a Ping to the last rank's answer."""
+    """Return, for each request, the seconds from sending a Ping to the last rank's answer."""
     durations = []
     with built(slots, "LoopTrial", {"model": "tiny", "bare_batches": 1}):
         for _ in range(WARM_UP_REQUESTS + requests):

@@ -49,7 +49,7 @@ class Turn:
 
     @property
     def restart(self) -> float:
-        """From SIGKILL of a rank to the end of the next batch."""
+        """The time from SIGKILL of a rank to the end of the next batch."""
         return self.notice + self.start + self.build + self.restore + self.train
 
 
@@ -100,11 +100,11 @@ class Killer(Observer):
 
 
 def turn_of(began: float, times: dict[str, float], batches: Sequence[float]) -> Turn:
-    """The times between the events of a run.
+    """Return the times between the events of a run.
 
     Args:
         began: when the flow was called, in seconds since the epoch like all others.
-        times: those of `Killer`.
+        times: the times of `Killer`.
         batches: when each batch has ended.
 
     Raises:
@@ -150,7 +150,7 @@ def run_turn(folder: Path, model: str, ranks: int, preload: bool) -> Turn:
 
 
 def measure(folder: Path, model: str, ranks: int, pairs: int) -> dict[bool, list[Turn]]:
-    """The turns with preload (True) and without, one of each per pair."""
+    """Return the turns with preload (True) and without, one of each per pair."""
     turns: dict[bool, list[Turn]] = {True: [], False: []}
     run_turn(folder, model, ranks, preload=False)  # warms up: this process, and the files' cache
     for number in range(pairs):

@@ -48,12 +48,12 @@ WAIT_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class Scale:
-    """How much to simulate.
+    """The size of the simulation.
 
     Attributes:
-        agents: at least two.
-        slots: the ranks of each agent.
-        processes: among which the agents are divided, besides the one that is killed.
+        agents: the number of agents, at least two.
+        slots: the number of ranks of each agent.
+        processes: the agents are divided among so many, except for the one that is killed.
     """
 
     agents: int
@@ -62,7 +62,7 @@ class Scale:
 
     @property
     def ranks(self) -> int:
-        """Of all agents."""
+        """The number of ranks of all agents."""
         return self.agents * self.slots
 
 
@@ -70,7 +70,7 @@ class AgentProcess:
     """A process of simulated agents.
 
     Args:
-        driver: its address.
+        driver: the driver's address.
         nodes: the agents' names.
     """
 
@@ -87,20 +87,20 @@ class AgentProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """The process id."""
         return self._process.pid
 
     def wait_until_ready(self) -> None:
-        """Wait until it has imported all."""
+        """Wait until the process has imported everything."""
         if self._process.stdout is None or self._process.stdout.readline().strip() != READY:
             raise RuntimeError(f"the process of {self.nodes[0]} has ended; see its error above")
 
     def join(self) -> None:
-        """Have its agents join the driver."""
+        """Have the agents join the driver."""
         self._write("join")
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Kill the process with SIGKILL."""
         self._process.kill()
         self._process.wait()
 
@@ -111,7 +111,7 @@ class AgentProcess:
 
 @contextmanager
 def agent_processes(scale: Scale, driver: str, token: str) -> Iterator[list[AgentProcess]]:
-    """Processes that are ready to join; the last one has one agent. They end with the block."""
+    """Start processes that are ready to join; the last has one agent. They end with the block."""
     names = [f"node-{number}" for number in range(scale.agents)]
     shares = [names[:-1][first :: scale.processes] for first in range(scale.processes)]
     with ExitStack() as stack:
@@ -125,7 +125,7 @@ def agent_processes(scale: Scale, driver: str, token: str) -> Iterator[list[Agen
 
 
 def measure(scale: Scale, requests: int, folder: Path) -> dict[str, float]:
-    """The figures of one run."""
+    """Return the figures of one run."""
     token = new_token()
     before_kib = resident_kib()
     with (
@@ -162,19 +162,19 @@ def measure(scale: Scale, requests: int, folder: Path) -> dict[str, float]:
 
 
 class Watch:
-    """Measures time, and this process's processor time, from now on."""
+    """Measures time, and this process's processor time, from its creation on."""
 
     def __init__(self) -> None:
         self._began = time.perf_counter()
         self._processor_began = time.process_time()
 
     def read(self) -> tuple[float, float]:
-        """Seconds since the beginning, and processor seconds of all threads."""
+        """Return the seconds since the creation, and the processor seconds of all threads."""
         return time.perf_counter() - self._began, time.process_time() - self._processor_began
 
 
 def launched(scale: Scale, agents: list[ConnectedAgent], folder: Path) -> SlotGroup:
-    """A slot group, all ranks of which have joined."""
+    """Launch a slot group. Returns once all ranks have joined."""
     store = CheckpointStore(f"file://{folder}/checkpoints")
     launcher = NodeLauncher(agents, NodeCode(None, folder), store.spec, "claims/scale.json")
     return SlotGroup(scale.ranks, working_dir=folder, log_dir=folder / "logs", launcher=launcher)
@@ -183,7 +183,7 @@ def launched(scale: Scale, agents: list[ConnectedAgent], folder: Path) -> SlotGr
 def measure_requests(
     slots: SlotGroup, processes: list[AgentProcess], requests: int
 ) -> dict[str, float]:
-    """The time from sending a Ping to the last rank's answer, and what it costs the processors."""
+    """Return the time from sending a Ping to the last rank's answer, and its processor time."""
     pids = [process.pid for process in processes]
     for _ in range(WARM_UP_REQUESTS):
         slots.request(Ping(), Done)
@@ -214,7 +214,7 @@ def measure_requests(
 
 
 def measure_loss(slots: SlotGroup, victim: AgentProcess) -> float:
-    """Milliseconds from SIGKILL of an agent to the error that names its node.
+    """Return the milliseconds from SIGKILL of an agent to the error that names its node.
 
     Raises:
         RuntimeError: the error names something else.
@@ -231,7 +231,7 @@ def measure_loss(slots: SlotGroup, victim: AgentProcess) -> float:
 
 
 def resident_kib() -> float:
-    """The resident memory of this process."""
+    """Return the resident memory of this process."""
     gc.collect()
     return float(psutil.Process().memory_info().rss / 1024)
 

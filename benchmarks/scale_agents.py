@@ -58,8 +58,8 @@ class SimulatedAgent:
     """An agent without processes.
 
     Args:
-        node: its name.
-        slots: how many ranks it offers.
+        node: the agent's name.
+        slots: the number of ranks that it offers.
     """
 
     def __init__(self, node: str, slots: int) -> None:

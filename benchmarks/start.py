@@ -1,9 +1,9 @@
 """Measures the time from `trialflow train` to the first batch, with a Prefect server and without.
 
-In each round the command runs once without a server, for which it starts one, and once with one
-that is up; and once the libraries are imported that no run can do without, in processes side by
-side: Prefect's client, Prefect's server, and PyTorch with DeepSpeed. What the command takes in
-that unit hardly depends on the machine.
+In each round the command runs once without a server, so that it starts one, and once with a running
+server. Also once, parallel processes import the libraries that no run can do without: Prefect's
+client, Prefect's server, and PyTorch with DeepSpeed. In units of that time, the command's time
+hardly depends on the machine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ IMPORTS = ("prefect.main", "prefect.server.api.server", "deepspeed")
 
 
 def imports() -> float:
-    """Seconds until all have imported."""
+    """Return the seconds until all processes have imported."""
     began = time.time()
     processes = [subprocess.Popen([sys.executable, "-c", f"import {name}"]) for name in IMPORTS]
     if any(process.wait() for process in processes):
@@ -36,7 +36,7 @@ def imports() -> float:
 
 
 def command(folder: Path, ranks: int, variables: Mapping[str, str]) -> float:
-    """Seconds from the start of the command to the end of the first batch."""
+    """Return the seconds from the start of the command to the end of the first batch."""
     name = uuid.uuid4().hex[:8]
     record, file = folder / f"{name}.txt", folder / f"{name}.json"
     config = experiment(

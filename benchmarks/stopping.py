@@ -50,7 +50,7 @@ TARGETS = {
 
 
 def until(condition: Callable[[], Any], what: str) -> Any:
-    """Poll `condition` 100 times per second until it is true; its value.
+    """Poll `condition` 100 times per second until it is true. Return its value.
 
     Raises:
         TimeoutError: it did not become true within 5 minutes.
@@ -64,7 +64,7 @@ def until(condition: Callable[[], Any], what: str) -> Any:
 
 
 def answered(ask: Callable[[], httpx.Response]) -> dict[str, Any]:
-    """The server's answer; repeats the request while SQLite is locked."""
+    """Return the server's answer. Repeats the request while SQLite is locked."""
 
     def unless_busy() -> httpx.Response | None:
         response = ask()
@@ -79,7 +79,7 @@ class Run:
 
     Args:
         folder: for everything that it writes.
-        waits: whether it loads data for ever and never trains.
+        waits: True if it loads data for ever and never trains.
         saves_every: batches between checkpoints; by default only at the end.
     """
 
@@ -116,17 +116,17 @@ class Run:
         self._id: str = self._post(path, {"parameters": parameters})["id"]
 
     def trained(self) -> list[float]:
-        """When each batch ended, in seconds since the epoch."""
+        """Return when each batch ended, in seconds since the epoch."""
         if not self._record.exists():
             return []
         return [float(line) for line in self._record.read_text().splitlines()]
 
     def has_begun(self) -> bool:
-        """Whether it trains, or waits if it is told to."""
+        """Return whether the run trains, or waits if it is to."""
         return self._record.exists()
 
     def cancel(self) -> float:
-        """Cancel it; seconds until none of its ranks is left."""
+        """Cancel the run. Return the seconds until its ranks are gone."""
         ranks, began = rank_processes(), time.monotonic()
         state = {"type": "CANCELLING", "name": "Cancelling"}
         self._post(f"/flow_runs/{self._id}/set_state", {"state": state})
@@ -136,7 +136,7 @@ class Run:
         return taken
 
     def crash(self, kills_driver: bool) -> float:
-        """Kill a rank, or the driver; seconds until another batch is trained."""
+        """Kill a rank, or the driver. Return the seconds until another batch is trained."""
         ranks = rank_processes()
         fork_server = ranks[-1].parent()
         driver = fork_server.parent() if kills_driver and fork_server else None
@@ -157,7 +157,7 @@ class Run:
 
 
 def cancel_and_save(run: Run) -> float:
-    """Seconds from Cancel to the end of the ranks, for a run that saves."""
+    """Return the seconds from Cancel to the end of the ranks, for a run that saves."""
     until(lambda: len(run.trained()) > 7, "training")
     taken = run.cancel()
     saved, trained = run.store.list()[-1].progress.batches_trained, len(run.trained())
@@ -169,13 +169,13 @@ def cancel_and_save(run: Run) -> float:
 
 
 def cancel_with_nothing_to_save(run: Run) -> float:
-    """Seconds from Cancel to the end of the ranks, for a run that has not trained."""
+    """Return the seconds from Cancel to the end of the ranks, for a run that has not trained."""
     until(run.has_begun, "data being loaded")
     return run.cancel()
 
 
 def crash_to_training(run: Run, kills_driver: bool = False) -> float:
-    """Seconds from SIGKILL of a rank, or of the driver, to the next batch of new ranks."""
+    """Return the seconds from SIGKILL of a rank, or of the driver, to new ranks' first batch."""
     until(run.store.list, "a checkpoint")
     taken = run.crash(kills_driver)
     run.cancel()
@@ -183,7 +183,7 @@ def crash_to_training(run: Run, kills_driver: bool = False) -> float:
 
 
 def own_start(model: str, ranks: int) -> float:
-    """Seconds until processes without trialflow have trained a batch of the model."""
+    """Return the seconds until processes without trialflow have trained a batch of the model."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     environment = {
@@ -211,7 +211,7 @@ def own_start(model: str, ranks: int) -> float:
 
 @contextmanager
 def prefect(folder: Path) -> Iterator[httpx.Client]:
-    """A server and a worker with their logs in `folder`; a client of the API."""
+    """Run a server and a worker with their logs in `folder`. Yields a client of the API."""
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.actions import WorkPoolCreate
 
@@ -240,7 +240,7 @@ def prefect(folder: Path) -> Iterator[httpx.Client]:
 
 
 def measure(folder: Path, model: str, ranks: int, rounds: int) -> dict[str, list[float]]:
-    """All measurements in seconds, by name: one value per round."""
+    """Return all measurements in seconds, by name: one value per round."""
     from trialflow.flows.server.prefect_settings import prepare_prefect
 
     prepare_prefect()

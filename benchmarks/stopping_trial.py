@@ -23,7 +23,7 @@ from trial_core.pytorch import DataLoader
 class TimestampTrial(LoopTrial):
     """Writes one line per trained batch: seconds since the epoch.
 
-    Hyperparameters: those of `LoopTrial`; record (rank 0's file); waits (true: it creates the file,
+    Hyperparameters: as `LoopTrial`; record (rank 0's file); waits (true: it creates the file,
     then loads data for ever instead of training).
     """
 

@@ -1,8 +1,8 @@
 """Measures the cost of telemetry, for batches of 50 ms.
 
 The same ranks train in alternating turns, without Prefect. In one turn the run is reported to
-OpenTelemetry: a trace and metrics, which go over HTTP to a receiver in another process. In the bare
-turn there is no observer. Metrics are exported every second, by default that is every minute.
+OpenTelemetry: a trace and metrics, which go over HTTP to a receiver in another process. The bare
+turn has no observer. Metrics are exported every second; the default is every minute.
 """
 
 from __future__ import annotations

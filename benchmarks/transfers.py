@@ -55,13 +55,13 @@ WORK = {
 
 
 def reset_peak_memory() -> int:
-    """Reset the peak, which the imports have raised; return this process's memory in bytes."""
+    """Reset the peak, which the imports have raised. Return this process's memory in bytes."""
     Path("/proc/self/clear_refs").write_text("5")
     return _status_bytes("VmRSS")
 
 
 def peak_bytes() -> int:
-    """The peak memory of this process since the reset: anonymous and mapped pages."""
+    """Return this process's peak memory since the reset: anonymous and mapped pages."""
     return _status_bytes("VmHWM")
 
 

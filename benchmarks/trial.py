@@ -19,7 +19,7 @@ from trial_core.pytorch import DataLoader, Reducer
 
 
 def new_engine(model: torch.nn.Module, micro_batch_size: int, zero_stage: int = 1) -> Any:
-    """A typical DeepSpeed engine: ZeRO-1, Adam, a learning rate schedule."""
+    """Return a typical DeepSpeed engine: ZeRO-1, Adam, a learning rate schedule."""
     engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=model.parameters(),
@@ -52,7 +52,7 @@ class BareLoop:
         self._batches = self._endless()
 
     def run(self, batches: int) -> float:
-        """Train batches; returns the seconds it took. Collective: every rank calls this."""
+        """Train batches, and return the seconds. Collective: every rank calls this."""
         self.engine.train()
         began = time.perf_counter()
         for _ in range(batches):

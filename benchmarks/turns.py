@@ -1,4 +1,4 @@
-"""What an observer of a run costs: the same ranks train in turns, with the observer and without.
+"""Measures the cost of an observer: the same ranks train in turns, with it and without.
 
 A turn is some workloads of a trial whose batches take about 50 ms. The turns of a pair follow each
 other, and pairs begin alternately with one and the other, so that a drift of the machine's speed
@@ -34,7 +34,7 @@ class Plan:
     """The size of a benchmark.
 
     Attributes:
-        pairs: number of pairs of turns; one more warms up.
+        pairs: the number of pairs of turns; one more warms up.
         workloads, batches: workloads per turn, and batches per workload.
     """
 
@@ -44,7 +44,7 @@ class Plan:
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser, pairs: int) -> None:
-        """Add the arguments that say the size."""
+        """Add the arguments for the size."""
         parser.add_argument("--pairs", type=int, default=pairs, help="pairs of turns in each case")
         parser.add_argument("--workloads", type=int, default=5, help="workloads per turn")
         parser.add_argument("--batches", type=int, default=20, help="batches per workload")
@@ -52,12 +52,12 @@ class Plan:
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> Plan:
-        """The plan that the arguments say."""
+        """Return the plan of the arguments."""
         return cls(arguments.pairs, arguments.workloads, arguments.batches)
 
     @property
     def total_batches(self) -> int:
-        """Batches of all turns."""
+        """The number of batches of all turns."""
         return 2 * (self.pairs + 1) * self.workloads * self.batches
 
 
@@ -83,7 +83,7 @@ class Pair:
 
 
 class Relay(Observer):
-    """Forwards what the ranks report to the present observer."""
+    """Forwards the ranks' reports to the present observer."""
 
     def __init__(self) -> None:
         self.target = Observer()
@@ -120,7 +120,7 @@ class Turns:
         self._trained = 0
 
     def measure(self) -> list[Pair]:
-        """All pairs of the plan, after one that warms up."""
+        """Return all pairs of the plan, after one that warms up."""
         self._pair(bare_first=True)
         return [self._pair(bare_first=bool(i % 2)) for i in range(self._plan.pairs)]
 
@@ -148,7 +148,7 @@ def _bare() -> Iterator[Observer]:
 
 
 def paced_experiment(world_size: int, plan: Plan, chatty: Path, folder: Path) -> ExperimentConfig:
-    """The experiment whose batches take `BATCH_SECONDS`.
+    """Return the experiment whose batches take `BATCH_SECONDS`.
 
     Args:
         chatty: a file that makes the trial print while it exists.

@@ -1,4 +1,4 @@
-"""The overhead of a train-workload: flow, task, channel and controller together.
+"""Measures the overhead of a train-workload: flow, task, channel and controller together.
 
 A trial with negligible cost runs in the flow `train`, on a real Prefect server, with one batch in
 each workload. The overhead is the time from the start of one train-workload to the start of the
@@ -44,7 +44,7 @@ class Stopwatch(Observer):
             self.in_trial.append(float(metrics["seconds"]))
 
     def overheads(self) -> list[float]:
-        """Overhead of each workload but the last, in seconds."""
+        """Return the overhead of each workload but the last, in seconds."""
         periods = [end - begin for begin, end in pairwise(self.starts)]
         return [period - batch for period, batch in zip(periods, self.in_trial, strict=False)]
 
@@ -59,7 +59,7 @@ def temporary_homes() -> Iterator[Path]:
 
 
 def measure(world_size: int, workloads: int, folder: Path) -> list[float]:
-    """Run the flow with that many train-workloads; the overhead of each, in seconds."""
+    """Run the flow with that many train-workloads. Return the overhead of each, in seconds."""
     from trialflow.flows.train import train  # Prefect reads its settings when it is imported
 
     config = experiment(

@@ -22,7 +22,7 @@ from trial_core.common import text_format
 from trial_core.config import ExperimentConfig
 from trial_core.driver.result import TrialResult
 from trial_core.errors import ConfigError
-from trial_core.export.export_checkpoint import Format, Precision
+from trial_core.export.export_checkpoint import ExportPrecision, Format
 from trial_core.export.export_process import export_in_process
 from trial_core.models.checkpoint_reference import open_checkpoint
 from trial_core.models.records import Move
@@ -164,7 +164,7 @@ def export(
     format: Literal["safetensors", "hf", "adapter", "deepspeed", "universal"] = "safetensors",
     checkpoint: str | None = None,
     engine: int = 0,
-    dtype: Precision = "fp32",
+    dtype: ExportPrecision = "fp32",
     max_shard_size: str = "2GB",
     config: ExperimentConfig | None = None,
 ) -> ExportResult:

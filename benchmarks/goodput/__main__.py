@@ -1,4 +1,4 @@
-"""Measures what failures cost: the time to the last batch, relative to a run without failures.
+"""Measures the cost of failures: the time to the last batch, relative to a run without them.
 
 Each contestant trains twice on 2 CPU ranks, with checkpoints in an S3 gateway on this machine: once
 undisturbed, and once with a list of failures at fixed batches, which a seed gives.
@@ -48,10 +48,10 @@ def measure(
     new_run: Callable[[Job], Contestant], arguments: argparse.Namespace,
     failures: list[Failure], storage: FaultyS3, logs: Path | None,
 ) -> Outcome:  # fmt: skip
-    """One run of a contestant, with those failures.
+    """Measure one run of a contestant, with these failures.
 
     Args:
-        logs: where to keep what it has printed, and its records; None: nowhere.
+        logs: the folder for its output and records; None to keep neither.
     """
     with temporary_folder() as folder:
         job = Job(
@@ -69,7 +69,7 @@ def measure(
 def both(
     name: str, arguments: argparse.Namespace, failures: list[Failure], storage: FaultyS3
 ) -> dict[str, Any]:
-    """What a contestant's two runs say, one undisturbed and one with failures."""
+    """Return the results of a contestant's two runs, one undisturbed and one with failures."""
     before = {process.pid for process in below(())}
     with temporary_folder() as folder:
         logs = arguments.logs / name if arguments.logs else None
@@ -84,19 +84,19 @@ def both(
 
 
 def only_records(_: str, names: list[str]) -> list[str]:
-    """The files that are neither logs nor records, and all folders."""
+    """Return the files that are neither logs nor records, and all folders."""
     return [name for name in names if not name.endswith((".log", ".txt"))]
 
 
 def temporary_folder() -> AbstractContextManager[str]:
-    """One that processes may still write to while it is removed."""
+    """Return a temporary folder that processes may still write to while it is removed."""
     return tempfile.TemporaryDirectory(prefix="benchmark-", ignore_cleanup_errors=True)
 
 
 def compared(
     undisturbed: Outcome, disturbed: Outcome, failures: Iterable[Failure]
 ) -> dict[str, Any]:
-    """What a contestant's two runs say."""
+    """Return the results of a contestant's two runs."""
     changes = [each.batch for each in failures if each.kind == RANKS]
     difference = first_difference(disturbed.weights, undisturbed.weights)
     return {
@@ -114,7 +114,7 @@ def compared(
 
 
 def shown(results: dict[str, dict[str, Any]], kinds: Iterable[str]) -> str:
-    """The results as two tables in Markdown: the figures, and what each failure cost."""
+    """Return two tables in Markdown: the figures, and the cost of each failure."""
     kinds = [*kinds]
     rows = ["| | without failures | with failures | goodput | batches trained twice | hands "
             "| weights equal the undisturbed run's | processes left |",
@@ -140,7 +140,7 @@ def shown(results: dict[str, dict[str, Any]], kinds: Iterable[str]) -> str:
 
 
 def concluded(results: dict[str, dict[str, Any]]) -> None:
-    """Print the last line, with the targets of what was measured."""
+    """Print the last line, with the targets of the measured figures."""
     figures: dict[str, float] = {}
     for name, it in results.items():
         figures |= {
@@ -160,7 +160,7 @@ def concluded(results: dict[str, dict[str, Any]]) -> None:
 
 
 def listed(known: Iterable[str]) -> Any:
-    """An argument's type: names of `known`, with commas between them."""
+    """Return an argument's type: names of `known`, separated by commas."""
     names = [*known]
 
     def parse(text: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""How each contestant is started, stopped, and continued by a hand."""
+"""Starts and stops each contestant, and continues it as a person would."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ class Contestant(Protocol):
     """A run of a contestant, which the harness starts and disturbs."""
 
     def start(self, ranks: int) -> None:
-        """Start the run; or continue it from its last checkpoint, as its documentation says."""
+        """Start the run, or continue it from its last checkpoint as its documentation says."""
 
     def stop(self) -> None:
-        """Ask it to end, as a person does who will continue it."""
+        """Ask the run to end, as a person does who will continue it."""
 
     def driver(self, rank: psutil.Process) -> psutil.Process | None:
-        """The launcher or driver above a rank; None: there is none any more."""
+        """Return the launcher or driver above a rank, or None if it is gone."""
 
     def has_ended(self) -> bool:
-        """Whether it has ended, or given up, so that nothing will continue it."""
+        """Return whether the run has ended or given up, so that nothing will continue it."""
 
 
 class Command:
-    """A contestant that a command starts, in the foreground of a terminal.
+    """A contestant that a command starts in the foreground of a terminal.
 
     Args:
-        command: its arguments; ``{ranks}`` becomes their number.
+        command: its arguments; ``{ranks}`` becomes the number of ranks.
         variables: for its environment.
-        log: what it prints.
+        log: the file for its output.
     """
 
     def __init__(self, command: list[str], variables: dict[str, str], log: Path) -> None:
@@ -74,7 +74,7 @@ class Command:
 TORCHRUN = [
     sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node={ranks}",
 ]  # fmt: skip
-# Each with the modules that it needs besides trialflow's own.
+# Each contestant with the modules that it needs besides trialflow's own.
 COMMANDS = {
     "torchrun": (("boto3",), "with_deepspeed"),
     "lightning": (("lightning", "torchdata"), "with_lightning"),
@@ -85,17 +85,17 @@ NAMES = ["trialflow", *COMMANDS]
 
 
 def missing_modules(name: str) -> list[str]:
-    """What has to be installed before that contestant can take part."""
+    """Return the modules that have to be installed for that contestant."""
     needed = COMMANDS[name][0] if name in COMMANDS else ()
     return [each for each in needed if importlib.util.find_spec(each) is None]
 
 
 @contextmanager
 def contestant(name: str, folder: Path, server: S3Server) -> Iterator[Callable[[Job], Contestant]]:
-    """What one of `NAMES` needs around its runs; makes a run, which is not started yet.
+    """Start the services of one of `NAMES`. Yields a function that makes a run, not started yet.
 
     Args:
-        folder: for the logs of what is around runs.
+        folder: for the logs of these services.
     """
     if name == "trialflow":
         from benchmarks.goodput.with_trialflow import Trialflow, service
@@ -115,7 +115,7 @@ def contestant(name: str, folder: Path, server: S3Server) -> Iterator[Callable[[
 
 
 def environment(job: Job, server: S3Server) -> dict[str, str]:
-    """The variables that every contestant is given."""
+    """Return the environment variables of every contestant."""
     return {
         **ENVIRONMENT,
         **job.environment,
@@ -130,7 +130,7 @@ def environment(job: Job, server: S3Server) -> dict[str, str]:
         "AWS_SECRET_ACCESS_KEY": server.secret_key,
         "AWS_DEFAULT_REGION": "us-east-1",
         "AWS_EC2_METADATA_DISABLED": "true",
-        # The gateway does not know the checksums in trailers that newer clients send by themselves.
+        # The gateway does not know the checksums in trailers that newer clients send by default.
         "AWS_REQUEST_CHECKSUM_CALCULATION": "when_required",
         "AWS_RESPONSE_CHECKSUM_VALIDATION": "when_required",
     }

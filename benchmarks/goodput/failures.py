@@ -1,4 +1,4 @@
-"""What fails, and at which batch: the same list for every contestant, from a seed."""
+"""Plans the failures and their batches: the same list for every contestant, from a seed."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Failure:
 
 
 def planned(kinds: Sequence[str], batches: int, seed: int, outage_batches: int) -> list[Failure]:
-    """Each kind once, in an order and at batches that the seed gives.
+    """Return a failure of each kind, in an order and at batches that the seed gives.
 
-    The run is divided into equal sections, with `outage_batches` more for that of the storage. A
-    failure is in the first half of its section, so that most runs train again before the next one.
-    The change to one rank comes last: a rank alone would meet other failures than two.
+    The run is divided into equal sections; the storage's has `outage_batches` more. A failure is in
+    the first half of its section, so that most runs train again before the next one. The change to
+    one rank comes last: a rank alone would meet other failures than two.
 
     Raises:
         ValueError: the run is too short for them.

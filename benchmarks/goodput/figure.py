@@ -1,4 +1,4 @@
-"""The curves of all contestants as SVG: trained batches over time, with failures."""
+"""Draws the curves of all contestants as SVG: trained batches over time, with failures."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ COLORS = ("#1f5fbf", "#d1495b", "#2e8b57", "#b8860b", "#7b4ea3")
 
 
 def drawn(results: Mapping[str, Mapping[str, Any]], batches: int) -> str:
-    """The figure's SVG text.
+    """Return the figure's SVG text.
 
     Args:
-        results: as the benchmark has them: ``curve`` by contestant.
-        batches: of a whole run.
+        results: the benchmark's results, with a ``curve`` by contestant.
+        batches: the number of batches of a whole run.
     """
     most = max(it["seconds_with_failures"] for it in results.values())
 

@@ -1,7 +1,7 @@
 """Runs a contestant, disturbs it, and measures from outside: by the ranks' records alone.
 
-The hand of a person is played here: where nothing else continues a run, the harness does so after a
-fixed time, and counts it.
+The harness also plays a person: if nothing else continues a run, it does so after a fixed time, and
+counts a hand.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.support.faults.plan import Fault, Plan
 from tests.support.faults.s3 import FaultyS3
 
 POLL_SECONDS = 0.05
-# A person notices that a run is over, or trains no more, and starts it again: quick for a person.
+# A person notices that a run has ended or hangs, and starts it again: quick for a person.
 HAND_SECONDS = 30.0
 # Without a batch for so long, a run that is not over counts as hung. A start takes less.
 STUCK_SECONDS = 180.0
@@ -40,8 +40,8 @@ class Line(NamedTuple):
     """A trained batch, as a rank noted it.
 
     Attributes:
-        at: when it ended, in seconds since the epoch.
-        weights: their digest after it; rank 0's only.
+        at: when the batch ended, in seconds since the epoch.
+        weights: the weights' digest after it; rank 0's only.
     """
 
     batch: int
@@ -52,15 +52,15 @@ class Line(NamedTuple):
 
 @dataclass
 class Outcome:
-    """What was seen of a run.
+    """The observations of a run.
 
     Attributes:
-        seconds: from the end of the first batch to that of the last one. The launch is left out:
-            it is in both runs alike, and other work on the machine changes it most.
-        trained: batches that were trained, those that were trained twice included.
+        seconds: from the end of the first batch to the end of the last one. The launch is left
+            out: both runs have it, and other work on the machine changes it most.
+        trained: the number of trained batches; repeated batches count each time.
         weights: digest by batch, of the last time that it was trained.
         failed: kind of each failure, seconds since the first batch, and the last batch before it.
-        hands: by kind of failure, what a hand was needed for.
+        hands: by kind of failure, the reason for a hand.
         left: command lines of processes that outlived their run, or their launcher at a hand.
         curve: (seconds since the first batch, batch) at some batches.
     """
@@ -75,14 +75,14 @@ class Outcome:
 
     @property
     def twice(self) -> int:
-        """Batches that were trained more than once, each time counted."""
+        """The number of repeated batches, each time counted."""
         return self.trained - len(self.weights)
 
     def costs(self, undisturbed: Outcome) -> dict[str, float]:
-        """By kind of failure, the seconds that it cost.
+        """Return the seconds that each kind of failure cost.
 
-        They are those from the failure to the next one, or to the end, less those in which the
-        undisturbed run trains as many batches.
+        That is the time from the failure to the next one, or to the end, less the time of as many
+        batches in the undisturbed run.
         """
         last = max(self.weights)
         pace = undisturbed.seconds / (last - 1)
@@ -94,10 +94,10 @@ class Outcome:
 
 
 def summed_up(lines: Sequence[Line], failed: Sequence[tuple[str, float]] = ()) -> Outcome:
-    """The times and batches of a run.
+    """Return the times and batches of a run.
 
     Args:
-        lines: of rank 0, in the order of their writing.
+        lines: the lines of rank 0, in the order of their writing.
         failed: kind and time of each failure.
     """
     began = lines[0].at
@@ -115,7 +115,7 @@ def summed_up(lines: Sequence[Line], failed: Sequence[tuple[str, float]] = ()) -
 
 
 def first_difference(run: dict[int, int], undisturbed: dict[int, int]) -> int | None:
-    """The first batch after which the weights differ; None: none."""
+    """Return the first batch after which the weights differ, or None."""
     differing = [batch for batch, weights in run.items() if undisturbed.get(batch) != weights]
     return min(differing, default=None)
 
@@ -131,7 +131,7 @@ class Harness:
 
     Args:
         storage: the proxy in front of the S3 gateway.
-        outage_seconds: how long the storage is away.
+        outage_seconds: the length of the storage's outage.
     """
 
     def __init__(
@@ -148,10 +148,10 @@ class Harness:
         self._away_until = 0.0
 
     def measure(self) -> Outcome:
-        """Start the run and see it to its last batch and its end.
+        """Start the run, and follow it to its last batch and its end.
 
         Raises:
-            TimeoutError: it does not come to its end, also with hands.
+            TimeoutError: the run does not end, even with hands.
         """
         self._touched = time.time()
         try:
@@ -187,7 +187,7 @@ class Harness:
         )
 
     def _is_ready(self) -> bool:
-        """Whether the run trains and has reached the next failure's batch; not in an outage."""
+        """Return whether the run trains, has its storage, and reached the next failure's batch."""
         lines = self._lines(0)
         return (
             bool(lines)
@@ -231,7 +231,7 @@ class Harness:
         _killed(below(self._around))
 
     def _needs_hand(self) -> str:
-        """Why a person has to continue the run; empty: none has to."""
+        """Return why a person has to continue the run; empty if that is not needed."""
         lines = self._lines(0)
         seen = max(self._touched, self._away_until, lines[-1].at if lines else 0.0)
         quiet = time.time() - seen
@@ -251,7 +251,7 @@ class Harness:
         self._touched = time.time()
 
     def _processes(self) -> dict[int, psutil.Process]:
-        """The ranks' processes that are alive, by rank."""
+        """Return the ranks' live processes, by rank."""
         found = {}
         for rank in range(self._ranks):
             with suppress(psutil.NoSuchProcess):
@@ -266,13 +266,13 @@ class Harness:
 
 
 def below(around: Container[int]) -> list[psutil.Process]:
-    """The processes below this one that are alive, without those of the ids `around`."""
+    """Return the live processes below this one, except for the ids `around`."""
     found = psutil.Process().children(recursive=True)
     return [each for each in found if each.pid not in around and _is_running(each)]
 
 
 def killed_after_a_while(around: Container[int]) -> list[str]:
-    """Command lines of processes that do not end by themselves. They are killed."""
+    """Kill the processes that do not end by themselves. Return their command lines."""
     deadline = time.time() + LEFT_AFTER_SECONDS
     while (left := below(around)) and time.time() < deadline:
         time.sleep(POLL_SECONDS)
@@ -280,7 +280,7 @@ def killed_after_a_while(around: Container[int]) -> list[str]:
 
 
 def read_lines(path: Path) -> list[Line]:
-    """The record of a rank so far."""
+    """Read the record of a rank so far."""
     text = path.read_text() if path.exists() else ""
     rows = [each.split() for each in text.splitlines(keepends=True) if each.endswith("\n")]
     return [Line(int(batch), float(at), int(pid), int(sum_)) for batch, at, pid, sum_ in rows]
@@ -300,7 +300,7 @@ def _is_running(process: psutil.Process) -> bool:
 
 
 def _killed(processes: Sequence[psutil.Process]) -> list[str]:
-    """Kill processes; what they were."""
+    """Kill processes. Return their command lines."""
     commands = []
     for process in processes:
         with suppress(psutil.NoSuchProcess):

@@ -1,4 +1,4 @@
-"""Folders up to S3 and back, with boto3, for contestants that only write to a disk."""
+"""Copies folders to S3 and back with boto3, for contestants that only write to a disk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def upload(folder: Path, bucket: str, batch: int) -> None:
 
 
 def download(folder: Path, bucket: str) -> int:
-    """Fetch the latest checkpoint; its batch, or 0 if there is none."""
+    """Fetch the latest checkpoint. Return its batch, or 0 without one."""
     client, name = boto3.client("s3"), bucket.removeprefix("s3://")
     try:
         batch = int(client.get_object(Bucket=name, Key=LATEST)["Body"].read())

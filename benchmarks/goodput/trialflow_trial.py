@@ -21,7 +21,7 @@ from trial_core.pytorch import DataLoader
 
 
 class GoodputTrial(DeepSpeedTrial):
-    """Notes each batch."""
+    """Trains the engine, and notes each batch."""
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
         self.context = context

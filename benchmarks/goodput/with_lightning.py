@@ -1,8 +1,8 @@
 """Lightning's Trainer with its `ModelCheckpoint` on S3, under torchrun.
 
-After its guides: ``save_last``, a path for ``ckpt_path``, and torchdata's loader and sampler, whose
-position a checkpoint has. (``ckpt_path="last"`` finds no checkpoint on S3: a run would begin anew,
-with a warning.)
+After its guides: ``save_last``, a path for ``ckpt_path``, and torchdata's loader and sampler. Their
+position is in the checkpoint. (``ckpt_path="last"`` finds no checkpoint on S3: a run would begin
+anew, with a warning.)
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Recording(lightning.Callback):  # type: ignore[misc]
 
 
 def has_file(url: str) -> bool:
-    """Whether that object exists."""
+    """Return whether that object exists."""
     found: bool = fsspec.filesystem("s3").exists(url)
     return found
 

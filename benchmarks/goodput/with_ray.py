@@ -31,7 +31,7 @@ from benchmarks.goodput.workload import (
 
 
 def train() -> None:
-    """Train to the last batch; every worker runs this."""
+    """Train to the last batch. Every worker runs this."""
     job, context = Job.given(), ray.train.get_context()
     rank, ranks = context.get_world_rank(), context.get_world_size()
     module = new_model()

@@ -1,7 +1,7 @@
 """trialflow as `trialflow up` sets it up: a Prefect server, its automations and a worker.
 
-They run all the time, so their start does not count. A run is that of a deployment of the flow
-`train`; its trial is `trialflow_trial`.
+They run all the time, so their start does not count. A run is one of a deployment of the flow
+`train`, with the trial `trialflow_trial`.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Trialflow:
 
 @contextmanager
 def service(folder: Path) -> Iterator[httpx.Client]:
-    """Server, automations and worker for the length of the block; a client of the API."""
+    """Run server, automations and worker during the block. Yields a client of the API."""
     from trialflow.flows.server.prefect_settings import prepare_prefect
 
     prepare_prefect()

@@ -1,7 +1,7 @@
-"""What every contestant trains: one model, the same samples, and a record of each batch.
+"""The work of every contestant: one model, the same samples, and a record of each batch.
 
-It knows no contestant. A batch has two micro-batches, one on each of two ranks, or both on one: so
-a run may continue bit for bit on another number of ranks, if its contestant shares samples so.
+A batch has two micro-batches, one on each of two ranks, or both on one. So a run may continue bit
+for bit on another number of ranks, if its contestant shares samples so.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ VARIABLE = "GOODPUT_JOB"
 
 @dataclass(frozen=True)
 class Job:
-    """What a contestant is told, the same for all, in an environment variable.
+    """The task, the same for all contestants, in an environment variable.
 
     Attributes:
-        folder: for the records, and for whatever else the contestant writes.
-        bucket: an empty one, ``s3://…``; its endpoint and keys are in AWS's own variables.
-        batches: in the whole run.
-        batch_seconds: no batch is shorter.
+        folder: for the records, and the contestant's other files.
+        bucket: an empty bucket, ``s3://…``; its endpoint and keys are in AWS's own variables.
+        batches: the number of batches of the whole run.
+        batch_seconds: the shortest time of a batch.
         save_every: batches between checkpoints.
         stall_seconds: the time without a batch, or in a collective, after which ranks hang.
         restarts: how often ranks may be launched again.
@@ -52,7 +52,7 @@ class Job:
 
     @classmethod
     def given(cls) -> Job:
-        """The one of this process's environment."""
+        """Return the job in this process's environment."""
         return cls(**json.loads(os.environ[VARIABLE]))
 
     @property
@@ -61,21 +61,21 @@ class Job:
 
 
 def new_model() -> Small:
-    """The model, with the same weights in each process."""
+    """Return the model, with the same weights in each process."""
     torch.manual_seed(0)
     return Small()
 
 
 def dataset() -> TensorDataset:
-    """The samples, the same in each process: (window + 1,) bytes as int64."""
+    """Return the samples, the same in each process: (window + 1,) bytes as int64."""
     generator = torch.Generator().manual_seed(0)
     return TensorDataset(torch.randint(256, (SAMPLES, Small.window + 1), generator=generator))
 
 
 class MicroBatches(Sampler[list[int]]):
-    """A rank's micro-batches from batch `start` on, without end, for loops that their user writes.
+    """Yields a rank's micro-batches from batch `start` on, without end, for hand-written loops.
 
-    The order depends on the epoch alone. Rank 0 of 1 has what ranks 0 and 1 of 2 have, in turn.
+    The order depends on the epoch alone. A single rank has the micro-batches of two, in turn.
     """
 
     def __init__(self, rank: int, ranks: int, start: int) -> None:
@@ -92,10 +92,10 @@ class MicroBatches(Sampler[list[int]]):
 
 
 class Recorder:
-    """Gives each batch its length, and notes it. Every rank has one.
+    """Gives each batch its length, and notes it. Every rank has a recorder.
 
     Args:
-        rank: this one.
+        rank: this rank's number.
         start: batches that were trained before.
     """
 
@@ -104,9 +104,9 @@ class Recorder:
         self._began = time.monotonic()
 
     def batch_ended(self, model: nn.Module) -> int:
-        """Wait until the batch has its length and note it; batches trained so far.
+        """Wait until the batch has its length, and note it. Return the batches trained so far.
 
-        It hangs if the harness has left the file that says so.
+        Hangs if the harness has left the file that asks for it.
         """
         left = self._began + self._job.batch_seconds - time.monotonic()
         if left > 0:
@@ -124,12 +124,12 @@ class Recorder:
 
 
 def hang_file(job: Job, rank: int) -> Path:
-    """While it exists, that rank hangs after its next batch."""
+    """Return the path of a file: while it exists, that rank hangs after its next batch."""
     return Path(job.folder, f"hang-{rank}")
 
 
 def digest(parameters: Iterator[Tensor]) -> int:
-    """A checksum of all bits of the weights."""
+    """Return a checksum of all bits of the weights."""
     value = 0
     for parameter in parameters:
         value = zlib.crc32(parameter.detach().numpy().tobytes(), value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Status = Literal["ok", "warn", "fail"]
+CheckStatus = Literal["ok", "warn", "fail"]
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Check:
     """
 
     subject: str
-    status: Status
+    status: CheckStatus
     found: str
     advice: str = ""
     node: str = ""

@@ -12,7 +12,7 @@ from cyclopts import Parameter
 
 from trial_core.common import text_format
 from trialflow.deployments.cli import console
-from trialflow.deployments.cli.experiment_options import ConfigFile, Storage, open_store
+from trialflow.deployments.cli.experiment_options import ConfigFile, StorageOption, open_store
 from trialflow.deployments.cli.tables import print_table
 from trialflow.deployments.cli.waiting import waiting
 
@@ -29,7 +29,7 @@ def clean(
     ] = 7.0,
     yes: Annotated[bool, Parameter(name=["--yes", "-y"], help="Remove without asking.")] = False,
     config: ConfigFile = None,
-    storage: Storage = None,
+    storage: StorageOption = None,
 ) -> int:
     """Remove the local folders of ended runs that are wholly stored. Shows them and asks first.
 

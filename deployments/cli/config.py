@@ -13,7 +13,7 @@ from trialflow.deployments.cli.experiment_options import (
     DEFAULT_EXPERIMENT,
     Experiment,
     Overrides,
-    Storage,
+    StorageOption,
     open_store_of,
     read_experiment,
 )
@@ -27,7 +27,7 @@ def config(
     /,
     *,
     set_: Overrides = None,
-    storage: Storage = None,
+    storage: StorageOption = None,
     code: Annotated[
         bool,
         Parameter(

@@ -20,12 +20,12 @@ from trial_core.common import text_format
 from trial_core.common.dependency_bounds import dependencies, out_of_bounds
 from trial_core.errors import ConfigError, TrialflowError
 from trialflow.deployments.cli import console
-from trialflow.deployments.cli.check import Check, Status
+from trialflow.deployments.cli.check import Check, CheckStatus
 from trialflow.deployments.cli.experiment_options import (
     DEFAULT_EXPERIMENT,
     ConfigFile,
     Overrides,
-    Storage,
+    StorageOption,
     chosen_experiment,
     open_store,
     read_experiment,
@@ -43,7 +43,7 @@ def doctor(
     *,
     config: ConfigFile = None,
     set_: Overrides = None,
-    storage: Storage = None,
+    storage: StorageOption = None,
     engine: Annotated[
         Literal["auto", "local", "join", "ray", "slurm"] | None,
         Parameter(
@@ -117,7 +117,7 @@ def python() -> Check:
     return Check("python", "ok", f"{platform.python_version()} ({sys.executable})")
 
 
-def installed(package: str, or_else: Status = "fail", advice: str = "") -> Check:
+def installed(package: str, or_else: CheckStatus = "fail", advice: str = "") -> Check:
     """Check that a package is installed, and report its version.
 
     A version that is too old is a failure; one that is newer than the tried ones is a warning.
@@ -128,7 +128,7 @@ def installed(package: str, or_else: Status = "fail", advice: str = "") -> Check
         return Check(package, or_else, "not installed", advice or f"pip install {package}")
     if (problem := out_of_bounds(package)) is None:
         return Check(package, "ok", version)
-    status: Status = or_else if problem.is_older else "warn"
+    status: CheckStatus = or_else if problem.is_older else "warn"
     return Check(package, status, str(problem), f'pip install "{problem.expected}"')
 
 

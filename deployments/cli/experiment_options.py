@@ -41,7 +41,7 @@ Overrides = Annotated[
         "The value is YAML. May be repeated. Default: the file as it is.",
     ),
 ]
-Storage = Annotated[
+StorageOption = Annotated[
     str | None,
     Parameter(
         help="Where checkpoints are stored: a folder, or a URL such as s3://bucket/prefix. "
@@ -63,7 +63,7 @@ ConfigFile = Annotated[
     ),
 ]
 TrialId = Annotated[str, Parameter(help="The trial's id, or the first characters of it.")]
-Checkpoint = Annotated[str, Parameter(help=CHECKPOINT)]
+CheckpointOption = Annotated[str, Parameter(help=CHECKPOINT)]
 Checkpoints = Annotated[str, Parameter(help=CHECKPOINT, required=True)]
 
 

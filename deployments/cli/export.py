@@ -14,16 +14,16 @@ from trial_core.errors import ConfigError
 from trial_core.export.export_checkpoint import (
     HUB,
     MARK,
+    ExportPrecision,
     ExportRequest,
     Format,
-    Precision,
     check_target,
     export_checkpoint,
 )
 from trialflow.deployments.cli.experiment_options import (
     CHECKPOINT,
     ConfigFile,
-    Storage,
+    StorageOption,
     open_store,
 )
 from trialflow.deployments.cli.tables import AsJson
@@ -66,7 +66,7 @@ def export(
         ),
     ] = 0,
     dtype: Annotated[
-        Precision,
+        ExportPrecision,
         Parameter(
             help="fp32: the optimizer's weights. 16bit: the weights the model computes with."
         ),
@@ -85,7 +85,7 @@ def export(
         Parameter(help="Allow objects of any class, which can run code (checkpointing.trusted)."),
     ] = False,
     config: ConfigFile = None,
-    storage: Storage = None,
+    storage: StorageOption = None,
     json_: AsJson = False,
 ) -> int:
     """Write the weights of a checkpoint to one file, or to a folder of another library.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from trial_core.checkpoint.store import CheckpointStore
     from trialflow.flows.train import TrialResult
 
-Status = Literal["completed", "stopped", "failed", "refused"]
+JsonStatus = Literal["completed", "stopped", "failed", "refused"]
 
 
 class JsonResult:
@@ -43,7 +43,7 @@ class JsonResult:
     """
 
     def __init__(self, is_printed: bool) -> None:
-        self.status: Status = "failed"
+        self.status: JsonStatus = "failed"
         self.result: TrialResult | None = None
         self.trial: str | None = None
         self.flow_run_id: str | None = None

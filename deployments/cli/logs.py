@@ -14,7 +14,7 @@ from trial_core.common import text_format
 from trial_core.errors import ConfigError
 from trialflow.deployments.cli.experiment_options import (
     ConfigFile,
-    Storage,
+    StorageOption,
     TrialId,
     named_trial,
     open_store,
@@ -40,7 +40,7 @@ def logs(
         ),
     ] = False,
     config: ConfigFile = None,
-    storage: Storage = None,
+    storage: StorageOption = None,
 ) -> int:
     """Print the complete log of a rank: from the run's folder, else from the storage."""
     from trial_core.launch.machine.run_dirs import holder_of, home_folder

@@ -13,7 +13,7 @@ from trialflow.deployments.cli import console
 from trialflow.deployments.cli.deploy import configured_client
 from trialflow.deployments.cli.experiment_options import (
     ConfigFile,
-    Storage,
+    StorageOption,
     chosen_experiment,
     open_store,
     read_experiment,
@@ -39,7 +39,9 @@ Why = Annotated[str, Parameter(help="Reason, shown in the model's history. Defau
 
 
 @app.command(name="list")
-def list_(*, config: ConfigFile = None, storage: Storage = None, json_: AsJson = False) -> int:
+def list_(
+    *, config: ConfigFile = None, storage: StorageOption = None, json_: AsJson = False
+) -> int:
     """List models and their champions."""
     registry = _registry(config, storage)
     with waiting(f"reading {registry.store.url}"):
@@ -55,7 +57,12 @@ def list_(*, config: ConfigFile = None, storage: Storage = None, json_: AsJson =
 
 @app.command
 def show(
-    model: str, /, *, config: ConfigFile = None, storage: Storage = None, json_: AsJson = False
+    model: str,
+    /,
+    *,
+    config: ConfigFile = None,
+    storage: StorageOption = None,
+    json_: AsJson = False,
 ) -> int:
     """Show the versions of a model, and how its champion has changed.
 
@@ -91,7 +98,7 @@ def promote(
     ] = None,
     why: Why = "",
     config: ConfigFile = None,
-    storage: Storage = None,
+    storage: StorageOption = None,
     json_: AsJson = False,
 ) -> int:
     """Make a version the champion, after verifying every byte of its checkpoint.
@@ -131,7 +138,7 @@ def rollback(
     *,
     why: Why = "",
     config: ConfigFile = None,
-    storage: Storage = None,
+    storage: StorageOption = None,
     json_: AsJson = False,
 ) -> int:
     """Make the previous champion the champion again.

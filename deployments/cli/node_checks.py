@@ -25,11 +25,11 @@ from trial_core.errors import LaunchError, StorageError, TrialflowError
 from trial_core.launch.machine.run_dirs import home_folder
 from trial_core.launch.nodes.hub import ConnectedAgent
 from trial_core.launch.nodes.node_messages import (
-    Answer,
     Examine,
     Examined,
     FromAgent,
     ListeningNode,
+    NodeAnswer,
     Question,
     Reach,
     Reached,
@@ -58,7 +58,7 @@ ANSWER_SECONDS: dict[type[Message], float] = {
     StorageTried: 300.0,
 }
 
-AnswerT = TypeVar("AnswerT", bound=Answer)
+AnswerT = TypeVar("AnswerT", bound=NodeAnswer)
 
 SHARED_MEMORY_ADVICE = (
     "NCCL and the processes of data loaders need it; a container gets more with docker run "

@@ -13,7 +13,7 @@ from trialflow.deployments.cli.experiment_options import (
     DEFAULT_EXPERIMENT,
     Experiment,
     Overrides,
-    Storage,
+    StorageOption,
     open_store_of,
     read_experiment,
     refuse_what_cannot_run,
@@ -42,7 +42,7 @@ def retrain(
             "experiment's data.",
         ),
     ] = None,
-    storage: Storage = None,
+    storage: StorageOption = None,
     quiet: Annotated[bool, Parameter(help="Print only the outcome or the error.")] = False,
     json_: AsJson = False,
 ) -> int:

@@ -14,7 +14,7 @@ from cyclopts import App, Parameter
 from trial_core.common import text_format
 from trial_core.errors import CheckpointDamaged, CheckpointNotFound, ConfigError
 from trialflow.deployments.cli.clean_runs import clean
-from trialflow.deployments.cli.experiment_options import ConfigFile, Storage, open_store
+from trialflow.deployments.cli.experiment_options import ConfigFile, StorageOption, open_store
 from trialflow.deployments.cli.tables import AsJson, local_time, print_json, print_table
 from trialflow.deployments.cli.waiting import waiting
 
@@ -86,7 +86,9 @@ def _read(store: CheckpointStore, trial: str) -> StoredTrial:
 
 
 @app.command(name="list")
-def list_(*, config: ConfigFile = None, storage: Storage = None, json_: AsJson = False) -> int:
+def list_(
+    *, config: ConfigFile = None, storage: StorageOption = None, json_: AsJson = False
+) -> int:
     """List the trials that have saved, the newest last, with their best searcher metric."""
     store = open_store(config, storage)
     found = []
@@ -121,7 +123,7 @@ def compare(
         ),
     ] = None,
     config: ConfigFile = None,
-    storage: Storage = None,
+    storage: StorageOption = None,
     json_: AsJson = False,
 ) -> int:
     """Compare trials: the fields of their experiments that differ, and their results."""
@@ -179,7 +181,7 @@ def sync(
     *,
     wait_seconds: Annotated[float, Parameter(help="How long a tracker may take.")] = 60.0,
     config: ConfigFile = None,
-    storage: Storage = None,
+    storage: StorageOption = None,
 ) -> int:
     """Send a trial's missing records to trackers that could not be reached.
 
@@ -211,7 +213,12 @@ def sync(
 
 @app.command
 def show(
-    trial: str, /, *, config: ConfigFile = None, storage: Storage = None, json_: AsJson = False
+    trial: str,
+    /,
+    *,
+    config: ConfigFile = None,
+    storage: StorageOption = None,
+    json_: AsJson = False,
 ) -> int:
     """Show the ledger of time of a trial: the use of its slots in all runs, goodput and cost.
 

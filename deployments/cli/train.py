@@ -25,7 +25,7 @@ from trialflow.deployments.cli.experiment_options import (
     Engine,
     Experiment,
     Overrides,
-    Storage,
+    StorageOption,
     open_store_of,
     read_experiment,
     refuse_what_cannot_run,
@@ -88,7 +88,7 @@ def train(
     /,
     *,
     set_: Overrides = None,
-    storage: Storage = None,
+    storage: StorageOption = None,
     engine: Engine = None,
     start_from: Annotated[
         str | None,

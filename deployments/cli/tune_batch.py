@@ -12,7 +12,7 @@ from trialflow.deployments.cli.experiment_options import (
     Engine,
     Experiment,
     Overrides,
-    Storage,
+    StorageOption,
     open_store_of,
     read_experiment,
     refuse_what_cannot_run,
@@ -32,7 +32,7 @@ def tune_batch(
     /,
     *,
     set_: Overrides = None,
-    storage: Storage = None,
+    storage: StorageOption = None,
     engine: Engine = None,
     json_: AsJson = False,
 ) -> int:

@@ -15,7 +15,7 @@ from trialflow.deployments.resources import AutomationResource, Resource
 from trialflow.deployments.retraining.retraining_requests import (
     FLOW,
     RetrainingRequest,
-    Schedule,
+    RetrainingSchedule,
     automation_name,
     base_deployment,
     data_arrived_automation,
@@ -63,7 +63,7 @@ class FileSchedule(Resource):
         schedule: the schedule, or None to remove any.
     """
 
-    def __init__(self, model: str, schedule: Schedule | None) -> None:
+    def __init__(self, model: str, schedule: RetrainingSchedule | None) -> None:
         when = f" ({describe_schedule(schedule)})" if schedule is not None else ""
         self.title = f"schedule of {FLOW}/{model}{when}"
         self._model = model

@@ -28,7 +28,7 @@ from trialflow.tasks.events import DATA_ARRIVED, resource_id
 if TYPE_CHECKING:
     from trial_core.config import ExperimentConfig, RetrainingConfig
 
-Schedule = CronSchedule | IntervalSchedule
+RetrainingSchedule = CronSchedule | IntervalSchedule
 
 ENTRYPOINT = "trialflow.flows.retrain.retrain"
 FLOW = "retrain"
@@ -48,7 +48,7 @@ class RetrainingRequest:
 
     model: str
     deployment: DesiredDeployment
-    schedule: Schedule | None
+    schedule: RetrainingSchedule | None
     on_data_arrived: bool
 
 
@@ -119,7 +119,7 @@ def _check_templates(path: Path, config: ExperimentConfig) -> None:
         raise ConfigError("\n".join(f"{path}: {line}" for line in lines)) from None
 
 
-def schedule_of(path: Path, section: RetrainingConfig) -> Schedule | None:
+def schedule_of(path: Path, section: RetrainingConfig) -> RetrainingSchedule | None:
     """Return the schedule of a `retraining` section, as Prefect's type.
 
     Raises:
@@ -168,7 +168,7 @@ def _has_next_time(schedule: CronSchedule) -> bool:
         return False
 
 
-def describe_schedule(schedule: Schedule) -> str:
+def describe_schedule(schedule: RetrainingSchedule) -> str:
     """A schedule in words."""
     if isinstance(schedule, CronSchedule):
         return f"{schedule.cron}, {schedule.timezone}"

@@ -11,7 +11,7 @@ from prefect.exceptions import MissingContextError
 from prefect.logging import get_run_logger
 from prefect.logging.handlers import APILogHandler
 
-from trial_core.driver.run import Logger
+from trial_core.common.any_logger import AnyLogger
 from trial_core.errors import Stopped
 from trial_core.observe.events.observers import current_observer
 
@@ -58,11 +58,11 @@ def _calm(record: logging.LogRecord) -> bool:
     return not record.getMessage().startswith(_ENDED_BY_STOP)
 
 
-def logger_finder() -> Callable[[], Logger]:
+def logger_finder() -> Callable[[], AnyLogger]:
     """Finds the log of the calling thread's task, else of this flow run, for any thread."""
     of_flow_run = get_run_logger()
 
-    def find() -> Logger:
+    def find() -> AnyLogger:
         try:
             return get_run_logger()
         except MissingContextError:  # not a thread of Prefect's

@@ -18,7 +18,7 @@ import msgspec
 
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.json_objects import named_keys, read_json
-from trial_core.checkpoint.manifest import Count, is_tombstone, tombstone
+from trial_core.checkpoint.manifest import NonNegative, is_tombstone, tombstone
 from trial_core.checkpoint.references import References, why_unknown
 from trial_core.checkpoint.storage.base import Storage
 from trial_core.common.text_format import plural
@@ -44,7 +44,7 @@ class Intent(msgspec.Struct, frozen=True, kw_only=True):
     attempt: str
     created_at: str
     number: int = 0
-    batches: Count | None = None
+    batches: NonNegative | None = None
     base: str = ""
 
     @property

@@ -43,7 +43,7 @@ _FLOAT = "$float"
 _TOMBSTONE = b'{"given_up": '
 
 Digest = Annotated[str, msgspec.Meta(pattern=r"^sha256:[0-9a-f]{64}$")]
-Count = Annotated[int, msgspec.Meta(ge=0, le=layout.MAX_NUMBER)]
+NonNegative = Annotated[int, msgspec.Meta(ge=0, le=layout.MAX_NUMBER)]
 Timestamp = Annotated[
     str, msgspec.Meta(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?(Z|\+00:00)$")
 ]
@@ -61,9 +61,9 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """
 
     path: str
-    size_bytes: Count
+    size_bytes: NonNegative
     digest: Digest
-    rank: Count
+    rank: NonNegative
     stored_at: str = ""
 
     def place(self, uuid: str) -> tuple[str, str]:

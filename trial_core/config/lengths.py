@@ -75,13 +75,13 @@ _LENGTH_SCHEMA: dict[str, Any] = {
     "additionalProperties": False,
 }
 
-Length = Annotated[
+LengthField = Annotated[
     TrainUnit,
     PlainValidator(_length),
     PlainSerializer(lambda length: {length.unit: length.value}, return_type=dict[str, int]),
     WithJsonSchema(_LENGTH_SCHEMA),
 ]
-Period = Annotated[Length | None, BeforeValidator(_none_for_zero)]
+Period = Annotated[LengthField | None, BeforeValidator(_none_for_zero)]
 
 
 def _length_or_continuous(value: Any) -> TrainUnit | Continuous:

@@ -13,7 +13,7 @@ from trial_core.checkpoint.layout import is_name, is_uuid
 from trial_core.checkpoint.storage.credentials import without_credentials
 from trial_core.config import determined
 from trial_core.config.error_text import format_value, validation_error, warn
-from trial_core.config.lengths import Length
+from trial_core.config.lengths import LengthField
 from trial_core.config.section_base import Section
 from trial_core.config.values import Count, Flag, Positive, Seed, Text
 
@@ -82,7 +82,7 @@ class SearcherConfig(Section):
         title="Smaller is better",
         description="Whether a smaller value of the metric is better.",
     )
-    max_length: Length = Field(
+    max_length: LengthField = Field(
         title="Length of training",
         description="Training ends exactly here.",
         examples=[{"batches": 1000}],

@@ -1,5 +1,5 @@
-"""What drives a run: places and launches its ranks, and has them train, until it ends.
+"""Drives a run: places and launches its ranks, and has them train, until the run ends.
 
-`drive` has the story of a run, `stages` each of its stages. It knows neither Prefect nor torch: a
-flow gives its stages as Prefect tasks, and a script the stages themselves.
+`drive` has the story of a run, `stages` each of its stages. The driver imports neither Prefect nor
+torch: a flow gives its stages as Prefect tasks, and a script the stages themselves.
 """

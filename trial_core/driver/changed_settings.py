@@ -1,4 +1,4 @@
-"""Warns of changed settings that do not count, because a checkpoint's state is restored."""
+"""Warns of changed settings that have no effect, because a checkpoint's state is restored."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trial_core.common.text_format import first_few, setting, told_apart
 from trial_core.config import ExperimentConfig
 
 SHOWN = 6
-"""The most changed settings, or optimizers and schedulers, that are named."""
+"""At most so many changed settings, and so many optimizers and schedulers, are named."""
 
 _ABSENT = object()
 
@@ -21,13 +21,13 @@ def override_warning(
     of_optimizers: Sequence[str],
     of_schedulers: Sequence[str],
 ) -> str | None:
-    """Says which settings a restore has overridden, and what to do; None: nothing is to be said.
+    """Return a warning that names the settings a restore has overridden; None without any.
 
     Settings of optimizers count as overridden only if hyperparameters have changed: the trial may
-    change them itself, batch by batch. Those of a schedule also if the length of training has.
+    change them itself, batch by batch. A schedule's count also if the length of training has.
 
     Args:
-        of_optimizers, of_schedulers: as of `ReadyToTrain`.
+        of_optimizers, of_schedulers: the overridden settings, see `ReadyToTrain`.
     """
     saved = point.checkpoint
     if saved is None or point.restore == "weights":

@@ -15,12 +15,12 @@ from trial_core.errors import CheckpointNotFound
 def resume_points(
     store: CheckpointStore, config: ExperimentConfig, trial: str | None
 ) -> list[ResumePoint]:
-    """What a run of `trial` may resume from, best first; at least one.
+    """Return the possible resume points of a run of `trial`, best first; at least one.
 
-    The trial's own checkpoints. If it has none: the experiment's source checkpoint, or nothing.
+    They are the trial's checkpoints; without any, the source checkpoint, or a start from nothing.
 
     Args:
-        trial: None: a new trial.
+        trial: the trial's id; None for a new trial.
 
     Raises:
         CheckpointNotFound: the storage does not have the source checkpoint, or the source trial.
@@ -40,7 +40,7 @@ def _has_weights_alone(checkpoint: Manifest) -> bool:
 
 
 def _sources(store: CheckpointStore, config: ExperimentConfig) -> list[Manifest]:
-    """The checkpoints for a warm start, best first; none if the experiment names none."""
+    """Return the checkpoints for a warm start, best first; empty if the experiment names none."""
     searcher = config.searcher
     if searcher.source_checkpoint is not None:
         storage = config.checkpoint_storage
@@ -59,10 +59,10 @@ def _sources(store: CheckpointStore, config: ExperimentConfig) -> list[Manifest]
 
 
 def find_trial(store: CheckpointStore, wanted: int | str) -> str:
-    """The id of the trial that has an id or number, and checkpoints.
+    """Return the id of the trial that has this id or number, and checkpoints.
 
     Raises:
-        CheckpointNotFound: none has, or several have.
+        CheckpointNotFound: no such trial has checkpoints, or several have.
     """
     trials = store.trials()
     found = [trial for trial in trials if wanted in (trial, trial_number(trial))]

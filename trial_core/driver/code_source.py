@@ -10,22 +10,22 @@ from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.transfer.code_folder import check_code_folder
 from trial_core.checkpoint.transfer.trial_code import TrialCode, code_of_checkpoint
+from trial_core.common.any_logger import AnyLogger
 from trial_core.config import ExperimentConfig
 from trial_core.driver.choose_resume_point import resume_points
 from trial_core.driver.entrypoint_check import entrypoint_problem
 from trial_core.driver.placement import choose_provider
-from trial_core.driver.run import Logger
 from trial_core.errors import ConfigError, LaunchError
 from trial_core.launch.machine.run_dirs import CODE
 
 
 def refuse_missing_code(config: ExperimentConfig) -> None:
-    """Check code folder and entrypoint before the run waits for accelerators, and starts ranks.
+    """Check the code folder and the entrypoint, before the run waits for accelerators.
 
     Raises:
         LaunchError: this machine does not have the folder.
-        ConfigError: its code has to be sent to nodes, and it holds much besides code; or the
-            entrypoint is not there.
+        ConfigError: the folder has to be sent to nodes, and holds much besides code; or the
+            entrypoint is missing.
     """
     if config.environment.code == "from_checkpoint":
         return
@@ -46,13 +46,13 @@ def refuse_missing_code(config: ExperimentConfig) -> None:
 
 
 def stored_trial_code(
-    config: ExperimentConfig, store: CheckpointStore, trial: str, run_dir: Path, logger: Logger
+    config: ExperimentConfig, store: CheckpointStore, trial: str, run_dir: Path, logger: AnyLogger
 ) -> TrialCode | None:
-    """The code of the checkpoint that the run begins with; None: the code folder has it.
+    """Return the code of the run's first checkpoint; None if the run uses the code folder.
 
     Raises:
         ConfigError: ``environment.code`` is ``from_checkpoint``, and the run begins with nothing.
-        CheckpointError: the checkpoint has no code, or it is damaged.
+        CheckpointError: the checkpoint has no code, or its code is damaged.
     """
     if config.environment.code != "from_checkpoint":
         return None
@@ -67,7 +67,7 @@ def stored_trial_code(
 
 
 def fetched_code(
-    store: CheckpointStore, checkpoint: Manifest, run_dir: Path, logger: Logger
+    store: CheckpointStore, checkpoint: Manifest, run_dir: Path, logger: AnyLogger
 ) -> TrialCode:
     """Fetch the code of a checkpoint to the run's folder. Raises as `code_of_checkpoint`."""
     code = code_of_checkpoint(store, checkpoint, run_dir / CODE)

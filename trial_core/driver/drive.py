@@ -1,8 +1,8 @@
 """The story of a run: its ranks are placed and launched, and train until the run ends.
 
-`drive_trial` opens what a run needs, and `Driver` takes it from state to state (`states.py`). The
-failure policy decides what a failure costs, and the placement where ranks are launched. Between the
-launch and the end of the ranks, `Driver.train_once` runs the loop, or what a script asks for.
+`drive_trial` opens the storage, the report and the trackers. `Driver` takes the run from state to
+state (`states.py`). The failure policy decides whether failed ranks are launched again, and the
+placement where. While ranks live, `Driver.train_once` runs the loop, or serves a script.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from trial_core.checkpoint.retention.known_storages import note_storage
 from trial_core.checkpoint.retention.trial_owner import own_trial
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.transfer.trial_code import TrialCode, code_of_folder
+from trial_core.common.any_logger import AnyLogger
 from trial_core.config import ExperimentConfig
 from trial_core.driver.code_source import stored_trial_code
 from trial_core.driver.failure_policy import FailurePolicy
@@ -26,7 +27,7 @@ from trial_core.driver.launch_ranks import launch_slots, stopping_ranks
 from trial_core.driver.loop import Loop
 from trial_core.driver.placement import Placement, announcer, place_ranks
 from trial_core.driver.result import TrialResult, status_of
-from trial_core.driver.run import HOW_TO_GO_ON, Launch, Logger, Run
+from trial_core.driver.run import HOW_TO_GO_ON, Launch, Run
 from trial_core.driver.stages import PLAIN_STAGES, Stages
 from trial_core.driver.stages.checkpoint import sweep_leftovers
 from trial_core.driver.states import (
@@ -37,7 +38,7 @@ from trial_core.driver.states import (
     Moving,
     RanksFailed,
     Restarting,
-    State,
+    RunState,
     describe,
 )
 from trial_core.driver.uploads import Uploads
@@ -63,10 +64,10 @@ from trial_core.schedule.ending import Ending
 from trial_core.schedule.stop_requests import StopHandler, how_it_ended
 
 Resume = Callable[[CheckpointStore, Fence | None], list[ResumePoint]]
-"""Chooses what a run may resume from, best first; at least one."""
+"""Returns the possible resume points of a run, best first; at least one."""
 
 STORY = 12
-"""How many states before a failure are told with it."""
+"""The error of a failed run lists so many of its last states."""
 
 Follow = Callable[[Launch, Stages, Uploads], TrialResult]
 """Trains on the ranks of a launch, until the run ends, is stopped or moves."""
@@ -74,14 +75,14 @@ Follow = Callable[[Launch, Stages, Uploads], TrialResult]
 
 @dataclass(frozen=True)
 class Script:
-    """What a script gives whose ranks another program has started, and which join its driver.
+    """The parts of a run that a script gives, whose ranks another program has started.
 
     Attributes:
-        placement: has the ranks join.
+        placement: waits for the ranks to join.
         follow: trains with them.
-        has_metric, how_to_go_on: as of `Run`.
-        resume_points: what the run may resume from; None: as `Run.choose_resume_points`.
-        has_code: whether its folder holds code that checkpoints should name.
+        has_metric, how_to_go_on: see `Run`.
+        resume_points: chooses the resume points; None for the default, see `Run`.
+        has_code: True if its folder holds code that checkpoints should name.
     """
 
     placement: Placement
@@ -94,31 +95,31 @@ class Script:
 
 @dataclass(frozen=True)
 class Caller:
-    """What a flow or a script gives the run that it starts.
+    """The parts of a run that the flow or script gives which starts it.
 
     Attributes:
-        attempt: identifies the start of the run; the same again continues what it has begun.
+        attempt: identifies the start of the run; the same value again continues that attempt.
         stopping: its stop requests.
         find_logger: see `Run`.
-        stages: what executes the stages.
+        stages: the functions or Prefect tasks that execute the stages.
         observer: gets the run's events.
-        publish: shows the text of the report; None: it is a file alone.
-        publish_errors: what `publish` raises when that fails, besides our own errors.
+        publish: shows the text of the report; None if the report is only a file.
+        publish_errors: the errors that `publish` may raise, besides trialflow's own.
         devices: environment variables that give the ranks this run's accelerators.
-        is_new: whether the trial is new, see `own_trial`.
+        is_new: True if the trial is new, see `own_trial`.
         storage: the mark of the storage, if the run has begun before.
         begun: called with that mark once the run has its trial; not for ``memory://``.
-        take_over: whether to take the trial from another run that may be live.
+        take_over: True to take the trial from another run that may be live.
         takeover_wait_seconds: how long to wait for the trial's folder, which a run that is about to
             end may hold.
         waited_seconds: how long the run has waited for its devices.
-        script: whose ranks join; None: the run launches its ranks.
-        micro_batch_samples: as of `BuildTrial`.
+        script: the script whose ranks join; None if the run launches its ranks.
+        micro_batch_samples: see `BuildTrial`.
     """
 
     attempt: str
     stopping: StopHandler
-    find_logger: Callable[[], Logger]
+    find_logger: Callable[[], AnyLogger]
     stages: Stages = PLAIN_STAGES
     observer: Observer = field(default_factory=Observer)
     publish: Callable[[str], None] | None = None
@@ -140,7 +141,7 @@ def drive_trial(config: ExperimentConfig, trial: str, caller: Caller) -> TrialRe
     Raises:
         ConfigError: a tracker is not installed, or does not have one of its options.
         TrialflowError: another run that may be live has the trial; or its id is taken.
-        CheckpointNotFound, StorageError: it is not the storage that has the trial.
+        CheckpointNotFound, StorageError: the trial is not in this storage.
         RankFailed, Stalled: the ranks failed, and no restart is left or would help.
         Stopped: the run was asked to stop before it could save.
     """
@@ -150,7 +151,7 @@ def drive_trial(config: ExperimentConfig, trial: str, caller: Caller) -> TrialRe
     clock, logger = RunClock(caller.waited_seconds), caller.find_logger()
     ending = Ending(caller.stopping)
     with (
-        # It ends last: a slow backend must delay neither the ledger nor the release of the trial.
+        # Ends last: a slow backend must delay neither the ledger nor the release of the trial.
         run_telemetry(config, trial, clock, caller.stopping, ending, logger) as telemetry,
         locked_run_dir(trial, caller.takeover_wait_seconds) as run_dir,
         # Once, not per restart: a restart must not take the trial back from a newer run.
@@ -169,7 +170,7 @@ def drive_trial(config: ExperimentConfig, trial: str, caller: Caller) -> TrialRe
         ProgressReport(
             config.name, trial, _told_of_progress(run_dir), ending, logger=logger
         ) as progress,
-        ExitStack() as at_end,  # before the report, which stores what the trackers have written
+        ExitStack() as at_end,  # before the report, which stores the trackers' files
     ):  # fmt: skip
         tracking = Tracking(
             config, trial, run_dir, store, fence.number, ledger.read, ending, logger
@@ -215,13 +216,13 @@ def _told_of_progress(run_dir: Path) -> list[Place]:
 
 
 def try_trial(config: ExperimentConfig, trial: str, caller: Caller) -> Ended:
-    """Train a batch of a trial, validate one, save, and restore that to train one more.
+    """Train a batch of a trial, validate one, save, restore, and train one more.
 
     Nothing is kept, claimed or reported. Ranks that have joined save without an upload, and restore
     nothing. A script with its own loop is asked to end at its first report.
 
     Raises:
-        RankFailed, Stalled, CheckpointError, TrialError: it failed.
+        RankFailed, Stalled, CheckpointError, TrialError: the trial failed.
     """
     store = CheckpointStore(config.checkpoint_storage.url, config.checkpoint_storage.options)
     with (
@@ -249,7 +250,7 @@ def try_trial(config: ExperimentConfig, trial: str, caller: Caller) -> Ended:
         ended = driver.drive()
         if run.test_mode == "restore" and ended.result.checkpoint_uuid is not None:
             clear_rank_files(run_dir)
-            clear_kept(run_dir)  # else nothing is read from the storage
+            clear_kept(run_dir)  # else the restore would not read the storage
             ended = driver.drive()
         return ended
 
@@ -257,7 +258,7 @@ def try_trial(config: ExperimentConfig, trial: str, caller: Caller) -> Ended:
 def _driver(
     run: Run, caller: Caller, placement: Placement, last_checkpoint: Callable[[], str] = str
 ) -> Driver:
-    """What drives a run; a script says what it is to do."""
+    """Return the driver of a run, with a script's own parts if it has one."""
     follow: Follow = follow_run
     if (script := caller.script) is not None:
         follow, run.has_metric, run.how_to_go_on = (
@@ -282,7 +283,7 @@ def _placed(
 
 
 def follow_run(launch: Launch, stages: Stages, uploads: Uploads) -> TrialResult:
-    """Build the trial on ranks that were launched, and train it; or run the experiment's script."""
+    """Build the trial on launched ranks and train it, or run the experiment's script."""
     stages.build_trial(launch)
     if launch.run.config.is_script:
         return follow_script(launch, stages, uploads)
@@ -293,12 +294,12 @@ class Driver:
     """Takes a run from state to state.
 
     Args:
-        stages: what executes the stages.
-        policy: decides what a failure costs.
-        follow: trains on ranks that were launched.
-        has_code: whether the code folder holds code that checkpoints should name.
+        stages: the functions or Prefect tasks that execute the stages.
+        policy: decides whether failed ranks are launched again.
+        follow: trains on launched ranks.
+        has_code: True if the code folder holds code that checkpoints should name.
         last_checkpoint: names the newest checkpoint, to be appended to a sentence.
-        micro_batch_samples: of the first launch; None: as configured.
+        micro_batch_samples: of the first launch; None for the configured number.
     """
 
     def __init__(
@@ -330,7 +331,7 @@ class Driver:
         self._stored_code = stored_trial_code(
             run.config, run.store, run.trial, run.run_dir, run.logger
         )
-        state: State = Launching()
+        state: RunState = Launching()
         self._story.clear()
         while not isinstance(state, Ended):
             self._story.append(describe(state))
@@ -342,8 +343,8 @@ class Driver:
                 raise
         return state
 
-    def next(self, state: State) -> State:
-        """The state that follows."""
+    def next(self, state: RunState) -> RunState:
+        """Carry out a state, and return the next one."""
         if isinstance(state, Launching):
             return self._launch(state)
         if isinstance(state, Completed):
@@ -360,12 +361,12 @@ class Driver:
 
     # ------------------------------------------------------------------------------ the states
 
-    def _launch(self, state: Launching) -> State:
+    def _launch(self, state: Launching) -> RunState:
         """Launch ranks, and have them train."""
         run = self._run
         run.clock.switch("launch")
         code = self._stored_code
-        if code is None and self._has_code:  # again: it may have been corrected since
+        if code is None and self._has_code:  # packed for each launch: it may have been corrected
             sends = self._placement.sends_code
             code = code_of_folder(run.config, run.store, run.logger, sends)
         launch = Launch(run, code, self._micro_batch_samples)
@@ -406,7 +407,7 @@ class Driver:
                 if launch.progress.has_trained:
                     self._placement.has_trained()
 
-    def _after_training(self, state: Completed) -> State:
+    def _after_training(self, state: Completed) -> RunState:
         launch, result = state.launch, state.result
         if launch.moves_after(result.stopped_early):
             why = launch.progress.moves
@@ -415,7 +416,7 @@ class Driver:
             clear_kept(self._run.run_dir)
         return Ended(launch, result)
 
-    def _after_interruption(self, state: Aborted) -> State:
+    def _after_interruption(self, state: Aborted) -> RunState:
         progress = state.launch.progress
         if progress.moves and self._run.stopping.request is None:
             what = f"ended before training, to continue on other nodes: {progress.moves}"
@@ -424,7 +425,7 @@ class Driver:
             raise Stopped(f"{state.why}{self._last_checkpoint()}") from state.why
         return Ended(state.launch, state.saved)
 
-    def _after_failure(self, state: RanksFailed) -> State:
+    def _after_failure(self, state: RanksFailed) -> RunState:
         run, failure = self._run, state.failure
         if isinstance(failure, (RankFailed, Stalled)) and run.stopping.request is not None:
             run.logger.error("%s", failure.report())
@@ -434,7 +435,7 @@ class Driver:
             raise failure
         return Restarting(failure, granted)
 
-    def _restart(self, state: Restarting) -> State:
+    def _restart(self, state: Restarting) -> RunState:
         decision, why = state.decision, str(state.failure)
         if decision.micro_batch_samples is not None:
             self._micro_batch_samples = decision.micro_batch_samples
@@ -447,14 +448,14 @@ class Driver:
         clear_rank_files(self._run.run_dir)
         if self._run.stopping.wait(decision.pause_seconds):
             raise Stopped(f"no ranks ran{self._last_checkpoint()}") from state.failure
-        return Launching()  # there may be a newer checkpoint than a launch before has saved
+        return Launching()  # a newer checkpoint may be stored than the earlier launch saved
 
-    def _move(self, state: Moving) -> State:
+    def _move(self, state: Moving) -> RunState:
         self._run.observer.moving(state.what)
         clear_rank_files(self._run.run_dir)
         return Launching(state.saved)
 
 
 def while_stopping(failure: Exception) -> str:
-    """Why a stop ended with a failure, which may have come before or after the save."""
+    """Describe a failure during a stop, which may have come before or after the save."""
     return f"failed while stopping: {failure}"

@@ -1,6 +1,6 @@
-"""Finds without ranks, and without torch, that an entrypoint's module, class or script is missing.
+"""Finds out that an entrypoint's module, class or script is missing, without starting ranks.
 
-Only what is certain is a problem: a module may make names in ways that its text does not show.
+Reports only certain problems: a module may make names in ways that its text does not show.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ _MAKE_NAMES = frozenset((
     "*", "sys.modules", "globals", "locals", "vars", "exec", "eval", "setattr", "__getattr__",
     "__path__",
 ))  # fmt: skip
-"""What a module uses that may have names, or modules, that its text does not show."""
+"""Names in the text of a module that may define others, or modules, at run time."""
 
 
 def entrypoint_problem(
     entrypoint: str, folder: str, python_path: str = "", has_all_packages: bool = True
 ) -> str | None:
-    """Why ranks cannot find what an experiment runs, for people; None: they may.
+    """Return why ranks cannot find an experiment's entrypoint, for people; None if they may.
 
     Args:
         folder: the code folder.
-        python_path: the ranks' PYTHONPATH, if they have another than this process.
-        has_all_packages: whether this process sees the packages that ranks have.
+        python_path: the ranks' PYTHONPATH, if it differs from this process's.
+        has_all_packages: True if this process sees the packages that ranks have.
     """
     name, _, attributes = entrypoint.partition(":")
     if (command := command_of(entrypoint)) is not None:
@@ -74,17 +74,17 @@ def _missing(entrypoint: str, kind: str, name: str, folder: str) -> str:
 
 
 def _spec(name: str, search: Sequence[str] | None) -> ModuleSpec | None:
-    """Where a module is; imports nothing. None: nowhere, or the one before it is no package."""
+    """Find a module without importing it. None if it is missing, or its parent is not a package."""
     PathFinder.invalidate_caches()
     found = None if search is None else PathFinder.find_spec(name, search)
     if found is None and "." not in name:
-        with suppress(ValueError):  # this process has a module of that name without a place
+        with suppress(ValueError):  # this process has such a module without a spec
             return find_spec(name)
     return found
 
 
 def _names(spec: ModuleSpec) -> frozenset[str]:
-    """The names in a module's text. Raises as `ast.parse` if that is no Python."""
+    """Return the names in a module's text. Raises as `ast.parse` if it is not Python."""
     if spec.origin is None or not spec.origin.endswith(".py"):
         return frozenset() if spec.submodule_search_locations else _MAKE_NAMES
     try:

@@ -1,8 +1,8 @@
 """Decides whether ranks that have failed are launched again, when, where and how many.
 
-A number of ranks that has trained a batch works, and so do nodes on which one was trained: if they
+A number of ranks that has trained a batch works, and so do nodes on which one was trained. If they
 fail later, the cause is another one, and a restart may help. A number or a node that has not yet
-trained may be the cause itself. It is left, if the run can do without it, and that costs no
+trained may be the cause itself. The run leaves it out if it can do without, and that costs no
 restart. Ranks that fail twice at the same place before they have trained would fail again.
 """
 
@@ -18,18 +18,18 @@ from trial_core.errors import LaunchError, RankFailed, Stalled, TopologyMismatch
 
 MAX_PAUSE_SECONDS = 60
 FIRST_BATCHES = 10
-"""If memory suffices for these batches, the size of micro-batches is not the cause."""
+"""If memory suffices for so many batches, a later lack of it has another cause."""
 
 SAME_REFUSALS = 3
-"""A number of ranks that does not fit is usually part of the text."""
+"""After so many equal refusals, the number of ranks is not the cause: the text would name it."""
 
 CRASHES = frozenset(("SIGSEGV", "SIGABRT", "SIGFPE", "SIGILL", "SIGBUS"))
-"""Signals that a process gets for what it has done itself."""
+"""Signals that a process causes itself."""
 
 _LINE = re.compile(r'^ *File ".+", line \d+', re.MULTILINE)
 
 Failure = RankFailed | Stalled | LaunchError | TopologyMismatch
-"""How a launch of ranks may fail, so that another one may not."""
+"""Failures of a launch after which another launch may succeed."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ class Relaunch:
     """The decision to launch the ranks again. The driver carries it out.
 
     Attributes:
-        pause_seconds: how long to wait before.
-        micro_batch_samples: the new number of samples of a micro-batch; None: as before.
+        pause_seconds: how long to wait before the launch.
+        micro_batch_samples: the new number of samples of a micro-batch; None to keep it.
         leaves_out: a number of ranks that is not launched any more.
-        retreats: True if the nodes are left that have not trained.
-        leaves: the node that is left.
+        retreats: True to leave the nodes that have not trained.
+        leaves: the node to leave.
     """
 
     pause_seconds: int = 0
@@ -52,10 +52,10 @@ class Relaunch:
 
 
 class FailurePolicy:
-    """Decides what follows the failed launches of one run. It changes neither ranks nor nodes.
+    """Decides whether and how failed ranks of one run are launched again. Changes nothing itself.
 
     Args:
-        placement: is asked for the nodes that the run could do without.
+        placement: knows the nodes that the run could do without.
         limit: the number of restarts of the run.
     """
 
@@ -73,7 +73,7 @@ class FailurePolicy:
             self._trained_slots.add(launch.world_size)
 
     def grant(self, failure: Failure, launch: Launch) -> Relaunch | None:
-        """Decide whether to launch the ranks of the run again; None: the failure ends the run."""
+        """Decide whether to launch the ranks again; None if the failure ends the run."""
         if launch.run.stopping.request is not None:
             return None
         if (smaller := self._smaller_micro_batch(failure, launch)) is not None:
@@ -88,7 +88,7 @@ class FailurePolicy:
         return self._restart_after(failure, launch)
 
     def _comes_again(self, failure: Failure, launch: Launch) -> bool:
-        """Whether an earlier launch has failed in this way, before it trained anything."""
+        """Return whether an earlier launch failed in this way before it trained a batch."""
         place = _place(failure, launch.progress.batches_trained)
         if place is None or place not in self._before_training:
             self._before_training.add(place)
@@ -100,7 +100,7 @@ class FailurePolicy:
         return True
 
     def _smaller_micro_batch(self, failure: Failure, launch: Launch) -> int | None:
-        """The next smaller size, if micro-batches do not fit into memory. Costs no restart."""
+        """Return the next smaller size if micro-batches do not fit into memory."""
         if not isinstance(failure, RankFailed) or failure.error_type != "OutOfMemoryError":
             return None
         topology, answers = launch.answers.topology, launch.answers
@@ -137,10 +137,10 @@ class FailurePolicy:
         return True
 
     def _is_refusal(self, failure: Failure, launch: Launch) -> bool:
-        """Whether the trial may refuse the number of ranks, with a range of slots.
+        """Return whether the trial may have refused the number of ranks, in a range of slots.
 
-        The global batch may not be divisible by such a number, or the ranks by the pipeline stages.
-        The largest number has to be right. The same text for `SAME_REFUSALS` numbers is a mistake.
+        The number may not divide the global batch, or not be divisible by the pipeline stages. The
+        largest number has to be right. The same text for `SAME_REFUSALS` numbers is a mistake.
         """
         may_be = isinstance(failure, TopologyMismatch) or (
             isinstance(failure, RankFailed)
@@ -179,7 +179,7 @@ class FailurePolicy:
 
 
 def _place(failure: Failure, batches_trained: int) -> tuple[object, ...] | None:
-    """Where a program has raised, exited or crashed by itself; None: another cause is possible."""
+    """Identify where a rank has raised, exited or crashed; None if another cause is possible."""
     if not isinstance(failure, RankFailed) or failure.node_lost is not None:
         return None
     how = failure.error_type, failure.exit_code, failure.signal_name
@@ -190,13 +190,13 @@ def _place(failure: Failure, batches_trained: int) -> tuple[object, ...] | None:
 
 
 def _log(failure: Failure, launch: Launch) -> None:
-    """Log the stacks or the log of the ranks, if there are any."""
+    """Log a failure of ranks, with their stacks or log."""
     if isinstance(failure, (RankFailed, Stalled)):
         launch.run.logger.error("%s", failure.report())
 
 
 def _failed_node(failure: Failure) -> str | None:
-    """The node that has failed, if it is known."""
+    """Return the node that has failed, if it is known."""
     if isinstance(failure, RankFailed):
         return failure.host
     return failure.node if isinstance(failure, LaunchError) else None
@@ -221,7 +221,7 @@ class Restarts:
 
         Args:
             batches_trained: where the last workload ended.
-            works: whether such ranks have trained a batch.
+            works: True if such ranks have trained a batch.
         """
         cause = _cause(failure, batches_trained)
         if self.count == self.limit or cause == self._last_cause:
@@ -233,12 +233,12 @@ class Restarts:
 
     @property
     def pause_seconds(self) -> int:
-        """How long to wait before the last granted restart. The first restart has no pause."""
+        """The pause before the last granted restart. The first restart has none."""
         return 0 if self.count <= 1 else min(2 ** (self.count - 1), MAX_PAUSE_SECONDS)
 
 
 def _can_help(failure: RankFailed | Stalled | LaunchError, works: bool) -> bool:
-    """Whether a restart may succeed. A mistake in the trial would fail again at once."""
+    """Return whether a restart may succeed. A mistake in the trial would fail again at once."""
     if isinstance(failure, Stalled):
         return True
     if isinstance(failure, LaunchError):  # of a node that has come later, or there are too few
@@ -247,12 +247,12 @@ def _can_help(failure: RankFailed | Stalled | LaunchError, works: bool) -> bool:
 
 
 def _cause(failure: RankFailed | Stalled | LaunchError, batches_trained: int) -> tuple[object, ...]:
-    """Identifies the cause of a failure. A restart does not help against the same cause twice.
+    """Identify the cause of a failure. A restart does not help against the same cause twice.
 
     Two causes are equal if the same type of exception was raised at the same batch. The rank may
-    differ, since often all raise and one is first; the text, since torch's have sizes of memory and
-    process ids. A killed or hung rank equals
-    no earlier one: its cause (memory, preemption) is usually outside the trial.
+    differ, since often all raise, and the text, since torch's has sizes of memory and process ids.
+    A killed or hung rank equals no earlier one: its cause (memory, preemption) is usually outside
+    the trial.
     """
     if not isinstance(failure, RankFailed) or failure.error_type is None:
         return (failure,)

@@ -16,14 +16,14 @@ _logger = logging.getLogger(__name__)
 def fetch_first_intact(
     points: Iterable[ResumePoint], fetch: Callable[[ResumePoint], str | None]
 ) -> ResumePoint:
-    """Fetch the first of `points` that is neither damaged nor deleted meanwhile.
+    """Fetch the first of `points` that is neither damaged nor deleted in the meantime.
 
     Args:
-        fetch: fetches a point's checkpoint, and returns what is damaged; None if intact.
+        fetch: fetches a point's checkpoint, and describes the damage; None if intact.
 
     Raises:
         CheckpointDamaged: all checkpoints are damaged or deleted.
-        StorageError: the storage failed. The checkpoint may be intact, so no older one is used.
+        StorageError: the storage failed. The checkpoint may be intact, so an older one is not used.
     """
     tried: list[ResumePoint] = []
     damage = None
@@ -52,7 +52,7 @@ def require_convertible(launch: Launch, point: ResumePoint) -> None:
 
 
 def fetch(launch: Launch, stages: Stages, point: ResumePoint) -> str | None:
-    """Fetch a resume point's checkpoint to the ranks. Return what is damaged; None if intact.
+    """Fetch a resume point's checkpoint to the ranks. Describe the damage; None if intact.
 
     Raises:
         StorageError: the storage failed.

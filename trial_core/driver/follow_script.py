@@ -1,7 +1,7 @@
 """The loop of a script's run, in place of `Loop`.
 
-A trial is asked: the sequencer decides what its ranks do next. A script decides itself, and tells
-the driver. So there is no schedule to follow here::
+For a trial, the sequencer decides the ranks' next work. A script decides itself, and tells the
+driver, so this loop follows no schedule::
 
     fetch the resume point
     until the script has ended:
@@ -9,7 +9,7 @@ the driver. So there is no schedule to follow here::
         upload and commit the checkpoint                 the script waits for that, or runs on
         or follow the schedule of the fit                as for a trial; then `fit` returns
 
-Slots, restarts, stops, checkpoints and the report are those of every run.
+Slots, restarts, stops, checkpoints and the report work as in every run.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ def follow_script(launch: Launch, stages: Stages, uploads: Uploads) -> TrialResu
     Raises:
         RankFailed: the script raised, or exited with another code than 0.
         CheckpointError: a checkpoint of the script could not be stored.
-        ConfigError: neither the experiment nor the script's fit says how long to train.
+        ConfigError: neither the experiment nor the script's `fit` says how long to train.
     """
     run, metrics = launch.run, launch.answers.metrics
     uploads.own.check()
-    # Whether the ranks can restore it is the script's matter, or known when its trial is attached.
+    # The script decides whether ranks can restore it, or it is known when its trial is attached.
     start = fetch_first_intact(run.resume_points(), lambda point: fetch(launch, stages, point))
     if start.checkpoint is not None:
         run.logger.info("the script starts from checkpoint %s", start.uuid)
-    metrics.clear()  # of steps that were lost with earlier ranks
+    metrics.clear()  # earlier ranks' steps were lost
     metrics.update(start.metrics)
     searcher, begin = run.config.searcher, start.progress.batches_trained
     progress = ScriptProgress(run.metric, searcher.smaller_is_better, start.progress, metrics)
@@ -122,13 +122,13 @@ def follow_fit(
     """Train as a script's `Trainer.fit` asks, and let it return.
 
     Args:
-        start: the resume point, if its files are fetched already; None: it is to be chosen.
+        start: the resume point, if its files are fetched already; None to choose one.
     """
     answers = launch.answers
-    answers.stop_requested, answers.stop_reason = False, None  # by the trial, in an earlier fit
+    answers.stop_requested, answers.stop_reason = False, None  # from an earlier fit
     stages.attach_trial(launch)
     if launch.should_stop:
-        launch.slots.stop()  # again: the trial's ranks begin without a request
+        launch.slots.stop()  # again: the attached trial starts without it
     schedule = _schedule(launch.run, fit)
     result = Loop(launch, stages, uploads, schedule, start).run()
     result = replace(
@@ -140,7 +140,7 @@ def follow_fit(
 
 
 def _schedule(run: Run, fit: FitBegun) -> Schedule:
-    """The schedule of a fit: its arguments, and the experiment where that says more."""
+    """Return the schedule of a fit: from its arguments, and from the experiment."""
     config = run.config
     named = config.searcher.max_length if config.searcher.max_length != OPEN_END else None
     given = _unit(fit.max_length)
@@ -176,7 +176,7 @@ def _unit(length: Length | None) -> TrainUnit | None:
 
 
 def _length(run: Run) -> int:
-    """How many steps the experiment announces; 0: it does not."""
+    """Return the number of steps that the experiment announces; 0 if it announces none."""
     length = run.config.searcher.max_length
     if length == OPEN_END or not isinstance(length, Batch):
         return 0
@@ -184,7 +184,7 @@ def _length(run: Run) -> int:
 
 
 def _folders(launch: Launch, uuid: str) -> tuple[str, ...]:
-    """Each rank's staging folder, if the driver uploads; ranks that wrote nothing have one, too."""
+    """Make each rank's staging folder, if the driver uploads. A rank may have written nothing."""
     if not launch.run.store.is_process_local:
         return ()
     ranks = range(launch.slots.world_size)

@@ -11,7 +11,7 @@ from trial_core.launch.slots.slot_group import SlotGroup
 
 
 def launch_slots(launch: Launch, placement: Placement) -> SlotGroup:
-    """Launch the ranks. The result is a context manager, which ends them."""
+    """Launch the ranks. The result is a context manager that ends them."""
     run = launch.run
     launch.world_size, launcher = placement.prepare(launch)
     run.clock.has_slots(launch.world_size)

@@ -1,6 +1,6 @@
 """The loop of a run: its ranks train, validate and save in the order that the sequencer decides.
 
-The driver of every run executes it, of flows and of scripts. The hooks in their places::
+The driver executes it for flows and for scripts. The hooks in their places::
 
     fetch the resume point
     on_trial_startup
@@ -49,7 +49,7 @@ class Loop:
     """The loop of one launch of a run.
 
     Args:
-        stages: the functions that have the ranks do something.
+        stages: the functions that send requests to the ranks.
         uploads: the launch's work in parallel with training.
         schedule: by default the experiment's.
         fetched: the resume point, if its files are fetched already; by default the run chooses.
@@ -76,15 +76,15 @@ class Loop:
 
         Raises:
             TrialError: the trial does not report the searcher metric, its losses stay non-finite,
-                or a stage of the user's own has failed. What the trial has learnt is saved first,
-                unless that is worth nothing.
+                or a stage of the user's own has failed. The run saves first, unless the losses are
+                not finite.
         """
         launch, stages, uploads, metrics = (
             self._launch, self._stages, self._uploads, self._launch.answers.metrics,
         )  # fmt: skip
         uploads.own.check()
         start = self._fetch_resume_point()
-        metrics.clear()  # of batches that were lost with earlier ranks
+        metrics.clear()  # earlier ranks' batches were lost
         metrics.update(start.metrics)
         progress = self._progress_at(start)
         begin = progress.batches_trained
@@ -154,7 +154,7 @@ class Loop:
         progress, has_metric = start.progress, self._run.metric is not None
         is_validated = progress.validated_at == progress.batches_trained
         if has_metric and progress.best_metric is None and is_validated:
-            # That validation did not have the searcher metric, which may have been corrected.
+            # That validation lacked the searcher metric, which may have been corrected.
             return replace(progress, validated_at=None)
         return progress
 
@@ -173,8 +173,8 @@ class Loop:
     def _lacks_metric(self) -> bool:
         """Return whether a batch of the validation set shows that the searcher metric is missing.
 
-        It is not tried if a validation has reported the metric, or if that costs more than it
-        saves. A callback may add the metric: then that is only a warning.
+        Not tried if a validation has reported the metric, or if trying costs more than it saves.
+        If a callback may add the metric, that is only a warning.
         """
         metric, answers = self._run.metric, self._launch.answers
         if metric is None or metric in answers.metrics.get("validation", {}):
@@ -207,9 +207,9 @@ class Loop:
         return progress.after_training(reached)
 
     def _validate(self, progress: Progress) -> Progress:
-        """A mistake is raised once the run has saved what it has trained."""
+        """Validate and report. A mistake is raised later, once the run has saved."""
         launch, own, trained = self._launch, self._uploads.own, progress.batches_trained
-        if not self._stages.validate(launch, trained):  # a stop request has ended it early
+        if not self._stages.validate(launch, trained):  # ended early by a stop request
             return progress
         self._stages.call_hook(launch, "on_validation_end", trained)
         own.run_blocking("validate", trained)
@@ -274,7 +274,7 @@ def wind_up(
     stopped_early: bool,
     mistake: TrialError | None = None,
 ) -> None:
-    """After the last hook of a trial, or a script's end: finish what runs in parallel.
+    """Finish the parallel work, after the last hook of a trial or the end of a script.
 
     Args:
         stopped_early: see `TrialResult`.
@@ -286,7 +286,7 @@ def wind_up(
     own = uploads.own
     own.finish()
     continues = launch.run.stopping.request is not None or launch.moves_after(stopped_early)
-    if not continues and mistake is None and own.mistake is None:  # also if the trial ended itself
+    if not continues and mistake is None and own.mistake is None:  # also after a stop by the trial
         own.run_blocking("training", batches_trained, uploads.newest)
     uploads.finish_pruning()
     if launch.answers.writes_run_files:

@@ -1,8 +1,8 @@
-"""Whether a run's losses are finite, and what follows if they are not.
+"""Watches whether a run's losses are finite, and ends the run if they stay NaN or infinite.
 
-A loss that stays NaN or infinite for a whole train-workload will not recover: the run ends, and
-the same batches would lead there again. Until the loss is finite again no checkpoint is stored, so
-that the last one, from which the trial can continue, is from before.
+A loss that stays non-finite for a whole train-workload will not recover, and a restart would lead
+there again. Until the loss is finite again, no checkpoint is stored: so the last checkpoint, from
+which the trial can continue, has finite losses.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from trial_core.errors import TrialError
 from trial_core.messages import NonFinite, Trained
 
 MIN_BATCHES = 5
-"""A loss that is not finite in fewer batches in a row, however short workloads are, may recover."""
+"""A loss that is not finite in fewer batches in a row may recover, however short workloads are."""
 
 
 @dataclass
@@ -25,9 +25,9 @@ class LossWatch:
     """Follows the metrics of one launch.
 
     Attributes:
-        is_on: whether such a loss ends the run (`stopping.fail_on_non_finite_loss`).
-        since: index of the first of the last batches, in all of which the losses were not finite;
-            None: they are. Of a script: the steps of the first such report.
+        is_on: True if such a loss ends the run (`stopping.fail_on_non_finite_loss`).
+        since: index of the first batch from which on the losses were not finite; None if they are
+            finite now. Of a script: the steps of the first such report.
         where: the loss and its value at that batch, for people.
         begin, reached: the last train-workload; of a script, its last two training reports.
     """
@@ -50,8 +50,8 @@ class LossWatch:
         """Note training metrics. Returns a warning for each that is not finite for the first time.
 
         Args:
-            metrics: averaged over batches and ranks, or what a script has reported.
-            ranks: where each rank's were not finite; without it, only `metrics` tell.
+            metrics: averaged over batches and ranks, or as a script has reported them.
+            ranks: where each rank's metrics were not finite; by default `metrics` decide.
         """
         last, self.begin, self.reached = self.reached, begin, reached
         bad = {name: self._found(name, ranks) for name in _non_finite(metrics)}
@@ -92,19 +92,19 @@ class LossWatch:
         ]
 
     def withholds_checkpoint(self, is_last: bool) -> bool:
-        """Whether a checkpoint of now would not be one to continue from.
+        """Return whether the trial could not continue from a checkpoint saved now.
 
         Args:
-            is_last: whether training ends here, so that a loss may be excused once.
+            is_last: True if training ends here, so that a loss may be excused once.
         """
         return self.is_on and self.since is not None and not (is_last and self._is_short)
 
     def failure(self, is_last: bool, saved_at: int | None) -> TrialError | None:
-        """The error, if the run must end because of its losses.
+        """Return the error, if the run must end because of its losses.
 
         Args:
-            is_last: whether training ends here in any case.
-            saved_at: batches trained at the last checkpoint; None: there is none.
+            is_last: True if training ends here in any case.
+            saved_at: batches trained at the last checkpoint; None before the first.
         """
         if not self.is_on or self.since is None or self._is_short:
             return None
@@ -124,7 +124,7 @@ class LossWatch:
         return self.since is not None and self.reached - self.since < MIN_BATCHES
 
     def _found(self, name: str, ranks: Sequence[Mapping[str, NonFinite]]) -> tuple[str, int | None]:
-        """Where a metric was not finite first, for people; and since when it is, until the end."""
+        """Return where a metric first was not finite, for people; and since when until the end."""
         seen = [(each[name], rank) for rank, each in enumerate(ranks) if name in each]
         if not seen:  # a script's, or a custom reducer's
             return f" at batch {self.reached}", self.reached if self.since is None else self.begin
@@ -138,7 +138,7 @@ class LossWatch:
 
 
 def _floats(value: Any) -> Iterator[float]:
-    """A number, or those in nested lists."""
+    """Yield a number, or the numbers in nested lists."""
     if isinstance(value, float):
         yield value
     for each in value if isinstance(value, list) else ():
@@ -150,7 +150,7 @@ def _non_finite(metrics: Mapping[str, Any]) -> list[str]:
 
 
 def _losses(metrics: Mapping[str, Any]) -> list[str]:
-    """The metrics that tell whether training has failed, if none of them is finite."""
+    """Return the metrics by which training has failed if none of them is finite."""
     numbers = [name for name, each in metrics.items() if any(True for _ in _floats(each))]
     if "loss" in numbers:
         return ["loss"]

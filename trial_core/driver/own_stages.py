@@ -1,8 +1,8 @@
-"""The stages of the user's own: when each is due, and what becomes of its result and failure.
+"""The stages of the user's own: when each is due, and how its result or failure is handled.
 
-A stage runs beside training, in its own process, or training waits for it. One that is due again
-while it runs is called afterwards, for the newest occasion. The end of training waits for all of
-them; a stop kills them.
+A stage runs in its own process, in parallel with training, or training waits for it. A stage that
+is due again while it runs is called afterwards, for the newest occasion. The end of training waits
+for all of them; a stop kills them.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 class OwnStages:
-    """The own stages of one launch. The end of the block waits for those that run.
+    """The own stages of one launch. The end of the block waits for running stages.
 
     Attributes:
-        mistake: the failure of a stage that ends the run; None: none has.
+        mistake: the failure of a stage that ends the run, or None.
     """
 
     def __init__(self, launch: Launch, stages: Stages) -> None:
@@ -45,10 +45,10 @@ class OwnStages:
         self.mistake: TrialError | None = None
 
     def check(self) -> None:
-        """Wait until each function has been imported, which began with the launch.
+        """Wait for the import of each function, which began with the launch.
 
         Raises:
-            ConfigError: one cannot be imported.
+            ConfigError: a function cannot be imported.
         """
         while self._checks:
             number, imported = self._checks.pop()
@@ -61,14 +61,14 @@ class OwnStages:
                     ) from failure
 
     def check_periods(self, epoch: EpochLength | None) -> None:
-        """Check that the loader can tell the periods. Raises ConfigError."""
+        """Check that periods in epochs have a loader with a length. Raises ConfigError."""
         for _, stage in self._own:
             if stage.every is not None:
                 stage.every.times_due(0, epoch)
 
     @property
     def metric_names(self) -> list[str]:
-        """The validation metrics that blocking stages say they give."""
+        """The validation metrics that blocking stages declare."""
         return [
             name
             for _, stage in self._own
@@ -77,7 +77,7 @@ class OwnStages:
         ]
 
     def run_blocking(self, after: After, batches: int, checkpoint: Manifest | None = None) -> None:
-        """Run those that training waits for, and add what they return after a validation."""
+        """Run the due stages that training waits for; after a validation, add their metrics."""
         for _, stage in self._due(after, batches, blocking=True):
             try:
                 argument = self._argument(stage, batches, checkpoint)
@@ -88,7 +88,7 @@ class OwnStages:
                 self._take(stage, returned)
 
     def start_beside(self, after: After, batches: int, checkpoint: Manifest | None = None) -> None:
-        """Start those that run beside training, or have them wait for their last call."""
+        """Start the due stages that run in parallel, each once its earlier call has ended."""
         for number, stage in self._due(after, batches, blocking=False):
             if (left_out := self._waiting.get(number)) is not None:
                 at = left_out["batches_trained"]
@@ -99,7 +99,7 @@ class OwnStages:
         self.poll()
 
     def poll(self) -> None:
-        """Take the results of those that have ended, and start those that wait for them."""
+        """Take the results of ended stages, and start the calls that waited for them."""
         for number, stage in self._own:
             if number in self._running and self._running[number].ended.is_set():
                 try:
@@ -116,18 +116,18 @@ class OwnStages:
                 self._running[number] = Running(started)
 
     def finish(self) -> None:
-        """Wait for those that run or wait, and take their results."""
+        """Wait for all running and waiting stages, and take their results."""
         while self._running:
             self.wait()
             self.poll()
 
     @property
     def is_busy(self) -> bool:
-        """Whether one runs beside training, and may read a checkpoint."""
+        """True while a stage runs in parallel, which may read a checkpoint."""
         return any(not each.ended.is_set() for each in self._running.values())
 
     def wait(self) -> None:
-        """Wait for those that run. A stop ends them, and the end of a launch that has failed."""
+        """Wait for running stages. A stop request, or a failure of the launch, ends them."""
         for each in self._running.values():
             each.ended.wait()
 
@@ -151,7 +151,7 @@ class OwnStages:
     def _argument(
         self, stage: StageConfig, batches: int, checkpoint: Manifest | None
     ) -> dict[str, Any]:
-        """What the function is called with; `docs/guides/stages.md` lists it."""
+        """Return the function's argument; `docs/guides/stages.md` lists its keys."""
         run, metrics = self._launch.run, self._launch.answers.metrics
         validated = metrics.get("validation", {})
         if stage.after == "validate":
@@ -207,5 +207,5 @@ class OwnStages:
 
 
 def _shown(value: Any) -> str:
-    """The beginning of a value, for people."""
+    """Return the beginning of a value, for people."""
     return one_line(clean(repr(value)[:60]))

@@ -15,9 +15,10 @@ from pathlib import Path
 
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.storage.open_storage import packages_of
+from trial_core.common.any_logger import AnyLogger
 from trial_core.common.text_format import plural
 from trial_core.config import ExperimentConfig
-from trial_core.driver.run import Launch, Logger, Run
+from trial_core.driver.run import Launch, Run
 from trial_core.errors import ConfigError, LaunchError, TrialflowError
 from trial_core.launch.machine.accelerators import has_cpu_alone, resolve_slot_count
 from trial_core.launch.nodes.hub import Hub
@@ -39,36 +40,36 @@ JOIN_TOKEN = "join-token"
 
 
 ENGINE_VARIABLE = "TRIALFLOW_ENGINE"
-"""The environment variable that chooses the node provider where ``resources.engine`` is auto."""
+"""The environment variable that chooses the node provider if ``resources.engine`` is auto."""
 
 
 _importing: ContextVar[ForkServer | None] = ContextVar("trialflow_importing", default=None)
 
 
 class Placement(ABC):
-    """Where the ranks of all launches of a run start. The defaults are those of one machine.
+    """Decides where the ranks of all launches of a run start. The defaults suit one machine.
 
     Attributes:
-        sends_code: whether the code has to be packed, to be sent to where they start.
+        sends_code: True if the code has to be packed and sent to the ranks' machines.
     """
 
     sends_code = False
 
     @abstractmethod
     def prepare(self, launch: Launch) -> tuple[int, Launcher]:
-        """How many ranks to launch now, and what starts them.
+        """Return the number of ranks to launch now, and their launcher.
 
         Raises:
-            LaunchError: this machine, or the nodes that there are, have too few slots.
+            LaunchError: this machine, or the present nodes, have too few slots.
             Stopped: the run was asked to stop while it waited for nodes.
         """
 
     def can_leave_out(self, slots: int) -> bool:
-        """Return whether another number of ranks than this can be launched."""
+        """Return whether ranks can be launched in another number than `slots`."""
         return False
 
     def leave_out(self, slots: int) -> None:  # noqa: B027 - one machine has one number
-        """Launch no longer this number of ranks, which the trial cannot be trained with."""
+        """Never again launch this number of ranks, with which the trial cannot be trained."""
 
     def has_trained(self) -> None:  # noqa: B027 - one machine has nothing to note
         """Note that the ranks of the last launch have trained a batch."""
@@ -81,22 +82,22 @@ class Placement(ABC):
         """Leave the nodes that were taken after the last launch that has trained.
 
         Args:
-            why: what has failed with them.
+            why: the failure of their ranks.
         """
 
     def leave(self, node: str, why: str) -> None:  # noqa: B027 - one machine has no other
         """Leave a node if it was taken after the last launch that has trained.
 
-        Another one may be taken in its place.
+        Another node may take its place.
         """
 
     def watching(self, launch: Launch) -> AbstractContextManager[None]:
-        """Tell the run during the block when its ranks should be launched on other nodes."""
+        """Watch the nodes during the block; tell the launch when it should move to others."""
         return nullcontext()
 
 
 class ThisMachine(Placement):
-    """The ranks start on this machine.
+    """Starts the ranks on this machine.
 
     Args:
         fork_server: starts them.
@@ -106,21 +107,21 @@ class ThisMachine(Placement):
         self._fork_server = fork_server
 
     def prepare(self, launch: Launch) -> tuple[int, Launcher]:
-        """Part of `Placement`."""
+        """Return this machine's number of ranks, and a launcher on the fork server."""
         config = launch.run.config
         variables = {**os.environ, **config.rank_variables, **launch.run.devices}
         return _slots_here(config, variables), LocalLauncher(self._fork_server)
 
 
 class OnNodes(Placement):
-    """The ranks start on nodes.
+    """Starts the ranks on nodes.
 
     Attributes:
         pool: keeps the nodes.
 
     Args:
-        wanted: what the run needs, for people.
-        sends_code: as in `Placement`; else every node has the folder under its path.
+        wanted: the slots that the run needs, for people.
+        sends_code: see `Placement`. If False, every node has the folder under its path.
     """
 
     def __init__(self, pool: NodePool, wanted: str, sends_code: bool) -> None:
@@ -129,7 +130,7 @@ class OnNodes(Placement):
         self._wanted = wanted
 
     def prepare(self, launch: Launch) -> tuple[int, Launcher]:
-        """Part of `Placement`. Waits for the nodes."""
+        """Wait for the nodes; return the number of their slots, and their launcher."""
         run = launch.run
         run.clock.has_left(self.pool.slots_left)
         with launch.stage("wait-for-nodes", self._wanted):
@@ -149,36 +150,36 @@ class OnNodes(Placement):
         return self.pool.slots_of(agents), launcher
 
     def can_leave_out(self, slots: int) -> bool:
-        """Part of `Placement`."""
+        """Return whether the nodes can give the run another number of ranks."""
         return self.pool.can_leave_out(slots)
 
     def leave_out(self, slots: int) -> None:
-        """Part of `Placement`."""
+        """Have the pool never give this number of ranks again."""
         self.pool.leave_out(slots)
 
     def has_trained(self) -> None:
-        """Part of `Placement`."""
+        """Note that the present nodes have trained."""
         self.pool.has_trained()
 
     def can_retreat(self) -> bool:
-        """Part of `Placement`."""
+        """Return whether enough nodes would remain after `retreat`."""
         return self.pool.can_retreat()
 
     def retreat(self, why: str) -> None:
-        """Part of `Placement`."""
+        """Leave the nodes that have not trained."""
         self.pool.retreat(why)
 
     def leave(self, node: str, why: str) -> None:
-        """Part of `Placement`."""
+        """Leave a node that has not trained."""
         self.pool.leave(node, why)
 
     def watching(self, launch: Launch) -> AbstractContextManager[None]:
-        """Part of `Placement`."""
+        """Have the pool move the launch when nodes leave or join, during the block."""
         return self.pool.watching(launch.move_now, launch.move_at_checkpoint)
 
 
 def _stored_object(run: Run) -> str | None:
-    """The key of an object that the run has stored; None: it may have stored none yet."""
+    """Return the key of an object that the run has stored; None if there may be none yet."""
     if run.fence is not None:
         return layout.attempt_key(run.trial, run.fence.number)
     has_claim = run.claim is not None and run.claim.is_written
@@ -189,10 +190,10 @@ def _stored_object(run: Run) -> str | None:
 def place_ranks(
     config: ExperimentConfig, run_dir: Path, announce: Callable[[str], None]
 ) -> Iterator[Placement]:
-    """Where the ranks of a run start. At the end of the block they and their nodes are gone.
+    """Place the ranks of a run. At the end of the block they and their nodes are gone.
 
     Args:
-        announce: told how nodes join, if people start them.
+        announce: called with how nodes join, if people start them.
 
     Raises:
         ConfigError: the experiment cannot run on several machines.
@@ -218,11 +219,11 @@ def place_ranks(
 def importing_ahead(config: ExperimentConfig, late: Sequence[str] = ()) -> Iterator[None]:
     """Import PyTorch and DeepSpeed for the ranks of the block's run, while it prepares the rest.
 
-    Only on a machine that has no accelerators: a run gets those later, and to count them may take
-    seconds. Does nothing within such a block.
+    Only on a machine without accelerators: a run gets those later, and counting them may take
+    seconds. Does nothing within another such block.
 
     Args:
-        late: as of `ForkServer`.
+        late: see `ForkServer`.
     """
     if _importing.get() is not None:
         yield
@@ -243,7 +244,7 @@ def importing_ahead(config: ExperimentConfig, late: Sequence[str] = ()) -> Itera
 
 
 def _modules(config: ExperimentConfig) -> Sequence[str]:
-    """What is imported before ranks are forked."""
+    """Return the modules to import before ranks are forked."""
     if not config.resources.preload:
         return ()
     of_ranks = SCRIPT_MODULES if config.is_script else TRIAL_MODULES
@@ -265,13 +266,13 @@ def on_nodes(
     preload: str = "none",
     same_versions: bool = True,
 ) -> Iterator[OnNodes]:
-    """The nodes that a provider finds for a run. At the end of the block they are given back.
+    """Take nodes from a provider for a run. At the end of the block they are given back.
 
     Args:
-        run_dir: where the token of a `JoinProvider` is written.
-        announce: told how nodes join, if people start them.
-        preload: what the agents' ranks import before they are forked, as in `agent_main.PRELOADS`.
-        same_versions: as for `Hub`.
+        run_dir: the folder for the token of a `JoinProvider`.
+        announce: called with how nodes join, if people start them.
+        preload: the agents' imports before ranks are forked, a key of `agent_main.PRELOADS`.
+        same_versions: see `Hub`.
 
     Raises:
         ConfigError: the experiment cannot run on several machines.
@@ -310,8 +311,8 @@ def on_nodes(
         yield OnNodes(pool, least + plural(request.slots, "slot"), sends_code)
 
 
-def announcer(logger: Logger, observer: Observer) -> Callable[[str], None]:
-    """Tells how nodes join, in the log and to the observer."""
+def announcer(logger: AnyLogger, observer: Observer) -> Callable[[str], None]:
+    """Return a function that tells the log and the observer how nodes join."""
 
     def announce(how: str) -> None:
         logger.info("%s", how)
@@ -323,13 +324,13 @@ def announcer(logger: Logger, observer: Observer) -> Callable[[str], None]:
 def choose_provider(
     config: ExperimentConfig, environment: Mapping[str, str] = os.environ
 ) -> NodeProvider | None:
-    """What finds the run's nodes; None: the ranks start on this machine.
+    """Return the provider of the run's nodes; None if the ranks start on this machine.
 
     Raises:
-        ConfigError: the environment names an engine that there is not.
+        ConfigError: the environment names an unknown engine.
     """
     name: str = config.resources.engine
-    if name == "auto":  # it belongs to the place more than to the experiment
+    if name == "auto":  # it depends on the place more than on the experiment
         name = environment.get(ENGINE_VARIABLE) or _provider_here(environment)
     if name == "join":
         return JoinProvider()
@@ -351,11 +352,11 @@ def _provider_here(environment: Mapping[str, str]) -> str:
 
 
 def _request(config: ExperimentConfig, provider: NodeProvider) -> NodeRequest:
-    """The nodes that a run needs.
+    """Return the request for the nodes that a run needs.
 
     Raises:
-        ConfigError: the experiment does not say how many ranks; or its storage is no other
-            process's.
+        ConfigError: the experiment does not give the number of ranks; or other processes cannot
+            see its storage.
     """
     resources = config.resources
     slots, min_slots, per_node = (

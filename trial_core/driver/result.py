@@ -16,13 +16,13 @@ class TrialResult:
     Attributes:
         trial: the trial's id; give it to the flow again to continue the trial.
         batches_trained: over all runs of the trial.
-        stopped_early: whether the run ended before its maximum length, or its last validation.
+        stopped_early: True if the run ended before its maximum length, or its last validation.
         stop_reason: why the flow run was stopped; None if the trial requested the stop.
         training_metrics, validation_metrics: the last ones.
-        validated_at: the batch of the last validation; None: there was none.
+        validated_at: the batch of the last validation; None before the first.
         checkpoint_uuid: the trial's newest committed checkpoint.
-        checkpoint_url: where the files are that it has stored itself; `fetch` gets all.
-        tensorboard_url: where the flow run's files for TensorBoard are, if the trial writes any.
+        checkpoint_url: the folder of the files that it has stored itself; `fetch` gets all.
+        tensorboard_url: the folder of the flow run's TensorBoard files, if the trial writes any.
         report_path: the flow run's report, as a Markdown file.
         run_dir: the flow run's folder on this machine, with its logs.
         flow_run_id: Prefect's id of the flow run.
@@ -30,8 +30,8 @@ class TrialResult:
         trial_stop_reason: why the trial requested a stop, if it says so.
         checkpoint_at: how many batches were trained when the checkpoint was saved.
         throughput: the run's average over its train-workloads: batches_per_second,
-            samples_per_second, tokens_per_second, mfu; and peak_memory_bytes, by rank. None: not
-            known.
+            samples_per_second, tokens_per_second, mfu; and peak_memory_bytes, by rank. None if
+            unknown.
         config: the flow run's experiment, with which later flows and tasks find the checkpoint.
     """
 
@@ -56,14 +56,14 @@ class TrialResult:
 
 
 def describe_saved(result: TrialResult) -> str:
-    """What a stopped run has saved, for people."""
+    """Describe the checkpoint of a stopped run, for people."""
     if result.checkpoint_uuid is None:
         return "nothing to save: no batch was trained"
     return f"saved at batch {result.checkpoint_at}, checkpoint {result.checkpoint_uuid}"
 
 
 def status_of(result: TrialResult) -> str:
-    """The status of a run that has a result, for people."""
+    """Return the status of a run that has a result, for people."""
     if not result.stopped_early:
         return "completed"
     why = result.stop_reason or as_the_trial_asked(result.trial_stop_reason)

@@ -1,4 +1,4 @@
-"""A run and its launches: what a run is given, what its ranks have said, and what came of it."""
+"""A run and its launches: the parts of the run, its ranks' answers, and its progress."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from trial_core.checkpoint.resume_point import ResumePoint
 from trial_core.checkpoint.retention.claims import RunClaim
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.transfer.trial_code import TrialCode
+from trial_core.common.any_logger import AnyLogger
 from trial_core.config import ExperimentConfig
 from trial_core.driver.choose_resume_point import resume_points
 from trial_core.driver.loss_watch import LossWatch
@@ -31,7 +32,6 @@ from trial_core.schedule.stop_requests import StopHandler, as_the_trial_asked
 from trial_core.schedule.units import EpochLength
 
 R = TypeVar("R", bound=Result)
-Logger = logging.Logger | logging.LoggerAdapter[Any]
 
 HOW_TO_GO_ON = (
     "to train it further, raise searcher.max_length; to begin a new trial, start a run without "
@@ -41,7 +41,7 @@ HOW_TO_GO_ON = (
 
 @dataclass
 class Run:
-    """What a run is given. The same for all its launches.
+    """The parts of a run that are the same for all its launches.
 
     Attributes:
         config: the experiment.
@@ -50,17 +50,17 @@ class Run:
         store: the trial's checkpoint storage.
         observer: gets the run's events.
         stopping: stop requests to this run.
-        claim: announces which checkpoints this run needs, so that they are not pruned. None: no
-            prune can come between.
-        fence: whether this run may still commit; None if no other run can take over the trial.
+        claim: protects the checkpoints that this run needs from prunes. None if no prune can
+            happen.
+        fence: tells if this run may still commit; None if no other run can take over the trial.
         devices: environment variables that give the ranks this run's accelerators.
-        clock: measures what the run's slots do.
-        test_mode: whether to train and validate one batch: and keep no checkpoint, or restore it.
-        has_metric: whether the experiment names a searcher metric; a script need not.
-        how_to_go_on: what to do with a trial that has reached its maximum length.
-        choose_resume_points: what the run may resume from, best first; None: its trial's
+        clock: measures how the run's slots spend their time.
+        test_mode: set to train and validate one batch, and keep no checkpoint, or restore it.
+        has_metric: True if the run has a searcher metric; a script need not.
+        how_to_go_on: advice for a trial that has reached its maximum length.
+        choose_resume_points: returns the resume points, best first; None for the trial's
             checkpoints, else the experiment's source.
-        find_logger: the log of the stage that the calling thread executes, else of the run.
+        find_logger: returns the log of the calling thread's stage, else of the run.
         throughput: of all train-workloads.
     """
 
@@ -78,53 +78,53 @@ class Run:
     has_metric: bool = True
     how_to_go_on: str = HOW_TO_GO_ON
     choose_resume_points: Callable[[], list[ResumePoint]] | None = None
-    find_logger: Callable[[], Logger] = lambda: logging.getLogger(__name__)
+    find_logger: Callable[[], AnyLogger] = lambda: logging.getLogger(__name__)
     throughput: ThroughputMeter = field(init=False)
 
     def __post_init__(self) -> None:
         self.throughput = ThroughputMeter(self.config.resources.peak_flops)
 
     def resume_points(self) -> list[ResumePoint]:
-        """What the run may resume from now, best first; at least one.
+        """Return the present resume points of the run, best first; at least one.
 
         Raises:
             Superseded: another run has taken over the trial.
-            StorageError: this is not the storage that the run began with: it may have none.
+            StorageError: this is not the storage that the run began with: it may be empty.
         """
         if self.choose_resume_points is not None:
             points = self.choose_resume_points()
         else:
             points = resume_points(self.store, self.config, self.trial)
-        if self.fence is not None:  # afterwards: so it was the right storage then
+        if self.fence is not None:  # after the listing, so it was the right storage
             self.fence.check(f"trial {self.trial} is not continued")
         return points
 
     @property
     def metric(self) -> str | None:
-        """The name of the searcher metric; None: the run has none."""
+        """The name of the searcher metric, or None."""
         return self.config.searcher.metric if self.has_metric else None
 
     @property
-    def logger(self) -> Logger:
+    def logger(self) -> AnyLogger:
         """The log of the stage that the calling thread executes, else of the run."""
         return self.find_logger()
 
 
 @dataclass
 class RankAnswers:
-    """What the ranks of one launch have answered.
+    """The answers of the ranks of one launch.
 
     Attributes:
         hooks: the callback hooks that the trial overrides, once it is built.
-        topology, versions, batch_samples: once the trial is built.
+        topology, versions, batch_samples: set once the trial is built.
         epoch: the length of an epoch, once the loaders are built; None if it is unknown.
-        loads_micro_batches: whether micro-batches may be made smaller: the loaders follow.
-        may_add_metrics: whether a callback may add validation metrics, once check-metrics has run.
-        metrics: the last ones of each kind.
+        loads_micro_batches: True if micro-batches may be made smaller: the loaders follow.
+        may_add_metrics: True if a callback may add validation metrics, once check-metrics has run.
+        metrics: the last metrics of each kind.
         validated: the metrics of the last validation, which may not be reported yet.
-        stop_requested: whether the trial has requested a stop.
-        stop_reason: why, if the trial says so.
-        writes_run_files: whether a rank writes files for TensorBoard.
+        stop_requested: True if the trial has requested a stop.
+        stop_reason: the trial's reason for the stop, if it gives one.
+        writes_run_files: True if a rank writes files for TensorBoard.
     """
 
     hooks: frozenset[str] = frozenset()
@@ -143,17 +143,17 @@ class RankAnswers:
 
 @dataclass
 class LaunchProgress:
-    """What came of one launch so far.
+    """The progress of one launch.
 
     Attributes:
-        can_save: whether a workload has begun. A stop request before that aborts the ranks.
+        can_save: True once training has begun. A stop request before that aborts the ranks.
         end: the batch at which training ends, once it is known; 0: unknown.
         began_at: the batch at which this launch began.
-        has_trained: whether this launch has trained a batch.
-        batches_trained: where the last train-workload ended, or this launch began.
+        has_trained: True if this launch has trained a batch.
+        batches_trained: the batch at which the last train-workload ended, or this launch began.
         saved_at: batches trained at the last checkpoint that the trial can continue from.
-        moves: why the ranks save and end now, to be launched on other nodes; None: they do not.
-        tensorboard_url: where the trial's files for TensorBoard are, once they are uploaded.
+        moves: why the ranks save and end now, to be launched on other nodes; else None.
+        tensorboard_url: the folder of the trial's TensorBoard files, once they are uploaded.
     """
 
     can_save: bool = False
@@ -167,21 +167,21 @@ class LaunchProgress:
 
 
 class Launch:
-    """One launch of a run's ranks. Ranks that are launched again are another launch.
+    """One launch of a run's ranks. A restart is another launch.
 
     Attributes:
-        run: what the run is given.
+        run: the run that it belongs to.
         code: the trial's code, which the ranks start in and checkpoints name.
         micro_batch_samples: samples of a micro-batch, in place of the configured number.
         attempt: a random id of this launch, stored as `Manifest.attempt`. The attempt of the run's
             fence is the same for all launches.
         slots: the ranks, once they are launched.
-        world_size: how many ranks this launch has; 0 before that is known.
-        script_events: what a script reports, and in the end its results.
-        answers: what the ranks have answered.
-        progress: what came of it so far.
-        losses: whether the losses are finite.
-        has_failed: whether the launch has ended by an error; stages of the user's own are killed.
+        world_size: the number of ranks of this launch; 0 before that is known.
+        script_events: the reports of a script, and in the end its results.
+        answers: the ranks' answers.
+        progress: its progress so far.
+        losses: watches whether the losses are finite.
+        has_failed: True once an error has ended the launch; stages of the user's own are killed.
     """
 
     slots: SlotGroup
@@ -207,11 +207,11 @@ class Launch:
         expect: type[R],
         stall_seconds: float | Literal["idle"] | None = "idle",
     ) -> list[R]:
-        """Have every rank carry out a request; all results, in the order of ranks.
+        """Have every rank carry out a request. Return all results, in the order of ranks.
 
         Args:
             expect: the result type of this request.
-            stall_seconds: how long the ranks may make no progress; None: no limit. ``idle``: as for
+            stall_seconds: how long the ranks may make no progress; None for no limit. ``idle`` for
                 stages that train no batch (`stopping.idle_timeout_seconds`).
 
         Raises:
@@ -223,14 +223,14 @@ class Launch:
 
     @property
     def should_stop(self) -> bool:
-        """Whether to save and end: the trial or a stop request asks for it, or the ranks move."""
+        """True if the ranks are to save and end: by request of the trial or another, or to move."""
         return self._is_asked_to_stop or self.progress.moves is not None
 
     def moves_after(self, stopped_early: bool) -> bool:
-        """Whether the run continues on other nodes, once these ranks have ended.
+        """Return whether the run continues on other nodes, once these ranks have ended.
 
         Args:
-            stopped_early: as of `TrialResult`.
+            stopped_early: see `TrialResult`.
         """
         moves = self.progress.moves is not None
         return moves and stopped_early and not self._is_asked_to_stop
@@ -256,7 +256,7 @@ class Launch:
             self.run.observer.notice(warning)
 
     def withholds_checkpoint(self, batches_trained: int, is_last: bool) -> bool:
-        """Whether no checkpoint is stored now, because the losses are not finite. Logs it."""
+        """Return whether no checkpoint may be stored now: the losses are not finite. Logs it."""
         withholds = self.losses.withholds_checkpoint(is_last)
         if withholds:
             self.run.logger.warning(
@@ -266,7 +266,7 @@ class Launch:
         return withholds
 
     def may_save(self) -> None:
-        """From now on, ranks that have to stop or move save first."""
+        """Note that from now on, ranks that have to stop or move save first."""
         self.progress.can_save = True
         if self.progress.moves:
             self.slots.stop()
@@ -284,12 +284,12 @@ class Launch:
                 self.slots.abort("nothing to save: training had not begun")
 
     def move_at_checkpoint(self, why: str) -> None:
-        """As `move_now`, after the next checkpoint. For any thread."""
+        """Have the launch move after its next checkpoint, as `move_now` does. For any thread."""
         self.run.logger.info("%s: the run takes them after its next checkpoint", why)
         self._moves_at_checkpoint = why
 
     def has_saved(self, batches_trained: int) -> None:
-        """Note that a checkpoint is staged. The run may move now, if there is more to do."""
+        """Note that a checkpoint is staged. The run may now move, if it has more to train."""
         self.progress.saved_at = batches_trained
         why, end = self._moves_at_checkpoint, self.progress.end
         if why is not None and not (end and batches_trained >= end) and not self.should_stop:
@@ -302,7 +302,7 @@ class Launch:
         self.run.observer.batches_trained(batches)
 
     def note_failure(self, failure: RankFailed) -> None:
-        """Note that a rank has raised, maybe after batches of a workload that has not ended."""
+        """Note that a rank has raised, maybe in the middle of a workload."""
         self._note_trained(failure.batches_trained or 0)
 
     def _note_trained(self, batches: int) -> None:
@@ -310,7 +310,7 @@ class Launch:
         progress.has_trained = progress.has_trained or batches > progress.batches_trained
 
     def note_activity(self, text: str) -> None:
-        """Tell people what a stage does that takes long. Called in the channel's thread."""
+        """Tell people about the progress of a long stage. Called in the channel's thread."""
         self.run.logger.info("%s", text)
         self.run.observer.stage_takes_long(text)
 
@@ -319,7 +319,7 @@ class Launch:
         """Report a stage's start and end to the observer, and count its time.
 
         Args:
-            detail: of a hook's stage, begins with the hook's name.
+            detail: a hook's stage begins it with the hook's name.
         """
         observer = self.run.observer
         observer.stage_started(name, detail)

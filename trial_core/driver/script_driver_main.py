@@ -1,12 +1,12 @@
-"""The driver of a script whose ranks another program has started: a process beside rank 0.
+"""The driver of a script whose ranks another program has started: a process started by rank 0.
 
 torchrun, `deepspeed`, srun, plain python or a notebook has started the ranks. Rank 0 starts this
-process (`trial_core/rank/script/driver_process.py`) and writes an `Order` to its standard input. It
-gets back, as a line, the `Invitation` for all ranks, or the error that came first. Then the ranks
-join, and the driver drives them as any others. Only it cannot launch them again.
+process (`trial_core/rank/script/driver_process.py`) and writes an `Order` to its standard input.
+The driver answers with one line: the `Invitation` for all ranks, or an error. Then the ranks join,
+and it drives them as any others, except that it cannot launch them again.
 
-Its log goes to rank 0, whose script decides where logs go. It ends with the run, and when rank 0,
-which holds its standard input, is gone.
+The driver's log goes to rank 0, whose script decides where logs go. The driver ends with the run,
+or when rank 0, which holds its standard input, is gone.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ from trial_core.schedule.stop_requests import StopHandler
 
 LATEST = "latest"
 NO_GRACE_SECONDS = 1e8
-"""Who stops a script decides how long to wait: a scheduler, a person."""
+"""No limit: the scheduler or person that stops a script decides how long to wait."""
 ANSWERS = 1
-"""Standard output: the pipe to rank 0."""
+"""The descriptor of standard output, which is the pipe to rank 0."""
 RANK_0_GONE_SECONDS = 60.0
 """How long the driver may take to write its report once rank 0 is gone."""
 
@@ -70,7 +70,7 @@ logger = logging.getLogger("trial_core.driver")
 
 
 class JoiningRanks(Placement):
-    """The ranks of a script, which join. The driver's log goes to them."""
+    """Waits for the ranks of a script to join, and sends them the driver's log."""
 
     def __init__(self, order: Order, listen: ListenAddress, log: ForwardedLog) -> None:
         self._order = order
@@ -78,17 +78,17 @@ class JoiningRanks(Placement):
         self._log = log
 
     def prepare(self, launch: Launch) -> tuple[int, Launcher]:
-        """Part of `Placement`."""
+        """Return the number of ranks of the order, and a launcher that lets them join."""
         listen = self._listen if self._order.has_other_machines else None
         return self._order.world_size, JoinedLauncher(_answer, listen)
 
     def watching(self, launch: Launch) -> AbstractContextManager[None]:
-        """Part of `Placement`."""
+        """Send the driver's log to the ranks during the block."""
         return self._log.sent_to(launch)
 
 
 class ForwardedLog(logging.Handler):
-    """Sends log lines to rank 0; before the ranks have joined it keeps them.
+    """Sends log lines to rank 0, and keeps them until the ranks have joined.
 
     After they have left, lines go to standard error, which is rank 0's.
     """
@@ -99,7 +99,7 @@ class ForwardedLog(logging.Handler):
         self._waiting: list[Logged] | None = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Part of `logging.Handler`."""
+        """Send a record, keep it, or print it, as the class says."""
         try:
             self._forward(record)
         except Exception:  # noqa: BLE001 - as other handlers: a line that cannot be sent ends no run
@@ -116,7 +116,7 @@ class ForwardedLog(logging.Handler):
 
     @contextmanager
     def sent_to(self, launch: Launch) -> Iterator[None]:
-        """Send lines to the ranks during the block, first those that were kept."""
+        """Send lines to the ranks during the block, first the kept lines."""
         kept, self._waiting = self._waiting, None
         for line in kept or ():
             launch.slots.tell(line)
@@ -127,20 +127,20 @@ class ForwardedLog(logging.Handler):
             self._launch = None
 
     def flush_kept(self) -> None:
-        """Write lines that no rank has got to standard error."""
+        """Write the kept lines to standard error."""
         kept, self._waiting = self._waiting, None
         for line in kept or ():
             print(line.text, file=sys.stderr, flush=True)
 
 
 def main() -> None:
-    """Drive the ranks of the order on standard input, until the run ends."""
+    """Read an order from standard input, and drive its ranks until the run ends."""
     show_title("trialflow: driver")
     line = sys.stdin.buffer.readline()
     if not line:
-        return  # the script has ended without an order
+        return  # the script ended without an order
     threading.Thread(target=_end_after_rank_0, daemon=True).start()
-    # Rank 0 reads a single line. What a library prints, as OpenTelemetry's console exporter does,
+    # Rank 0 reads a single line. Output of libraries, such as OpenTelemetry's console exporter,
     # would fill the pipe.
     sys.stdout = sys.stderr
     log = ForwardedLog()
@@ -162,7 +162,7 @@ def carry_out(order: Order, log: ForwardedLog) -> None:
     Raises:
         TrialflowError: the run has failed, or could not begin.
     """
-    # Its ranks cannot be launched again.
+    # The ranks cannot be launched again.
     config = ExperimentConfig.from_mapping(order.experiment)
     config = config.model_copy(update={"max_restarts": 0})
     storage = config.checkpoint_storage
@@ -207,11 +207,11 @@ def carry_out(order: Order, log: ForwardedLog) -> None:
 def first_points(
     store: CheckpointStore, config: ExperimentConfig, latest_checkpoint: str | None
 ) -> list[ResumePoint]:
-    """What a run may resume from, before it has taken its trial over; at least one.
+    """Return the resume points of a run that has not taken over its trial yet; at least one.
 
     Raises:
-        CheckpointNotFound: there is no such checkpoint.
-        StorageError: there is none in a storage that has been replaced, or is not mounted.
+        CheckpointNotFound: the storage has no such checkpoint.
+        StorageError: the storage has none, and has been replaced or is not mounted.
     """
     if latest_checkpoint is not None and latest_checkpoint != LATEST:
         of_place = is_place(latest_checkpoint)
@@ -224,7 +224,7 @@ def first_points(
 
 
 def _fixed(latest_checkpoint: str | None, points: list[ResumePoint]) -> Resume | None:
-    """How to choose the resume points of a checkpoint that the script names; None: the run does.
+    """Return how to choose resume points if the script names a checkpoint; else None.
 
     A checkpoint in another place is copied to the run's own storage.
     """
@@ -241,20 +241,20 @@ def _fixed(latest_checkpoint: str | None, points: list[ResumePoint]) -> Resume |
 
 
 def _follow(order: Order) -> Follow:
-    """Trains on the ranks of the script: as its `fit` asks, or by its own loop."""
+    """Return how to train on the ranks: as the script's `fit` asks, or by its own loop."""
     if (fit := order.fit) is None:
         return follow_run
     return lambda launch, stages, uploads: follow_fit(launch, stages, uploads, fit, None)
 
 
 def _answer(message: Invitation | Abort) -> None:
-    """Give rank 0 its line; only the first one is read, and rank 0 may be gone."""
+    """Write rank 0's line. It reads only the first one, and may be gone."""
     with suppress(BrokenPipeError):
         os.write(ANSWERS, _line_of(message))
 
 
 def _line_of(message: Invitation | Abort) -> bytes:
-    """A message as a line of text."""
+    """Encode a message as a line of text."""
     return encode(message).hex().encode() + b"\n"
 
 

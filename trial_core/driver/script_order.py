@@ -1,4 +1,4 @@
-"""What rank 0 of a script orders from the driver that its ranks join."""
+"""The order that rank 0 of a script gives to its driver."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from trial_core.messages import FitBegun
 
 
 class Order(msgspec.Struct, kw_only=True):
-    """What rank 0 of a script has driven.
+    """The run that rank 0 of a script has its driver drive.
 
     Attributes:
-        experiment: the script's, as plain data.
+        experiment: the script's experiment, as plain data.
         new_trial: the trial's id, if the run begins a new one.
-        world_size: how many ranks join.
-        has_other_machines: whether ranks of other machines join.
-        fit: the arguments of `Trainer.fit`; None: a Core API script.
-        latest_checkpoint: what to resume from: a checkpoint's uuid or the beginning of it, a folder
-            or URL, or ``latest``. None: a new trial.
-        take_over: whether to take the trial from another run that may be live.
-        test_mode: whether to train one batch, and keep nothing.
-        has_metric: whether the script names a searcher metric.
-        has_code: whether its folder holds code that checkpoints should name.
+        world_size: the number of ranks that join.
+        has_other_machines: True if ranks of other machines join.
+        fit: the arguments of `Trainer.fit`; None for a Core API script.
+        latest_checkpoint: the checkpoint to resume from: its uuid or the beginning of it, a folder
+            or URL, or ``latest``. None for a new trial.
+        take_over: True to take the trial from another run that may be live.
+        test_mode: True to train one batch, and keep nothing.
+        has_metric: True if the script names a searcher metric.
+        has_code: True if its folder holds code that checkpoints should name.
     """
 
     experiment: dict[str, Any]

@@ -1,4 +1,4 @@
-"""How far a Core API script is, from what it reports."""
+"""The progress of a Core API script, from its reports."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class ScriptProgress:
     """The progress and the last metrics of a Core API script.
 
     Attributes:
-        metric: the name of the searcher metric; None: the run has none.
-        smaller_is_better: whether a smaller value of it is better.
-        progress: so far; a step is a batch.
-        metrics: the last ones of each kind.
-        has_warned: whether it was said that the script does not report the searcher metric.
+        metric: the name of the searcher metric, or None.
+        smaller_is_better: True if a smaller value of it is better.
+        progress: the progress so far; a step is a batch.
+        metrics: the last metrics of each kind.
+        has_warned: True after the warning that the script does not report the searcher metric.
     """
 
     metric: str | None
@@ -33,7 +33,7 @@ class ScriptProgress:
     def reported(
         self, kind: MetricsKind, steps_completed: int, metrics: Mapping[str, Any]
     ) -> TrialError | None:
-        """Note a report. Return why a validation does not count as a better or worse one, if so."""
+        """Note a report. Return the error if a validation lacks the searcher metric."""
         self.progress = self.progress.after_training(steps_completed)
         self.metrics[kind] = dict(metrics)
         if kind == "training":
@@ -48,6 +48,6 @@ class ScriptProgress:
         return mistake
 
     def stored(self, steps_completed: int) -> Progress:
-        """The progress at a checkpoint."""
+        """Note a checkpoint. Return the progress there."""
         self.progress = self.progress.after_training(steps_completed).after_checkpoint()
         return self.progress

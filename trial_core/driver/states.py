@@ -1,6 +1,6 @@
-"""The states of a run, and which follows which.
+"""The states of a run, and their order.
 
-`Driver` (`drive.py`) carries each of them out, and returns the next::
+`Driver` (`drive.py`) carries out each of them, and returns the next::
 
     Launching ──► Completed ──► Ended
                             └─► Moving ──► Launching        on other nodes
@@ -24,7 +24,7 @@ class Launching:
     """The ranks are launched next.
 
     Attributes:
-        saved: what the ranks before them have saved, to continue on other nodes.
+        saved: the result of the ranks before them, which saved to continue on other nodes.
     """
 
     saved: TrialResult | None = None
@@ -32,7 +32,7 @@ class Launching:
 
 @dataclass(frozen=True)
 class Completed:
-    """The ranks have trained until the run ended, was stopped, or moves."""
+    """The ranks have trained until the run ended, was stopped, or is to move."""
 
     launch: Launch
     result: TrialResult
@@ -72,7 +72,7 @@ class Moving:
     """The ranks are launched on other nodes next.
 
     Attributes:
-        what: if they have saved, and why they move, for people.
+        what: tells people if the ranks have saved, and why they move.
         saved: see `Launching`.
     """
 
@@ -88,10 +88,10 @@ class Ended:
     result: TrialResult
 
 
-State = Launching | Completed | Aborted | RanksFailed | Restarting | Moving | Ended
+RunState = Launching | Completed | Aborted | RanksFailed | Restarting | Moving | Ended
 
 
-def describe(state: State) -> str:
+def describe(state: RunState) -> str:
     """A state in a few words, for the story of a run that has failed."""
     if isinstance(state, Launching):
         return "launching"

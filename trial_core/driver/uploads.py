@@ -1,5 +1,4 @@
-"""The work of a launch in parallel with training: one upload at a time, the prunes that follow it,
-and the stages of the user's own."""
+"""A launch's work in parallel with training: one upload at a time, prunes, and own stages."""
 
 from __future__ import annotations
 
@@ -46,7 +45,7 @@ class Uploads:
 
     @property
     def is_busy(self) -> bool:
-        """Whether an upload is in progress."""
+        """True while an upload is in progress."""
         return self._upload is not None and not self._upload.ended.is_set()
 
     def start(self, staged: StagedCheckpoint) -> None:
@@ -57,20 +56,20 @@ class Uploads:
         self._upload = Running(self._stages.checkpoint_upload(self._launch, staged))
 
     def call_at_end(self, call: Callable[[], None]) -> None:
-        """Call `call` once `is_busy` is False, in any thread; now without an upload."""
+        """Call `call` when the upload ends, in any thread; at once without an upload."""
         if self._upload is None:
             call()
         else:
             self._upload.pending.add_done_callback(lambda _: call())
 
     def poll(self) -> None:
-        """Between workloads: if the upload has ended, do as `finish`; and poll the own stages."""
+        """Finish the upload if it has ended, and poll the own stages. Called between workloads."""
         if not self.is_busy:
             self.finish()
         self.own.poll()
 
     def finish(self) -> None:
-        """Wait for the upload, if there is one; then its hook, its own stages, and pruning.
+        """Wait for the upload, if there is one; then run its hook and own stages, and prune.
 
         Raises:
             CheckpointError: the upload failed.
@@ -84,7 +83,7 @@ class Uploads:
         at = committed.progress.batches_trained
         self._stages.call_hook(self._launch, "on_checkpoint_upload_end", at, uuid=committed.uuid)
         self.own.run_blocking("checkpoint-upload", at, committed)
-        if self.own.is_busy:  # it may read what is pruned
+        if self.own.is_busy:  # it may read the pruned files
             self._pruning.postpone(at)
         else:
             self._pruning.start(at)
@@ -125,7 +124,7 @@ class Pruning:
         self._due_at = batches_trained
 
     def finish(self) -> None:
-        """Prune once more if due, and wait for the end. A failed prune raises nothing."""
+        """Prune once more if due, and wait for the end. Raises nothing if a prune fails."""
         self.wait()
         if self._due_at is not None:
             self.start(self._due_at)

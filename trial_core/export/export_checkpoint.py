@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from trial_core.checkpoint.verified_read import OnRead
     from trial_core.checkpoint.weights.weights import SavedWeight
 
-Precision = Literal["fp32", "16bit"]
+ExportPrecision = Literal["fp32", "16bit"]
 Format = Literal["safetensors", "hf", "adapter", "deepspeed", "universal"]
 """The first is one file, the others are folders."""
 COPY_BYTES = 16 * 2**20
@@ -63,7 +63,7 @@ class ExportRequest:
 
     manifest: Manifest
     engine: int = 0
-    dtype: Precision = "fp32"
+    dtype: ExportPrecision = "fp32"
     is_trusted: bool = False
     format: Format = "safetensors"
     shard_size: str = "2GB"
@@ -72,7 +72,7 @@ class ExportRequest:
         """Refuses an unknown format or precision. Raises ConfigError."""
         for name, value, known in (
             ("format", self.format, get_args(Format)),
-            ("dtype", self.dtype, get_args(Precision)),
+            ("dtype", self.dtype, get_args(ExportPrecision)),
         ):
             if value not in known:
                 raise ConfigError(f"{name}: expected {', '.join(known)}, got {value!r}")

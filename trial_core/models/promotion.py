@@ -41,7 +41,7 @@ from trial_core.errors import (
     StorageError,
 )
 from trial_core.models.numbered_log import NumberedLog
-from trial_core.models.records import Kind, Move, Version
+from trial_core.models.records import Move, RecordKind, Version
 
 _logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class PromotionRequest:
         expected_champion: the version that must be champion just before the move.
     """
 
-    kind: Kind
+    kind: RecordKind
     version: Version
     run: str
     why: str

@@ -9,7 +9,7 @@ import msgspec
 from trial_core.checkpoint import layout
 
 Number = Annotated[int, msgspec.Meta(ge=1, le=layout.MAX_NUMBER)]
-Kind = Literal["promote", "rollback"]
+RecordKind = Literal["promote", "rollback"]
 Alias = Literal["champion", "previous"]
 
 
@@ -67,7 +67,7 @@ class Move(Numbered, frozen=True, kw_only=True):
         unique: distinguishes this move from a losing one with the same number.
     """
 
-    kind: Kind
+    kind: RecordKind
     champion: Number
     previous: Number | None
     at: str

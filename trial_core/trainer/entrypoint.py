@@ -31,15 +31,15 @@ from trial_core.rank.rank_state import seed_everything
 from trial_core.rank.trial.context import RunInfo
 from trial_core.rank.trial.trial_adapter import TrialAdapter
 
-Trial = DeepSpeedTrial | PyTorchTrial
+AnyTrial = DeepSpeedTrial | PyTorchTrial
 """A trial of any kind."""
 
-Context = DeepSpeedTrialContext | PyTorchTrialContext
+AnyTrialContext = DeepSpeedTrialContext | PyTorchTrialContext
 
 MANUAL_INIT_VARIABLES = ("TRIALFLOW_MANUAL_INIT_DISTRIBUTED", "DET_MANUAL_INIT_DISTRIBUTED")
 
 
-def load_trial_class(entrypoint: str) -> type[Trial]:
+def load_trial_class(entrypoint: str) -> type[AnyTrial]:
     """The class that `entrypoint` names.
 
     Raises:
@@ -111,7 +111,7 @@ def build_adapter(
     return adapter_of(trial, context, seed)
 
 
-def adapter_of(trial: Trial, context: Any, seed: int) -> TrialAdapter:
+def adapter_of(trial: AnyTrial, context: Any, seed: int) -> TrialAdapter:
     """The adapter of a constructed trial. Collective: every rank calls this.
 
     Raises:

@@ -15,11 +15,11 @@ from trial_core.messages import AttachTrial, StopRequested
 from trial_core.rank.collectives.distributed import DistributedContext
 from trial_core.rank.controller import AdapterBuilder, Controller
 from trial_core.rank.script.driver_process import take_driver
-from trial_core.trainer.entrypoint import Context
+from trial_core.trainer.entrypoint import AnyTrialContext
 
 
 def fit_with_driver(
-    context: Context, order: Callable[[], Order], adapt: AdapterBuilder
+    context: AnyTrialContext, order: Callable[[], Order], adapt: AdapterBuilder
 ) -> TrialResult:
     """Have a driver next to rank 0 train a trial on these ranks. Collective.
 

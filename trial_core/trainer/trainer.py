@@ -18,7 +18,7 @@ from trial_core.rank.trial.context import RunInfo
 from trial_core.rank.trial.trial_adapter import TrialAdapter
 from trial_core.schedule.sequencer import CheckpointPolicy
 from trial_core.schedule.units import Batch, TrainUnit
-from trial_core.trainer.entrypoint import Context, Trial, adapter_of
+from trial_core.trainer.entrypoint import AnyTrial, AnyTrialContext, adapter_of
 from trial_core.trainer.fit_arguments import fit_begun
 from trial_core.trainer.fit_outside_slot import fit_with_driver
 
@@ -43,8 +43,8 @@ class Trainer:
         TrialError: an argument has the wrong type.
     """
 
-    def __init__(self, trial: Trial, context: Context) -> None:
-        if not isinstance(trial, Trial):
+    def __init__(self, trial: AnyTrial, context: AnyTrialContext) -> None:
+        if not isinstance(trial, AnyTrial):
             raise TrialError(
                 "Trainer takes a constructed trial, a PyTorchTrial or DeepSpeedTrial; got "
                 f"{kind_of(trial)}"

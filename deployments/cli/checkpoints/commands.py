@@ -12,9 +12,9 @@ from cyclopts import App, Parameter
 from trial_core.common import text_format
 from trialflow.deployments.cli.checkpoints import pin, prune, verify
 from trialflow.deployments.cli.experiment_options import (
-    Checkpoint,
+    CheckpointOption,
     ConfigFile,
-    Storage,
+    StorageOption,
     open_store,
 )
 from trialflow.deployments.cli.tables import AsJson, local_time, print_table, shortest_unique
@@ -43,7 +43,7 @@ def list_(
         str | None, Parameter(help="List only this trial. Default: all trials.")
     ] = None,
     config: ConfigFile = None,
-    storage: Storage = None,
+    storage: StorageOption = None,
     json_: AsJson = False,
 ) -> int:
     """List checkpoints, oldest first. A trial's best one, by its searcher.metric, is marked."""
@@ -79,11 +79,11 @@ def list_(
 
 @app.command
 def show(
-    checkpoint: Checkpoint,
+    checkpoint: CheckpointOption,
     /,
     *,
     config: ConfigFile = None,
-    storage: Storage = None,
+    storage: StorageOption = None,
     json_: AsJson = False,
 ) -> int:
     """Show a checkpoint in full; with --json, its manifest."""
@@ -106,14 +106,14 @@ def show(
 
 @app.command
 def download(
-    checkpoint: Checkpoint,
+    checkpoint: CheckpointOption,
     /,
     *,
     to: Annotated[
         Path, Parameter(help="A new or empty folder, or one with an incomplete download.")
     ],
     config: ConfigFile = None,
-    storage: Storage = None,
+    storage: StorageOption = None,
     json_: AsJson = False,
 ) -> int:
     """Download a checkpoint's files and manifest, and verify every file."""

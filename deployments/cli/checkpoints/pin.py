@@ -13,7 +13,7 @@ from trialflow.deployments.cli import console
 from trialflow.deployments.cli.experiment_options import (
     Checkpoints,
     ConfigFile,
-    Storage,
+    StorageOption,
     open_store,
 )
 from trialflow.deployments.cli.tables import AsJson
@@ -30,7 +30,7 @@ def pin(
         str, Parameter(help="Why the checkpoints are pinned; shown with the pin. Default: none.")
     ] = "",
     config: ConfigFile = None,
-    storage: Storage = None,
+    storage: StorageOption = None,
     json_: AsJson = False,
 ) -> int:
     """Protect checkpoints from pruning until they are unpinned."""
@@ -46,7 +46,7 @@ def pin(
 def unpin(
     *checkpoints: Checkpoints,
     config: ConfigFile = None,
-    storage: Storage = None,
+    storage: StorageOption = None,
     json_: AsJson = False,
 ) -> int:
     """Remove the pins of checkpoints. Checkpoints held by the registry stay protected."""

@@ -15,7 +15,7 @@ from trialflow.deployments.cli.checkpoints.rules import Rules
 from trialflow.deployments.cli.experiment_options import (
     DEFAULT_EXPERIMENT,
     Overrides,
-    Storage,
+    StorageOption,
     open_store,
     open_store_of,
     read_experiment,
@@ -62,7 +62,7 @@ def prune(
         ),
     ] = None,
     set_: Overrides = None,
-    storage: Storage = None,
+    storage: StorageOption = None,
     json_: AsJson = False,
 ) -> int:
     """Delete the checkpoints that no rule keeps. Shows them and asks first.

@@ -20,7 +20,7 @@ from trialflow.deployments.cli import console
 from trialflow.deployments.cli.experiment_options import (
     CHECKPOINT,
     ConfigFile,
-    Storage,
+    StorageOption,
     open_store,
 )
 from trialflow.deployments.cli.tables import AsJson, print_table, shortest_unique
@@ -66,7 +66,7 @@ def verify(
         bool, Parameter(name="--all", help="Verify all checkpoints, or all of --trial.")
     ] = False,
     config: ConfigFile = None,
-    storage: Storage = None,
+    storage: StorageOption = None,
     json_: AsJson = False,
 ) -> int:
     """Read every file of checkpoints; compare sizes and digests with the manifest.

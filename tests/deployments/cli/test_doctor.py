@@ -18,7 +18,7 @@ from tests.support.s3 import S3Server
 from tests.support.versions import set_version
 from trial_core.launch.slots import accelerator_probe
 from trialflow.deployments.cli import doctor
-from trialflow.deployments.cli.check import Check, Status
+from trialflow.deployments.cli.check import Check, CheckStatus
 from trialflow.flows.server.prefect_settings import environment
 
 
@@ -110,7 +110,7 @@ def test_missing_packages() -> None:
     ],
 )
 def test_versions_out_of_bounds(
-    monkeypatch: pytest.MonkeyPatch, package: str, version: str, status: Status, bounds: str
+    monkeypatch: pytest.MonkeyPatch, package: str, version: str, status: CheckStatus, bounds: str
 ) -> None:
     """Too old a version of any dependency fails, one newer than what was tried is a warning."""
     set_version(monkeypatch, package, version, bounds)

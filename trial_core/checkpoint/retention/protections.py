@@ -25,7 +25,7 @@ from trial_core.checkpoint.retention.deletion_markers import protect
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointNotFound
 
-Kind = Literal["pin", "hold"]
+ProtectionKind = Literal["pin", "hold"]
 
 WHEN_RELEASED = "the registry releases it once it is neither champion nor previous"
 
@@ -45,7 +45,7 @@ class Protection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """
 
     uuid: str
-    kind: Kind = "pin"
+    kind: ProtectionKind = "pin"
     by: str
     at: str
     reason: str = ""
@@ -130,7 +130,7 @@ def pins(store: CheckpointStore) -> dict[str, Protection]:
 
 
 def protections(
-    store: CheckpointStore, uuid: str | None = None, kind: Kind | None = None
+    store: CheckpointStore, uuid: str | None = None, kind: ProtectionKind | None = None
 ) -> dict[str, list[Protection]]:
     """All protections by the checkpoint's uuid, a pin first. Unreadable ones count.
 

@@ -29,9 +29,9 @@ from trial_core.checkpoint.transfer.persister_process import (
     Failed,
     FetchRequest,
     Finished,
-    Message,
-    Report,
-    Request,
+    PersisterMessage,
+    PersisterReport,
+    PersisterRequest,
     Stored,
     UploadRequest,
 )
@@ -48,7 +48,7 @@ PROCESS = persister_process.__name__
 KILL_SECONDS = 10.0
 """How long to wait for a killed process to end: it may be inside a blocking system call."""
 
-_report_decoder: msgspec.json.Decoder[Report] = decoder(Report)
+_report_decoder: msgspec.json.Decoder[PersisterReport] = decoder(PersisterReport)
 
 _ERRORS: dict[str, type[CheckpointError]] = {
     "storage": StorageError,
@@ -141,7 +141,9 @@ class Persister:
         if process is not None:
             process.end()
 
-    def _request(self, request: Request, on_stored: Callable[[FileEntry], None]) -> Finished:
+    def _request(
+        self, request: PersisterRequest, on_stored: Callable[[FileEntry], None]
+    ) -> Finished:
         if self._process is None:
             self._process = _Process()
         process, last = self._process, None
@@ -265,7 +267,7 @@ class _Process:
         if ahead is not None:
             self._send(Environment(_changes(ahead.environment)))
 
-    def reports(self, request: Request) -> Iterator[Report]:
+    def reports(self, request: PersisterRequest) -> Iterator[PersisterReport]:
         """Send a request; yield the reports, until the process ends."""
         self._send(request)
         with contextlib.suppress(OSError):  # the connection of a process that has ended
@@ -274,7 +276,7 @@ class _Process:
                     return  # the process ended within this line
                 yield _report_decoder.decode(line)
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: PersisterMessage) -> None:
         with contextlib.suppress(OSError):  # it has ended, as `reports` finds
             self._stream.write(msgspec.json.encode(message) + b"\n")
             self._stream.flush()

@@ -75,8 +75,8 @@ class Environment(msgspec.Struct, frozen=True, tag=True):
     variables: list[tuple[bytes, bytes | None]]
 
 
-Request = UploadRequest | FetchRequest
-Message = Request | Environment
+PersisterRequest = UploadRequest | FetchRequest
+PersisterMessage = PersisterRequest | Environment
 
 
 class Stored(msgspec.Struct, frozen=True, tag=True):
@@ -103,8 +103,8 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     kind: Literal["storage", "damage", "invalid"]
 
 
-Report = Stored | Finished | Failed
-_message_decoder: msgspec.json.Decoder[Message] = decoder(Message)
+PersisterReport = Stored | Finished | Failed
+_message_decoder: msgspec.json.Decoder[PersisterMessage] = decoder(PersisterMessage)
 
 
 def serve(stream: BufferedRWPair) -> None:
@@ -134,7 +134,7 @@ _changing: set[str] = set()
 """The `changing` of `upload_staged`: it is for all checkpoints of one rank's run."""
 
 
-def _handle(request: Request, stream: BufferedRWPair) -> Report:
+def _handle(request: PersisterRequest, stream: BufferedRWPair) -> PersisterReport:
     try:
         store = CheckpointStore.from_spec(request.storage)
         if isinstance(request, FetchRequest):
@@ -170,7 +170,7 @@ def _change_environment(message: Environment) -> None:
 _report_lock = threading.Lock()
 
 
-def _report(stream: BufferedRWPair, report: Report) -> None:
+def _report(stream: BufferedRWPair, report: PersisterReport) -> None:
     with _report_lock:
         stream.write(msgspec.json.encode(report) + b"\n")
         stream.flush()

@@ -1,8 +1,7 @@
 """The stages of a run: each is one function that has the ranks of a launch do something.
 
-`Stages` declares them, and holds what executes each: by default the functions themselves; a flow
-has a Prefect task for each (`tasks/stages.py`). A failed transfer is repeated, by Prefect or by
-`retried`.
+`Stages` declares them, and holds a callable for each: by default the function itself, in a flow a
+Prefect task (`tasks/stages.py`). A failed transfer is repeated, by Prefect or by `retried`.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from trial_core.schedule.units import EpochLength
 
 @dataclass(frozen=True)
 class Stages:
-    """What executes each stage of a run, in about their order. By default, without Prefect."""
+    """The stages of a run, in about their order. The defaults run without Prefect."""
 
     build_trial: Callable[[Launch], None] = declared(build.build_trial, "build-trial")
     fetch_checkpoint: Callable[[Launch, Manifest, Restore], str | None] = declared(
@@ -77,4 +76,4 @@ class Stages:
 
 
 PLAIN_STAGES = Stages()
-"""The stages without Prefect."""
+"""The stages as they run without Prefect."""

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 def build_trial(launch: Launch) -> None:
-    """Construct the user's trial, with its models and optimizers, on every rank."""
+    """Construct the user's trial, its models and optimizers, on every rank."""
     run = launch.run
     with launch.stage("build-trial", ""):
         request = BuildTrial(
@@ -54,7 +54,7 @@ def attach_trial(launch: Launch) -> None:
 
 
 def note_built(launch: Launch, ranks: Sequence[TrialBuilt]) -> None:
-    """Note what every rank has said of its trial."""
+    """Note the ranks' descriptions of the trial they have built."""
     answers, built = launch.answers, ranks[0]
     answers.hooks = frozenset(hook for rank in ranks for hook in rank.hooks)  # callbacks may differ
     answers.topology, answers.versions = built.topology, built.versions
@@ -65,7 +65,7 @@ def note_built(launch: Launch, ranks: Sequence[TrialBuilt]) -> None:
 
 
 def _warn_of_another_batch_size(hyperparameters: Mapping[str, Any], built: TrialBuilt) -> None:
-    """Warn if ranks cannot share ``global_batch_size`` equally, and a batch has other samples."""
+    """Warn if ranks cannot share ``global_batch_size`` equally: a batch then has another size."""
     wanted, ranks = hyperparameters.get("global_batch_size"), built.topology.data_parallel_size
     has_remainder = isinstance(wanted, int) and wanted % ranks != 0
     if has_remainder and built.batch_samples not in (0, wanted):
@@ -79,7 +79,7 @@ def _warn_of_another_batch_size(hyperparameters: Mapping[str, Any], built: Trial
 def _describe(built: TrialBuilt) -> str:
     """``4 ranks (2 data-parallel, 2 pipeline stages, ZeRO stage 1), 16 samples a batch``.
 
-    Leaves out what the trial does not use or does not say.
+    Leaves out the parts that the trial does not use or does not tell.
     """
     topology = built.topology
     parts = [
@@ -100,10 +100,10 @@ def _describe(built: TrialBuilt) -> str:
 def fetch_checkpoint(
     launch: Launch, manifest: Manifest, restore: Restore = "everything"
 ) -> str | None:
-    """Fetch and verify a checkpoint. Return what is damaged; None if it is intact.
+    """Fetch and verify a checkpoint. Describe the damage; None if it is intact.
 
     Args:
-        restore: how much of it will be restored.
+        restore: the part of it that will be restored.
 
     Raises:
         StorageError: the storage failed. A retry fetches only the missing files.
@@ -118,7 +118,7 @@ def fetch_checkpoint(
 def _fetch(launch: Launch, manifest: Manifest, restore: Restore) -> str | None:
     run = launch.run
     if run.store.is_process_local:
-        # Only this process sees that storage. It fetches the files to where the ranks look.
+        # Only this process sees that storage. It fetches the files for the ranks.
         try:
             folder = run.run_dir / "restored" / manifest.uuid
             fetch_files(run.store, manifest.uuid, manifest.files, folder)

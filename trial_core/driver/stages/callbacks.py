@@ -1,4 +1,4 @@
-"""callbacks: one stage per hook, so that the run shows how long each hook takes."""
+"""callbacks: calls one hook of the callbacks, so that the run shows how long each hook takes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def callbacks(launch: Launch, hook: str, batches_trained: int, arguments: dict[s
     them.
 
     Args:
-        arguments: those of the hook's arguments that the driver knows; the ranks add the rest.
+        arguments: the hook's arguments that the driver knows; the ranks add the others.
     """
     with launch.stage("callbacks", f"{hook} @{batches_trained}"):
         results = launch.ask(RunHook(hook=hook, arguments=arguments), HookDone)

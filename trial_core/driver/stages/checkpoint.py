@@ -1,7 +1,7 @@
 """checkpoint-save, checkpoint-upload and checkpoint-prune: the stages of a checkpoint.
 
-The first takes a snapshot, and training waits for it. The second uploads the staged files and
-commits the manifest, and the third deletes what no rule keeps, both beside training.
+The first takes a snapshot, and training waits for it. In parallel with training, the second
+uploads the staged files and commits the manifest, and the third deletes checkpoints.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.transfer.staged_checkpoint import StagedCheckpoint
 from trial_core.checkpoint.transfer.trial_code import upload_code
 from trial_core.checkpoint.transfer.upload import prefix_rank, upload_files
+from trial_core.common.any_logger import AnyLogger
 from trial_core.common.text_format import plural, size
-from trial_core.driver.run import Launch, Logger
+from trial_core.driver.run import Launch
 from trial_core.errors import CheckpointError, SlotsError, StorageError
 from trial_core.messages import (
     Done,
@@ -32,8 +33,8 @@ from trial_core.messages import (
 from trial_core.schedule.sequencer import Progress
 
 
-def sweep_leftovers(store: CheckpointStore, trial: str, fence: Fence, logger: Logger) -> None:
-    """Delete what dead attempts at the trial have stored and never committed.
+def sweep_leftovers(store: CheckpointStore, trial: str, fence: Fence, logger: AnyLogger) -> None:
+    """Delete the uncommitted files of dead attempts at the trial.
 
     A storage failure is a warning: the next run tries again.
 
@@ -59,10 +60,10 @@ def checkpoint_save(launch: Launch, progress: Progress) -> StagedCheckpoint:
 
 
 def checkpoint_upload(launch: Launch, staged: StagedCheckpoint) -> Manifest:
-    """Upload what every rank has staged, then commit. Runs beside training.
+    """Upload the files that the ranks have staged, then commit. Runs in parallel with training.
 
     Raises:
-        StorageError: the storage failed on a rank or here. The staged files are still there.
+        StorageError: the storage failed on a rank or here. The staged files are kept.
         CheckpointError: ranks wrote different files under one name, or a rank's files cannot be
             part of a checkpoint. A retry would not help.
         Superseded: another run has taken over the trial.
@@ -128,10 +129,10 @@ def _upload(
 
 
 def _upload_stall_seconds(launch: Launch) -> float | None:
-    """The stall timeout of the upload request; None: no limit.
+    """The stall timeout of the upload request; None for no limit.
 
     Each rank detects a hung persister itself, within `checkpointing.stall_timeout_seconds`. This
-    timeout is longer. It detects a rank that is stopped, or that hangs outside the transfer.
+    longer timeout detects a rank that is stopped, or that hangs outside the transfer.
     """
     silence = launch.run.config.stopping.idle_timeout_seconds
     transfer = launch.run.config.checkpointing.stall_timeout_seconds

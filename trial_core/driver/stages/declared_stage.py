@@ -1,4 +1,4 @@
-"""How a stage is declared, and how it runs without Prefect: repeated, or in a thread."""
+"""Declares a stage, and runs it without Prefect: repeated, or in a thread."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Pending(Protocol[T_co]):
-    """A stage that runs in parallel with training. Python's and Prefect's futures are such."""
+    """A stage that runs in parallel with training: a future of Python's or Prefect's."""
 
     def result(self) -> T_co:
         """Wait for the end. Raises the stage's error."""
@@ -32,8 +32,8 @@ class Pending(Protocol[T_co]):
 class Running(Generic[T]):
     """A stage that runs in parallel with training, with an event for its end.
 
-    The state of a future of Prefect's would ask the server, over HTTP. The future is kept because
-    Prefect complains about one that is dropped before it has ended.
+    To read the state of a Prefect future would ask the server, over HTTP. The future is kept
+    because Prefect complains about one that is dropped before it has ended.
     """
 
     def __init__(self, pending: Pending[T]) -> None:
@@ -43,7 +43,7 @@ class Running(Generic[T]):
 
 
 def retried(stage: Callable[P, T]) -> Callable[P, T]:
-    """A stage that is repeated after a pause if the storage fails."""
+    """Wrap a stage so that it is repeated after a pause if the storage fails."""
 
     @wraps(stage)
     def work(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -53,7 +53,7 @@ def retried(stage: Callable[P, T]) -> Callable[P, T]:
 
 
 def beside(stage: Callable[P, T]) -> Callable[P, Pending[T]]:
-    """A stage that runs in a thread. The thread does not keep the process alive."""
+    """Wrap a stage so that it runs in a thread, which does not keep the process alive."""
 
     @wraps(stage)
     def start(*args: P.args, **kwargs: P.kwargs) -> Future[T]:
@@ -89,7 +89,7 @@ def declared(
     is_transfer: bool = False,
     is_parallel: bool = False,
 ) -> Any:
-    """A field of `Stages`. Its default executes the stage without Prefect."""
+    """Return a field of `Stages`. Its default runs the stage without Prefect."""
     plain = retried(work) if is_transfer else work
     return field(
         default=beside(plain) if is_parallel else plain,

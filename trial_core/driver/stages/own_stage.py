@@ -22,13 +22,13 @@ class OwnStageFailed(TrialflowError):
 
 
 def own_stage(launch: Launch, stage: StageConfig, argument: Mapping[str, Any]) -> Any:
-    """Call the function, and again if it fails, as the experiment says; what it returns.
+    """Call the function, and again if it fails, as the experiment says. Return its result.
 
-    A stop request, or the end of the ranks, kills it and ends the pause between two calls, which
-    Prefect's retries do not.
+    A stop request, or the end of the ranks, kills it and ends the pause between two calls.
+    Prefect's retries would not.
 
     Raises:
-        OwnStageFailed: it raised, took too long, or was killed.
+        OwnStageFailed: the function raised, took too long, or was killed.
     """
     detail = f"{stage.run} @{argument['batches_trained']}"
     try:
@@ -51,7 +51,7 @@ def _call_repeatedly(launch: Launch, stage: StageConfig, argument: Mapping[str, 
 
 
 def _ends_during(launch: Launch, pause_seconds: float) -> bool:
-    """Wait for the pause before another call. Return whether there is no other call."""
+    """Pause before another call. Return True if a stop forbids it."""
     end = time.monotonic() + pause_seconds
     while not is_ended(launch) and (left := end - time.monotonic()) > 0:
         launch.run.stopping.wait(min(left, POLL_SECONDS))
@@ -59,12 +59,12 @@ def _ends_during(launch: Launch, pause_seconds: float) -> bool:
 
 
 def is_ended(launch: Launch) -> bool:
-    """Whether own stages are killed, and not called again."""
+    """Return whether own stages are killed, and not called again."""
     return launch.run.stopping.request is not None or launch.has_failed
 
 
 def call(launch: Launch, stage: StageConfig, argument: Mapping[str, Any] | None) -> Any:
-    """As `own_stage`; without an argument, only import the function."""
+    """Call the function once; without an argument, only import it. Raises as `own_stage`."""
     run = launch.run
     log = run.run_dir / "logs" / f"stage-{stage.run.replace(':', '-')}-{stage.after}.log"
     with tempfile.TemporaryDirectory(prefix="trialflow-stage-") as folder:

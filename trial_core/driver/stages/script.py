@@ -20,11 +20,11 @@ from trial_core.messages import (
 
 
 class UploadEnded:
-    """The upload of a checkpoint that the script did not wait for has ended."""
+    """Event: an upload that the script did not wait for has ended."""
 
 
 WhatHappened = CheckpointWritten | FitBegun | UploadEnded | list[ScriptEnded]
-"""What a script waits for, or how it has ended on each rank."""
+"""An event that `run_script` ends with: mostly one that the script waits for."""
 
 
 class RunningScript:
@@ -41,7 +41,7 @@ class RunningScript:
         self._thread.start()
 
     def next_event(self) -> ScriptEvent | UploadEnded | list[ScriptEnded]:
-        """Wait for what the script does next: its rank 0 reports, or all ranks have ended.
+        """Wait for the script's next event: a report of its rank 0, or the end of all ranks.
 
         Raises:
             RankFailed: the script raised, or exited with another code than 0.
@@ -51,7 +51,7 @@ class RunningScript:
         if isinstance(event, SlotsError):
             raise event
         if self._launch.run.test_mode and not isinstance(event, (FitBegun, UploadEnded)):
-            self._launch.slots.stop()  # a test wants no more of it
+            self._launch.slots.stop()  # a test needs only one event
         return event
 
     def _wait(self) -> None:
@@ -64,11 +64,11 @@ class RunningScript:
 def run_script(
     launch: Launch, script: RunningScript, progress: ScriptProgress, begin: int
 ) -> WhatHappened:
-    """Let the script run on from step `begin`, and note what it reports.
+    """Let the script run on from step `begin`, and note its metrics.
 
     Returns:
-        The checkpoint that it has written, or the fit that it has begun, which it waits for; that
-        an upload has ended; or how it ended on each rank.
+        The checkpoint that it has written, or the fit that it has begun, for which it waits; the
+        end of an upload; or how the script ended on each rank.
     """
     began = time.monotonic()
     with launch.stage("run-script", f"[{begin}→]"):
@@ -76,7 +76,7 @@ def run_script(
             _note(launch, progress, event)
         if isinstance(event, CheckpointWritten):
             launch.run.clock.batches_trained(event.steps_completed)
-        elif isinstance(event, FitBegun):  # until now the script has constructed its trial
+        elif isinstance(event, FitBegun):  # so far the script has constructed its trial
             launch.run.clock.count_as("build", time.monotonic() - began)
     return event
 

@@ -14,7 +14,7 @@ def train_workload(launch: Launch, begin: int, until: int) -> int:
     """Train from batch `begin` to `until`, or less far if the run is asked to stop.
 
     Returns:
-        How many batches are then trained in all.
+        The number of batches that are then trained in all.
     """
     run, answers = launch.run, launch.answers
     with launch.stage("train-workload", f"[{begin}→{until}]"):

@@ -1,6 +1,6 @@
-"""validate: validates on the whole set, each rank on its shard. check-metrics: one batch, before.
+"""validate: validates on the whole set, each rank on its shard. check-metrics: on one batch.
 
-The names of the metrics are learnt from it, so that a missing searcher metric is found in time.
+check-metrics learns the names of the metrics, so that a missing searcher metric is found early.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from trial_core.schedule.stop_requests import as_the_trial_asked
 
 
 def check_metrics(launch: Launch) -> list[str] | None:
-    """The names of the validation metrics; None if one batch does not tell them."""
+    """Return the names of the validation metrics; None if one batch does not tell them."""
     with launch.stage("check-metrics", ""):
         named = launch.ask(NameMetrics(), MetricsNamed)[0]
     launch.answers.may_add_metrics = named.may_be_more
@@ -41,7 +41,7 @@ def report_validation(launch: Launch, batches_trained: int) -> float | None:
     """Report the metrics of a finished validation, once its hooks have run.
 
     Returns:
-        The searcher metric; None: the run has none.
+        The searcher metric; None if the run has none.
 
     Raises:
         TrialError: the trial does not report the searcher metric.

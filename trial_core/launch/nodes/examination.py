@@ -26,10 +26,10 @@ from trial_core.launch.machine.accelerators import (
     visible_accelerators,
 )
 from trial_core.launch.nodes.node_messages import (
-    Answer,
     Examine,
     Examined,
     ListeningNode,
+    NodeAnswer,
     Question,
     Reach,
     Reached,
@@ -50,7 +50,7 @@ class Examination:
         self._folder = folder
         self._greeter: _Greeter | None = None
 
-    def answer(self, question: Question, address: str) -> Answer:
+    def answer(self, question: Question, address: str) -> NodeAnswer:
         """Find the answer to a question. `address` is the node's, on the ranks' network."""
         if isinstance(question, Examine):
             return self._examine(question, address)

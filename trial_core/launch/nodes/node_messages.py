@@ -284,11 +284,18 @@ class StorageTried(Message):
 
 Question = Examine | Reach | TryStorage
 """A question of `trialflow doctor` to a node."""
-Answer = Examined | Reached | StorageTried
+NodeAnswer = Examined | Reached | StorageTried
 OfRank = RankJoined | RankSent | RankLeft | RankGone | RankLogged
 """An agent's messages about one rank."""
 FromAgent = (
-    Alive | NodeReady | Draining | RanksPrepared | RanksNotStarted | RanksWrote | OfRank | Answer
+    Alive
+    | NodeReady
+    | Draining
+    | RanksPrepared
+    | RanksNotStarted
+    | RanksWrote
+    | OfRank
+    | NodeAnswer
 )
 ToAgent = (
     Alive

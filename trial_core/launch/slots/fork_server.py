@@ -22,7 +22,7 @@ from trial_core.launch.slots.device_locks import inherited_locks
 from trial_core.launch.slots.fork_server_main import (
     MESSAGE_BYTES,
     Command,
-    Event,
+    ForkEvent,
     RankEnded,
     RankStarted,
     Ready,
@@ -226,7 +226,7 @@ class ServerProcess:
 
     def _listen(self) -> None:
         while data := self._receive():
-            event = decoder(Event).decode(data)
+            event = decoder(ForkEvent).decode(data)
             if isinstance(event, Ready):
                 self._is_ready = True
             elif isinstance(event, RankStarted):

@@ -85,7 +85,7 @@ class RankEnded(msgspec.Struct, tag=True):
 
 
 Command = StartRank | SignalRank
-Event = Ready | RankStarted | RankEnded
+ForkEvent = Ready | RankStarted | RankEnded
 
 
 class Server:
@@ -194,7 +194,7 @@ class Server:
             del self._ranks[number]
             self._tell(RankEnded(number=number, code=os.waitstatus_to_exitcode(status)))
 
-    def _tell(self, event: Event) -> None:
+    def _tell(self, event: ForkEvent) -> None:
         with contextlib.suppress(OSError):  # the driver has ended: `serve` notices it
             self._control.send(msgspec.json.encode(event))
 

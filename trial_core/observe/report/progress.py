@@ -27,7 +27,7 @@ FILE_VARIABLE = "TRIALFLOW_PROGRESS_FILE"
 
 UPDATE_SECONDS = 5.0
 
-Status = Literal["running", "completed", "stopped", "failed"]
+ProgressStatus = Literal["running", "completed", "stopped", "failed"]
 
 
 class RunProgress(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +47,7 @@ class RunProgress(msgspec.Struct, frozen=True, kw_only=True):
 
     trial: str
     experiment: str
-    status: Status
+    status: ProgressStatus
     why: str
     percent: float | None
     batches: int
@@ -123,7 +123,7 @@ class ProgressReport(RunStatus):
         return RunProgress(
             trial=self._trial_id,
             experiment=self._experiment,
-            status=cast(Status, status or "running"),
+            status=cast(ProgressStatus, status or "running"),
             why=text_format.one_line(why),
             percent=100.0 if has_completed else percent,
             batches=self.batches,

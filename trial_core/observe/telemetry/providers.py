@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import entry_points
-from logging import Logger, LoggerAdapter
 from typing import Any
 
 from opentelemetry import metrics, trace
@@ -22,6 +21,7 @@ from opentelemetry.sdk.resources import SERVICE_NAME, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
+from trial_core.common.any_logger import AnyLogger
 from trial_core.schedule.ending import Ending
 
 SDK_LOGGERS = {
@@ -30,7 +30,6 @@ SDK_LOGGERS = {
 }
 """Loggers, by signal, of exporters that raise; exporters log to their own modules' loggers."""
 
-AnyLogger = Logger | LoggerAdapter[Any]
 
 # Metrics that Prometheus pulls; for all runs of the process, since the port is bound for good.
 _pulled: dict[str, MeterProvider] = {}

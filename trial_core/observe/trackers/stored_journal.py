@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from logging import Logger, LoggerAdapter
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.storage.local_files import replace_file
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.common.any_logger import AnyLogger
 from trial_core.common.decoding import decode
 from trial_core.errors import TrialflowError
 from trial_core.observe.report.rank_logs import stored_name
@@ -27,8 +26,6 @@ from trial_core.observe.trackers.journal import (
     set_damaged_aside,
 )
 from trial_core.observe.trackers.sender import SenderOrder
-
-AnyLogger = Logger | LoggerAdapter[Any]
 
 
 def adopt_stored(store: CheckpointStore, trial: str, run_dir: Path, logger: AnyLogger) -> None:

@@ -8,12 +8,13 @@ from pathlib import Path
 import msgspec
 
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.common.any_logger import AnyLogger
 from trial_core.common.decoding import decode
 from trial_core.errors import ConfigError
 from trial_core.observe.trackers.journal import FOLDER, ORDER
 from trial_core.observe.trackers.sender import SenderOrder, unsent
 from trial_core.observe.trackers.sender_process import SenderProcess
-from trial_core.observe.trackers.stored_journal import AnyLogger, adopt_stored, keep
+from trial_core.observe.trackers.stored_journal import adopt_stored, keep
 from trial_core.observe.trackers.tracker import find_tracker
 
 

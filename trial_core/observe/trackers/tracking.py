@@ -17,6 +17,7 @@ from typing_extensions import Self
 from trial_core.checkpoint.manifest import Topology
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.common import text_format
+from trial_core.common.any_logger import AnyLogger
 from trial_core.config import ExperimentConfig
 from trial_core.errors import Superseded
 from trial_core.launch.machine.background import in_background
@@ -37,7 +38,7 @@ from trial_core.observe.trackers.records import (
 )
 from trial_core.observe.trackers.sender import SenderOrder, unsent
 from trial_core.observe.trackers.sender_process import SenderProcess
-from trial_core.observe.trackers.stored_journal import AnyLogger, adopt_stored, keep
+from trial_core.observe.trackers.stored_journal import adopt_stored, keep
 from trial_core.observe.trackers.tracker import find_tracker
 from trial_core.schedule.ending import Ending
 

@@ -34,7 +34,7 @@ from trial_core.rank.trial.seeding import derive_seed, generator_for, isolated, 
 T = TypeVar("T")
 
 # The items of an epoch. An array where a list of ints would take five times the memory.
-Order = Sequence[Any] | np.ndarray[Any, Any]
+EpochOrder = Sequence[Any] | np.ndarray[Any, Any]
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class SeekableSampler(Sampler[T], Generic[T]):
         """
         raise NotImplementedError
 
-    def order(self, epoch: int) -> Order:
+    def order(self, epoch: int) -> EpochOrder:
         """All items of an epoch, for random access. Not for endless samplers."""
         return list(self.iterate(epoch))
 
@@ -120,7 +120,7 @@ class FixedSampler(SeekableSampler[T], Generic[T]):
     def length(self, epoch: int | None = None) -> int:
         return len(self._items)
 
-    def order(self, epoch: int) -> Order:
+    def order(self, epoch: int) -> EpochOrder:
         return self._items
 
 
@@ -136,7 +136,7 @@ class ShuffledSampler(SamplerWrapper[T], Generic[T]):
     def iterate(self, epoch: int, start: int = 0, step: int = 1) -> Iterator[T]:
         return iter(as_list(self.order(epoch)[start::step]))
 
-    def order(self, epoch: int) -> Order:
+    def order(self, epoch: int) -> EpochOrder:
         items = self.base.order(epoch)
         generator = generator_for(self._seed, "shuffle", epoch)
         places: np.ndarray[Any, Any] = torch.randperm(len(items), generator=generator).numpy()
@@ -274,7 +274,7 @@ def _is_permutation(sampler: RandomSampler) -> bool:
     return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
 
 
-def as_list(order: Order) -> list[Any]:
+def as_list(order: EpochOrder) -> list[Any]:
     """The items as a list of Python objects."""
     if isinstance(order, np.ndarray):
         items: list[Any] = order.tolist()

@@ -1,8 +1,8 @@
-"""The features of DeepSpeed, with what is expected of each in training, saving, resuming, …
+"""The features of DeepSpeed, with the expected result of each in training, saving, resuming, …
 
-What DeepSpeed cannot do on CPU ranks has a row with its error: a release that can do it fails the
-row's test, and the page changes. A row of what is wrong, or fails where it could be refused, is
-there for the same reason.
+A feature that DeepSpeed lacks on CPU ranks has a row with its error: a release that has it fails
+the row's test, and the page changes. For the same reason there are rows with wrong results, and
+with failures that could be refused.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NO_CPU_OP = "This op had not been implemented on CPU backend"
 
 
 def _is_built(op: str) -> bool:
-    """Whether ranks find an operator of DeepSpeed's, whose compilation takes minutes."""
+    """Return whether ranks find an operator of DeepSpeed's, whose compilation takes minutes."""
     return any(op_builds._build_folder().glob(f"{op}/*.so"))
 
 
