@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -62,16 +61,15 @@ class LocalWorker:
 
     def __exit__(self, *exception: object) -> None:
         """Terminate the worker; after its grace period, kill it and its remaining runs."""
-        with contextlib.suppress(ProcessLookupError):
-            self._reaper.send_signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._reaper.wait(process_reaper.GRACE_SECONDS)
+        if self._reaper.lives():
+            os.kill(self._reaper.pid, signal.SIGTERM)
+        self._reaper.wait(process_reaper.GRACE_SECONDS)
         stop_child(self._reaper)
 
     @property
     def has_ended(self) -> bool:
         """True if the worker has ended by itself."""
-        return self._reaper.poll() is not None
+        return not self._reaper.lives()
 
     def serve(self) -> None:
         """Return when the worker has ended. Stop its runs if a signal raises an exception here."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from trial_core.common import text_format
+from trial_core.common.flat_names import flat
 from trial_core.errors import CheckpointDamaged, CheckpointNotFound, ConfigError
 from trialflow.deployments.cli.clean_runs import clean
 from trialflow.deployments.cli.experiment_options import ConfigFile, StorageOption, open_store
@@ -71,7 +72,7 @@ def _read(store: CheckpointStore, trial: str) -> StoredTrial:
     newest, best = saved[0], best_of_trial(saved)
     data = store.storage.read(layout.run_file_key(trial, HISTORY)) or b""
     history = decode_json(data, ReportHistory) or ReportHistory()
-    settings = dict(_flat({**newest.config, "hyperparameters": newest.hyperparameters}))
+    settings = dict(flat({**newest.config, "hyperparameters": newest.hyperparameters}))
     metric = str(settings.get("searcher.metric"))
     results = {
         "batches": newest.progress.batches_trained,
@@ -158,14 +159,6 @@ def _draw(trials: Sequence[StoredTrial], path: Path) -> None:
         write_html({"data": lines, "layout": layout}, path)
     except OSError as error:
         raise ConfigError(f"--figure {path}: {error.strerror}") from None
-
-
-def _flat(fields: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in fields.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{path}{name}.")
-        else:
-            yield f"{path}{name}", value
 
 
 def _cell(value: Any) -> str:

@@ -123,8 +123,8 @@ def _serve(
         ServiceEnded: the worker ended.
         KeyboardInterrupt, Terminated: a signal came.
     """
+    from trial_core.launch.machine.child import log_tail
     from trialflow.deployments.local_worker import LocalWorker
-    from trialflow.flows.server.child_process import log_tail
     from trialflow.flows.server.server_restarts import restarting
     from trialflow.flows.server.single_instance import single_instance
     from trialflow.flows.server.up_server import local_server

@@ -1,16 +1,14 @@
-"""Child processes that end when their standard input does, so also when their parent dies."""
+"""Prefect's server and worker as child processes."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
+from trial_core.launch.machine.child import Child
+
 STOP_TIMEOUT_SECONDS = 45.0
-LOG_TAIL_BYTES = 4000
 # On this terminal Prefect may be quiet. In a child, the levels of its loggers alone decide.
 LOG_EVERYTHING = dict.fromkeys(
     ("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "PREFECT_LOGGING_HANDLERS_DEBUG_LEVEL"), "DEBUG"
@@ -22,8 +20,8 @@ def start_child(
     variables: Mapping[str, str],
     log_path: Path | None,
     fds: tuple[int, ...] = (),
-) -> subprocess.Popen[bytes]:
-    """Run a Python script in a new session, so that the terminal's Ctrl-C does not reach it.
+) -> Child:
+    """Run a Python script that ends when its standard input does.
 
     Args:
         command: the script's path and its arguments.
@@ -36,31 +34,9 @@ def start_child(
         if log_path is not None:
             log_path.parent.mkdir(parents=True, exist_ok=True)
             log = opened.enter_context(log_path.open("ab"))
-        return subprocess.Popen(
-            [sys.executable, *command],
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=log,
-            pass_fds=fds,
-            start_new_session=True,
-            env={**os.environ, **variables, **LOG_EVERYTHING},
-        )
+        return Child(command, {**variables, **LOG_EVERYTHING}, log=log, descriptors=fds)
 
 
-def stop_child(process: subprocess.Popen[bytes]) -> None:
+def stop_child(child: Child) -> None:
     """Close the child's standard input and wait for its end; kill it after 45 s."""
-    if process.stdin is not None:
-        process.stdin.close()
-    try:
-        process.wait(STOP_TIMEOUT_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
-def log_tail(log_path: Path) -> str:
-    """The end of a log, for an error message."""
-    with log_path.open("rb") as log:
-        log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
-        tail = log.read().decode(errors="replace").strip()
-    return f"its log {log_path} ends with:\n{tail}" if tail else f"its log: {log_path}"
+    child.end(STOP_TIMEOUT_SECONDS)

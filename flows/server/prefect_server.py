@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, suppress
@@ -25,7 +24,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 from trial_core.errors import TrialflowError
-from trialflow.flows.server.child_process import log_tail, start_child, stop_child
+from trial_core.launch.machine.child import Child, log_tail
+from trialflow.flows.server.child_process import start_child, stop_child
 from trialflow.flows.server.prefect_settings import chosen_settings, environment
 from trialflow.flows.server.server_login import (
     HOST,
@@ -77,7 +77,7 @@ class PrefectServerProcess:
         self._start_timeout_seconds = start_timeout_seconds
         self._wanted_port = port
         self._settings = settings or {}
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Child | None = None
         self._on_exit = ExitStack()
 
     def __enter__(self) -> PrefectServerProcess:
@@ -110,7 +110,7 @@ class PrefectServerProcess:
     @property
     def has_ended(self) -> bool:
         """True if the server has ended by itself."""
-        return self._process is not None and self._process.poll() is not None
+        return self._process is not None and not self._process.lives()
 
     def restart(self) -> None:
         """Start the server again after it has ended, on its port and database.
@@ -120,6 +120,7 @@ class PrefectServerProcess:
         Raises:
             OSError: the process cannot be started, for example for lack of memory.
         """
+        self._stop()  # it has ended; its exit code is taken
         self._process = self._start()
 
     def refuse_connections(self) -> None:
@@ -140,7 +141,7 @@ class PrefectServerProcess:
             password_path(get_current_settings().home, port),
         )
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> Child:
         # The child inherits a socket that already listens, and this process keeps it: while it
         # lives, no other process can take the port and with it the password.
         fd = self._listener.fileno()
@@ -160,14 +161,14 @@ class PrefectServerProcess:
         if self._process is not None:
             stop_child(self._process)
 
-    def _wait_until_ready(self, process: subprocess.Popen[bytes]) -> None:
+    def _wait_until_ready(self, process: Child) -> None:
         limit_seconds = self._start_timeout_seconds
         deadline = time.monotonic() + limit_seconds
         # The kernel accepts the connection at once; the answer comes when the server is ready. A
         # connection that waits is not closed when the server ends.
         with closing(HTTPConnection(HOST, self.port, timeout=limit_seconds)) as connection:
             connection.request("GET", "/api/health")
-            while not wait([connection.sock], START_POLL_SECONDS) and process.poll() is None:
+            while not wait([connection.sock], START_POLL_SECONDS) and process.lives():
                 if time.monotonic() > deadline:
                     process.kill()
                     raise PrefectServerError(
@@ -176,11 +177,11 @@ class PrefectServerProcess:
                         " PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS if the machine is slow;"
                         f" {log_tail(self.log_path)}"
                     )
-            if process.poll() is None and _is_ok(connection):
+            if process.lives() and _is_ok(connection):
                 return
         stop_child(process)
         raise PrefectServerError(
-            f"the Prefect server ended with exit code {process.returncode} during its start;"
+            f"the Prefect server ended with exit code {process.exit_code} during its start;"
             f" {log_tail(self.log_path)}"
         )
 

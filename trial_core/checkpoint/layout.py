@@ -106,7 +106,7 @@ class IntentName(NamedTuple):
 class ProtectionName(NamedTuple):
     """The parts of the key of a pin or a hold.
 
-    Only a hold has a model and a move. A pin has an id only while it is being made.
+    Only a hold has a model and a move. A pin without an id counts, too.
     """
 
     uuid: str

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trial_core.checkpoint.resume_point import ResumePoint
+from trial_core.common.flat_names import flat
 from trial_core.common.text_format import first_few, setting, told_apart
 from trial_core.config import ExperimentConfig
 
@@ -58,7 +59,7 @@ def _length(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _changes(saved: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
     """``lr 0.001 -> 0.0001``, ``model.depth 12, which is new``, ``warmup 100, which is gone``."""
-    before, now = dict(_flat(saved)), dict(_flat(given))
+    before, now = dict(flat(saved)), dict(flat(given))
     found = []
     for name in {**before, **now}:
         old, new = before.get(name, _ABSENT), now.get(name, _ABSENT)
@@ -69,12 +70,3 @@ def _changes(saved: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
         elif old != new:
             found.append(f"{name} {' -> '.join(told_apart(old, new))}")
     return found
-
-
-def _flat(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Values by their dotted names."""
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{path}{name}.")
-        else:
-            yield f"{path}{name}", value

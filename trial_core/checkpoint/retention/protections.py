@@ -2,8 +2,7 @@
 
 ::
 
-    pins/{uuid}/pin.json                            a person's pin: who, when and why
-    pins/{uuid}/pin-{unique}.json                   the same, while it is being made
+    pins/{uuid}/pin-{unique}.json                   a person's pin: who, when and why
     pins/{uuid}/{model}/{move:06d}-{unique}.json    the registry's hold: which version of a model
 
 `models.promotion` places a hold before a promotion and removes it after a later move. The
@@ -41,7 +40,7 @@ class Protection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         version: of a hold: the version's number, 0 if the hold is unreadable.
         move: of a hold: number of the move of the model's aliases that it was placed for.
         unique: of a hold: id of that move, as a concurrent move may have the same number; of a
-            pin that is being made: an id of its own.
+            pin: an id of its own.
     """
 
     uuid: str
@@ -101,7 +100,7 @@ def pin(store: CheckpointStore, uuid: str, reason: str = "", by: str | None = No
 
 
 def unpin(store: CheckpointStore, uuid: str) -> Protection:
-    """Delete a checkpoint's pin, and return it. Deletes pins that are being made as well.
+    """Delete a checkpoint's pins, and return one of them.
 
     Args:
         uuid: the checkpoint's, or an unambiguous prefix of it among all pins. The checkpoint

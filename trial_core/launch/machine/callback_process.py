@@ -1,8 +1,7 @@
 """Calls one function of a code folder in a separate process, which runs this module.
 
-Standard input holds one line of JSON, the argument, and stays open while the caller lives. At its
-end the process kills its group, so it never outlives the caller. The process reports over a pipe
-that the function returned. Exit code 0 does not prove that, as `sys.exit()` gives it too.
+Standard input holds one line of JSON, the argument. The process reports over a pipe that the
+function returned. Exit code 0 does not prove that, as `sys.exit()` gives it too.
 """
 
 from __future__ import annotations
@@ -12,20 +11,19 @@ import importlib
 import inspect
 import json
 import os
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
 from operator import attrgetter
 from pathlib import Path
 from signal import SIGKILL
 from typing import Any
 
 from trial_core.common import text_format
+from trial_core.launch.machine.child import Child, end_with_parent
 
 POLL_SECONDS = 0.1
+KILL_SECONDS = 30.0
 LOG_TAIL_BYTES = 2000
 LOG_LINES = 200
 
@@ -63,29 +61,28 @@ def call_function(
     read_end, write_end = os.pipe()
     try:
         with log.open("wb") as output:
-            process = subprocess.Popen(
+            child = Child(
                 [
-                    sys.executable, "-m", "trial_core.launch.machine.callback_process",
+                    "-m", "trial_core.launch.machine.callback_process",
                     function, str(write_end), *([] if result is None else [str(result)]),
                 ],
-                cwd=code, env=_environment(environment or {}), pass_fds=[write_end],
-                stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True,
+                _environment(environment or {}), folder=code, log=output, descriptors=[write_end],
             )  # fmt: skip
         try:
-            _send_argument(process, argument)
-            while (exit_code := _wait(process)) is None:
+            child.tell(json.dumps(argument).encode() + b"\n")
+            while not child.wait(POLL_SECONDS):
                 if should_cancel():
                     return "killed: the run was stopped"
                 if timeout_seconds is not None and time.monotonic() - start >= timeout_seconds:
                     return f"killed: it took longer than {timeout_seconds:g} s"
         finally:
-            _kill_group(process)
-        if exit_code == 0 and _has_returned(read_end):
+            child.kill(KILL_SECONDS)
+        if child.exit_code == 0 and _has_returned(read_end):
             return None
     finally:
         os.close(read_end)
         os.close(write_end)
-    return _describe_failure(exit_code, log)
+    return _describe_failure(child.exit_code, log)
 
 
 def log_lines(log: Path) -> list[str]:
@@ -96,25 +93,10 @@ def log_lines(log: Path) -> list[str]:
 
 
 def _environment(given: Mapping[str, str]) -> dict[str, str]:
-    """This process's variables and the given ones; this package is importable in any folder."""
-    merged = {**os.environ, **given}
-    path = [str(Path(__file__).parents[3]), *filter(None, [merged.get("PYTHONPATH")])]
-    return {**merged, "PYTHONPATH": os.pathsep.join(path)}
-
-
-def _send_argument(process: subprocess.Popen[bytes], argument: Mapping[str, Any] | None) -> None:
-    if process.stdin is not None:
-        with suppress(BrokenPipeError):  # the process failed at start: its log says why
-            process.stdin.write(json.dumps(argument).encode() + b"\n")
-            process.stdin.flush()
-
-
-def _wait(process: subprocess.Popen[bytes]) -> int | None:
-    """The exit code; None if it still runs after `POLL_SECONDS`."""
-    try:
-        return process.wait(POLL_SECONDS)
-    except subprocess.TimeoutExpired:
-        return None
+    """The given variables; this package is importable in any folder."""
+    others = given.get("PYTHONPATH", os.environ.get("PYTHONPATH"))
+    path = [str(Path(__file__).parents[3]), *filter(None, [others])]
+    return {**given, "PYTHONPATH": os.pathsep.join(path)}
 
 
 def _has_returned(pipe: int) -> bool:
@@ -126,22 +108,14 @@ def _has_returned(pipe: int) -> bool:
         return False
 
 
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, SIGKILL)
-    process.wait()
-    if process.stdin is not None:
-        with suppress(BrokenPipeError):
-            process.stdin.close()
-
-
-def _describe_failure(exit_code: int, log: Path) -> str:
+def _describe_failure(exit_code: int | None, log: Path) -> str:
     tail = log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")
     lines = [line for line in text_format.clean(tail).splitlines() if line.strip()]
     message = lines[-1].strip() if lines else "no output"
     if exit_code == 0:
         message = "the process ended (sys.exit, os._exit) before the function returned"
-    ending = f"exit code {exit_code}" if exit_code >= 0 else f"signal {-exit_code}"
+    code = -SIGKILL if exit_code is None else exit_code  # None: it hangs, although it was killed
+    ending = f"exit code {code}" if code >= 0 else f"signal {-code}"
     return f"{message} ({ending}; output: {log})"
 
 
@@ -149,7 +123,7 @@ def main(name: str, result_pipe: int, result_file: str | None = None) -> None:
     """Import the function, call it, and report over the pipe that it returned."""
     os.set_inheritable(result_pipe, False)
     argument = json.loads(sys.stdin.buffer.readline())
-    threading.Thread(target=_die_with_caller, name="caller", daemon=True).start()
+    end_with_parent()
     function = _import_function(name)
     if argument is not None:
         result = function(argument)
@@ -181,12 +155,6 @@ def _plain(value: Any) -> Any:
 
 async def _await(result: Awaitable[Any]) -> Any:
     return await result
-
-
-def _die_with_caller() -> None:
-    while os.read(sys.stdin.fileno(), 1024):
-        pass
-    os.killpg(os.getpgrp(), SIGKILL)
 
 
 if __name__ == "__main__":

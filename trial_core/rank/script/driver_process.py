@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from weakref import WeakSet
@@ -15,6 +13,7 @@ import msgspec
 
 from trial_core.driver.script_order import Order
 from trial_core.errors import SlotsError
+from trial_core.launch.machine.child import Child
 from trial_core.messages import Abort, Invitation, decode_invitation
 from trial_core.rank.collective_errors import run_on_rank_0
 from trial_core.rank.collectives.distributed import DistributedContext
@@ -61,17 +60,11 @@ class DriverProcess:
 
     def __init__(self, distributed: DistributedContext) -> None:
         self._distributed = distributed
-        self._process: subprocess.Popen[bytes] | None = None
+        self._child: Child | None = None
         self._has_invited = False
         self._last_words = b""
         if distributed.get_rank() == 0:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "trial_core.driver.script_driver_main"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                # So that neither a terminal's Ctrl-C nor the end of the ranks' group ends it.
-                start_new_session=True,
-            )
+            self._child = Child(["-m", "trial_core.driver.script_driver_main"], answers=True)
             _STARTED.add(self)
 
     def give(self, order: Callable[[], Order]) -> Invitation:
@@ -88,49 +81,42 @@ class DriverProcess:
 
     def close(self) -> None:
         """Wait until the driver has ended, once the ranks have left. Not collective."""
-        process = self._process
-        if process is None or process.stdin is None or process.stdout is None:
-            return
-        if process.stdout.closed:
+        child = self._child
+        if child is None or child.output.closed:
             return
         if not self._has_invited:
-            process.kill()
-        try:
-            process.wait(END_SECONDS)
-        except subprocess.TimeoutExpired:
+            child.kill()
+        elif child.wait(END_SECONDS):
+            child.reap()
+        else:
             logger.warning("the driver has not written its last report within %g s", END_SECONDS)
-            process.kill()
-            process.wait()
-        if self._has_invited and process.returncode < 0:
-            by = signal.Signals(-process.returncode).name
+            child.kill()
+        if self._has_invited and child.exit_code is not None and child.exit_code < 0:
+            by = signal.Signals(-child.exit_code).name
             logger.error("the driver of this script was ended by %s", by)
-        os.set_blocking(process.stdout.fileno(), False)  # a process of the driver's may hold it
-        self._last_words = process.stdout.read() or b""
-        process.stdout.close()
-        with suppress(BrokenPipeError):
-            process.stdin.close()
+        os.set_blocking(child.output.fileno(), False)  # a process of the driver's may hold it
+        self._last_words = child.output.read() or b""
+        child.output.close()
+        child.close_input()
 
     def forget(self) -> None:
         """Let go, in a forked process, of the pipe whose end says that rank 0 is gone."""
-        pipe = self._process.stdin if self._process is not None else None
+        pipe = self._child.input if self._child is not None else None
         if pipe is not None and not pipe.closed:
             nothing = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nothing, pipe.fileno(), inheritable=False)  # stays valid, to be closed later
             os.close(nothing)
 
     def _give(self, order: Order) -> Invitation:
-        process = self._process
-        if process is None or process.stdin is None or process.stdout is None:
+        child = self._child
+        if child is None:
             raise SlotsError("the driver runs beside rank 0")
-        try:
-            process.stdin.write(msgspec.json.encode(order) + b"\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
-        except BrokenPipeError:
-            line = b""
+        child.tell(msgspec.json.encode(order) + b"\n")
+        line = child.output.readline()
         if not line:
+            child.reap()
             raise SlotsError(
-                f"the driver of this script has ended with exit code {process.wait()} before its "
+                f"the driver of this script has ended with exit code {child.exit_code} before its "
                 "ranks could join; see its error above"
             )
         try:
@@ -144,9 +130,9 @@ class DriverProcess:
 
     def _end(self) -> None:
         self.close()
-        if self._process is None or self._process.returncode <= 0:
+        if self._child is None or (self._child.exit_code or 0) <= 0:
             return
-        why = f"exit code {self._process.returncode}"
+        why = f"exit code {self._child.exit_code}"
         with suppress(ValueError):
             if isinstance(
                 said := decode_invitation(bytes.fromhex(self._last_words.decode())), Abort

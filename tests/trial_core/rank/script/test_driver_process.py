@@ -14,6 +14,7 @@ from tests.support.slots import toy_config
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.driver.script_order import Order
 from trial_core.errors import LaunchError, TrialflowError
+from trial_core.launch.machine.child import Child
 from trial_core.rank.collectives.distributed import DistributedContext
 from trial_core.rank.script.driver_process import DriverProcess
 
@@ -27,7 +28,7 @@ driver = DriverProcess(DistributedContext.from_environment())
 if os.fork() == 0:
     sys.stdin.read()
     os._exit(0)
-print(driver._process.pid, flush=True)
+print(driver._child.pid, flush=True)
 os._exit(0)
 """
 
@@ -72,8 +73,8 @@ def test_the_experiment_says_where_ranks_of_other_machines_join(
         address = driver.give(lambda: order).address
         assert address is not None
         assert address.startswith("tls://rank-0.cluster:")
-        assert driver._process is not None
-        driver._process.kill()  # it would wait for its ranks
+        assert driver._child is not None
+        driver._child.kill()  # it would wait for its ranks
 
 
 def test_a_scripts_new_trial_does_not_continue_another_with_its_id(
@@ -127,12 +128,9 @@ def test_how_a_driver_has_ended_is_logged(
         has_other_machines=False,
     )  # fmt: skip
     driver = DriverProcess(DistributedContext.from_environment())
-    assert driver._process is not None
-    driver._process.kill()
-    driver._process.communicate()
-    driver._process = subprocess.Popen(
-        [sys.executable, "-c", DRIVER, does], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
+    assert driver._child is not None
+    driver._child.kill()
+    driver._child = Child(["-c", DRIVER, does], answers=True)
     driver.give(lambda: order)
     driver.end()
     driver.close()

@@ -1,0 +1,160 @@
+"""A child process: started, given orders as lines, and ended with all that it has started.
+
+A child runs in a session of its own, so that neither a terminal's Ctrl-C nor the end of its
+parent's group ends it. Its standard input holds its orders and stays open while the parent lives:
+at its end the child ends too (`end_with_parent`), so it never outlives a parent that was killed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+POLL_SECONDS = 0.02
+REAP_SECONDS = 1.0
+LOG_TAIL_BYTES = 4000
+
+
+class Child:
+    """A Python program in a process of its own.
+
+    Args:
+        command: the arguments of the interpreter: a script, or ``-m`` and a module, with its own.
+        variables: environment variables in addition to those of this process.
+        folder: its working folder; by default that of this process.
+        log: the file of its output and errors; None for this process's own.
+        answers: True if its standard output holds lines for this process instead.
+        descriptors: open file descriptors that it inherits.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        variables: Mapping[str, str] | None = None,
+        *,
+        folder: Path | None = None,
+        log: IO[bytes] | None = None,
+        answers: bool = False,
+        descriptors: Sequence[int] = (),
+    ) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, *command],
+            env={**os.environ, **(variables or {})}, cwd=folder, pass_fds=descriptors,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE if answers else log, stderr=log,
+            start_new_session=True,
+        )  # fmt: skip
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code, or the negative number of a signal; None until it is reaped."""
+        return self._process.returncode
+
+    @property
+    def input(self) -> IO[bytes]:
+        """Its standard input."""
+        return _there(self._process.stdin)
+
+    @property
+    def output(self) -> IO[bytes]:
+        """Its standard output, if it answers."""
+        return _there(self._process.stdout)
+
+    def tell(self, data: bytes) -> None:
+        """Write to its standard input. A child that has ended is told nothing."""
+        with suppress(BrokenPipeError):
+            self.input.write(data)
+            self.input.flush()
+
+    def wake(self, data: bytes) -> None:
+        """Write to its standard input; nothing if the pipe is full, which is enough to wake it."""
+        with suppress(BlockingIOError, BrokenPipeError, ValueError):  # full, ended, or closed
+            os.set_blocking(self.input.fileno(), False)
+            os.write(self.input.fileno(), data)
+
+    def lines(self) -> Iterator[bytes]:
+        """Its answers, until it ends."""
+        yield from self.output
+
+    def lives(self) -> bool:
+        """Return whether it has not ended. Its id stays its own until it is reaped."""
+        options = os.WEXITED | os.WNOHANG | os.WNOWAIT  # `Popen.poll` would free the id
+        return self.exit_code is None and os.waitid(os.P_PID, self.pid, options) is None
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for its end; return whether it has ended."""
+        deadline = time.monotonic() + seconds
+        while self.lives():
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(min(POLL_SECONDS, seconds))
+        return True
+
+    def close_input(self) -> None:
+        """Tell it that no more orders come."""
+        with suppress(OSError):  # unsent bytes
+            self.input.close()
+
+    def reap(self) -> None:
+        """Wait for its end, and take its exit code."""
+        self._process.wait()
+
+    def kill(self, reap_seconds: float = REAP_SECONDS) -> None:
+        """SIGKILL it and its group, and reap it. One that hangs in a system call is left."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(reap_seconds)
+        self.close_input()
+
+    def end(self, seconds: float) -> bool:
+        """Close its input and wait for its end. Return False if it did not end, and was killed.
+
+        The processes that it has left stay, unless it has to be killed.
+        """
+        self.close_input()
+        if not self.wait(seconds):
+            self.kill()
+            return False
+        self.reap()
+        return True
+
+
+def _there(pipe: IO[bytes] | None) -> IO[bytes]:
+    if pipe is None:
+        raise ValueError("the child was started without this pipe")
+    return pipe
+
+
+def end_with_parent() -> None:
+    """In a child that has read its orders: end with its whole group once its parent is gone."""
+
+    def watch() -> None:
+        while os.read(sys.stdin.fileno(), 1024):
+            pass
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
+
+
+def log_tail(log_path: Path) -> str:
+    """The end of a log, for an error message."""
+    with log_path.open("rb") as log:
+        log.seek(max(0, log.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
+        tail = log.read().decode(errors="replace").strip()
+    return f"its log {log_path} ends with:\n{tail}" if tail else f"its log: {log_path}"
