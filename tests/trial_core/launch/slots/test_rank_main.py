@@ -76,7 +76,7 @@ def test_a_deepspeed_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "trial_core.trainer.entrypoint", None)  # so its import fails
     rank: Any = object.__new__(Rank)
     rank._announcer = Announcer(lambda message: None, is_silent=True)
-    with pytest.raises(ModuleNotFoundError, match=r"trial_core\.entrypoint"):
+    with pytest.raises(ModuleNotFoundError, match=r"trial_core\.trainer\.entrypoint"):
         rank._trials()
     set_version(monkeypatch, "deepspeed", "0.18.3", bounds)
     with pytest.raises(TrialError, match=f"deepspeed 0.18.3 is installed, and .* needs {bounds}"):
