@@ -27,8 +27,6 @@ from benchmarks.ranks import built, case_name, launched
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.transfer.upload import merge_entries
 from trial_core.errors import LaunchError
-from trial_core.launch.machine.accelerators import count_accelerators, resolve_slot_count
-from trial_core.launch.slots.slot_group import SlotGroup
 from trial_core.messages import (
     BuildLoadersAndRestore,
     Done,
@@ -44,6 +42,8 @@ from trial_core.messages import (
     Trained,
     Validated,
 )
+from trial_core.processes.machine.accelerators import count_accelerators, resolve_slot_count
+from trial_core.processes.slots.slot_group import SlotGroup
 
 MIB, GIB = 2**20, 2**30
 TURN_BATCHES = 3

@@ -40,10 +40,6 @@ from trial_core.checkpoint.storage.open_storage import packages_of
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.transfer.upload import merge_entries
 from trial_core.errors import CheckpointError
-from trial_core.launch.machine.memory_files import GIB, free_bytes
-from trial_core.launch.slots.fork_server import ForkServer
-from trial_core.launch.slots.rank_main import TRIAL_MODULES
-from trial_core.launch.slots.slot_group import SlotGroup
 from trial_core.messages import (
     BuildLoadersAndRestore,
     BuildTrial,
@@ -60,6 +56,10 @@ from trial_core.messages import (
     Saved,
     TrialBuilt,
 )
+from trial_core.processes.machine.memory_files import GIB, free_bytes
+from trial_core.processes.slots.fork_server import ForkServer
+from trial_core.processes.slots.rank_main import TRIAL_MODULES
+from trial_core.processes.slots.slot_group import SlotGroup
 from trial_core.rank.checkpoint_files import RESTORED
 
 OURS, KEPT = "trialflow", "kept"

@@ -23,8 +23,8 @@ from operator import attrgetter
 from benchmarks.figures import Estimate, conclude
 from benchmarks.pytorch_loop import figures_of_pytorch, measure_pytorch, pytorch_case
 from benchmarks.ranks import built, case_name, launched, processor_seconds
-from trial_core.launch.slots.slot_group import SlotGroup
 from trial_core.messages import RunValidation, TrainBatches, Trained, Validated
+from trial_core.processes.slots.slot_group import SlotGroup
 
 MODELS = ("tiny", "small")
 KINDS = ("deepspeed", "pytorch")

@@ -14,8 +14,8 @@ from importlib.util import find_spec
 
 from benchmarks.figures import Estimate
 from benchmarks.ranks import built, case_name
-from trial_core.launch.slots.slot_group import SlotGroup
 from trial_core.messages import RunValidation, TrainBatches, Trained, Validated
+from trial_core.processes.slots.slot_group import SlotGroup
 
 BARE = "bare"
 PACKAGES = {"fabric": "lightning", "lightning": "lightning", "accelerate": "accelerate"}

@@ -12,11 +12,11 @@ import psutil
 
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
-from trial_core.launch.machine.accelerators import resolve_slot_count
-from trial_core.launch.slots.fork_server import ForkServer
-from trial_core.launch.slots.launcher import LocalLauncher
-from trial_core.launch.slots.slot_group import SlotGroup
 from trial_core.messages import BuildLoadersAndRestore, BuildTrial, ReadyToTrain, TrialBuilt
+from trial_core.processes.machine.accelerators import resolve_slot_count
+from trial_core.processes.slots.fork_server import ForkServer
+from trial_core.processes.slots.launcher import LocalLauncher
+from trial_core.processes.slots.slot_group import SlotGroup
 
 ROOT = Path(__file__).parents[1]
 # One core for each rank, so that figures of different machines are comparable.

@@ -19,7 +19,6 @@ import psutil
 from benchmarks.figures import conclude
 from benchmarks.ranks import case_name, experiment, launched
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.launch.slots.slot_group import SlotGroup
 from trial_core.messages import (
     BuildLoadersAndRestore,
     BuildTrial,
@@ -32,6 +31,7 @@ from trial_core.messages import (
     Trained,
     TrialBuilt,
 )
+from trial_core.processes.slots.slot_group import SlotGroup
 
 ZERO_STAGES = 4
 CASES: dict[str, Callable[[int], tuple[str, dict[str, Any]]]] = {

@@ -35,11 +35,11 @@ from benchmarks.ranks import ROOT, experiment, rank_processes
 from benchmarks.restart import ENDLESS, SCHEDULING_UNIT, Killer
 from benchmarks.workload import temporary_homes
 from tests.support.s3 import S3Server, ceph_gateway
-from trial_core.launch.machine.run_dirs import KEPT
-from trial_core.launch.nodes.join_token import write_token
-from trial_core.launch.nodes.node_provider import AGENT_MODULE
-from trial_core.launch.slots.rank_network import LOOPBACK_ADDRESS
 from trial_core.observe.events.observers import observing
+from trial_core.processes.machine.run_dirs import KEPT
+from trial_core.processes.nodes.join_token import write_token
+from trial_core.processes.nodes.node_provider import AGENT_MODULE
+from trial_core.processes.slots.rank_network import LOOPBACK_ADDRESS
 
 CASES = ("node", "rank")
 TARGETS = {

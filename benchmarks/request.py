@@ -11,8 +11,8 @@ import time
 
 from benchmarks.figures import conclude, percentile
 from benchmarks.ranks import built, case_name, launched
-from trial_core.launch.slots.slot_group import SlotGroup
 from trial_core.messages import Done, Ping
+from trial_core.processes.slots.slot_group import SlotGroup
 
 TARGET_MS = 5.0
 WARM_UP_REQUESTS = 50

@@ -29,16 +29,16 @@ from benchmarks.ranks import ROOT, processor_seconds
 from benchmarks.scale_agents import READY
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import RankFailed
-from trial_core.launch.nodes.hub import ConnectedAgent, Hub
-from trial_core.launch.nodes.join_provider import JoinProvider
-from trial_core.launch.nodes.join_token import new_token
-from trial_core.launch.nodes.node_launcher import NodeCode, NodeLauncher
-from trial_core.launch.nodes.node_pool import NodePool
-from trial_core.launch.nodes.node_provider import NodeRequest
-from trial_core.launch.slots.listen_address import ListenAddress
-from trial_core.launch.slots.rank_network import LOOPBACK_ADDRESS
-from trial_core.launch.slots.slot_group import SlotGroup
 from trial_core.messages import Done, Ping, TrainBatches
+from trial_core.processes.nodes.hub import ConnectedAgent, Hub
+from trial_core.processes.nodes.join_provider import JoinProvider
+from trial_core.processes.nodes.join_token import new_token
+from trial_core.processes.nodes.node_launcher import NodeCode, NodeLauncher
+from trial_core.processes.nodes.node_pool import NodePool
+from trial_core.processes.nodes.node_provider import NodeRequest
+from trial_core.processes.slots.listen_address import ListenAddress
+from trial_core.processes.slots.rank_network import LOOPBACK_ADDRESS
+from trial_core.processes.slots.slot_group import SlotGroup
 
 TARGETS = {"join_seconds": 10.0, "request_ms_median": 100.0, "lost_node_named_ms": 30_000.0}
 WARM_UP_REQUESTS = 5

@@ -16,8 +16,18 @@ import signal
 import socket
 import sys
 
-from trial_core.launch.nodes.agent_connection import join
-from trial_core.launch.nodes.node_messages import (
+from trial_core.messages import (
+    Answer,
+    Done,
+    Envelope,
+    Message,
+    Ping,
+    Shutdown,
+    decode_from_driver,
+    encode,
+)
+from trial_core.processes.nodes.agent_connection import join
+from trial_core.processes.nodes.node_messages import (
     ALIVE_SECONDS,
     AgentHello,
     Alive,
@@ -35,19 +45,9 @@ from trial_core.launch.nodes.node_messages import (
     Welcome,
     decode_to_agent,
 )
-from trial_core.launch.nodes.versions import own_versions
-from trial_core.launch.slots.framing import HEADER, frame, frame_length
-from trial_core.launch.slots.rank_network import LOOPBACK_ADDRESS
-from trial_core.messages import (
-    Answer,
-    Done,
-    Envelope,
-    Message,
-    Ping,
-    Shutdown,
-    decode_from_driver,
-    encode,
-)
+from trial_core.processes.nodes.versions import own_versions
+from trial_core.processes.slots.framing import HEADER, frame, frame_length
+from trial_core.processes.slots.rank_network import LOOPBACK_ADDRESS
 
 READY = "ready"
 JOIN_SECONDS = 60.0

@@ -36,7 +36,7 @@ from benchmarks.figures import conclude
 from benchmarks.ranks import ENVIRONMENT, ROOT, experiment, rank_processes
 from benchmarks.workload import temporary_homes
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.launch.machine.accelerators import count_accelerators
+from trial_core.processes.machine.accelerators import count_accelerators
 
 POOL = "benchmark"
 ENDLESS = 10**6

@@ -28,10 +28,10 @@ from trial_core.driver.launch_ranks import launch_slots
 from trial_core.driver.placement import ThisMachine
 from trial_core.driver.run import Launch, Run
 from trial_core.driver.stages import PLAIN_STAGES
-from trial_core.launch.slots.fork_server import ForkServer
 from trial_core.observe.events.observers import Observer
 from trial_core.observe.ledger.run_clock import RunClock
 from trial_core.observe.telemetry.run_telemetry import run_telemetry
+from trial_core.processes.slots.fork_server import ForkServer
 from trial_core.schedule.ending import Ending
 from trial_core.schedule.stop_requests import StopHandler
 

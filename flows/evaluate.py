@@ -34,9 +34,9 @@ from trial_core.errors import (
     Stalled,
     Stopped,
 )
-from trial_core.launch.machine.run_dirs import locked_run_dir, trial_id
 from trial_core.models.checkpoint_reference import open_checkpoint
 from trial_core.observe.events.observers import Observers, current_observer
+from trial_core.processes.machine.run_dirs import locked_run_dir, trial_id
 from trial_core.schedule.stop_requests import StopHandler
 from trialflow.flows.lifecycle.crash_limit import check_crash_limit
 from trialflow.flows.lifecycle.run_log import logger_finder, readable_task_log

@@ -24,10 +24,10 @@ from trial_core.driver.drive import Caller, drive_trial
 from trial_core.driver.placement import importing_ahead
 from trial_core.driver.result import TrialResult as TrialResult, describe_saved
 from trial_core.errors import ConfigError
-from trial_core.launch.machine.run_dirs import run_dir_of, trial_id
 from trial_core.models.checkpoint_reference import open_checkpoint
 from trial_core.observe.events.observers import Observers, current_observer
 from trial_core.observe.report.live_report import PAGE
+from trial_core.processes.machine.run_dirs import run_dir_of, trial_id
 from trial_core.schedule.stop_requests import StopHandler
 from trialflow.flows.lifecycle.crash_limit import check_crash_limit
 from trialflow.flows.lifecycle.parent_runs import identity_of_run

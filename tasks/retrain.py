@@ -30,8 +30,6 @@ from trial_core.errors import (
     PromotionRefused,
     TrialflowError,
 )
-from trial_core.launch.machine.callback_process import call_function, log_lines
-from trial_core.launch.machine.run_dirs import run_dir_of, trial_id
 from trial_core.models.data_templates import check_plain_data, render_data
 from trial_core.models.journal import (
     Challenger,
@@ -43,6 +41,8 @@ from trial_core.models.journal import (
 from trial_core.models.promotion_rule import PromotionRule
 from trial_core.models.records import Version
 from trial_core.models.registry import Registry
+from trial_core.processes.machine.callback_process import call_function, log_lines
+from trial_core.processes.machine.run_dirs import run_dir_of, trial_id
 from trial_core.schedule.stop_requests import StopHandler
 from trialflow.tasks.events import outcome_event, send, tell_champion
 from trialflow.tasks.retrying import STORAGE_RETRIES, STORAGE_RETRY_SECONDS, TRANSFER

@@ -33,10 +33,7 @@ HERE = {"pytorch.deepspeed": "deepspeed", "core.DistributedContext": "Distribute
 
 
 def exists(name: str) -> bool:
-    """True if trial_core exports it; rooms inside, such as `launch`, are not Determined's."""
     found: Any = trial_core
-    if name.partition(".")[0] not in trial_core.__all__:
-        return False
     for part in name.split("."):
         if inspect.isclass(found) and not hasattr(found, part):
             return part in attributes(found)

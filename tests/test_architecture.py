@@ -72,13 +72,13 @@ ROOMS = (
     Room("trial_core.observe.events", "a run's events, and who listens"),
     Room("trial_core.observe.ledger", "the ledger of a run's time"),
     Room("trial_core.models", "the model registry and promotion"),
-    Room("trial_core.launch.nodes", "ranks on other machines"),
+    Room("trial_core.processes.nodes", "ranks on other machines"),
     Room("trial_core.checkpoint.weights", "weights for other programs", is_of_ranks=True),
     Room("trial_core.checkpoint.retention", "which checkpoints stay, and deletion"),
     Room("trial_core.checkpoint.transfer", "files to and from the storage"),
-    Room("trial_core.launch.slots", "rank processes and the channel to them"),
+    Room("trial_core.processes.slots", "rank processes and the channel to them"),
     Room("trial_core.config", "the experiment file"),
-    Room("trial_core.launch.machine", "a machine's folders, memory, accelerators, children"),
+    Room("trial_core.processes.machine", "a machine's folders, memory, accelerators, children"),
     Room("trial_core.messages", "messages between driver and ranks"),
     Room("trial_core.checkpoint", "manifests, the commit, fencing"),
     Room("trial_core.checkpoint.storage", "storages behind fsspec"),
@@ -88,10 +88,11 @@ ROOMS = (
 )
 """The house from top to bottom: a room may import itself and the rooms below it."""
 
+RANK_MAIN = "trial_core.processes.slots.rank_main"
 EXCEPTIONS = {
-    ("trial_core.launch.slots.rank_main", "trial_core.rank"): "a rank's process loads its",
-    ("trial_core.launch.slots.rank_main", "trial_core.rank.core_api"): "controller when it knows",
-    ("trial_core.launch.slots.rank_main", "trial_core.trainer"): "what it is to train",
+    (RANK_MAIN, "trial_core.rank"): "a rank's process loads its controller",
+    (RANK_MAIN, "trial_core.rank.core_api"): "or a script's, once it knows what it is to train",
+    (RANK_MAIN, "trial_core.trainer"): "and finds the trial",
     ("trial_core.rank.core_api.deepspeed_builds", "trial_core.deepspeed"): "a script, too, has "
     "DeepSpeed's operators compiled once",
     ("trial_core.observe.report.live_report", "trial_core.observe.trackers"): "the report stores "
@@ -118,7 +119,7 @@ def modules() -> dict[str, Path]:
 
 
 MODULES = modules()
-FOLDERS = {"trial_core.launch", "trial_core.observe"}
+FOLDERS = {"trial_core.processes", "trial_core.observe"}
 """Packages of rooms, with nothing of their own."""
 
 
@@ -270,7 +271,7 @@ def test_the_driver_half_loads_neither_torch_nor_deepspeed() -> None:
         "trialflow.flows.train",
         "trial_core.driver.drive",
         "trialflow.tasks.stages",
-        "trial_core.launch.slots.rank_main",
+        "trial_core.processes.slots.rank_main",
     } <= set(driver_half)
     program = (
         "import importlib, sys\n"

@@ -105,7 +105,7 @@ NOT_RUN = {
     "trialflow train examples/gpt_stdlib/experiment.yaml --engine ray": "the same",
     "trialflow train experiment.yaml --set resources.slots_per_trial=16 --engine ray": "the same",
     "cp /path/to/trialflow": "the clone is wherever the user has it",
-    "sbatch": "needs Slurm: tests/trial_core/launch/nodes/test_slurm_provider.py",
+    "sbatch": "needs Slurm: tests/trial_core/processes/nodes/test_slurm_provider.py",
     "salloc": "the same",
     "squeue": "the same",
     "scancel": "the same",

@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from tests.support.slots import Driven, drive
 from tests.support.snippets import SNIPPETS
 from trial_core.config import ExperimentConfig
-from trial_core.launch.slots.fork_server import ForkServer
-from trial_core.launch.slots.launcher import LocalLauncher
-from trial_core.launch.slots.slot_group import SlotGroup
+from trial_core.processes.slots.fork_server import ForkServer
+from trial_core.processes.slots.launcher import LocalLauncher
+from trial_core.processes.slots.slot_group import SlotGroup
 from trialflow.deployments.cli.init import template_files
 
 FILES = {s.title: s.text for s in SNIPPETS if s.document == "docs/guides/cookbook.md" and s.title}

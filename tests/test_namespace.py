@@ -24,7 +24,7 @@ import yaml
 
 from tests.support.prefect import PrefectServer, isolated
 from tests.support.slots import TOY, lines
-from trial_core.launch.machine.run_dirs import trial_id
+from trial_core.processes.machine.run_dirs import trial_id
 
 ROOT = Path(__file__).parents[1]
 LIMIT_SECONDS = 240.0

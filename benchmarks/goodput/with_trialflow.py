@@ -20,7 +20,7 @@ from benchmarks.ranks import experiment
 from benchmarks.stopping import POOL, answered, prefect
 from tests.support.s3 import S3Server
 from trial_core.config import ExperimentConfig
-from trial_core.launch.machine.run_dirs import trial_id
+from trial_core.processes.machine.run_dirs import trial_id
 
 FINAL = ("Failed", "Cancelled", "Completed")
 

@@ -36,7 +36,7 @@ def clean(
     Reports, logs and TensorBoard files stay in the storage, and `--resume` continues the trials as
     before. Folders of live runs are kept, and folders with a file that the storage does not have.
     """
-    from trial_core.launch.machine.run_dirs import LOCK, home_folder, locked_if_ended
+    from trial_core.processes.machine.run_dirs import LOCK, home_folder, locked_if_ended
 
     store, home = open_store(config, storage), home_folder()
     with waiting(f"comparing {home} with {store.url}"):
@@ -76,8 +76,8 @@ def _size(folder: Path) -> int:
 def _why_kept(path: Path, store: CheckpointStore, older_than_days: float) -> str:
     """Return why a run's folder must stay; empty if it is over, old, and its files are stored."""
     from trial_core.checkpoint import layout
-    from trial_core.launch.machine.run_dirs import CODE, KEPT, LOCK, RANK_FILE_FOLDERS, holder_of
     from trial_core.observe.report.rank_logs import stored_name
+    from trial_core.processes.machine.run_dirs import CODE, KEPT, LOCK, RANK_FILE_FOLDERS, holder_of
 
     if holder := holder_of(path):
         return f"used by {holder}, or its file system has no locks"

@@ -106,7 +106,7 @@ def _run_of(named: str) -> Iterator[_Run]:
     prepare_prefect()
     from prefect.settings import get_current_settings
 
-    from trial_core.launch.machine.run_dirs import LOCK, holder_of, home_folder
+    from trial_core.processes.machine.run_dirs import LOCK, holder_of, home_folder
     from trialflow.flows.server.embedded_server import using_server_of_up
 
     folders = [path.parent for path in home_folder().glob(f"*/{LOCK}")]
@@ -150,7 +150,7 @@ def _process_here(run: _Run) -> int:
     """
     import psutil
 
-    from trial_core.launch.machine.run_dirs import LOCK, run_dir_of
+    from trial_core.processes.machine.run_dirs import LOCK, run_dir_of
 
     lock = os.path.realpath(run_dir_of(run.trial) / LOCK)
     process, files, variables = None, [], {}

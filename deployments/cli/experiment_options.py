@@ -105,7 +105,7 @@ def refuse_what_cannot_run(
     from concurrent.futures import TimeoutError as StillRunning
 
     from trial_core.driver.code_source import refuse_missing_code
-    from trial_core.launch.machine.background import in_background
+    from trial_core.processes.machine.background import in_background
 
     refuse_missing_code(experiment)
     if store is not None:

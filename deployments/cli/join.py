@@ -44,8 +44,8 @@ def join(
     when its terminal is closed, the run saves and continues without this machine; at the second
     such signal, this machine leaves at once.
     """
-    from trial_core.launch.nodes.agent_main import run_agent
-    from trial_core.launch.nodes.join_token import read_token
+    from trial_core.processes.nodes.agent_main import run_agent
+    from trial_core.processes.nodes.join_token import read_token
 
     console.show_log()
     code = run_agent(driver, read_token(token_file), slots=slots, wait_seconds=wait_seconds)

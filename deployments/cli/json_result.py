@@ -100,7 +100,7 @@ class JsonResult:
 
     def _known_fields(self) -> dict[str, Any]:
         """Return the known fields of a `TrialResult` that the flow did not return."""
-        from trial_core.launch.machine.run_dirs import run_dir_of
+        from trial_core.processes.machine.run_dirs import run_dir_of
 
         run_dir = run_dir_of(self.trial) if self.trial else None
         report = run_dir / "report.md" if run_dir else None

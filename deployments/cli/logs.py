@@ -43,7 +43,7 @@ def logs(
     storage: StorageOption = None,
 ) -> int:
     """Print the complete log of a rank: from the run's folder, else from the storage."""
-    from trial_core.launch.machine.run_dirs import holder_of, home_folder
+    from trial_core.processes.machine.run_dirs import holder_of, home_folder
 
     name = f"rank-{rank}.log"
     here = {path.parents[1].name: path for path in home_folder().glob(f"*/logs/{name}")}

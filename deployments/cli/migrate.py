@@ -15,7 +15,7 @@ from cyclopts import Parameter
 
 from trial_core.common.text_format import plural
 from trial_core.errors import ConfigError
-from trial_core.launch.machine.accelerators import KIND_VARIABLE
+from trial_core.processes.machine.accelerators import KIND_VARIABLE
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.waiting import waiting
 

@@ -22,9 +22,10 @@ from trial_core.common.text_format import plural, size
 from trial_core.config import ExperimentConfig
 from trial_core.driver.placement import choose_provider, on_nodes
 from trial_core.errors import LaunchError, StorageError, TrialflowError
-from trial_core.launch.machine.run_dirs import home_folder
-from trial_core.launch.nodes.hub import ConnectedAgent
-from trial_core.launch.nodes.node_messages import (
+from trial_core.messages import Message
+from trial_core.processes.machine.run_dirs import home_folder
+from trial_core.processes.nodes.hub import ConnectedAgent
+from trial_core.processes.nodes.node_messages import (
     Examine,
     Examined,
     FromAgent,
@@ -36,8 +37,7 @@ from trial_core.launch.nodes.node_messages import (
     StorageTried,
     TryStorage,
 )
-from trial_core.launch.nodes.versions import PACKAGES
-from trial_core.messages import Message
+from trial_core.processes.nodes.versions import PACKAGES
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.check import Check
 from trialflow.deployments.cli.experiment_options import open_store_of
@@ -53,7 +53,7 @@ SLOW_FACTOR = 4
 PROBE_BYTES = 16 * 2**20
 SHOWN = 8
 ANSWER_SECONDS: dict[type[Message], float] = {
-    Examined: 360.0,  # above `trial_core.launch.machine.accelerators.PROBE_TIMEOUT_SECONDS`
+    Examined: 360.0,  # above `trial_core.processes.machine.accelerators.PROBE_TIMEOUT_SECONDS`
     Reached: 180.0,
     StorageTried: 300.0,
 }

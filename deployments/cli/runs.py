@@ -187,8 +187,8 @@ def sync(
     """
     from logging import getLogger
 
-    from trial_core.launch.machine.run_dirs import locked_run_dir
     from trial_core.observe.trackers.sync import sync_trackers
+    from trial_core.processes.machine.run_dirs import locked_run_dir
 
     store = open_store(config, storage)
     with locked_run_dir(trial) as run_dir:

@@ -249,7 +249,7 @@ class _TrialRun:
             console.note(f"trial {trial} has no checkpoint yet, so --resume does not continue it")
 
     def _note_ids(self, flow: Any, flow_run: Any, state: Any) -> None:
-        from trial_core.launch.machine.run_dirs import trial_id
+        from trial_core.processes.machine.run_dirs import trial_id
 
         flow_run_id = self._outcome.flow_run_id = str(flow_run.id)
         self._outcome.trial = self._continued or trial_id(self._experiment.name, flow_run_id)
@@ -260,7 +260,7 @@ def tried(
 ) -> Ended:
     """Try a trial; delete the files that this wrote if nothing failed. Raises as `try_trial`."""
     from trial_core.driver.drive import Caller, try_trial
-    from trial_core.launch.machine.run_dirs import run_dir_of, trial_id
+    from trial_core.processes.machine.run_dirs import run_dir_of, trial_id
     from trial_core.schedule.stop_requests import StopHandler
 
     trial = trial_id(f"{experiment.name} test", uuid4().hex)
@@ -327,7 +327,7 @@ def _trial_to_resume(
 
 def _report_page(trial: str) -> Path:
     """Where the trial's HTML report is on this machine, once there is one."""
-    from trial_core.launch.machine.run_dirs import run_dir_of
+    from trial_core.processes.machine.run_dirs import run_dir_of
 
     return run_dir_of(trial) / "report.html"
 

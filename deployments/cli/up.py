@@ -123,7 +123,7 @@ def _serve(
         ServiceEnded: the worker ended.
         KeyboardInterrupt, Terminated: a signal came.
     """
-    from trial_core.launch.machine.child import log_tail
+    from trial_core.processes.machine.child import log_tail
     from trialflow.deployments.local_worker import LocalWorker
     from trialflow.flows.server.server_restarts import restarting
     from trialflow.flows.server.single_instance import single_instance
@@ -183,7 +183,7 @@ def _set_up(requested_pool: str | None, retrainings: Sequence[RetrainingRequest]
 
 def _accelerators() -> int:
     """Return how many GPUs runs can share, or 0 if that is unknown: runs may still use the CPU."""
-    from trial_core.launch.machine.accelerators import count_accelerators
+    from trial_core.processes.machine.accelerators import count_accelerators
 
     try:
         return count_accelerators()

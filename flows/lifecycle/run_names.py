@@ -8,7 +8,7 @@ from prefect import runtime
 from prefect.context import FlowRunContext
 
 from trial_core.config import ExperimentConfig
-from trial_core.launch.machine.run_dirs import trial_id
+from trial_core.processes.machine.run_dirs import trial_id
 from trialflow.flows.lifecycle.parent_runs import identity_of_run
 
 

@@ -22,8 +22,8 @@ from prefect.logging import get_run_logger
 from trial_core.config import ExperimentConfig
 from trial_core.driver.placement import choose_provider
 from trial_core.errors import LaunchError
-from trial_core.launch.machine.accelerators import count_accelerators, resolve_slot_count
-from trial_core.launch.slots.device_locks import reserve_devices
+from trial_core.processes.machine.accelerators import count_accelerators, resolve_slot_count
+from trial_core.processes.slots.device_locks import reserve_devices
 from trialflow.flows.lifecycle.flow_run_reader import is_healthy
 from trialflow.flows.lifecycle.requeue import requeue_if_stopped
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
-from trial_core.launch.machine.child import Child
+from trial_core.processes.machine.child import Child
 
 STOP_TIMEOUT_SECONDS = 45.0
 # On this terminal Prefect may be quiet. In a child, the levels of its loggers alone decide.

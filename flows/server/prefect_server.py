@@ -24,7 +24,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 from trial_core.errors import TrialflowError
-from trial_core.launch.machine.child import Child, log_tail
+from trial_core.processes.machine.child import Child, log_tail
 from trialflow.flows.server.child_process import start_child, stop_child
 from trialflow.flows.server.prefect_settings import chosen_settings, environment
 from trialflow.flows.server.server_login import (

@@ -12,7 +12,7 @@ from benchmarks.memory import Resident
 from tests.benchmarks.outcome import outcome_of
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import RankFailed
-from trial_core.launch.slots.fork_server import ForkServer
+from trial_core.processes.slots.fork_server import ForkServer
 
 
 def test_the_first_turn_gives_the_memory_alone() -> None:

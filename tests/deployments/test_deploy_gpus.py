@@ -18,7 +18,7 @@ from prefect.concurrency.sync import concurrency
 from prefect.exceptions import Abort, ObjectNotFound
 from prefect.flow_engine import run_flow
 
-import trial_core.launch.slots.device_locks
+import trial_core.processes.slots.device_locks
 from tests.support.gpus import fake_gpus
 from tests.support.prefect import PrefectServer, isolated
 from tests.support.slots import toy_config
@@ -40,7 +40,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with four GPUs, by a fake nvidia-smi, and a new folder of locks."""
     fake_gpus(tmp_path, monkeypatch, 4)
     monkeypatch.setattr(
-        trial_core.launch.slots.device_locks, "locks_folder", lambda: tmp_path / "locks"
+        trial_core.processes.slots.device_locks, "locks_folder", lambda: tmp_path / "locks"
     )
 
 

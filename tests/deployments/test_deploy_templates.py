@@ -21,8 +21,8 @@ from trial_core.config import load_config
 from trial_core.config.resources_section import ResourcesConfig
 from trial_core.config.stopping_section import StoppingConfig
 from trial_core.driver.placement import ENGINE_VARIABLE, choose_provider
-from trial_core.launch.nodes.ray_provider import RayProvider
-from trial_core.launch.slots.device_locks import LOCKS_VARIABLE
+from trial_core.processes.nodes.ray_provider import RayProvider
+from trial_core.processes.slots.device_locks import LOCKS_VARIABLE
 from trialflow.deployments.desired_state import PoolType, deployments, job_template
 
 POOL_TYPES = get_args(PoolType)

@@ -26,7 +26,7 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import load_config
 from trial_core.config.stopping_section import StoppingConfig
 from trial_core.errors import ConfigError
-from trial_core.launch.nodes.join_token import new_token
+from trial_core.processes.nodes.join_token import new_token
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.jobset import jobset as print_jobset
 from trialflow.deployments.cli.main import app

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.slots import drive
 from trial_core.config import load_config
-from trial_core.launch.slots.slot_group import SlotGroup
+from trial_core.processes.slots.slot_group import SlotGroup
 
 DIGITS = Path(__file__).parents[2] / "examples" / "digits"
 pytestmark = pytest.mark.slots

@@ -19,8 +19,8 @@ from trial_core.checkpoint.transfer.trial_code import upload_code
 from trial_core.config import ExperimentConfig
 from trial_core.driver.code_source import refuse_missing_code, stored_trial_code
 from trial_core.errors import CheckpointError, ConfigError, LaunchError
-from trial_core.launch.machine.run_dirs import run_dir_of
-from trial_core.launch.slots.slot_group import SlotGroup
+from trial_core.processes.machine.run_dirs import run_dir_of
+from trial_core.processes.slots.slot_group import SlotGroup
 
 TRIAL = "toy-0000beef"
 FROM_CHECKPOINT = {"code": "from_checkpoint"}

@@ -15,9 +15,9 @@ from tests.support.slots import lines, toy_config
 from tests.support.tensors import differing, tensors
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.transfer.fetch import download
-from trial_core.launch.slots.slot_group import SlotGroup
-from trial_core.launch.slots.stop_barrier import Position, StopCoordinator
 from trial_core.observe.events.observers import Observer, observing
+from trial_core.processes.slots.slot_group import SlotGroup
+from trial_core.processes.slots.stop_barrier import Position, StopCoordinator
 
 pytestmark = [pytest.mark.slots, pytest.mark.server]
 BATCHES, KILLED_AT, AHEAD, VALIDATION = 41, 29, 5, 17

@@ -23,7 +23,7 @@ from tests.support.slots import lines, toy_config
 from tests.support.waiting import WAIT_SECONDS, until
 from tests.support.ways_to_stop import cleared
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.launch.machine.run_dirs import trial_id
+from trial_core.processes.machine.run_dirs import trial_id
 from trialflow.deployments.automations import CRASH_SILENT, crash_lost_starts
 from trialflow.deployments.cli.deploy import wanted_resources
 from trialflow.deployments.resources import set_up, take_down

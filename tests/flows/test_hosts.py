@@ -16,7 +16,7 @@ from tests.support.s3 import S3Server, ceph_gateway, moto_server
 from tests.support.slots import toy_config
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.launch.nodes.join_token import write_token
+from trial_core.processes.nodes.join_token import write_token
 
 pytestmark = [pytest.mark.long, pytest.mark.slots, pytest.mark.server]
 PORT = 7655

@@ -23,10 +23,10 @@ from trial_core.driver.launch_ranks import launch_slots
 from trial_core.driver.placement import OnNodes, Placement, ThisMachine
 from trial_core.driver.run import Launch, Run
 from trial_core.errors import CheckpointError, LaunchError, RankFailed
-from trial_core.launch.machine.accelerators import resolve_slot_count
-from trial_core.launch.slots.fork_server import ForkServer
 from trial_core.observe.events.observers import Observer
 from trial_core.observe.ledger.run_clock import RunClock
+from trial_core.processes.machine.accelerators import resolve_slot_count
+from trial_core.processes.slots.fork_server import ForkServer
 from trialflow.flows.lifecycle.crash_limit import CrashedTooOften
 
 

@@ -1,7 +1,7 @@
 """Runs on the nodes of each provider, with a real cluster on this machine.
 
 `test_nodes` has more runs whose agents are started by hand, and
-`tests/trial_core/launch/nodes/test_provider_conformance.py` what providers do without ranks.
+`tests/trial_core/processes/nodes/test_provider_conformance.py` what providers do without ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.support.slots import lines, toy_config
 from tests.support.waiting import WAIT_SECONDS, until
 from tests.support.ways_to_stop import SAVING, Worker, on_a_worker
 from trial_core.errors import LaunchError
-from trial_core.launch.nodes.join_token import write_token
+from trial_core.processes.nodes.join_token import write_token
 
 pytestmark = [pytest.mark.long, pytest.mark.slots, pytest.mark.server]
 

@@ -18,8 +18,8 @@ from tests.support.slots import lines, toy_config
 from tests.support.waiting import until
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import ConfigError
-from trial_core.launch.nodes.join_token import write_token
-from trial_core.launch.nodes.node_messages import (
+from trial_core.processes.nodes.join_token import write_token
+from trial_core.processes.nodes.node_messages import (
     Leave,
     NodeReady,
     PrepareRanks,

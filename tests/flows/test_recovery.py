@@ -15,7 +15,7 @@ from tests.support.flow import breaking, one_slot, resumption, stages, train
 from tests.support.prefect import PrefectServer
 from tests.support.slots import lines
 from trial_core.errors import RankFailed, TrialflowError
-from trial_core.launch.machine.run_dirs import locked_run_dir
+from trial_core.processes.machine.run_dirs import locked_run_dir
 
 pytestmark = [pytest.mark.slots, pytest.mark.server]
 

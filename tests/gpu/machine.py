@@ -13,7 +13,7 @@ from pathlib import Path
 from tests.support.cli import TRIALFLOW, environment_in
 from tests.support.prefect import isolated, prepared
 from tests.support.processes import descendants, kill
-from trial_core.launch.machine.accelerators import KIND_VARIABLE
+from trial_core.processes.machine.accelerators import KIND_VARIABLE
 
 START_SECONDS = 300.0
 

@@ -14,7 +14,6 @@ import torch
 
 from tests.support.slots import Driven, build, drive, toy_config
 from tests.support.tensors import differing, tensors
-from trial_core.launch.slots.slot_group import SlotGroup
 from trial_core.messages import (
     BuildLoadersAndRestore,
     Done,
@@ -27,6 +26,7 @@ from trial_core.messages import (
     TrainBatches,
     Trained,
 )
+from trial_core.processes.slots.slot_group import SlotGroup
 
 pytestmark = [
     pytest.mark.slots,

@@ -25,7 +25,7 @@ from tests.support.tensors import differing, tensors
 from tests.support.waiting import until
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.deepspeed.op_builds import ABANDONED_SECONDS
-from trial_core.launch.machine.accelerators import count_accelerators
+from trial_core.processes.machine.accelerators import count_accelerators
 
 pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="this torch is not for CUDA")
 GONE_SECONDS = 10.0

@@ -18,7 +18,7 @@ from tests.support.processes import descendants
 from tests.support.slots import lines, toy_config
 from tests.support.waiting import WAIT_SECONDS
 from trial_core.errors import Stopped
-from trial_core.launch.slots.fork_server import ForkServer, ServerProcess
+from trial_core.processes.slots.fork_server import ForkServer, ServerProcess
 
 
 class WarmForkServer(ForkServer):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-import trial_core.launch.machine.accelerators
+import trial_core.processes.machine.accelerators
 
 
 def uuid(index: int) -> str:
@@ -46,6 +46,8 @@ def fake_gpus(
     monkeypatch.setenv("PATH", f"{tool.parent}:/usr/bin:/bin")
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(trial_core.launch.machine.accelerators, "NVIDIA_DEVICE", driver)
-    monkeypatch.setattr(trial_core.launch.machine.accelerators, "_torch_build", lambda: torch_build)
+    monkeypatch.setattr(trial_core.processes.machine.accelerators, "NVIDIA_DEVICE", driver)
+    monkeypatch.setattr(
+        trial_core.processes.machine.accelerators, "_torch_build", lambda: torch_build
+    )
     return tool

@@ -25,7 +25,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from trial_core.launch.nodes.node_provider import AGENT_MODULE
+from trial_core.processes.nodes.node_provider import AGENT_MODULE
 
 DRIVER = "10.77.0.1"
 BRIDGE = "trialflow0"

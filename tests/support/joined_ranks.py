@@ -18,11 +18,11 @@ from typing import Any
 import msgspec
 
 from tests.support.ranks import ROOT
-from trial_core.launch.slots.joined_launcher import JoinedLauncher
-from trial_core.launch.slots.listen_address import ListenAddress
-from trial_core.launch.slots.rank_network import LOOPBACK_ADDRESS
-from trial_core.launch.slots.slot_group import SlotGroup
 from trial_core.messages import Invitation
+from trial_core.processes.slots.joined_launcher import JoinedLauncher
+from trial_core.processes.slots.listen_address import ListenAddress
+from trial_core.processes.slots.rank_network import LOOPBACK_ADDRESS
+from trial_core.processes.slots.slot_group import SlotGroup
 
 END_SECONDS = 30.0
 HERE = ListenAddress(LOOPBACK_ADDRESS)
@@ -34,7 +34,7 @@ import msgspec
 from trial_core.messages import (
     BatchesTrained, Done, HookDone, Invitation, PersistCheckpoint, TrainBatches, Trained
 )
-from trial_core.launch.slots.joined_rank import JoinedRank
+from trial_core.processes.slots.joined_rank import JoinedRank
 
 rank, options = int(sys.argv[1]), json.loads(sys.argv[2])
 

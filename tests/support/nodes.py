@@ -17,10 +17,11 @@ from typing import Any
 
 import pytest
 
-from trial_core.launch.nodes.agent_connection import connect
-from trial_core.launch.nodes.hub import Hub
-from trial_core.launch.nodes.join_token import new_token
-from trial_core.launch.nodes.node_messages import (
+from trial_core.messages import Message, encode
+from trial_core.processes.nodes.agent_connection import connect
+from trial_core.processes.nodes.hub import Hub
+from trial_core.processes.nodes.join_token import new_token
+from trial_core.processes.nodes.node_messages import (
     AgentHello,
     Alive,
     Leave,
@@ -29,11 +30,10 @@ from trial_core.launch.nodes.node_messages import (
     Welcome,
     decode_to_agent,
 )
-from trial_core.launch.nodes.node_provider import AGENT_MODULE
-from trial_core.launch.nodes.versions import own_versions
-from trial_core.launch.slots.framing import HEADER, frame, frame_length
-from trial_core.launch.slots.listen_address import ListenAddress, parse_driver_address
-from trial_core.messages import Message, encode
+from trial_core.processes.nodes.node_provider import AGENT_MODULE
+from trial_core.processes.nodes.versions import own_versions
+from trial_core.processes.slots.framing import HEADER, frame, frame_length
+from trial_core.processes.slots.listen_address import ListenAddress, parse_driver_address
 
 LOOPBACK = "127.0.0.1"
 DEADLINE_SECONDS = 60.0

@@ -25,12 +25,6 @@ import pytest
 from trial_core.checkpoint.manifest import FileEntry, Topology
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
-from trial_core.launch.machine.accelerators import count_accelerators
-from trial_core.launch.slots.fork_server import ForkServer
-from trial_core.launch.slots.launcher import LocalLauncher
-from trial_core.launch.slots.rank_main import TRIAL_MODULES
-from trial_core.launch.slots.slot_group import SlotGroup
-from trial_core.launch.slots.stacks import STACK_SIGNAL, current_stacks
 from trial_core.messages import (
     AnyRequest,
     BuildLoadersAndRestore,
@@ -55,6 +49,12 @@ from trial_core.messages import (
     TrialBuilt,
     Validated,
 )
+from trial_core.processes.machine.accelerators import count_accelerators
+from trial_core.processes.slots.fork_server import ForkServer
+from trial_core.processes.slots.launcher import LocalLauncher
+from trial_core.processes.slots.rank_main import TRIAL_MODULES
+from trial_core.processes.slots.slot_group import SlotGroup
+from trial_core.processes.slots.stacks import STACK_SIGNAL, current_stacks
 from trial_core.schedule.searcher_metric import searcher_metric
 from trial_core.schedule.sequencer import (
     Checkpoint,

@@ -10,7 +10,7 @@ from tests.support.flow import one_slot, train
 from tests.support.prefect import PrefectServer
 from tests.support.slots import TOY
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.launch.slots.log_pump import MAX_LINES_PER_PERIOD
+from trial_core.processes.slots.log_pump import MAX_LINES_PER_PERIOD
 
 pytestmark = [pytest.mark.slots, pytest.mark.server, pytest.mark.long]
 

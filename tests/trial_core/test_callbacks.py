@@ -16,7 +16,7 @@ from tests.support.tensors import differing, tensors
 from trial_core.callbacks import EarlyStopping, ExponentialMovingAverage, StopOnNonFinite
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import TrialError
-from trial_core.launch.slots.slot_group import SlotGroup
+from trial_core.processes.slots.slot_group import SlotGroup
 from trial_core.pytorch import PyTorchTrialContext
 from trial_core.rank.collectives.distributed import DistributedContext
 from trial_core.rank.trial.callback import may_change_metrics

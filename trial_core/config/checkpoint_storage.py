@@ -20,7 +20,7 @@ from trial_core.config.error_text import did_you_mean, format_value, validation_
 from trial_core.config.lengths import Period
 from trial_core.config.section_base import Section
 from trial_core.config.values import Count, PlainMapping, Text
-from trial_core.launch.machine.run_dirs import home_folder
+from trial_core.processes.machine.run_dirs import home_folder
 
 # The values of the other rules if at least one is set: Determined's defaults.
 _DEFAULT_RULES = RetentionPolicy()

@@ -61,7 +61,7 @@ from trial_core.config.values import (
     Text,
 )
 from trial_core.errors import ConfigError
-from trial_core.launch.machine.accelerators import CPU, KIND_VARIABLE
+from trial_core.processes.machine.accelerators import CPU, KIND_VARIABLE
 from trial_core.schedule.command import is_command
 from trial_core.schedule.sequencer import CheckpointPolicy, Schedule
 from trial_core.schedule.units import Batch

@@ -20,7 +20,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
-from trial_core.launch.machine.memory_files import MemoryFiles
+from trial_core.processes.machine.memory_files import MemoryFiles
 from trial_core.rank.state_files.frozen_files import (
     KeyPath,
     frozen_names,

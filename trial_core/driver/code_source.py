@@ -16,7 +16,7 @@ from trial_core.driver.choose_resume_point import resume_points
 from trial_core.driver.entrypoint_check import entrypoint_problem
 from trial_core.driver.placement import choose_provider
 from trial_core.errors import ConfigError, LaunchError
-from trial_core.launch.machine.run_dirs import CODE
+from trial_core.processes.machine.run_dirs import CODE
 
 
 def refuse_missing_code(config: ExperimentConfig) -> None:

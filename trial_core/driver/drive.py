@@ -51,7 +51,6 @@ from trial_core.errors import (
     TopologyMismatch,
     TrialError,
 )
-from trial_core.launch.machine.run_dirs import clear_kept, clear_rank_files, locked_run_dir
 from trial_core.observe.events.observers import Observer, Observers
 from trial_core.observe.ledger.run_clock import RunClock
 from trial_core.observe.ledger.stored_ledger import KeptLedger
@@ -60,6 +59,7 @@ from trial_core.observe.report.live_report import Report
 from trial_core.observe.report.progress import Place, ProgressReport, progress_file
 from trial_core.observe.telemetry.run_telemetry import run_telemetry
 from trial_core.observe.trackers.tracking import Tracking, check_trackers
+from trial_core.processes.machine.run_dirs import clear_kept, clear_rank_files, locked_run_dir
 from trial_core.schedule.ending import Ending
 from trial_core.schedule.stop_requests import StopHandler, how_it_ended
 

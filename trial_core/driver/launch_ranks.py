@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from trial_core.driver.placement import Placement
 from trial_core.driver.run import Launch
-from trial_core.launch.slots.slot_group import SlotGroup
+from trial_core.processes.slots.slot_group import SlotGroup
 
 
 def launch_slots(launch: Launch, placement: Placement) -> SlotGroup:

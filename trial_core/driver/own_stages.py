@@ -17,7 +17,7 @@ from trial_core.driver.stages import Stages
 from trial_core.driver.stages.declared_stage import Running
 from trial_core.driver.stages.own_stage import OwnStageFailed, call
 from trial_core.errors import ConfigError, TrialError
-from trial_core.launch.machine.background import in_background
+from trial_core.processes.machine.background import in_background
 from trial_core.schedule.units import EpochLength
 
 if TYPE_CHECKING:

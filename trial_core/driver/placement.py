@@ -20,20 +20,20 @@ from trial_core.common.text_format import plural
 from trial_core.config import ExperimentConfig
 from trial_core.driver.run import Launch, Run
 from trial_core.errors import ConfigError, LaunchError, TrialflowError
-from trial_core.launch.machine.accelerators import has_cpu_alone, resolve_slot_count
-from trial_core.launch.nodes.hub import Hub
-from trial_core.launch.nodes.join_provider import JoinProvider
-from trial_core.launch.nodes.join_token import new_token, token_of_file, write_token
-from trial_core.launch.nodes.node_launcher import NodeCode, NodeLauncher
-from trial_core.launch.nodes.node_pool import NodePool
-from trial_core.launch.nodes.node_provider import NodeProvider, NodeRequest
-from trial_core.launch.nodes.ray_provider import RayProvider
-from trial_core.launch.nodes.slurm_provider import SlurmProvider, in_allocation
-from trial_core.launch.slots.fork_server import ForkServer
-from trial_core.launch.slots.launcher import Launcher, LocalLauncher, rank_environment
-from trial_core.launch.slots.listen_address import ListenAddress
-from trial_core.launch.slots.rank_main import SCRIPT_MODULES, TRIAL_MODULES
 from trial_core.observe.events.observers import Observer
+from trial_core.processes.machine.accelerators import has_cpu_alone, resolve_slot_count
+from trial_core.processes.nodes.hub import Hub
+from trial_core.processes.nodes.join_provider import JoinProvider
+from trial_core.processes.nodes.join_token import new_token, token_of_file, write_token
+from trial_core.processes.nodes.node_launcher import NodeCode, NodeLauncher
+from trial_core.processes.nodes.node_pool import NodePool
+from trial_core.processes.nodes.node_provider import NodeProvider, NodeRequest
+from trial_core.processes.nodes.ray_provider import RayProvider
+from trial_core.processes.nodes.slurm_provider import SlurmProvider, in_allocation
+from trial_core.processes.slots.fork_server import ForkServer
+from trial_core.processes.slots.launcher import Launcher, LocalLauncher, rank_environment
+from trial_core.processes.slots.listen_address import ListenAddress
+from trial_core.processes.slots.rank_main import SCRIPT_MODULES, TRIAL_MODULES
 
 JOIN_TOKEN = "join-token"
 """The file with the run's token, in the run's folder, unless the experiment names another."""

@@ -23,11 +23,11 @@ from trial_core.config import ExperimentConfig
 from trial_core.driver.choose_resume_point import resume_points
 from trial_core.driver.loss_watch import LossWatch
 from trial_core.errors import RankFailed
-from trial_core.launch.slots.slot_group import SlotGroup
 from trial_core.messages import AnyRequest, MayStop, Result
 from trial_core.observe.events.observers import Observer
 from trial_core.observe.events.throughput import ThroughputMeter
 from trial_core.observe.ledger.run_clock import RunClock
+from trial_core.processes.slots.slot_group import SlotGroup
 from trial_core.schedule.stop_requests import StopHandler, as_the_trial_asked
 from trial_core.schedule.units import EpochLength
 

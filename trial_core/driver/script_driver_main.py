@@ -44,13 +44,13 @@ from trial_core.driver.placement import Placement
 from trial_core.driver.run import Launch
 from trial_core.driver.script_order import Order
 from trial_core.errors import ConfigError, TrialflowError
-from trial_core.launch.machine.run_dirs import run_dir_of
-from trial_core.launch.slots.joined_launcher import JoinedLauncher
-from trial_core.launch.slots.launcher import Launcher
-from trial_core.launch.slots.listen_address import ListenAddress
-from trial_core.launch.slots.rank_main import show_title
 from trial_core.messages import Abort, Invitation, Logged, encode
 from trial_core.observe.report.live_report import REPORT
+from trial_core.processes.machine.run_dirs import run_dir_of
+from trial_core.processes.slots.joined_launcher import JoinedLauncher
+from trial_core.processes.slots.launcher import Launcher
+from trial_core.processes.slots.listen_address import ListenAddress
+from trial_core.processes.slots.rank_main import show_title
 from trial_core.schedule.stop_requests import StopHandler
 
 LATEST = "latest"

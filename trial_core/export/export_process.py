@@ -13,7 +13,7 @@ from trial_core import errors
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.export.export_checkpoint import Exported, ExportRequest, export_checkpoint
-from trial_core.launch.machine.callback_process import call_function
+from trial_core.processes.machine.callback_process import call_function
 
 
 def export_in_process(

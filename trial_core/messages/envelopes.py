@@ -93,7 +93,7 @@ class BatchesValidated(Message):
 
 
 class PauseSteps(Message):
-    """Begin no further step, and report your position; see `launch.slots.stop_barrier`."""
+    """Begin no further step, and report your position; see `processes.slots.stop_barrier`."""
 
 
 class StepsPaused(Message):

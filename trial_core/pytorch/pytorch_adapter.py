@@ -13,7 +13,7 @@ from trial_core.checkpoint.manifest import FileEntry, Topology
 from trial_core.checkpoint.resume_point import Restore
 from trial_core.checkpoint.weights.model_files import facts_folder, write_facts
 from trial_core.errors import TrialError
-from trial_core.launch.machine.memory_files import MemoryFiles
+from trial_core.processes.machine.memory_files import MemoryFiles
 from trial_core.pytorch.context import PyTorchTrialContext
 from trial_core.pytorch.distributed_model import broadcast_buffers, unwrapped
 from trial_core.pytorch.pytorch_state import (

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from trial_core.common.text_format import first_few
 from trial_core.errors import CheckpointError, TrialError
-from trial_core.launch.machine.memory_files import MemoryFiles
+from trial_core.processes.machine.memory_files import MemoryFiles
 from trial_core.pytorch.context import PyTorchTrialContext
 from trial_core.pytorch.distributed_model import unwrapped
 from trial_core.pytorch.gradient_averaging import parameters_of

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from trial_core.checkpoint.manifest import FileEntry
 from trial_core.errors import CheckpointError, TrialError
-from trial_core.launch.machine.memory_files import MemoryFiles
+from trial_core.processes.machine.memory_files import MemoryFiles
 from trial_core.rank.state_files.frozen_files import KeyPath, frozen_path, replaced
 from trial_core.rank.state_files.safe_load import Reader
 from trial_core.rank.state_files.tensor_files import write_tensors

@@ -17,10 +17,10 @@ from trial_core.checkpoint.transfer.staging import staged_files
 from trial_core.checkpoint.transfer.upload import upload_files
 from trial_core.config.checkpointing_section import CheckpointingConfig
 from trial_core.errors import CheckpointDamaged, CheckpointError, StorageError
-from trial_core.launch.machine.memory_files import take_memory_links
-from trial_core.launch.machine.run_dirs import KEPT
-from trial_core.launch.slots.kept_memory import keep_in_memory
 from trial_core.messages import Fetched, Persisted
+from trial_core.processes.machine.memory_files import take_memory_links
+from trial_core.processes.machine.run_dirs import KEPT
+from trial_core.processes.slots.kept_memory import keep_in_memory
 from trial_core.rank.collectives.distributed import DistributedContext
 
 RESTORED = "restored"

@@ -22,8 +22,6 @@ from msgspec.structs import replace
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.transfer.run_files import rank_folder
 from trial_core.errors import SlotsError
-from trial_core.launch.machine.run_dirs import rank_run_dir
-from trial_core.launch.slots.stop_barrier import StopBarrier
 from trial_core.messages import (
     AnyRequest,
     AnyResult,
@@ -55,6 +53,8 @@ from trial_core.messages import (
     TrialBuilt,
     Validated,
 )
+from trial_core.processes.machine.run_dirs import rank_run_dir
+from trial_core.processes.slots.stop_barrier import StopBarrier
 from trial_core.rank.checkpoint_files import CheckpointFiles
 from trial_core.rank.collectives.accelerator import accelerator_name, peak_memory_bytes
 from trial_core.rank.collectives.distributed import DistributedContext

@@ -14,8 +14,8 @@ from typing import Any
 
 from trial_core.checkpoint.resume_point import Restore
 from trial_core.config.checkpointing_section import CheckpointingConfig
-from trial_core.launch.machine.memory_files import GIB, MemoryFiles, free_bytes
-from trial_core.launch.slots.kept_memory import drop_kept
+from trial_core.processes.machine.memory_files import GIB, MemoryFiles, free_bytes
+from trial_core.processes.slots.kept_memory import drop_kept
 from trial_core.rank.checkpoint_files import CheckpointFiles
 from trial_core.rank.collectives.distributed import DistributedContext
 from trial_core.rank.first_checkpoint import load_back

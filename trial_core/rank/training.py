@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trial_core.launch.slots.stop_barrier import StopBarrier
 from trial_core.messages import NonFinite
+from trial_core.processes.slots.stop_barrier import StopBarrier
 from trial_core.rank.collectives.distributed import DistributedContext
 from trial_core.rank.data.loaders import MicroBatches
 from trial_core.rank.trial.callback import PyTorchCallback, trial_callbacks

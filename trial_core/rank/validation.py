@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from trial_core.errors import TrialError
-from trial_core.launch.slots.stop_barrier import StopBarrier
+from trial_core.processes.slots.stop_barrier import StopBarrier
 from trial_core.rank.collectives.distributed import DistributedContext
 from trial_core.rank.data.loaders import Loaders
 from trial_core.rank.data.validation_set import ValidationSet

@@ -12,9 +12,9 @@ The whole route of a stop, from a Cancel in Prefect to the final state of the fl
 3. `schedule/stop_requests.py` keeps the first request and its deadline, and tells its subscriber.
 4. `driver/launch_ranks.py` (`stopping_ranks`) is the subscriber. It calls `SlotGroup.stop`, or
    `SlotGroup.abort` if there is nothing to save or the deadline has passed.
-5. `launch/slots/slot_group.py` sends `PauseSteps` to all ranks, for its `StopCoordinator`.
-6. `launch/slots/rank_server.py` pauses its `StopBarrier`, and replies with the rank's position.
-7. `launch/slots/stop_barrier.py` (`StopCoordinator`) has all ranks continue to the greatest
+5. `processes/slots/slot_group.py` sends `PauseSteps` to all ranks, for its `StopCoordinator`.
+6. `processes/slots/rank_server.py` pauses its `StopBarrier`, and replies with the rank's position.
+7. `processes/slots/stop_barrier.py` (`StopCoordinator`) has all ranks continue to the greatest
    position, by `ResumeUntil`.
 8. `rank/training.py` asks the barrier before each batch, and ends the workload there. A
    validation (`rank/validation.py`) ends without a result.
@@ -27,7 +27,7 @@ The whole route of a stop, from a Cancel in Prefect to the final state of the fl
 A stop that the trial requests begins on its rank: the controller pauses its own barrier and sends
 `StopRequested`, and the slot group continues at step 5. In a script that another program has
 started, a signal to any rank goes to the driver, which calls `ask`:
-`launch/slots/joined_rank.py`, and `rank/core_api/script_outside_slot.py`.
+`processes/slots/joined_rank.py`, and `rank/core_api/script_outside_slot.py`.
 """
 
 from __future__ import annotations

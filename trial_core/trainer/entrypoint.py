@@ -19,7 +19,7 @@ from trial_core.deepspeed.op_builds import op_being_built, prepare_op_builds
 from trial_core.deepspeed.trial import DeepSpeedTrial
 from trial_core.driver.entrypoint_check import entrypoint_problem
 from trial_core.errors import TrialError
-from trial_core.launch.slots.announcer import Announcer
+from trial_core.processes.slots.announcer import Announcer
 from trial_core.pytorch.context import PyTorchTrialContext
 from trial_core.pytorch.pytorch_adapter import PyTorchTrialAdapter
 from trial_core.pytorch.trial import PyTorchTrial

@@ -9,9 +9,9 @@ from pathlib import Path
 from trial_core.driver.result import TrialResult
 from trial_core.driver.script_order import Order
 from trial_core.errors import SlotsError
-from trial_core.launch.machine.run_dirs import clear_kept, prepare_run_dir, run_dir_of
-from trial_core.launch.slots.joined_rank import JoinedRank
 from trial_core.messages import AttachTrial, StopRequested
+from trial_core.processes.machine.run_dirs import clear_kept, prepare_run_dir, run_dir_of
+from trial_core.processes.slots.joined_rank import JoinedRank
 from trial_core.rank.collectives.distributed import DistributedContext
 from trial_core.rank.controller import AdapterBuilder, Controller
 from trial_core.rank.script.driver_process import take_driver

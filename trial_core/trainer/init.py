@@ -28,7 +28,7 @@ from trial_core.config.script import script_config
 from trial_core.deepspeed.context import DeepSpeedTrialContext
 from trial_core.deepspeed.mpu import forget_model_parallelism
 from trial_core.deepspeed.op_builds import prepare_op_builds
-from trial_core.launch.machine.run_dirs import run_dir_of, trial_id
+from trial_core.processes.machine.run_dirs import run_dir_of, trial_id
 from trial_core.pytorch.context import PyTorchTrialContext
 from trial_core.rank.collectives.accelerator import claim_accelerator
 from trial_core.rank.collectives.distributed import CHIEF_VARIABLE, DistributedContext, is_launched

@@ -9,7 +9,7 @@ import pytest
 
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.launch.machine.run_dirs import locked_run_dir
+from trial_core.processes.machine.run_dirs import locked_run_dir
 from trialflow.deployments.cli.console import REFUSED
 from trialflow.deployments.cli.main import main
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.server
 TRIAL = "controlled-4f0c21aa93b7"
 HOLDER = """
 import sys, time
-from trial_core.launch.machine.run_dirs import locked_run_dir
+from trial_core.processes.machine.run_dirs import locked_run_dir
 
 with locked_run_dir(sys.argv[1]):
     print("locked", flush=True)

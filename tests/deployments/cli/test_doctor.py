@@ -16,7 +16,7 @@ from tests.support.gpus import fake_gpus
 from tests.support.prefect import free_port, isolated
 from tests.support.s3 import S3Server
 from tests.support.versions import set_version
-from trial_core.launch.slots import accelerator_probe
+from trial_core.processes.slots import accelerator_probe
 from trialflow.deployments.cli import doctor
 from trialflow.deployments.cli.check import Check, CheckStatus
 from trialflow.flows.server.prefect_settings import environment

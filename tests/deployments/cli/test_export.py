@@ -19,8 +19,8 @@ from tests.support.manifests import FILES, new_manifest, upload
 from tests.support.slots import drive, toy_config
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.launch.slots.slot_group import SlotGroup
 from trial_core.models.registry import Registry
+from trial_core.processes.slots.slot_group import SlotGroup
 from trial_core.schedule.sequencer import Progress
 from trialflow.deployments.cli.main import main
 

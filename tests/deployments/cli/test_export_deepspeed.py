@@ -17,7 +17,7 @@ from tests.support.manifests import new_manifest
 from tests.support.slots import drive, toy_config
 from tests.support.snippets import ROOT
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.launch.slots.slot_group import SlotGroup
+from trial_core.processes.slots.slot_group import SlotGroup
 from trialflow.deployments.cli.main import main
 
 pytestmark = pytest.mark.slots

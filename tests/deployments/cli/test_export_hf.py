@@ -15,7 +15,7 @@ from tests.support.manifests import new_manifest
 from tests.support.slots import drive, toy_config
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.common.text_format import first_few
-from trial_core.launch.slots.slot_group import SlotGroup
+from trial_core.processes.slots.slot_group import SlotGroup
 from trialflow.deployments.cli.main import main
 
 pytestmark = pytest.mark.slots

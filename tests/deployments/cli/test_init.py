@@ -13,7 +13,7 @@ from tests.support.cli import ROOT, trialflow
 from tests.support.prefect import PrefectServer
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import load_config
-from trial_core.launch.machine.run_dirs import home_folder
+from trial_core.processes.machine.run_dirs import home_folder
 from trialflow.deployments.cli import init
 from trialflow.deployments.cli.main import main
 

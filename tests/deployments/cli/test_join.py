@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.cli import TRIALFLOW, environment_in, trialflow, write_experiment
 from tests.support.prefect import PrefectServer
-from trial_core.launch.nodes.join_token import new_token
+from trial_core.processes.nodes.join_token import new_token
 
 END_SECONDS = 120.0
 NODES = re.compile(r"run this on each node: trialflow (join --driver \S+ --token-file \S+)")

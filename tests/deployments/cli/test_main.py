@@ -108,7 +108,9 @@ def test_the_shell_completes_commands_and_options(
     assert shown.split() == [offered]
 
 
-@pytest.mark.parametrize("module", ["trial_core.launch.machine.run_dirs", "trialflow.tasks.stages"])
+@pytest.mark.parametrize(
+    "module", ["trial_core.processes.machine.run_dirs", "trialflow.tasks.stages"]
+)
 def test_the_terminal_shows_our_warnings(capsys: pytest.CaptureFixture[str], module: str) -> None:
     """Those that any module of both packages logs in the driver."""
     main(["--version"])

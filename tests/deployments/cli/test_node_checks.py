@@ -21,9 +21,9 @@ from tests.support.ray import RayCluster
 from tests.support.slurm import Slurm
 from tests.support.waiting import until
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.launch.nodes.examination import installed_packages
-from trial_core.launch.nodes.join_token import new_token, write_token
-from trial_core.launch.nodes.node_messages import (
+from trial_core.processes.nodes.examination import installed_packages
+from trial_core.processes.nodes.join_token import new_token, write_token
+from trial_core.processes.nodes.node_messages import (
     Examine,
     Examined,
     ListeningNode,
@@ -34,7 +34,7 @@ from trial_core.launch.nodes.node_messages import (
     TryStorage,
     Welcome,
 )
-from trial_core.launch.nodes.versions import own_versions
+from trial_core.processes.nodes.versions import own_versions
 from trialflow.deployments.cli.doctor import nodes
 from trialflow.deployments.cli.experiment_options import with_engine
 from trialflow.deployments.cli.node_checks import (

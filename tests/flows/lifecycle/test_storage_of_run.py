@@ -23,7 +23,7 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.driver.drive import Caller
 from trial_core.errors import CheckpointNotFound, Stopped, StorageError, TrialflowError
-from trial_core.launch.machine.run_dirs import trial_id
+from trial_core.processes.machine.run_dirs import trial_id
 from trial_core.schedule.stop_requests import StopHandler
 from trialflow.flows.lifecycle.storage_of_run import LABEL, storage_of_run
 from trialflow.flows.train import TrialResult, train_trial

@@ -18,7 +18,7 @@ from tests.support.prefect import PrefectServer
 from tests.support.retraining import WAIT_SECONDS, Killed, RetrainHarness, stop_with
 from tests.support.s3 import S3Server
 from trial_core.errors import CheckpointDamaged, Stopped
-from trial_core.launch.machine.run_dirs import locked_run_dir, trial_id
+from trial_core.processes.machine.run_dirs import locked_run_dir, trial_id
 from trial_core.schedule.stop_requests import StopHandler
 
 pytestmark = pytest.mark.server

@@ -15,9 +15,9 @@ from tests.support.stores import mount, unmount
 from trial_core.checkpoint.layout import MARK
 from trial_core.checkpoint.storage_mark import read_mark
 from trial_core.errors import PromotionConflict, StorageError
-from trial_core.launch.machine.run_dirs import trial_id
 from trial_core.models.journal import Journal
 from trial_core.models.registry import Registry
+from trial_core.processes.machine.run_dirs import trial_id
 
 pytestmark = pytest.mark.server
 

@@ -10,9 +10,9 @@ import sys
 import time
 from pathlib import Path
 
-from trial_core.launch.nodes.node_provider import NodeProvider, NodeRequest
-from trial_core.launch.nodes.ray_provider import RayProvider
-from trial_core.launch.nodes.slurm_provider import SlurmProvider
+from trial_core.processes.nodes.node_provider import NodeProvider, NodeRequest
+from trial_core.processes.nodes.ray_provider import RayProvider
+from trial_core.processes.nodes.slurm_provider import SlurmProvider
 
 STAND_IN = "tests.support.stand_in_agent"
 

@@ -10,7 +10,6 @@ from tests.support.slots import Driven, build, drive, lines, toy_config
 from tests.support.tensors import differing, tensors
 from trial_core.checkpoint.resume_point import Restore
 from trial_core.config import ExperimentConfig
-from trial_core.launch.slots.slot_group import SlotGroup
 from trial_core.messages import (
     BuildLoadersAndRestore,
     FetchCheckpoint,
@@ -19,6 +18,7 @@ from trial_core.messages import (
     SaveCheckpoint,
     Saved,
 )
+from trial_core.processes.slots.slot_group import SlotGroup
 
 
 def assert_resuming_is_bit_identical(

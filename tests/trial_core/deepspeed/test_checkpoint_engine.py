@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trial_core.deepspeed.checkpoint_engine import SnapshotCheckpointEngine
-from trial_core.launch.machine.memory_files import MemoryFiles, is_memory_file
+from trial_core.processes.machine.memory_files import MemoryFiles, is_memory_file
 from trial_core.rank.state_files.safe_load import Reader
 
 TENSOR_BYTES = 2**18

@@ -22,7 +22,7 @@ from trial_core.deepspeed.config_check import (
     unknown_keys,
 )
 from trial_core.errors import TrialError
-from trial_core.launch.slots.slot_group import SlotGroup
+from trial_core.processes.slots.slot_group import SlotGroup
 
 Warm = Callable[[int], SlotGroup]
 

@@ -20,7 +20,7 @@ from trial_core.deepspeed.bit_sum import bit_sum
 from trial_core.deepspeed.fingerprints import FILE_PREFIX, check_exported, fingerprints_of
 from trial_core.deepspeed.reshard.parameter_state import parameters_from_partitions
 from trial_core.errors import CheckpointError, RankFailed
-from trial_core.launch.slots.slot_group import SlotGroup
+from trial_core.processes.slots.slot_group import SlotGroup
 from trial_core.rank.state_files.safe_load import Reader
 
 Warm = Callable[[int], SlotGroup]

@@ -18,7 +18,7 @@ from tests.trial_core.deepspeed.resuming import saved_again
 from trial_core.checkpoint.weights.weights import SavedWeight
 from trial_core.deepspeed.load_engine import load_by_parts, load_engine
 from trial_core.errors import CheckpointError
-from trial_core.launch.slots.slot_group import SlotGroup
+from trial_core.processes.slots.slot_group import SlotGroup
 
 Warm = Callable[[int], SlotGroup]
 

@@ -12,7 +12,7 @@ from tests.support.slots import drive, lines, toy_config
 from tests.trial_core.deepspeed.resuming import assert_resuming_is_bit_identical
 from trial_core.deepspeed.mpu import ModelParallelUnit, check_mpu
 from trial_core.errors import TrialError
-from trial_core.launch.slots.slot_group import SlotGroup
+from trial_core.processes.slots.slot_group import SlotGroup
 
 Warm = Callable[[int], SlotGroup]
 TENSOR_PARALLEL = "parallel_trials:TensorParallelTrial"

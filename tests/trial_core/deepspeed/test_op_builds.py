@@ -26,7 +26,7 @@ from trial_core.deepspeed.op_builds import (
     SHARED_MEMORY_OP,
     clear_interrupted_builds,
 )
-from trial_core.launch.slots.slot_group import SlotGroup
+from trial_core.processes.slots.slot_group import SlotGroup
 
 ROOT = Path(__file__).parents[3]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.slots import drive, toy_config
-from trial_core.launch.slots.slot_group import SlotGroup
+from trial_core.processes.slots.slot_group import SlotGroup
 
 pytestmark = pytest.mark.slots
 

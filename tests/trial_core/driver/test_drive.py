@@ -36,8 +36,8 @@ from trial_core.errors import (
     TopologyMismatch,
     TrialError,
 )
-from trial_core.launch.machine.run_dirs import KEPT, RANK_FILE_FOLDERS
 from trial_core.observe.events.observers import Observer
+from trial_core.processes.machine.run_dirs import KEPT, RANK_FILE_FOLDERS
 from trial_core.schedule.stop_requests import StopHandler
 
 NEWEST = "; the last checkpoint is at batch 60"

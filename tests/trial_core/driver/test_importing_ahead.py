@@ -17,7 +17,7 @@ from trial_core.driver.placement import (
     importing_ahead,
     place_ranks,
 )
-from trial_core.launch.slots import fork_server
+from trial_core.processes.slots import fork_server
 
 TRIAL = """
 import os

@@ -15,8 +15,8 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.driver.placement import OnNodes
 from trial_core.driver.run import Launch, Run
 from trial_core.errors import LaunchError, StorageError
-from trial_core.launch.nodes.examination import check_storage
-from trial_core.launch.nodes.node_launcher import NodeLauncher
+from trial_core.processes.nodes.examination import check_storage
+from trial_core.processes.nodes.node_launcher import NodeLauncher
 
 TRIAL = "toy-0a"
 

@@ -13,8 +13,8 @@ from tests.support.slots import Driven, build, drive, lines, toy_config
 from tests.support.whole_state import whole_state
 from tests.trial_core.deepspeed.reshard.resharding import files, resharded, save
 from trial_core.config import ExperimentConfig
-from trial_core.launch.slots.slot_group import SlotGroup
 from trial_core.messages import BuildLoadersAndRestore, FetchCheckpoint, Fetched, ReadyToTrain
+from trial_core.processes.slots.slot_group import SlotGroup
 
 pytestmark = pytest.mark.slots
 Warm = Callable[[int], SlotGroup]

@@ -17,9 +17,9 @@ from tests.support.manifests import new_manifest, upload
 from tests.support.slots import TOY, drive, toy_config
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointError
-from trial_core.launch.machine.memory_files import MemoryFiles
-from trial_core.launch.slots.slot_group import SlotGroup
 from trial_core.models.registry import Registry
+from trial_core.processes.machine.memory_files import MemoryFiles
+from trial_core.processes.slots.slot_group import SlotGroup
 from trial_core.pytorch.model_weights import model_weights
 from trial_core.pytorch.pytorch_state import MODELS, STATE_FILE
 from trial_core.pytorch.sharded_state import write_parts

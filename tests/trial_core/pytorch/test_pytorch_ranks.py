@@ -11,7 +11,7 @@ import torch
 
 from tests.support.ranks import run_ranks
 from tests.support.slots import TOY, ExperimentConfig, drive, lines, toy_config
-from trial_core.launch.slots.slot_group import SlotGroup
+from trial_core.processes.slots.slot_group import SlotGroup
 
 pytestmark = pytest.mark.slots
 Warm = Callable[[int], SlotGroup]

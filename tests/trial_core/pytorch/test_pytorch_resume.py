@@ -13,7 +13,7 @@ from tests.support.slots import ONE_TWO_FOUR, Driven, drive, lines, toy_config
 from tests.support.tensors import differing, tensors
 from tests.trial_core.deepspeed.resuming import assert_resuming_is_bit_identical, saved_again
 from trial_core.config import ExperimentConfig
-from trial_core.launch.slots.slot_group import SlotGroup
+from trial_core.processes.slots.slot_group import SlotGroup
 
 pytestmark = pytest.mark.slots
 Warm = Callable[[int], SlotGroup]

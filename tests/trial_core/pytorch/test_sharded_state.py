@@ -11,7 +11,7 @@ import torch
 
 from trial_core.checkpoint.manifest import FileEntry
 from trial_core.errors import CheckpointError, TrialError
-from trial_core.launch.machine.memory_files import MemoryFiles
+from trial_core.processes.machine.memory_files import MemoryFiles
 from trial_core.pytorch import sharded_state
 from trial_core.pytorch.sharded_state import (
     SavedParts,

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.slots import TOY, drive, lines, toy_config
 from trial_core.errors import RankFailed, TrialError
-from trial_core.launch.slots.slot_group import SlotGroup
+from trial_core.processes.slots.slot_group import SlotGroup
 from trial_core.trainer.entrypoint import load_trial_class
 
 BESIDE = ", ".join(sorted(path.stem for path in TOY.glob("*.py")))

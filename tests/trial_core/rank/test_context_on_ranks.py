@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.processes import listening_beyond_loopback
 from tests.support.slots import ONE_TWO_FOUR, TOY, Driven, drive, lines, toy_config
-from trial_core.launch.slots.slot_group import SlotGroup
+from trial_core.processes.slots.slot_group import SlotGroup
 from trial_core.trainer.entrypoint import initialises_torch_distributed
 
 Warm = Callable[[int], SlotGroup]

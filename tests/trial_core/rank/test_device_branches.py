@@ -11,8 +11,8 @@ import pytest
 
 from tests.support.slots import Driven, build, drive, toy_config
 from trial_core.config import ExperimentConfig
-from trial_core.launch.slots.slot_group import SlotGroup
 from trial_core.messages import BuildLoadersAndRestore, FetchCheckpoint, Fetched, ReadyToTrain
+from trial_core.processes.slots.slot_group import SlotGroup
 from trial_core.rank.collectives.accelerator import HOST_BUFFER_BYTES
 
 pytestmark = pytest.mark.slots

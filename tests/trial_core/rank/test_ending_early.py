@@ -13,8 +13,8 @@ import pytest
 from tests.support.slots import TOY, build, drive, lines, toy_config
 from tests.support.tensors import differing, tensors
 from trial_core.errors import Stalled
-from trial_core.launch.slots.slot_group import SlotGroup
 from trial_core.messages import BuildLoadersAndRestore, ReadyToTrain, TrainBatches, Trained
+from trial_core.processes.slots.slot_group import SlotGroup
 
 pytestmark = pytest.mark.slots
 Warm = Callable[[int], SlotGroup]

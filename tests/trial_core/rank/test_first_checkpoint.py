@@ -18,7 +18,7 @@ from tests.trial_core.deepspeed.reshard.resharding import config, contents, file
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.errors import RankFailed
-from trial_core.launch.slots.slot_group import SlotGroup
+from trial_core.processes.slots.slot_group import SlotGroup
 from trial_core.rank.first_checkpoint import _staged
 from trial_core.rank.state_files.state_guard import StateGuard
 from trial_core.rank.trial.callback import PyTorchCallback

@@ -24,7 +24,7 @@ from tests.support.hook_calls import (
     logged,
 )
 from tests.support.slots import ONE_TWO_FOUR, Driven, drive, toy_config
-from trial_core.launch.slots.slot_group import SlotGroup
+from trial_core.processes.slots.slot_group import SlotGroup
 from trial_core.rank.trial.callback import HOOKS
 
 pytestmark = pytest.mark.slots

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tests.support.slots import ONE_TWO_FOUR, Driven, drive, toy_config
-from trial_core.launch.slots.slot_group import SlotGroup
 from trial_core.messages import FinishRunFiles, RunFilesStored
+from trial_core.processes.slots.slot_group import SlotGroup
 
 pytestmark = [pytest.mark.slots, pytest.mark.parametrize("world_size", ONE_TWO_FOUR)]
 Warm = Callable[[int], SlotGroup]

@@ -11,7 +11,7 @@ import pytest
 from tests.support.slots import Driven, drive, lines, toy_config
 from tests.support.tensors import differing, tensors
 from tests.trial_core.trainer.fits import files, hooks
-from trial_core.launch.slots.slot_group import SlotGroup
+from trial_core.processes.slots.slot_group import SlotGroup
 
 pytestmark = pytest.mark.slots
 Warm = Callable[[int], SlotGroup]

@@ -16,9 +16,9 @@ from tests.support.slots import Driven, drive, toy_config
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config.checkpointing_section import CheckpointingConfig
 from trial_core.errors import CheckpointError, StorageError
-from trial_core.launch.machine.memory_files import GIB, MemoryFiles, is_memory_file
-from trial_core.launch.slots.slot_group import SlotGroup
 from trial_core.messages import PersistCheckpoint, Persisted, SaveCheckpoint, Saved
+from trial_core.processes.machine.memory_files import GIB, MemoryFiles, is_memory_file
+from trial_core.processes.slots.slot_group import SlotGroup
 from trial_core.rank import rank_checkpoint
 from trial_core.rank.checkpoint_files import CheckpointFiles
 from trial_core.rank.collectives.distributed import DistributedContext

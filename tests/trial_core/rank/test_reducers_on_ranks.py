@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.support.slots import ONE_TWO_FOUR, Driven, drive, lines, toy_config
-from trial_core.launch.slots.slot_group import SlotGroup
+from trial_core.processes.slots.slot_group import SlotGroup
 from trial_core.rank.trial.metric_values import as_reported
 
 pytestmark = pytest.mark.slots

@@ -20,8 +20,8 @@ from tests.trial_core.deepspeed.resuming import assert_resuming_is_bit_identical
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.deepspeed.load_engine import load_engine
 from trial_core.errors import CheckpointDamaged, TrialError
-from trial_core.launch.slots.slot_group import SlotGroup
 from trial_core.messages import PersistCheckpoint, Persisted
+from trial_core.processes.slots.slot_group import SlotGroup
 from trial_core.pytorch import DataLoader, PyTorchCallback
 from trial_core.rank.collectives.distributed import DistributedContext
 from trial_core.rank.controller import Controller

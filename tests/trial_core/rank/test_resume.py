@@ -11,7 +11,7 @@ import torch
 from tests.support.slots import ONE_TWO_FOUR, drive, lines, toy_config
 from tests.support.tensors import differing
 from tests.trial_core.deepspeed.resuming import assert_resuming_is_bit_identical, saved_again
-from trial_core.launch.slots.slot_group import SlotGroup
+from trial_core.processes.slots.slot_group import SlotGroup
 
 pytestmark = pytest.mark.slots
 Warm = Callable[[int], SlotGroup]

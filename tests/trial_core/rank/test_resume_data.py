@@ -16,7 +16,7 @@ from hypothesis import given, strategies as st
 from tests.support.slots import ONE_TWO_FOUR, Driven, drive, lines, toy_config
 from tests.trial_core.deepspeed.resuming import assert_resuming_is_bit_identical
 from trial_core.errors import TrialError
-from trial_core.launch.slots.slot_group import SlotGroup
+from trial_core.processes.slots.slot_group import SlotGroup
 from trial_core.pytorch import DataLoader
 from trial_core.rank.data.loaders import Loaders, build_loaders
 

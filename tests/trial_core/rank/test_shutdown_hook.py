@@ -12,8 +12,8 @@ from tests.support.fitting import fit_toys
 from tests.support.slots import TOY, drive, lines, toy_config
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import RankFailed
-from trial_core.launch.slots.slot_group import SlotGroup
 from trial_core.messages import RunHook
+from trial_core.processes.slots.slot_group import SlotGroup
 from trial_core.pytorch import PyTorchCallback
 from trial_core.rank.collectives.distributed import DistributedContext
 from trial_core.rank.controller import Controller

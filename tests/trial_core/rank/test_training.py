@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.slots import ONE_TWO_FOUR, Driven, drive, lines, toy_config
-from trial_core.launch.slots.slot_group import SlotGroup
+from trial_core.processes.slots.slot_group import SlotGroup
 
 pytestmark = pytest.mark.slots
 Warm = Callable[[int], SlotGroup]

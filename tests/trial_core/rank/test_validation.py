@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.slots import ONE_TWO_FOUR, drive, toy_config
-from trial_core.launch.slots.slot_group import SlotGroup
+from trial_core.processes.slots.slot_group import SlotGroup
 
 pytestmark = pytest.mark.slots
 Warm = Callable[[int], SlotGroup]

@@ -14,8 +14,8 @@ import trial_core.trainer.trainer
 from trial_core.config.script import named_metric, script_config
 from trial_core.deepspeed import DeepSpeedTrial, DeepSpeedTrialContext, Trainer
 from trial_core.errors import ConfigError, TrialError, TrialflowError
-from trial_core.launch.machine.run_dirs import locked_run_dir
 from trial_core.messages import Length
+from trial_core.processes.machine.run_dirs import locked_run_dir
 from trial_core.pytorch import Batch, Epoch
 from trial_core.rank.collectives.distributed import DistributedContext
 from trial_core.rank.trial.context import RunInfo

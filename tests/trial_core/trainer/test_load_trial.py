@@ -19,7 +19,7 @@ from trial_core.checkpoint.transfer.code_folder import pack_code
 from trial_core.checkpoint.transfer.fetch import check_downloaded, download
 from trial_core.checkpoint.transfer.trial_code import upload_code
 from trial_core.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, TrialError
-from trial_core.launch.slots.slot_group import SlotGroup
+from trial_core.processes.slots.slot_group import SlotGroup
 from trial_core.pytorch import load_trial_from_checkpoint_path
 
 Warm = Callable[[int], SlotGroup]

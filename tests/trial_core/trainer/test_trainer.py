@@ -15,7 +15,7 @@ from tests.support.slots import TOY, Driven, drive, lines, toy_config
 from tests.support.tensors import differing, tensors
 from tests.trial_core.trainer.fits import assert_same_end, every, files, hooks, run, store
 from trial_core.checkpoint.transfer.trial_code import code_of_checkpoint
-from trial_core.launch.slots.slot_group import SlotGroup
+from trial_core.processes.slots.slot_group import SlotGroup
 
 pytestmark = pytest.mark.slots
 Warm = Callable[[int], SlotGroup]

@@ -39,7 +39,7 @@ from trial_core.checkpoint.manifest import Manifest, Timestamp, utc_now
 from trial_core.checkpoint.retention.deletion_markers import protect
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CommitConflict, StorageError
-from trial_core.launch.machine.process_identity import this_process
+from trial_core.processes.machine.process_identity import this_process
 
 CLAIM_LIFETIME = timedelta(days=30)
 """How long a claim, or an intent, shows that its trial runs."""

@@ -20,7 +20,7 @@ from typing import Any
 from trial_core.checkpoint.storage_mark import ANOTHER_STORAGE, described, read_mark
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import StorageError
-from trial_core.launch.machine.run_dirs import home_folder
+from trial_core.processes.machine.run_dirs import home_folder
 
 STORAGES = "storages"
 """The folder with these files. Each has a mark per line, in the order in which they were seen."""

@@ -24,7 +24,7 @@ from trial_core.checkpoint.retention.claims import Claim, RunClaim, claim_of
 from trial_core.checkpoint.retention.leftovers import SWEEPER
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointNotFound, TrialflowError
-from trial_core.launch.machine.process_identity import is_alive, is_local, this_process
+from trial_core.processes.machine.process_identity import is_alive, is_local, this_process
 
 
 @contextmanager

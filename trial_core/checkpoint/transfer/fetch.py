@@ -28,7 +28,7 @@ from trial_core.checkpoint.verified_read import (
     wrong_sizes,
 )
 from trial_core.errors import CheckpointDamaged, CheckpointError
-from trial_core.launch.machine.memory_files import is_memory_file
+from trial_core.processes.machine.memory_files import is_memory_file
 
 _logger = logging.getLogger(__name__)
 

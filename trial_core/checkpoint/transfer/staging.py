@@ -11,7 +11,7 @@ import msgspec
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.storage.storage_errors import ErrorTranslator
 from trial_core.errors import CheckpointError
-from trial_core.launch.machine.memory_files import is_memory_file
+from trial_core.processes.machine.memory_files import is_memory_file
 
 _logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from trial_core.checkpoint.transfer.code_folder import IGNORE_FILES, TAKE_IN, Pa
 from trial_core.common.text_format import size
 from trial_core.config import ExperimentConfig
 from trial_core.errors import CheckpointDamaged, CheckpointError, ConfigError
-from trial_core.launch.machine.run_dirs import home_folder
+from trial_core.processes.machine.run_dirs import home_folder
 from trial_core.schedule.command import ScriptCommand
 
 _FILE = "file://"

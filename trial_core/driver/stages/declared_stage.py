@@ -12,7 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from typing_extensions import ParamSpec
 
 from trial_core.checkpoint.storage.retrying import retry_storage
-from trial_core.launch.machine.background import in_background
+from trial_core.processes.machine.background import in_background
 
 P = ParamSpec("P")
 T = TypeVar("T")

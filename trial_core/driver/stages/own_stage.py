@@ -12,7 +12,7 @@ from typing import Any
 from trial_core.config.stages_section import StageConfig
 from trial_core.driver.run import Launch
 from trial_core.errors import TrialflowError
-from trial_core.launch.machine.callback_process import call_function, log_lines
+from trial_core.processes.machine.callback_process import call_function, log_lines
 
 POLL_SECONDS = 0.2
 

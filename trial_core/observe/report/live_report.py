@@ -20,7 +20,6 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.common import text_format
 from trial_core.config import ExperimentConfig
 from trial_core.errors import Superseded, TrialflowError
-from trial_core.launch.slots.log_pump import WARNING_PATTERN
 from trial_core.messages import MetricsKind
 from trial_core.observe.events.observers import Observer
 from trial_core.observe.events.run_status import UPLOAD
@@ -31,6 +30,7 @@ from trial_core.observe.report.html_report import render_html
 from trial_core.observe.report.rank_logs import LogLimits, StoredLogs
 from trial_core.observe.report.trial_report import TrialFacts
 from trial_core.observe.trackers.journal import DRIVER_EVENTS, PAGE as PAGE
+from trial_core.processes.slots.log_pump import WARNING_PATTERN
 from trial_core.schedule.ending import Ending
 from trial_core.schedule.stop_requests import StopHandler
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 
 from trial_core.common import text_format
-from trial_core.launch.machine.child import Child
 from trial_core.observe.trackers.journal import SENDER_LOG
 from trial_core.observe.trackers.sender import END, SenderOrder
+from trial_core.processes.machine.child import Child
 
 
 class SenderProcess:

@@ -20,7 +20,6 @@ from trial_core.common import text_format
 from trial_core.common.any_logger import AnyLogger
 from trial_core.config import ExperimentConfig
 from trial_core.errors import Superseded
-from trial_core.launch.machine.background import in_background
 from trial_core.messages import MetricsKind
 from trial_core.observe.events.observers import Observer
 from trial_core.observe.events.throughput import Throughput
@@ -40,6 +39,7 @@ from trial_core.observe.trackers.sender import SenderOrder, unsent
 from trial_core.observe.trackers.sender_process import SenderProcess
 from trial_core.observe.trackers.stored_journal import adopt_stored, keep
 from trial_core.observe.trackers.tracker import find_tracker
+from trial_core.processes.machine.background import in_background
 from trial_core.schedule.ending import Ending
 
 # How long the sender sends after the run has ended; less if the end has less time.

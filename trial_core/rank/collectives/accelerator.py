@@ -15,7 +15,7 @@ from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rn
 
 from trial_core.common.text_format import plural
 from trial_core.errors import LaunchError
-from trial_core.launch.machine.accelerators import ADVICE, KIND_VARIABLE, count_accelerators
+from trial_core.processes.machine.accelerators import ADVICE, KIND_VARIABLE, count_accelerators
 
 logger = logging.getLogger(__name__)
 

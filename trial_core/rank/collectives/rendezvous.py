@@ -19,7 +19,7 @@ import socket
 # torch's hints do not list it, its documentation does.
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from trial_core.launch.slots.rank_network import (
+from trial_core.processes.slots.rank_network import (
     LOOPBACK_ADDRESS,
     STORE_SOCKET_VARIABLE,
     collectives_at,

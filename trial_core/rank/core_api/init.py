@@ -39,7 +39,7 @@ from trial_core.config.script import (
 )
 from trial_core.driver.script_order import Order
 from trial_core.errors import TrialError
-from trial_core.launch.machine.run_dirs import trial_id
+from trial_core.processes.machine.run_dirs import trial_id
 from trial_core.rank.collectives.distributed import DistributedContext
 from trial_core.rank.core_api.context import Context, PreemptMode, TensorboardMode
 from trial_core.rank.core_api.script_host import current_slot

@@ -11,8 +11,6 @@ from trial_core.checkpoint.manifest import Topology
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.cluster_info import ClusterInfo, published
 from trial_core.errors import SlotsError, TrialError
-from trial_core.launch.machine.run_dirs import rank_run_dir
-from trial_core.launch.slots.stop_barrier import StopBarrier
 from trial_core.messages import (
     AnyRequest,
     AnyResult,
@@ -30,6 +28,8 @@ from trial_core.messages import (
     ScriptEnded,
     TrialBuilt,
 )
+from trial_core.processes.machine.run_dirs import rank_run_dir
+from trial_core.processes.slots.stop_barrier import StopBarrier
 from trial_core.rank.checkpoint_files import CheckpointFiles
 from trial_core.rank.collectives.accelerator import peak_memory_bytes
 from trial_core.rank.collectives.distributed import DistributedContext

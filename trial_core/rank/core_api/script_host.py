@@ -13,7 +13,6 @@ from trial_core.cluster_info import ClusterInfo
 from trial_core.config.lengths import named_length
 from trial_core.driver.result import TrialResult
 from trial_core.errors import SlotsError
-from trial_core.launch.slots.stop_barrier import StopBarrier
 from trial_core.messages import (
     Activity,
     BatchesTrained,
@@ -24,6 +23,7 @@ from trial_core.messages import (
     MetricsReported,
     StopRequested,
 )
+from trial_core.processes.slots.stop_barrier import StopBarrier
 from trial_core.rank.checkpoint_files import CheckpointFiles
 from trial_core.rank.collectives.accelerator import accelerator_name
 from trial_core.rank.collectives.distributed import DistributedContext

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from trial_core.driver.script_order import Order
 from trial_core.errors import SlotsError, TrialflowError
-from trial_core.launch.machine.run_dirs import prepare_run_dir, run_dir_of
-from trial_core.launch.slots.joined_rank import JoinedRank
 from trial_core.messages import BuildTrial
+from trial_core.processes.machine.run_dirs import prepare_run_dir, run_dir_of
+from trial_core.processes.slots.joined_rank import JoinedRank
 from trial_core.rank.collectives.distributed import DistributedContext
 from trial_core.rank.core_api.script_controller import ScriptController
 from trial_core.rank.core_api.script_host import ScriptHost

@@ -13,8 +13,8 @@ import msgspec
 
 from trial_core.driver.script_order import Order
 from trial_core.errors import SlotsError
-from trial_core.launch.machine.child import Child
 from trial_core.messages import Abort, Invitation, decode_invitation
+from trial_core.processes.machine.child import Child
 from trial_core.rank.collective_errors import run_on_rank_0
 from trial_core.rank.collectives.distributed import DistributedContext
 

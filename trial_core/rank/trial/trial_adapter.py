@@ -13,7 +13,7 @@ import torch
 from trial_core.checkpoint.manifest import FileEntry, Topology
 from trial_core.checkpoint.resume_point import Restore
 from trial_core.errors import TrialError
-from trial_core.launch.machine.memory_files import MemoryFiles
+from trial_core.processes.machine.memory_files import MemoryFiles
 from trial_core.rank.collectives.accelerator import has_accelerator
 from trial_core.rank.state_files.safe_load import Reader
 from trial_core.rank.trial.callback import PyTorchCallback, built_callbacks

@@ -25,7 +25,7 @@ from trial_core.errors import (
     Superseded,
     TrialflowError,
 )
-from trial_core.launch.machine.process_identity import this_process
+from trial_core.processes.machine.process_identity import this_process
 
 TRIAL = "gpt-0000beef"
 OURS = user_at_host()
@@ -60,7 +60,7 @@ def test_a_live_process_of_this_host_is_respected(local_store: CheckpointStore) 
     with subprocess.Popen(
         [
             sys.executable, "-c",
-            "import sys; from trial_core.launch.machine.process_identity import this_process\n"
+            "import sys; from trial_core.processes.machine.process_identity import this_process\n"
             "print(this_process(), flush=True); sys.stdin.read()",
         ],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,

@@ -30,7 +30,7 @@ from trial_core.checkpoint.retention.trial_owner import describe_last_run, own_t
 from trial_core.checkpoint.retention_policy import RetentionPolicy
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import TrialflowError
-from trial_core.launch.machine.process_identity import is_alive
+from trial_core.processes.machine.process_identity import is_alive
 
 KEEP_ALL = RetentionPolicy(save_trial_best=0, save_trial_latest=100)
 KEPT, DEAD, OTHER = "kept", "dead", "another"

@@ -10,8 +10,8 @@ import pytest
 
 from tests.support.manifests import entry, stored_files
 from tests.support.slots import build, drive, toy_config
-from trial_core.launch.slots.slot_group import SlotGroup
 from trial_core.messages import FetchCheckpoint, Fetched
+from trial_core.processes.slots.slot_group import SlotGroup
 
 pytestmark = pytest.mark.slots
 Warm = Callable[[int], SlotGroup]

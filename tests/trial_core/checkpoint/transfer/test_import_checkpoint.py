@@ -33,7 +33,7 @@ from trial_core.errors import (
     CheckpointError,
     CheckpointNotFound,
 )
-from trial_core.launch.slots.slot_group import SlotGroup
+from trial_core.processes.slots.slot_group import SlotGroup
 from trial_core.rank.state_files.imported_weights import imported_weights
 from trial_core.rank.state_files.safe_load import Reader
 from trial_core.schedule.sequencer import Progress

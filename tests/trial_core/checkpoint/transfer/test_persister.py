@@ -19,7 +19,7 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.transfer.persister import Persister
 from trial_core.checkpoint.transfer.staging import StagedFile
 from trial_core.errors import CheckpointDamaged, StorageError
-from trial_core.launch.machine.memory_files import MemoryFiles
+from trial_core.processes.machine.memory_files import MemoryFiles
 
 FILES = {"latest": b"model0", "model0/shard.pt": b"weights" * 1000}
 RANK = 3

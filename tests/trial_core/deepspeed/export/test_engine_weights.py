@@ -21,7 +21,7 @@ from tests.support.slots import TOY, Driven, drive, toy_config
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.weights.weights import write_weights
 from trial_core.errors import CheckpointError
-from trial_core.launch.slots.slot_group import SlotGroup
+from trial_core.processes.slots.slot_group import SlotGroup
 from trial_core.rank.state_files.safe_load import Reader
 from trialflow.deployments.cli.main import main
 

@@ -18,8 +18,6 @@ from tests.trial_core.deepspeed.features.feature import Column, Feature
 from tests.trial_core.deepspeed.reshard.resharding import files, resharded
 from trial_core.config import ExperimentConfig
 from trial_core.errors import TrialflowError
-from trial_core.launch.machine.accelerators import count_accelerators
-from trial_core.launch.slots.slot_group import SlotGroup
 from trial_core.messages import (
     BuildLoadersAndRestore,
     HookDone,
@@ -28,6 +26,8 @@ from trial_core.messages import (
     TrainBatches,
     Trained,
 )
+from trial_core.processes.machine.accelerators import count_accelerators
+from trial_core.processes.slots.slot_group import SlotGroup
 
 T = TypeVar("T")
 Weights = dict[str, torch.Tensor]

@@ -24,8 +24,8 @@ from tests.trial_core.deepspeed.features.page import (
     this_machine,
 )
 from trial_core.errors import RankFailed, TrialflowError
-from trial_core.launch.machine.accelerators import count_accelerators
-from trial_core.launch.slots.slot_group import SlotGroup
+from trial_core.processes.machine.accelerators import count_accelerators
+from trial_core.processes.slots.slot_group import SlotGroup
 
 GPUS = count_accelerators()
 CELLS = [

@@ -12,7 +12,6 @@ import torch
 from tests.support.consolidated import consolidated, export_weights
 from tests.support.slots import Driven, build, toy_config
 from trial_core.config import ExperimentConfig
-from trial_core.launch.slots.slot_group import SlotGroup
 from trial_core.messages import (
     BuildLoadersAndRestore,
     FetchCheckpoint,
@@ -23,6 +22,7 @@ from trial_core.messages import (
     SaveCheckpoint,
     Saved,
 )
+from trial_core.processes.slots.slot_group import SlotGroup
 
 
 def config(storage: Path, batches: int, stage: int, **hparams: Any) -> ExperimentConfig:

@@ -14,7 +14,7 @@ import torch
 from tests.support.slots import Driven, build, drive
 from tests.support.tensors import differing
 from tests.trial_core.deepspeed.reshard.resharding import config, contents, files, restore, save
-from trial_core.launch.slots.slot_group import SlotGroup
+from trial_core.processes.slots.slot_group import SlotGroup
 from trial_core.rank.state_files.safe_load import Reader
 
 pytestmark = pytest.mark.slots

@@ -15,7 +15,7 @@ from tests.support.tensors import differing, tensors
 from tests.trial_core.deepspeed.reshard.resharding import files, resharded
 from trial_core.config import ExperimentConfig
 from trial_core.errors import RankFailed
-from trial_core.launch.slots.slot_group import SlotGroup
+from trial_core.processes.slots.slot_group import SlotGroup
 
 pytestmark = pytest.mark.slots
 Warm = Callable[[int], SlotGroup]

@@ -15,7 +15,7 @@ from tests.support.slots import Driven, build, drive, lines
 from tests.support.tensors import differing, tensors
 from tests.trial_core.deepspeed.reshard.resharding import config, files, load, resharded, save
 from trial_core.config.checkpointing_section import CheckpointingConfig
-from trial_core.launch.slots.slot_group import SlotGroup
+from trial_core.processes.slots.slot_group import SlotGroup
 
 pytestmark = pytest.mark.slots
 Warm = Callable[[int], SlotGroup]

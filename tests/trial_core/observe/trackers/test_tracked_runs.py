@@ -25,11 +25,11 @@ from tests.support.trackers import in_tensorboard, in_trackio, in_wandb
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.errors import ConfigError
-from trial_core.launch.machine.run_dirs import locked_run_dir
 from trial_core.observe.trackers.journal import FOLDER, JOURNAL, JournalWriter
 from trial_core.observe.trackers.records import AnyRecord, Metrics
 from trial_core.observe.trackers.sender import KILLED_PATIENCE_SECONDS
 from trial_core.observe.trackers.sync import sync_trackers
+from trial_core.processes.machine.run_dirs import locked_run_dir
 
 
 def test_each_tracker_shows_one_run_of_all_attempts(

@@ -13,7 +13,7 @@ from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rn
 from tests.support.gpus import fake_gpus
 from trial_core.deepspeed.context import DeepSpeedTrialContext
 from trial_core.errors import LaunchError
-from trial_core.launch.slots.announcer import Announcer
+from trial_core.processes.slots.announcer import Announcer
 from trial_core.rank.collectives import accelerator
 from trial_core.rank.collectives.distributed import DistributedContext
 from trial_core.rank.rank_state import (

@@ -21,8 +21,8 @@ from trial_core.core import (
     TensorboardMode,
 )
 from trial_core.errors import StorageError, TrialValueError
-from trial_core.launch.slots.stop_barrier import Position, StopBarrier
 from trial_core.messages import Activity, CheckpointWritten, MetricsReported
+from trial_core.processes.slots.stop_barrier import Position, StopBarrier
 from trial_core.rank.checkpoint_files import CheckpointFiles
 from trial_core.rank.collectives.distributed import DistributedContext
 from trial_core.rank.core_api import script_host

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.slots import drive, lines, toy_config
 from tests.trial_core.trainer.fits import hooks
-from trial_core.launch.slots.slot_group import SlotGroup
+from trial_core.processes.slots.slot_group import SlotGroup
 from trial_core.rank.data.loaders import MicroBatches, build_loaders
 
 

@@ -14,7 +14,7 @@ from tests.support.slots import toy_config
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.driver.script_order import Order
 from trial_core.errors import LaunchError, TrialflowError
-from trial_core.launch.machine.child import Child
+from trial_core.processes.machine.child import Child
 from trial_core.rank.collectives.distributed import DistributedContext
 from trial_core.rank.script.driver_process import DriverProcess
 

@@ -24,8 +24,8 @@ from torch.optim.lr_scheduler import (
 
 from tests.support.slots import build, drive, toy_config
 from trial_core.config import ExperimentConfig
-from trial_core.launch.slots.slot_group import SlotGroup
 from trial_core.messages import BuildLoadersAndRestore, FetchCheckpoint, Fetched, ReadyToTrain
+from trial_core.processes.slots.slot_group import SlotGroup
 from trial_core.rank.state_files.overridden_settings import BuiltSettings
 
 Build = Callable[[Optimizer], Any]

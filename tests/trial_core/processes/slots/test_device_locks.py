@@ -1,0 +1,172 @@
+"""Reserving accelerators for one run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.gpus import fake_gpus, uuid
+from trial_core.errors import LaunchError
+from trial_core.processes.slots.device_locks import (
+    LOCKS_VARIABLE,
+    _close,
+    _lock,
+    inherited_locks,
+    reserve_devices,
+)
+from trial_core.processes.slots.fork_server import ForkServer
+from trial_core.processes.slots.launcher import LocalLauncher
+from trial_core.processes.slots.slot_group import SlotGroup
+
+RESERVE_ONE = """
+import os, sys
+from trial_core.processes.slots.device_locks import reserve_devices
+with reserve_devices(1, os.environ, lambda: None) as variables:
+    print(variables["CUDA_VISIBLE_DEVICES"], flush=True)
+    sys.stdin.read()
+"""
+
+RANK = """
+import os, subprocess, sys
+from trial_core.processes.slots.device_locks import DESCRIPTORS_VARIABLE, keep_inherited_locks
+keep_inherited_locks()
+assert DESCRIPTORS_VARIABLE not in os.environ
+program = subprocess.Popen(["sleep", "60"], close_fds=False, stdout=subprocess.DEVNULL)
+worker = os.fork()
+if worker == 0:
+    os.close(1)
+    import time
+    time.sleep(60)
+print(program.pid, worker, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(autouse=True)
+def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine whose NVIDIA driver reports two GPUs."""
+    fake_gpus(tmp_path, monkeypatch, 2)
+
+
+def test_runs_with_different_temporary_folders_share_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two containers with one TRIALFLOW_LOCKS folder reserve different devices."""
+    monkeypatch.setenv(LOCKS_VARIABLE, str(tmp_path / "common"))
+    reserved = []
+    runs = []
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        monkeypatch.setenv("TMPDIR", str(tmp_path / name))
+        run = subprocess.Popen(
+            [sys.executable, "-c", RESERVE_ONE],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        runs.append(run)
+        assert run.stdout is not None
+        reserved.append(run.stdout.readline().strip())
+    for run in runs:
+        run.communicate()
+    assert reserved == ["0", "1"]
+    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "common").iterdir()}
+    assert modes == {0o666}, "other users of the machine cannot lock these files"
+
+
+def test_reserved_devices_are_free_after_the_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that needs all devices waits until another run's block has ended."""
+    monkeypatch.setenv(LOCKS_VARIABLE, str(tmp_path / "locks"))
+    monkeypatch.setattr("trial_core.processes.slots.device_locks.POLL_SECONDS", 0.01)
+    first = reserve_devices(1, {"PATH": "/"}, lambda: None)
+    first.__enter__()
+
+    def end_first() -> None:
+        first.__exit__(None, None, None)
+
+    with reserve_devices(2, {"PATH": "/"}, when_waiting=end_first) as variables:
+        assert variables["CUDA_VISIBLE_DEVICES"] == "0,1"
+
+
+def test_a_device_is_locked_once_under_all_its_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another run names it by its UUID."""
+    monkeypatch.setenv(LOCKS_VARIABLE, str(tmp_path / "locks"))
+    by_uuid = {"CUDA_VISIBLE_DEVICES": f"{uuid(1)},{uuid(0)}"}
+    with (
+        reserve_devices(1, {"CUDA_VISIBLE_DEVICES": "1"}, lambda: None),
+        reserve_devices(1, by_uuid, lambda: None) as variables,
+    ):
+        assert variables["CUDA_VISIBLE_DEVICES"] == uuid(0)
+
+
+def test_a_device_is_locked_until_its_ranks_have_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that outlives its driver has memory there. Programs that it has started, and workers
+    that it has forked, have none: they keep no lock."""
+    monkeypatch.setenv(LOCKS_VARIABLE, str(tmp_path / "locks"))
+    with reserve_devices(1, os.environ, lambda: None) as variables:
+        rank = subprocess.Popen(
+            [sys.executable, "-c", RANK], env={**os.environ, **variables},
+            pass_fds=inherited_locks(variables),
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+    assert rank.stdout is not None
+    children = [int(pid) for pid in rank.stdout.readline().split()]
+    try:
+        assert _lock(uuid(0)) is None
+        rank.communicate()
+        assert rank.returncode == 0
+        lock = _lock(uuid(0))
+        assert lock is not None
+        _close([lock])
+    finally:
+        for pid in children:
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.long
+@pytest.mark.slots
+def test_a_slot_groups_ranks_keep_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real rank, on whose device no other run trains until it has ended."""
+    monkeypatch.setenv(LOCKS_VARIABLE, str(tmp_path / "locks"))
+    with ForkServer(["trial_core.checkpoint.transfer.persister"]) as server:
+        with reserve_devices(1, os.environ, lambda: None) as variables:
+            slots = SlotGroup(
+                1, working_dir=tmp_path, log_dir=tmp_path, environment=variables,
+                launcher=LocalLauncher(server),
+            )  # fmt: skip
+        with slots:
+            assert _lock(uuid(0)) is None
+            (descriptor,) = inherited_locks(variables)
+            rank = Path(f"/proc/{slots.pids[0]}")
+            flags = (rank / f"fdinfo/{descriptor}").read_text().split()[3]
+            assert int(flags, 8) & os.O_CLOEXEC, "its children would keep the lock, too"
+            (persister,) = psutil.Process(slots.pids[0]).children()
+            assert not Path(f"/proc/{persister.pid}/fd/{descriptor}").exists()
+    lock = _lock(uuid(0))
+    assert lock is not None
+    _close([lock])
+
+
+def test_an_unusable_folder_of_locks_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training without a lock could use another run's GPU; the error says what to set."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(LOCKS_VARIABLE, str(tmp_path / "file" / "locks"))
+    with (
+        pytest.raises(
+            LaunchError, match=rf"device GPU-0000 .*file/locks.*set {LOCKS_VARIABLE} to a"
+        ),
+        reserve_devices(1, {"PATH": "/"}, lambda: None),
+    ):
+        pass

@@ -1,0 +1,39 @@
+"""What the driver knows of a rank's process and log."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from trial_core.processes.slots.rank_handle import LaunchedRank, wait_for_end
+
+
+class SilentRank(LaunchedRank):
+    """A rank that no signal reaches."""
+
+    def signal(self, number: int) -> None:
+        pass
+
+    def written_bytes(self) -> int:
+        return 0
+
+
+def silent_rank(folder: Path, rank: int = 0) -> SilentRank:
+    return SilentRank(rank, "here", folder / f"rank-{rank}.log", lambda rank, code: None)
+
+
+def test_ranks_that_do_not_end_share_a_deadline(tmp_path: Path) -> None:
+    """As those of eight GPUs whose driver hangs: they are not waited for one after the other."""
+    ranks = [silent_rank(tmp_path, rank) for rank in range(4)]
+    ranks[1].ended(0)
+    began = time.monotonic()
+    assert wait_for_end(ranks, 1.0) == [ranks[0], ranks[2], ranks[3]]
+    assert time.monotonic() - began < 1.9
+
+
+def test_the_end_of_a_log_is_shown_and_a_deleted_log_has_none(tmp_path: Path) -> None:
+    """A user who needs room may delete it while the rank runs."""
+    rank = silent_rank(tmp_path)
+    assert (rank.log_size(), rank.log_from(3), rank.log_tail()) == (0, "", "")
+    rank.log_path.write_text("".join(f"{line}\n" for line in range(10_000)))
+    assert rank.log_tail().split("\n") == [str(line) for line in range(9_980, 10_000)]

@@ -1,1 +1,0 @@
-"""Starts the ranks of a run, on this machine and on nodes."""

@@ -1,0 +1,1 @@
+"""Processes: the ranks of this machine, those of other machines, and what they need there."""

@@ -1,0 +1,135 @@
+"""Finds a run's nodes: a node provider finds machines, and starts an agent on each.
+
+The agent (`agent`) joins the driver, and starts, watches and ends that node's ranks. The driver
+itself notices an agent that is gone (`hub`), whatever the provider. So a provider only has to find
+machines, start programs on them, say why a program has not started, and give machines back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+AGENT_MODULE = "trial_core.processes.nodes.agent_main"
+"""The module that a provider starts with ``python -m``, with the node's own Python."""
+
+NODE_SECONDS = 60.0
+"""How long a provider may take to say that it cannot start an agent."""
+
+
+@dataclass(frozen=True)
+class NodeRequest:
+    """The nodes that a run needs.
+
+    Attributes:
+        slots: how many ranks they have room for together; at most as many as the run uses.
+        min_slots: the run cannot train with room for fewer ranks.
+        slots_per_node: the ranks of each node; None: one per accelerator of the node, or two on the
+            CPU.
+        on_cpu: True if ranks use no accelerators, even where there are some.
+    """
+
+    slots: int
+    min_slots: int
+    slots_per_node: int | None = None
+    on_cpu: bool = False
+
+
+@dataclass(frozen=True)
+class Node:
+    """A machine, or a part of one, that a provider has given to a run.
+
+    Attributes:
+        name: unique among all the run's nodes, replacements included; contains a host name.
+        slots: how many ranks it has room for.
+    """
+
+    name: str
+    slots: int
+
+
+@dataclass(frozen=True)
+class AgentEnded:
+    """The agent of a node has ended, could not be started, or the provider has lost the node.
+
+    Attributes:
+        why: the provider's reason, for people: an exit code, the last lines of the output.
+    """
+
+    node: str
+    why: str
+
+
+@dataclass(frozen=True)
+class NodeDraining:
+    """A node will be taken away. Its agent still runs.
+
+    Attributes:
+        why: the provider's reason, for people.
+        can_stay: True if the provider waits until the run leaves the node.
+    """
+
+    node: str
+    why: str
+    can_stay: bool = False
+
+
+GangEvent = AgentEnded | NodeDraining
+
+
+class Gang(Protocol):
+    """The nodes of one run. Only one thread at a time calls its methods."""
+
+    @property
+    def nodes(self) -> Sequence[Node]:
+        """The nodes that the run has now."""
+
+    def start(self, node: Node, arguments: Sequence[str], token: str) -> None:
+        """Start the agent of a node. Returns at once; `events` reports the outcome.
+
+        Args:
+            arguments: of `AGENT_MODULE`.
+            token: written to the agent's standard input, which is then closed. No other user of the
+                node may see it.
+        """
+
+    def events(self) -> Sequence[GangEvent]:
+        """The events of the nodes since the last call. Returns at once.
+
+        The end of an agent is told whatever the reason, and the draining of a node once.
+        """
+
+    def give_up(self, node: Node) -> None:
+        """Give back a node that is lost or drains, or whose agent has ended."""
+
+    def offer(self) -> Node | None:
+        """One more node for the request, if one is available now. Returns at once.
+
+        It may be a machine that was given up, if it works again; its name is then another.
+        """
+
+    def release(self) -> None:
+        """Give all nodes back, and end the agents that still run. A second call does nothing."""
+
+
+class NodeProvider(Protocol):
+    """Finds the machines of a run, and starts the agents on them."""
+
+    name: str
+    """Its name in ``resources.engine``."""
+
+    def acquire(
+        self, request: NodeRequest, seconds: float, should_abort: Callable[[], bool]
+    ) -> Gang:
+        """Wait for the nodes of a request: as many as possible, at least those that it needs.
+
+        Args:
+            seconds: how long to wait.
+            should_abort: asked meanwhile; True to give up, with LaunchError.
+
+        Raises:
+            LaunchError: there are too few nodes within that time, or there never will be, or the
+                provider cannot be reached. The message names the request, the available machines,
+                and a remedy. Nothing stays behind.
+        """
