@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import tempfile
+import threading
 from pathlib import Path
 
 import hypothesis
@@ -22,6 +23,10 @@ os.environ["DO_NOT_TRACK"] = "1"
 # A shell starts background jobs with SIGINT ignored, and commands under test would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# A loader's worker that is forked from a process which has run a flow would end with exit code 1:
+# Prefect's services, whose threads it does not have, are to be ended at its exit.
+os.register_at_fork(after_in_child=threading._threading_atexits.clear)  # type: ignore[attr-defined]
 
 # Examples are the same each time, are not stored, and have no deadline: machines are busy.
 # hypothesis keeps its tables of characters out of the repository.

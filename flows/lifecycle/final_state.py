@@ -62,9 +62,10 @@ class Step(Enum):
 
 
 def steps_to_end(run: StoppedRun) -> tuple[Step, ...]:
-    """The steps that end a stopped run. The first that succeeds is the last.
+    """The steps that end a stopped run. The first that ends it is the last.
 
-    Only `Step.REQUEUE` may fail: Prefect may not accept the state.
+    `Step.REQUEUE` may fail, if Prefect does not accept the state; and `Step.END_BY_SIGNAL`, if the
+    handler of the signal returns.
     """
     if run.has_other_attempt:
         return (Step.LEAVE_TO_OTHER_ATTEMPT,)
@@ -82,9 +83,9 @@ def steps_to_end(run: StoppedRun) -> tuple[Step, ...]:
         return (Step.KEEP_STATE,)
     by_signal = (Step.END_BY_SIGNAL,) if run.has_signal else ()
     if run.is_subflow and (run.ends_with_parent or not run.is_in_main_thread):
-        return by_signal if by_signal and run.is_in_main_thread else (Step.CANCEL,)
+        return (*(by_signal if run.is_in_main_thread else ()), Step.CANCEL)
     can_requeue = run.state is not None and run.has_queue and run.reason in _REQUEUED
     first = (Step.REQUEUE,) if can_requeue else ()
     if run.state is not None and run.reason == "server lost":  # the server is back
         return (*first, Step.CANCEL)
-    return (*first, *(by_signal or (Step.KEEP_STATE,)))
+    return (*first, *by_signal, Step.KEEP_STATE)

@@ -227,16 +227,17 @@ class StopMonitor:
                 has_queue=self._has_queue,
             )
         )
-        if steps[0] is Step.REQUEUE:
-            if requeue(reason):
-                raise Abort(f"{reason}: scheduled again")
-            steps = steps[1:]
-        return self._end(steps[0], reason, run, suspended or Suspended())
+        if Step.REQUEUE in steps and requeue(reason):
+            raise Abort(f"{reason}: scheduled again")
+        if Step.END_BY_SIGNAL in steps and self._signals.received is not None:
+            self._end_by_signal(self._signals.received, reason)
+        by_parent = self._ends_with_parent and request.reason == "suspended"
+        return self._end(steps[-1], reason, run, None if by_parent else suspended)
 
     def _end(
-        self, step: Step, reason: str, run: FlowRun | None, suspended: State[Any]
+        self, step: Step, reason: str, run: FlowRun | None, suspended: State[Any] | None
     ) -> State[Any] | None:
-        """Carry out a step: return or raise as `final_state`."""
+        """Carry out the last step: return or raise as `final_state`."""
         state = None if run is None else run.state
         if step is Step.LEAVE_TO_PREFECT:
             return None
@@ -252,9 +253,7 @@ class StopMonitor:
         if step is Step.SUSPEND_WITH_PARENT:  # else Prefect would show it as running
             set_state(Cancelled(message=f"It continues when its parent run does: {reason}"))
         if step in (Step.SUSPEND, Step.SUSPEND_WITH_PARENT):
-            raise Pause(f"suspended: {reason}", state=suspended)
-        if step is Step.END_BY_SIGNAL and self._signals.received is not None:
-            self._end_by_signal(self._signals.received, reason)
+            raise Pause(f"suspended: {reason}", state=suspended or Suspended())
         if step is Step.LEAVE_TO_OTHER_ATTEMPT:
             raise self._keep_state(f"{reason}: another attempt has started")
         if state is not None and state.type != StateType.RUNNING:

@@ -48,6 +48,7 @@ from trial_core.errors import (
     RankFailed,
     Stalled,
     Stopped,
+    Superseded,
     TopologyMismatch,
     TrialError,
 )
@@ -337,6 +338,8 @@ class Driver:
             self._story.append(describe(state))
             try:
                 state = self.next(state)
+            except (Stopped, Superseded):
+                raise
             except Exception:
                 if len(self._story) > 2:  # else the error says it all
                     run.logger.error("how it came to this: %s", " → ".join(self._story[-STORY:]))

@@ -112,7 +112,10 @@ class Loop:
             elif isinstance(work, Validate):
                 progress = self._validate(progress)
             elif isinstance(work, Checkpoint):
-                progress = self._save(work, progress)
+                if (without := self._without_saving(work, progress)) is not None:
+                    progress = without
+                    continue
+                progress = self._save(progress)
             uploads.poll()
             wrong = self._mistake or uploads.own.mistake
             progress = progress.stopping(launch.should_stop or wrong is not None)
@@ -222,12 +225,15 @@ class Loop:
             own.start_beside("validate", trained)
         return progress.after_validation(metric, self._schedule.smaller_is_better)
 
-    def _save(self, work: Checkpoint, progress: Progress) -> Progress:
-        launch, trained = self._launch, progress.batches_trained
-        if launch.withholds_checkpoint(trained, self._is_last(trained)):
+    def _without_saving(self, work: Checkpoint, progress: Progress) -> Progress | None:
+        """The progress if the checkpoint is withheld or postponed; None if it is saved now."""
+        trained = progress.batches_trained
+        if self._launch.withholds_checkpoint(trained, self._is_last(trained)):
             return progress.after_checkpoint()  # as if there were nothing to save
-        if not self._has_room(work, progress):
-            return progress.postponing_checkpoint()
+        return None if self._has_room(work, progress) else progress.postponing_checkpoint()
+
+    def _save(self, progress: Progress) -> Progress:
+        launch, trained = self._launch, progress.batches_trained
         staged = self._stages.checkpoint_save(launch, progress)
         launch.has_saved(trained)
         self._stages.call_hook(launch, "on_checkpoint_write_end", trained)

@@ -19,7 +19,7 @@ The whole route of a stop, from a Cancel in Prefect to the final state of the fl
 8. `rank/training.py` asks the barrier before each batch, and ends the workload there. A
    validation (`rank/validation.py`) ends without a result.
 9. `driver/stages/train_workload.py` returns the batch that was reached.
-10. `driver/run_loop.py` polls, which returns True, and the sequencer decides: save, then finish.
+10. `driver/loop.py` asks whether it should stop, and the sequencer decides: save, then finish.
 11. `driver/stages/checkpoint.py` has `checkpoint-save` and `checkpoint-upload`, which commits.
 12. `driver/drive.py` ends the ranks and the run.
 13. `flows/lifecycle/stop_monitor.py` (`final_state`) gives the flow run its state.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -410,6 +411,19 @@ def test_a_run_that_fails_in_the_end_tells_how_it_came_to_this(
     )
     caplog.clear()
     with pytest.raises(RankFailed):
+        driver.drive()
+    assert not any(text.startswith("how it came to this") for text in caplog.messages)
+
+
+def test_a_run_that_is_stopped_tells_no_story(
+    driver: DriverWithoutRanks, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A stop is no failure, also in the pause before a restart."""
+    driver.policy.granted = Relaunch(pause_seconds=600)
+
+    driver.train = raises(KILLED)
+    threading.Timer(0.2, lambda: driver.run.stopping.ask("cancelled", "in Prefect")).start()
+    with pytest.raises(Stopped):
         driver.drive()
     assert not any(text.startswith("how it came to this") for text in caplog.messages)
 

@@ -48,6 +48,7 @@ class Child:
         answers: bool = False,
         descriptors: Sequence[int] = (),
     ) -> None:
+        self._parent = os.getpid()
         self._process = subprocess.Popen(
             [sys.executable, *command],
             env={**os.environ, **(variables or {})}, cwd=folder, pass_fds=descriptors,
@@ -75,11 +76,14 @@ class Child:
         """Its standard output, if it answers."""
         return _there(self._process.stdout)
 
-    def tell(self, data: bytes) -> None:
-        """Write to its standard input. A child that has ended is told nothing."""
-        with suppress(BrokenPipeError):
+    def tell(self, data: bytes) -> bool:
+        """Write to its standard input. Return False if it has ended, or has closed it."""
+        try:
             self.input.write(data)
             self.input.flush()
+        except BrokenPipeError:
+            return False
+        return True
 
     def wake(self, data: bytes) -> None:
         """Write to its standard input; nothing if the pipe is full, which is enough to wake it."""
@@ -93,8 +97,14 @@ class Child:
 
     def lives(self) -> bool:
         """Return whether it has not ended. Its id stays its own until it is reaped."""
+        if self.exit_code is not None:
+            return False
         options = os.WEXITED | os.WNOHANG | os.WNOWAIT  # `Popen.poll` would free the id
-        return self.exit_code is None and os.waitid(os.P_PID, self.pid, options) is None
+        try:
+            return os.waitid(os.P_PID, self.pid, options) is None
+        except ChildProcessError:  # another part of this program waits for all children, or ignores
+            self._process.poll()  # SIGCHLD: then the exit code is 0
+            return False
 
     def wait(self, seconds: float) -> bool:
         """Wait for its end; return whether it has ended."""
@@ -115,9 +125,14 @@ class Child:
         self._process.wait()
 
     def kill(self, reap_seconds: float = REAP_SECONDS) -> None:
-        """SIGKILL it and its group, and reap it. One that hangs in a system call is left."""
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
+        """SIGKILL it and its group, and reap it. One that hangs in a system call is left.
+
+        Does nothing if it is reaped: its id may be another process's. Nor in a forked process,
+        which may unwind through its parent's blocks.
+        """
+        if self.exit_code is None and os.getpid() == self._parent:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(reap_seconds)
         self.close_input()

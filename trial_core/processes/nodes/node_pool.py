@@ -178,6 +178,9 @@ class NodePool:
         """
         suitable = self._suitable(self._proven())
         if not suitable:
+            _logger.warning(
+                "the nodes that have trained are lost meanwhile: no node is left: %s", why
+            )
             return
         for agent in self._new():
             self._leave(agent, why)

@@ -111,8 +111,8 @@ class DriverProcess:
         child = self._child
         if child is None:
             raise SlotsError("the driver runs beside rank 0")
-        child.tell(msgspec.json.encode(order) + b"\n")
-        line = child.output.readline()
+        is_told = child.tell(msgspec.json.encode(order) + b"\n")
+        line = child.output.readline() if is_told else b""
         if not line:
             child.reap()
             raise SlotsError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -44,6 +46,35 @@ def test_waking_a_child_never_blocks() -> None:
     child.kill()
     child.wake(b"x")
     assert not child.lives()
+
+
+def test_a_child_ends_although_its_parent_ignores_the_ends_of_children() -> None:
+    """As a user's script may do. The exit code is lost."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        child = Child(["-c", "pass"])
+        assert child.wait(60)
+        assert child.end(0.0)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert child.exit_code == 0
+
+
+def test_only_its_parent_kills_a_child_and_never_one_that_is_reaped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The id of a reaped one may be another process's; a forked process unwinds through blocks."""
+    killed: list[int] = []
+    child = Child(["-c", ECHO], answers=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "killpg", lambda group, number: killed.append(group))
+        patched.setattr(os, "getpid", lambda: child.pid)
+        child.kill(reap_seconds=0.0)
+    assert killed == []
+    child.end(60)
+    monkeypatch.setattr(os, "killpg", lambda group, number: killed.append(group))
+    child.kill()
+    assert killed == []
 
 
 def test_the_end_of_a_log_names_the_file(tmp_path: Path) -> None:
