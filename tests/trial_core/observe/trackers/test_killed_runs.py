@@ -79,7 +79,7 @@ class Driven:
 
     def until_ended(self) -> None:
         assert self._process is not None
-        assert self._process.wait(300) == 0, (self.folder / "driver.log").read_text()[-5000:]
+        assert self._process.wait(600) == 0, (self.folder / "driver.log").read_text()[-5000:]
 
 
 @pytest.mark.long
