@@ -7,6 +7,7 @@ placement where. While ranks live, `Driver.train_once` runs the loop, or serves 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
@@ -322,7 +323,7 @@ class Driver:
         self._has_code = has_code
         self._last_checkpoint = last_checkpoint
         self._micro_batch_samples = micro_batch_samples
-        self._story: list[str] = []
+        self._story: deque[str] = deque(maxlen=STORY)
         self._stored_code: TrialCode | None = None
 
     def drive(self) -> Ended:
@@ -342,7 +343,7 @@ class Driver:
                 raise
             except Exception:
                 if len(self._story) > 2:  # else the error says it all
-                    run.logger.error("how it came to this: %s", " → ".join(self._story[-STORY:]))
+                    run.logger.error("how it came to this: %s", " → ".join(self._story))
                 raise
         return state
 

@@ -20,6 +20,7 @@ from trial_core.driver.stages import PLAIN_STAGES
 from trial_core.driver.stages.declared_stage import beside
 from trial_core.driver.stages.own_stage import OwnStageFailed
 from trial_core.driver.uploads import Uploads
+from trial_core.errors import TrialError
 from trial_core.observe.events.run_status import RunStatus
 
 # The package has the function under the same name.
@@ -71,6 +72,31 @@ def test_what_comes_after_training_comes_once(tmp_path: Path, stopped_early: boo
     with Uploads(found, stages) as uploads:
         wind_up(found, stages, uploads, 10, stopped_early)
     assert called == ([] if stopped_early else [10])
+
+
+def test_what_comes_after_training_does_not_follow_a_mistake(tmp_path: Path) -> None:
+    """The run ends with the mistake: there is nothing to publish."""
+    found, called = launch(tmp_path, TELL), list[object]()
+    stages = replace(PLAIN_STAGES, own_stage=beside(lambda *given: called.append(given)))
+    mistake = TrialError("the metric is missing")
+    with Uploads(found, stages) as uploads, pytest.raises(TrialError, match="is missing"):
+        wind_up(found, stages, uploads, 10, stopped_early=False, mistake=mistake)
+    assert called == []
+
+
+def test_a_failure_is_taken_between_workloads(tmp_path: Path) -> None:
+    """Of a stage that runs in parallel with training, if it is to end the run."""
+    found = launch(tmp_path, {"run": "own:tell", "after": "validate", "on_failure": "fail"})
+
+    def fail(*_: Any) -> None:
+        raise OwnStageFailed("no room")
+
+    with Uploads(found, replace(PLAIN_STAGES, own_stage=beside(fail))) as uploads:
+        uploads.own.start_beside("validate", 4)
+        uploads.own.wait()
+        assert uploads.own.mistake is None
+        uploads.poll()
+        assert str(uploads.own.mistake) == "no room"
 
 
 def test_a_stage_that_has_failed_is_not_shown_as_running(
