@@ -23,7 +23,7 @@ def begun(scene: Scene, *faults: Fault) -> tuple[Site, Manifest]:
     site, uuid, _ = scene.new_site()
     site.behind.announce_upload(TRIAL, uuid, ATTEMPT)
     scene.endpoint.new_plan(*faults)
-    return site, new_manifest(uuid=uuid, trial=TRIAL, attempt=ATTEMPT)
+    return site, new_manifest(uuid=uuid, trial=TRIAL, writer=ATTEMPT)
 
 
 @pytest.mark.parametrize("times", [1, pytest.param(None, marks=pytest.mark.long)])
@@ -48,7 +48,7 @@ def test_a_lost_reply_and_a_lost_server_are_a_storage_error(scene: Scene) -> Non
 def test_a_conflict_with_a_lost_reply_is_a_conflict(scene: Scene) -> None:
     """Another attempt has committed before, and its manifest stays."""
     site, manifest = begun(scene, COMMIT)
-    winner = msgspec.structs.replace(manifest, attempt="attempt-2")
+    winner = msgspec.structs.replace(manifest, writer="attempt-2")
     site.behind.commit(winner)
     with pytest.raises(CommitConflict, match="by another writer than attempt-1"):
         site.stores()["driver"].commit(manifest)

@@ -113,7 +113,7 @@ def test_a_killed_run_resumes_bit_for_bit(
         for manifest in store_of(fit).list():
             assert store_of(fit).find_damage(manifest.uuid, manifest.all_files) == []
     before = newest(fit)
-    earlier = {manifest.attempt for manifest in store_of(fit).list()}
+    earlier = {manifest.writer for manifest in store_of(fit).list()}
     fits.run(fit)
 
     last = newest(fit)
@@ -121,7 +121,7 @@ def test_a_killed_run_resumes_bit_for_bit(
     if before is not None and before.progress.batches_trained == BATCHES:
         assert last == before  # killed after its last commit
     else:
-        assert last.attempt not in earlier
+        assert last.writer not in earlier
     assert orphans(store_of(fit)) == set()
     for rank in range(fit.ranks):
         expected = {line[0]: line for line in whole.batches(rank)}

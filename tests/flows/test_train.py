@@ -144,7 +144,7 @@ def test_a_killed_rank_costs_only_unsaved_batches(
     names = [stage.name for stage in stages(prefect_server, result.flow_run_id, build)]
     assert f"fetch-checkpoint @{resumed_at}" in names
     manifests = CheckpointStore(config.checkpoint_storage.url).list()
-    of_the_new_rank = {m.uuid for m in manifests if m.attempt == manifests[-1].attempt}
+    of_the_new_rank = {m.uuid for m in manifests if m.writer == manifests[-1].writer}
     staged = {folder.name for folder in (Path(result.run_dir) / "staging").iterdir()}
     assert staged <= of_the_new_rank
 

@@ -32,7 +32,7 @@ def new_manifest(batches: int = 7, **fields: Any) -> Manifest:
             "uuid": str(uuids.uuid4()),
             "trial": "gpt-0123abcd",
             "experiment": "gpt",
-            "attempt": "attempt-1",
+            "writer": "attempt-1",
             "created_at": f"2031-05-09T17:04:{batches % 60:02d}.000000Z",
             "progress": Progress(batches_trained=batches),
             "metrics": {"validation": {"loss": 0.25}},
@@ -105,7 +105,7 @@ def commit_with_code(
 
 def leave_unfinished_upload(store: CheckpointStore, trial: str, begun_at: str = LONG_AGO) -> str:
     """Leave an intent and a file, as a run that was killed during an upload; return the uuid."""
-    intent = Intent(trial=trial, uuid=str(uuids.uuid4()), attempt="dead", created_at=begun_at)
+    intent = Intent(trial=trial, uuid=str(uuids.uuid4()), writer="dead", created_at=begun_at)
     store.storage.write(intent.key, encode_json(intent))
     store.storage.write(layout.file_key(intent.uuid, "model"), b"lost")
     return intent.uuid

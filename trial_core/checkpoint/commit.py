@@ -47,10 +47,10 @@ _logger = logging.getLogger(__name__)
 
 
 def announce_upload(
-    storage: Storage, trial: str, uuid: str, attempt: str, fence: Fence | None, base: str
+    storage: Storage, trial: str, uuid: str, writer: str, fence: Fence | None, base: str
 ) -> None:
     """Implements `CheckpointStore.announce_upload`."""
-    intent = _new_intent(trial, uuid, attempt, fence, base)
+    intent = _new_intent(trial, uuid, writer, fence, base)
     for _ in range(_ANNOUNCE_TRIES):
         try:
             storage.create(intent.key, encode_json(intent))
@@ -79,7 +79,7 @@ def commit(storage: Storage, manifest: Manifest, fence: Fence | None, base: str)
     # A manifest that readers would refuse must not be committed.
     Manifest.from_json(data, f"the manifest of checkpoint {uuid}")
     batches = manifest.progress.batches_trained
-    intent = _new_intent(manifest.trial, uuid, manifest.attempt, fence, base, batches)
+    intent = _new_intent(manifest.trial, uuid, manifest.writer, fence, base, batches)
     storage.write(intent.key, encode_json(intent))
     if fence is not None:
         fence.check(_not_committed(manifest))
@@ -104,10 +104,10 @@ def commit(storage: Storage, manifest: Manifest, fence: Fence | None, base: str)
 
 
 def _new_intent(
-    trial: str, uuid: str, attempt: str, fence: Fence | None, base: str, batches: int | None = None
+    trial: str, uuid: str, writer: str, fence: Fence | None, base: str, batches: int | None = None
 ) -> Intent:
     return Intent(
-        trial=trial, uuid=uuid, attempt=attempt, created_at=utc_now(),
+        trial=trial, uuid=uuid, writer=writer, created_at=utc_now(),
         number=fence.number if fence is not None else 0, batches=batches, base=base,
     )  # fmt: skip
 
@@ -138,7 +138,7 @@ def _conflict(
     storage.remove(intent.key)  # the checkpoint is committed, by some attempt
     return CommitConflict(
         f"checkpoint {manifest.uuid} of trial {manifest.trial} is already committed, by another "
-        f"writer than {manifest.attempt} or with another manifest "
+        f"writer than {manifest.writer} or with another manifest "
         f"({storage.url}/{manifest.name.key}): two runs may be training this trial; let only one "
         "of them continue"
     )
@@ -151,7 +151,7 @@ def _swept_error(
         return fence.refusal(f"{_not_committed(manifest)}, and its uploaded files are deleted")
     return CommitConflict(
         f"{_not_committed(manifest)}: another run of trial {manifest.trial} has started since, and "
-        f"has deleted what {manifest.attempt} had uploaded to "
+        f"has deleted what {manifest.writer} had uploaded to "
         f"{storage.url}/{layout.files_folder(manifest.uuid)}; let only one of them continue"
     )
 

@@ -45,7 +45,7 @@ class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         number: the attempt's number among all attempts at the trial. The highest may commit.
         attempt: the attempt's id. In a flow it is the flow run's id, which all its attempts share;
-            in a script it is random. `Manifest.attempt` differs from it in a flow.
+            in a script it is random.
         by: user and machine of its driver: ``user@host``.
         at: time of the take-over: ISO 8601, UTC.
         storage: the mark of the storage at that time.

@@ -31,7 +31,7 @@ class Intent(msgspec.Struct, frozen=True, kw_only=True):
     """The announcement that a checkpoint is being uploaded.
 
     Attributes:
-        attempt: `Manifest.attempt` of the checkpoint; empty if the intent is unreadable.
+        writer: `Manifest.writer` of the checkpoint; empty if the intent is unreadable.
         created_at: start of the upload: ISO 8601, UTC; empty if the intent is unreadable.
         number: the attempt's number, 0 if it has not taken over the trial.
         batches: number of batches in the manifest's key; None until the commit begins.
@@ -41,7 +41,7 @@ class Intent(msgspec.Struct, frozen=True, kw_only=True):
 
     trial: str
     uuid: str
-    attempt: str
+    writer: str = msgspec.field(name="attempt")
     created_at: str
     number: int = 0
     batches: NonNegative | None = None
@@ -64,23 +64,23 @@ class SweptUpload:
 
     Attributes:
         uuid: the checkpoint's uuid, or None for other files of the trial.
-        attempt: id of the attempt that uploaded, or None if not known.
+        writer: `Manifest.writer` of the upload, or None if not known.
         files: number of complete files.
         size_bytes: their total size.
         uploads: number of partially uploaded files.
     """
 
     uuid: str | None
-    attempt: str | None
+    writer: str | None
     files: int
     size_bytes: int
     uploads: int
 
     def __str__(self) -> str:
         what = f"checkpoint {self.uuid}" if self.uuid else "files beside checkpoints"
-        attempt = f" of attempt {self.attempt}" if self.attempt else ""
+        writer = f" of launch {self.writer}" if self.writer else ""
         return (
-            f"{what}{attempt}, never committed: {plural(self.files, 'file')} of {self.size_bytes} "
+            f"{what}{writer}, never committed: {plural(self.files, 'file')} of {self.size_bytes} "
             f"bytes, and {plural(self.uploads, 'partial upload')}"
         )
 
@@ -117,7 +117,7 @@ def sweep(
         if intent.batches is not None:
             storage.remove(layout.manifest_key(trial, intent.batches, intent.uuid))
         storage.remove(intent.key)
-        swept.append(SweptUpload(intent.uuid, intent.attempt or None, *cleared))
+        swept.append(SweptUpload(intent.uuid, intent.writer or None, *cleared))
     began_at = None if number is None else _begin_of(storage, trial, number)
     if number is not None and began_at is None:
         return swept  # the attempt's own uploads cannot be told from others
@@ -139,7 +139,7 @@ def read_intent(storage: Storage, trial: str, uuid: str) -> Intent | None:
     An unreadable intent still announces the upload that its key names.
     """
     key = layout.intent_key(trial, uuid)
-    unknown = Intent(trial=trial, uuid=uuid, attempt="", created_at="")
+    unknown = Intent(trial=trial, uuid=uuid, writer="", created_at="")
     read = read_json(storage, key, Intent, unknown)
     return None if read is None else msgspec.structs.replace(read, trial=trial, uuid=uuid)
 

@@ -122,8 +122,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         uuid: the checkpoint's id.
         trial: id of the trial that saved it.
         experiment: the experiment's name.
-        attempt: id of the launch of ranks that saved it. In a flow run it is random, and changes
-            when ranks are restarted. In a script it is `AttemptRecord.attempt`.
+        writer: a random id of the launch of ranks that saved it; ``attempt`` in the file.
         created_at: time of the snapshot: ISO 8601, UTC (see `utc_now`).
         progress: the trial's progress at the snapshot.
         metrics: metrics of this very state: ``{"training": {…}, "validation": {…}}``. Without
@@ -146,7 +145,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     uuid: str
     trial: str
     experiment: str
-    attempt: str
+    writer: str = msgspec.field(name="attempt")
     created_at: Timestamp
     progress: Progress
     metrics: dict[str, dict[str, Any]]

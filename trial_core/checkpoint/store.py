@@ -162,7 +162,7 @@ class CheckpointStore:
         return take_over(self.storage, trial, attempt, after, mark)
 
     def announce_upload(
-        self, trial: str, uuid: str, attempt: str, fence: Fence | None = None, base: str = ""
+        self, trial: str, uuid: str, writer: str, fence: Fence | None = None, base: str = ""
     ) -> None:
         """Write the intent to upload a checkpoint, so that a later run finds its leftovers.
 
@@ -174,7 +174,7 @@ class CheckpointStore:
         Raises:
             Superseded: another attempt has taken over the trial.
         """
-        announce_upload(self.storage, trial, uuid, attempt, fence, base)
+        announce_upload(self.storage, trial, uuid, writer, fence, base)
 
     def sweep(self, trial: str, fence: Fence | None = None) -> _AllSwept:
         """Delete the leftovers of a trial's earlier runs. Call this before the run uploads.

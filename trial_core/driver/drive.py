@@ -58,7 +58,7 @@ from trial_core.observe.ledger.run_clock import RunClock
 from trial_core.observe.ledger.stored_ledger import KeptLedger
 from trial_core.observe.report.kubeflow_status import kubeflow_status
 from trial_core.observe.report.live_report import Report
-from trial_core.observe.report.progress import Place, ProgressReport, progress_file
+from trial_core.observe.report.run_updates import Place, RunUpdates, progress_file
 from trial_core.observe.telemetry.run_telemetry import run_telemetry
 from trial_core.observe.trackers.tracking import Tracking, check_trackers
 from trial_core.processes.machine.run_dirs import clear_kept, clear_rank_files, locked_run_dir
@@ -169,7 +169,7 @@ def drive_trial(config: ExperimentConfig, trial: str, caller: Caller) -> TrialRe
             logger=logger, publish=caller.publish, publish_errors=caller.publish_errors,
             has_metric=caller.script is None or caller.script.has_metric,
         ) as report,
-        ProgressReport(
+        RunUpdates(
             config.name, trial, _told_of_progress(run_dir), ending, logger=logger
         ) as progress,
         ExitStack() as at_end,  # before the report, which stores the trackers' files
@@ -205,7 +205,7 @@ def _run_to_its_end(run: Run, caller: Caller, report: Report) -> TrialResult:
         ended.result,
         stop_reason=str(request) if request else None,
         trial_stop_reason=launch.answers.stop_reason,
-        tensorboard_url=launch.progress.tensorboard_url,
+        tensorboard_url=launch.status.tensorboard_url,
         report_path=str(report.path),
         run_dir=str(run.run_dir),
         throughput=run.throughput.throughput.to_json(),
@@ -408,20 +408,20 @@ class Driver:
                 raise
             finally:
                 self._policy.launch_ended(launch)
-                if launch.progress.has_trained:
+                if launch.status.has_trained:
                     self._placement.has_trained()
 
     def _after_training(self, state: Completed) -> RunState:
         launch, result = state.launch, state.result
         if launch.moves_after(result.stopped_early):
-            why = launch.progress.moves
+            why = launch.status.moves
             return Moving(f"saved, to continue on other nodes: {why}", result)
         if not result.stopped_early:
             clear_kept(self._run.run_dir)
         return Ended(launch, result)
 
     def _after_interruption(self, state: Aborted) -> RunState:
-        progress = state.launch.progress
+        progress = state.launch.status
         if progress.moves and self._run.stopping.request is None:
             what = f"ended before training, to continue on other nodes: {progress.moves}"
             return Moving(what, state.saved)

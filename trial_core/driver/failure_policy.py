@@ -69,7 +69,7 @@ class FailurePolicy:
 
     def launch_ended(self, launch: Launch) -> None:
         """Note which number of ranks has trained, when a launch has ended or failed."""
-        if launch.progress.has_trained:
+        if launch.status.has_trained:
             self._trained_slots.add(launch.world_size)
 
     def grant(self, failure: Failure, launch: Launch) -> Relaunch | None:
@@ -78,7 +78,7 @@ class FailurePolicy:
             return None
         if (smaller := self._smaller_micro_batch(failure, launch)) is not None:
             return Relaunch(micro_batch_samples=smaller)
-        if not launch.progress.has_trained:
+        if not launch.status.has_trained:
             if self._has_fewer(failure, launch):
                 return Relaunch(leaves_out=launch.world_size)
             if self._comes_again(failure, launch):
@@ -89,7 +89,7 @@ class FailurePolicy:
 
     def _comes_again(self, failure: Failure, launch: Launch) -> bool:
         """Return whether an earlier launch failed in this way before it trained a batch."""
-        place = _place(failure, launch.progress.batches_trained)
+        place = _place(failure, launch.status.batches_trained)
         if place is None or place not in self._before_training:
             self._before_training.add(place)
             return False
@@ -104,7 +104,7 @@ class FailurePolicy:
         if not isinstance(failure, RankFailed) or failure.error_type != "OutOfMemoryError":
             return None
         topology, answers = launch.answers.topology, launch.answers
-        is_first = (failure.batches_trained or 0) - launch.progress.began_at < FIRST_BATCHES
+        is_first = (failure.batches_trained or 0) - launch.status.began_at < FIRST_BATCHES
         if (
             failure.during != "train-workload"
             or topology is None
@@ -167,14 +167,14 @@ class FailurePolicy:
         if isinstance(failure, TopologyMismatch):
             return None
         _log(failure, launch)
-        works = launch.progress.has_trained or launch.world_size in self._trained_slots
+        works = launch.status.has_trained or launch.world_size in self._trained_slots
         if isinstance(failure, LaunchError):  # the number of ranks is not the cause
             works = bool(self._trained_slots)
         restarts = self._restarts
-        if not restarts.grant(failure, launch.progress.batches_trained, works):
+        if not restarts.grant(failure, launch.status.batches_trained, works):
             return None
         launch.run.observer.restarting(str(failure), restarts.count, restarts.limit)
-        node = None if launch.progress.has_trained else _failed_node(failure)
+        node = None if launch.status.has_trained else _failed_node(failure)
         return Relaunch(restarts.pause_seconds, leaves=node)
 
 

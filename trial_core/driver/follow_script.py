@@ -23,7 +23,7 @@ from trial_core.driver.fetch_resume_point import fetch, fetch_first_intact
 from trial_core.driver.loop import Loop, wind_up
 from trial_core.driver.result import TrialResult
 from trial_core.driver.run import Launch, Run
-from trial_core.driver.script_progress import ScriptProgress
+from trial_core.driver.script_reports import ScriptReports
 from trial_core.driver.stages import Stages
 from trial_core.driver.stages.script import RunningScript, UploadEnded
 from trial_core.driver.uploads import Uploads
@@ -57,11 +57,11 @@ def follow_script(launch: Launch, stages: Stages, uploads: Uploads) -> TrialResu
     metrics.clear()  # earlier ranks' steps were lost
     metrics.update(start.metrics)
     searcher, begin = run.config.searcher, start.progress.batches_trained
-    progress = ScriptProgress(run.metric, searcher.smaller_is_better, start.progress, metrics)
-    launch.progress.batches_trained = launch.progress.began_at = begin
+    progress = ScriptReports(run.metric, searcher.smaller_is_better, start.progress, metrics)
+    launch.status.batches_trained = launch.status.began_at = begin
     run.clock.starts_at(begin)
-    launch.progress.end = _length(run)
-    run.observer.run_started(run.trial, launch.progress.end, begin, 0)
+    launch.status.end = _length(run)
+    run.observer.run_started(run.trial, launch.status.end, begin, 0)
     launch.may_save()
     best = start.progress.best_metric
     ask = RunScript(checkpoint=start.uuid, batches_trained=begin, best_metric=best)
@@ -69,9 +69,9 @@ def follow_script(launch: Launch, stages: Stages, uploads: Uploads) -> TrialResu
     script.start()
     fitted: TrialResult | None = None
     newest = start.uuid if start.restore == "everything" else None
-    launch.progress.saved_at = begin if newest else None
+    launch.status.saved_at = begin if newest else None
     while not isinstance(
-        event := stages.run_script(launch, script, progress, launch.progress.batches_trained), list
+        event := stages.run_script(launch, script, progress, launch.status.batches_trained), list
     ):
         if isinstance(event, FitBegun):
             fitted = follow_fit(launch, stages, uploads, event, start if fitted is None else None)
@@ -80,8 +80,8 @@ def follow_script(launch: Launch, stages: Stages, uploads: Uploads) -> TrialResu
         if isinstance(event, UploadEnded):
             uploads.poll()
             continue
-        launch.progress.batches_trained = event.steps_completed
-        launch.progress.has_trained = True
+        launch.status.batches_trained = event.steps_completed
+        launch.status.has_trained = True
         if launch.withholds_checkpoint(event.steps_completed, is_last=False):
             launch.ask(ReleaseStaging(uuid=event.uuid), Done)  # and the script continues
             continue
@@ -100,18 +100,18 @@ def follow_script(launch: Launch, stages: Stages, uploads: Uploads) -> TrialResu
     launch.answers.writes_run_files = any(rank.writes_run_files for rank in event)
     was_preempted = any(rank.was_preempted for rank in event)
     stopped_early = was_preempted or (fitted is not None and fitted.stopped_early)
-    wind_up(launch, stages, uploads, launch.progress.batches_trained, stopped_early)
+    wind_up(launch, stages, uploads, launch.status.batches_trained, stopped_early)
     if fitted is not None:
         return replace(fitted, stopped_early=stopped_early)
     return TrialResult(
         trial=run.trial,
-        batches_trained=launch.progress.batches_trained,
+        batches_trained=launch.status.batches_trained,
         stopped_early=stopped_early,
         training_metrics=progress.metrics.get("training", {}),
         validation_metrics=progress.metrics.get("validation", {}),
         validated_at=progress.progress.validated_at,
         checkpoint_uuid=newest,
-        checkpoint_at=launch.progress.saved_at,
+        checkpoint_at=launch.status.saved_at,
         checkpoint_url=run.store.files_url(newest) if newest else None,
     )
 

@@ -35,7 +35,7 @@ def stopping_ranks(launch: Launch) -> Iterator[None]:
     """Pass stop requests on to the ranks during the block (step 4 of `stop_requests`)."""
 
     def stop() -> None:
-        if launch.progress.can_save:
+        if launch.status.can_save:
             launch.slots.stop()
         else:
             launch.slots.abort("nothing to save: training had not begun")

@@ -101,7 +101,7 @@ class Loop:
         if isinstance(first, Finish):
             self._run.logger.info(
                 "trial %s is already at %d of %d batches; %s",
-                self._run.trial, begin, launch.progress.end, self._run.how_to_go_on,
+                self._run.trial, begin, launch.status.end, self._run.how_to_go_on,
             )  # fmt: skip
         elif isinstance(first, Train) and self._lacks_metric():
             progress = progress.stopping()
@@ -135,7 +135,7 @@ class Loop:
             validation_metrics=metrics.get("validation", {}),
             validated_at=progress.validated_at,
             checkpoint_uuid=newest,
-            checkpoint_at=launch.progress.saved_at,
+            checkpoint_at=launch.status.saved_at,
             checkpoint_url=self._run.store.files_url(newest) if newest else None,
         )
 
@@ -166,8 +166,8 @@ class Loop:
         epoch = self._stages.build_loaders(launch, start)
         self._uploads.own.check_periods(epoch)
         continues = start.checkpoint is not None and start.restore == "everything"
-        launch.progress.saved_at = begin if continues else None
-        end = launch.progress.end = in_batches(self._schedule.max_length, epoch)
+        launch.status.saved_at = begin if continues else None
+        end = launch.status.end = in_batches(self._schedule.max_length, epoch)
         self._run.observer.run_started(self._run.trial, end, begin, launch.answers.batch_samples)
         if self._saves_continuously:  # nothing of this launch is durable yet
             launch.slots.break_training()
@@ -205,7 +205,7 @@ class Loop:
             self._stages.call_hook(launch, "on_training_workload_end", reached)
             if not launch.answers.stop_requested:  # else the trial has decided how the run ends
                 self._mistake = launch.losses.failure(
-                    self._is_last(reached), launch.progress.saved_at
+                    self._is_last(reached), launch.status.saved_at
                 )
         return progress.after_training(reached)
 
@@ -269,7 +269,7 @@ class Loop:
         """Return whether training ends here, other than by the trial's own request."""
         launch = self._launch
         is_stopped = launch.should_stop and not launch.answers.stop_requested
-        return is_stopped or batches_trained >= launch.progress.end
+        return is_stopped or batches_trained >= launch.status.end
 
 
 def wind_up(
@@ -296,6 +296,6 @@ def wind_up(
         own.run_blocking("training", batches_trained, uploads.newest)
     uploads.finish_pruning()
     if launch.answers.writes_run_files:
-        launch.progress.tensorboard_url = stages.upload_run_files(launch, batches_trained)
+        launch.status.tensorboard_url = stages.upload_run_files(launch, batches_trained)
     if (error := mistake or own.mistake) is not None:
         raise error

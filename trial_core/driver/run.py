@@ -142,7 +142,7 @@ class RankAnswers:
 
 
 @dataclass
-class LaunchProgress:
+class LaunchStatus:
     """The progress of one launch.
 
     Attributes:
@@ -173,13 +173,12 @@ class Launch:
         run: the run that it belongs to.
         code: the trial's code, which the ranks start in and checkpoints name.
         micro_batch_samples: samples of a micro-batch, in place of the configured number.
-        attempt: a random id of this launch, stored as `Manifest.attempt`. The attempt of the run's
-            fence is the same for all launches.
+        id: a random id of this launch, stored as `Manifest.writer`.
         slots: the ranks, once they are launched.
         world_size: the number of ranks of this launch; 0 before that is known.
         script_events: the reports of a script, and in the end its results.
         answers: the ranks' answers.
-        progress: its progress so far.
+        status: its progress so far.
         losses: watches whether the losses are finite.
         has_failed: True once an error has ended the launch; stages of the user's own are killed.
     """
@@ -192,11 +191,11 @@ class Launch:
         self.run = run
         self.micro_batch_samples = micro_batch_samples
         self.code = code or TrialCode(run.config.code)
-        self.attempt = uuid.uuid4().hex
+        self.id = uuid.uuid4().hex
         self.world_size = 0
         self.script_events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.answers = RankAnswers()
-        self.progress = LaunchProgress()
+        self.status = LaunchStatus()
         self.losses = LossWatch(run.config.stopping.fail_on_non_finite_loss)
         self.has_failed = False
         self._moves_at_checkpoint: str | None = None
@@ -224,7 +223,7 @@ class Launch:
     @property
     def should_stop(self) -> bool:
         """True if the ranks are to save and end: by request of the trial or another, or to move."""
-        return self._is_asked_to_stop or self.progress.moves is not None
+        return self._is_asked_to_stop or self.status.moves is not None
 
     def moves_after(self, stopped_early: bool) -> bool:
         """Return whether the run continues on other nodes, once these ranks have ended.
@@ -232,7 +231,7 @@ class Launch:
         Args:
             stopped_early: see `TrialResult`.
         """
-        moves = self.progress.moves is not None
+        moves = self.status.moves is not None
         return moves and stopped_early and not self._is_asked_to_stop
 
     @property
@@ -267,16 +266,16 @@ class Launch:
 
     def may_save(self) -> None:
         """Note that from now on, ranks that have to stop or move save first."""
-        self.progress.can_save = True
-        if self.progress.moves:
+        self.status.can_save = True
+        if self.status.moves:
             self.slots.stop()
 
     def move_now(self, why: str) -> None:
         """Have the ranks save and end, to be launched on other nodes. For any thread."""
-        if self.progress.moves is None:
-            self.progress.moves = why
+        if self.status.moves is None:
+            self.status.moves = why
             self.run.clock.drains()
-            if self.progress.can_save:
+            if self.status.can_save:
                 self.run.logger.info("the run saves, to continue on other nodes: %s", why)
                 self.slots.stop()
             else:
@@ -290,8 +289,8 @@ class Launch:
 
     def has_saved(self, batches_trained: int) -> None:
         """Note that a checkpoint is staged. The run may now move, if it has more to train."""
-        self.progress.saved_at = batches_trained
-        why, end = self._moves_at_checkpoint, self.progress.end
+        self.status.saved_at = batches_trained
+        why, end = self._moves_at_checkpoint, self.status.end
         if why is not None and not (end and batches_trained >= end) and not self.should_stop:
             self.move_now(why)
 
@@ -306,7 +305,7 @@ class Launch:
         self._note_trained(failure.batches_trained or 0)
 
     def _note_trained(self, batches: int) -> None:
-        progress = self.progress
+        progress = self.status
         progress.has_trained = progress.has_trained or batches > progress.batches_trained
 
     def note_activity(self, text: str) -> None:

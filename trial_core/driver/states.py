@@ -96,7 +96,7 @@ def describe(state: RunState) -> str:
     if isinstance(state, Launching):
         return "launching"
     if isinstance(state, RanksFailed):
-        ranks, at = state.launch.world_size, state.launch.progress.batches_trained
+        ranks, at = state.launch.world_size, state.launch.status.batches_trained
         return f"{plural(ranks, 'rank')} failed at batch {at} ({type(state.failure).__name__})"
     if isinstance(state, Restarting):
         return f"restarting{_described(state.decision)}"

@@ -62,10 +62,10 @@ from trial_core.rank.data.loaders import Loaders, build_loaders
 from trial_core.rank.forward_time import ForwardClock
 from trial_core.rank.rank_checkpoint import Snapshots
 from trial_core.rank.rank_state import capture_rng, restore_rng
-from trial_core.rank.reshard_rank_state import RankRemap
+from trial_core.rank.restore_on_other_ranks import RankRemap
 from trial_core.rank.run_file_upload import RunFileUpload, tensorboard_in
 from trial_core.rank.state_files.overridden_settings import BuiltSettings
-from trial_core.rank.training import ProgressReporter, TrainingLoop
+from trial_core.rank.training import BatchReporter, TrainingLoop
 from trial_core.rank.trial.callback import HOOKS, may_change_metrics, overridden_hooks
 from trial_core.rank.trial.context import RunInfo
 from trial_core.rank.trial.metric_values import as_reported
@@ -307,7 +307,7 @@ class Controller:
             self._distributed,
             wants_batch_metrics,
             self._stop_barrier,
-            progress=ProgressReporter(self._send_progress(BatchesTrained)),
+            progress=BatchReporter(self._send_progress(BatchesTrained)),
             on_first_batch=trial.snapshots.rehearse,
             on_stop_requested=self._request_stop,
         )
@@ -367,7 +367,7 @@ class Controller:
         adapter, info, loaders = self._trial.adapter, self._trial.info, self._built_loaders
         self._restore_rng()
         began, rng = time.monotonic(), capture_rng()
-        progress = ProgressReporter(self._send_progress(BatchesValidated))
+        progress = BatchReporter(self._send_progress(BatchesValidated))
         metrics = validate(adapter, loaders, self._distributed, progress, self._stop_barrier)
         reported = as_reported(metrics or {}, "evaluate_batch")
         if metrics is None:

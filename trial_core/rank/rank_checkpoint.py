@@ -26,7 +26,7 @@ from trial_core.rank.rank_state import (
     restore_callbacks,
     write_rank_state,
 )
-from trial_core.rank.reshard_rank_state import RankRemap, read_remapped_state
+from trial_core.rank.restore_on_other_ranks import RankRemap, read_remapped_state
 from trial_core.rank.state_files.safe_load import Reader
 from trial_core.rank.trial.trial_adapter import TrialAdapter
 

@@ -40,7 +40,7 @@ class TrainOutcome:
     non_finite: dict[str, NonFinite]
 
 
-class ProgressReporter:
+class BatchReporter:
     """Reports the number of batches done, at most once per `REPORT_SECONDS`."""
 
     def __init__(self, send: Callable[[int], None]) -> None:
@@ -76,7 +76,7 @@ class TrainingLoop:
     distributed: DistributedContext
     wants_batch_metrics: bool
     stop_barrier: StopBarrier
-    progress: ProgressReporter
+    progress: BatchReporter
     on_first_batch: Callable[[], None]
     on_stop_requested: Callable[[], None]
 

@@ -19,7 +19,7 @@ from trial_core.rank.collectives.distributed import DistributedContext
 from trial_core.rank.data.loaders import Loaders
 from trial_core.rank.data.validation_set import ValidationSet
 from trial_core.rank.rank_state import capture_rng, restore_rng
-from trial_core.rank.training import ProgressReporter
+from trial_core.rank.training import BatchReporter
 from trial_core.rank.trial.callback import overridden_hooks, trial_callbacks
 from trial_core.rank.trial.metric_reduction import BatchMetrics, Reducer
 from trial_core.rank.trial.trial_adapter import TrialAdapter
@@ -51,7 +51,7 @@ def validate(
     adapter: TrialAdapter,
     loaders: Loaders,
     distributed: DistributedContext,
-    progress: ProgressReporter,
+    progress: BatchReporter,
     stop_barrier: StopBarrier,
 ) -> dict[str, Any] | None:
     """Validate on the whole set; metrics reduced over all ranks. Collective: every rank calls this.
@@ -120,7 +120,7 @@ def metric_names(
     if any(distributed.allgather(is_unclear)):  # all ranks decide alike
         return None
     one_batch = replace(loaders.validation, limit=1)
-    silent, rng = ProgressReporter(lambda _: None), capture_rng()
+    silent, rng = BatchReporter(lambda _: None), capture_rng()
     adapter.reducers.reset("validation")
     with evaluating(adapter):
         metrics, _ = _evaluate_batches(adapter, one_batch, distributed, silent, StopBarrier())
@@ -144,7 +144,7 @@ def _evaluate_batches(
     adapter: TrialAdapter,
     validation: ValidationSet,
     distributed: DistributedContext,
-    progress: ProgressReporter,
+    progress: BatchReporter,
     stop_barrier: StopBarrier,
 ) -> tuple[BatchMetrics, list[Any] | None]:
     """The metrics, and the custom reducers' values before the first batch that does not count."""

@@ -45,7 +45,7 @@ pytestmark = [pytest.mark.slots, pytest.mark.server]
 LIMIT_SECONDS = 180.0
 NOTES_FORK_SERVERS = """
 import os, sys
-if any("fork_server_main" in word for word in sys.orig_argv):
+if any("fork_and_reap_ranks" in word for word in sys.orig_argv):
     with open(os.path.join(os.path.dirname(__file__), "fork_servers"), "a") as file:
         print(os.environ.get("PREFECT_API_URL", ""), file=file)
 """

@@ -185,7 +185,7 @@ def test_a_stop_that_saves_and_then_fails(
     def fail_after_the_save(loop: Loop) -> TrialResult:
         nonlocal report
         run = loop._launch.run
-        loop._launch.progress.can_save, report = True, run.run_dir / "report.md"
+        loop._launch.status.can_save, report = True, run.run_dir / "report.md"
         cancelled_through_a_worker(UUID(str(runtime.flow_run.id)), run.stopping)
         run.observer.checkpoint_committed("4f0c21aa", 60, 1024)
         raise failure

@@ -80,9 +80,7 @@ def save(
     with ThreadPoolExecutor(len(staged)) as pool:
         uploads = {rank: pool.submit(upload, rank) for rank in staged}
     files = merge_entries({rank: done.result() for rank, done in uploads.items()})
-    manifest = new_manifest(
-        batches, uuid=uuid, trial=TRIAL, attempt=ATTEMPT, files=files, code=code
-    )
+    manifest = new_manifest(batches, uuid=uuid, trial=TRIAL, writer=ATTEMPT, files=files, code=code)
     stores["driver"].commit(manifest, fence)
     return manifest
 

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "toy"))
 import numpy as np
 import torch
 
-from trial_core.processes.slots.fork_server_main import without_mlflow
+from trial_core.processes.slots.fork_and_reap_ranks import without_mlflow
 
 with without_mlflow():  # it has a thread
     from toy_trial import ToyTrial

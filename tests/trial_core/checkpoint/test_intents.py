@@ -25,7 +25,7 @@ from trial_core.errors import CheckpointError
 def begin(store: CheckpointStore, staging: Path, **fields: Any) -> Manifest:
     """Announce a checkpoint and upload its files; the manifest to commit."""
     manifest = upload(store, staging, **fields)
-    store.announce_upload(manifest.trial, manifest.uuid, manifest.attempt)
+    store.announce_upload(manifest.trial, manifest.uuid, manifest.writer)
     return manifest
 
 
@@ -34,7 +34,7 @@ def test_an_intent_lasts_until_the_commit(local_store: CheckpointStore, tmp_path
     manifest = begin(local_store, tmp_path / "staging")
     intent = read_intent(local_store.storage, manifest.trial, manifest.uuid)
     assert intent is not None
-    assert intent.attempt == manifest.attempt
+    assert intent.writer == manifest.writer
     local_store.commit(manifest)
     assert stored_keys(local_store) == keys_of([manifest])
 
@@ -45,8 +45,8 @@ def test_a_sweep_deletes_uncommitted_uploads(store: CheckpointStore, tmp_path: P
     store.commit(good)
     lost = begin(store, tmp_path / "lost", batches=5)
     swept = store.sweep(lost.trial)
-    assert [(each.uuid, each.attempt, each.files, each.size_bytes) for each in swept] == [
-        (lost.uuid, lost.attempt, len(FILES), lost.total_bytes)
+    assert [(each.uuid, each.writer, each.files, each.size_bytes) for each in swept] == [
+        (lost.uuid, lost.writer, len(FILES), lost.total_bytes)
     ]
     assert stored_keys(store) == keys_of([good])
     assert store.find_damage(good.uuid, good.files) == []
@@ -119,10 +119,10 @@ def test_a_retry_keeps_its_intent(local_store: CheckpointStore, tmp_path: Path) 
     """A second announcement leaves the intent as it is, and writes it again if it was swept."""
     manifest = begin(local_store, tmp_path / "staging")
     intent = read_intent(local_store.storage, manifest.trial, manifest.uuid)
-    local_store.announce_upload(manifest.trial, manifest.uuid, manifest.attempt)
+    local_store.announce_upload(manifest.trial, manifest.uuid, manifest.writer)
     assert read_intent(local_store.storage, manifest.trial, manifest.uuid) == intent
     local_store.sweep(manifest.trial)
-    local_store.announce_upload(manifest.trial, manifest.uuid, manifest.attempt)
+    local_store.announce_upload(manifest.trial, manifest.uuid, manifest.writer)
     assert read_intent(local_store.storage, manifest.trial, manifest.uuid) is not None
 
 
@@ -141,7 +141,7 @@ def test_a_retry_during_a_sweep_has_an_intent(
             local_store.sweep(manifest.trial)
 
     monkeypatch.setattr(local_store.storage, "create", create_then_sweep)
-    local_store.announce_upload(manifest.trial, manifest.uuid, manifest.attempt)
+    local_store.announce_upload(manifest.trial, manifest.uuid, manifest.writer)
     assert read_intent(local_store.storage, manifest.trial, manifest.uuid) is not None
 
 

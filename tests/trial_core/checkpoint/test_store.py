@@ -46,7 +46,7 @@ def commit_at_once(store: CheckpointStore, manifests: list[Manifest]) -> list[st
             store.commit(manifest)
         except CommitConflict:
             return None
-        return manifest.attempt
+        return manifest.writer
 
     with ThreadPoolExecutor(len(manifests)) as pool:
         return [winner for winner in pool.map(commit, manifests) if winner is not None]
@@ -55,7 +55,7 @@ def commit_at_once(store: CheckpointStore, manifests: list[Manifest]) -> list[st
 def rivals(count: int) -> list[Manifest]:
     """Manifests of one checkpoint by different attempts."""
     shared = str(uuid.uuid4())
-    return [new_manifest(uuid=shared, attempt=f"attempt-{n}") for n in range(count)]
+    return [new_manifest(uuid=shared, writer=f"attempt-{n}") for n in range(count)]
 
 
 def test_a_committed_checkpoint_is_found(store: CheckpointStore, tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_one_of_many_concurrent_commits_succeeds(kind: str, tmp_path: Path) -> N
     store = CheckpointStore(f"file://{tmp_path}" if kind == "file" else f"memory://{uuid.uuid4()}")
     for _ in range(5):
         manifests = rivals(16)
-        assert commit_at_once(store, manifests) == [store.open(manifests[0].uuid).attempt]
+        assert commit_at_once(store, manifests) == [store.open(manifests[0].uuid).writer]
 
 
 def test_in_memory_a_create_is_atomic(monkeypatch: pytest.MonkeyPatch) -> None:

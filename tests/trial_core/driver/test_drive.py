@@ -121,7 +121,7 @@ class DriverWithoutRanks(Driver):
     def launch(self, moves: str | None = None, can_save: bool = False) -> Launch:
         """One of the run's launches, and how far it came."""
         launch = Launch(self.run)
-        launch.progress.moves, launch.progress.can_save = moves, can_save
+        launch.status.moves, launch.status.can_save = moves, can_save
         return launch
 
     def write_rank_files(self) -> Path:
@@ -355,14 +355,14 @@ def test_a_run_that_fails_and_moves_ends_with_its_last_launch(driver: DriverWith
         if len(launches) == 1:
             raise KILLED
         if len(launches) == 2:
-            launch.progress.moves = DRAINED
+            launch.status.moves = DRAINED
             return SAVED
         return TRAINED
 
     driver.train = train
     assert driver.drive() == Ended(launches[2], TRAINED)
-    assert len({launch.attempt for launch in launches}) == 3
-    assert launches[2].progress.moves is None
+    assert len({launch.id for launch in launches}) == 3
+    assert launches[2].status.moves is None
 
 
 def test_a_decision_is_carried_out_before_the_next_launch(driver: DriverWithoutRanks) -> None:

@@ -13,7 +13,7 @@ from tests.support.slots import toy_config
 from trial_core.checkpoint.manifest import Topology
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.driver.failure_policy import Failure, FailurePolicy, Relaunch, Restarts
-from trial_core.driver.run import Launch, LaunchProgress, Run
+from trial_core.driver.run import Launch, LaunchStatus, Run
 from trial_core.errors import LaunchError, RankFailed, Stalled, TopologyMismatch
 from trial_core.observe.events.observers import Observer
 
@@ -133,7 +133,7 @@ class Launches:
                 ),
                 logger=logging.getLogger(__name__),
             ),
-            progress=LaunchProgress(
+            status=LaunchStatus(
                 has_trained=trained > begins_at,
                 batches_trained=begins_at,
             ),
@@ -288,14 +288,14 @@ def test_the_batches_of_an_unfinished_workload_count(tmp_path: Any) -> None:
     for _ in range(2):
         store = CheckpointStore(f"file://{tmp_path}")
         launch = Launch(Run(toy_config(tmp_path), "toy-0a", tmp_path, store, Observer()))
-        launch.progress.batches_trained = 4
+        launch.status.batches_trained = 4
         launch.note_batches(4)
         launch.note_failure(raised(at=4))
-        assert not launch.progress.has_trained
+        assert not launch.status.has_trained
         launches.append(launch)
     launches[0].note_batches(5)
     launches[1].note_failure(raised(at=700))
-    assert [launch.progress.has_trained for launch in launches] == [True, True]
+    assert [launch.status.has_trained for launch in launches] == [True, True]
     restarts = Restarts(5)
     assert restarts.grant(raised(at=700), 0, True)
     assert restarts.grant(raised(at=800), 0, True)
@@ -315,7 +315,7 @@ def test_a_restart_keeps_the_size_of_micro_batches(tmp_path: Path) -> None:
     policy, sizes = FailurePolicy(FakePlacement(), 5), []  # type: ignore[arg-type]
     for batches, size in ((2, 2), (3, 1)):
         launch = Launch(run)
-        launch.progress.has_trained = launch.answers.loads_micro_batches = True
+        launch.status.has_trained = launch.answers.loads_micro_batches = True
         launch.answers.topology = Topology(
             world_size=2, data_parallel_size=2, batch_samples=8, micro_batch_samples=size
         )

@@ -27,4 +27,4 @@ def test_a_resumed_script_begins_where_it_was(tmp_path: Path) -> None:
     stages = replace(PLAIN_STAGES, run_script=lambda *_: [])
     with Uploads(launch, stages) as uploads:
         result = follow_script(launch, stages, uploads)
-    assert (launch.progress.began_at, result.batches_trained) == (8, 8)
+    assert (launch.status.began_at, result.batches_trained) == (8, 8)

@@ -24,7 +24,7 @@ def launch(tmp_path: Path) -> Launch:
     launch.slots = cast(
         Any, SimpleNamespace(stop=lambda: told.append("stop"), abort=told.append, told=told)
     )
-    launch.progress.end, launch.progress.can_save = 10, True
+    launch.status.end, launch.status.can_save = 10, True
     launch.move_at_checkpoint("there are nodes for 4 slots")
     return launch
 
@@ -43,17 +43,17 @@ def test_an_offer_waits_for_a_checkpoint(launch: Launch) -> None:
 def test_a_run_that_has_ended_does_not_move(launch: Launch) -> None:
     """Its last checkpoint is no reason to launch it again."""
     launch.has_saved(10)
-    assert launch.progress.moves is None
+    assert launch.status.moves is None
 
 
 def test_a_run_that_stops_anyway_does_not_move(launch: Launch) -> None:
     launch.answers.stop_requested = True
     launch.has_saved(8)
-    assert launch.progress.moves is None
+    assert launch.status.moves is None
 
 
 def test_before_training_there_is_nothing_to_save(launch: Launch) -> None:
     """A node that drains is left at once, however long the trial would take to build."""
-    launch.progress.can_save = False
+    launch.status.can_save = False
     launch.move_now("node a drains")
     assert told(launch) == ["nothing to save: training had not begun"]

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from trial_core.driver.loss_watch import LossWatch
-from trial_core.driver.run import LaunchProgress
-from trial_core.driver.script_progress import ScriptProgress
+from trial_core.driver.run import LaunchStatus
+from trial_core.driver.script_reports import ScriptReports
 from trial_core.driver.stages.script import run_script
 from trial_core.messages import CheckpointWritten, MetricsReported
 
@@ -35,11 +35,9 @@ def test_a_missing_searcher_metric_is_said_once() -> None:
         def stage(self, *_: str) -> Any:
             return nullcontext()
 
-    launch: Any = Launch(
-        run=run, progress=LaunchProgress(), losses=LossWatch(False), warn=told.extend
-    )
+    launch: Any = Launch(run=run, status=LaunchStatus(), losses=LossWatch(False), warn=told.extend)
     script: Any = SimpleNamespace(next_event=iter([*events, written]).__next__)
-    progress = ScriptProgress("loss", smaller_is_better=True)
+    progress = ScriptReports("loss", smaller_is_better=True)
     assert run_script(launch, script, progress, 0) is written
     (warning,) = told
     assert warning.startswith("no checkpoint counts as the best: ")

@@ -9,7 +9,7 @@ import pytest
 
 from trial_core.rank import training
 from trial_core.rank.collectives.distributed import DistributedContext
-from trial_core.rank.training import ProgressReporter, TrainingLoop
+from trial_core.rank.training import BatchReporter, TrainingLoop
 from trial_core.rank.trial.context import RunInfo
 
 
@@ -21,7 +21,7 @@ def test_the_last_batch_is_told_by_the_answer_alone(monkeypatch: pytest.MonkeyPa
     adapter: Any = MagicMock(callbacks={}, reports_training_metrics=False)
     loop = TrainingLoop(
         adapter, RunInfo("toy-0000beef", {}), None, DistributedContext.from_environment({}),
-        False, MagicMock(), ProgressReporter(told.append), MagicMock(), MagicMock(),
+        False, MagicMock(), BatchReporter(told.append), MagicMock(), MagicMock(),
     )  # fmt: skip
     loop.train(3)
     loop.train(4)

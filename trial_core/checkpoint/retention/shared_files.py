@@ -23,7 +23,7 @@ def announce_shared_upload(
     store: CheckpointStore,
     trial: str,
     uuid: str,
-    attempt: str,
+    writer: str,
     fence: Fence | None,
     logger: logging.Logger | logging.LoggerAdapter[Any],
 ) -> tuple[str, list[FileEntry]]:
@@ -37,12 +37,12 @@ def announce_shared_upload(
     """
     base = store.newest(trial)
     if base is not None and base.uuid == uuid:  # a retry: the commit had succeeded unnoticed
-        store.announce_upload(trial, uuid, attempt, fence)
+        store.announce_upload(trial, uuid, writer, fence)
         return "", [entry for entry in base.all_files if entry.stored_at]
     if base is None or not base.shares_files:
-        store.announce_upload(trial, uuid, attempt, fence)
+        store.announce_upload(trial, uuid, writer, fence)
         return "", []
-    store.announce_upload(trial, uuid, attempt, fence, base.uuid)
+    store.announce_upload(trial, uuid, writer, fence, base.uuid)
     try:
         check_stays(store, base.name)
     except (CheckpointNotFound, CommitConflict):

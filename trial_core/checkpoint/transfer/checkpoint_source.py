@@ -144,7 +144,7 @@ def copy_into(store: CheckpointStore, place: str, fence: Fence | None) -> Manife
     own = {entry.path: msgspec.structs.replace(entry, stored_at="") for entry in manifest.all_files}
     copied = msgspec.structs.replace(
         manifest,
-        attempt=fence.attempt,
+        writer=fence.attempt,
         files=[own[entry.path] for entry in manifest.files],
         code=None if manifest.code is None else own[manifest.code.path],
     )

@@ -111,7 +111,7 @@ def import_checkpoint(
         uuid=uuid,
         trial=trial,
         experiment=EXPERIMENT,
-        attempt=EXPERIMENT,
+        writer=EXPERIMENT,
         created_at=utc_now(),
         progress=Progress(found.batches),
         metrics={},

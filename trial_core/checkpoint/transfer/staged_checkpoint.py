@@ -47,7 +47,7 @@ class StagedCheckpoint:
         files: Mapping[int, Iterable[FileEntry]],
         *,
         trial: str,
-        attempt: str,
+        writer: str,
         config: ExperimentConfig,
         topology: Topology,
         versions: dict[str, str],
@@ -57,7 +57,7 @@ class StagedCheckpoint:
         """The manifest to commit after every rank has stored its `files`.
 
         Args:
-            attempt: id of the attempt that commits.
+            writer: id of the launch that saves it.
             topology, versions, epoch: as reported by the ranks.
             code: the result of `upload_code`.
 
@@ -68,7 +68,7 @@ class StagedCheckpoint:
             uuid=self.uuid,
             trial=trial,
             experiment=config.name,
-            attempt=attempt,
+            writer=writer,
             created_at=self.saved_at,
             progress=self.progress,
             metrics=self.metrics,

@@ -16,7 +16,7 @@ from trial_core.checkpoint.retention_policy import RetentionPolicy
 from trial_core.checkpoint.transfer.staged_checkpoint import StagedCheckpoint
 from trial_core.config.stages_section import StageConfig
 from trial_core.driver.run import Launch
-from trial_core.driver.script_progress import ScriptProgress
+from trial_core.driver.script_reports import ScriptReports
 from trial_core.driver.stages import build, callbacks, checkpoint, script, upload_run_files
 from trial_core.driver.stages.declared_stage import Pending, declared
 from trial_core.driver.stages.own_stage import own_stage
@@ -57,7 +57,7 @@ class Stages:
     checkpoint_prune: Callable[[Launch, RetentionPolicy, int], Pending[None]] = declared(
         checkpoint.checkpoint_prune, "checkpoint-prune", "@{batches_trained}", is_parallel=True
     )
-    run_script: Callable[[Launch, RunningScript, ScriptProgress, int], WhatHappened] = declared(
+    run_script: Callable[[Launch, RunningScript, ScriptReports, int], WhatHappened] = declared(
         script.run_script, "run-script", "[{begin}→]"
     )
     attach_trial: Callable[[Launch], None] = declared(build.attach_trial, "attach-trial")

@@ -143,7 +143,7 @@ def _fetch(launch: Launch, manifest: Manifest, restore: Restore) -> str | None:
 def build_loaders(launch: Launch, point: ResumePoint) -> EpochLength | None:
     """Build the loaders and restore the checkpoint. Return the length of an epoch."""
     begin = point.progress.batches_trained
-    launch.progress.batches_trained = launch.progress.began_at = begin
+    launch.status.batches_trained = launch.status.began_at = begin
     launch.run.clock.starts_at(begin)
     with launch.stage("build-loaders", f"@{begin}"):
         request = BuildLoadersAndRestore(

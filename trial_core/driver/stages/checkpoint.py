@@ -73,13 +73,13 @@ def checkpoint_upload(launch: Launch, staged: StagedCheckpoint) -> Manifest:
         raise SlotsError("a checkpoint is saved only after the trial was built")
     with launch.stage("checkpoint-upload", f"@{staged.progress.batches_trained}"):
         base, shared = announce_shared_upload(
-            run.store, run.trial, staged.uuid, launch.attempt, run.fence, run.logger
+            run.store, run.trial, staged.uuid, launch.id, run.fence, run.logger
         )
         code = upload_code(run.store, staged.uuid, launch.code.archive, shared)
         manifest = staged.manifest(
             _upload(launch, staged, shared),
             trial=run.trial,
-            attempt=launch.attempt,
+            writer=launch.id,
             config=run.config,
             topology=answers.topology,
             versions=answers.versions,

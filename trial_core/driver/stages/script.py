@@ -7,7 +7,7 @@ import time
 
 from trial_core.common.text_format import metrics_line
 from trial_core.driver.run import Launch
-from trial_core.driver.script_progress import ScriptProgress
+from trial_core.driver.script_reports import ScriptReports
 from trial_core.errors import SlotsError
 from trial_core.messages import (
     CheckpointWritten,
@@ -62,7 +62,7 @@ class RunningScript:
 
 
 def run_script(
-    launch: Launch, script: RunningScript, progress: ScriptProgress, begin: int
+    launch: Launch, script: RunningScript, progress: ScriptReports, begin: int
 ) -> WhatHappened:
     """Let the script run on from step `begin`, and note its metrics.
 
@@ -81,8 +81,8 @@ def run_script(
     return event
 
 
-def _note(launch: Launch, progress: ScriptProgress, event: MetricsReported) -> None:
-    run, at = launch.run, launch.progress
+def _note(launch: Launch, progress: ScriptReports, event: MetricsReported) -> None:
+    run, at = launch.run, launch.status
     kind, steps, metrics = event.kind, event.steps_completed, event.metrics
     mistake, losses = progress.reported(kind, steps, metrics), launch.losses
     if kind == "training":

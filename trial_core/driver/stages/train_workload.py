@@ -25,8 +25,8 @@ def train_workload(launch: Launch, begin: int, until: int) -> int:
     launch.note_stop_requests(results)
     if reached == begin:
         return reached
-    launch.progress.has_trained = True
-    launch.progress.batches_trained = reached
+    launch.status.has_trained = True
+    launch.status.batches_trained = reached
     answers.metrics["training"] = metrics = results[0].metrics
     warnings = launch.losses.trained(begin, reached, metrics, [each.non_finite for each in results])
     launch.warn(warnings + launch.losses.stepped(results[0]))

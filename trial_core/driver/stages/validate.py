@@ -28,9 +28,7 @@ def validate(launch: Launch, batches_trained: int) -> bool:
         results = launch.ask(RunValidation(), Validated, stall_seconds)
     launch.note_stop_requests(results)
     if results[0].is_broken_off:
-        why = (
-            run.stopping.request or launch.progress.moves or as_the_trial_asked(answers.stop_reason)
-        )
+        why = run.stopping.request or launch.status.moves or as_the_trial_asked(answers.stop_reason)
         run.logger.info("validation at %d ended early: %s", batches_trained, why)
         return False
     answers.validated = results[0].metrics

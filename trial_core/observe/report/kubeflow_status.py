@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from trial_core.observe.report.progress import Place, RunProgress
+from trial_core.observe.report.run_updates import Place, RunUpdate
 
 URL = "KUBEFLOW_TRAINER_SERVER_URL"
 TOKEN = "KUBEFLOW_TRAINER_SERVER_TOKEN"
@@ -39,7 +39,7 @@ def kubeflow_status() -> Place | None:
     return Place("the status of the TrainJob", lambda progress: post(url, trainer_status(progress)))
 
 
-def trainer_status(progress: RunProgress) -> dict[str, Any]:
+def trainer_status(progress: RunUpdate) -> dict[str, Any]:
     """The body of a request, without unknown values.
 
     The percentage is 100 only for a completed run, because a TrainJob's status has no other field

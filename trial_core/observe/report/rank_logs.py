@@ -22,7 +22,7 @@ from trial_core.checkpoint.storage.local_files import replace_file
 from trial_core.checkpoint.storage.parallel import CancelSignal, WorkCancelled
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.transfer.run_files import TENSORBOARD, tensorboard_url
-from trial_core.observe.report.progress import PROGRESS
+from trial_core.observe.report.run_updates import PROGRESS
 
 BURST_LINES = 500
 LINES_PER_SECOND = 5.0

@@ -17,9 +17,9 @@ import msgspec
 
 from trial_core.common.decoding import decoder
 from trial_core.processes.machine.accelerators import KIND_VARIABLE
-from trial_core.processes.slots import fork_server_main
+from trial_core.processes.slots import fork_and_reap_ranks
 from trial_core.processes.slots.device_locks import inherited_locks
-from trial_core.processes.slots.fork_server_main import (
+from trial_core.processes.slots.fork_and_reap_ranks import (
     MESSAGE_BYTES,
     Command,
     ForkEvent,
@@ -155,7 +155,7 @@ class ServerProcess:
             with other_end, log.open("ab") as output:
                 self._process = subprocess.Popen(
                     [
-                        sys.executable, "-m", fork_server_main.__name__,
+                        sys.executable, "-m", fork_and_reap_ranks.__name__,
                         str(other_end.fileno()), str(os.getpid()), *modules,
                     ],
                     env=self._environment,

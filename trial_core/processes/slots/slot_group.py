@@ -52,6 +52,7 @@ from trial_core.messages import (
 )
 from trial_core.processes.slots.announcer import AnnouncementTimer
 from trial_core.processes.slots.channel import Listener
+from trial_core.processes.slots.first_cause import FirstCause
 from trial_core.processes.slots.fork_server import ForkServer
 from trial_core.processes.slots.group_state import GroupState, Pause
 from trial_core.processes.slots.launcher import (
@@ -61,9 +62,8 @@ from trial_core.processes.slots.launcher import (
     RankConnections,
 )
 from trial_core.processes.slots.pending_requests import PendingRequest, PendingRequests
-from trial_core.processes.slots.progress_clock import ProgressClock
-from trial_core.processes.slots.rank_failures import RankFailures
 from trial_core.processes.slots.rank_handle import RankHandle, wait_for_end
+from trial_core.processes.slots.stall_clock import StallClock
 from trial_core.processes.slots.stop_barrier import Position, StopCoordinator
 from trial_core.schedule.stop_requests import StopReason
 
@@ -140,8 +140,8 @@ class SlotGroup(Listener):
         )
         self._training: PendingRequest | None = None
         self._ranks: list[RankHandle] = []
-        self._progress = ProgressClock(self._ranks)
-        self._failures = RankFailures(
+        self._progress = StallClock(self._ranks)
+        self._failures = FirstCause(
             world_size, self._ranks, self._peers, self._pending, self.log_dir, self._end_failed
         )
         try:
@@ -220,7 +220,7 @@ class SlotGroup(Listener):
         """Send `request` to every rank and wait for all results, in the order of ranks.
 
         Args:
-            stall_seconds: the stall timeout (see `progress_clock`); None: no limit.
+            stall_seconds: the stall timeout (see `stall_clock`); None: no limit.
 
         Raises:
             RankFailed: a rank died, or its workload raised.

@@ -31,8 +31,8 @@ def leave_upload(
         for module in ("fencing", "commit"):
             patch.setattr(f"trial_core.checkpoint.{module}.utc_now", lambda: LONG_AGO)
         manifest = upload(store, staging, trial=TRIAL)
-        fence = store.take_over(TRIAL, manifest.attempt)
-        store.announce_upload(TRIAL, manifest.uuid, manifest.attempt, fence)
+        fence = store.take_over(TRIAL, manifest.writer)
+        store.announce_upload(TRIAL, manifest.uuid, manifest.writer, fence)
     return manifest, fence
 
 
@@ -69,7 +69,7 @@ def test_a_swept_run_that_wakes_up_is_superseded(
     with pytest.raises(Superseded):
         local_store.commit(manifest, fence)
     with pytest.raises(Superseded):
-        local_store.announce_upload(TRIAL, manifest.uuid, manifest.attempt, fence)
+        local_store.announce_upload(TRIAL, manifest.uuid, manifest.writer, fence)
     assert local_store.list() == []
 
 

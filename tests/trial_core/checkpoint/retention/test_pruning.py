@@ -256,7 +256,7 @@ def test_an_uploading_trial_runs(local_store: CheckpointStore) -> None:
     newest, uuid_to_come = commit_files(local_store, 7), new_manifest().uuid
     local_store.announce_upload(newest.trial, uuid_to_come, "attempt-2")
     assert plan_pruning(local_store, KEEP_NONE, "gpt").deletions == []
-    old = Intent(trial=newest.trial, uuid=uuid_to_come, attempt="", created_at=LONG_AGO)
+    old = Intent(trial=newest.trial, uuid=uuid_to_come, writer="", created_at=LONG_AGO)
     local_store.storage.write(old.key, encode_json(old))
     assert apply(local_store, KEEP_NONE) == [newest]
 

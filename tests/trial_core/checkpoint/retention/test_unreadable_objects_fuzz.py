@@ -40,7 +40,7 @@ GONE = new_manifest(3, uuid=DEAD)
 BY = {"by": "a@b", "at": utc_now()}
 RECORDS = [
     Claim(trial=TRIAL, needs=[KEPT], owner="r", process="1@1", **BY),
-    Intent(trial=TRIAL, uuid=DEAD, attempt="one", created_at=LONG_AGO, number=1, batches=3),
+    Intent(trial=TRIAL, uuid=DEAD, writer="one", created_at=LONG_AGO, number=1, batches=3),
     AttemptRecord(trial=TRIAL, number=7, attempt="one", **BY),
     Protection(uuid=KEPT, **BY),
     Protection(uuid=KEPT, kind="hold", model="gpt", version=1, move=1, unique="x", **BY),

@@ -60,7 +60,7 @@ def test_a_checkpoint_is_copied_to_the_runs_storage(
     assert resume_manifest(ours, place) == manifest
     fence = ours.take_over(manifest.trial, "mine")
     copied = copy_into(ours, place, fence)
-    assert copied == msgspec.structs.replace(manifest, attempt="mine")
+    assert copied == msgspec.structs.replace(manifest, writer="mine")
     assert ours.verify(manifest.uuid) == copied
     assert copied.code is not None
     before = stored_keys(ours)
@@ -155,7 +155,7 @@ def test_an_interrupted_copy_can_be_repeated(
     assert (swept.uuid, swept.files) == (manifest.uuid, 4 if lost == "commit" else 0)
     copied = copy_into(ours, place, fence)
     assert ours.verify(manifest.uuid) == copied
-    assert copied.attempt == "second"
+    assert copied.writer == "second"
     assert not ours.storage.sizes(layout.UPLOADS)
 
 

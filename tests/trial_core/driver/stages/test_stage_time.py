@@ -52,7 +52,7 @@ class FakeRanks:
         assert isinstance(request, TrainBatches)
         self.workloads += 1
         if self.workloads == 3:
-            self.launch.note_batches(self.launch.progress.batches_trained + 1)
+            self.launch.note_batches(self.launch.status.batches_trained + 1)
             self.now += 90
             raise RankFailed(rank=0, host="node-1", during="train-workload")
         until = request.until
@@ -78,7 +78,7 @@ def test_the_stages_of_a_run_by_bucket(tmp_path: Path) -> None:
     }  # fmt: skip
     build_loaders(launch, ResumePoint(progress=Progress(4)))
     train_workload(launch, 4, 8)
-    launch.progress.batches_trained = 8
+    launch.status.batches_trained = 8
     with pytest.raises(RankFailed):
         train_workload(launch, 8, 12)
     assert clock.slot_milliseconds() == {

@@ -19,9 +19,9 @@ from tests.support.ranks import ROOT
 from tests.support.waiting import until
 from trial_core.errors import RankFailed, Stopped
 from trial_core.messages import Done, Ping
-from trial_core.processes.slots import fork_server_main
+from trial_core.processes.slots import fork_and_reap_ranks
+from trial_core.processes.slots.fork_and_reap_ranks import StartRank, kill_sessions
 from trial_core.processes.slots.fork_server import ForkServer
-from trial_core.processes.slots.fork_server_main import StartRank, kill_sessions
 from trial_core.processes.slots.launcher import LocalLauncher
 from trial_core.processes.slots.slot_group import SlotGroup
 
@@ -159,7 +159,7 @@ def test_ranks_end_with_a_driver_that_has_not_read_what_it_was_told(tmp_path: Pa
     """It was stopped, and then killed: the kernel resets the connection."""
     (tmp_path / "imported.py").write_text(PAUSING)
     control, other_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    command = [sys.executable, "-m", fork_server_main.__name__]
+    command = [sys.executable, "-m", fork_and_reap_ranks.__name__]
     with other_end:
         end = other_end.fileno()
         server = subprocess.Popen(
@@ -182,13 +182,13 @@ def test_ranks_end_with_a_driver_that_has_not_read_what_it_was_told(tmp_path: Pa
 
 NUMBER_OF_A_FORKED_RANK = """
 import numpy, os
-from trial_core.processes.slots import fork_server_main, rank_main
+from trial_core.processes.slots import fork_and_reap_ranks, rank_main
 
 numpy.random.seed(1)
 rank_main.main = lambda: print(numpy.random.random() == numpy.random.RandomState(1).random())
 descriptors = [os.dup(0), os.dup(1)]
-given = fork_server_main.StartRank(0, {}, ".")
-fork_server_main.become_rank(given, descriptors, os.dup(0), True)
+given = fork_and_reap_ranks.StartRank(0, {}, ".")
+fork_and_reap_ranks.become_rank(given, descriptors, os.dup(0), True)
 """
 
 
@@ -226,7 +226,7 @@ def test_ranks_do_not_import_mlflow_with_deepspeed() -> None:
     """It costs a second and has a thread. A trial may import it all the same."""
     program = (
         "import sys\n"
-        "from trial_core.processes.slots.fork_server_main import without_mlflow\n"
+        "from trial_core.processes.slots.fork_and_reap_ranks import without_mlflow\n"
         "with without_mlflow():\n"
         "    import deepspeed\n"
         "assert 'mlflow' not in sys.modules\n"

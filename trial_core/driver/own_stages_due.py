@@ -137,7 +137,7 @@ class OwnStages:
             if stage.after != after or (stage.blocking or after == "training") != blocking:
                 continue
             epoch, every = self._launch.answers.epoch, stage.every
-            last = self._last.get(number, self._launch.progress.began_at)
+            last = self._last.get(number, self._launch.status.began_at)
             if after == "training":  # a script may have ended its fit already
                 is_due = self._last.get(number) != batches
             else:

@@ -20,7 +20,7 @@ CHECKS_PER_TIMEOUT = 10
 """How often to check for writes within one stall timeout."""
 
 
-class ProgressClock:
+class StallClock:
     """The time of a slot group's last progress. Thread-safe."""
 
     def __init__(self, ranks: Sequence[RankHandle]) -> None:

@@ -13,7 +13,7 @@ from trial_core.schedule.sequencer import Progress
 
 
 @dataclass
-class ScriptProgress:
+class ScriptReports:
     """The progress and the last metrics of a Core API script.
 
     Attributes:

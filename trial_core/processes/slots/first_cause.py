@@ -15,9 +15,9 @@ from typing import Any
 from trial_core.errors import RankFailed, Stalled
 from trial_core.messages import Peer, RankError, RunScript
 from trial_core.processes.slots.pending_requests import PendingRequest, PendingRequests
-from trial_core.processes.slots.progress_clock import has_batches
 from trial_core.processes.slots.rank_handle import RankHandle
 from trial_core.processes.slots.stacks import log_stacks
+from trial_core.processes.slots.stall_clock import has_batches
 
 # How long to wait for other ranks' failures after the first one.
 FIRST_CAUSE_SECONDS = 1.0
@@ -26,7 +26,7 @@ FIRST_CAUSE_SECONDS = 1.0
 DISCONNECTED_SECONDS = 5.0
 
 
-class RankFailures:
+class FirstCause:
     """Collects the failures of a group's ranks, and reports the first cause once.
 
     Args:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from trial_core.driver.script_progress import ScriptProgress
+from trial_core.driver.script_reports import ScriptReports
 from trial_core.schedule.sequencer import Progress
 
 
 @pytest.fixture
-def script() -> ScriptProgress:
-    return ScriptProgress("loss", smaller_is_better=True)
+def script() -> ScriptReports:
+    return ScriptReports("loss", smaller_is_better=True)
 
 
-def test_a_validation_decides_which_checkpoint_is_best(script: ScriptProgress) -> None:
+def test_a_validation_decides_which_checkpoint_is_best(script: ScriptReports) -> None:
     """A checkpoint of its step contains it."""
     assert script.reported("training", 3, {"loss": 2.0}) is None
     assert script.reported("validation", 4, {"loss": 0.5}) is None
@@ -25,7 +25,7 @@ def test_a_validation_decides_which_checkpoint_is_best(script: ScriptProgress) -
     assert script.metrics == {"training": {"loss": 2.0}, "validation": {"loss": 0.75}}
 
 
-def test_a_validation_without_the_searcher_metric_is_no_best_one(script: ScriptProgress) -> None:
+def test_a_validation_without_the_searcher_metric_is_no_best_one(script: ScriptReports) -> None:
     """The script continues; the caller warns."""
     mistake = script.reported("validation", 4, {"accuracy": 0.5})
     assert 'searcher.metric "loss" is not among the validation metrics' in str(mistake)
@@ -34,6 +34,6 @@ def test_a_validation_without_the_searcher_metric_is_no_best_one(script: ScriptP
 
 def test_without_a_searcher_metric_nothing_is_compared() -> None:
     """A script without an experiment file need not name one."""
-    script = ScriptProgress(None, smaller_is_better=True)
+    script = ScriptReports(None, smaller_is_better=True)
     assert script.reported("validation", 4, {"accuracy": 0.5}) is None
     assert script.progress.validated_at == 4

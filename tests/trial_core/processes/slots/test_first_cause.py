@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from trial_core.errors import RankFailed
-from trial_core.processes.slots.rank_failures import first_cause
+from trial_core.processes.slots.first_cause import first_cause
 
 
 def failed(rank: int, error_type: str | None) -> RankFailed:

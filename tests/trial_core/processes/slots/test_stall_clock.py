@@ -16,10 +16,10 @@ import pytest
 
 from trial_core.errors import Stalled
 from trial_core.messages import AnyRequest, Done, Ping, RunValidation, TrainBatches
-from trial_core.processes.slots import progress_clock
+from trial_core.processes.slots import stall_clock
 from trial_core.processes.slots.fork_server import RankProcess
-from trial_core.processes.slots.progress_clock import ProgressClock
 from trial_core.processes.slots.slot_group import SlotGroup
+from trial_core.processes.slots.stall_clock import StallClock
 
 
 class FakeRank:
@@ -28,8 +28,8 @@ class FakeRank:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seconds = 1000.0
         self.bytes = 0
-        monkeypatch.setattr(progress_clock, "time", SimpleNamespace(monotonic=lambda: self.seconds))
-        self.monitor = ProgressClock([self])
+        monkeypatch.setattr(stall_clock, "time", SimpleNamespace(monotonic=lambda: self.seconds))
+        self.monitor = StallClock([self])
 
     def written_bytes(self) -> int:
         return self.bytes

@@ -25,9 +25,9 @@ from trial_core.driver.drive import Script, follow_run
 from trial_core.errors import LaunchError, Stopped
 from trial_core.messages import MetricsKind
 from trial_core.observe.events.observers import Observer
-from trial_core.observe.report import kubeflow_status, progress
+from trial_core.observe.report import kubeflow_status, run_updates
 from trial_core.observe.report.kubeflow_status import trainer_status
-from trial_core.observe.report.progress import Place, ProgressReport, RunProgress
+from trial_core.observe.report.run_updates import Place, RunUpdate, RunUpdates
 from trial_core.schedule import ending
 from trial_core.schedule.ending import Ending
 from trial_core.schedule.stop_requests import StopHandler
@@ -102,7 +102,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StatusSe
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Updates follow at once; runs are kept in the test's folder."""
-    monkeypatch.setattr(progress, "UPDATE_SECONDS", 0.02)
+    monkeypatch.setattr(run_updates, "UPDATE_SECONDS", 0.02)
     monkeypatch.setenv("TRIALFLOW_HOME", str(tmp_path / "home"))
 
 
@@ -219,9 +219,9 @@ def endpoint() -> Place:
 
 
 @contextmanager
-def told(*places: Place) -> Iterator[ProgressReport]:
+def told(*places: Place) -> Iterator[RunUpdates]:
     """A run of two batches that reports to these places."""
-    with ProgressReport("mine", TRIAL, places, Ending(), logger=logger) as report:
+    with RunUpdates("mine", TRIAL, places, Ending(), logger=logger) as report:
         report.run_started(TRIAL, 2, 0, 16)
         yield report
         report.batches_trained(2)
@@ -236,7 +236,7 @@ def test_a_server_that_hangs_holds_nothing(
     monkeypatch.setattr(kubeflow_status, "TIMEOUT_SECONDS", 600.0)
     (tmp_path / "home" / TRIAL).mkdir(parents=True)
     server.may_answer.clear()
-    with told(progress.progress_file(tmp_path / "home" / TRIAL), endpoint()):
+    with told(run_updates.progress_file(tmp_path / "home" / TRIAL), endpoint()):
         until(lambda: server.taken, "a request")
     assert read(tmp_path)["status"] == "completed"
     assert len(server.taken) == 1
@@ -282,7 +282,7 @@ def test_the_token_goes_to_that_server_alone(
 def test_only_what_the_schema_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     """At most 256 metrics of 64 characters, and 100 % only once all is done."""
     many = {f"layer_{number}": number / 7 for number in range(300)} | {"x" * 65: 1.0}
-    running = RunProgress(
+    running = RunUpdate(
         trial=TRIAL, experiment="mine", status="running", why="", percent=100.0, batches=2,
         total_batches=2, seconds_left=2**40, stage="validate @2", updated_at="2026-01-02T03:04:05Z",
         metrics={"training": many, "validation": {"loss": 0.5}},

@@ -1,6 +1,6 @@
 """Starts a driver's ranks on this machine, and ends them when the driver ends.
 
-    python -m trial_core.processes.slots.fork_server_main CONTROL DRIVER_PID [MODULE ...]
+    python -m trial_core.processes.slots.fork_and_reap_ranks CONTROL DRIVER_PID [MODULE ...]
 
 It imports the modules once and forks each rank, so that a rank does not take seconds to import
 PyTorch and DeepSpeed, and all ranks share the memory of the imported modules. It has one thread and

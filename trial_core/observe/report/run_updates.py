@@ -30,7 +30,7 @@ UPDATE_SECONDS = 5.0
 ProgressStatus = Literal["running", "completed", "stopped", "failed"]
 
 
-class RunProgress(msgspec.Struct, frozen=True, kw_only=True):
+class RunUpdate(msgspec.Struct, frozen=True, kw_only=True):
     """The progress of a run.
 
     Attributes:
@@ -68,21 +68,21 @@ class Place:
     """
 
     name: str
-    tell: Callable[[RunProgress], None]
+    tell: Callable[[RunUpdate], None]
 
 
 def progress_file(run_dir: Path) -> Place:
     """The progress file: complete JSON at any time."""
     path = Path(os.environ.get(FILE_VARIABLE) or run_dir / PROGRESS)
 
-    def write(progress: RunProgress) -> None:
+    def write(progress: RunUpdate) -> None:
         data = msgspec.json.format(msgspec.json.encode(progress), indent=2)
         replace_file(path, data + b"\n")
 
     return Place(f"the progress file {path}", write)
 
 
-class ProgressReport(RunStatus):
+class RunUpdates(RunStatus):
     """Reports the progress of a run to places: at its start, every 5 s, and at its end.
 
     A context manager. Each place has its own thread, so that none waits for another. A place that
@@ -113,14 +113,14 @@ class ProgressReport(RunStatus):
         for each in self._updates:
             each.end()
 
-    def progress(self) -> RunProgress:
+    def progress(self) -> RunUpdate:
         """The present progress."""
         status, _, why = self._end.partition(": ")
         has_completed = status == "completed"
         total, left = self.total_batches, None if self._end else self.seconds_left
         percent = min(1000, 1000 * self.batches // total) / 10 if total else None
         metrics = {"training": self.training, "validation": self.validation}
-        return RunProgress(
+        return RunUpdate(
             trial=self._trial_id,
             experiment=self._experiment,
             status=cast(ProgressStatus, status or "running"),
@@ -134,7 +134,7 @@ class ProgressReport(RunStatus):
             updated_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         )
 
-    def __enter__(self) -> ProgressReport:
+    def __enter__(self) -> RunUpdates:
         for each in self._updates:
             each.start()
         return self
@@ -153,7 +153,7 @@ class _Updates(threading.Thread):
     def __init__(
         self,
         place: Place,
-        progress: Callable[[], RunProgress],
+        progress: Callable[[], RunUpdate],
         logger: Logger | LoggerAdapter[Any],
     ) -> None:
         super().__init__(name="progress", daemon=True)
