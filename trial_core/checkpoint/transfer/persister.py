@@ -11,15 +11,12 @@ import logging
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 import msgspec
-import psutil
 
 from trial_core.checkpoint.manifest import FileEntry
 from trial_core.checkpoint.storage.base import StorageSpec
@@ -40,6 +37,7 @@ from trial_core.checkpoint.transfer.staging import StagedFile
 from trial_core.common.decoding import decoder
 from trial_core.common.text_format import first_few
 from trial_core.errors import CheckpointDamaged, CheckpointError, StorageError
+from trial_core.processes.machine.child import Child
 
 _logger = logging.getLogger(__name__)
 
@@ -168,33 +166,10 @@ class Persister:
         raise _ProcessEnded(watch.stall_message or process.how_it_ended())
 
 
-class _Forked:
-    """A forked process, with the used part of `subprocess.Popen`. Not of `multiprocessing`, whose
-    children programs wait for or end."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.returncode: int | None = None
-
-    def kill(self) -> None:
-        if self.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
-
-    def wait(self, timeout: float) -> None:
-        """Wait for the process. Raises `subprocess.TimeoutExpired`."""
-        try:
-            self.returncode = psutil.Process(self.pid).wait(timeout)
-        except psutil.NoSuchProcess:  # the program has waited for it
-            self.returncode = 0
-        except psutil.TimeoutExpired:
-            raise subprocess.TimeoutExpired(PROCESS, timeout) from None
-
-
 class _Ahead(NamedTuple):
     """A persister process that was forked before it is needed, and the environment that it has."""
 
-    process: _Forked
+    child: Child
     connection: socket.socket
     environment: Mapping[bytes, bytes]
 
@@ -221,7 +196,7 @@ def fork_ahead(prepare: Callable[[], None]) -> None:
         if pid == 0:
             ours.close()
             _serve(theirs, prepare)
-        _ahead = _Ahead(_Forked(pid), ours, {**os.environb})
+        _ahead = _Ahead(Child.of_fork(pid), ours, {**os.environb})
 
 
 def _serve(connection: socket.socket, prepare: Callable[[], None]) -> NoReturn:
@@ -251,19 +226,17 @@ class _Process:
     def _start(self) -> None:
         global _ahead
         ahead, _ahead = _ahead, None
-        self._process: _Forked | subprocess.Popen[bytes]
         if ahead is not None:
-            self._process, self._socket, _ = ahead
+            self._child, self._socket, _ = ahead
         else:
             self._socket, theirs = socket.socketpair()
             with theirs:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", PROCESS, str(theirs.fileno())],
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=[theirs.fileno()],
-                )
+                self._child = Child(
+                    ["-m", PROCESS, str(theirs.fileno())],
+                    descriptors=[theirs.fileno()], own_session=False,
+                )  # fmt: skip
         self._stream = self._socket.makefile("rwb")
-        self.pid = self._process.pid
+        self.pid = self._child.pid
         if ahead is not None:
             self._send(Environment(_changes(ahead.environment)))
 
@@ -283,7 +256,7 @@ class _Process:
 
     def kill(self) -> None:
         """Kill the process and end `reports`, also if the process cannot end. From any thread."""
-        self._process.kill()
+        self._child.kill_only()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -293,9 +266,7 @@ class _Process:
         with contextlib.suppress(OSError):  # unsent bytes
             self._stream.close()
         self._socket.close()
-        try:
-            self._process.wait(KILL_SECONDS)
-        except subprocess.TimeoutExpired:
+        if not self._child.kill(KILL_SECONDS):
             _logger.warning(
                 "the persister (process %d) was killed %g s ago and has not ended: it is inside a "
                 "system call; check this machine's disks",
@@ -304,7 +275,7 @@ class _Process:
 
     def how_it_ended(self) -> str:
         """The text that follows "the process": how it ended. Call after `end`."""
-        code = self._process.returncode
+        code = self._child.exit_code
         if code is not None and code < 0:
             name = signal.Signals(-code).name
             return f"was killed by {name}; if you did not kill it, check whether memory ran out"

@@ -1,12 +1,14 @@
 """A child process: started, given orders as lines, and ended with all that it has started.
 
 A child runs in a session of its own, so that neither a terminal's Ctrl-C nor the end of its
-parent's group ends it. Its standard input holds its orders and stays open while the parent lives:
-at its end the child ends too (`end_with_parent`), so it never outlives a parent that was killed.
+parent's group ends it, unless that is what it is to share. Its standard input holds its orders and
+stays open while the parent lives: at its end the child ends too (`end_with_parent`), so it never
+outlives a parent that was killed.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -33,6 +35,7 @@ class Child:
         log: the file of its output and errors; None for this process's own.
         answers: True if its standard output holds lines for this process instead.
         descriptors: open file descriptors that it inherits.
+        own_session: False if it belongs to its parent's session, and is killed with it.
 
     Raises:
         OSError: it cannot be started.
@@ -47,14 +50,23 @@ class Child:
         log: IO[bytes] | None = None,
         answers: bool = False,
         descriptors: Sequence[int] = (),
+        own_session: bool = True,
     ) -> None:
-        self._parent = os.getpid()
-        self._process = subprocess.Popen(
+        self._parent, self._own_session = os.getpid(), own_session
+        self._process: subprocess.Popen[bytes] | _Forked = subprocess.Popen(
             [sys.executable, *command],
             env={**os.environ, **(variables or {})}, cwd=folder, pass_fds=descriptors,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE if answers else log, stderr=log,
-            start_new_session=True,
+            start_new_session=own_session,
         )  # fmt: skip
+
+    @classmethod
+    def of_fork(cls, pid: int) -> Child:
+        """A child that this process has forked, in its own session. It has no pipes."""
+        child = cls.__new__(cls)
+        child._parent, child._own_session = os.getpid(), False
+        child._process = _Forked(pid)
+        return child
 
     @property
     def pid(self) -> int:
@@ -117,25 +129,32 @@ class Child:
 
     def close_input(self) -> None:
         """Tell it that no more orders come."""
-        with suppress(OSError):  # unsent bytes
-            self.input.close()
+        if self._process.stdin is not None:
+            with suppress(OSError):  # unsent bytes
+                self._process.stdin.close()
 
-    def reap(self) -> None:
-        """Wait for its end, and take its exit code."""
-        self._process.wait()
+    def reap(self, seconds: float = math.inf) -> bool:
+        """Wait for its end, and take its exit code. Return False if it has not ended."""
+        if self.wait(seconds):
+            self._process.poll()
+        return self.exit_code is not None
 
-    def kill(self, reap_seconds: float = REAP_SECONDS) -> None:
-        """SIGKILL it and its group, and reap it. One that hangs in a system call is left.
+    def kill_only(self) -> None:
+        """SIGKILL it, and its group if it has one; the caller reaps it. From any thread.
 
         Does nothing if it is reaped: its id may be another process's. Nor in a forked process,
         which may unwind through its parent's blocks.
         """
         if self.exit_code is None and os.getpid() == self._parent:
             with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(reap_seconds)
+                (os.killpg if self._own_session else os.kill)(self.pid, signal.SIGKILL)
+
+    def kill(self, reap_seconds: float = REAP_SECONDS) -> bool:
+        """As `kill_only`, and reap it. Return False if it is left: it hangs in a system call."""
+        self.kill_only()
+        is_reaped = self.reap(reap_seconds)
         self.close_input()
+        return is_reaped
 
     def end(self, seconds: float) -> bool:
         """Close its input and wait for its end. Return False if it did not end, and was killed.
@@ -148,6 +167,27 @@ class Child:
             return False
         self.reap()
         return True
+
+
+class _Forked:
+    """A forked process, with the used part of `subprocess.Popen`. Not of `multiprocessing`, whose
+    children programs wait for or end."""
+
+    stdin = stdout = None
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> None:
+        if self.returncode is None:
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:  # the program has waited for it
+                self.returncode = 0
+                return
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
 
 
 def _there(pipe: IO[bytes] | None) -> IO[bytes]:
