@@ -218,7 +218,7 @@ def prefect(folder: Path) -> Iterator[httpx.Client]:
     from trialflow.deployments.automations import automations
     from trialflow.deployments.desired_state import job_template
     from trialflow.deployments.local_worker import LocalWorker
-    from trialflow.flows.server.up_server import local_server
+    from trialflow.flows.server.prefect_server import local_server
 
     template = job_template("process")
     with local_server(0, folder / "server.log", TIMEOUT_SECONDS) as server:

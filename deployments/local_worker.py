@@ -21,7 +21,7 @@ from prefect.states import AwaitingRetry
 
 from trialflow.deployments import process_reaper
 from trialflow.flows.lifecycle.detached_engine import ENGINE, RESTARTED_ENGINE
-from trialflow.flows.server.child_process import start_child, stop_child
+from trialflow.flows.server.prefect_server import STOP_TIMEOUT_SECONDS, start_child
 from trialflow.flows.server.prefect_settings import chosen_settings
 
 ENGINES = {ENGINE, RESTARTED_ENGINE}
@@ -64,7 +64,7 @@ class LocalWorker:
         if self._reaper.lives():
             os.kill(self._reaper.pid, signal.SIGTERM)
         self._reaper.wait(process_reaper.GRACE_SECONDS)
-        stop_child(self._reaper)
+        self._reaper.end(STOP_TIMEOUT_SECONDS)
 
     @property
     def has_ended(self) -> bool:

@@ -26,7 +26,7 @@ from prefect.exceptions import ObjectNotFound
 from trial_core.errors import ConfigError
 from trialflow.deployments.desired_state import PoolType, job_template
 from trialflow.flows.lifecycle.shared_gpus import GPU_LIMIT
-from trialflow.flows.server.up_server import PERSISTENT_LEASE_STORAGE
+from trialflow.flows.server.prefect_server import PERSISTENT_LEASE_STORAGE
 
 # Marks our own pools: only a pool with this description is removed.
 POOL_DESCRIPTION = "Made by `trialflow deploy`, which removes it again."

@@ -125,9 +125,8 @@ def _serve(
     """
     from trial_core.processes.machine.child import log_tail
     from trialflow.deployments.local_worker import LocalWorker
-    from trialflow.flows.server.server_restarts import restarting
+    from trialflow.flows.server.prefect_server import local_server, restarting
     from trialflow.flows.server.single_instance import single_instance
-    from trialflow.flows.server.up_server import local_server
 
     print("starting Prefect…", flush=True)
     server_log, worker_log = home / "trialflow-server.log", home / "trialflow-worker.log"

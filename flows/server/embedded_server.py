@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from trialflow.flows.server.prefect_server import (
     PrefectServerError,
     PrefectServerProcess,
+    restarting,
     using_server,
 )
 from trialflow.flows.server.prefect_settings import prepare_prefect
 from trialflow.flows.server.server_login import ServerLogin, find_login
-from trialflow.flows.server.server_restarts import restarting
 from trialflow.flows.server.single_instance import address_of_running
 
 if TYPE_CHECKING:

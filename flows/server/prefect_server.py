@@ -1,4 +1,4 @@
-"""A Prefect server that lives as long as a block of this process.
+"""A Prefect server that lives as long as a block of this process, and is started again if killed.
 
 Prefect has a built-in server for this (its ephemeral mode). It is not used here because it
 
@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack, closing, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException
 from multiprocessing.connection import wait
@@ -25,7 +26,6 @@ from pathlib import Path
 
 from trial_core.errors import TrialflowError
 from trial_core.processes.machine.child import Child, log_tail
-from trialflow.flows.server.child_process import start_child, stop_child
 from trialflow.flows.server.prefect_settings import chosen_settings, environment
 from trialflow.flows.server.server_login import (
     HOST,
@@ -35,7 +35,25 @@ from trialflow.flows.server.server_login import (
 )
 
 START_POLL_SECONDS = 0.1
+STOP_TIMEOUT_SECONDS = 45.0
+RESTART_POLL_SECONDS = 0.5
+# A server that lived this long is started again at once. The pause before others is doubled.
+HEALTHY_SECONDS = 60.0
+FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 1.0, 60.0
 SCRIPT = str(Path(__file__).with_name("server_script.py"))
+# On this terminal Prefect may be quiet. In a child, the levels of its loggers alone decide.
+LOG_EVERYTHING = dict.fromkeys(
+    ("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "PREFECT_LOGGING_HANDLERS_DEBUG_LEVEL"), "DEBUG"
+)
+PERSISTENT_LEASE_STORAGE = "prefect.server.concurrency.lease_storage.filesystem"
+SETTINGS_OF_UP = {
+    "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": PERSISTENT_LEASE_STORAGE,
+    # How long no server may have run (ISO 8601). By default Prefect drops automation triggers that
+    # came due more than a minute before the start: runs lost with the last server would stay lost.
+    "PREFECT_SERVER_EVENTS_EXPIRED_BUCKET_BUFFER": "P30D",
+    # How soon the server notices a crashed run; by default up to 5 s later.
+    "PREFECT_SERVER_EVENTS_PROACTIVE_GRANULARITY": "PT1S",
+}
 
 
 class PrefectServerError(TrialflowError):
@@ -159,7 +177,7 @@ class PrefectServerProcess:
 
     def _stop(self) -> None:
         if self._process is not None:
-            stop_child(self._process)
+            self._process.end(STOP_TIMEOUT_SECONDS)
 
     def _wait_until_ready(self, process: Child) -> None:
         limit_seconds = self._start_timeout_seconds
@@ -179,7 +197,7 @@ class PrefectServerProcess:
                     )
             if process.lives() and _is_ok(connection):
                 return
-        stop_child(process)
+        process.end(STOP_TIMEOUT_SECONDS)
         raise PrefectServerError(
             f"the Prefect server ended with exit code {process.exit_code} during its start;"
             f" {log_tail(self.log_path)}"
@@ -218,3 +236,68 @@ def _no_proxy() -> dict[str, str]:
         name: ",".join(filter(None, [os.environ.get(name), HOST]))
         for name in ("no_proxy", "NO_PROXY")
     }
+
+
+def start_child(
+    command: list[str],
+    variables: Mapping[str, str],
+    log_path: Path | None,
+    fds: tuple[int, ...] = (),
+) -> Child:
+    """Run a Python script of Prefect's that ends when its standard input does.
+
+    Args:
+        command: the script's path and its arguments.
+        log_path: the file that its output is appended to, or None for this process's output.
+        fds: open file descriptors that the child inherits.
+    """
+    with ExitStack() as opened:
+        log = None
+        if log_path is not None:
+            log_path.parent.mkdir(parents=True, exist_ok=True)
+            log = opened.enter_context(log_path.open("ab"))
+        return Child(command, {**variables, **LOG_EVERYTHING}, log=log, descriptors=fds)
+
+
+def local_server(port: int, log_path: Path, start_timeout_seconds: float) -> PrefectServerProcess:
+    """The server of `trialflow up`, with all services: it schedules, cleans up and automates.
+
+    It uses any free port if `port` is taken.
+    """
+    return PrefectServerProcess(log_path, start_timeout_seconds, port, SETTINGS_OF_UP)
+
+
+@contextmanager
+def restarting(server: PrefectServerProcess) -> Iterator[None]:
+    """Start `server` again, on its port and database, whenever it ends during the block.
+
+    Training does not need a server, and continues meanwhile. Requests wait until the server answers
+    again, for up to a minute each, so states, log lines and events arrive late.
+    """
+    is_over = threading.Event()
+    thread = threading.Thread(target=_keep, args=(server, is_over), name="server-restarts")
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def _keep(server: PrefectServerProcess, is_over: threading.Event) -> None:
+    started_at, pause_seconds = time.monotonic(), 0.0
+    while not is_over.wait(RESTART_POLL_SECONDS):
+        if not server.has_ended:
+            continue
+        was_healthy = time.monotonic() - started_at > HEALTHY_SECONDS
+        pause_seconds = min(2 * pause_seconds or FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS)
+        pause_seconds = 0.0 if was_healthy else pause_seconds
+        for _ in range(round(pause_seconds / RESTART_POLL_SECONDS)):
+            # It has ended several times, and may never answer: clients learn that without delay.
+            if pause_seconds > FIRST_PAUSE_SECONDS:
+                server.refuse_connections()
+            if is_over.wait(RESTART_POLL_SECONDS):
+                return
+        started_at = time.monotonic()
+        with suppress(OSError):  # no memory for a process: after the next pause
+            server.restart()

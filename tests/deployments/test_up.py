@@ -31,7 +31,7 @@ from trial_core.checkpoint.store import CheckpointStore
 from trialflow.deployments.cli import up as up_command
 from trialflow.deployments.resources import lease_problem
 from trialflow.deployments.retraining.retraining_requests import RetrainingRequest
-from trialflow.flows.server import server_restarts, up_server
+from trialflow.flows.server import prefect_server
 from trialflow.flows.server.prefect_server import SCRIPT
 from trialflow.flows.server.server_login import ServerLogin
 
@@ -168,9 +168,9 @@ def test_a_server_that_ends_while_the_deployments_are_set_up(
         assert is_back.wait(WAIT_SECONDS)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(server_restarts, "POLL_SECONDS", 0.001)
-    monkeypatch.setattr(server_restarts, "FIRST_PAUSE_SECONDS", 0.001)
-    monkeypatch.setattr(up_server, "local_server", lambda *arguments: nullcontext(ended))
+    monkeypatch.setattr(prefect_server, "RESTART_POLL_SECONDS", 0.001)
+    monkeypatch.setattr(prefect_server, "FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(prefect_server, "local_server", lambda *arguments: nullcontext(ended))
     monkeypatch.setattr(up_command, "_set_up", set_up)
     with pytest.raises(KeyboardInterrupt):
         up_command._serve(4200, None, (), tmp_path, 1.0)

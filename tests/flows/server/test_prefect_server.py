@@ -1,21 +1,30 @@
-"""The port of a server, on a stand-in for Prefect: it is the starting process's alone."""
+"""The port of a server is the starting process's alone, and a server that ends is started again.
+
+On stand-ins for Prefect and for the server.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from tests.support.prefect import ROOT, isolated
 from tests.support.waiting import until
 from trialflow.flows.server import prefect_server
-from trialflow.flows.server.prefect_server import PrefectServerError, PrefectServerProcess
+from trialflow.flows.server.prefect_server import (
+    PrefectServerError,
+    PrefectServerProcess,
+    restarting,
+)
 from trialflow.flows.server.prefect_settings import environment
 
 SCRIPT = ROOT / "tests/support/scripts/stand_in_server.py"
@@ -107,3 +116,37 @@ def test_a_server_that_cannot_write_its_log(tmp_path: Path) -> None:
         server(tmp_path / "file", "answer"),
     ):
         pass
+
+
+class EndedServer:
+    """A server that has ended, and that the machine has no memory for at first."""
+
+    def __init__(self) -> None:
+        self.restarts = 0
+        self.has_ended = True
+        self.is_back = threading.Event()
+        self.refused_after: set[int] = set()
+
+    def restart(self) -> None:
+        self.restarts += 1
+        if self.restarts < 3:
+            raise OSError("cannot allocate memory")
+        self.has_ended = False
+        self.is_back.set()
+
+    def refuse_connections(self) -> None:
+        self.refused_after.add(self.restarts)
+
+
+def test_a_restart_is_repeated_until_it_succeeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no more often. Connections wait for the first restart; while they are repeated, they are
+    refused. The thread ends with the block."""
+    monkeypatch.setattr(prefect_server, "RESTART_POLL_SECONDS", 0.001)
+    monkeypatch.setattr(prefect_server, "FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(prefect_server, "MAX_PAUSE_SECONDS", 0.002)
+    ended = EndedServer()
+    with restarting(cast(PrefectServerProcess, ended)):
+        assert ended.is_back.wait(TIMEOUT_SECONDS)
+    assert ended.restarts == 3
+    assert ended.refused_after == {1, 2}
+    assert "server-restarts" not in {thread.name for thread in threading.enumerate()}
