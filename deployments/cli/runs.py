@@ -187,7 +187,7 @@ def sync(
     """
     from logging import getLogger
 
-    from trial_core.observe.trackers.sync import sync_trackers
+    from trial_core.observe.trackers.stored_journal import sync_trackers
     from trial_core.processes.machine.run_dirs import locked_run_dir
 
     store = open_store(config, storage)

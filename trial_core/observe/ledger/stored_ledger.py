@@ -10,7 +10,6 @@ import logging
 import threading
 from collections.abc import Sequence
 from datetime import datetime, timedelta, timezone
-from typing import Any
 
 import msgspec
 
@@ -19,6 +18,7 @@ from trial_core.checkpoint.json_objects import decode_json, encode_json, named_k
 from trial_core.checkpoint.manifest import utc_now
 from trial_core.checkpoint.storage.parallel import read_all
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.common.any_logger import AnyLogger
 from trial_core.errors import CheckpointDamaged, StorageError
 from trial_core.observe.ledger.run_clock import RunClock
 from trial_core.observe.ledger.time_ledger import RunTime, TimeLedger
@@ -82,7 +82,7 @@ class KeptLedger:
         clock: RunClock,
         ending: Ending,
         per_slot_hour: float | None = None,
-        logger: logging.Logger | logging.LoggerAdapter[Any] = _logger,
+        logger: AnyLogger = _logger,
     ) -> None:
         self._store = store
         self._trial = trial

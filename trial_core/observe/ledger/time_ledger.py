@@ -16,6 +16,7 @@ from trial_core.observe.ledger.run_clock import BUCKETS
 _Natural = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 MAX_PRICE = 1e9
 _MILLISECONDS_AN_HOUR = 3_600_000
+SHOWN_OF_A_RUN = ("number", "by", "began_at", "until", "is_over", "slots", "per_slot_hour")
 
 
 class RunTime(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,11 +102,6 @@ class TimeLedger:
         return sum(prices) if prices else None
 
     @property
-    def unpriced_runs(self) -> int:
-        """How many runs have no price, if others have one."""
-        return 0 if self.cost is None else sum(run.per_slot_hour is None for run in self.runs)
-
-    @property
     def rows(self) -> list[Row]:
         """The buckets that are not empty."""
         spent = {bucket: ms for bucket, ms in self.slot_milliseconds.items() if ms}
@@ -140,8 +136,9 @@ class TimeLedger:
             for run in others
             if not run.is_over
         ]
-        if self.unpriced_runs:
-            runs = text_format.plural(self.unpriced_runs, "run")
+        unpriced = sum(run.per_slot_hour is None for run in self.runs)
+        if unpriced and self.cost is not None:
+            runs = text_format.plural(unpriced, "run")
             notes.append(f"the cost leaves out {runs} without a price (cost.per_slot_hour)")
         return notes
 
@@ -151,16 +148,8 @@ class TimeLedger:
             "trial": self.trial,
             **_summary(self),
             "runs": [
-                {
-                    "number": run.number,
-                    "by": run.by,
-                    "began_at": run.began_at,
-                    "until": run.until,
-                    "is_over": run.is_over,
-                    "slots": run.slots,
-                    "per_slot_hour": run.per_slot_hour,
-                    **_summary(TimeLedger(self.trial, (run,))),
-                }
+                {name: getattr(run, name) for name in SHOWN_OF_A_RUN}
+                | _summary(TimeLedger(self.trial, (run,)))
                 for run in self.runs
             ],
         }

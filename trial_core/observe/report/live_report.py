@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from logging import Logger, LoggerAdapter
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from trial_core.checkpoint import layout
 from trial_core.checkpoint.storage.local_files import replace_file
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.common import text_format
+from trial_core.common.any_logger import AnyLogger
 from trial_core.config import ExperimentConfig
 from trial_core.errors import Superseded, TrialflowError
 from trial_core.messages import MetricsKind
@@ -76,7 +76,7 @@ class Report(Observer):
         ledger: Callable[[], TimeLedger] | None = None,
         ending: Ending | None = None,
         *,
-        logger: Logger | LoggerAdapter[Any],
+        logger: AnyLogger,
         publish: Callable[[str], None] | None = None,
         publish_errors: tuple[type[Exception], ...] = (),
         has_metric: bool = True,
@@ -294,18 +294,12 @@ class Report(Observer):
                     self.path: self._text.encode(),
                     self._history_path: self._facts.history.to_json(),
                 }
-                if self._page_is_due():
+                now = time.monotonic()
+                if self._facts.is_over or now >= self._page_is_due_at:
+                    self._page_is_due_at = now + PAGE_SECONDS
                     files[self._page_path] = render_html(self._facts).encode()
             for path, data in files.items():
                 self._attempt("up to date", partial(replace_file, path, data))
-
-    def _page_is_due(self) -> bool:
-        """True if the page is due now; asked once per write."""
-        now = time.monotonic()
-        if not self._facts.is_over and now < self._page_is_due_at:
-            return False
-        self._page_is_due_at = now + PAGE_SECONDS
-        return True
 
     def _end_updates(self) -> None:
         self._has_ended.set()

@@ -34,8 +34,7 @@ def template(name: str) -> Template:
 
 def shortened(text: str) -> str:
     """The text's first line, cleaned and shortened."""
-    line = text_format.one_line(text)
-    return line if len(line) <= MAX_CHARACTERS else line[:MAX_CHARACTERS] + "…"
+    return text_format.shortened(text, MAX_CHARACTERS)
 
 
 def escaped(text: str) -> str:

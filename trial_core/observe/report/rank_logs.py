@@ -142,7 +142,7 @@ class StoredLogs:
             StorageError: the storage failed. The next call tries again.
             OSError: a log cannot be copied.
         """
-        self._store_all(self._has_changed_enough, self._stop)
+        self._store_all(is_final=False)
 
     def cut_short(self) -> None:
         """Make running calls of `store_changed` and `store_final` return soon."""
@@ -151,25 +151,22 @@ class StoredLogs:
 
     def store_final(self) -> None:
         """Upload everything, once the ranks have ended. Raises as `store_changed`."""
-        self._store_all(lambda path, size: True, self._stop)
+        self._store_all(is_final=True)
 
-    def _store_all(self, is_due: Callable[[Path, int], bool], stop: CancelSignal) -> None:
+    def _store_all(self, is_final: bool) -> None:
+        stop = self._stop  # the present one: `cut_short` may be called while this waits
         if self._store.is_process_local:
             return
         with self._storing, contextlib.suppress(WorkCancelled):  # the rest stays on this machine
             # Small ones first: a run that stops has only seconds for them.
             for path, key in sorted(self._files(), key=lambda file: file[0].stat().st_size):
                 status = path.stat()
-                version = (status.st_size, status.st_mtime_ns)
-                is_uploaded = self._uploaded.get(path) == version
-                if not version[0] or is_uploaded or not is_due(path, version[0]):
-                    continue
-                self._upload(path, key, stop)
-                self._uploaded[path] = version
-
-    def _has_changed_enough(self, path: Path, size_bytes: int) -> bool:
-        uploaded_bytes = self._uploaded.get(path, (0, 0))[0]
-        return size_bytes <= SMALL_BYTES or size_bytes >= uploaded_bytes * GROWTH
+                size_bytes, uploaded = status.st_size, self._uploaded.get(path, (0, 0))
+                version = (size_bytes, status.st_mtime_ns)
+                has_grown = size_bytes <= SMALL_BYTES or size_bytes >= uploaded[0] * GROWTH
+                if size_bytes and version != uploaded and (has_grown or is_final):
+                    self._upload(path, key, stop)
+                    self._uploaded[path] = version
 
     def _files(self) -> Iterator[tuple[Path, str]]:
         for pattern in self._other_files:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from http.client import HTTPException
-from logging import Logger, LoggerAdapter
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -17,6 +16,7 @@ import msgspec
 
 from trial_core.checkpoint.storage.local_files import replace_file
 from trial_core.common import text_format
+from trial_core.common.any_logger import AnyLogger
 from trial_core.observe.events.run_status import RunStatus
 from trial_core.schedule.ending import Ending
 
@@ -100,18 +100,21 @@ class RunUpdates(RunStatus):
         places: Sequence[Place],
         ending: Ending,
         *,
-        logger: Logger | LoggerAdapter[Any],
+        logger: AnyLogger,
     ) -> None:
         super().__init__()
         self._experiment, self._trial_id = experiment, trial
-        self._ending = ending
+        self._ending, self._logger = ending, logger
         self._end = ""
-        self._updates = [_Updates(place, self.progress, logger) for place in places]
+        self._has_ended = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._keep_telling, args=(each,), name="progress", daemon=True)
+            for each in places
+        ]
 
     def run_ended(self, status: str, tensorboard_url: str | None = None) -> None:
         self._end = status
-        for each in self._updates:
-            each.end()
+        self._has_ended.set()
 
     def progress(self) -> RunUpdate:
         """The present progress."""
@@ -135,56 +138,32 @@ class RunUpdates(RunStatus):
         )
 
     def __enter__(self) -> RunUpdates:
-        for each in self._updates:
+        for each in self._threads:
             each.start()
         return self
 
     def __exit__(self, *error: object) -> None:
         """Wait until all places know how the run has ended."""
-        for each in self._updates:
-            each.end()
-        for each in self._updates:
+        self._has_ended.set()
+        for each in self._threads:
             self._ending.join(each)
 
-
-class _Updates(threading.Thread):
-    """Reports the progress to one place until the run ends, and once more then."""
-
-    def __init__(
-        self,
-        place: Place,
-        progress: Callable[[], RunUpdate],
-        logger: Logger | LoggerAdapter[Any],
-    ) -> None:
-        super().__init__(name="progress", daemon=True)
-        self._place = place
-        self._progress = progress
-        self._logger = logger
-        self._has_ended = threading.Event()
-        self._has_warned = False
-
-    def end(self) -> None:
-        """Report at once that the run has ended, and end."""
-        self._has_ended.set()
-
-    def run(self) -> None:
-        """Run the thread."""
-        while not self._has_ended.is_set():
-            self._tell()
-            # It does not wait for an event: `updated_at` also tells that the driver lives.
+    def _keep_telling(self, place: Place) -> None:
+        """Tell a place of the progress until the run ends, and once more then."""
+        is_last = has_warned = False
+        while not is_last:
+            is_last = self._has_ended.is_set()
+            try:
+                place.tell(self.progress())
+            except (OSError, HTTPException, ValueError) as error:
+                if not has_warned:
+                    self._logger.warning(
+                        "%s is not up to date (logged once; training continues): %s: %s",
+                        place.name, type(error).__name__, error,
+                    )  # fmt: skip
+                has_warned = True
+            # Whatever happens meanwhile: `updated_at` also tells that the driver lives.
             self._has_ended.wait(UPDATE_SECONDS)
-        self._tell()
-
-    def _tell(self) -> None:
-        try:
-            self._place.tell(self._progress())
-        except (OSError, HTTPException, ValueError) as error:
-            if not self._has_warned:
-                self._logger.warning(
-                    "%s is not up to date (logged once; training continues): %s: %s",
-                    self._place.name, type(error).__name__, error,
-                )  # fmt: skip
-            self._has_warned = True
 
 
 def _finite_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

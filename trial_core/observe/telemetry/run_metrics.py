@@ -32,11 +32,7 @@ TIMED_STAGES = {
 
 
 class RunMetrics(Observer):
-    """Records the metrics of a run. A context manager: at its end, the last values are set.
-
-    Args:
-        clock: the run's clock.
-    """
+    """Records the metrics of a run."""
 
     def __init__(
         self, provider: MeterProvider, experiment: str, trial: str, clock: RunClock
@@ -93,12 +89,6 @@ class RunMetrics(Observer):
             explicit_bucket_boundaries_advisory=BYTES,
         )
 
-    def __enter__(self) -> RunMetrics:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._note_slots()
-
     def trial_owned(self, attempt: int, earlier: Sequence[RunTime] = ()) -> None:
         self._restarts.add(0, self._attributes)  # a series that is 0 until it is more
 
@@ -111,7 +101,7 @@ class RunMetrics(Observer):
     def stage_ended(self, stage: str, detail: str, seconds: float) -> None:
         if (duration := self._durations.get(stage)) is not None:
             duration.record(seconds, self._attributes)
-        self._note_slots()
+        self.note_slots()
 
     def batches_trained(self, batches: int) -> None:
         with self._lock:
@@ -158,7 +148,8 @@ class RunMetrics(Observer):
     def restarting(self, reason: str, attempt: int, max_restarts: int) -> None:
         self._restarts.add(1, self._attributes)
 
-    def _note_slots(self) -> None:
+    def note_slots(self) -> None:
+        """Set the time that the slots have spent until now."""
         spent = self._clock.slot_milliseconds()
         for bucket in BUCKETS:
             if bucket in spent:

@@ -10,9 +10,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from logging import Logger, LoggerAdapter
-from typing import Any
 
+from trial_core.common.any_logger import AnyLogger
 from trial_core.config import ExperimentConfig
 from trial_core.observe.events.observers import Observer, Observers
 from trial_core.observe.ledger.run_clock import RunClock
@@ -38,7 +37,7 @@ def run_telemetry(
     clock: RunClock,
     stopping: StopHandler,
     ending: Ending,
-    logger: Logger | LoggerAdapter[Any],
+    logger: AnyLogger,
 ) -> Iterator[Observer]:
     """Yield an observer that reports the run, or one that does nothing, for the block.
 
@@ -69,9 +68,9 @@ def run_telemetry(
         providers(traces, metrics, logger, ending) as (tracer_provider, meter_providers),
         ExitStack() as at_end,
     ):
-        run_trace = at_end.enter_context(RunTrace(tracer_provider, config.name, trial, stopping))
-        run_metrics = [
-            at_end.enter_context(RunMetrics(each, config.name, trial, clock))
-            for each in meter_providers
-        ]
+        run_trace = RunTrace(tracer_provider, config.name, trial, stopping)
+        at_end.push(run_trace.end)
+        run_metrics = [RunMetrics(each, config.name, trial, clock) for each in meter_providers]
+        for each in run_metrics:
+            at_end.callback(each.note_slots)  # the last values
         yield Observers(run_trace, *run_metrics)

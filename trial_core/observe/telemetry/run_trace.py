@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 
 from opentelemetry import trace
 from opentelemetry.sdk.trace import Tracer
@@ -72,7 +71,7 @@ def derived_ids(trial: str) -> tuple[int, int]:
 
 
 class RunTrace(Observer):
-    """Makes the spans of a run. A context manager; the attempt ends with the block."""
+    """Makes the spans of a run."""
 
     def __init__(
         self,
@@ -94,15 +93,8 @@ class RunTrace(Observer):
         self._batches = 0
         self._open: dict[tuple[str, str], Span] = {}
 
-    def __enter__(self) -> RunTrace:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def end(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        """End the attempt, as an `__exit__` of the run's block."""
         request = self._stopping.request
         if request is not None:
             self._attempt.set_attribute("trialflow.stop_reason", str(request))

@@ -8,7 +8,6 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from trial_core.errors import ConfigError
@@ -113,12 +112,11 @@ class MlflowTracker(Tracker):
             for record in records:
                 self._log(record)
         except MlflowException as error:
-            if error.error_code in _REFUSALS and self._is_active():
+            if error.error_code not in _REFUSALS:
+                raise
+            if self._client.get_run(self._id).info.lifecycle_stage == "active":
                 raise RecordRefused(str(error)) from error
             raise
-
-    def _is_active(self) -> bool:
-        return bool(self._client.get_run(self._id).info.lifecycle_stage == "active")
 
     def _found(self) -> str | None:
         """The trial's run, if it was made but the answer was lost."""
@@ -159,8 +157,13 @@ class MlflowTracker(Tracker):
                 key, number = _name(name), math.nan if value is None else value
                 if not self._has(key, record.batches, number):
                     metrics.append(Metric(key, number, round(record.at * 1000), record.batches))
-        for first in range(0, len(metrics), MOST_METRICS):
-            self._client.log_batch(self._id, metrics=metrics[first : first + MOST_METRICS])
+        self._log_batches("metrics", metrics, MOST_METRICS)
+
+    def _log_batches(self, kind: str, logged: Sequence[Any], most: int) -> None:
+        """Log metrics, params or tags in requests of at most `most` each, which MLflow takes."""
+        for first in range(0, len(logged), most):
+            batch: dict[str, Any] = {kind: logged[first : first + most]}
+            self._client.log_batch(self._id, **batch)
 
     def _has(self, key: str, step: int, value: float) -> bool:
         """True if the run there has the point, maybe from another machine that is lost."""
@@ -180,27 +183,21 @@ class MlflowTracker(Tracker):
                 _name(name): str(value)[:LONGEST_PARAMETER]
                 for name, value in record.parameters.items()
             }
-            changed = {
-                name: text
-                for name, text in new.items()
-                if name in self._parameters and text != self._parameters[name]
-            }
-            added = [
-                Param(name, text) for name, text in new.items() if name not in self._parameters
-            ]
+            known = self._parameters
             # MLflow's parameters never change: a later value is a tag.
-            tags = {**record.tags, **{f"changed.{name}": text for name, text in changed.items()}}
-            for first in range(0, len(added), MOST_PARAMETERS):
-                self._client.log_batch(self._id, params=added[first : first + MOST_PARAMETERS])
+            changed = {
+                f"changed.{k}": text for k, text in new.items() if known.get(k, text) != text
+            }
+            tags = {**record.tags, **changed}
+            added = [Param(name, text) for name, text in new.items() if name not in known]
+            self._log_batches("params", added, MOST_PARAMETERS)
             shown = [RunTag(_name(name), text[:LONGEST_TAG]) for name, text in tags.items()]
-            for first in range(0, len(shown), MOST_TAGS):
-                self._client.log_batch(self._id, tags=shown[first : first + MOST_TAGS])
+            self._log_batches("tags", shown, MOST_TAGS)
             self._parameters |= {each.key: each.value for each in added}
         elif isinstance(record, Began):
             if record.batches:
-                self._tag(
-                    f"trialflow.run_{record.attempt}", f"continues from batch {record.batches}"
-                )
+                begin = f"continues from batch {record.batches}"
+                self._tag(f"trialflow.run_{record.attempt}", begin)
         elif isinstance(record, Committed):
             self.recall([record])
             self._tag("trialflow.checkpoint", record.url)
@@ -215,7 +212,9 @@ class MlflowTracker(Tracker):
             self._tag("trialflow.ended", record.why or record.outcome)
             status = _STATUS.get(record.outcome, "KILLED")
             self._client.set_terminated(self._id, status, end_time=round(record.at * 1000))
-            self._log_report(self.run.report)
+            if self.options.get("artifacts", True) and (page := self.run.report) is not None:
+                with self.best_effort("the report"):
+                    self._client.log_artifact(self._id, str(page))
 
     def _tag(self, name: str, text: str) -> None:
         self._client.set_tag(self._id, name, text[:LONGEST_TAG])
@@ -225,11 +224,6 @@ class MlflowTracker(Tracker):
             text = json.dumps(self._checkpoints, indent=1)
             with self.best_effort("the list of checkpoints"):
                 self._client.log_text(self._id, text, "checkpoints.json")
-
-    def _log_report(self, page: Path | None) -> None:
-        if self.options.get("artifacts", True) and page is not None:
-            with self.best_effort("the report"):
-                self._client.log_artifact(self._id, str(page))
 
 
 def quiet_client(options: Mapping[str, Any]) -> MlflowClient:

@@ -15,7 +15,7 @@ from trial_core.observe.trackers.records import (
     Metrics,
     Noted,
 )
-from trial_core.observe.trackers.tracker import TrackedRun, Tracker, check_options
+from trial_core.observe.trackers.tracker import Tracker, check_options
 
 
 class TensorBoardTracker(Tracker):
@@ -27,9 +27,7 @@ class TensorBoardTracker(Tracker):
 
     replaces_points: ClassVar[bool] = True
 
-    def __init__(self, options: Mapping[str, Any], run: TrackedRun) -> None:
-        super().__init__(options, run)
-        self._writer: Any = None
+    _writer: Any = None
 
     @classmethod
     def check(cls, options: Mapping[str, Any]) -> None:
@@ -57,6 +55,7 @@ class TensorBoardTracker(Tracker):
     def _write(self, record: AnyRecord) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.plugins.text.summary_v2 import text_pb
 
         if isinstance(record, Began):
             # Readers forget the values at this step and after it.
@@ -69,21 +68,15 @@ class TensorBoardTracker(Tracker):
             ]
             event = Event(step=record.batches, summary=Summary(value=values))
         elif isinstance(record, Described):
-            lines = [f"    {name}: {value}" for name, value in record.parameters.items()]
-            lines += [f"    {name}: {text}" for name, text in record.tags.items()]
-            event = _text(0, "trial", "\n".join(lines))
+            facts = (*record.parameters.items(), *record.tags.items())
+            lines = "\n".join(f"    {name}: {value}" for name, value in facts)
+            event = Event(step=0, summary=text_pb("trial", lines))
         elif isinstance(record, Committed):
-            event = _text(record.batches, "checkpoint", f"{record.url} {record.digest}")
+            text = text_pb("checkpoint", f"{record.url} {record.digest}")
+            event = Event(step=record.batches, summary=text)
         elif isinstance(record, Noted):
-            event = _text(record.batches, "notice", record.text)
+            event = Event(step=record.batches, summary=text_pb("notice", record.text))
         else:
             return
         event.wall_time = record.at
         self._writer.add_event(event)
-
-
-def _text(step: int, tag: str, text: str) -> Any:
-    from tensorboard.compat.proto.event_pb2 import Event
-    from tensorboard.plugins.text.summary_v2 import text_pb
-
-    return Event(step=step, summary=text_pb(tag, text))

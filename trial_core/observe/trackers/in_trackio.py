@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from trial_core.observe.trackers.records import AnyRecord, Committed, Described, Metrics, Noted
-from trial_core.observe.trackers.tracker import TrackedRun, Tracker, check_options
+from trial_core.observe.trackers.tracker import Tracker, check_options
 
 OPTIONS = ("project", "space_id", "dataset_id", "group", "server_url")
 
@@ -22,9 +22,7 @@ class TrackioTracker(Tracker):
     measures_the_system: ClassVar[bool] = True
     place_variables: ClassVar[Mapping[str, str]] = {"space_id": "TRACKIO_SPACE_ID"}
 
-    def __init__(self, options: Mapping[str, Any], run: TrackedRun) -> None:
-        super().__init__(options, run)
-        self._run: Any = None
+    _run: Any = None
 
     @classmethod
     def check(cls, options: Mapping[str, Any]) -> None:
@@ -39,23 +37,17 @@ class TrackioTracker(Tracker):
 
     def send(self, records: Sequence[AnyRecord]) -> None:
         for record in records:
-            self._log(record)
+            if isinstance(record, Metrics):
+                values = {name: math.nan if v is None else v for name, v in record.values.items()}
+                shown = {**values, "samples": record.samples, "attempt": record.attempt}
+                self._run.log(shown, step=record.batches)
+            elif isinstance(record, Described):
+                self._run.config.update({**record.parameters, **record.tags})
+            elif isinstance(record, Committed):
+                place = {"checkpoint": record.url, "checkpoint_digest": record.digest}
+                self._run.log(place, step=record.batches)
+            elif isinstance(record, Noted):
+                self._run.alert(title=f"batch {record.batches}", text=record.text)
 
     def close(self) -> None:
         self._run.finish()
-
-    def _log(self, record: AnyRecord) -> None:
-        if isinstance(record, Metrics):
-            values = {name: math.nan if v is None else v for name, v in record.values.items()}
-            self._run.log(
-                {**values, "samples": record.samples, "attempt": record.attempt},
-                step=record.batches,
-            )
-        elif isinstance(record, Described):
-            self._run.config.update({**record.parameters, **record.tags})
-        elif isinstance(record, Committed):
-            self._run.log(
-                {"checkpoint": record.url, "checkpoint_digest": record.digest}, step=record.batches
-            )
-        elif isinstance(record, Noted):
-            self._run.alert(title=f"batch {record.batches}", text=record.text)

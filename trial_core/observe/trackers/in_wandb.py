@@ -18,7 +18,7 @@ from trial_core.observe.trackers.records import (
     Noted,
     RunEnded,
 )
-from trial_core.observe.trackers.tracker import TrackedRun, Tracker, check_options
+from trial_core.observe.trackers.tracker import Tracker, check_options
 
 TEXTS = ("project", "entity", "group", "job_type", "mode", "name", "notes", "base_url")
 
@@ -37,10 +37,8 @@ class WandbTracker(Tracker):
         "base_url": "WANDB_BASE_URL", "mode": "WANDB_MODE", "entity": "WANDB_ENTITY",
     }  # fmt: skip
 
-    def __init__(self, options: Mapping[str, Any], run: TrackedRun) -> None:
-        super().__init__(options, run)
-        self._run: Any = None
-        self._exit_code = 0
+    _run: Any = None
+    _exit_code = 0
 
     @classmethod
     def check(cls, options: Mapping[str, Any]) -> None:

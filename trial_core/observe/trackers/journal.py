@@ -53,7 +53,7 @@ class JournalWriter:
     def __init__(self, path: Path) -> None:
         self._lock = threading.Lock()
         path.parent.mkdir(parents=True, exist_ok=True)
-        whole = _whole_bytes(path) if path.exists() else 0
+        whole = path.read_bytes().rfind(b"\n") + 1 if path.exists() else 0
         self._file = path.open("ab", buffering=0)
         self._cut(whole)
 
@@ -171,8 +171,3 @@ def _record(line: bytes) -> AnyRecord:
         return _decoder.decode(line)
     except (UnicodeDecodeError, RecursionError) as damage:
         raise msgspec.DecodeError(str(damage)) from damage
-
-
-def _whole_bytes(path: Path) -> int:
-    """The end of the last complete line."""
-    return path.read_bytes().rfind(b"\n") + 1

@@ -109,7 +109,8 @@ class Outbox:
     def _wait(self, pause: float) -> bool:
         """Wait for records, or `pause` seconds after a failure; True if no more will come."""
         if not pause:
-            self._wakes.wait(self._until_system_metrics())
+            system = self._system if self._attempt else None
+            self._wakes.wait(None if system is None else system.seconds_left())
         elif self._ending.wait(pause):
             time.sleep(LAST_PAUSE_SECONDS)
         self._wakes.clear()  # before the journal is read, as the next line
@@ -198,6 +199,3 @@ class Outbox:
             with suppress(Exception):
                 self._tracker.close()
             self._tracker = None
-
-    def _until_system_metrics(self) -> float | None:
-        return None if self._system is None or not self._attempt else self._system.seconds_left()

@@ -1,17 +1,18 @@
 """The sender: a process next to the driver that sends the trial's journal to the trackers.
 
-Standard input holds one line of JSON, the order, then a byte for each new record, and `END` when
-the run has ended. If standard input itself ends, the driver has. The process prints news for
-people, a line each. It ends when all is sent, or after `SenderOrder.patience_seconds`; after a few
-seconds if the driver was killed.
+`SenderProcess` is the driver's side of it. Standard input holds one line of JSON, the order, then a
+byte for each new record, and `END` when the run has ended. If standard input itself ends, the
+driver has. The process prints news for people, a line each. It ends when all is sent, or after
+`SenderOrder.patience_seconds`; after a few seconds if the driver was killed.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -20,11 +21,19 @@ from typing import Any
 import filelock
 import msgspec
 
+from trial_core.common import text_format
 from trial_core.common.decoding import decode
-from trial_core.observe.trackers.journal import FOLDER, JOURNAL, JournalReader, read_state
+from trial_core.observe.trackers.journal import (
+    FOLDER,
+    JOURNAL,
+    SENDER_LOG,
+    JournalReader,
+    read_state,
+)
 from trial_core.observe.trackers.outbox import Outbox
 from trial_core.observe.trackers.system_metrics import SystemMetrics
 from trial_core.observe.trackers.tracker import TrackedRun, Tracker, find_tracker
+from trial_core.processes.machine.child import Child
 
 NICENESS = 5
 END = b"."
@@ -49,6 +58,53 @@ class SenderOrder(msgspec.Struct, kw_only=True):
     patience_seconds: float
     measures: bool = True
     is_adopted: bool = False
+
+
+class SenderProcess:
+    """The sender, as the driver sees it. Its trackers' output is in ``logs/trackers.log``.
+
+    Args:
+        variables: environment variables in addition to this process's.
+        hear: called in a thread with news for people.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+
+    def __init__(
+        self, order: SenderOrder, variables: Mapping[str, str], hear: Callable[[str], None]
+    ) -> None:
+        path = Path(order.run_dir) / SENDER_LOG
+        path.parent.mkdir(exist_ok=True)
+        with path.open("ab") as log:
+            command = ["-m", "trial_core.observe.trackers.sender"]
+            self._child = Child(command, variables, log=log, answers=True)
+        self._child.tell(msgspec.json.encode(order) + b"\n")
+        self._listener = threading.Thread(target=self._listen, args=(hear,), daemon=True)
+        self._listener.start()
+
+    def wake(self) -> bool:
+        """Tell it that there are new records. Return whether it lives."""
+        self._child.wake(b"\n")
+        return self._child.lives()
+
+    def end(self, wait: Callable[[Callable[[float], bool]], bool]) -> None:
+        """Tell it that no more records come, and wait for its end; then kill it.
+
+        Its child processes end, too.
+
+        Args:
+            wait: waits for its end, like `Ending.wait`.
+        """
+        self._child.wake(END)
+        self._child.close_input()
+        wait(self._child.wait)
+        self._child.kill()
+        self._listener.join(1.0)
+
+    def _listen(self, hear: Callable[[str], None]) -> None:
+        for line in self._child.lines():
+            hear(text_format.clean(line.decode(errors="replace").strip()))
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ from trial_core.checkpoint.manifest import Topology
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.common import text_format
 from trial_core.common.any_logger import AnyLogger
+from trial_core.common.flat_names import flat
 from trial_core.config import ExperimentConfig
 from trial_core.errors import Superseded
 from trial_core.messages import MetricsKind
@@ -35,8 +36,7 @@ from trial_core.observe.trackers.records import (
     Noted,
     RunEnded,
 )
-from trial_core.observe.trackers.sender import SenderOrder, unsent
-from trial_core.observe.trackers.sender_process import SenderProcess
+from trial_core.observe.trackers.sender import SenderOrder, SenderProcess, unsent
 from trial_core.observe.trackers.stored_journal import adopt_stored, keep
 from trial_core.observe.trackers.tracker import find_tracker
 from trial_core.processes.machine.background import in_background
@@ -213,25 +213,22 @@ class Tracking(Observer):
         self._append(Deleted(at=time.time(), uuid=uuid))
 
     def notice(self, text: str) -> None:
-        self._noted(text)
+        short = text_format.shortened(text)
+        self._append(Noted(at=time.time(), batches=self._batches, text=short))
 
     def moving(self, what: str) -> None:
-        self._noted(what)
+        self.notice(what)
 
     def stalled(self, during: str, seconds: float, reason: str) -> None:
-        self._noted(f"the ranks have hung for {seconds:.0f} s in {during}: {reason}")
+        self.notice(f"the ranks have hung for {seconds:.0f} s in {during}: {reason}")
 
     def restarting(self, reason: str, attempt: int, max_restarts: int) -> None:
-        self._noted(f"restart {attempt} of at most {max_restarts}: {reason}")
+        self.notice(f"restart {attempt} of at most {max_restarts}: {reason}")
 
     def run_ended(self, status: str, tensorboard_url: str | None = None) -> None:
         self._status = status
 
     # ------------------------------------------------------------------ internals
-
-    def _noted(self, text: str) -> None:
-        short = text_format.shortened(text)
-        self._append(Noted(at=time.time(), batches=self._batches, text=short))
 
     def _measure_time(self) -> None:
         spent = self._ledger().slot_milliseconds
@@ -311,15 +308,12 @@ def parameters(config: ExperimentConfig) -> dict[str, str | int | float | bool |
     """Hyperparameters by their paths, and the experiment's other settings below ``trialflow.``."""
     settings = config.digested()
     hyperparameters = settings.pop("hyperparameters", {})
-    rest = {f"trialflow.{name}": value for name, value in flat(settings) if value not in (None, "")}
-    return {**rest, **dict(flat(hyperparameters))}
+    rest = {f"trialflow.{k}": value for k, value in _plain(settings) if value not in (None, "")}
+    return {**rest, **dict(_plain(hyperparameters))}
 
 
-def flat(fields: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+def _plain(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Plain values by their paths; lists as text."""
-    for name, value in fields.items():
-        if isinstance(value, Mapping):
-            yield from flat(value, f"{path}{name}.")
-        else:
-            is_plain = isinstance(value, (str, int, float, bool)) or value is None
-            yield f"{path}{name}", value if is_plain else ", ".join(map(str, value))
+    for name, value in flat(fields):
+        is_plain = isinstance(value, (str, int, float, bool)) or value is None
+        yield name, value if is_plain else ", ".join(map(str, value))

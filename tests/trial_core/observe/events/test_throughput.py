@@ -13,9 +13,8 @@ from tests.support.slots import toy_config
 from trial_core.config import ExperimentConfig
 from trial_core.driver.result import TrialResult
 from trial_core.errors import ConfigError, RankFailed
-from trial_core.observe.events.device_peaks import peak_flops
 from trial_core.observe.events.observers import Observer
-from trial_core.observe.events.throughput import Throughput, ThroughputMeter
+from trial_core.observe.events.throughput import Throughput, ThroughputMeter, peak_flops
 from trial_core.observe.report.history import ReportHistory
 from trial_core.schedule.work import Work
 from trialflow.deployments.cli.json_result import JsonResult

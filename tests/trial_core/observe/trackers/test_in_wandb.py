@@ -9,8 +9,7 @@ from tests.support.trackers import in_wandb
 from trial_core.observe.trackers.in_wandb import WandbTracker
 from trial_core.observe.trackers.journal import FOLDER, JOURNAL, SENDER_LOG, JournalWriter
 from trial_core.observe.trackers.records import Committed, Metrics
-from trial_core.observe.trackers.sender import SenderOrder
-from trial_core.observe.trackers.sender_process import SenderProcess
+from trial_core.observe.trackers.sender import SenderOrder, SenderProcess
 
 
 def test_a_checkpoint_that_is_gone_holds_nothing_up(tmp_path: Path) -> None:

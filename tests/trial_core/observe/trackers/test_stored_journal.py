@@ -25,8 +25,7 @@ from trial_core.observe.trackers.journal import (
 )
 from trial_core.observe.trackers.records import RunEnded
 from trial_core.observe.trackers.sender import SenderOrder
-from trial_core.observe.trackers.stored_journal import adopt_stored, keep
-from trial_core.observe.trackers.sync import sync_trackers
+from trial_core.observe.trackers.stored_journal import adopt_stored, keep, sync_trackers
 from trial_core.observe.trackers.tracker import TrackedRun
 
 LINE = b'{"type":"Began","at":0.0,"batches":0,"attempt":%d}\n'

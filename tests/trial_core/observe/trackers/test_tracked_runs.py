@@ -28,7 +28,7 @@ from trial_core.errors import ConfigError
 from trial_core.observe.trackers.journal import FOLDER, JOURNAL, JournalWriter
 from trial_core.observe.trackers.records import AnyRecord, Metrics
 from trial_core.observe.trackers.sender import KILLED_PATIENCE_SECONDS
-from trial_core.observe.trackers.sync import sync_trackers
+from trial_core.observe.trackers.stored_journal import sync_trackers
 from trial_core.processes.machine.run_dirs import locked_run_dir
 
 

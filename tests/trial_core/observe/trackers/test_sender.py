@@ -34,9 +34,8 @@ from trial_core.observe.trackers.journal import (
     write_state,
 )
 from trial_core.observe.trackers.records import Metrics
-from trial_core.observe.trackers.sender import END, SenderOrder
-from trial_core.observe.trackers.sender_process import SenderProcess
-from trial_core.observe.trackers.sync import sync_trackers
+from trial_core.observe.trackers.sender import END, SenderOrder, SenderProcess
+from trial_core.observe.trackers.stored_journal import sync_trackers
 from trial_core.observe.trackers.tracking import Tracking
 from trial_core.schedule.ending import Ending
 
