@@ -143,7 +143,7 @@ def measure(workloads: int, every: int, folder: Path, counts_objects: bool = Fal
     from trial_core.driver.loop import Loop
     from trial_core.driver.run import Launch, Run
     from trial_core.driver.uploads import Uploads
-    from trial_core.observe.report import Report
+    from trial_core.observe.report.live_report import Report
     from trialflow.tasks.artifact import ReportArtifact
     from trialflow.tasks.client_retries import NO_ANSWER
     from trialflow.tasks.stages import STAGES

@@ -39,7 +39,7 @@ def measure(world_size: int, plan: Plan, pause_seconds: float, folder: Path) -> 
     from trial_core.driver.launch_ranks import launch_slots
     from trial_core.driver.placement import ThisMachine
     from trial_core.driver.run import Launch, Run
-    from trial_core.observe.report import Report
+    from trial_core.observe.report.live_report import Report
     from trial_core.processes.slots.fork_server import ForkServer
     from trialflow.tasks.artifact import ReportArtifact
     from trialflow.tasks.client_retries import NO_ANSWER

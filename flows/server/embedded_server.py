@@ -67,7 +67,6 @@ class PrefectApi:
 
 @contextmanager
 def prefect_api(
-    server_log: Path | None = None,
     waiting_for: Callable[[str], None] = lambda what: None,
     is_quiet: bool = True,
 ) -> Iterator[PrefectApi]:
@@ -81,8 +80,6 @@ def prefect_api(
     synchronous code; blocks may follow each other, but not overlap.
 
     Args:
-        server_log: the file that the embedded server's log is appended to; default in
-            PREFECT_HOME.
         waiting_for: called with a text that tells the user which server is used or started.
         is_quiet: True if the terminal has a display of its own, in place of Prefect's log.
 
@@ -102,7 +99,7 @@ def prefect_api(
                 raise PrefectServerError(problem)
             yield PrefectApi(settings.api.url, settings.ui_url, login=login)
             return
-    log_path = server_log or settings.home / "trialflow-server.log"
+    log_path = settings.home / "trialflow-server.log"
     timeout_seconds = settings.server.ephemeral.startup_timeout_seconds
     waiting_for("starting a Prefect server for this run")
     with (
@@ -131,11 +128,8 @@ def server() -> Iterator[PrefectApi]:
 def using_server_of_up() -> Iterator[ServerLogin | None]:
     """Use the server of the `trialflow up` that runs with this PREFECT_HOME, for the block.
 
-    Returns:
-        The login to it. None if none runs, or if another server is configured, which is then used.
-
-        Raises:
-            ConfigError: `trialflow up` is starting.
+    Yields the login to it; None if none runs, or if another server is configured, which is then
+    used. Raises ConfigError if `trialflow up` is starting.
     """
     from prefect.settings import get_current_settings
 
@@ -201,7 +195,6 @@ def _version_error(client: SyncPrefectClient) -> Exception | None:
 
 
 def is_unauthorized(error: Exception) -> bool:
-    """Return whether a Prefect server has refused the password."""
     import httpx
 
     return (

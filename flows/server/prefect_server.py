@@ -227,15 +227,9 @@ def using_server(api_url: str, password: str) -> AbstractContextManager[None]:
         "PREFECT_API_AUTH_STRING": password,
         "PREFECT_UI_URL": api_url.removesuffix("/api"),
     }
-    return environment({**variables, **_no_proxy()})
-
-
-def _no_proxy() -> dict[str, str]:
-    """Variables that exempt this machine from a configured HTTP proxy."""
-    return {
-        name: ",".join(filter(None, [os.environ.get(name), HOST]))
-        for name in ("no_proxy", "NO_PROXY")
-    }
+    for name in ("no_proxy", "NO_PROXY"):  # a configured HTTP proxy cannot reach it
+        variables[name] = ",".join(filter(None, [os.environ.get(name), HOST]))
+    return environment(variables)
 
 
 def start_child(

@@ -44,11 +44,7 @@ location.replace(page);
 
 
 class RequestGuard:
-    """An ASGI application in front of Prefect's.
-
-    Args:
-        own_url: the server's only address, for example ``http://127.0.0.1:4200``.
-    """
+    """An ASGI application in front of Prefect's, whose only address is `own_url`."""
 
     def __init__(self, app: ASGIApp, own_url: str) -> None:
         self._app = app

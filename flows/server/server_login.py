@@ -61,7 +61,6 @@ class ServerLogin:
 
 
 def new_password() -> str:
-    """A random password."""
     return f"trialflow:{secrets.token_urlsafe(24)}"
 
 

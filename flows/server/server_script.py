@@ -43,7 +43,6 @@ class RunServer(uvicorn.Server):
         self.parent_pid = parent_pid
 
     def is_orphan(self) -> bool:
-        """Return whether the parent has died."""
         return os.getppid() != self.parent_pid
 
     def stop_with_parent(self) -> None:

@@ -24,7 +24,7 @@ from tests.support.slots import toy_config
 from tests.support.waiting import until
 from tests.support.wire import OTHER_PAGE, UNAVAILABLE
 from trial_core.common.text_format import unique_slug
-from trial_core.observe.report import Report
+from trial_core.observe.report.live_report import Report
 from trialflow.flows.server.embedded_server import flush
 from trialflow.flows.server.prefect_settings import environment
 from trialflow.tasks.artifact import (

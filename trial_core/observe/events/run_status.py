@@ -24,11 +24,7 @@ SPEED_STEP_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class Stage:
-    """A running stage.
-
-    Attributes:
-        began: the start time, by the status's clock.
-    """
+    """A running stage, and when it began by the status's clock."""
 
     name: str
     detail: str
@@ -48,7 +44,6 @@ class RunStatus(Observer):
         training, validation: the last reported metrics.
         validated_at: batches trained at the last validation.
         committed_at: batches trained at the last committed checkpoint; None before any.
-        has_trained: True if this run has trained a batch.
         activity: the present stage's activity, if it takes long; else empty.
         last_throughput: the last train-workload's.
         run_throughput: that of all train-workloads of this run.
@@ -175,10 +170,7 @@ class RunStatus(Observer):
 
     @property
     def samples_per_second(self) -> float | None:
-        """The speed in the last seconds of train-workloads; None before any batch.
-
-        It is None as well if the samples of a batch are unknown.
-        """
+        """The speed in the last seconds of train-workloads; None if unknown."""
         points = list(self._speed_points)
         if len(points) < 2 or not self.batch_samples:
             return None
@@ -201,11 +193,9 @@ class RunStatus(Observer):
         return (self.total_batches - self.batches) * seconds_a_batch
 
     def running(self, name: str, detail: str) -> Stage | None:
-        """The running stage with that name and detail, or None."""
         return self._running.get((name, detail))
 
     def seconds_in(self, stage: Stage) -> float:
-        """How long a stage has been running."""
         return self._clock() - stage.began
 
     def _note_speed(self, trained_seconds: float) -> None:

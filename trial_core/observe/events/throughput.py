@@ -36,7 +36,6 @@ class Throughput:
 
     @property
     def peak_rank(self) -> int | None:
-        """The rank that has used the most memory, or None if unknown."""
         peaks = self.peak_memory_bytes
         return peaks.index(max(peaks)) if any(peaks) else None
 
@@ -171,13 +170,9 @@ def _times(value: float | None, factor: float) -> float | None:
 
 
 class Peaks(NamedTuple):
-    """The peaks of a device in TFLOP/s; None if it has no such arithmetic.
+    """The peaks of a device in TFLOP/s; None if it has no such arithmetic."""
 
-    Attributes:
-        sixteen_bits: of bf16 and fp16 alike.
-    """
-
-    sixteen_bits: float
+    sixteen_bits: float  # of bf16 and fp16 alike
     tf32: float | None
     fp32: float
 
@@ -215,12 +210,9 @@ _PART_OF_A_DEVICE = re.compile(r"\bMIG\b|\bGRID\b|-\d+[ABCQ]\b")  # a vGPU: A40-
 
 @functools.cache  # each workload asks for every rank
 def peak_flops(device: str, number_type: NumberType) -> float | None:
-    """The dense peak of a device, in operations a second; None if not known.
+    """The dense peak of a device, by torch's name for it, in operations a second; None: unknown.
 
     A part of a device (MIG, vGPU) has no known peak.
-
-    Args:
-        device: torch's name for it: ``NVIDIA H100 80GB HBM3``.
     """
     if _PART_OF_A_DEVICE.search(device):
         return None

@@ -66,11 +66,7 @@ _OF_HOOK: Mapping[str, Bucket] = {
 
 
 def bucket_of(stage: str, hook: str = "") -> Bucket | None:
-    """The bucket of a stage that the slots wait for; None if that time counts as idle.
-
-    Args:
-        hook: the hook, if the stage is ``callbacks``.
-    """
+    """The bucket of a stage, or of a hook in ``callbacks``; None if that time counts as idle."""
     return _OF_HOOK.get(hook) if stage == "callbacks" else _OF_STAGE.get(stage)
 
 
@@ -206,7 +202,6 @@ class RunClock:
 
     @property
     def seconds(self) -> float:
-        """The run's duration until now."""
         return (self._milliseconds() - self._began) / 1000
 
     @property

@@ -65,9 +65,7 @@ class KeptLedger:
     In a script, rank 0 keeps it.
 
     Args:
-        number: of the run's attempt.
         clock: measures the run. The block tells it what earlier runs have trained.
-        ending: limits the wait for the last write.
         per_slot_hour: the price of an hour of one slot; None if unknown.
 
     Attributes:

@@ -45,13 +45,7 @@ class RunTime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Row(NamedTuple):
-    """One bucket for people.
-
-    Attributes:
-        bucket: ``checkpoint stall``.
-        seconds: of all slots.
-        share: ``12.5 %``. The shares of all rows add up to 100 %.
-    """
+    """One bucket for people: its share is ``12.5 %``, and all shares add up to 100 %."""
 
     bucket: str
     seconds: float
@@ -98,7 +92,13 @@ class TimeLedger:
 
         Runs without a price count nothing, nor does time in the queue, where no slot is held.
         """
-        prices = [cost for run in self.runs if (cost := cost_of(run)) is not None]
+        prices = [
+            sum(ms for bucket, ms in run.slot_milliseconds.items() if bucket != "queue")
+            * run.per_slot_hour
+            / _MILLISECONDS_AN_HOUR
+            for run in self.runs
+            if run.per_slot_hour is not None
+        ]
         return sum(prices) if prices else None
 
     @property
@@ -124,11 +124,7 @@ class TimeLedger:
         )
 
     def notes(self, is_live: bool = False) -> list[str]:
-        """What the figures leave out.
-
-        Args:
-            is_live: True if the last run is this process's.
-        """
+        """What the figures leave out; `is_live` if the last run is this process's."""
         others = self.runs[:-1] if is_live else self.runs
         notes = [
             f"run {run.number} has no recorded end, because it still runs or was killed: its time "
@@ -153,14 +149,6 @@ class TimeLedger:
                 for run in self.runs
             ],
         }
-
-
-def cost_of(run: RunTime) -> float | None:
-    """The cost of a run's slots, without its time in the queue; None without a price."""
-    if run.per_slot_hour is None:
-        return None
-    paid = sum(ms for bucket, ms in run.slot_milliseconds.items() if bucket != "queue")
-    return paid * run.per_slot_hour / _MILLISECONDS_AN_HOUR
 
 
 def _summary(ledger: TimeLedger) -> dict[str, Any]:

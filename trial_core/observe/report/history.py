@@ -85,10 +85,11 @@ class ReportHistory(msgspec.Struct, kw_only=True):
             points.pop()
         points.append(Point(batches, dict(list(drawable.items())[:MAX_METRICS])))
         if len(points) > MAX_POINTS:
-            del points[_densest(points)]
+            gaps = [b.batches - a.batches for a, b in zip(points, points[2:], strict=False)]
+            # The point whose neighbours are closest to each other; never an end.
+            del points[1 + gaps.index(min(gaps))]
 
     def add_checkpoint(self, saved: SavedCheckpoint, smaller_is_better: bool) -> None:
-        """Add a committed checkpoint."""
         self.checkpoints.append(saved)
         if len(self.checkpoints) > MAX_CHECKPOINTS:
             best = self.best(smaller_is_better)
@@ -96,7 +97,6 @@ class ReportHistory(msgspec.Struct, kw_only=True):
             self.unlisted += 1
 
     def drop_checkpoint(self, uuid: str) -> None:
-        """Remove a deleted checkpoint."""
         left = [saved for saved in self.checkpoints if saved.uuid != uuid]
         if len(left) == len(self.checkpoints):
             self.unlisted = max(0, self.unlisted - 1)
@@ -129,17 +129,5 @@ class ReportHistory(msgspec.Struct, kw_only=True):
 
     @classmethod
     def from_json(cls, data: bytes) -> ReportHistory:
-        """Read the stored form.
-
-        Raises:
-            msgspec.MsgspecError: the data is not a stored history.
-        """
+        """Read the stored form. Raises msgspec.MsgspecError."""
         return decode(data, cls)
-
-
-def _densest(points: list[Point]) -> int:
-    """The index of the point whose neighbours are closest to each other; never an end point."""
-    gaps = [
-        after.batches - before.batches for before, after in zip(points, points[2:], strict=False)
-    ]
-    return 1 + min(range(len(gaps)), key=gaps.__getitem__)

@@ -52,10 +52,8 @@ class Report(Observer):
 
     Args:
         run_dir: the trial's folder on this machine.
-        store: the trial's checkpoint store; by default in the experiment's storage.
-        stopping: tells whether a stop was requested.
+        store: by default in the experiment's storage.
         ledger: reads the trial's ledger of time; None leaves it out.
-        ending: limits the wait for a `publish` or a storage that hangs.
         logger: gets warnings, and a limited number of lines from the ranks.
         publish: shows the report's Markdown elsewhere too. One thread calls it, in the context in
             which the report was created.

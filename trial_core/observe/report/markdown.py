@@ -20,7 +20,6 @@ _SPECIAL = re.compile(r"[\\|*`\[&]|(?<![^\W_])_|_(?![^\W_])")
 
 
 def template(name: str) -> Template:
-    """A report's template."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=name.endswith(".html.j2"),

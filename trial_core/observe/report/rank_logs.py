@@ -69,17 +69,14 @@ class LogLimits:
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._output, self._warnings = LogLimit(clock), LogLimit(clock)
-        self._others = LogLimit(clock)
+        self._output, self._warnings, self._others = (LogLimit(clock) for _ in range(3))
 
     def allows(self, rank: int, is_warning: bool) -> bool:
-        """True if the next line is logged; if not, it is counted as dropped."""
         if rank != 0:
             return self._others.allows()
         return (self._warnings if is_warning else self._output).allows()
 
     def dropped(self) -> int:
-        """How many lines were dropped since the last call."""
         return sum(limit.dropped() for limit in (self._output, self._warnings, self._others))
 
 
@@ -109,12 +106,7 @@ class StoredLogs:
         self._storing = threading.Lock()
 
     def locations(self, title: str, name: str) -> dict[str, str]:
-        """The places of one of the other files and of the logs: in the storage, and here.
-
-        Args:
-            title: the file's, for the keys of the result.
-            name: the file's name in `run_dir`.
-        """
+        """The places of another file, by its title, and of the logs: in the storage, and here."""
         here = f"on {socket.gethostname()}"
         local = {f"{title} {here}": str(self._run_dir / name), f"Logs {here}": str(self._logs)}
         if self._store.is_process_local:  # it ends with this process: nothing is stored there

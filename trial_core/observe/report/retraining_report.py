@@ -41,13 +41,10 @@ class RetrainingFacts:
     """The contents of the report, filled in as the run proceeds.
 
     Attributes:
-        start: the starting point of the challenger.
-        rule: when a challenger is better.
-        champion: the version to compare with, or None.
-        champion_result: its validation on the run's data.
+        champion_result: the champion's validation on the run's data.
         ended: how the run ended without an outcome, or failed after one.
         failed_callbacks: the failures, by callback.
-        places: the names and places of related objects.
+        places: related objects, by their names.
     """
 
     model: str

@@ -87,10 +87,6 @@ class RunUpdates(RunStatus):
 
     A context manager. Each place has its own thread, so that none waits for another. A place that
     cannot be reached causes only a warning: it neither ends nor delays training.
-
-    Args:
-        ending: limits the wait for the last update of a place.
-        logger: gets the warnings.
     """
 
     def __init__(

@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 from trial_core.messages import MetricsKind
 from trial_core.observe.events.run_status import RunStatus
 from trial_core.observe.ledger.time_ledger import TimeLedger
-from trial_core.observe.report.curves import figures
+from trial_core.observe.report.curves import charts, figures
 from trial_core.observe.report.history import ReportHistory, SavedCheckpoint
 from trial_core.observe.report.markdown import template
-from trial_core.observe.report.mermaid import charts
 
 BAR_CELLS = 30
 SHOWN_METRICS = 24
@@ -30,11 +29,9 @@ MIN_SLOWNESS = 1.2
 
 
 class SlowestRank(NamedTuple):
-    """The rank that waits longest for its data, and so delays the others.
+    """The rank that waits longest for its data, and so delays the others: its share of the time.
 
-    Attributes:
-        share: of the training time that it waits.
-        others_median: the median share of the other ranks; None without other ranks.
+    `others_median` is the median share of the other ranks; None without other ranks.
     """
 
     rank: int
@@ -56,7 +53,6 @@ class TrialFacts:
 
     Attributes:
         name: the experiment's name.
-        checkpoints_url: the folder of all checkpoints.
         locations: other objects of the run, and their places: ``("Logs", "s3://…")``.
         placed: the node of each rank, if they are on several nodes.
         status: ``running``, ``completed``, or how else the run ended.

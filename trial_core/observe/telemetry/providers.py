@@ -43,8 +43,6 @@ def providers(
 
     Args:
         traces, metrics_: names of exporters; if empty, the signal is off.
-        logger: gets a warning if an exporter cannot be made, or if exports fail.
-        ending: limits the wait for the last exports.
     """
     own: list[OwnProvider] = []
     try:
@@ -62,11 +60,7 @@ def providers(
 
 
 class FirstFailure(logging.Filter):
-    """Turns the many log lines of failing exporters, perhaps every few seconds, into one.
-
-    Attributes:
-        has_failed: set with each failure.
-    """
+    """Turns the many log lines of failing exporters, perhaps every few seconds, into one."""
 
     def __init__(self, signal: str, logger: AnyLogger) -> None:
         super().__init__()
@@ -85,7 +79,6 @@ class FirstFailure(logging.Filter):
         return False
 
     def warn(self, why: str) -> None:
-        """Log that exports fail, unless that is logged."""
         with self._lock:
             if self._has_warned:
                 return

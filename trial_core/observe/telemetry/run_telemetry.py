@@ -43,11 +43,6 @@ def run_telemetry(
 
     The end of the block exports the rest. A failing backend causes a warning, and does not end the
     run.
-
-    Args:
-        clock: the run's clock.
-        stopping: shows at the end whether a stop was requested.
-        ending: limits the wait for the last exports.
     """
     traces, metrics = exporter_names("traces"), exporter_names("metrics")
     if not (traces or metrics):

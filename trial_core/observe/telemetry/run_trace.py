@@ -42,11 +42,7 @@ ATTEMPT = "attempt"
 
 
 class DerivedIds(IdGenerator):
-    """Derives the ids of a trace and its root span from the trial's id.
-
-    Args:
-        others: generates the ids of all other spans.
-    """
+    """Derives the ids of a trace and its root span from the trial's id; `others` makes the rest."""
 
     def __init__(self, trial: str, others: IdGenerator) -> None:
         self._trace_id, self._root_id = derived_ids(trial)
@@ -140,8 +136,7 @@ class RunTrace(Observer):
             if self._is_built:  # launched again without a restart: with smaller micro-batches
                 self._launch_again(None)
             self._is_built = True
-        again = self._open.pop((stage, detail), None)
-        if again is not None:
+        if (again := self._open.pop((stage, detail), None)) is not None:
             _end(again, _failed("failed, and is tried again"))
         of_stage = {"trialflow.stage.detail": detail} if detail else {}
         self._open[stage, detail] = self._tracer.start_span(
@@ -151,13 +146,11 @@ class RunTrace(Observer):
         )
 
     def stage_ended(self, stage: str, detail: str, seconds: float) -> None:
-        span = self._open.pop((stage, detail), None)
-        if span is not None:
+        if (span := self._open.pop((stage, detail), None)) is not None:
             span.end()
 
     def stage_failed(self, stage: str, detail: str) -> None:
-        span = self._open.pop((stage, detail), None)
-        if span is not None:
+        if (span := self._open.pop((stage, detail), None)) is not None:
             _end(span, _failed("failed"))
 
     def notice(self, text: str) -> None:
@@ -246,20 +239,15 @@ def _nanoseconds(at: str) -> int | None:
 
 
 def _failed(reason: str) -> Status:
-    return Status(StatusCode.ERROR, _shortened(reason))
-
-
-def _shortened(text: str) -> str:
-    return text_format.one_line(text)[:MAX_REASON]
+    return Status(StatusCode.ERROR, text_format.shortened(reason, MAX_REASON))
 
 
 def _add(span: Span, event: str, **facts: str | float) -> None:
-    """Add an event to a span."""
     short = {
-        f"trialflow.{name}": _shortened(fact) if isinstance(fact, str) else fact
+        name: text_format.shortened(fact, MAX_REASON) if isinstance(fact, str) else fact
         for name, fact in facts.items()
     }
-    span.add_event(event, short)
+    span.add_event(event, {f"trialflow.{name}": fact for name, fact in short.items()})
 
 
 def _end(span: Span, status: Status | None) -> None:

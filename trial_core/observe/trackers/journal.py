@@ -58,7 +58,6 @@ class JournalWriter:
         self._cut(whole)
 
     def close(self) -> None:
-        """Close the file; nothing more can be appended."""
         self._file.close()
 
     def append(self, record: AnyRecord) -> None:
@@ -84,11 +83,7 @@ class JournalWriter:
 
 
 class JournalReader:
-    """Reads the complete lines of a journal from its beginning.
-
-    Attributes:
-        count: the number of records read.
-    """
+    """Reads the complete lines of a journal from its beginning; `count` are read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -28,7 +28,6 @@ class Outbox:
     """Sends to one tracker, in a thread, until the driver has ended and all is sent.
 
     Args:
-        name: the tracker's name, for people.
         new_tracker: makes it; called in the thread.
         state: the file that remembers the sent records.
         say: tells people of a failure, once until the tracker is reached again.

@@ -45,7 +45,6 @@ class SenderOrder(msgspec.Struct, kw_only=True):
 
     Attributes:
         trackers: each tracker's options, by its name.
-        run_dir: the trial's folder on this machine.
         patience_seconds: how long it sends after the run has ended.
         measures: True if it also sends the machine's metrics.
         is_adopted: True if it comes from the trial's storage, which others may write to.
@@ -64,7 +63,6 @@ class SenderProcess:
     """The sender, as the driver sees it. Its trackers' output is in ``logs/trackers.log``.
 
     Args:
-        variables: environment variables in addition to this process's.
         hear: called in a thread with news for people.
 
     Raises:

@@ -26,14 +26,14 @@ class SystemMetrics:
     def measure(self, batches: int, samples: int, attempt: int) -> Metrics:
         """The present values, as metrics at the last batch reached."""
         self._due_at = time.monotonic() + PERIOD_SECONDS
+        network = psutil.net_io_counters()
         values: dict[str, float | None] = {
             "system/cpu_percent": psutil.cpu_percent(),
             "system/memory_percent": psutil.virtual_memory().percent,
+            "system/network_sent_bytes": float(network.bytes_sent),
+            "system/network_received_bytes": float(network.bytes_recv),
+            **accelerators(),
         }
-        network = psutil.net_io_counters()
-        values["system/network_sent_bytes"] = float(network.bytes_sent)
-        values["system/network_received_bytes"] = float(network.bytes_recv)
-        values |= accelerators()
         return Metrics(
             at=time.time(), batches=batches, samples=samples, attempt=attempt, values=values
         )

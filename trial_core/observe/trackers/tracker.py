@@ -202,13 +202,10 @@ EXPECTED = {str: "text", bool: "true or false", dict: "a mapping", list: "a list
 def check_options(
     name: str, options: Mapping[str, Any], known: Mapping[str, tuple[type, ...]]
 ) -> None:
-    """Refuse options that a tracker does not have, and values of another type.
+    """Refuse options that a tracker does not have, and values of another type: ConfigError.
 
     Args:
         known: its options, each with its allowed types, which are in `EXPECTED`.
-
-    Raises:
-        ConfigError: names the existing options, or the expected type.
     """
     for option, value in options.items():
         if option not in known:

@@ -48,11 +48,7 @@ FIRST_RESTART_SECONDS, LONGEST_RESTART_SECONDS = 10.0, 600.0
 
 
 def check_trackers(config: ExperimentConfig) -> None:
-    """Refuse trackers that are not installed, and options that they do not have.
-
-    Raises:
-        ConfigError: names the tracker or option.
-    """
+    """Refuse trackers that are not installed, and options that they do not have: ConfigError."""
     for name, options in trackers_of(config).items():
         find_tracker(name).check(options)
 
@@ -68,8 +64,6 @@ class Tracking(Observer):
     Every failure is only a warning: it does not end the run.
 
     Args:
-        run_dir: the trial's folder on this machine.
-        attempt: the number of this run of the trial.
         ledger: reads the trial's ledger of time.
         ending: limits the wait for the sender and the storage.
     """

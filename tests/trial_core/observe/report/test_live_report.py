@@ -17,8 +17,7 @@ from tests.support.slots import toy_config
 from tests.support.waiting import until
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import RankFailed
-from trial_core.observe.report import Report
-from trial_core.observe.report.live_report import HISTORY
+from trial_core.observe.report.live_report import HISTORY, Report
 from trial_core.schedule import ending
 from trial_core.schedule.stop_requests import StopHandler
 
