@@ -44,8 +44,8 @@ class PrefectApi:
     """The Prefect API that flows of this process use.
 
     Attributes:
-        ui_url: the address of the UI, or None if Prefect does not know it.
-        server_log: the log of the embedded server, or None if the user's own server is used.
+        ui_url: None if Prefect does not know it.
+        server_log: of the embedded server; None if the user's own server is used.
         login: the login to a server that trialflow started, or None if the user has configured one.
     """
 

@@ -67,8 +67,6 @@ class PrefectServerProcess:
     process holds the port until the server has ended, also while it is started again.
 
     Args:
-        log_path: the file that the server's log is appended to.
-        start_timeout_seconds: how long the server may take to answer.
         port: the port to listen on; if it is 0 or taken, any free one.
         settings: Prefect settings of the server, as environment variables. The user's own
             settings override them.
@@ -238,12 +236,9 @@ def start_child(
     log_path: Path | None,
     fds: tuple[int, ...] = (),
 ) -> Child:
-    """Run a Python script of Prefect's that ends when its standard input does.
+    """Run a Python script that starts Prefect, and ends when its standard input does.
 
-    Args:
-        command: the script's path and its arguments.
-        log_path: the file that its output is appended to, or None for this process's output.
-        fds: open file descriptors that the child inherits.
+    Its output is appended to the log; None: it is this process's.
     """
     with ExitStack() as opened:
         log = None

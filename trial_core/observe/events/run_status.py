@@ -38,11 +38,9 @@ class RunStatus(Observer):
     """Keeps the reported events. An overriding method calls the one of this class first.
 
     Attributes:
-        trial: the trial's id, or None until its loaders are built.
         batches, total_batches: batches trained so far, and at the end.
         batch_samples: samples in one batch; 0 if unknown.
         training, validation: the last reported metrics.
-        validated_at: batches trained at the last validation.
         committed_at: batches trained at the last committed checkpoint; None before any.
         activity: the present stage's activity, if it takes long; else empty.
         last_throughput: the last train-workload's.
@@ -71,8 +69,6 @@ class RunStatus(Observer):
         self._speed_points: deque[tuple[float, int]] = deque()
         self._trained_seconds = 0.0
         self._workload_began: float | None = None
-
-    # ------------------------------------------------------------------------------- events
 
     def waiting_for(self, what: str) -> None:
         """Set what the run waits for, before the first stage or between stages."""
@@ -144,8 +140,6 @@ class RunStatus(Observer):
         self._running.clear()
         self.activity = ""
         self.waiting_for("starting the ranks again")
-
-    # ------------------------------------------------------------------------ derived status
 
     @property
     def had_batches_left(self) -> bool:

@@ -107,13 +107,9 @@ class _Rate:
 
 @dataclass
 class ThroughputMeter:
-    """Adds up train-workloads.
+    """Adds up train-workloads."""
 
-    Attributes:
-        peak_flops: the experiment's value for each device; None uses the data sheets.
-    """
-
-    peak_flops: float | None = None
+    peak_flops: float | None = None  # the experiment's, of each device; None: the data sheets'
     _batches: _Rate = field(default_factory=_Rate)
     _samples: _Rate = field(default_factory=_Rate)
     _tokens: _Rate = field(default_factory=_Rate)
@@ -150,7 +146,6 @@ class ThroughputMeter:
         return alone.throughput, self.throughput
 
     def note_memory(self, peak_memory_bytes: Sequence[int]) -> None:
-        """Note the peaks of a launch's ranks."""
         self._memory = tuple(peak_memory_bytes)
 
     @property

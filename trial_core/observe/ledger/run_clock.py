@@ -94,8 +94,6 @@ class RunClock:
         self._trained_to = 0
         self._batches = 0
 
-    # -------------------------------------------------------------------------------- buckets
-
     def switch(self, bucket: Bucket) -> Bucket:
         """Be in `bucket` from now on. Returns the bucket before."""
         with self._lock:
@@ -158,8 +156,6 @@ class RunClock:
             self._holds_slots = slots > 0
             self._slots = slots or self._slots
 
-    # -------------------------------------------------------------------------------- batches
-
     def continues(self, trained_to: int) -> None:
         """Earlier runs have trained the batches up to `trained_to`, saved or not."""
         with self._lock:
@@ -184,8 +180,6 @@ class RunClock:
                 self._spent["train"] += spent - redone
             self._batches = batches
             self._trained_to = max(self._trained_to, batches)
-
-    # -------------------------------------------------------------------------------- reading
 
     def slot_milliseconds(self) -> dict[str, int]:
         """Milliseconds of all slots until now, by bucket in the order of `BUCKETS`; no zeros."""

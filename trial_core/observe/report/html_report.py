@@ -27,7 +27,6 @@ MANY_POINTS = 100
 
 
 def render_html(facts: TrialFacts) -> str:
-    """The report as HTML."""
     drawn = figures(facts.history, facts.searcher_metric)
     places = [line for number, figure in enumerate(drawn) for line in _place(number, figure)]
     return _TEMPLATE.render(

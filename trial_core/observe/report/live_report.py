@@ -51,7 +51,6 @@ class Report(Observer):
     only a warning: it neither ends training nor hides why training ended.
 
     Args:
-        run_dir: the trial's folder on this machine.
         store: by default in the experiment's storage.
         ledger: reads the trial's ledger of time; None leaves it out.
         logger: gets warnings, and a limited number of lines from the ranks.
@@ -120,8 +119,6 @@ class Report(Observer):
         self._thread = threading.Thread(
             target=lambda: context.run(self._keep_writing), name="report", daemon=True
         )
-
-    # ------------------------------------------------------------------ observer
 
     def run_started(
         self, trial: str, total_batches: int, begins_at: int, batch_samples: int
@@ -261,8 +258,6 @@ class Report(Observer):
         self.write()  # here: the thread may hang in `publish`
         self._end_updates()
 
-    # ------------------------------------------------------------------------------ writing
-
     def __enter__(self) -> Report:
         self._thread.start()
         return self
@@ -333,8 +328,6 @@ class Report(Observer):
                     what, type(error).__name__, error,
                 )  # fmt: skip
             self._warned.add(what)
-
-    # ---------------------------------------------------------------------------- internals
 
     @contextmanager
     def _update(self) -> Iterator[TrialFacts]:

@@ -60,7 +60,6 @@ class RetrainingFacts:
     places: Mapping[str, str] = field(default_factory=dict)
 
     def render(self) -> str:
-        """The report as Markdown."""
         start = STARTS[self.start]
         if self.champion is None and self.start != "scratch":
             start = "from scratch: there was no champion"
@@ -76,7 +75,6 @@ class RetrainingFacts:
         )
 
     def headline(self) -> str:
-        """The outcome in a few words."""
         if self.outcome is None:
             return self.ended or "running"
         number = self.challenger.version if self.challenger else None

@@ -113,7 +113,6 @@ class RunUpdates(RunStatus):
         self._has_ended.set()
 
     def progress(self) -> RunUpdate:
-        """The present progress."""
         status, _, why = self._end.partition(": ")
         has_completed = status == "completed"
         total, left = self.total_batches, None if self._end else self.seconds_left

@@ -52,7 +52,6 @@ class TrialFacts:
     """The contents of a report.
 
     Attributes:
-        name: the experiment's name.
         locations: other objects of the run, and their places: ``("Logs", "s3://…")``.
         placed: the node of each rank, if they are on several nodes.
         status: ``running``, ``completed``, or how else the run ended.

@@ -161,7 +161,6 @@ def age(data: bytes) -> tuple[int, int]:
 
 
 def _record(line: bytes) -> AnyRecord:
-    """The record of a line. Raises msgspec.MsgspecError."""
     try:
         return _decoder.decode(line)
     except (UnicodeDecodeError, RecursionError) as damage:

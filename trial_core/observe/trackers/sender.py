@@ -44,7 +44,6 @@ class SenderOrder(msgspec.Struct, kw_only=True):
     """The task of the sender.
 
     Attributes:
-        trackers: each tracker's options, by its name.
         patience_seconds: how long it sends after the run has ended.
         measures: True if it also sends the machine's metrics.
         is_adopted: True if it comes from the trial's storage, which others may write to.

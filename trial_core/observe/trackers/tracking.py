@@ -54,7 +54,6 @@ def check_trackers(config: ExperimentConfig) -> None:
 
 
 def trackers_of(config: ExperimentConfig) -> dict[str, dict[str, Any]]:
-    """The options of each tracker, by its name."""
     return {name: options for each in config.trackers for name, options in each.items()}
 
 
@@ -128,8 +127,6 @@ class Tracking(Observer):
                 "the journal of trial %s is not stored: the storage did not take it in time",
                 self._trial,
             )
-
-    # ------------------------------------------------------------------ observer
 
     def trial_built(self, topology: Topology, versions: Mapping[str, str], code: str) -> None:
         divided = {
@@ -221,8 +218,6 @@ class Tracking(Observer):
 
     def run_ended(self, status: str, tensorboard_url: str | None = None) -> None:
         self._status = status
-
-    # ------------------------------------------------------------------ internals
 
     def _measure_time(self) -> None:
         spent = self._ledger().slot_milliseconds
