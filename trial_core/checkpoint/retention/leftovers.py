@@ -8,23 +8,35 @@ an attempt, a checkpoint or an intent younger than a number of days.
 
 The sweep first takes over the trial, from the newest attempt that it has seen. So a run that starts
 at the same time wins, and a presumed-dead run that wakes up can no longer commit.
+
+Orphaned files are a checkpoint's files that have neither an intent nor a manifest. A sweep deletes
+the intent of a superseded attempt. That attempt may upload until its ranks are ended, and no later
+sweep of a trial finds these files: nothing says which trial they belong to.
+
+Files of an upload in progress are never orphaned. Its intent is written before its first byte, and
+is deleted only when the manifest is there. So the files are listed first, then the intents, then
+the manifests. A file whose checkpoint was deleted is not orphaned while another one refers to it.
+Orphaned files are also old by the storage's own clock, no protection or claim names their
+checkpoint, and no key of an intent or a manifest contains its uuid, readable or not.
 """
 
 from __future__ import annotations
 
+import logging
 import uuid as uuids
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import Any
 
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.fencing import newest_attempts
 from trial_core.checkpoint.intents import Intent, SweptUpload, intent_names, intents
-from trial_core.checkpoint.json_objects import age_of
+from trial_core.checkpoint.json_objects import age_of, warn_of_foreign_object
 from trial_core.checkpoint.manifest import Manifest
-from trial_core.checkpoint.retention.claims import CLAIM_LIFETIME, Claim, claim_of
-from trial_core.checkpoint.retention.orphaned_files import find_orphaned_files, sweep_orphaned_files
+from trial_core.checkpoint.references import why_unknown
+from trial_core.checkpoint.retention.claims import CLAIM_LIFETIME, Claim, claim_of, claims
+from trial_core.checkpoint.retention.protections import protected
 from trial_core.checkpoint.storage.base import StoredObject
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CommitConflict, ConfigError
@@ -39,13 +51,15 @@ MAX_LEFTOVER_AGE_DAYS = 3650.0
 SWEEPER = "sweep-"
 """Prefix of the ids of sweeping attempts, which do not count as activity of the trial."""
 
+_logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Leftover:
     """The stored part of a checkpoint that was never committed.
 
     Attributes:
-        trial: the trial's id; None if not known (see `orphaned_files`).
+        trial: None for orphaned files.
         begun_at: start of its upload, or the end if the trial is not known; empty if unreadable.
         files: number of complete files. There may be partial uploads of others.
         keep: True if it stays, because its trial may be running.
@@ -130,8 +144,7 @@ def find_leftovers(
         if experiment is None or each.experiment in (None, experiment)
         for leftover in _leftovers(store, each, age)
     ]
-    orphaned = find_orphaned_files(store, age) if trial is None else {}
-    return [*found, *(_orphaned(uuid, *files) for uuid, files in orphaned.items())]
+    return found + (find_orphaned_files(store, age) if trial is None else [])
 
 
 def sweep_leftovers(
@@ -177,17 +190,68 @@ def sweep_leftovers(
     return SweptLeftovers(tuple(swept), spared)
 
 
-def _orphaned(uuid: str, modified_at: datetime, files: list[StoredObject]) -> Leftover:
-    at = modified_at.isoformat(timespec="seconds")
-    return Leftover(
-        trial=None,
-        uuid=uuid,
-        begun_at=at,
-        files=len(files),
-        size_bytes=sum(file.size_bytes for file in files),
-        keep=False,
-        why=f"neither committed nor announced; last written at {at}",
-    )
+def sweep_orphaned_files(store: CheckpointStore, uuid: str, age: timedelta) -> SweptUpload | None:
+    """Delete a checkpoint's files if they are still orphaned; None if they are not, or are gone."""
+    folder = layout.files_folder(uuid)
+    if not find_orphaned_files(store, age, folder):
+        return None
+    return SweptUpload(uuid, None, *store.storage.clear(folder, store.references().keys))
+
+
+def find_orphaned_files(
+    store: CheckpointStore, age: timedelta, folder: str = layout.CHECKPOINTS
+) -> list[Leftover]:
+    """The orphaned files below a folder that are older than `age`, by checkpoint. Changes nothing.
+
+    Unfinished uploads are included.
+    """
+    by_uuid: dict[str, list[tuple[str, StoredObject]]] = {}
+    stored = [*store.storage.unfinished_uploads(folder), *store.storage.objects(folder).items()]
+    for key, file in stored:
+        by_uuid.setdefault(key.split("/")[1], []).append((key, file))
+    announced = "\n".join(store.storage.sizes(layout.UPLOADS))
+    committed = "\n".join(store.storage.sizes(layout.MANIFESTS))
+    unnamed = [uuid for uuid in by_uuid if uuid not in announced and uuid not in committed]
+    for name in sorted(each for each in unnamed if not _is_uuid(each)):
+        warn_of_foreign_object(store.storage, f"{layout.CHECKPOINTS}/{name}")
+    if not any(map(_is_uuid, unnamed)):
+        return []
+    references = store.references()
+    if (why := why_unknown(store.storage, references)) is not None:
+        _logger.warning("orphaned files stay: %s", why)
+        return []
+    now = store.storage.now()
+    needed = [prefix for claim in claims(store) for prefix in claim.needs if prefix]
+    found = []
+    for uuid in filter(_is_uuid, unnamed):
+        files = [file for key, file in by_uuid[uuid] if key not in references.keys]
+        times = [file.modified_at for file in files if file.modified_at is not None]
+        if not files:
+            continue
+        if now is None or len(times) < len(files):
+            _logger.warning(
+                "%s has neither a manifest nor an intent, and stays: the storage does not tell how "
+                "old it is; delete it if no run uploads it",
+                store.files_url(uuid),
+            )
+        elif (
+            now - max(times) > age
+            and not any(uuid.startswith(prefix) for prefix in needed)
+            and not protected(store, uuid)
+        ):
+            at = max(times).isoformat(timespec="seconds")
+            why = f"neither committed nor announced; last written at {at}"
+            size_bytes = sum(file.size_bytes for file in files)
+            found.append(Leftover(None, uuid, at, len(files), size_bytes, keep=False, why=why))
+    return found
+
+
+def _is_uuid(text: str) -> bool:
+    """Return whether a folder's name is a uuid, as a checkpoint's is."""
+    try:
+        return str(uuids.UUID(text)) == text
+    except ValueError:
+        return False
 
 
 @dataclass(frozen=True)
@@ -259,15 +323,9 @@ def _leftovers(store: CheckpointStore, activity: _TrialActivity, age: timedelta)
     found = []
     for intent in activity.begun:
         sizes = store.storage.sizes(layout.files_folder(intent.uuid))
+        at = intent.created_at if age_of(intent.created_at) is not None else ""
+        size_bytes, keep = sum(sizes.values()), reason is not None
         found.append(
-            Leftover(
-                trial=activity.trial,
-                uuid=intent.uuid,
-                begun_at=intent.created_at if age_of(intent.created_at) is not None else "",
-                files=len(sizes),
-                size_bytes=sum(sizes.values()),
-                keep=reason is not None,
-                why=why,
-            )
+            Leftover(activity.trial, intent.uuid, at, len(sizes), size_bytes, keep=keep, why=why)
         )
     return found

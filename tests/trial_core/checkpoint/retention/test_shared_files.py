@@ -17,8 +17,8 @@ from tests.support.interleaving import FailingStore, all_orders, clear_memory, i
 from tests.support.manifests import new_manifest, stage, stored_files, stored_keys
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.manifest import FileEntry, Manifest
-from trial_core.checkpoint.retention import orphaned_files
 from trial_core.checkpoint.retention.deletion_markers import mark_deletion
+from trial_core.checkpoint.retention.leftovers import find_orphaned_files, sweep_orphaned_files
 from trial_core.checkpoint.retention.pruning import delete_checkpoint, plan_pruning, prune
 from trial_core.checkpoint.retention.shared_files import announce_shared_upload
 from trial_core.checkpoint.retention_policy import RetentionPolicy
@@ -209,16 +209,17 @@ def test_leftovers_of_a_deleted_checkpoint_are_no_orphans(
     first, second = save(local_store, tmp_path, 7), save(local_store, tmp_path, 11)
     local_store.delete(first)
     pass_time(monkeypatch, timedelta(days=30))
-    assert orphaned_files.find_orphaned_files(local_store, age) == {}
-    assert orphaned_files.sweep_orphaned_files(local_store, first.uuid, age) is None
+    assert find_orphaned_files(local_store, age) == []
+    assert sweep_orphaned_files(local_store, first.uuid, age) is None
     local_store.storage.write(layout.file_key(first.uuid, "junk"), b"junk")
-    assert list(orphaned_files.find_orphaned_files(local_store, age)) == [first.uuid]
-    swept = orphaned_files.sweep_orphaned_files(local_store, first.uuid, age)
+    assert [each.uuid for each in find_orphaned_files(local_store, age)] == [first.uuid]
+    swept = sweep_orphaned_files(local_store, first.uuid, age)
     assert swept is not None
     assert swept.files == 1
     assert local_store.verify(second.uuid) == second
     local_store.storage.remove(second.name.key)
-    assert set(orphaned_files.find_orphaned_files(local_store, age)) == {first.uuid, second.uuid}
+    left = {each.uuid for each in find_orphaned_files(local_store, age)}
+    assert left == {first.uuid, second.uuid}
 
 
 @pytest.mark.parametrize(

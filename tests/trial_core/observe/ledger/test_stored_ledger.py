@@ -12,8 +12,7 @@ import pytest
 from tests.trial_core.observe.ledger.test_time_ledger import run_time
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.json_objects import encode_json, parse_time
-from trial_core.checkpoint.retention.leftovers import find_leftovers
-from trial_core.checkpoint.retention.orphaned_files import find_orphaned_files
+from trial_core.checkpoint.retention.leftovers import find_leftovers, find_orphaned_files
 from trial_core.checkpoint.storage.local import LocalStorage
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import StorageError
@@ -129,6 +128,6 @@ def test_a_ledger_is_neither_a_checkpoint_nor_garbage(
     assert local_store.trials() == []
     local_store.sweep(TRIAL)
     assert find_leftovers(local_store, after_days=7) == []
-    assert find_orphaned_files(local_store, timedelta(0)) == {}
+    assert find_orphaned_files(local_store, timedelta(0)) == []
     assert caplog.records == []
     assert len(read_ledger(local_store, TRIAL).runs) == 1
