@@ -28,6 +28,7 @@ Files without a manifest are not a checkpoint: an upload is in progress, or they
 
 Trials, uuids and models come from users and from stored objects. Every function here that makes a
 key of one checks it, because `..` or `/` would lead into another family or out of the storage.
+What parses a key returns None for a key of another family.
 """  # noqa: E501 - a table
 
 from __future__ import annotations
@@ -67,19 +68,20 @@ IMPORTED = "imported"
 MAX_NUMBER = 10**18 - 1
 """The greatest number that a key has. A few more digits would not fit into a stored record."""
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}"
 _NAME_RULE = "expected up to 200 letters and digits, with '.', '_' and '-' between them"
-_UUID = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,63}")
+_UUID = r"[A-Za-z0-9][A-Za-z0-9-]{0,63}"
 # Each number has one spelling, so no two keys have one name: zeros fill up to the shortest width.
 _NUMBER = r"(?P<number>[0-9]{6}|[1-9][0-9]{6,17})"
 _BATCHES = r"(?P<batches>[0-9]{10}|[1-9][0-9]{10,17})"
-_MANIFEST_KEY = re.compile(rf"{MANIFESTS}/(?P<trial>[^/]+)/{_BATCHES}-(?P<uuid>[^/]+)\.json")
-_INTENT_KEY = re.compile(rf"{UPLOADS}/(?P<trial>[^/]+)/(?P<uuid>[^/]+)\.json")
+_MANIFEST_KEY = re.compile(rf"{MANIFESTS}/(?P<trial>{_NAME})/{_BATCHES}-(?P<uuid>{_UUID})\.json")
+_INTENT_KEY = re.compile(rf"{UPLOADS}/(?P<trial>{_NAME})/(?P<uuid>{_UUID})\.json")
+_CLAIM_KEY = re.compile(rf"{CLAIMS}/(?P<trial>{_NAME})\.json")
 _PROTECTION_KEY = re.compile(
-    rf"{PINS}/(?P<uuid>[^/]+)/"
-    rf"(pin(-(?P<pin>[0-9a-f]+))?|(?P<model>[^/]+)/{_NUMBER}-(?P<unique>[^/]+))\.json"
+    rf"{PINS}/(?P<uuid>{_UUID})/"
+    rf"(pin(-(?P<pin>[0-9a-f]+))?|(?P<model>{_NAME})/{_NUMBER}-(?P<unique>[^/]+))\.json"
 )
-_DELETION_KEY = re.compile(rf"{DELETIONS}/(?P<uuid>[^/]+)/[0-9a-f]+\.json")
+_DELETION_KEY = re.compile(rf"{DELETIONS}/(?P<uuid>{_UUID})/[0-9a-f]+\.json")
 _NUMBERED = re.compile(rf"(?P<folder>.+)/{_NUMBER}\.json")
 
 
@@ -92,7 +94,6 @@ class ManifestName(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The manifest's key."""
         return manifest_key(self.trial, self.batches, self.uuid)
 
 
@@ -117,7 +118,6 @@ class ProtectionName(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The object's key."""
         folder = protections_folder(self.uuid)
         if self.kind == "pin":
             return f"{folder}/pin{self.unique and f'-{self.unique}'}.json"
@@ -133,11 +133,8 @@ def manifest_key(trial: str, batches: int, uuid: str) -> str:
 
 
 def parse_manifest_key(key: str) -> ManifestName | None:
-    """Parse a manifest's key; None if it is not one."""
     match = _MANIFEST_KEY.fullmatch(key)
-    if match is None or not is_name(match["trial"]) or not is_uuid(match["uuid"]):
-        return None
-    return ManifestName(match["trial"], int(match["batches"]), match["uuid"])
+    return match and ManifestName(match["trial"], int(match["batches"]), match["uuid"])
 
 
 def trial_folder(trial: str) -> str:
@@ -146,7 +143,6 @@ def trial_folder(trial: str) -> str:
 
 
 def files_folder(uuid: str) -> str:
-    """The folder of a checkpoint's files."""
     return f"{CHECKPOINTS}/{checked_uuid(uuid)}"
 
 
@@ -175,21 +171,16 @@ def damage_key(uuid: str, path: str) -> str:
 
 
 def intents_folder(trial: str) -> str:
-    """The folder of a trial's intents."""
     return f"{UPLOADS}/{checked_trial(trial)}"
 
 
 def intent_key(trial: str, uuid: str) -> str:
-    """The key of the intent to upload a checkpoint."""
     return f"{intents_folder(trial)}/{checked_uuid(uuid)}.json"
 
 
 def parse_intent_key(key: str) -> IntentName | None:
-    """Parse an intent's key; None if it is not one."""
     match = _INTENT_KEY.fullmatch(key)
-    if match is None or not is_name(match["trial"]) or not is_uuid(match["uuid"]):
-        return None
-    return IntentName(match["trial"], match["uuid"])
+    return match and IntentName(match["trial"], match["uuid"])
 
 
 def attempts_folder(trial: str) -> str:
@@ -203,14 +194,13 @@ def attempt_key(trial: str, number: int) -> str:
 
 
 def claim_key(trial: str) -> str:
-    """The key of a trial's claim."""
     return f"{CLAIMS}/{checked_trial(trial)}.json"
 
 
 def parse_claim_key(key: str) -> str | None:
-    """The trial that a claim's key names; None if it is not a claim's key."""
-    trial = key.removeprefix(f"{CLAIMS}/").removesuffix(".json")
-    return trial if is_name(trial) and key == claim_key(trial) else None
+    """The trial that a claim's key names."""
+    match = _CLAIM_KEY.fullmatch(key)
+    return match and match["trial"]
 
 
 def run_folder(trial: str) -> str:
@@ -219,7 +209,6 @@ def run_folder(trial: str) -> str:
 
 
 def run_file_key(trial: str, path: str) -> str:
-    """The key of one of the files in `run_folder`."""
     return f"{run_folder(trial)}/{path}"
 
 
@@ -229,7 +218,6 @@ def ledger_folder(trial: str) -> str:
 
 
 def ledger_key(trial: str, number: int) -> str:
-    """The key of one attempt's record in a trial's ledger of time."""
     return numbered_key(ledger_folder(trial), number)
 
 
@@ -247,19 +235,14 @@ def protections_folder(uuid: str) -> str:
 
 
 def parse_protection_key(key: str) -> ProtectionName | None:
-    """Parse the key of a pin or a hold; None if it is not one."""
-    match = _PROTECTION_KEY.fullmatch(key)
-    if match is None or not is_uuid(match["uuid"]):
+    if (match := _PROTECTION_KEY.fullmatch(key)) is None:
         return None
     if (model := match["model"]) is None:
         return ProtectionName(match["uuid"], unique=match["pin"] or "")
-    if not is_name(model):
-        return None
     return ProtectionName(match["uuid"], "hold", model, int(match["number"]), match["unique"])
 
 
 def deletions_folder(uuid: str) -> str:
-    """The folder of a checkpoint's deletion markers."""
     return f"{DELETIONS}/{checked_uuid(uuid)}"
 
 
@@ -269,9 +252,9 @@ def deletion_key(uuid: str, unique: str) -> str:
 
 
 def parse_deletion_key(key: str) -> str | None:
-    """The uuid that a deletion marker's key names; None if it is not a marker's key."""
+    """The uuid that a deletion marker's key names."""
     match = _DELETION_KEY.fullmatch(key)
-    return match["uuid"] if match is not None and is_uuid(match["uuid"]) else None
+    return match and match["uuid"]
 
 
 # ------------------------------------------------------------------------------------ models
@@ -317,7 +300,7 @@ def parse_numbered_key(folder: str, key: str) -> int | None:
 
 def is_name(text: str) -> bool:
     """Return whether a trial or a model may have this name: letters, digits, inner ``._-``."""
-    return _NAME.fullmatch(text) is not None
+    return re.fullmatch(_NAME, text) is not None
 
 
 def checked_trial(trial: str) -> str:
@@ -354,7 +337,7 @@ def checked_uuid(uuid: str) -> str:
 
 def is_uuid(text: str) -> bool:
     """Return whether a checkpoint may have this uuid: letters, digits, inner ``-``."""
-    return _UUID.fullmatch(text) is not None
+    return re.fullmatch(_UUID, text) is not None
 
 
 def is_file_path(path: str) -> bool:
