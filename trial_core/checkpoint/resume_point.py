@@ -21,13 +21,7 @@ the position in the data nor random states. ``weights`` restores only the models
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The state that a run starts from.
-
-    Attributes:
-        progress: the trial's progress so far.
-        checkpoint: the checkpoint to restore, or None.
-        restore: how much of it to restore.
-    """
+    """The state that a run starts from: a checkpoint to restore, and how much of it."""
 
     progress: Progress = field(default_factory=Progress)
     checkpoint: Manifest | None = None
@@ -50,7 +44,6 @@ class ResumePoint:
 
     @property
     def saved_by(self) -> Topology | None:
-        """How the ranks that saved the checkpoint divided the work."""
         return self.checkpoint.topology if self.checkpoint else None
 
     @property
@@ -75,10 +68,23 @@ class ResumePoint:
         saved = self.checkpoint.topology
         if saved.spreads_like(now):
             return
-        reason = _model_parts_mismatch(saved, now)
-        if reason is None and self.restore == "everything":
-            reason = _batch_size_mismatch(saved, now)
-        if reason is None:
+        if _model_parts(saved) != _model_parts(now):
+            reason = (
+                f"{saved.world_size} slots with {_model_parts(saved)}, and this run has "
+                f"{now.world_size} with {_model_parts(now)}: trialflow cannot convert how a trial "
+                "divides its model. Resume with the same numbers of stages and parts; the number "
+                "of data-parallel copies may differ"
+            )
+        elif self.restore == "everything" and saved.batch_samples not in (0, now.batch_samples):
+            reason = (
+                f"{saved.world_size} slots in batches of {saved.batch_samples} samples, and this "
+                f"run's batches have {now.batch_samples} on {now.world_size} slots: schedules, "
+                "learning rates and the position in the data are counted in batches, and would "
+                f"change. Resume with train_batch_size={saved.batch_samples} in DeepSpeed's "
+                "configuration (micro-batch size x gradient_accumulation_steps x data-parallel "
+                f"slots), or with {saved.world_size} slots"
+            )
+        else:
             return
         if self.restore == "state":
             reason += ", or restore only its weights: searcher.source_weights_only=true"
@@ -100,34 +106,6 @@ def no_intact_checkpoint(tried: Sequence[ResumePoint], damage: str) -> Checkpoin
         f"none of the {len(tried)} checkpoint(s) of trial {trial} is intact; the last one tried: "
         f"{damage}. Put back its files, or start a new trial (without --resume; in a script, "
         "without latest_checkpoint): a trial that has checkpoints is never restarted from scratch"
-    )
-
-
-def _model_parts_mismatch(saved: Topology, now: Topology) -> str | None:
-    """Why `now` cannot restore because its ranks divide a model in another way, or None."""
-    if (saved.pipeline_parallel_size, saved.model_parallel_size) == (
-        now.pipeline_parallel_size,
-        now.model_parallel_size,
-    ):
-        return None
-    return (
-        f"{saved.world_size} slots with {_model_parts(saved)}, and this run has {now.world_size} "
-        f"with {_model_parts(now)}: trialflow cannot convert how a trial divides its model. Resume "
-        "with the same numbers of stages and parts; the number of data-parallel copies may differ"
-    )
-
-
-def _batch_size_mismatch(saved: Topology, now: Topology) -> str | None:
-    """Why `now` cannot restore because its batches have another number of samples, or None."""
-    if not saved.batch_samples or saved.batch_samples == now.batch_samples:
-        return None
-    return (
-        f"{saved.world_size} slots in batches of {saved.batch_samples} samples, and this run's "
-        f"batches have {now.batch_samples} on {now.world_size} slots: schedules, learning rates "
-        "and the position in the data are counted in batches, and would change. Resume "
-        f"with train_batch_size={saved.batch_samples} in DeepSpeed's configuration (micro-batch "
-        f"size x gradient_accumulation_steps x data-parallel slots), or with {saved.world_size} "
-        "slots"
     )
 
 

@@ -92,27 +92,15 @@ def decide(
         running: trials that run, or may run: their newest checkpoints stay.
     """
     manifests = list(manifests)
-    trials: dict[str, list[Manifest]] = {}
+    standings = _Standings(policy, manifests)
+    decisions = []
     for manifest in manifests:
-        trials.setdefault(manifest.trial, []).append(manifest)
-    standings = _Standings(policy, manifests, trials.values())
-    kept_every = {
-        manifest.uuid: why
-        for of_trial in trials.values()
-        for manifest, why in _kept_every(of_trial, policy.keep_every)
-    }
-
-    def decision(manifest: Manifest) -> RetentionDecision:
-        reasons = [
-            *([needed[manifest.uuid]] if needed and manifest.uuid in needed else []),
-            *standings.reasons_to_keep(manifest, manifest.trial in running),
-            *([kept_every[manifest.uuid]] if manifest.uuid in kept_every else []),
-        ]
-        if reasons:
-            return RetentionDecision(manifest, True, "; ".join(reasons))
-        return RetentionDecision(manifest, False, standings.reason_to_delete(manifest))
-
-    return [decision(manifest) for manifest in manifests]
+        reasons = standings.reasons_to_keep(manifest, manifest.trial in running)
+        if needed and manifest.uuid in needed:
+            reasons.insert(0, needed[manifest.uuid])
+        why = "; ".join(reasons) or standings.reason_to_delete(manifest)
+        decisions.append(RetentionDecision(manifest, bool(reasons), why))
+    return decisions
 
 
 def own_metric(manifest: Manifest, metric: str) -> float | None:
@@ -148,20 +136,20 @@ def best_of_trial(manifests: Collection[Manifest]) -> Manifest | None:
 class _Standings:
     """Each checkpoint's place, from 1, in every order that a rule counts by."""
 
-    def __init__(
-        self,
-        policy: RetentionPolicy,
-        manifests: Collection[Manifest],
-        trials: Iterable[list[Manifest]],
-    ) -> None:
+    def __init__(self, policy: RetentionPolicy, manifests: Collection[Manifest]) -> None:
         self._policy = policy
         self._furthest: dict[str, int] = {}
         self._last_saved: dict[str, int] = {}
         self._best_of_trial: dict[str, int] = {}
-        for of_trial in trials:
+        self._kept_every: dict[str, str] = {}
+        trials: dict[str, list[Manifest]] = {}
+        for manifest in manifests:
+            trials.setdefault(manifest.trial, []).append(manifest)
+        for of_trial in trials.values():
             self._furthest |= _places(sorted(of_trial, key=RESUME_ORDER, reverse=True))
             self._last_saved |= _places(_last_saved_first(of_trial))
             self._best_of_trial |= _places(_best_first(of_trial, policy))
+            self._kept_every.update(_kept_every(of_trial, policy.keep_every))
         self._best_of_experiment = _places(_best_first(manifests, policy))
 
     def reasons_to_keep(self, manifest: Manifest, is_running: bool) -> list[str]:
@@ -184,6 +172,8 @@ class _Standings:
                 )
         if not found and policy.metric is None and manifest.is_validated and self._keeps_best:
             found.append("validated, and all validated ones are kept")
+        if uuid in self._kept_every:
+            found.append(self._kept_every[uuid])
         return found
 
     def reason_to_delete(self, manifest: Manifest) -> str:
@@ -208,37 +198,30 @@ class _Standings:
         return self._policy.save_trial_best > 0 or self._policy.save_experiment_best > 0
 
 
-def _kept_every(
-    of_trial: Iterable[Manifest], every: TrainUnit | None
-) -> Iterator[tuple[Manifest, str]]:
-    """The first checkpoint of a trial at or after each multiple of `every`, and why it stays.
+def _kept_every(of_trial: Iterable[Manifest], every: TrainUnit | None) -> Iterator[tuple[str, str]]:
+    """The uuid of a trial's first checkpoint at or after each multiple of `every`; why it stays.
 
     It remains the first if others before the next multiple are deleted or saved later.
     """
     if every is None:
         return
+    interval = cast(int, every.value)  # `RetentionPolicy` has checked it
     seen: set[int] = set()
     for manifest in sorted(_last_saved_first(of_trial), key=lambda m: m.progress.batches_trained):
-        multiples = _multiples_reached(manifest, every)
-        if multiples is None:
-            yield manifest, "keep_every counts epochs, and the length of its epochs is not known"
-        elif multiples > 0 and multiples not in seen:
+        reached = manifest.progress.batches_trained
+        if not isinstance(every, Batch):
+            if manifest.epoch is None:
+                why = "keep_every counts epochs, and the length of its epochs is not known"
+                yield manifest.uuid, why
+                continue
+            reached = manifest.epoch.epochs_completed(reached)
+        multiples = reached // interval
+        if multiples > 0 and multiples not in seen:
             seen.add(multiples)
-            yield manifest, f"the first at or after {multiples * _number(every)} {every.unit}"
-
-
-def _multiples_reached(manifest: Manifest, every: TrainUnit) -> int | None:
-    """How many multiples of `every` a checkpoint has reached; None if not known."""
-    batches = manifest.progress.batches_trained
-    if isinstance(every, Batch):
-        return batches // _number(every)
-    if manifest.epoch is None:
-        return None
-    return manifest.epoch.epochs_completed(batches) // _number(every)
-
-
-def _number(every: TrainUnit) -> int:
-    return cast(int, every.value)  # `RetentionPolicy` has checked it
+            yield (
+                manifest.uuid,
+                f"the first at or after {multiples * interval} {every.unit}",
+            )
 
 
 def _best_first(manifests: Collection[Manifest], policy: RetentionPolicy) -> list[Manifest]:
