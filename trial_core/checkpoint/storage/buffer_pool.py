@@ -29,8 +29,7 @@ _POLL_SECONDS = 0.2
 
 def piece_bytes(size_bytes: int) -> int:
     """The piece size for a file of `size_bytes`."""
-    smallest_allowed = -(-size_bytes // MAX_PIECES)
-    return max(PIECE_BYTES, smallest_allowed)
+    return max(PIECE_BYTES, -(-size_bytes // MAX_PIECES))
 
 
 class BufferPool:
@@ -59,7 +58,9 @@ class BufferPool:
             with self._lock:
                 self._users -= 1
                 if self._users == 0:
-                    self._free_memory()
+                    for _ in range(self._free.qsize()):
+                        self._free.get_nowait()
+                        self._free.put(bytearray())
 
     def acquire(self, size_bytes: int, stop: CancelSignal) -> bytearray:
         """Wait for a buffer of at least `size_bytes`; `release` it afterwards.
@@ -88,8 +89,3 @@ class BufferPool:
     def release(self, buffer: bytearray) -> None:
         """Return a buffer that is no longer read or written."""
         self._free.put(buffer)
-
-    def _free_memory(self) -> None:
-        for _ in range(self._free.qsize()):
-            self._free.get_nowait()
-            self._free.put(bytearray())

@@ -1,7 +1,7 @@
 """S3 requests, sent by s3fs's client.
 
 The client signs them, finds credentials and retries, as for its own requests. All methods are
-coroutines for fsspec's event loop: see `run_on_loop`.
+coroutines for fsspec's event loop: see `s3_storage.run_on_loop`.
 """
 
 from __future__ import annotations
@@ -45,16 +45,13 @@ class Body:
     # A file's methods, for botocore: it reads the body to sign it, for example.
 
     def tell(self) -> int:
-        """As a file's `tell`."""
         return self._position
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        """As a file's `seek`."""
         self._position = offset + (0, self._position, len(self._view))[whence]
         return self._position
 
     def read(self, size: int | None = -1) -> bytes:
-        """As a file's `read`."""
         end = len(self._view) if size is None or size < 0 else self._position + size
         data = bytes(self._view[self._position : end])
         self._position += len(data)

@@ -13,6 +13,7 @@ import errno
 import hashlib
 import logging
 import os
+import threading
 from collections.abc import Coroutine
 from datetime import datetime
 from operator import itemgetter
@@ -22,9 +23,8 @@ from typing import Any, TypeVar
 
 from trial_core.checkpoint.storage.base import RangeRead, Storage, StorageSpec, StoredObject
 from trial_core.checkpoint.storage.buffer_pool import POOL_BUFFERS, piece_bytes
-from trial_core.checkpoint.storage.event_loop import run_on_loop
 from trial_core.checkpoint.storage.local_files import changed_during_upload, read_at
-from trial_core.checkpoint.storage.parallel import CancelSignal, in_parallel
+from trial_core.checkpoint.storage.parallel import CancelSignal, WorkCancelled, in_parallel
 from trial_core.checkpoint.storage.s3_requests import S3Requests
 from trial_core.checkpoint.storage.storage_errors import storage_exceptions
 
@@ -187,3 +187,37 @@ class S3Storage(Storage):
                 "an upload to %s was not aborted; it may take space until the trial runs again "
                 "[%s]", key, self._errors.shown(error),
             )  # fmt: skip
+
+
+def run_on_loop(
+    loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T], stop: CancelSignal
+) -> T:
+    """Run a coroutine on another thread's event loop; it has ended when this returns or raises.
+
+    The future of `asyncio.run_coroutine_threadsafe` counts as cancelled at once, while the
+    coroutine may still write into a buffer.
+
+    Raises:
+        WorkCancelled: `stop` was set.
+    """
+    tasks: list[asyncio.Task[T]] = []
+    ended = threading.Event()
+
+    def begin() -> None:
+        tasks.append(loop.create_task(coroutine))
+        tasks[0].add_done_callback(lambda _: ended.set())
+
+    def cancel() -> None:
+        loop.call_soon_threadsafe(lambda: tasks[0].cancel())  # after `begin`
+
+    loop.call_soon_threadsafe(begin)
+    try:
+        with stop.calling(cancel):
+            ended.wait()
+    except BaseException:  # WorkCancelled, or Ctrl-C
+        cancel()
+        ended.wait()
+        raise
+    if tasks[0].cancelled():
+        raise WorkCancelled
+    return tasks[0].result()

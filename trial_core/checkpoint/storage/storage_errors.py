@@ -174,16 +174,14 @@ def is_refusal(error: BaseException) -> bool:
     """
     if _is_foreign(error):
         return False
-    exists = any(isinstance(cause, FileExistsError) for cause in _causes(error))
-    return exists or any(map(_is_final, statuses(error)))
+    return any(isinstance(cause, FileExistsError) for cause in _causes(error)) or any(
+        (400 <= status < 500 and status not in _BUSY) or status == _NOT_IMPLEMENTED
+        for status in statuses(error)
+    )
 
 
 def _is_foreign(error: BaseException) -> bool:
     return any(is_foreign_404(getattr(cause, "response", None)) for cause in _causes(error))
-
-
-def _is_final(status: int) -> bool:
-    return (400 <= status < 500 and status not in _BUSY) or status == _NOT_IMPLEMENTED
 
 
 class ErrorTranslator:
@@ -204,8 +202,11 @@ class ErrorTranslator:
         return text
 
     def shown(self, error: BaseException) -> str:
-        """The error's class and message, for another message."""
-        return self.redact(f"{type(error).__name__}: {_text(error)}")
+        """The error's class and message, or the server's code, for another message."""
+        text = str(error)
+        if text in ("", "None"):
+            text = service_code(error) or "no further details"
+        return self.redact(f"{type(error).__name__}: {text}")
 
     @contextmanager
     def translated(self, doing: str, *also: type[BaseException]) -> Iterator[None]:
@@ -236,12 +237,6 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         seen.add(id(error))
         yield error
         error = error.__cause__ or error.__context__
-
-
-def _text(error: BaseException) -> str:
-    """The error's message, or the server's code if it has none."""
-    text = str(error)
-    return text if text not in ("", "None") else service_code(error) or "no further details"
 
 
 def _diagnosis(error: BaseException) -> str:

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from trial_core.checkpoint.storage.event_loop import run_on_loop
 from trial_core.checkpoint.storage.parallel import CancelSignal, WorkCancelled
+from trial_core.checkpoint.storage.s3_storage import run_on_loop
 
 
 @pytest.fixture
