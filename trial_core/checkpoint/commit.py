@@ -38,7 +38,7 @@ from trial_core.checkpoint.intents import Intent, has_manifest, read_intent
 from trial_core.checkpoint.json_objects import encode_json
 from trial_core.checkpoint.manifest import Manifest, utc_now
 from trial_core.checkpoint.storage.base import Storage
-from trial_core.checkpoint.verified_read import Damage, wrong_sizes
+from trial_core.checkpoint.verified_read import wrong_sizes
 from trial_core.errors import CheckpointDamaged, CommitConflict, StorageError
 
 _ANNOUNCE_TRIES = 20
@@ -83,7 +83,8 @@ def commit(storage: Storage, manifest: Manifest, fence: Fence | None, base: str)
     storage.write(intent.key, encode_json(intent))
     if fence is not None:
         fence.check(_not_committed(manifest))
-    if (missing := _first_missing_file(storage, manifest)) is not None:
+    if damage := wrong_sizes(storage, uuid, manifest.all_files):
+        missing = damage[0]
         if fence is not None:  # the files may have just been swept
             fence.check(_not_committed(manifest))
         place = f"in {storage.url}/{layout.CHECKPOINTS}/{'/'.join(missing.entry.place(uuid))}"
@@ -95,9 +96,16 @@ def commit(storage: Storage, manifest: Manifest, fence: Fence | None, base: str)
     try:
         storage.create(manifest.name.key, data)
     except FileExistsError as error:
-        raise _conflict(storage, manifest, fence, intent) from error
+        if not has_manifest(storage, manifest.name.key):
+            raise _swept_error(storage, manifest, fence) from error
+        storage.remove(intent.key)  # the checkpoint is committed, by some attempt
+        raise CommitConflict(
+            f"checkpoint {uuid} of trial {manifest.trial} is already committed, by another writer "
+            f"than {manifest.writer} or with another manifest ({storage.url}/{manifest.name.key}): "
+            "two runs may be training this trial; let only one of them continue"
+        ) from error
     is_fenced = fence is not None and fence.is_newest()
-    if not is_fenced and _first_missing_file(storage, manifest) is not None:
+    if not is_fenced and wrong_sizes(storage, uuid, manifest.all_files):
         storage.remove(manifest.name.key)
         raise _swept_error(storage, manifest, fence)
     _tidy(storage, intent)
@@ -129,21 +137,6 @@ def _not_committed(manifest: Manifest) -> str:
     return f"checkpoint {manifest.uuid} is not committed"
 
 
-def _conflict(
-    storage: Storage, manifest: Manifest, fence: Fence | None, intent: Intent
-) -> CommitConflict | StorageError:
-    """The error for a manifest's key that is not free."""
-    if not has_manifest(storage, manifest.name.key):
-        return _swept_error(storage, manifest, fence)
-    storage.remove(intent.key)  # the checkpoint is committed, by some attempt
-    return CommitConflict(
-        f"checkpoint {manifest.uuid} of trial {manifest.trial} is already committed, by another "
-        f"writer than {manifest.writer} or with another manifest "
-        f"({storage.url}/{manifest.name.key}): two runs may be training this trial; let only one "
-        "of them continue"
-    )
-
-
 def _swept_error(
     storage: Storage, manifest: Manifest, fence: Fence | None
 ) -> CommitConflict | StorageError:
@@ -154,8 +147,3 @@ def _swept_error(
         f"has deleted what {manifest.writer} had uploaded to "
         f"{storage.url}/{layout.files_folder(manifest.uuid)}; let only one of them continue"
     )
-
-
-def _first_missing_file(storage: Storage, manifest: Manifest) -> Damage | None:
-    """The first file that is missing or has another size, or None."""
-    return next(iter(wrong_sizes(storage, manifest.uuid, manifest.all_files)), None)

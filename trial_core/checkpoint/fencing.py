@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import msgspec
 
@@ -59,25 +60,19 @@ class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True):
     storage: str = ""
 
 
+@dataclass
 class Fence:
-    """Checks that an attempt is still its trial's newest. Safe to use from several threads.
+    """Checks that an attempt is still its trial's newest. Safe to use from several threads."""
 
-    Args:
-        storage: where `record` is stored.
-    """
-
-    def __init__(self, storage: Storage, record: AttemptRecord) -> None:
-        self._storage = storage
-        self.record = record
+    storage: Storage
+    record: AttemptRecord
 
     @property
     def number(self) -> int:
-        """The attempt's number. Later attempts have higher ones."""
         return self.record.number
 
     @property
     def attempt(self) -> str:
-        """The attempt's id."""
         return self.record.attempt
 
     def is_newest(self) -> bool:
@@ -101,15 +96,15 @@ class Fence:
         """The error that `check` raises."""
         own, newest = self.record, self._newest_number()
         if newest < own.number or not self._is_storage_of_begin():
-            mark, key = read_mark(self._storage), layout.attempt_key(own.trial, own.number)
+            mark, key = read_mark(self.storage), layout.attempt_key(own.trial, own.number)
             seen = f"{described(mark)}, expected {own.storage}; " if mark != own.storage else ""
             return StorageError(
-                f"{consequence}: {self._storage.url} is not the storage with which attempt "
+                f"{consequence}: {self.storage.url} is not the storage with which attempt "
                 f"{own.attempt} of trial {own.trial} began: {seen}it has no {key} of this attempt. "
                 f"{ANOTHER_STORAGE}: it continues from its last checkpoint there"
             )
         key = layout.attempt_key(own.trial, newest)
-        other = read_json(self._storage, key, AttemptRecord, is_silent=True)
+        other = read_json(self.storage, key, AttemptRecord, is_silent=True)
         who = "another attempt"
         if other is not None:  # readable, and not deleted since
             who = f"attempt {other.attempt}, by {other.by} at {other.at},"
@@ -123,18 +118,18 @@ class Fence:
     def _is_storage_of_begin(self) -> bool:
         """Return whether the mark or the attempt's record is there. Writes a lost mark again."""
         own = self.record
-        if read_mark(self._storage) == own.storage:
+        if read_mark(self.storage) == own.storage:
             return True
         key = layout.attempt_key(own.trial, own.number)
-        if read_json(self._storage, key, AttemptRecord, is_silent=True) != own:
+        if read_json(self.storage, key, AttemptRecord, is_silent=True) != own:
             return False
-        marked(self._storage, own.storage, lambda: True)
+        marked(self.storage, own.storage, lambda: True)
         return True
 
     def _newest_number(self) -> int:
         # Without a warning of foreign objects: the take-over has named them.
         folder = layout.attempts_folder(self.record.trial)
-        numbers = (layout.parse_numbered_key(folder, key) for key in self._storage.sizes(folder))
+        numbers = (layout.parse_numbered_key(folder, key) for key in self.storage.sizes(folder))
         return max((number for number in numbers if number is not None), default=0)
 
 

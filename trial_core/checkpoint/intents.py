@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from datetime import datetime
 
 import msgspec
 
@@ -54,7 +53,6 @@ class Intent(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> str:
-        """The intent's key."""
         return layout.intent_key(self.trial, self.uuid)
 
 
@@ -66,7 +64,6 @@ class SweptUpload:
         uuid: the checkpoint's uuid, or None for other files of the trial.
         writer: `Manifest.writer` of the upload, or None if not known.
         files: number of complete files.
-        size_bytes: their total size.
         uploads: number of partially uploaded files.
     """
 
@@ -118,19 +115,17 @@ def sweep(
             storage.remove(layout.manifest_key(trial, intent.batches, intent.uuid))
         storage.remove(intent.key)
         swept.append(SweptUpload(intent.uuid, intent.writer or None, *cleared))
-    began_at = None if number is None else _begin_of(storage, trial, number)
-    if number is not None and began_at is None:
-        return swept  # the attempt's own uploads cannot be told from others
+    began_at = None
+    if number is not None:
+        records = storage.objects(layout.attempts_folder(trial))
+        record = records.get(layout.attempt_key(trial, number))
+        began_at = None if record is None else record.modified_at
+        if began_at is None:
+            return swept  # the attempt's own uploads cannot be told from others
     for folder in layout.trial_folders(trial):
         if uploads := storage.abort_uploads(folder, began_at):
             swept.append(SweptUpload(None, None, 0, 0, uploads))
     return swept
-
-
-def _begin_of(storage: Storage, trial: str, number: int) -> datetime | None:
-    """When an attempt took the trial over, by the storage's clock; None if it does not tell."""
-    record = storage.objects(layout.attempts_folder(trial)).get(layout.attempt_key(trial, number))
-    return None if record is None else record.modified_at
 
 
 def read_intent(storage: Storage, trial: str, uuid: str) -> Intent | None:

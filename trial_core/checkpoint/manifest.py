@@ -195,7 +195,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def total_bytes(self) -> int:
-        """Total size of all files."""
         return sum(file.size_bytes for file in self.all_files)
 
     @property

@@ -27,13 +27,7 @@ ANOTHER_STORAGE = (
 
 
 class StorageMark(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of a mark.
-
-    Attributes:
-        id: random text that identifies this storage.
-        by: user and machine of the run that wrote it: ``user@host``.
-        at: when it was written: ISO 8601, UTC.
-    """
+    """The content of a mark: a random id, and which run wrote it (``user@host``) when."""
 
     id: str
     by: str

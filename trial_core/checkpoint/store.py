@@ -334,7 +334,7 @@ class CheckpointStore:
 
         After finding damage in an unclaimed checkpoint, call `raise_if_deleted`.
         """
-        return find_damage(self.storage, uuid, entries, on_read=on_read)
+        return find_damage(self.storage, uuid, entries, on_read)
 
     def raise_if_deleted(self, uuid: str) -> None:
         """Call after finding damage in an unclaimed checkpoint: a concurrent prune deletes the

@@ -43,7 +43,6 @@ class Damage:
     """How a stored file differs from its manifest entry.
 
     Attributes:
-        entry: the file's entry in the manifest.
         seen_bytes: its stored size; None if it is missing.
         seen_digest: its stored digest; None if the size differs already.
         was_overwritten: True if it changed while it was read.
@@ -72,20 +71,16 @@ def find_damage(
     storage: Storage,
     uuid: str,
     entries: Iterable[FileEntry],
-    *,
     on_read: OnRead = unheard,
 ) -> list[Damage]:
     """Read every byte of a checkpoint's files; return the files that differ from their entries."""
     wanted = list(entries)
-    found = {damage.entry.path: damage for damage in wrong_sizes(storage, uuid, wanted)}
-
-    def note(damage: Damage) -> None:
-        found[damage.entry.path] = damage
-
-    files = [StoredFile(entry, entry.key(uuid)) for entry in wanted if entry.path not in found]
-    read_files(storage, files, note, on_read)
-    note_damage(storage, uuid, found.values())
-    return [found[entry.path] for entry in wanted if entry.path in found]
+    found = wrong_sizes(storage, uuid, wanted)
+    missing = {damage.entry.path for damage in found}
+    files = [StoredFile(entry, entry.key(uuid)) for entry in wanted if entry.path not in missing]
+    read_files(storage, files, found.append, on_read)
+    note_damage(storage, uuid, found)
+    return sorted(found, key=lambda damage: wanted.index(damage.entry))
 
 
 def wrong_sizes(storage: Storage, uuid: str, entries: Iterable[FileEntry]) -> list[Damage]:

@@ -55,7 +55,6 @@ class Protection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def key(self) -> str:
-        """The object's key."""
         name = layout.ProtectionName(self.uuid, self.kind, self.model, self.move, self.unique)
         return name.key
 
@@ -154,18 +153,16 @@ def protections(
     return found
 
 
-def protected(store: CheckpointStore, uuid: str | None = None) -> dict[str, str]:
-    """Why checkpoints are protected, by uuid: all that are, or only `uuid` if it is."""
-    return {each: _joined(made) for each, made in protections(store, uuid).items()}
-
-
-def _joined(made: list[Protection]) -> str:
-    """Why a checkpoint is protected: each model and version once."""
-    return "; ".join(dict.fromkeys(map(str, made)))
+def protected(
+    store: CheckpointStore, uuid: str | None = None, kind: ProtectionKind | None = None
+) -> dict[str, str]:
+    """Why checkpoints are protected, by uuid, each reason once. Arguments as of `protections`."""
+    found = protections(store, uuid, kind)
+    return {each: "; ".join(dict.fromkeys(map(str, made))) for each, made in found.items()}
 
 
 def _held_instead(store: CheckpointStore, prefix: str) -> str:
     """The held checkpoints with this prefix, as the end of an error message."""
-    held = {each: _joined(made) for each, made in protections(store, kind="hold").items()}
+    held = protected(store, kind="hold")
     shown = [f"{each} is {why}" for each, why in held.items() if prefix and each.startswith(prefix)]
     return f"; {', '.join(shown)}, and {WHEN_RELEASED}" if shown else ""

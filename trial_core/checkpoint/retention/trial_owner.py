@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from trial_core.checkpoint.fencing import AttemptRecord, Fence, newest_attempts
-from trial_core.checkpoint.retention.claims import Claim, RunClaim, claim_of
+from trial_core.checkpoint.retention.claims import RunClaim, claim_of
 from trial_core.checkpoint.retention.leftovers import SWEEPER
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointNotFound, TrialflowError
@@ -116,29 +116,21 @@ def _last_attempt(
 def _check_not_live(store: CheckpointStore, trial: str) -> None:
     newest = store.newest(trial)
     claim = claim_of(store, trial, newest.created_at if newest is not None else "")
-    if claim is not None and _may_live(claim):
-        saved = f", its last checkpoint is of {newest.created_at}" if newest else ""
-        raise TrialflowError(
-            f"trial {trial} may be running: {claim.by} claimed it at {claim.at}{_place(claim)}"
-            f"{saved}. "
-            "Continuing it here would end that run. Wait until it has ended or stop it; if it "
-            "cannot end any more, give --take-over (take_over=True in a flow or in fit); or "
-            "start a new trial"
-        )
-
-
-def _may_live(claim: Claim) -> bool:
-    if not _has_own_host_name(claim):
-        return True
-    return claim.process != this_process() and is_alive(claim.process)
-
-
-def _place(claim: Claim) -> str:
-    """Where a claim was made, if its host has this one's name but is another one."""
-    if not _has_own_host_name(claim) or is_local(claim.process):
-        return ""
-    return ", on another machine or container of this name, or before this machine was restarted"
-
-
-def _has_own_host_name(claim: Claim) -> bool:
-    return claim.by.rpartition("@")[2] == socket.gethostname()
+    if claim is None:
+        return
+    place = ""
+    if claim.by.rpartition("@")[2] == socket.gethostname():
+        if claim.process == this_process() or not is_alive(claim.process):
+            return
+        if not is_local(claim.process):
+            place = (
+                ", on another machine or container of this name, or before this machine was "
+                "restarted"
+            )
+    saved = f", its last checkpoint is of {newest.created_at}" if newest else ""
+    raise TrialflowError(
+        f"trial {trial} may be running: {claim.by} claimed it at {claim.at}{place}{saved}. "
+        "Continuing it here would end that run. Wait until it has ended or stop it; if it "
+        "cannot end any more, give --take-over (take_over=True in a flow or in fit); or "
+        "start a new trial"
+    )
