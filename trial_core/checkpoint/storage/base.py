@@ -66,9 +66,7 @@ _CREATE_ONLY_ADVICE = (
 class StorageSpec(msgspec.Struct, frozen=True):
     """Where a storage is, as plain data that the driver sends to the ranks.
 
-    Attributes:
-        url: fsspec URL of the root, absolute.
-        options: for the fsspec file system. May hold credentials, so `repr` hides them.
+    Its `options` may hold credentials, so `repr` hides them.
     """
 
     url: str
@@ -92,11 +90,7 @@ class RangeRead(NamedTuple):
 
 
 class StoredObject(NamedTuple):
-    """An object's details in a listing.
-
-    Attributes:
-        modified_at: when it was last written, by the storage's clock; None if it does not tell.
-    """
+    """An object's details in a listing. Its time is by the storage's clock, if it tells one."""
 
     size_bytes: int
     modified_at: datetime | None
@@ -289,8 +283,7 @@ class Storage:
     def abort_uploads(self, folder: str, before: datetime | None = None) -> int:
         """Abort all unfinished uploads below a folder; return their number.
 
-        An upload that is still running there fails. Storages that keep no unfinished uploads have
-        none to abort.
+        An upload that is still running there fails.
 
         Args:
             before: abort only uploads that began earlier, by the storage's clock.
@@ -343,9 +336,6 @@ class Storage:
         Args:
             began: a time shortly before the write, by this machine's clock.
             written_at: by the storage's clock; if None, it does not tell, and nothing is compared.
-
-        Raises:
-            StorageError: the clocks differ by more than a minute; names both.
         """
         if written_at is None:
             return
@@ -376,7 +366,6 @@ class Storage:
                 self.remove(key)
 
     def _probe_create_only(self, path: str) -> str | None:
-        """Create an object and try to create it again with other bytes."""
         try:
             self._create_or_read(path, b"first")  # a lost reply is not a refusal
         except storage_exceptions() as error:
@@ -397,7 +386,6 @@ class Storage:
         return f"{self._server()} ignores the condition of a write (`If-None-Match: *`)"
 
     def _server(self) -> str:
-        """The server's name for a message."""
         return "its server"
 
     def _path(self, key: str) -> str:

@@ -166,11 +166,7 @@ class MemoryStorage(Storage):
 def _files_below(
     folder: str, above: frozenset[tuple[int, int]] = frozenset()
 ) -> Iterator[tuple[Path, os.stat_result]]:
-    """The files in a folder and below it; none if the folder does not exist.
-
-    Args:
-        above: device and inode of each folder that led here.
-    """
+    """The files in a folder and below it. `above`: device and inode of each folder on the way."""
     try:
         status = os.stat(folder)
         entries = list(os.scandir(folder))

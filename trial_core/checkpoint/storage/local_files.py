@@ -76,10 +76,7 @@ def atomic_file(path: Path, *, is_durable: bool, is_new: bool = False) -> Iterat
 
     Args:
         is_durable: sync the file and its folder to disk before the block ends.
-        is_new: fail if the name is taken.
-
-    Raises:
-        FileExistsError: `is_new`, and the name is taken.
+        is_new: raise FileExistsError if the name is taken.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_beside(path)

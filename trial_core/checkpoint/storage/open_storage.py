@@ -22,13 +22,9 @@ from trial_core.errors import StorageError
 _CHECKSUMS = "request_checksum_calculation"
 _S3_PROTOCOLS = ("s3", "s3a")
 _PACKAGES = {
-    "s3": "s3fs",
-    "s3a": "s3fs",
-    "gs": "gcsfs",
-    "gcs": "gcsfs",
-    "az": "adlfs",
-    "abfs": "adlfs",
-    "abfss": "adlfs",
+    **dict.fromkeys(_S3_PROTOCOLS, "s3fs"),
+    **dict.fromkeys(("gs", "gcs"), "gcsfs"),
+    **dict.fromkeys(("az", "abfs", "abfss"), "adlfs"),
 }
 
 
@@ -54,9 +50,8 @@ def open_storage(url: str, options: dict[str, Any] | None = None) -> Storage:
     if isinstance(fs, MemoryFileSystem):
         return MemoryStorage(spec, fs, root)
     if _is_s3(fs):
-        from trial_core.checkpoint.storage.s3_storage import (
-            S3Storage,  # s3fs takes a second to import
-        )
+        # s3fs takes a second to import.
+        from trial_core.checkpoint.storage.s3_storage import S3Storage
 
         return S3Storage(spec, fs, root)
     return Storage(spec, fs, root)
@@ -111,12 +106,7 @@ def _s3_options(given: dict[str, Any]) -> dict[str, Any]:
     if _CHECKSUMS in Config.OPTION_DEFAULTS:  # older releases compute none
         config.setdefault(_CHECKSUMS, "when_required")
     config["s3"] = {"payload_signing_enabled": False, **_mapping(config, "s3")}
-    return {
-        "use_listings_cache": False,
-        "max_concurrency": 1,
-        **given,
-        "config_kwargs": config,
-    }
+    return {"use_listings_cache": False, "max_concurrency": 1, **given, "config_kwargs": config}
 
 
 def _mapping(options: Mapping[str, Any], name: str) -> Mapping[str, Any]:

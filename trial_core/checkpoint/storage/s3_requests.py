@@ -77,10 +77,6 @@ class S3Requests:
         )
         return reply
 
-    async def send(self, method: str, view: memoryview, **arguments: Any) -> dict[str, Any]:
-        """Send a request with a large body; return the reply."""
-        return await self.call(method, Body=Body(view) if view else b"", **arguments)
-
     async def get_range(
         self, key: str, start: int, view: memoryview, version: str | None
     ) -> RangeRead:
@@ -165,10 +161,9 @@ class S3Requests:
     async def abort(
         self, prefix: str, upload_id: str | None = None, before: datetime | None = None
     ) -> int:
-        """Abort all multipart uploads to a key, or below a folder; return their number.
+        """Abort the multipart uploads that `unfinished` finds; return their number.
 
         Args:
-            prefix: a key, or a folder with a slash at its end.
             upload_id: a known upload to the key `prefix`: its abort needs no right to list.
             before: abort only uploads that began earlier.
         """

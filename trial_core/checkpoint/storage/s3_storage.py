@@ -25,7 +25,7 @@ from trial_core.checkpoint.storage.base import RangeRead, Storage, StorageSpec, 
 from trial_core.checkpoint.storage.buffer_pool import POOL_BUFFERS, piece_bytes
 from trial_core.checkpoint.storage.local_files import changed_during_upload, read_at
 from trial_core.checkpoint.storage.parallel import CancelSignal, WorkCancelled, in_parallel
-from trial_core.checkpoint.storage.s3_requests import S3Requests
+from trial_core.checkpoint.storage.s3_requests import Body, S3Requests
 from trial_core.checkpoint.storage.storage_errors import storage_exceptions
 
 T = TypeVar("T")
@@ -139,7 +139,8 @@ class S3Storage(Storage):
             data = os.pread(file, size_bytes, 0)
             if len(data) != size_bytes:
                 raise changed_during_upload(source)
-            self._run(self._requests.send("put_object", memoryview(data), Key=key), stop)
+            body = Body(memoryview(data)) if data else b""
+            self._run(self._requests.call("put_object", Body=body, Key=key), stop)
         return hashlib.sha256(data)
 
     def _store_parts(
@@ -157,7 +158,7 @@ class S3Storage(Storage):
                         raise changed_during_upload(source)
                     digest.update(view)
                 part = {"Key": key, "UploadId": upload_id, "PartNumber": start // step + 1}
-                reply = self._run(self._requests.send("upload_part", view, **part), stop)
+                reply = self._run(self._requests.call("upload_part", Body=Body(view), **part), stop)
             return {"PartNumber": part["PartNumber"], "ETag": reply["ETag"]}
 
         def call(method: str, **arguments: Any) -> dict[str, Any]:
