@@ -44,7 +44,6 @@ class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The record that an attempt has taken over a trial.
 
     Attributes:
-        number: the attempt's number among all attempts at the trial. The highest may commit.
         attempt: the attempt's id. In a flow it is the flow run's id, which all its attempts share;
             in a script it is random.
         by: user and machine of its driver: ``user@host``.
@@ -172,7 +171,6 @@ def newest_attempts(storage: Storage, trial: str) -> Iterator[tuple[int, Attempt
 
 
 def _numbered(storage: Storage, trial: str) -> list[tuple[str, int]]:
-    """Keys and numbers of a trial's recorded attempts."""
     folder = layout.attempts_folder(trial)
     return named_keys(storage, folder, lambda key: layout.parse_numbered_key(folder, key))
 

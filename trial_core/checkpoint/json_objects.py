@@ -40,10 +40,7 @@ def read_json(
 
     Args:
         unreadable: returned if the object is too large, was altered, or is not trialflow's.
-        is_silent: True to log no warning of such an object.
-
-    Raises:
-        StorageError: the storage failed.
+        is_silent: log no warning of such an object.
     """
     try:
         data = storage.read(key)
@@ -78,15 +75,10 @@ def decode_json(data: bytes, kind: type[Record], where: str = "") -> Record | No
 def named_keys(
     storage: Storage, folder: str, parse: Callable[[str], Name | None]
 ) -> list[tuple[str, Name]]:
-    """The keys of a folder's objects, sorted, each with its parsed name. Warns of foreign objects.
-
-    Args:
-        parse: parses a key; returns None for the key of a foreign object.
-    """
+    """The keys of a folder's objects, sorted, each as `parse` reads it. Warns of foreign ones."""
     found = []
     for key in sorted(storage.sizes(folder)):
-        name = parse(key)
-        if name is not None:
+        if (name := parse(key)) is not None:
             found.append((key, name))
         else:
             warn_of_foreign_object(storage, key)

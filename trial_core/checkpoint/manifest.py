@@ -119,27 +119,20 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """The description of a checkpoint, with its files.
 
     Attributes:
-        uuid: the checkpoint's id.
-        trial: id of the trial that saved it.
-        experiment: the experiment's name.
         writer: a random id of the launch of ranks that saved it; ``attempt`` in the file.
         created_at: time of the snapshot: ISO 8601, UTC (see `utc_now`).
         progress: the trial's progress at the snapshot.
         metrics: metrics of this very state: ``{"training": {…}, "validation": {…}}``. Without
             ``validation`` if the checkpoint's own batch was not validated.
-        topology: how the ranks divide the state.
         versions: versions of the software that saved it: ``{"torch": "2.13.0", …}``.
         config_digest: digest of the experiment's configuration, without storage and environment.
-        files: the files of all ranks.
         entrypoint: the trial's class: ``module:Class``; or a script's command, without the values
             of its options if the script started the run.
-        hyperparameters: the trial's hyperparameters.
         epoch: length of an epoch; None if the training loader had none, or it was not recorded.
         earlier_validation: metrics of the last validation, at batch `validated_at`, if that is an
             earlier batch than the checkpoint's. Never compare them as the checkpoint's own.
         code: the archive of the trial's code, one more file; None without a code folder.
         config: the experiment's configuration that `config_digest` covers; empty if not recorded.
-        schema_version: version of this structure.
     """
 
     uuid: str
@@ -175,7 +168,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def validated_at(self) -> int | None:
-        """The batch of the trial's last validation, or None."""
         return self.progress.validated_at
 
     @property
@@ -208,12 +200,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return self.schema_version >= SHARING_VERSION
 
     def file(self, path: str) -> FileEntry | None:
-        """The file with this path, or None."""
         return next((file for file in self.all_files if file.path == path), None)
 
     @property
     def name(self) -> layout.ManifestName:
-        """The parts of the manifest's key."""
         return layout.ManifestName(self.trial, self.progress.batches_trained, self.uuid)
 
     @property
@@ -292,15 +282,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def tombstone(uuid: str) -> bytes:
-    """The content of a tombstone.
-
-    A sweep creates it under a manifest's key, so that the checkpoint cannot be committed.
-    """
+    """What a sweep creates under a manifest's key, so that the checkpoint cannot be committed."""
     return _TOMBSTONE + msgspec.json.encode(uuid) + b"}\n"
 
 
 def is_tombstone(data: bytes) -> bool:
-    """Return whether the object under a manifest's key is a tombstone."""
     return data.startswith(_TOMBSTONE)
 
 

@@ -27,7 +27,7 @@ A manifest that cannot be read may refer to any file of its trial.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.layout import ManifestName
@@ -50,27 +50,23 @@ class References:
     unreadable: tuple[str, ...]
 
 
+@dataclass
 class ReferenceReader:
     """Reads the references of a storage's checkpoints. Remembers them: manifests never change.
 
-    Args:
+    Attributes:
         names: lists the manifests of a trial, or all (None).
-        read: reads a manifest; returns None if it is gone.
+        manifest: reads a manifest; returns None if it is gone.
     """
 
-    def __init__(
-        self,
-        names: Callable[[str | None], Collection[ManifestName]],
-        read: Callable[[ManifestName], Manifest | None],
-    ) -> None:
-        self._names = names
-        self._read = read
-        self._known: dict[ManifestName, frozenset[str]] = {}
+    names: Callable[[str | None], Collection[ManifestName]]
+    manifest: Callable[[ManifestName], Manifest | None]
+    _known: dict[ManifestName, frozenset[str]] = field(default_factory=dict)
 
     def read(self, trial: str | None) -> References:
         """The references of a trial's checkpoints, or of all (None)."""
         seen: dict[ManifestName, frozenset[str] | None] = {}
-        while new := [name for name in self._names(trial) if name not in seen]:
+        while new := [name for name in self.names(trial) if name not in seen]:
             seen.update(read_all(self._references, new))
         return References(
             keys=frozenset(key for keys in seen.values() if keys is not None for key in keys),
@@ -81,7 +77,7 @@ class ReferenceReader:
         """A checkpoint's references; none if it has just been deleted; None if it is unreadable."""
         if name not in self._known:
             try:
-                manifest = self._read(name)
+                manifest = self.manifest(name)
             except StorageError:
                 raise
             except CheckpointError:
@@ -106,7 +102,6 @@ def delete_files(
 
     Raises:
         CheckpointDamaged: a manifest of the trial cannot be read. Nothing is deleted.
-        StorageError: the storage failed, or objects are still there.
     """
     if (why := why_unknown(storage, others)) is not None:
         raise CheckpointDamaged(f"files of checkpoint {manifest.uuid} are not deleted: {why}")

@@ -92,12 +92,7 @@ class ResumePoint:
 
 
 def no_intact_checkpoint(tried: Sequence[ResumePoint], damage: str) -> CheckpointDamaged:
-    """The error for a run whose resume points are all damaged.
-
-    Args:
-        tried: the resume points in the order tried; at least one, each with a checkpoint.
-        damage: the damage found in the last one.
-    """
+    """The error for a run whose resume points are all damaged; `damage` is of the last one."""
     last = tried[-1]
     if last.restore != "everything":
         return CheckpointDamaged(f"the source checkpoint of the searcher: {damage}")

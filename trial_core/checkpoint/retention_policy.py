@@ -54,12 +54,8 @@ class RetentionPolicy:
             raise TypeError(f"keep_every must be an integer number, got {self.keep_every!r}")
 
     def __str__(self) -> str:
-        """The policy in the fields of the experiment file."""
-        fields = [
-            f"save_trial_best {self.save_trial_best}",
-            f"save_trial_latest {self.save_trial_latest}",
-            f"save_experiment_best {self.save_experiment_best}",
-        ]
+        counts = ("save_trial_best", "save_trial_latest", "save_experiment_best")
+        fields = [f"{name} {getattr(self, name)}" for name in counts]
         if self.keep_every is not None:
             fields.append(f"keep_every {self.keep_every.value} {self.keep_every.unit}")
         return ", ".join(fields)
@@ -67,8 +63,6 @@ class RetentionPolicy:
 
 @dataclass(frozen=True)
 class RetentionDecision:
-    """The decision on a checkpoint, and why."""
-
     manifest: Manifest
     keep: bool
     why: str
@@ -153,7 +147,6 @@ class _Standings:
         self._best_of_experiment = _places(_best_first(manifests, policy))
 
     def reasons_to_keep(self, manifest: Manifest, is_running: bool) -> list[str]:
-        """The rules that keep it; empty if none does."""
         policy, uuid = self._policy, manifest.uuid
         found = []
         if is_running and min(self._furthest[uuid], self._last_saved[uuid]) == 1:
@@ -177,7 +170,6 @@ class _Standings:
         return found
 
     def reason_to_delete(self, manifest: Manifest) -> str:
-        """Why no rule keeps it."""
         policy, uuid = self._policy, manifest.uuid
         reasons = [_counted(f"{_ordinal(self._furthest[uuid])}latest", policy.save_trial_latest)]
         if self._keeps_best and uuid in self._best_of_trial:

@@ -35,11 +35,7 @@ class StorageMark(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_mark(storage: Storage) -> str | None:
-    """The id of the storage's mark; None if it has none. One small request.
-
-    Raises:
-        StorageError: the mark cannot be read.
-    """
+    """The id of the storage's mark; None if it has none. One small request."""
     data = storage.read(layout.MARK)
     if data is None:
         return None
@@ -84,5 +80,4 @@ def marked(
 
 
 def described(mark: str | None) -> str:
-    """A mark that was found, for messages."""
     return f"it has no {layout.MARK}" if mark is None else f"its mark is {mark}"

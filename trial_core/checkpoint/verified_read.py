@@ -137,7 +137,6 @@ class StoredFile:
     """One stored file that several threads read in ranges.
 
     Args:
-        key: its key in the storage.
         target: local path that it is written to once it is verified; None: it is only read.
     """
 
@@ -175,7 +174,11 @@ class StoredFile:
             else RangeRead(0, None)
         )
         if self._target is not None:
-            self._open_part(self._target).write_at(view[: piece.size_bytes], start)
+            with self._turn:
+                if self._part is None:
+                    self._part = PartFile(self._target)
+                part = self._part
+            part.write_at(view[: piece.size_bytes], start)
         with stop.calling(self._wake), self._turn:
             while self._hashed_bytes != start and self.damage is None:
                 stop.check()
@@ -191,7 +194,6 @@ class StoredFile:
         """Delete the local file if it was not verified."""
         if self._part is not None:
             self._part.drop()
-            self._part = None
 
     def _hash(self, view: memoryview, piece: RangeRead) -> Damage | None:
         """Hash the next range; after the last one, compare the digest and keep the local file."""
@@ -211,12 +213,6 @@ class StoredFile:
             self._part.keep()
             self._part = None
         return None
-
-    def _open_part(self, target: Path) -> PartFile:
-        with self._turn:
-            if self._part is None:
-                self._part = PartFile(target)
-            return self._part
 
     def _wake(self) -> None:
         with self._turn:

@@ -51,10 +51,9 @@ _logger = logging.getLogger(__name__)
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
-    """The announcement that a trial runs.
+    """The announcement that a trial runs, by a driver (``user@host``).
 
     Attributes:
-        by: user and machine of its driver: ``user@host``.
         at: when the claim was last written: ISO 8601, UTC.
         needs: uuids, or prefixes of uuids, of the checkpoints that the run has started from.
         owner: id of the run. Another run may have claimed the same trial since.
@@ -73,9 +72,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunClaim:
-    """The claim of a run in progress. As a context manager, it lasts while the block runs.
-
-    One process of a run writes it.
+    """The claim of a run in progress, which lasts while the block runs. One process writes it.
 
     Args:
         source: uuid, or its prefix, of another trial's checkpoint that the run starts from. It is
@@ -93,10 +90,7 @@ class RunClaim:
         self.is_written = False
 
     def __enter__(self) -> RunClaim:
-        """Write the claim: the trial runs, and needs its source.
-
-        Only warns if the storage fails: training continues without a claim.
-        """
+        """Write the claim. Only warns if the storage fails: training continues without a claim."""
         with self._warning():
             self._store.storage.write(layout.claim_key(self._trial), self._claim())
             self.is_written = True
@@ -147,7 +141,6 @@ class RunClaim:
 
     @contextmanager
     def _warning(self) -> Iterator[None]:
-        """Turn a storage failure into a warning."""
         try:
             yield
         except StorageError as error:
@@ -169,17 +162,11 @@ def claims(store: CheckpointStore, last_saved: Mapping[str, str] | None = None) 
 
 
 def claim_of(store: CheckpointStore, trial: str, last_saved: str = "") -> Claim | None:
-    """The claim of one trial, if it counts. One request.
-
-    Args:
-        last_saved: the time of the trial's last checkpoint; empty: unknown.
-    """
+    """The claim of one trial, if it counts; `last_saved` as of `claims`. One request."""
     key = layout.claim_key(trial)
     unknown = Claim(trial=trial, by="unknown", at=utc_now(), needs=[], owner="", process="")
     claim = read_json(store.storage, key, Claim, unknown)
-    if claim is None:
-        return None  # its run has ended
-    if is_older(max(claim.at, last_saved), CLAIM_LIFETIME):
+    if claim is None or is_older(max(claim.at, last_saved), CLAIM_LIFETIME):
         return None
     return msgspec.structs.replace(claim, trial=trial)
 

@@ -47,13 +47,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Deletion(msgspec.Struct, frozen=True, kw_only=True):
-    """The marker that a checkpoint is being deleted.
-
-    Attributes:
-        by: user and machine of the pruner: ``user@host``.
-        at: start of the deletion: ISO 8601, UTC.
-        manifest: the checkpoint's manifest as it was stored.
-    """
+    """The marker of a deletion: by whom (``user@host``), since when, and the stored manifest."""
 
     by: str
     at: Timestamp
@@ -62,11 +56,7 @@ class Deletion(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class OwnMarker:
-    """A marker that this process has written.
-
-    Attributes:
-        began_seconds: when it was written, by `_seconds`.
-    """
+    """A marker that this process has written, and when, by `_seconds`."""
 
     key: str
     began_seconds: float
@@ -143,12 +133,7 @@ def finish_deletions(store: CheckpointStore) -> list[Manifest]:
 
 
 def check_stays(store: CheckpointStore, name: layout.ManifestName) -> None:
-    """Check that a checkpoint that has just been protected is there, and no prune deletes it.
-
-    Raises:
-        CheckpointNotFound: the checkpoint is not there.
-        CommitConflict: the checkpoint is being deleted.
-    """
+    """Check that a checkpoint that has just been protected stays. Raises as `protect`."""
     for key in _marker_keys(store, name.uuid):
         deletion = read_json(store.storage, key, Deletion)
         if deletion is not None and not _is_stale(store, key, deletion):
@@ -161,7 +146,6 @@ def check_stays(store: CheckpointStore, name: layout.ManifestName) -> None:
 
 
 def _marker_keys(store: CheckpointStore, uuid: str) -> list[str]:
-    """The keys of a checkpoint's markers, without foreign objects."""
     folder = layout.deletions_folder(uuid)
     return [key for key, _ in named_keys(store.storage, folder, layout.parse_deletion_key)]
 

@@ -92,7 +92,6 @@ class SweptLeftovers:
     """The result of a sweep.
 
     Attributes:
-        swept: the deleted uploads.
         spared: trials that have become active since they were listed, and the activity seen.
     """
 
@@ -260,9 +259,9 @@ class _TrialActivity:
 
     Attributes:
         begun: uploads that are not committed.
-        newest_attempt: number of the newest attempt, 0 if there is none.
+        newest_attempt: its number, 0 if there is none.
         times: when the trial was active; empty text if unreadable.
-        experiment: the experiment of its last checkpoint.
+        experiment: of its last checkpoint.
     """
 
     trial: str
@@ -291,7 +290,6 @@ class _TrialActivity:
 
     @property
     def last_active(self) -> str:
-        """The time of the trial's last activity."""
         return max(self.times, default="")
 
 

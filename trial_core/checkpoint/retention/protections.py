@@ -34,8 +34,7 @@ class Protection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         by: who made it: ``user@host``.
-        at: when it was made: ISO 8601, UTC.
-        reason: the person's reason; may be empty.
+        at: ISO 8601, UTC.
         model: of a hold: the model of which the checkpoint is a version.
         version: of a hold: the version's number, 0 if the hold is unreadable.
         move: of a hold: number of the move of the model's aliases that it was placed for.
@@ -130,12 +129,7 @@ def pins(store: CheckpointStore) -> dict[str, Protection]:
 def protections(
     store: CheckpointStore, uuid: str | None = None, kind: ProtectionKind | None = None
 ) -> dict[str, list[Protection]]:
-    """All protections by the checkpoint's uuid, a pin first. Unreadable ones count.
-
-    Args:
-        uuid: only protections of this checkpoint.
-        kind: only protections of this kind.
-    """
+    """The protections (of one checkpoint, or of one kind) by uuid, a pin first; also unreadable."""
     found: dict[str, list[Protection]] = {}
     folder = layout.PINS if uuid is None else layout.protections_folder(uuid)
     for key, name in named_keys(store.storage, folder, layout.parse_protection_key):
@@ -162,7 +156,6 @@ def protected(
 
 
 def _held_instead(store: CheckpointStore, prefix: str) -> str:
-    """The held checkpoints with this prefix, as the end of an error message."""
     held = protected(store, kind="hold")
     shown = [f"{each} is {why}" for each, why in held.items() if prefix and each.startswith(prefix)]
     return f"; {', '.join(shown)}, and {WHEN_RELEASED}" if shown else ""

@@ -44,12 +44,10 @@ class PruningPlan:
 
     @property
     def deletions(self) -> list[RetentionDecision]:
-        """The decisions to delete."""
         return [decision for decision in self.decisions if not decision.keep]
 
     @property
     def kept(self) -> list[RetentionDecision]:
-        """The decisions to keep."""
         return [decision for decision in self.decisions if decision.keep]
 
     @property
@@ -66,7 +64,6 @@ class PruningPlan:
         return sum(size for key, size in files.items() if key not in needed)
 
     def rows(self) -> list[dict[str, Any]]:
-        """The plan as a table of plain data."""
         return [
             {
                 "action": "keep" if decision.keep else "delete",
@@ -204,11 +201,7 @@ def prune_trial(
     logger: logging.Logger | logging.LoggerAdapter[Any],
     on_deleted: Callable[[str], None] = lambda uuid: None,
 ) -> None:
-    """Prune a running trial: call this after each of its commits. Failures are only warnings.
-
-    Args:
-        on_deleted: called with the uuid of each deleted checkpoint.
-    """
+    """Prune a running trial: call this after each of its commits. Failures are only warnings."""
 
     def report(decision: RetentionDecision) -> None:
         logger.info("%s: %s", describe(decision), decision.why)
@@ -242,9 +235,7 @@ def _why_needed_now(
 ) -> str | None:
     """Why a checkpoint that is about to be deleted must stay; None if it need not.
 
-    Args:
-        running: `PruningPlan.running`. A run that has started since may resume from any checkpoint
-            of its trial.
+    A run that has started since (see `PruningPlan.running`) may resume from any of its trial.
     """
     if why := protected(store, manifest.uuid).get(manifest.uuid) or _why_shared(store, manifest):
         return why
@@ -258,10 +249,7 @@ def _why_needed_now(
 
 
 def _why_shared(store: CheckpointStore, manifest: Manifest) -> str | None:
-    """Why a checkpoint must stay for others that may refer to its files; None if it need not.
-
-    See `checkpoint.references`.
-    """
+    """Why a checkpoint must stay for others that may refer to its files: see `references`."""
     if not manifest.shares_files:
         return None
     for intent in intents(store.storage, manifest.trial):

@@ -53,7 +53,6 @@ def announce_shared_upload(
 def _intact(
     store: CheckpointStore, base: Manifest, logger: logging.Logger | logging.LoggerAdapter[Any]
 ) -> list[FileEntry]:
-    """The files of a checkpoint that are neither missing nor found damaged."""
     problems = {
         damage.entry.path: str(damage)
         for damage in wrong_sizes(store.storage, base.uuid, base.all_files)
