@@ -145,8 +145,8 @@ def intent_names(storage: Storage, trial: str | None = None) -> list[layout.Inte
     return [name for _, name in named_keys(storage, folder, layout.parse_intent_key)]
 
 
-def intents(storage: Storage, trial: str, number: int | None = None) -> list[Intent]:
-    """A trial's intents, without the intents of attempts later than `number`."""
+def intents(storage: Storage, trial: str | None, number: int | None = None) -> list[Intent]:
+    """A trial's intents, or all (None), without those of attempts later than `number`."""
     found = (read_intent(storage, *name) for name in intent_names(storage, trial))
     return [each for each in found if each and (number is None or each.number <= number)]
 

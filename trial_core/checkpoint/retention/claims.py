@@ -27,7 +27,7 @@ from datetime import timedelta
 import msgspec
 
 from trial_core.checkpoint import layout
-from trial_core.checkpoint.intents import intent_names, read_intent
+from trial_core.checkpoint.intents import intents
 from trial_core.checkpoint.json_objects import (
     encode_json,
     is_older,
@@ -184,5 +184,5 @@ def claimed_checkpoints(claims: Iterable[Claim], manifests: Collection[Manifest]
 
 def uploading_trials(store: CheckpointStore, trial: str | None = None) -> set[str]:
     """The trials, or only this one, with an upload in progress: an intent not too old."""
-    found = (read_intent(store.storage, *name) for name in intent_names(store.storage, trial))
-    return {each.trial for each in found if each and not is_older(each.created_at, CLAIM_LIFETIME)}
+    found = intents(store.storage, trial)
+    return {each.trial for each in found if not is_older(each.created_at, CLAIM_LIFETIME)}

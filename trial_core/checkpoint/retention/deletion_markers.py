@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid as uuids
-from dataclasses import dataclass
+from collections.abc import Callable
 from datetime import timedelta
 
 import msgspec
@@ -32,6 +32,7 @@ from trial_core.checkpoint.json_objects import (
     user_at_host,
 )
 from trial_core.checkpoint.manifest import Manifest, Timestamp, utc_now
+from trial_core.checkpoint.storage.base import DeletedFiles
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import (
     CheckpointDamaged,
@@ -54,32 +55,37 @@ class Deletion(msgspec.Struct, frozen=True, kw_only=True):
     manifest: str
 
 
-@dataclass(frozen=True)
-class OwnMarker:
-    """A marker that this process has written, and when, by `_seconds`."""
+def delete_unless(
+    store: CheckpointStore, manifest: Manifest, why_needed: Callable[[], str | None]
+) -> DeletedFiles | str:
+    """Announce a deletion, look whether the checkpoint is needed, and delete it if it is not.
 
-    key: str
-    began_seconds: float
-
-    def why_unsafe(self) -> str | None:
-        """Why deletion is no longer safe (others may soon ignore the marker), or None."""
-        limit_seconds = STALE_AFTER.total_seconds() / 2
-        if _seconds() - self.began_seconds < limit_seconds:
-            return None
-        return (
+    Returns:
+        The deleted files; or why the checkpoint stays.
+    """
+    began_seconds, limit_seconds = _seconds(), STALE_AFTER.total_seconds() / 2
+    key = mark_deletion(store, manifest)
+    reason = why_needed()
+    if reason is None and _seconds() - began_seconds >= limit_seconds:
+        reason = (
             f"the search for pins, holds and claims took longer than {limit_seconds / 60:.0f} "
             "minutes: the storage is slow, or this machine was suspended; the next prune tries "
             "again"
         )
+    if reason is not None:
+        store.storage.remove(key)
+        return reason
+    deleted = store.delete(manifest)
+    unmark_deleted(store, manifest.uuid)
+    return deleted
 
 
-def mark_deletion(store: CheckpointStore, manifest: Manifest) -> OwnMarker:
-    """Announce that a checkpoint is about to be deleted."""
-    began_seconds = _seconds()
+def mark_deletion(store: CheckpointStore, manifest: Manifest) -> str:
+    """Announce that a checkpoint is about to be deleted; return the marker's key."""
     marker = Deletion(by=user_at_host(), at=utc_now(), manifest=manifest.to_json().decode())
     key = layout.deletion_key(manifest.uuid, uuids.uuid4().hex)
     store.storage.write(key, encode_json(marker))
-    return OwnMarker(key, began_seconds)
+    return key
 
 
 def unmark_deleted(store: CheckpointStore, uuid: str) -> None:

@@ -10,15 +10,14 @@ if there were nothing to resume.
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import socket
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from trial_core.checkpoint.storage_mark import ANOTHER_STORAGE, described, read_mark
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.common.any_logger import AnyLogger
 from trial_core.errors import StorageError
 from trial_core.processes.machine.run_dirs import home_folder
 
@@ -26,9 +25,7 @@ STORAGES = "storages"
 """The folder with these files. Each has a mark per line, in the order in which they were seen."""
 
 
-def note_storage(
-    store: CheckpointStore, mark: str, logger: logging.Logger | logging.LoggerAdapter[Any]
-) -> None:
+def note_storage(store: CheckpointStore, mark: str, logger: AnyLogger) -> None:
     """Note a storage's mark, when a run begins. Warns if it is new, and there was another."""
     path, known = _known(store)
     if store.is_process_local or mark in known:

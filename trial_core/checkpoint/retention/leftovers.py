@@ -122,7 +122,6 @@ def find_leftovers(
     Raises:
         ConfigError: `after_days` is so short that an upload may take as long, or is
             longer than ten years.
-        StorageError: the storage cannot be read.
     """
     if not after_days >= MIN_LEFTOVER_AGE_DAYS:
         raise ConfigError(

@@ -1,10 +1,6 @@
 """Protections: stored objects that keep a checkpoint until they are removed, whatever the rules.
 
-::
-
-    pins/{uuid}/pin-{unique}.json                   a person's pin: who, when and why
-    pins/{uuid}/{model}/{move:06d}-{unique}.json    the registry's hold: which version of a model
-
+A person's pin tells who, when and why; the registry's hold, which version of a model.
 `models.promotion` places a hold before a promotion and removes it after a later move. The
 checkpoints that a running trial needs are in its claim: see `claims`. `deletion_markers` describes
 how a protection and a deletion give way when they meet.

@@ -7,23 +7,20 @@ and looks again: see `deletion_markers`.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from trial_core.checkpoint.intents import intents
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.references import why_unknown
 from trial_core.checkpoint.retention.claims import claimed_checkpoints, claims, uploading_trials
-from trial_core.checkpoint.retention.deletion_markers import (
-    finish_deletions,
-    mark_deletion,
-    unmark_deleted,
-)
+from trial_core.checkpoint.retention.deletion_markers import delete_unless, finish_deletions
 from trial_core.checkpoint.retention.protections import protected
 from trial_core.checkpoint.retention_policy import RetentionDecision, RetentionPolicy, decide
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.common.any_logger import AnyLogger
 from trial_core.errors import CheckpointError
 
 
@@ -107,9 +104,6 @@ def plan_pruning(
         trial: decide on this trial's checkpoints only. The other trials still count for the best
             checkpoints of the experiment.
         running: trials known to run, in addition to trials with a claim.
-
-    Raises:
-        StorageError: the storage cannot be read.
     """
     is_alone = trial is not None and policy.save_experiment_best == 0
     manifests = store.list(trial if is_alone else None)
@@ -159,16 +153,14 @@ def prune(
     freed_bytes = 0
     for decision in plan.deletions:
         manifest = decision.manifest
-        marker = mark_deletion(store, manifest)
-        reason = _why_needed_now(store, manifest, plan.running) or marker.why_unsafe()
-        if reason is None:
-            freed_bytes += store.delete(manifest).size_bytes
-            unmark_deleted(store, manifest.uuid)
+        why_needed = partial(_why_needed_now, store, manifest, plan.running)
+        outcome = delete_unless(store, manifest, why_needed)
+        if isinstance(outcome, str):
+            spared.append(RetentionDecision(manifest, True, outcome))
+        else:
+            freed_bytes += outcome.size_bytes
             deleted.append(manifest)
             on_deleted(decision)
-        else:
-            store.storage.remove(marker.key)
-            spared.append(RetentionDecision(manifest, True, reason))
     return Pruned(tuple(deleted), tuple(spared), freed_bytes)
 
 
@@ -180,17 +172,9 @@ def delete_checkpoint(store: CheckpointStore, manifest: Manifest) -> None:
             stays.
         StorageError: the storage failed. The next prune finishes a deletion that has begun.
     """
-    marker = mark_deletion(store, manifest)
-    reason = (
-        protected(store, manifest.uuid).get(manifest.uuid)
-        or _why_shared(store, manifest)
-        or marker.why_unsafe()
-    )
-    if reason is not None:
-        store.storage.remove(marker.key)
-        raise CheckpointError(f"checkpoint {manifest.uuid} is not deleted: {reason}")
-    store.delete(manifest)
-    unmark_deleted(store, manifest.uuid)
+    outcome = delete_unless(store, manifest, partial(_why_kept, store, manifest))
+    if isinstance(outcome, str):
+        raise CheckpointError(f"checkpoint {manifest.uuid} is not deleted: {outcome}")
 
 
 def prune_trial(
@@ -198,7 +182,7 @@ def prune_trial(
     policy: RetentionPolicy,
     experiment: str,
     trial: str,
-    logger: logging.Logger | logging.LoggerAdapter[Any],
+    logger: AnyLogger,
     on_deleted: Callable[[str], None] = lambda uuid: None,
 ) -> None:
     """Prune a running trial: call this after each of its commits. Failures are only warnings."""
@@ -237,7 +221,7 @@ def _why_needed_now(
 
     A run that has started since (see `PruningPlan.running`) may resume from any of its trial.
     """
-    if why := protected(store, manifest.uuid).get(manifest.uuid) or _why_shared(store, manifest):
+    if why := _why_kept(store, manifest):
         return why
     found = claims(store)
     owners = [claim.owner for claim in found if claim.trial == manifest.trial]
@@ -248,8 +232,10 @@ def _why_needed_now(
     return claimed_checkpoints(found, [manifest]).get(manifest.uuid)
 
 
-def _why_shared(store: CheckpointStore, manifest: Manifest) -> str | None:
-    """Why a checkpoint must stay for others that may refer to its files: see `references`."""
+def _why_kept(store: CheckpointStore, manifest: Manifest) -> str | None:
+    """Why a checkpoint stays in any case: it is protected, or others may refer to its files."""
+    if why := protected(store, manifest.uuid).get(manifest.uuid):
+        return why
     if not manifest.shares_files:
         return None
     for intent in intents(store.storage, manifest.trial):

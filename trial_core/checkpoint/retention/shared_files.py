@@ -6,9 +6,6 @@ trial runs. `checkpoint.references` describes why they stay.
 
 from __future__ import annotations
 
-import logging
-from typing import Any
-
 import msgspec
 
 from trial_core.checkpoint.fencing import Fence
@@ -16,6 +13,7 @@ from trial_core.checkpoint.manifest import FileEntry, Manifest
 from trial_core.checkpoint.retention.deletion_markers import check_stays
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.verified_read import noted_damage, wrong_sizes
+from trial_core.common.any_logger import AnyLogger
 from trial_core.errors import CheckpointNotFound, CommitConflict
 
 
@@ -25,7 +23,7 @@ def announce_shared_upload(
     uuid: str,
     writer: str,
     fence: Fence | None,
-    logger: logging.Logger | logging.LoggerAdapter[Any],
+    logger: AnyLogger,
 ) -> tuple[str, list[FileEntry]]:
     """As `CheckpointStore.announce_upload`; return the base's uuid, and its files that are there.
 
@@ -50,9 +48,7 @@ def announce_shared_upload(
     return base.uuid, _intact(store, base, logger)
 
 
-def _intact(
-    store: CheckpointStore, base: Manifest, logger: logging.Logger | logging.LoggerAdapter[Any]
-) -> list[FileEntry]:
+def _intact(store: CheckpointStore, base: Manifest, logger: AnyLogger) -> list[FileEntry]:
     problems = {
         damage.entry.path: str(damage)
         for damage in wrong_sizes(store.storage, base.uuid, base.all_files)

@@ -82,10 +82,10 @@ def test_a_run_waits_for_the_end_of_a_deletion(
 ) -> None:
     """The pruner saw the claim and spared the checkpoint, or it deleted it."""
     spared, deleted = (commit_files(local_store, batches) for batches in (7, 11))
-    marker = mark_deletion(local_store, spared)
+    key = mark_deletion(local_store, spared)
     mark_deletion(local_store, deleted)
     ends = iter([
-        lambda: local_store.storage.remove(marker.key),
+        lambda: local_store.storage.remove(key),
         lambda: local_store.storage.delete(deleted.name.key),
         lambda: unmark_deleted(local_store, deleted.uuid),
     ])  # fmt: skip
