@@ -2,9 +2,8 @@
 
 An attempt that is presumed dead may be alive: its machine slept, or its network failed. Another
 attempt has taken over its trial meanwhile, and must not find new checkpoints of the older one. So
-before an attempt looks for a checkpoint to resume from, it takes the trial's next number::
-
-    attempts/{trial}/{number:06d}.json     who took over, and when
+before an attempt looks for a checkpoint to resume from, it takes the trial's next number: a record
+of who took over, and when (`layout.attempt_key`).
 
 The object is create-only, so two attempts at the same time get two numbers. An attempt with a lower
 number than the newest is superseded, and is refused when it announces an upload or commits. Numbers

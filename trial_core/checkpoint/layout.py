@@ -276,11 +276,7 @@ def moves_folder(model: str) -> str:
 
 
 def retraining_key(model: str, run: str, path: str) -> str:
-    """The key of a file that a retraining of a model writes.
-
-    Args:
-        run: the retraining's id.
-    """
+    """The key of a file that a retraining of a model, with the id `run`, writes."""
     return f"{model_folder(model)}/retrainings/{run}/{path}"
 
 
@@ -306,8 +302,7 @@ def is_name(text: str) -> bool:
 def checked_trial(trial: str) -> str:
     """Check and return a trial's id, a part of keys and of the run's folder.
 
-    Raises:
-        CheckpointError: no trial may have this id.
+    Raises CheckpointError if it is invalid.
     """
     if not is_name(trial):
         raise CheckpointError(f"{trial!r} cannot be a trial's id: {_NAME_RULE}")
@@ -322,11 +317,7 @@ def checked_model(model: str) -> str:
 
 
 def checked_uuid(uuid: str) -> str:
-    """Check and return a checkpoint's uuid, a part of keys and of folders.
-
-    Raises:
-        CheckpointError: no checkpoint may have this uuid.
-    """
+    """Check and return a checkpoint's uuid, a part of keys. Raises CheckpointError if invalid."""
     if not is_uuid(uuid):
         raise CheckpointError(
             f"{uuid!r} cannot be a checkpoint's uuid: expected up to 64 letters and digits, with "

@@ -54,8 +54,6 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         path: relative POSIX path below the checkpoint's folder.
-        digest: ``sha256:`` and 64 hexadecimal digits.
-        rank: the rank that wrote it.
         stored_at: ``{uuid}/{path}`` of the earlier checkpoint that has stored the same bytes, which
             may be deleted since; empty if this checkpoint has stored them.
     """

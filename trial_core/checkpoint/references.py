@@ -69,7 +69,7 @@ class ReferenceReader:
         while new := [name for name in self.names(trial) if name not in seen]:
             seen.update(read_all(self._references, new))
         return References(
-            keys=frozenset(key for keys in seen.values() if keys is not None for key in keys),
+            keys=frozenset(key for keys in seen.values() for key in keys or ()),
             unreadable=tuple(sorted(name.key for name, keys in seen.items() if keys is None)),
         )
 

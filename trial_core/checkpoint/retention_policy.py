@@ -24,17 +24,13 @@ RESUME_ORDER = attrgetter("resume_order")
 
 @dataclass(frozen=True)
 class RetentionPolicy:
-    """Which checkpoints an experiment keeps. The defaults are Determined's.
+    """How many checkpoints an experiment keeps, and which. The defaults are Determined's.
 
     Attributes:
-        save_trial_best: number of best checkpoints to keep per trial.
-        save_trial_latest: number of latest checkpoints to keep per trial.
-        save_experiment_best: number of best checkpoints to keep of all trials together.
         keep_every: per trial, keep the first checkpoint at or after each multiple of this many
             batches or epochs.
         metric: the validation metric that decides which checkpoint is best. If None, and best
             checkpoints are to be kept, all validated ones are.
-        smaller_is_better: True if a smaller metric is better.
     """
 
     save_trial_best: int = 1
@@ -106,15 +102,10 @@ def own_metric(manifest: Manifest, metric: str) -> float | None:
 
 
 def best_of_trial(manifests: Collection[Manifest]) -> Manifest | None:
-    """A trial's best checkpoint, by the searcher metric that its newest checkpoint names.
+    """The best of all checkpoints of a trial, by the searcher metric that the newest one names.
 
-    The same one as the policy keeps as the best of its trial.
-
-    Args:
-        manifests: all checkpoints of the trial.
-
-    Returns:
-        None if no checkpoint has that metric at its own batch, or none names a metric.
+    The same one as the policy keeps as the best of its trial. None if no checkpoint has that metric
+    at its own batch, or none names a metric.
     """
     newest = max(manifests, key=RESUME_ORDER, default=None)
     searcher = newest.config.get("searcher") if newest is not None else None

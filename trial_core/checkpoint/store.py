@@ -1,7 +1,6 @@
 """The checkpoints in a storage: commit them, list them, find them.
 
-A checkpoint exists if its manifest does. The manifest is written last, once and create-only, after
-all files that it lists are stored. A manifest that cannot be read is never listed.
+A checkpoint exists if its manifest does: see `commit`. One that cannot be read is never listed.
 """
 
 from __future__ import annotations
@@ -24,20 +23,9 @@ from trial_core.checkpoint.references import ReferenceReader, References, delete
 from trial_core.checkpoint.storage.base import NOT_DELETED_ADVICE, DeletedFiles, StorageSpec
 from trial_core.checkpoint.storage.open_storage import open_storage
 from trial_core.checkpoint.storage.parallel import read_all
-from trial_core.checkpoint.verified_read import (
-    Damage,
-    OnRead,
-    damage_error,
-    find_damage,
-    unheard,
-)
+from trial_core.checkpoint.verified_read import Damage, OnRead, damage_error, find_damage, unheard
 from trial_core.common.text_format import slug
-from trial_core.errors import (
-    CheckpointDamaged,
-    CheckpointError,
-    CheckpointNotFound,
-    StorageError,
-)
+from trial_core.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, StorageError
 
 __all__ = ["CheckpointStore", "StorageSpec"]
 

@@ -168,11 +168,9 @@ class StoredFile:
         """Read a range into `view`, write it, and hash it after all earlier ranges."""
         if self.damage is not None:
             return
-        piece = (
-            storage.read_into(self.key, start, view, stop, self.version)
-            if view
-            else RangeRead(0, None)
-        )
+        piece = RangeRead(0, None)
+        if view:
+            piece = storage.read_into(self.key, start, view, stop, self.version)
         if self._target is not None:
             with self._turn:
                 if self._part is None:

@@ -1,11 +1,7 @@
 """Claims: a run announces in the storage which checkpoints it needs, so that no prune deletes them.
 
-A pruner on another machine learns of a run only from the storage::
-
-    claims/{trial}.json     that the trial runs, since when, where, and from which checkpoints
-
-A run claims a checkpoint before it reads it, and then checks that it stays: see
-`deletion_markers.protect`.
+A pruner on another machine learns of a run only from the storage. A run claims a checkpoint before
+it reads it, and then checks that it stays: see `deletion_markers.protect`.
 
 The driver deletes its claim when the run ends. The claim of a killed driver is ignored after
 `CLAIM_LIFETIME`. Until then it protects one or two checkpoints that no run needs. An intent also

@@ -1,7 +1,5 @@
 """Deletion markers: a prune announces in the storage which checkpoint it deletes.
 
-    deletions/{uuid}/{unique}.json     who deletes the checkpoint, since when, and its manifest
-
 A prune and a process that needs the checkpoint may meet. The prune first writes its marker, then
 looks for pins, holds and claims. The other process first writes its pin, hold or claim, then looks
 for markers (`protect`). So at least one of them sees the other and gives way. Each prune has a

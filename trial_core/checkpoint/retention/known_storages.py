@@ -21,9 +21,6 @@ from trial_core.common.any_logger import AnyLogger
 from trial_core.errors import StorageError
 from trial_core.processes.machine.run_dirs import home_folder
 
-STORAGES = "storages"
-"""The folder with these files. Each has a mark per line, in the order in which they were seen."""
-
 
 def note_storage(store: CheckpointStore, mark: str, logger: AnyLogger) -> None:
     """Note a storage's mark, when a run begins. Warns if it is new, and there was another."""
@@ -61,14 +58,14 @@ def refuse_other_storage(store: CheckpointStore) -> None:
 
 
 def _known(store: CheckpointStore) -> tuple[Path, list[str]]:
-    """The file for a storage's address, and the marks in it."""
+    """The file for a storage's address, and the marks in it: a line each, as they were seen."""
     options, is_folder = store.spec.options, store.url.startswith("file://")
     address = (
         store.url, socket.gethostname() if is_folder else os.environ.get("AWS_ENDPOINT_URL"),
         options.get("endpoint_url"), options.get("account_name"),
         (options.get("client_kwargs") or {}).get("endpoint_url"),
     )  # fmt: skip
-    path = home_folder() / STORAGES / hashlib.sha256(repr(address).encode()).hexdigest()[:16]
+    path = home_folder() / "storages" / hashlib.sha256(repr(address).encode()).hexdigest()[:16]
     with suppress(OSError):
         return path, path.read_text(errors="replace").split()
     return path, []

@@ -63,7 +63,6 @@ class Leftover:
         begun_at: start of its upload, or the end if the trial is not known; empty if unreadable.
         files: number of complete files. There may be partial uploads of others.
         keep: True if it stays, because its trial may be running.
-        why: why it stays or goes.
     """
 
     trial: str | None

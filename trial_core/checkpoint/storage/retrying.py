@@ -18,11 +18,7 @@ PAUSE_SECONDS = 5.0
 
 
 def retry_storage(work: Callable[[], T]) -> T:
-    """Do `work`, which must be repeatable, and repeat it after a pause if the storage fails.
-
-    Raises:
-        StorageError: the last try failed.
-    """
+    """Do `work`, which must be repeatable, and repeat it after a pause if the storage fails."""
     for number in range(1, TRIES):
         try:
             return work()

@@ -177,8 +177,7 @@ class S3Storage(Storage):
     def _abort(self, key: str, upload_id: str | None) -> None:
         """Abort a failed upload. Only logs a failure: the caller has the first cause.
 
-        Args:
-            upload_id: None if not known, as after a lost reply: all uploads to the key are aborted.
+        Without an id, as after a lost reply, all uploads to the key are aborted.
         """
         abort = self._requests.abort(key, upload_id)
         try:

@@ -153,12 +153,9 @@ def statuses(error: BaseException) -> Iterator[int]:
 
 
 def is_foreign_404(response: object) -> bool:
-    """Return whether S3's client got a 404 without an S3 error document.
+    """Return whether botocore's parsed reply is a 404 without an S3 error document.
 
     A storage sends the document with every 404, except to HEAD, which we never send.
-
-    Args:
-        response: the reply as botocore has parsed it.
     """
     return (
         isinstance(response, Mapping)
@@ -185,11 +182,7 @@ def _is_foreign(error: BaseException) -> bool:
 
 
 class ErrorTranslator:
-    """Translates errors of one storage, or of one local folder, into `StorageError`.
-
-    Attributes:
-        url: the storage's URL, without credentials.
-    """
+    """Translates errors of one storage or folder, whose `url` has no credentials any more."""
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
         self._secrets = secrets_in(url, options or {})
@@ -215,9 +208,6 @@ class ErrorTranslator:
         Args:
             doing: completes "cannot … URL": ``"write to"``.
             also: further error classes that only the storage can raise inside the block.
-
-        Raises:
-            StorageError: names the failure, its cause and a remedy.
         """
         try:
             yield
