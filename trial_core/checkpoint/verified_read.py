@@ -80,7 +80,8 @@ def find_damage(
     files = [StoredFile(entry, entry.key(uuid)) for entry in wanted if entry.path not in missing]
     read_files(storage, files, found.append, on_read)
     note_damage(storage, uuid, found)
-    return sorted(found, key=lambda damage: wanted.index(damage.entry))
+    place = {entry.path: index for index, entry in enumerate(wanted)}
+    return sorted(found, key=lambda damage: place[damage.entry.path])
 
 
 def wrong_sizes(storage: Storage, uuid: str, entries: Iterable[FileEntry]) -> list[Damage]:
