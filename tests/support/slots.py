@@ -55,7 +55,6 @@ from trial_core.processes.slots.launcher import LocalLauncher
 from trial_core.processes.slots.rank_main import TRIAL_MODULES
 from trial_core.processes.slots.slot_group import SlotGroup
 from trial_core.processes.slots.stacks import STACK_SIGNAL, current_stacks
-from trial_core.schedule.searcher_metric import searcher_metric
 from trial_core.schedule.sequencer import (
     Checkpoint,
     Finish,
@@ -63,6 +62,7 @@ from trial_core.schedule.sequencer import (
     Train,
     Validate,
     next_workload,
+    searcher_metric,
 )
 from trial_core.schedule.units import EpochLength
 

@@ -24,7 +24,7 @@ from trial_core.rank.core_api.searcher import SearcherOperation, Unit
 from trial_core.rank.data import samplers
 from trial_core.rank.trial.custom_reducers import ReducerRegistry
 from trial_core.rank.trial.metric_reduction import BatchMetrics
-from trial_core.schedule.searcher_metric import searcher_metric
+from trial_core.schedule.sequencer import searcher_metric
 from trial_core.trainer.fit_arguments import fit_begun
 
 

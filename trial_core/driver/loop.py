@@ -31,7 +31,6 @@ from trial_core.driver.stages import Stages
 from trial_core.driver.stages.validate import report_validation
 from trial_core.driver.uploads import Uploads
 from trial_core.errors import TrialError
-from trial_core.schedule.searcher_metric import not_reported
 from trial_core.schedule.sequencer import (
     Checkpoint,
     Finish,
@@ -41,6 +40,7 @@ from trial_core.schedule.sequencer import (
     Validate,
     has_more_to_do,
     next_workload,
+    not_reported,
 )
 from trial_core.schedule.units import Batch, EpochLength, in_batches
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from trial_core.errors import TrialError
 from trial_core.messages import MetricsKind
-from trial_core.schedule.searcher_metric import searcher_metric
-from trial_core.schedule.sequencer import Progress
+from trial_core.schedule.sequencer import Progress, searcher_metric
 
 
 @dataclass

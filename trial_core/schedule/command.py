@@ -26,8 +26,7 @@ class ScriptCommand:
     """The command that every rank runs.
 
     Attributes:
-        target: the script's path below the code folder, or the module's name.
-        is_module: True if `target` is a module: ``python -m module``.
+        target: the script's path below the code folder, or the name of a module.
         arguments: ``sys.argv[1:]`` of the script.
     """
 

@@ -9,14 +9,35 @@ counter, `Progress.batches_trained`, drives every period.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
+from trial_core.common.text_format import is_number
+from trial_core.errors import TrialError
 from trial_core.schedule.units import EpochLength, TrainUnit, in_batches
-from trial_core.schedule.workload_length import automatic_stop
 
 CheckpointPolicy = Literal["best", "all", "none"]
 Continuous = Literal["continuous"]
+
+MAX_TASKS = 50
+"""Tasks that can be told apart in the timeline of a run."""
+
+OTHER_TASKS = 10
+"""The share of `MAX_TASKS` for the stages before training and the first, short train-workloads."""
+
+TASKS_PER_STOP = 3
+"""Tasks that a due validation or checkpoint adds: it ends a train-workload, and saving has two."""
+
+MIN_REPORTS = 10
+"""Workloads in a run that validates or saves so often that `MAX_TASKS` are exceeded anyway."""
+
+SHORTEST = 10
+"""Batches of the first workload; after it, the first training metrics are seen."""
+
+LONGEST = 10_000
+"""Batches. A rank keeps the metrics of a workload's batches until its end, some hundred bytes each.
+"""
 
 
 @dataclass(frozen=True)
@@ -26,13 +47,11 @@ class Schedule:
     Attributes:
         max_length: training ends exactly here.
         reporting_period: maximum length of a train-workload, which reports training metrics. None
-            means automatic, see `trial_core/schedule/workload_length.py`.
+            means automatic, see `_automatic_stop`.
         validation_period: when to validate, in addition to the end.
         checkpoint_period: when to save, in addition to the end. ``continuous`` saves after each
             train-workload unless an upload is in progress; the end of an upload ends a workload.
-        checkpoint_policy: which validations lead to a checkpoint: the ``best`` so far, ``all``, or
-            ``none``.
-        smaller_is_better: True if a smaller searcher metric is better.
+        checkpoint_policy: which validations lead to a checkpoint.
         step_zero_validation: True to validate once before the first batch.
     """
 
@@ -53,9 +72,8 @@ class Progress:
         batches_trained: batches trained since the start of the trial, in all its attempts.
         validated_at: `batches_trained` at the last validation, None before any.
         checkpointed_at: `batches_trained` at the last checkpoint, None before any.
-        best_metric: the best value of the searcher metric so far.
+        best_metric: of the searcher metric.
         improved: True if the last validation was the best so far.
-        stop_requested: True if the run was asked to save and end.
         postponed_at: `batches_trained` when an upload last kept a checkpoint from being saved; None
             if the last one that was due is saved.
     """
@@ -69,7 +87,6 @@ class Progress:
     postponed_at: int | None = None
 
     def after_training(self, batches_trained: int) -> Progress:
-        """The progress after training to `batches_trained`."""
         return replace(self, batches_trained=batches_trained)
 
     def after_validation(self, metric: float | None, smaller_is_better: bool) -> Progress:
@@ -94,7 +111,6 @@ class Progress:
         )
 
     def after_checkpoint(self) -> Progress:
-        """The progress after a checkpoint of this state was saved."""
         return replace(self, checkpointed_at=self.batches_trained, postponed_at=None)
 
     def postponing_checkpoint(self) -> Progress:
@@ -108,7 +124,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Train:
-    """Train until batch `until` of the trial."""
+    """Train until this batch of the trial."""
 
     until: int
 
@@ -120,11 +136,7 @@ class Validate:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Save a checkpoint.
-
-    Attributes:
-        is_optional: True if it is only periodic, so that it may be postponed.
-    """
+    """Save a checkpoint; `is_optional` if it is only periodic, so that it may be postponed."""
 
     is_optional: bool = False
 
@@ -142,11 +154,8 @@ def next_workload(
 ) -> Workload:
     """Decide the next workload of a run.
 
-    Args:
-        epoch: the epoch's length; None if the loader has no length.
-
     Raises:
-        ConfigError: a period is in epochs, but `epoch` is None.
+        ConfigError: a period is in epochs, but `epoch` is None: the loader has no length.
     """
     end = in_batches(schedule.max_length, epoch)
     if not progress.stop_requested and _must_validate(progress, schedule, epoch, end):
@@ -206,4 +215,68 @@ def _next_stop(trained: int, schedule: Schedule, epoch: EpochLength | None, end:
     for period in due if reports is None else [reports, *due]:
         # Only up to the nearest stop so far: containers are searched batch by batch.
         stop = period.next_due(trained, stop, epoch) or stop
-    return automatic_stop(trained, stop, end, due, epoch) if reports is None else stop
+    return _automatic_stop(trained, stop, end, due, epoch) if reports is None else stop
+
+
+def _automatic_stop(
+    trained: int,
+    next_due: int,
+    end: int,
+    periods: Sequence[TrainUnit],
+    epoch: EpochLength | None,
+) -> int:
+    """The end of the train-workload that begins at batch `trained`, by which a person can follow
+    the timeline. Between two batches at which validations or checkpoints are due::
+
+        0  10  20  40    100       200       300       400  437
+        |---|---|----|-----|---------|---------|-----------|
+        the first ones are short      then each has the length `unit`; a short rest joins the last
+
+    Args:
+        next_due: the next batch at which a validation or checkpoint is due, or training ends.
+        end: where training ends.
+        periods: of validations and checkpoints.
+    """
+    unit = _workload_length(end, periods, epoch)
+    stop = SHORTEST
+    while stop <= trained:
+        stop *= 2
+    if stop > unit // 2:
+        begin = max((period.last_due(trained, epoch) for period in periods), default=0)
+        stop = begin + ((trained - begin) // unit + 1) * unit
+    return stop if next_due - stop >= unit / 2 else next_due
+
+
+def _workload_length(end: int, periods: Sequence[TrainUnit], epoch: EpochLength | None) -> int:
+    """The length of a workload: 1, 2 or 5 times a power of ten."""
+    stops = 1 + sum(period.times_due(end, epoch) for period in periods)
+    reports = max(MAX_TASKS - OTHER_TASKS - TASKS_PER_STOP * stops, MIN_REPORTS)
+    unit = SHORTEST
+    while unit * reports < end and unit < LONGEST:
+        # 10, 20, 50, 100, …
+        unit = unit * 5 // 2 if str(unit).startswith("2") else unit * 2
+    return unit
+
+
+def searcher_metric(metrics: Mapping[str, Any], name: str) -> float:
+    """The value of the searcher metric `name`.
+
+    Raises:
+        TrialError: the metric is missing or not a number.
+    """
+    if name not in metrics:
+        raise not_reported(name, metrics)
+    if not is_number(value := metrics[name]):
+        raise TrialError(
+            f'searcher.metric "{name}" must be a number, but the trial reports {value!r}'
+        )
+    return float(value)
+
+
+def not_reported(name: str, reported: Iterable[str]) -> TrialError:
+    """The error for a trial that reports other validation metrics than `name`."""
+    return TrialError(
+        f'searcher.metric "{name}" is not among the validation metrics that the trial reports: '
+        f"{', '.join(sorted(reported)) or 'none'}. Set searcher.metric to one of these, or report "
+        f'"{name}" in the trial\'s validation'
+    )

@@ -54,12 +54,8 @@ _Event = Literal["kill", "unclear", "clear", "close"]
 
 @dataclass(frozen=True)
 class StopRequest:
-    """Why a run was asked to stop.
-
-    Attributes:
-        reason: decides the final state of the flow run.
-        detail: what happened, for people: ``SIGTERM``.
-    """
+    """Why a run was asked to stop. The reason decides the final state of the flow run; the detail
+    is for people: ``SIGTERM``."""
 
     reason: StopReason
     detail: str
@@ -79,20 +75,12 @@ class StopRequest:
 
 
 def as_the_trial_asked(reason: str | None) -> str:
-    """Why a run ends that its trial has stopped, for people.
-
-    Args:
-        reason: the trial's reason, if any.
-    """
+    """Why a run ends that its trial has stopped, for people."""
     return "as the trial asked" + (f": {text_format.one_line(reason)}" if reason else "")
 
 
 def how_it_ended(error: BaseException, stopping: StopHandler) -> str:
-    """How a run that raised `error` has ended, for people: ``failed: why`` or ``stopped: why``.
-
-    Args:
-        stopping: the run's stop requests; the text names the final one.
-    """
+    """How a run that raised `error` has ended, for people: ``failed: why`` or ``stopped: why``."""
     is_stop = isinstance(error, Stopped) or not isinstance(error, Exception)
     reason = str(error) or type(error).__name__
     request = stopping.final_request()

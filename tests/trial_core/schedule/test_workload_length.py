@@ -10,6 +10,9 @@ from hypothesis import given, strategies as st
 
 from tests.trial_core.schedule.test_sequencer import at, simulate
 from trial_core.schedule.sequencer import (
+    LONGEST,
+    MAX_TASKS,
+    MIN_REPORTS,
     Checkpoint,
     Progress,
     Schedule,
@@ -18,7 +21,6 @@ from trial_core.schedule.sequencer import (
     next_workload,
 )
 from trial_core.schedule.units import Batch
-from trial_core.schedule.workload_length import LONGEST, MAX_TASKS, MIN_REPORTS
 
 lengths = st.integers(1, MAX_TASKS * LONGEST // 2)
 periods = st.none() | st.builds(Batch, st.integers(1, 10**6))

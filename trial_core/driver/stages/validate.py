@@ -8,7 +8,7 @@ from __future__ import annotations
 from trial_core.common.text_format import metrics_line
 from trial_core.driver.run import Launch
 from trial_core.messages import MetricsNamed, NameMetrics, RunValidation, Validated
-from trial_core.schedule.searcher_metric import searcher_metric
+from trial_core.schedule.sequencer import searcher_metric
 from trial_core.schedule.stop_requests import as_the_trial_asked
 
 
