@@ -16,7 +16,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.context import FlowRunContext
 
 from trial_core.checkpoint.manifest import Manifest
-from trial_core.checkpoint.transfer.staged_checkpoint import StagedCheckpoint
+from trial_core.checkpoint.transfer.staging import StagedCheckpoint
 from trial_core.driver.run import Launch
 from trial_core.driver.stages import Stages
 from trial_core.driver.stages.declared_stage import DeclaredStage

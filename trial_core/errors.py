@@ -1,28 +1,4 @@
-"""The errors of trialflow. Each message says what was seen, what was expected, and what to do::
-
-    TrialflowError
-    ├── ConfigError            the experiment YAML, or an argument of fit, cannot be used as written
-    ├── TrialError             the user's trial breaks the trial API's rules
-    │   ├── TrialTypeError     an argument has a wrong type
-    │   └── TrialValueError    an argument has a wrong value
-    │       └── InvalidHP      the trial cannot be trained with its hyperparameters
-    ├── SlotsError             the slot group could not be started or used
-    │   ├── LaunchError        a slot group could not be started
-    │   ├── RankFailed         a rank died, or its workload raised
-    │   ├── DeadlineExceeded   a rank did not come to a collective in time
-    │   ├── Stalled            ranks are alive but make no progress
-    │   └── Stopped            the ranks were killed because the run was asked to stop
-    ├── CheckpointError        an error of stored checkpoints
-    │   ├── StorageError       the storage cannot be reached, read or written
-    │   ├── CheckpointNotFound no committed checkpoint has that name
-    │   ├── CheckpointDamaged  a file does not match its manifest, or an object is too large
-    │   ├── TopologyMismatch   other ranks than these can restore a checkpoint
-    │   └── CommitConflict     another writer has committed under the same name
-    │       └── Superseded     another attempt has taken over the trial
-    └── RegistryError          an error of models, their versions and aliases
-        ├── ModelNotFound      no model, or no version of it, has that name
-        ├── PromotionConflict  another process has moved the model's aliases meanwhile
-        └── PromotionRefused   the model's aliases cannot be moved like this
+"""The errors of trialflow. Each message says what was seen, what was expected, and what to do.
 
 ``RankFailed`` and ``Stalled`` have attributes; the other classes only have a message.
 Scripts written for Determined catch some mistakes as Python's own errors, so ``ConfigError`` is

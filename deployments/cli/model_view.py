@@ -96,7 +96,7 @@ class ModelView:
             print_table(_MOVE_COLUMNS, [_move_row(move) for move in moves])
 
     def _with_outcomes(self, moves: list[Move]) -> list[tuple[Version, str]]:
-        from trial_core.models.version_history import explain_versions
+        from trial_core.models.journal import explain_versions
 
         outcomes = explain_versions(self._registry.store, self._versions, moves)
         return list(zip(self._versions, outcomes, strict=True))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from trial_core.common import text_format
-from trial_core.common.flat_names import flat
+from trial_core.common.text_format import flat
 from trial_core.errors import CheckpointDamaged, CheckpointNotFound, ConfigError
 from trialflow.deployments.cli.clean_runs import clean
 from trialflow.deployments.cli.experiment_options import ConfigFile, StorageOption, open_store

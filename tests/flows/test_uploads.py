@@ -17,7 +17,7 @@ from tests.support.prefect import free_port, isolated
 from tests.support.slots import toy_config
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.checkpoint.transfer.staged_checkpoint import StagedCheckpoint
+from trial_core.checkpoint.transfer.staging import StagedCheckpoint
 from trial_core.driver.run import Launch, Run
 from trial_core.driver.stages.declared_stage import beside
 from trial_core.driver.uploads import Uploads

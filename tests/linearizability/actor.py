@@ -22,7 +22,7 @@ from tests.linearizability.history import Recorder
 from trial_core.checkpoint.fencing import Fence
 from trial_core.checkpoint.retention import claims, deletion_markers
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.models.numbered_log import NumberedLog
+from trial_core.models.records import NumberedLog
 
 SUBJECTS: Mapping[str, ModuleType] = {
     "trials": trials, "protections": protections, "registry": registry

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 _ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
@@ -171,6 +171,15 @@ def plural(count: int, noun: str) -> str:
     """``1 file``, ``2 files``, ``2 batches``."""
     ending = "es" if noun.endswith("ch") else "s"
     return f"{count} {noun}{ending if count != 1 else ''}"
+
+
+def flat(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Each value of nested mappings, with its dotted name: ``("model.depth", 12)``."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", value
 
 
 def trial_number(trial: str) -> int | None:

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trial_core.checkpoint.resume_point import ResumePoint
-from trial_core.common.flat_names import flat
-from trial_core.common.text_format import first_few, setting, told_apart
+from trial_core.common.text_format import first_few, flat, setting, told_apart
 from trial_core.config import ExperimentConfig
 
 SHOWN = 6

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.checkpoint.transfer.checkpoint_source import CheckpointSource
 from trial_core.checkpoint.transfer.code_folder import check_code_folder
 from trial_core.checkpoint.transfer.trial_code import TrialCode, code_of_checkpoint
 from trial_core.common.any_logger import AnyLogger
@@ -70,6 +71,6 @@ def fetched_code(
     store: CheckpointStore, checkpoint: Manifest, run_dir: Path, logger: AnyLogger
 ) -> TrialCode:
     """Fetch the code of a checkpoint to the run's folder. Raises as `code_of_checkpoint`."""
-    code = code_of_checkpoint(store, checkpoint, run_dir / CODE)
+    code = code_of_checkpoint(CheckpointSource(checkpoint, store), run_dir / CODE)
     logger.info("the ranks use the code of checkpoint %s", checkpoint.uuid)
     return code

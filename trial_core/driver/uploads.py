@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from trial_core.checkpoint.manifest import Manifest
-from trial_core.checkpoint.transfer.staged_checkpoint import StagedCheckpoint
+from trial_core.checkpoint.transfer.staging import StagedCheckpoint
 from trial_core.driver.own_stages_due import OwnStages
 from trial_core.driver.run import Launch
 from trial_core.driver.stages import Stages

@@ -56,9 +56,8 @@ class ExportRequest:
 
     Attributes:
         engine: index of the trial's engine, or of a PyTorchTrial's model.
-        dtype: precision of the exported weights.
         is_trusted: True to read objects of any class.
-        shard_size: the size of the largest file of a folder.
+        shard_size: of the largest file of a folder.
     """
 
     manifest: Manifest
@@ -69,7 +68,6 @@ class ExportRequest:
     shard_size: str = "2GB"
 
     def __post_init__(self) -> None:
-        """Refuses an unknown format or precision. Raises ConfigError."""
         for name, value, known in (
             ("format", self.format, get_args(Format)),
             ("dtype", self.dtype, get_args(ExportPrecision)),
@@ -93,11 +91,7 @@ class Exported:
 
 
 class _Mark(msgspec.Struct, kw_only=True):
-    """The content of `MARK`.
-
-    Attributes:
-        files: the paths of the exported files in the folder.
-    """
+    """The content of `MARK`: which files in the folder are exported."""
 
     checkpoint: str
     trial: str
@@ -137,11 +131,8 @@ def check_target(to: Path, format_: Format, force: bool) -> None:
 
 
 def _check_export(folder: Path) -> None:
-    """Check that a folder holds the files of an export, and nothing else.
-
-    Raises:
-        ConfigError: names the files that would be lost.
-    """
+    """Check that a folder holds the files of an export, and nothing else. The ConfigError names
+    the files that would be lost."""
     try:
         mark = decode((folder / MARK).read_bytes(), _Mark)
     except (OSError, msgspec.MsgspecError, RecursionError):
@@ -217,14 +208,10 @@ def export_checkpoint(
             if written.is_dir():
                 _replace_folder(written, to, lambda: check_target(to, request.format, force))
                 return done
-        with (
-            errors.translated("write"),
-            atomic_file(to, is_durable=True) as file,
-            written.open("rb") as source,
-        ):
-            shutil.copyfileobj(source, file, COPY_BYTES)
-            # again: no exclusive create, as disks may have no hard links
-            check_target(to, request.format, force)
+            with atomic_file(to, is_durable=True) as file, written.open("rb") as source:
+                shutil.copyfileobj(source, file, COPY_BYTES)
+                # again: no exclusive create, as disks may have no hard links
+                check_target(to, request.format, force)
         return done
 
 
@@ -242,7 +229,6 @@ def _replace_folder(source: Path, target: Path, check: Callable[[], None]) -> No
 
 
 def _convert(folder: Path, request: ExportRequest, target: Path) -> Exported:
-    """Write the weights of fetched files in the requested format."""
     if request.format in ("deepspeed", "universal"):
         return _convert_state(folder, request, target)
     # DeepSpeed logs to stdout, which is reserved for this command's result.
@@ -338,11 +324,8 @@ def _weights_of(folder: Path, request: ExportRequest) -> dict[str, SavedWeight]:
 
 
 def _files_of(manifest: Manifest, engine: int) -> list[FileEntry]:
-    """The files that hold an engine's weights, or a PyTorchTrial's.
-
-    Raises:
-        CheckpointError: there are none.
-    """
+    """The files that hold an engine's weights, or a PyTorchTrial's. CheckpointError: there are
+    none."""
     from trial_core.schedule.command import is_command
 
     facts = f"export{engine}/"
@@ -355,18 +338,13 @@ def _files_of(manifest: Manifest, engine: int) -> list[FileEntry]:
         return [entry for entry in manifest.files if entry.path.startswith(names)]
     saved = {entry.path.partition("/")[0] for entry in manifest.files if "/" in entry.path}
     engines = sorted(name.removeprefix("model") for name in saved if name.startswith("model"))
+    to_fetch = f"to fetch them: trialflow checkpoints download {manifest.uuid} --to FOLDER"
     if is_command(manifest.entrypoint):
-        reason = (
-            "a script has written its files, which no trial's format has; to fetch them: "
-            f"trialflow checkpoints download {manifest.uuid} --to FOLDER"
-        )
+        reason = f"a script has written its files, which no trial's format has; {to_fetch}"
     elif engines:
         reason = f"its engines are {', '.join(engines)}"
     else:
-        reason = (
-            "the trial overrides save, so only the trial can read its files; to fetch them: "
-            f"trialflow checkpoints download {manifest.uuid} --to FOLDER"
-        )
+        reason = f"the trial overrides save, so only the trial can read its files; {to_fetch}"
     raise CheckpointError(
         f"checkpoint {manifest.uuid} of {manifest.entrypoint} holds no DeepSpeed weights for "
         f"engine {engine} (model{engine}/…model_states.pt): {reason}"

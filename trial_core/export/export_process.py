@@ -19,12 +19,7 @@ from trial_core.processes.machine.callback_process import call_function
 def export_in_process(
     config: ExperimentConfig, uuid: str, to: Path, *, force: bool, **options: Any
 ) -> Exported:
-    """Export a checkpoint of the experiment's storage to a file or a folder.
-
-    Args:
-        uuid: the checkpoint's uuid.
-        force: True to replace an existing file or exported folder.
-        options: fields of `ExportRequest`.
+    """Export a checkpoint of the experiment's storage; `options` are fields of `ExportRequest`.
 
     Raises:
         TrialflowError: as `export_checkpoint` does; or the process was killed.

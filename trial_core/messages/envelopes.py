@@ -61,8 +61,7 @@ class RankError(Message):
     Attributes:
         error_type: the name of its class.
         is_ours: True if it is a `TrialflowError`; a user's class may have the same name.
-        message, traceback: the exception's, as text.
-        batches_trained: the batches that the rank had trained; None before the trial was built.
+        batches_trained: None before the trial was built.
     """
 
     error_type: str
@@ -122,7 +121,6 @@ class StopRequested(Message):
 
     Attributes:
         reason: a signal's reason; None if the trial asks.
-        detail: what happened, for people: ``SIGTERM``.
     """
 
     reason: StopReason | None = None
@@ -133,7 +131,6 @@ class Abort(Message):
     """End your part of the run with this error. Sent to ranks that the driver has not started.
 
     Attributes:
-        error_type: the name of the error's class.
         details: the error's other attributes, if its class has any.
     """
 
@@ -143,7 +140,6 @@ class Abort(Message):
 
     @classmethod
     def of(cls, error: BaseException) -> Abort:
-        """The message for an error of the driver's."""
         name, details = type(error).__name__, {}
         if isinstance(error, RankFailed):
             details = asdict(error)
@@ -153,7 +149,6 @@ class Abort(Message):
 
     @property
     def error(self) -> TrialflowError:
-        """The error, for the rank to raise."""
         known = getattr(errors, self.error_type, None)
         if isinstance(known, type) and issubclass(known, TrialflowError):
             arguments = () if known is RankFailed else (self.message,)
@@ -194,8 +189,6 @@ class Activity(Message):
 
 
 class LogLines(Message):
-    """New lines of a rank's log."""
-
     lines: list[str]
 
 
@@ -205,8 +198,8 @@ class MetricsReported(Message):
     Attributes:
         steps, seconds: the steps since its last report, validation or checkpoint, and their
             duration. Both are 0 unless these are training metrics of a script that states its work.
-        work: the work of a step, on all ranks.
-        device: the name of the accelerator that the script computes on; empty for the CPU.
+        work: of a step, on all ranks.
+        device: the accelerator's name; empty for the CPU.
     """
 
     kind: MetricsKind
@@ -285,7 +278,6 @@ class Peer:
 
 
 encode: Callable[[Message], bytes] = msgspec.msgpack.Encoder().encode
-"""Encodes a message."""
 
 
 def decoding(kind: Any) -> Callable[[bytes], Any]:
@@ -309,9 +301,6 @@ decode_invitation: Callable[[bytes], Invitation | Abort] = decoding(Invitation |
 
 def check_integer(value: int, place: str) -> None:
     """Refuse a metric that messages cannot hold: MessagePack's integers have 64 bits.
-
-    Args:
-        place: the metric's holder, for the error.
 
     Raises:
         TrialError: `value` is below -2**63, or not below 2**64.

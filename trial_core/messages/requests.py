@@ -23,10 +23,9 @@ class Message(msgspec.Struct, tag=True, kw_only=True):
 
 
 class Request(Message):
-    """A workload for all ranks.
+    """A workload for all ranks, for one lane of theirs.
 
     Attributes:
-        lane: the lane of the rank that runs it.
         stage: the stage that it belongs to, for people: the name of a Prefect task, if any.
     """
 
@@ -35,7 +34,6 @@ class Request(Message):
 
     @property
     def title(self) -> str:
-        """The ranks' work, for messages."""
         return self.stage
 
 
@@ -44,12 +42,7 @@ class Result(Message):
 
 
 class MayStop(Result):
-    """The result of a request during which the trial may request a stop.
-
-    Attributes:
-        stop_requested: True if the trial on this rank has requested a stop.
-        stop_reason: the trial's reason, if any.
-    """
+    """The result of a request during which the trial on this rank may request a stop."""
 
     stop_requested: bool = False
     stop_reason: str | None = None
@@ -84,8 +77,7 @@ class BuildTrial(Request):
     Attributes:
         experiment: the validated experiment configuration, as plain data.
         run_dir: the run's folder on the driver's machine: logs, staging, restored files.
-        micro_batch_samples: samples in a micro-batch of the engines; 0: as many as in a rank's
-            batch; None: as configured.
+        micro_batch_samples: of the engines; 0: as many as in a rank's batch; None: as configured.
     """
 
     stage: ClassVar[str] = "build-trial"
@@ -101,9 +93,8 @@ class TrialBuilt(Result):
 
     Attributes:
         hooks: the callback hooks that some callback of the trial overrides.
-        topology: how the ranks divide the work.
         batch_samples: samples in one batch on all ranks (`train_batch_size`).
-        versions: versions of the libraries that the rank uses.
+        versions: of the libraries that the rank uses.
     """
 
     hooks: list[str]
@@ -119,7 +110,6 @@ class FetchCheckpoint(Request):
         files: all files of the checkpoint.
         saved_by: the topology that saved it; only files that this machine's ranks need are
             downloaded. None: all files.
-        restore: which parts will be restored.
     """
 
     lane: ClassVar[Lane] = "io"
@@ -148,7 +138,6 @@ class BuildLoadersAndRestore(Request):
     Attributes:
         batches_trained: where training begins or continues.
         checkpoint: uuid of a checkpoint that has been fetched.
-        restore: which parts are restored.
         saved_by: the topology that saved it; None for the present one.
         validation_limit: maximum `evaluate_batch` calls per validation; None for no limit.
     """
@@ -165,8 +154,7 @@ class ReadyToTrain(Result):
     """The loaders are built, the checkpoint is restored: the rank is ready to train.
 
     Attributes:
-        epoch: the length of an epoch; None if the training loader has no length.
-        restore_seconds: how long the rank read and loaded the checkpoint.
+        epoch: None if the training loader has no length.
         loads_micro_batches: True if the training loader has the engine's micro-batch size, which
             may then be changed; None on a rank that needs no data.
         overridden_optimizers, overridden_schedulers: the trial's settings that the restore has
@@ -199,8 +187,8 @@ class Trained(MayStop, kw_only=True):
         non_finite: this rank's metrics that were NaN or infinite in some batch.
         scaled_steps, skipped_steps: optimizer steps with a loss scaler, and how many it skipped.
         work: of one batch on all ranks, as far as this rank knows it.
-        device: the name of the accelerator that this rank computes on; empty for the CPU.
-        peak_memory_bytes: the most that this rank has used since it was started.
+        device: the accelerator's name; empty for the CPU.
+        peak_memory_bytes: since the rank was started.
     """
 
     batches_trained: int
@@ -261,11 +249,8 @@ class SaveCheckpoint(Request):
 
 
 class Saved(MayStop, kw_only=True):
-    """The rank's state is staged; training may continue.
-
-    Attributes:
-        writes_run_files: True if the rank has TensorBoard files to upload.
-    """
+    """The rank's state is staged; training may continue. `writes_run_files` if the rank has
+    TensorBoard files to upload."""
 
     staging: str
     seconds: float
@@ -273,11 +258,8 @@ class Saved(MayStop, kw_only=True):
 
 
 class PersistCheckpoint(Request):
-    """Upload this rank's staged files of checkpoint `uuid`, and its TensorBoard files.
-
-    Attributes:
-        shared: stored files that the checkpoint may refer to; see `upload_staged`.
-    """
+    """Upload this rank's staged files of checkpoint `uuid`, and its TensorBoard files. `shared`: as
+    for `upload_staged`."""
 
     lane: ClassVar[Lane] = "io"
     stage: ClassVar[str] = "checkpoint-upload"
@@ -320,16 +302,12 @@ class RunHook(Request):
 
     @property
     def title(self) -> str:
-        """The ranks' work, for messages."""
         return f"{self.stage} {self.hook}"
 
 
 class HookDone(MayStop, kw_only=True):
-    """The callbacks have run.
-
-    Attributes:
-        metrics: from rank 0 after on_validation_end: the metrics as the callbacks have left them.
-    """
+    """The callbacks have run. `metrics`: as they have left them, from rank 0 after
+    on_validation_end."""
 
     metrics: dict[str, Any] | None = None
 
@@ -341,12 +319,8 @@ class FinishRunFiles(Request):
 
 
 class RunFilesStored(Result):
-    """The rank's TensorBoard files are stored, unless `problem` is set.
-
-    Attributes:
-        files: the number of new or changed files.
-        problem: why they could not be stored.
-    """
+    """The rank's TensorBoard files, so many new or changed ones, are stored; unless `problem` says
+    why not."""
 
     files: int
     problem: str | None = None
@@ -368,13 +342,8 @@ class RunScript(Request):
 
 
 class ScriptEnded(Result):
-    """The script has ended without an error.
-
-    Attributes:
-        was_preempted: True if it was told on this rank to save and end.
-        writes_run_files: True if the rank has TensorBoard files to upload.
-        peak_memory_bytes: the most that the rank has used since it was started.
-    """
+    """The script has ended without an error. `was_preempted` if it was told on this rank to save
+    and end. The other fields are as in `Saved` and `Trained`."""
 
     was_preempted: bool
     writes_run_files: bool = False

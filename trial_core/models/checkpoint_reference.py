@@ -68,7 +68,6 @@ def _newest_trial(store: CheckpointStore, which: str) -> str:
 
 
 def _of_trial(store: CheckpointStore, which: str, trial: str) -> Manifest:
-    """A trial's best or latest checkpoint."""
     checked_trial(trial)
     if which == "latest":
         found = store.newest(trial)

@@ -21,7 +21,7 @@ present champion. A rollback and a retry thus help when the champion is damaged.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -29,9 +29,11 @@ import msgspec
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.json_objects import parse_time
 from trial_core.checkpoint.manifest import tagged, untagged, utc_now
+from trial_core.checkpoint.storage.parallel import read_all
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.common.decoding import convert, decode
 from trial_core.errors import CheckpointDamaged, RegistryError
+from trial_core.models.records import Move, Version
 
 REPORT = "report.md"
 
@@ -44,7 +46,7 @@ class RetrainingPlan(msgspec.Struct, frozen=True, kw_only=True):
         scheduled_at: scheduled start of the run: ISO 8601, UTC.
         begun_at: actual start of the first attempt.
         data: the experiment's data, rendered, overridden by the data given to the run.
-        champion: number of the champion version, or None.
+        champion: number of the version.
         move: number of the model's last move, or 0.
         renewed: how many earlier plans of the run this one replaces.
         note: why it replaces them, for people.
@@ -61,7 +63,6 @@ class RetrainingPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def champion_record(self) -> str:
-        """The name of the record with this plan's champion's metrics."""
         return _renewed_name("champion", self.renewed)
 
     @property
@@ -94,9 +95,9 @@ class Challenger(msgspec.Struct, frozen=True, kw_only=True):
     """The trained challenger.
 
     Attributes:
-        version: its number in the registry; None if it has no checkpoint to compare.
+        version: its number in the registry; None if it has no checkpoint to compare, and
+            `why_none` tells the reason.
         checkpoint: uuid of its best checkpoint.
-        why_none: the reason, if it has no version.
     """
 
     version: int | None = None
@@ -137,7 +138,6 @@ class Journal:
         self._run = run
 
     def url(self, name: str) -> str:
-        """The URL of an object, for people."""
         return f"{self._storage.url}/{self._key(name)}"
 
     def read(self, name: str, kind: type[Record]) -> Record | None:
@@ -175,7 +175,6 @@ class Journal:
         return self.write(name, compute()) if existing is None else existing
 
     def mark_done(self, name: str, what: str) -> None:
-        """Record that a stage is completed."""
         self.write(name, StageRecord(what=what, at=utc_now()))
 
     def plan(self) -> RetrainingPlan | None:
@@ -188,7 +187,6 @@ class Journal:
         return last
 
     def write_plan(self, plan: RetrainingPlan) -> RetrainingPlan:
-        """Write a plan; see `write`."""
         return self.write(_renewed_name("plan", plan.renewed), plan)
 
     def write_report(self, text: str) -> None:
@@ -201,3 +199,28 @@ class Journal:
 
 def _renewed_name(name: str, times: int) -> str:
     return f"{name}-{times:02d}" if times else name
+
+
+def explain_versions(
+    store: CheckpointStore, versions: Sequence[Version], moves: Sequence[Move]
+) -> list[str]:
+    """What became of each version, in words, by the journals of the retrainings that registered
+    them."""
+    return read_all(lambda version: _explain(store, version, moves), versions)
+
+
+def _explain(store: CheckpointStore, version: Version, moves: Sequence[Move]) -> str:
+    promotions = [move for move in moves if move.champion == version.number]
+    by_its_run = next((move for move in promotions if move.run == version.run), None)
+    if by_its_run is not None:
+        return f"promoted: {by_its_run.why}" if by_its_run.why else "promoted"
+    if not version.run:
+        return "promoted" if promotions else "registered, not promoted"
+    try:
+        outcome = Journal(store, version.model, version.run).read("outcome", PromotionDecision)
+    except RegistryError:
+        return f"the journal of run {version.run} cannot be read"
+    if outcome is None:
+        return f"run {version.run} has not decided"
+    later = "; promoted later" if promotions and not outcome.promoted else ""
+    return f"{'' if outcome.promoted else 'not '}promoted: {outcome.why}{later}"

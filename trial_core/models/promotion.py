@@ -1,6 +1,6 @@
 """Moving the aliases of a model: `champion`, and `previous`, the champion before it.
 
-The aliases are a log (see `numbered_log`). A move stores both aliases, so a move is never half
+The aliases are a log (see `NumberedLog`). A move stores both aliases, so a move is never half
 done. Move n + 1 is decided from move n, so of several concurrent moves one succeeds.
 
 The champion's checkpoint must be intact and must not be pruned. A promotion therefore:
@@ -20,7 +20,6 @@ promotion.
 
 from __future__ import annotations
 
-import enum
 import logging
 import uuid as uuids
 from dataclasses import dataclass
@@ -40,31 +39,19 @@ from trial_core.errors import (
     RegistryError,
     StorageError,
 )
-from trial_core.models.numbered_log import NumberedLog
-from trial_core.models.records import Move, RecordKind, Version
+from trial_core.models.records import Move, NumberedLog, RecordKind, Version
 
 _logger = logging.getLogger(__name__)
 
 
-class AnyChampion(enum.Enum):
-    """The type of `ANY`."""
-
-    ANY = "any"
-
-
-ANY: Final = AnyChampion.ANY
-ExpectedChampion = int | Literal[AnyChampion.ANY] | None
+ANY: Final = "any"
+ExpectedChampion = int | Literal["any"] | None
 """The version that must be champion before the move: a number, None for none, or `ANY`."""
 
 
 @dataclass(frozen=True)
 class PromotionRequest:
-    """A requested move.
-
-    Attributes:
-        run: id of the run that requests it; empty for a person.
-        expected_champion: the version that must be champion just before the move.
-    """
+    """A requested move; see `Registry.promote`."""
 
     kind: RecordKind
     version: Version
@@ -74,7 +61,6 @@ class PromotionRequest:
 
     @property
     def refusal(self) -> str:
-        """The first words of every error about this request."""
         done = "promoted" if self.kind == "promote" else "rolled back to"
         return f"{self.version} was not {done}"
 
@@ -141,12 +127,8 @@ def _check_expected_champion(request: PromotionRequest, last: Move | None) -> No
 def _conflict(
     request: PromotionRequest, winner: Move | None, number: int | None = None
 ) -> PromotionConflict:
-    """The error for a lost race.
-
-    Args:
-        winner: the move that won; None: it cannot be read.
-        number: number of the requested move, if it was taken.
-    """
+    """The error for a lost race. `winner`: the move that won, None if it cannot be read; `number`:
+    the requested move's, if it was taken."""
     model = request.version.model
     if winner is not None:
         problem = (
@@ -208,9 +190,8 @@ def _hold(store: CheckpointStore, request: PromotionRequest, move: Move) -> Prot
         by=move.by,
         at=move.at,
     )
-    name = ManifestName(version.trial, version.batches_trained, version.checkpoint)
     try:
-        place(store, name, hold)
+        place(store, ManifestName(version.trial, version.batches_trained, version.checkpoint), hold)
     except CommitConflict as error:
         raise PromotionRefused(f"{request.refusal}: {error}") from error
     except CheckpointNotFound as error:

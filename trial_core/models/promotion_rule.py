@@ -13,8 +13,6 @@ from trial_core.checkpoint.retention_policy import own_metric
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result of a comparison."""
-
     is_better: bool
     why: str
 

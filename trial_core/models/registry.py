@@ -21,9 +21,8 @@ from trial_core.errors import (
     PromotionRefused,
     RegistryError,
 )
-from trial_core.models.numbered_log import Entry, NumberedLog
 from trial_core.models.promotion import ANY, ExpectedChampion, PromotionRequest, move_aliases
-from trial_core.models.records import Alias, Move, Version
+from trial_core.models.records import Alias, Move, NumberedLog, Version
 
 __all__ = ["ANY", "ExpectedChampion", "HeldVersion", "Registry"]
 
@@ -34,13 +33,8 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class HeldVersion:
-    """The version for which the registry holds a checkpoint.
-
-    Attributes:
-        model: name of the model.
-        version: number of the version.
-        alias: alias of the version; None if it has none: then the next move removes the hold.
-    """
+    """The version for which the registry holds a checkpoint. Without an alias, the next move
+    removes the hold."""
 
     model: str
     version: int
@@ -62,7 +56,7 @@ class Registry:
         self.store = store
 
     def models(self) -> list[str]:
-        """The names of all models with versions, sorted."""
+        """All models with versions, sorted."""
         keys = self.store.storage.sizes(layout.MODELS)
         names: set[str] = set()
         foreign: set[str] = set()
@@ -115,7 +109,6 @@ class Registry:
         return self._moves(model).last()
 
     def champion(self, model: str) -> Version | None:
-        """The champion version, or None."""
         move = self.last_move(model)
         return None if move is None else self.version(model, move.champion)
 
@@ -126,9 +119,7 @@ class Registry:
         """
         held_by_uuid = protections(self.store, kind="hold")
         moves: dict[str, Move | None] = {}
-        for model in {
-            hold.model for of_checkpoint in held_by_uuid.values() for hold in of_checkpoint
-        }:
+        for model in {hold.model for holds in held_by_uuid.values() for hold in holds}:
             try:
                 moves[model] = self.last_move(model)
             except RegistryError as error:
@@ -140,8 +131,8 @@ class Registry:
             return HeldVersion(hold.model, hold.version, alias)
 
         return {
-            uuid: list(dict.fromkeys(map(held_version, of_checkpoint)))
-            for uuid, of_checkpoint in held_by_uuid.items()
+            uuid: list(dict.fromkeys(map(held_version, holds)))
+            for uuid, holds in held_by_uuid.items()
         }
 
     def register(
@@ -262,7 +253,7 @@ class Registry:
                 f"model {model} cannot be rolled back: version {last.champion} is its first "
                 "champion, there is no previous one; promote another version"
             )
-        if expected_champion is ANY:
+        if expected_champion == ANY:
             expected_champion = last.champion
         version = self.version(model, last.previous)
         return self._move(PromotionRequest("rollback", version, run, why, expected_champion))
@@ -272,10 +263,7 @@ class Registry:
         return move_aliases(self.store, self._versions(model), self._moves(model), request)
 
     def _versions(self, model: str) -> NumberedLog[Version]:
-        return self._log(model, layout.versions_folder(model), Version)
+        return NumberedLog(self.store.storage, model, layout.versions_folder(model), Version)
 
     def _moves(self, model: str) -> NumberedLog[Move]:
-        return self._log(model, layout.moves_folder(model), Move)
-
-    def _log(self, model: str, folder: str, kind: type[Entry]) -> NumberedLog[Entry]:
-        return NumberedLog(self.store.storage, model, folder, kind)
+        return NumberedLog(self.store.storage, model, layout.moves_folder(model), Move)

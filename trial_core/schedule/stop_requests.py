@@ -38,6 +38,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from trial_core.common import text_format
@@ -48,8 +49,6 @@ StopReason = Literal[
 ]
 # How long the end of a run waits to learn who sent a signal.
 CLARIFY_SECONDS = 5.0
-
-_Event = Literal["kill", "unclear", "clear", "close"]
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,7 @@ class StopHandler:
 
     def __init__(self, grace_seconds: float) -> None:
         self._grace_seconds = grace_seconds
-        self._queue: queue.SimpleQueue[StopRequest | _Event] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._request: StopRequest | None = None
         self._deadline: float | None = None
@@ -121,7 +120,7 @@ class StopHandler:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._queue.put("close")
+        self._queue.put(None)
         self._thread.join()
 
     @property
@@ -160,16 +159,16 @@ class StopHandler:
             is_clear: True if it is known who asked. If not, `clarified` follows.
         """
         if not is_clear:
-            self._queue.put("unclear")
-        self._queue.put(StopRequest(reason, detail))
+            self._queue.put(self._is_clear.clear)
+        self._queue.put(partial(self._note, StopRequest(reason, detail)))
 
     def clarified(self) -> None:
         """Note that all requests so far have told who asked. Returns at once."""
-        self._queue.put("clear")
+        self._queue.put(self._is_clear.set)
 
     def kill_now(self) -> None:
         """End the grace period now: the ranks are killed without saving. Returns at once."""
-        self._queue.put("kill")
+        self._queue.put(self._expire)
 
     def wait(self, seconds: float) -> bool:
         """Wait for a stop request, at most `seconds`. Return whether there is one."""
@@ -201,20 +200,14 @@ class StopHandler:
     def _serve(self) -> None:
         while True:
             try:
-                item = self._queue.get(timeout=None if self._has_expired else self.seconds_left)
+                event = self._queue.get(timeout=None if self._has_expired else self.seconds_left)
             except queue.Empty:
-                item = "kill"
-            with self._lock:
-                if isinstance(item, StopRequest):
-                    self._note(item)
-                elif item == "kill":
-                    self._expire()
-                elif item == "unclear":
-                    self._is_clear.clear()
-                else:
-                    self._is_clear.set()
-            if item == "close":
+                event = self._expire
+            if event is None:
+                self._is_clear.set()  # nobody will say who asked
                 return
+            with self._lock:
+                event()
 
     def _note(self, request: StopRequest) -> None:
         if request.is_urgent and self._deadline is None:

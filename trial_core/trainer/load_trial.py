@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trial_core.checkpoint.transfer.checkpoint_source import CheckpointSource, open_checkpoint
-from trial_core.checkpoint.transfer.code_archive import unpack_code
-from trial_core.checkpoint.transfer.trial_code import code_entry
+from trial_core.checkpoint.transfer.trial_code import code_of_checkpoint
 from trial_core.deepspeed.mpu import forget_model_parallelism
 from trial_core.errors import TrialError
 from trial_core.rank.rank_state import seed_everything
@@ -91,14 +90,9 @@ def load_trial_from_checkpoint_path(
 
 def _unpacked(checkpoint: CheckpointSource) -> Path:
     """Unpack the code of a checkpoint into a folder of this process."""
-    entry = code_entry(checkpoint.manifest)
-    with checkpoint.files([entry]) as files:
-        data = (files / entry.path).read_bytes()
     folder = tempfile.TemporaryDirectory(prefix="trialflow-code-")
-    code = Path(folder.name).resolve() / "code"
-    unpack_code(data, code, f"the code of the checkpoint {checkpoint.manifest.uuid}")
     _UNPACKED.append(folder)
-    return code
+    return code_of_checkpoint(checkpoint, Path(folder.name).resolve() / "code").folder
 
 
 def _load(

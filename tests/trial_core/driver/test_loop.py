@@ -16,7 +16,7 @@ from tests.support.manifests import new_manifest
 from tests.support.slots import toy_config
 from trial_core.checkpoint.resume_point import ResumePoint
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.checkpoint.transfer.staged_checkpoint import StagedCheckpoint
+from trial_core.checkpoint.transfer.staging import StagedCheckpoint
 from trial_core.driver.loop import Loop
 from trial_core.driver.result import TrialResult
 from trial_core.driver.run import Launch, Run

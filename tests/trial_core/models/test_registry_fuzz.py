@@ -17,10 +17,15 @@ from trial_core.checkpoint.json_objects import encode_json
 from trial_core.checkpoint.retention.protections import Protection
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import RegistryError, TrialflowError
-from trial_core.models.journal import Champion, Journal, PromotionDecision, RetrainingPlan
+from trial_core.models.journal import (
+    Champion,
+    Journal,
+    PromotionDecision,
+    RetrainingPlan,
+    explain_versions,
+)
 from trial_core.models.records import Move, Version
 from trial_core.models.registry import Registry
-from trial_core.models.version_history import explain_versions
 
 BY = {"by": "a@b", "at": "2031-05-09T17:04:00.000000Z"}
 VERSION = Version(

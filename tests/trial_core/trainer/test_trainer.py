@@ -14,6 +14,7 @@ from tests.support.fitting import SCRIPT, fit_toys, start
 from tests.support.slots import TOY, Driven, drive, lines, toy_config
 from tests.support.tensors import differing, tensors
 from tests.trial_core.trainer.fits import assert_same_end, every, files, hooks, run, store
+from trial_core.checkpoint.transfer.checkpoint_source import CheckpointSource
 from trial_core.checkpoint.transfer.trial_code import code_of_checkpoint
 from trial_core.processes.slots.slot_group import SlotGroup
 
@@ -82,7 +83,7 @@ def test_a_fits_checkpoint_names_the_code_of_its_trial(
     """The folder that the trial's module was imported from."""
     where = store(straight_and_first["folder"] / "straight")
     (manifest,) = where.list(straight_and_first["straight"][0]["trial"])
-    code = code_of_checkpoint(where, manifest, tmp_path / "code")
+    code = code_of_checkpoint(CheckpointSource(manifest, where), tmp_path / "code")
     assert (code.folder / "toy_trial.py").read_bytes() == (TOY / "toy_trial.py").read_bytes()
 
 

@@ -63,7 +63,7 @@ def open_checkpoint(
 
     Args:
         beside: a storage whose options (endpoint, credentials) a URL of the same protocol needs,
-            too. None for no options.
+            too.
 
     Raises:
         CheckpointNotFound: no checkpoint is there.
@@ -98,11 +98,7 @@ def is_place(text: str) -> bool:
 
 def resume_manifest(store: CheckpointStore, place: str) -> Manifest:
     """The manifest of the checkpoint at `place`, which `copy_into` brings to the run's `store`.
-
-    Raises:
-        CheckpointNotFound: `place` has no checkpoint.
-        CheckpointError: `place` is neither a downloaded checkpoint nor the URL of a stored one.
-    """
+    Raises as `open_checkpoint`."""
     source = open_checkpoint(place, store)
     return _in_store(store, source.manifest) or source.manifest
 
@@ -113,7 +109,7 @@ def copy_into(store: CheckpointStore, place: str, fence: Fence | None) -> Manife
     Does nothing if it is there. May be repeated after an error.
 
     Args:
-        fence: the fence of the run's attempt; None in test mode, which stores nothing.
+        fence: of the run's attempt; None in test mode, which stores nothing.
 
     Returns:
         The manifest in `store`.
@@ -140,7 +136,14 @@ def copy_into(store: CheckpointStore, place: str, fence: Fence | None) -> Manife
             for entry in manifest.all_files
         ]
         uploaded = upload_staged(store, manifest.uuid, files, rank=0)
-    _require_same(manifest, uploaded)
+    # A downloaded file may have changed after it was verified.
+    expected = {entry.path: entry.digest for entry in manifest.all_files}
+    changed = [entry.path for entry in uploaded if entry.digest != expected[entry.path]]
+    if changed:
+        raise CheckpointDamaged(
+            f"checkpoint {manifest.uuid} is not copied: {', '.join(changed)} changed meanwhile; "
+            "download the checkpoint again"
+        )
     own = {entry.path: msgspec.structs.replace(entry, stored_at="") for entry in manifest.all_files}
     copied = msgspec.structs.replace(
         manifest,
@@ -150,17 +153,6 @@ def copy_into(store: CheckpointStore, place: str, fence: Fence | None) -> Manife
     )
     store.commit(copied, fence)
     return copied
-
-
-def _require_same(manifest: Manifest, uploaded: list[FileEntry]) -> None:
-    """Check the uploaded files: a downloaded file may have changed after it was verified."""
-    expected = {entry.path: entry.digest for entry in manifest.all_files}
-    changed = [entry.path for entry in uploaded if entry.digest != expected[entry.path]]
-    if changed:
-        raise CheckpointDamaged(
-            f"checkpoint {manifest.uuid} is not copied: {', '.join(changed)} changed meanwhile; "
-            "download the checkpoint again"
-        )
 
 
 def _in_store(store: CheckpointStore, manifest: Manifest) -> Manifest | None:

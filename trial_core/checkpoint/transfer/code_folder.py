@@ -93,7 +93,6 @@ class LeftOut:
 
     Attributes:
         path: relative to the code folder: of a file, of a folder (``data/``), or ``*.csv``.
-        why: the reason; with its size, if that is the reason.
         remedy: the ignore file's line that takes it in; empty if none does.
     """
 
@@ -106,7 +105,6 @@ class LeftOut:
 
     @property
     def is_module(self) -> bool:
-        """True for a module, or a folder that has some."""
         return self.path.endswith(_MODULES) or self.why == _IGNORED_MODULES
 
 
@@ -129,12 +127,10 @@ class PackedCode:
     problem: str | None = None
 
     def summary(self, folder: Path) -> str:
-        """How much the archive holds."""
         total = size(sum(self.files.values()))
         return f"the code of {folder}: {plural(len(self.files), 'file')}, {total} ({self.rule})"
 
     def warnings(self, folder: Path) -> Iterator[str]:
-        """Warnings about the archive, for people."""
         if self.problem is not None:
             yield self.problem
         if not self.left_out:
@@ -218,7 +214,6 @@ class _File:
     Attributes:
         name: its path in the code folder.
         real: the same, of the file that a link leads to.
-        mode: its permissions and type.
         is_known: True if git tracks it, or a pattern takes it in.
     """
 
@@ -326,23 +321,18 @@ class _Walk:
     def _few(self, files: list[_File], place: str, limit: str) -> list[_File]:
         """The files, without the most common kinds if there are too many, but with all modules."""
         while len(files) > MAX_FOLDER_FILES:
-            common = Counter(each.kind for each in files if each.kind not in _MODULES).most_common(
-                1
-            )
-            if not common:
+            kinds = Counter(each.kind for each in files if each.kind not in _MODULES)
+            if not kinds:
                 break
-            ((kind, count),) = common
+            kind, count = kinds.most_common(1)[0]
             why = f"{plural(count, 'file')}; {limit} {MAX_FOLDER_FILES}"
             self.leave_out(f"{place}{_pattern_of(kind)}", why)
             files = [each for each in files if each.kind != kind]
         return files
 
     def _below(self, name: str, real: str, trail: tuple[str, ...]) -> Iterator[_File]:
-        """As `_candidates`, of a folder below.
-
-        Args:
-            trail: the real paths of the folders above: a link may lead to one of them.
-        """
+        """As `_candidates`, of a folder below. `trail`: the real paths of the folders above, to one
+        of which a link may lead."""
         path = os.path.join(self._root, real)
         if real in trail or path in self._not_code or _is_environment(path):
             return
@@ -367,11 +357,8 @@ class _Walk:
     def _judged(
         self, entry: os.DirEntry[str], name: str, here: str
     ) -> _File | tuple[str, str] | None:
-        """A file, or the name and real path of a folder; None if it is left out.
-
-        Args:
-            here: its path without the links above it.
-        """
+        """A file, or the name and real path of a folder; None if it is left out. `here`: its path
+        without the links above it."""
         # Not `entry.is_dir`, which raises if a link leads to itself.
         is_link, is_folder = entry.is_symlink(), os.path.isdir(entry.path)
         target = os.path.realpath(entry.path) if is_link else ""
@@ -486,11 +473,9 @@ def _patterns(folder: Path) -> tuple[pathspec.GitIgnoreSpec, set[str]]:
 
 
 def _pattern_of(kind: str) -> str:
-    """The pattern of all files of a kind."""
     return f"*{kind}" if kind.startswith(".") else kind
 
 
 def _is_environment(folder: str) -> bool:
-    """Return whether a folder is a virtual environment of Python, or one of conda."""
     # Not `Path.exists`, which raises if the folder may not be searched.
     return os.path.exists(f"{folder}/pyvenv.cfg") or os.path.isdir(f"{folder}/conda-meta")

@@ -157,7 +157,7 @@ def check_downloaded(folder: Path, uuid: str, entries: Iterable[FileEntry]) -> N
             lambda entry, stop: _matches(folder / entry.path, entry, stop), wanted, LOCAL_THREADS
         )
     if wrong := [
-        entry.path for entry, is_intact in zip(wanted, intact, strict=True) if not is_intact
+        each.path for each, is_intact in zip(wanted, intact, strict=True) if not is_intact
     ]:
         raise CheckpointDamaged(
             f"checkpoint {uuid} in {folder} is damaged: {', '.join(wrong)} is missing or differs "
@@ -166,7 +166,6 @@ def check_downloaded(folder: Path, uuid: str, entries: Iterable[FileEntry]) -> N
 
 
 def _matches(path: Path, entry: FileEntry, stop: CancelSignal) -> bool:
-    """Return whether a local file has the entry's size and digest."""
     if not path.is_file() or path.stat().st_size != entry.size_bytes:
         return False
     is_same = local_digest(path, entry.size_bytes, stop) == entry.digest

@@ -18,13 +18,10 @@ _KEPT_VARIABLES = ("GIT_CONFIG", "GIT_CEILING")
 
 @dataclass(frozen=True)
 class GitFiles:
-    """The files of a folder in a git checkout, by their paths relative to the folder.
+    """The files of a folder in a git checkout, by their paths relative to the folder: those in
+    git's index, and new ones that it does not ignore.
 
     Files of submodules, and of checkouts within the checkout, are among them.
-
-    Attributes:
-        tracked: in git's index.
-        new: not tracked, and not ignored.
     """
 
     tracked: set[str] = field(default_factory=set)

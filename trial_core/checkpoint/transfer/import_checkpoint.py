@@ -133,12 +133,8 @@ def _discard(store: CheckpointStore, trial: str, uuid: str) -> None:
 
 
 class _Source:
-    """The files at a URL.
-
-    Attributes:
-        shown: the URL, without credentials.
-        stamps: for each file, by its path below the URL: its size and other signs of a change.
-    """
+    """The files at a URL. `shown`: that without credentials; `stamps`: the size and other signs of
+    a change of each file, by its path below the URL."""
 
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
         self._errors = ErrorTranslator(url, dict(options))
@@ -160,7 +156,6 @@ class _Source:
             raise CheckpointDamaged(f"{self.shown} holds {odd[0]!r}, which leads out of it")
 
     def read(self, path: str) -> bytes:
-        """The content of a small file."""
         with self._errors.translated(f"read {path} of"):
             content: bytes = self._fs.cat_file(f"{self._root}/{path}")
         return content
@@ -180,11 +175,7 @@ class _Source:
 
 @dataclass(frozen=True)
 class _Found:
-    """The recognised files.
-
-    Attributes:
-        files: for each path below the source, the path in the checkpoint.
-    """
+    """The recognised files: for each path below the source, the path in the checkpoint."""
 
     files: Mapping[str, str]
     topology: Topology = _ONE_RANK
@@ -202,11 +193,7 @@ class _Found:
 
 
 def _recognised(source: _Source) -> _Found:
-    """Recognise the files of a source.
-
-    Raises:
-        CheckpointNotFound: they are of no known kind.
-    """
+    """Recognise the files of a source. Raises CheckpointNotFound if they are of no known kind."""
     names = set(source.stamps)
     if _LATEST in names:
         tag = source.read(_LATEST).decode(errors="replace").strip()
@@ -229,19 +216,16 @@ def _recognised(source: _Source) -> _Found:
 
 
 def _of_deepspeed(files: Mapping[str, str], shown: str, tag: str) -> _Found | None:
-    """Recognise DeepSpeed's files; None for other files.
-
-    Args:
-        files: for each path, the path below the folder of the tag.
-    """
+    """Recognise DeepSpeed's files; None for others. `files`: for each path, the path below the
+    folder of the tag."""
     models = [match for name in files.values() if (match := _MODEL_STATES.fullmatch(name))]
     if not models:
         return None
     batches = int(step[1]) if (step := _STEP.search(tag)) else 0
     if any(map(_UNIVERSAL.fullmatch, files.values())):
         # Of the model states: frozen weights and buffers.
-        read = {path for path, name in files.items() if _UNIVERSAL.fullmatch(name)}
-        read |= {path for path, name in files.items() if _MODEL_STATES.fullmatch(name)}
+        kinds = (_UNIVERSAL, _MODEL_STATES)
+        read = [path for path, name in files.items() if any(k.fullmatch(name) for k in kinds)]
         return _Found({path: f"{layout.IMPORTED}/{files[path]}" for path in read})
     shards = [match for name in files.values() if (match := _SHARD.fullmatch(name))]
     parts = 1 + max(int(match["part"]) for match in models)

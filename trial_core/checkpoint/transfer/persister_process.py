@@ -41,12 +41,7 @@ NICENESS = 5
 
 
 class UploadRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Upload one rank's files of a checkpoint.
-
-    Attributes:
-        shared: see `upload_staged`.
-        stored: entries that an earlier attempt has stored.
-    """
+    """Upload one rank's files of a checkpoint; see `upload_staged`."""
 
     storage: StorageSpec
     uuid: str
@@ -80,8 +75,6 @@ PersisterMessage = PersisterRequest | Environment
 
 
 class Stored(msgspec.Struct, frozen=True, tag=True):
-    """One file is stored."""
-
     file: FileEntry
 
 
@@ -93,11 +86,8 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """A request has failed.
-
-    Attributes:
-        kind: storage: a retry may help; damage: another checkpoint may help; invalid: neither.
-    """
+    """A request has failed. For `storage` a retry may help, for `damage` another checkpoint, for
+    `invalid` neither."""
 
     message: str
     kind: Literal["storage", "damage", "invalid"]
@@ -115,10 +105,14 @@ def serve(stream: BufferedRWPair) -> None:
         try:
             while True:
                 message = _message_decoder.decode(messages.get())
-                if isinstance(message, Environment):
-                    _change_environment(message)
-                else:
+                if not isinstance(message, Environment):
                     _report(stream, _handle(message, stream))
+                    continue
+                for name, value in message.variables:
+                    if value is None:
+                        os.environb.pop(name, None)
+                    else:
+                        os.environb[name] = value
         except BaseException:  # the thread's top frame; the rank would wait for its answer
             _logger.exception("the persister failed and exits")
             os._exit(1)
@@ -157,14 +151,6 @@ def _handle(request: PersisterRequest, stream: BufferedRWPair) -> PersisterRepor
         return Failed(str(error), "damage")
     except CheckpointError as error:
         return Failed(str(error), "invalid")
-
-
-def _change_environment(message: Environment) -> None:
-    for name, value in message.variables:
-        if value is None:
-            os.environb.pop(name, None)
-        else:
-            os.environb[name] = value
 
 
 _report_lock = threading.Lock()

@@ -34,9 +34,6 @@ class StallWatch:
     Args:
         timeout_seconds: the stall timeout; None for no limit.
         on_stall: called once, on the watch's thread, when the timeout is over.
-
-    Attributes:
-        has_stalled: True if the timeout is over.
     """
 
     def __init__(
@@ -70,7 +67,6 @@ class StallWatch:
         )
 
     def note_report(self) -> None:
-        """Count a message of the process as progress."""
         self._reports += 1
 
     def _watch(self) -> None:

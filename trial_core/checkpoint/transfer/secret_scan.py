@@ -171,7 +171,6 @@ def _experiment_credentials(content: bytes) -> str | None:
 
 
 def _parsed(text: str) -> Any:
-    """The data in JSON or YAML."""
     try:
         return json.loads(text)
     except ValueError:

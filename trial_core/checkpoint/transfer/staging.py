@@ -1,29 +1,57 @@
-"""The files that a trial's save has put into a rank's staging folder."""
+"""A staged checkpoint, and the files that a trial's save has put into a rank's staging folder."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from trial_core.checkpoint import layout
+from trial_core.checkpoint.manifest import utc_now
 from trial_core.checkpoint.storage.storage_errors import ErrorTranslator
 from trial_core.errors import CheckpointError
 from trial_core.processes.machine.memory_files import is_memory_file
+from trial_core.schedule.sequencer import Progress
 
 _logger = logging.getLogger(__name__)
 
 
-class StagedFile(msgspec.Struct, frozen=True):
-    """A file to upload.
+@dataclass(frozen=True)
+class StagedCheckpoint:
+    """A checkpoint that every rank has staged, and that is not committed yet.
 
     Attributes:
-        path: its path in the checkpoint.
-        file: its local path.
-        size_bytes: how many of its first bytes to upload.
+        saved_at: when it was staged; a retry of the upload must give the same manifest.
+        progress: the run's progress, this checkpoint included.
+        metrics: the last metrics of each kind.
+        folders: each rank's staging folder, if the driver uploads the files.
     """
+
+    uuid: str
+    saved_at: str
+    progress: Progress
+    metrics: dict[str, dict[str, Any]]
+    folders: tuple[str, ...] = ()
+
+    @classmethod
+    def now(
+        cls,
+        uuid: str,
+        progress: Progress,
+        metrics: Mapping[str, Mapping[str, Any]],
+        folders: tuple[str, ...] = (),
+    ) -> StagedCheckpoint:
+        """A checkpoint that was staged just now, at `progress`."""
+        kept = {kind: dict(values) for kind, values in metrics.items()}
+        return cls(uuid, utc_now(), progress.after_checkpoint(), kept, folders)
+
+
+class StagedFile(msgspec.Struct, frozen=True):
+    """A local file to upload: so many of its first bytes, as `path` of the checkpoint."""
 
     path: str
     file: str
@@ -51,11 +79,7 @@ def staged_files(staging: Path, rank: int) -> list[StagedFile]:
 
 
 def _files_in(folder: Path, ancestors: tuple[Path, ...]) -> Iterator[Path]:
-    """The files below a folder.
-
-    Args:
-        ancestors: the resolved folders from the root to this one, the root first.
-    """
+    """The files below a folder. `ancestors`: the resolved folders from the root to this one."""
     for path in sorted(folder.iterdir()):
         if is_memory_file(path):
             yield path

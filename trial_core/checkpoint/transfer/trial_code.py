@@ -7,22 +7,21 @@ that has not changed is stored once, as other files.
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import posixpath
 import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from trial_core.checkpoint import layout
-from trial_core.checkpoint.manifest import FileEntry, Manifest
+from trial_core.checkpoint.manifest import FileEntry
 from trial_core.checkpoint.storage.credentials import secrets_in
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.transfer.checkpoint_source import CheckpointSource
 from trial_core.checkpoint.transfer.code_archive import MAX_ARCHIVE_BYTES, unpack_code
 from trial_core.checkpoint.transfer.code_folder import IGNORE_FILES, TAKE_IN, PackedCode, pack_code
+from trial_core.common.any_logger import AnyLogger
 from trial_core.common.text_format import size
 from trial_core.config import ExperimentConfig
 from trial_core.errors import CheckpointDamaged, CheckpointError, ConfigError
@@ -34,12 +33,8 @@ _FILE = "file://"
 
 @dataclass(frozen=True)
 class TrialCode:
-    """The code of a run's trial.
-
-    Attributes:
-        folder: where it is on this machine.
-        archive: the packed folder, for its checkpoints; None if they have no code.
-    """
+    """The code of a run's trial: its folder on this machine, and that packed for its checkpoints;
+    None if they have no code."""
 
     folder: Path
     archive: bytes | None = None
@@ -53,7 +48,7 @@ class TrialCode:
 def code_of_folder(
     config: ExperimentConfig,
     store: CheckpointStore,
-    logger: logging.Logger | logging.LoggerAdapter[Any],
+    logger: AnyLogger,
     must_send: bool = False,
 ) -> TrialCode:
     """Pack the code folder of an experiment for the checkpoints in `store`.
@@ -129,10 +124,8 @@ def upload_code(
 ) -> FileEntry | None:
     """Store a checkpoint's code; return its entry for the manifest. May be repeated.
 
-    Call it after `CheckpointStore.announce_upload`, so that leftovers of it are found.
-
-    Args:
-        shared: see `upload_staged`.
+    Call it after `CheckpointStore.announce_upload`, so that leftovers of it are found. `shared`: as
+    for `upload_staged`.
     """
     if archive is None:
         return None
@@ -147,28 +140,16 @@ def upload_code(
     return entry
 
 
-def code_of_checkpoint(store: CheckpointStore, manifest: Manifest, target: Path) -> TrialCode:
+def code_of_checkpoint(checkpoint: CheckpointSource, target: Path) -> TrialCode:
     """Fetch the code of a checkpoint into a folder, replacing the folder.
 
     Raises:
         CheckpointError: the checkpoint has no code.
         CheckpointNotFound: it was deleted after its manifest was read.
-        CheckpointDamaged: its code is missing or differs from the manifest.
+        CheckpointDamaged: its code is missing, differs from the manifest, or is too large to be of
+            trialflow.
     """
-    entry = code_entry(manifest)
-    with CheckpointSource(manifest, store).files([entry]) as folder:
-        data = (folder / entry.path).read_bytes()
-    unpack_code(data, target, f"the code of the checkpoint {manifest.uuid}")
-    return TrialCode(target, data)
-
-
-def code_entry(manifest: Manifest) -> FileEntry:
-    """The file of a checkpoint with its code.
-
-    Raises:
-        CheckpointError: it has none.
-        CheckpointDamaged: it is too large to be one that trialflow has written.
-    """
+    manifest = checkpoint.manifest
     if manifest.code is None:
         raise CheckpointError(
             f"checkpoint {manifest.uuid} has no code of {manifest.entrypoint}: its trial had no "
@@ -180,4 +161,7 @@ def code_entry(manifest: Manifest) -> FileEntry:
             f"trialflow writes no more than {size(MAX_ARCHIVE_BYTES)}: it may be hostile; use the "
             "original code folder"
         )
-    return manifest.code
+    with checkpoint.files([manifest.code]) as folder:
+        data = (folder / manifest.code.path).read_bytes()
+    unpack_code(data, target, f"the code of the checkpoint {manifest.uuid}")
+    return TrialCode(target, data)

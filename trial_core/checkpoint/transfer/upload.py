@@ -20,23 +20,11 @@ UPLOAD_THREADS = 4
 
 
 def upload_files(
-    store: CheckpointStore,
-    uuid: str,
-    staging: Path,
-    rank: int,
-    *,
-    shared: Iterable[FileEntry] = (),
+    store: CheckpointStore, uuid: str, staging: Path, rank: int, shared: Iterable[FileEntry] = ()
 ) -> list[FileEntry]:
-    """Upload all files of a rank's staging folder (see `staged_files`); return their entries.
-
-    Args:
-        shared: see `upload_staged`.
+    """Upload all files of a rank's staging folder (see `staged_files` and `upload_staged`).
 
     May be called again after an error: files that are not committed are overwritten.
-
-    Raises:
-        CheckpointError: a file's name is not allowed, or a file changed meanwhile.
-        StorageError: the storage failed, or `staging` cannot be read.
     """
     return upload_staged(store, uuid, staged_files(staging, rank), rank, shared=shared)
 
@@ -83,25 +71,26 @@ def upload_staged(
         stop.check()
         key = layout.file_key(uuid, file.path)
         entry = (stored or {}).get(file.path)
-        if entry is None or not entry.size_bytes == file.size_bytes == sizes.get(key):
-            may_be_shared = file.size_bytes in shared_sizes and file.path not in changing
-            if file is not own and may_be_shared:
-                # Hashed before it may be sent: a file that has changed is hashed twice, once.
-                with ErrorTranslator(file.file).translated("read"):
-                    digest = local_digest(Path(file.file), file.size_bytes, stop)
-                if place := places.get((file.size_bytes, digest)):
-                    return FileEntry(
-                        path=file.path, size_bytes=file.size_bytes, digest=digest, rank=rank,
-                        stored_at=place,
-                    )  # fmt: skip
-                if file.path in earlier:
-                    changing.add(file.path)
-            size_bytes, digest = store.storage.upload(Path(file.file), key, stop, file.size_bytes)
-            entry = FileEntry(path=file.path, size_bytes=size_bytes, digest=digest, rank=rank)
-            if earlier.get(file.path) == digest:
-                changing.discard(file.path)
-            with lock:
-                on_stored(entry)
+        if entry is not None and entry.size_bytes == file.size_bytes == sizes.get(key):
+            return entry
+        may_be_shared = file.size_bytes in shared_sizes and file.path not in changing
+        if file is not own and may_be_shared:
+            # Hashed before it may be sent: a file that has changed is hashed twice, once.
+            with ErrorTranslator(file.file).translated("read"):
+                digest = local_digest(Path(file.file), file.size_bytes, stop)
+            if place := places.get((file.size_bytes, digest)):
+                return FileEntry(
+                    path=file.path, size_bytes=file.size_bytes, digest=digest, rank=rank,
+                    stored_at=place,
+                )  # fmt: skip
+            if file.path in earlier:
+                changing.add(file.path)
+        size_bytes, digest = store.storage.upload(Path(file.file), key, stop, file.size_bytes)
+        entry = FileEntry(path=file.path, size_bytes=size_bytes, digest=digest, rank=rank)
+        if earlier.get(file.path) == digest:
+            changing.discard(file.path)
+        with lock:
+            on_stored(entry)
         return entry
 
     return in_parallel(upload, files, UPLOAD_THREADS)

@@ -105,14 +105,13 @@ def push(folder: Path, repository: str, message: str, without: str) -> str:
     api = HfApi()
     try:
         repository = api.create_repo(repository, private=True, exist_ok=True).repo_id
-        return str(
-            api.upload_folder(
-                repo_id=repository,
-                folder_path=folder,
-                commit_message=message,
-                ignore_patterns=[without],
-            )
+        address = api.upload_folder(
+            repo_id=repository,
+            folder_path=folder,
+            commit_message=message,
+            ignore_patterns=[without],
         )
+        return str(address)
     except (HfHubHTTPError, OSError, ValueError) as error:
         raise StorageError(
             f"cannot upload {folder} to {repository}: {error}. The folder is complete; check "
@@ -155,8 +154,7 @@ def _sum(
     """A layer's weight with scale * B @ A added, computed in fp32 as peft does on a CPU."""
     product = b.read().float() @ a.read().float()
     added = (product.T if is_transposed else product) * scale
-    whole: torch.Tensor = weight.read().add_(added.to(weight.dtype))
-    return whole
+    return weight.read().add_(added.to(weight.dtype))
 
 
 def _not_merged(reason: str) -> CheckpointError:

@@ -46,7 +46,6 @@ class ModelFacts:
     Attributes:
         frozen: the names of the parameters that are not trained.
         tied: the layers of a pipeline with the same weights, by their key; None without a pipeline.
-        hf: the facts about a Hugging Face model.
     """
 
     frozen: Sequence[str] = field(default_factory=list)
@@ -71,7 +70,7 @@ def write_facts(
 
     Args:
         target: the `facts_folder` in the staging folder.
-        tokenizer_files: the tokenizer's files, by their paths below `target`.
+        tokenizer_files: by their paths below `target`.
         rank: the model-parallel rank. The first one writes the Hugging Face files.
         renamed: the exported name of a parameter.
     """

@@ -24,11 +24,9 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)  # tied names have the same one
 class SavedWeight:
-    """A weight in a checkpoint's files.
+    """A weight in a checkpoint's files: its whole shape, and the type with which it is read.
 
     Attributes:
-        shape: shape of the whole tensor.
-        dtype: type of the tensor that is read.
         read: returns the whole tensor: contiguous, on the CPU, in its own memory.
     """
 
@@ -45,9 +43,6 @@ def read_all(saved: Mapping[str, SavedWeight]) -> Weights:
 
 def has_16bit_weights(module: Weights, name: str, dtype: Precision) -> bool:
     """Return whether a module has 16-bit weights.
-
-    Args:
-        name: the module's name in errors: ``engine 0``.
 
     Raises:
         CheckpointError: it has none, and `dtype` asks for them.
@@ -110,32 +105,27 @@ def target_type(stored: torch.dtype, computed: torch.dtype, dtype: Precision) ->
 
 
 def write_weights(weights: Weights, target: Path, facts: Mapping[str, str]) -> None:
-    """Write weights to a safetensors file, or with ``torch.save``.
+    """Write weights to a safetensors file; with any other suffix, with ``torch.save``.
 
     safetensors stores one copy of tied weights, under the first of their names. The metadata maps
     each other name to the first, as ``safetensors.torch.save_model`` does, so that ``load_model``
     ties them again. ``torch.save`` keeps the tie itself.
 
     Args:
-        target: ``.safetensors``; any other suffix is a ``state_dict`` for ``torch.load``.
         facts: additional metadata for safetensors.
 
     Raises:
         StorageError: the file cannot be written.
     """
-    try:
-        if target.suffix == ".safetensors":
-            _write_safetensors(weights, target, facts)
-        else:
-            torch.save(weights, target)
-    except (OSError, RuntimeError, SafetensorError) as error:
-        raise StorageError(f"cannot write {target}: {error}; free space in its folder") from error
-
-
-def _write_safetensors(weights: Weights, target: Path, facts: Mapping[str, str]) -> None:
     first: dict[int, str] = {}
     for name, tensor in weights.items():
         first.setdefault(id(tensor), name)
     stored = {name: weights[name] for name in first.values()}
     tied = {name: first[id(each)] for name, each in weights.items() if name not in stored}
-    save_file(stored, target, metadata={**facts, **tied, "format": "pt"})
+    try:
+        if target.suffix == ".safetensors":
+            save_file(stored, target, metadata={**facts, **tied, "format": "pt"})
+        else:
+            torch.save(weights, target)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise StorageError(f"cannot write {target}: {error}; free space in its folder") from error

@@ -13,7 +13,7 @@ from typing import Any
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.resume_point import Restore, ResumePoint
 from trial_core.checkpoint.retention_policy import RetentionPolicy
-from trial_core.checkpoint.transfer.staged_checkpoint import StagedCheckpoint
+from trial_core.checkpoint.transfer.staging import StagedCheckpoint
 from trial_core.config.stages_section import StageConfig
 from trial_core.driver.run import Launch
 from trial_core.driver.script_reports import ScriptReports

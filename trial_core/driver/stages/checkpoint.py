@@ -15,9 +15,9 @@ from trial_core.checkpoint.retention.pruning import prune_trial
 from trial_core.checkpoint.retention.shared_files import announce_shared_upload
 from trial_core.checkpoint.retention_policy import RetentionPolicy
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.checkpoint.transfer.staged_checkpoint import StagedCheckpoint
+from trial_core.checkpoint.transfer.staging import StagedCheckpoint
 from trial_core.checkpoint.transfer.trial_code import upload_code
-from trial_core.checkpoint.transfer.upload import prefix_rank, upload_files
+from trial_core.checkpoint.transfer.upload import merge_entries, prefix_rank, upload_files
 from trial_core.common.any_logger import AnyLogger
 from trial_core.common.text_format import plural, size
 from trial_core.driver.run import Launch
@@ -76,15 +76,23 @@ def checkpoint_upload(launch: Launch, staged: StagedCheckpoint) -> Manifest:
             run.store, run.trial, staged.uuid, launch.id, run.fence, run.logger
         )
         code = upload_code(run.store, staged.uuid, launch.code.archive, shared)
-        manifest = staged.manifest(
-            _upload(launch, staged, shared),
+        manifest = Manifest(
+            uuid=staged.uuid,
             trial=run.trial,
+            experiment=run.config.name,
             writer=launch.id,
-            config=run.config,
+            created_at=staged.saved_at,
+            progress=staged.progress,
+            metrics=staged.metrics,
             topology=answers.topology,
             versions=answers.versions,
+            config_digest=run.config.digest(),
+            files=merge_entries(_upload(launch, staged, shared)),
+            entrypoint=run.config.entrypoint,
+            hyperparameters=run.config.hyperparameters,
             epoch=answers.epoch,
             code=code,
+            config=run.config.digested(),
         )
         run.store.commit(manifest, run.fence, base)
         # Before the next request: the checkpoint is committed, even if that request fails.

@@ -12,6 +12,7 @@ from trial_core.checkpoint.retention.pruning import plan_pruning, prune
 from trial_core.checkpoint.retention_policy import RetentionPolicy
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.transfer import checkpoint_source, trial_code
+from trial_core.checkpoint.transfer.checkpoint_source import CheckpointSource
 from trial_core.checkpoint.transfer.code_folder import pack_code
 from trial_core.checkpoint.transfer.fetch import download
 from trial_core.checkpoint.transfer.trial_code import code_of_checkpoint, upload_code
@@ -37,7 +38,7 @@ def test_code_is_verified_and_downloaded_as_the_other_files(
     assert manifest.total_bytes == sum(file.size_bytes for file in manifest.files) + len(archive)
     download(store, manifest.uuid, tmp_path / "downloaded")
     assert (tmp_path / "downloaded" / layout.CODE_NAME).read_bytes() == archive
-    found = code_of_checkpoint(store, manifest, tmp_path / "code")
+    found = code_of_checkpoint(CheckpointSource(manifest, store), tmp_path / "code")
     assert found.archive == archive
     assert (tmp_path / "code" / "model.py").read_text() == "x = 1"
 
@@ -57,12 +58,15 @@ def test_damaged_code_concerns_one_checkpoint_alone(
     with pytest.raises(CheckpointDamaged, match=layout.CODE_NAME):
         local_store.verify(damaged.uuid)
     with pytest.raises(CheckpointDamaged, match=layout.CODE_NAME):
-        code_of_checkpoint(local_store, damaged, tmp_path / "code")
+        code_of_checkpoint(CheckpointSource(damaged, local_store), tmp_path / "code")
     with pytest.raises(CheckpointDamaged, match=layout.CODE_NAME):
         download(local_store, damaged.uuid, tmp_path / "downloaded")
     for intact in (first, last):
         assert local_store.verify(intact.uuid) == intact
-        assert code_of_checkpoint(local_store, intact, tmp_path / "code").archive == archive
+        assert (
+            code_of_checkpoint(CheckpointSource(intact, local_store), tmp_path / "code").archive
+            == archive
+        )
 
 
 def test_code_of_any_size_is_not_fetched(
@@ -73,7 +77,7 @@ def test_code_of_any_size_is_not_fetched(
     monkeypatch.setattr(trial_code, "MAX_ARCHIVE_BYTES", 2048)
     monkeypatch.setattr(checkpoint_source, "fetch_files", None)
     with pytest.raises(CheckpointDamaged, match=rf"{manifest.uuid} has 10\.0 KiB, and trialflow"):
-        code_of_checkpoint(local_store, manifest, tmp_path / "code")
+        code_of_checkpoint(CheckpointSource(manifest, local_store), tmp_path / "code")
 
 
 def test_a_checkpoint_without_its_code_is_not_committed(local_store: CheckpointStore) -> None:

@@ -26,6 +26,7 @@ from trial_core.checkpoint import layout
 from trial_core.checkpoint.retention.protections import pin, unpin
 from trial_core.checkpoint.storage.base import MAX_OBJECT_BYTES
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.checkpoint.transfer.checkpoint_source import CheckpointSource
 from trial_core.checkpoint.transfer.trial_code import code_of_checkpoint
 from trial_core.core import Context, DistributedContext
 from trial_core.errors import CheckpointError, CheckpointNotFound, ConfigError, TrialError
@@ -263,7 +264,7 @@ def test_a_checkpoint_names_the_scripts_code(
         assert manifest.code is None
         return
     stored = CheckpointStore(str(tmp_path / "stored"))
-    folder = code_of_checkpoint(stored, manifest, tmp_path / "fetched").folder
+    folder = code_of_checkpoint(CheckpointSource(manifest, stored), tmp_path / "fetched").folder
     assert {started_as, "helper.py"} == {
         str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()
     }
