@@ -37,10 +37,7 @@ class Invitation(Message):
 
 class Hello(Message):
     """A rank's first message, after both ends have proved that they know the secret.
-
-    Attributes:
-        is_interactive: True if a person uses the rank's process, for example in a notebook.
-    """
+    `is_interactive`: a person uses its process, for example in a notebook."""
 
     rank: int
     pid: int
@@ -103,11 +100,8 @@ class StepsPaused(Message):
 
 
 class ResumeUntil(Message):
-    """All ranks are paused: continue to this step of this workload, and end there.
-
-    Attributes:
-        is_break: True if only a train-workload ends there, and others follow.
-    """
+    """All ranks are paused: continue to this step of this workload, and end there. If `is_break`,
+    only a train-workload ends there, and others follow."""
 
     workload: int
     steps: int
@@ -115,24 +109,16 @@ class ResumeUntil(Message):
 
 
 class StopRequested(Message):
-    """This rank was asked to stop.
-
-    If its trial asked, the rank begins no batch before all ranks have agreed on the last one.
-
-    Attributes:
-        reason: a signal's reason; None if the trial asks.
-    """
+    """This rank was asked to stop. The reason is a signal's; None if the trial asks: then the rank
+    begins no batch before all ranks have agreed on the last one."""
 
     reason: StopReason | None = None
     detail: str = ""
 
 
 class Abort(Message):
-    """End your part of the run with this error. Sent to ranks that the driver has not started.
-
-    Attributes:
-        details: the error's other attributes, if its class has any.
-    """
+    """End your part of the run with this error, whose class may have other attributes: `details`.
+    Sent to ranks that the driver has not started."""
 
     error_type: str
     message: str
@@ -263,12 +249,8 @@ FromDriver = Envelope | PauseSteps | ResumeUntil | Abort | DumpStacks | Logged
 
 @dataclass(frozen=True)
 class Peer:
-    """A rank that has joined the channel.
-
-    Attributes:
-        is_here: True if `pid` is its process on this machine.
-        is_interactive: as in `Hello`.
-    """
+    """A rank that has joined the channel, by its `Hello`. `is_here`: `pid` is its process on this
+    machine."""
 
     rank: int
     pid: int

@@ -23,11 +23,8 @@ class Message(msgspec.Struct, tag=True, kw_only=True):
 
 
 class Request(Message):
-    """A workload for all ranks, for one lane of theirs.
-
-    Attributes:
-        stage: the stage that it belongs to, for people: the name of a Prefect task, if any.
-    """
+    """A workload for one lane of all ranks. It belongs to a stage, which people know by the name of
+    its Prefect task, if it has one."""
 
     lane: ClassVar[Lane] = "compute"
     stage: ClassVar[str]
@@ -212,11 +209,8 @@ class NameMetrics(Request):
 
 
 class MetricsNamed(Result):
-    """The names of the validation metrics; None if one batch does not reveal them.
-
-    Attributes:
-        may_be_more: True if a callback may add others in on_validation_end.
-    """
+    """The names of the validation metrics; None if one batch does not reveal them. `may_be_more`: a
+    callback may add others in on_validation_end."""
 
     names: list[str] | None
     may_be_more: bool = False
@@ -249,7 +243,7 @@ class SaveCheckpoint(Request):
 
 
 class Saved(MayStop, kw_only=True):
-    """The rank's state is staged; training may continue. `writes_run_files` if the rank has
+    """The rank's state is staged; training may continue. `writes_run_files`: the rank has
     TensorBoard files to upload."""
 
     staging: str
@@ -319,8 +313,8 @@ class FinishRunFiles(Request):
 
 
 class RunFilesStored(Result):
-    """The rank's TensorBoard files, so many new or changed ones, are stored; unless `problem` says
-    why not."""
+    """The rank's new and changed TensorBoard files, of which `files` is the number, are stored,
+    unless `problem` says why not."""
 
     files: int
     problem: str | None = None
@@ -342,8 +336,8 @@ class RunScript(Request):
 
 
 class ScriptEnded(Result):
-    """The script has ended without an error. `was_preempted` if it was told on this rank to save
-    and end. The other fields are as in `Saved` and `Trained`."""
+    """The script has ended without an error. `was_preempted`: it was told on this rank to save and
+    end. The other fields are as in `Saved` and `Trained`."""
 
     was_preempted: bool
     writes_run_files: bool = False

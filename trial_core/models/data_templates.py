@@ -44,10 +44,8 @@ _jinja.globals = {"timedelta": timedelta, "ZoneInfo": ZoneInfo}
 
 
 def render_data(data: Mapping[str, Any], scheduled_time: datetime) -> dict[str, Any]:
-    """Render every text in `data`, at any depth. Keys are not rendered.
-
-    Args:
-        scheduled_time: timezone-aware, UTC.
+    """Render every text in `data`, at any depth. Keys are not rendered. `scheduled_time` is
+    timezone-aware, UTC.
 
     Raises:
         ConfigError: a template cannot be rendered; one line for each, with its path.

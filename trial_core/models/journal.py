@@ -67,11 +67,8 @@ class RetrainingPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def lateness_seconds(self) -> float:
-        """Time between scheduled and actual start.
-
-        Raises:
-            ValueError: they cannot be compared; so no plan has such times.
-        """
+        """Time between scheduled and actual start. Raises ValueError if they cannot be compared; so
+        no plan has such times."""
         begun_at, scheduled_at = parse_time(self.begun_at), parse_time(self.scheduled_at)
         if begun_at is None or scheduled_at is None:
             raise ValueError(
@@ -126,11 +123,8 @@ Record = TypeVar("Record", bound=msgspec.Struct)
 
 
 class Journal:
-    """The journal of one retraining. Every method may raise `StorageError`.
-
-    Args:
-        run: id of the retraining; the same for all attempts.
-    """
+    """The journal of one retraining, whose id `run` is the same for all attempts. Every method may
+    raise `StorageError`."""
 
     def __init__(self, store: CheckpointStore, model: str, run: str) -> None:
         self._storage = store.storage
@@ -141,11 +135,8 @@ class Journal:
         return f"{self._storage.url}/{self._key(name)}"
 
     def read(self, name: str, kind: type[Record]) -> Record | None:
-        """A record, or None if no attempt has written it.
-
-        Raises:
-            RegistryError: the stored object is of another kind.
-        """
+        """A record, or None if no attempt has written it. Raises RegistryError if the stored object
+        is of another kind."""
         key = self._key(f"{name}.json")
         try:
             data = self._storage.read(key)

@@ -19,22 +19,16 @@ class Verdict:
 
 @dataclass(frozen=True)
 class PromotionRule:
-    """When a challenger is better than the champion.
-
-    Attributes:
-        margin: minimum improvement, exclusive, in units of the metric. At least 0.
-    """
+    """When a challenger is better than the champion: by more than `margin`, which is in units of
+    the metric, and at least 0."""
 
     metric: str
     smaller_is_better: bool = True
     margin: float = 0.0
 
     def best_checkpoint(self, manifests: Sequence[Manifest]) -> Manifest | None:
-        """The checkpoint with the best metric in its validation; the latest of equal ones.
-
-        Returns:
-            None if no checkpoint has a number; see `explain_no_best`.
-        """
+        """The checkpoint with the best metric in its validation; the latest of equal ones. None if
+        no checkpoint has a number; see `explain_no_best`."""
 
         def order(manifest: Manifest) -> tuple[float, int, str]:
             value = own_metric(manifest, self.metric) or 0.0
@@ -61,9 +55,6 @@ class PromotionRule:
         """Compare metrics measured on the same data.
 
         Subtracts the decimals as they are printed: 0.4 is better than 0.3 by exactly 0.1.
-
-        Args:
-            champion: the champion's metric, or None.
         """
         if not math.isfinite(challenger):
             return Verdict(False, f"the challenger's {self.metric} is {challenger}, not finite")

@@ -150,8 +150,7 @@ class NumberedLog(Generic[Entry]):
         Raises:
             FileExistsError: another writer stored a different entry under that number.
         """
-        key = layout.numbered_key(self._folder, entry.number)
-        self._storage.create(key, encode_json(entry))
+        self._storage.create(layout.numbered_key(self._folder, entry.number), encode_json(entry))
 
     def _numbers(self) -> list[int]:
         named = named_keys(

@@ -76,11 +76,7 @@ class Registry:
         return self._versions(model).entries()
 
     def version(self, model: str, number: int) -> Version:
-        """One version of a model.
-
-        Raises:
-            ModelNotFound: the model has no such version; lists the last ones.
-        """
+        """One version of a model. Raises ModelNotFound, which lists the last ones."""
         found = self._versions(model).read(number)
         if found is not None:
             return found
@@ -89,11 +85,7 @@ class Registry:
         raise ModelNotFound(f"model {model} has no version {number}; its last ones: {existing}")
 
     def check_exists(self, model: str) -> None:
-        """Check that a model has versions.
-
-        Raises:
-            ModelNotFound: it has none; lists the models.
-        """
+        """Check that a model has versions. Raises ModelNotFound, which lists the models."""
         if self._versions(model).last() is None:
             existing = ", ".join(self.models()) or "none"
             raise ModelNotFound(
@@ -113,10 +105,8 @@ class Registry:
         return None if move is None else self.version(model, move.champion)
 
     def held(self) -> dict[str, list[HeldVersion]]:
-        """The versions for which the registry holds checkpoints, by checkpoint uuid.
-
-        Logs a warning for a model whose moves cannot be read.
-        """
+        """The versions for which the registry holds checkpoints, by checkpoint uuid. Logs a warning
+        for a model whose moves cannot be read."""
         held_by_uuid = protections(self.store, kind="hold")
         moves: dict[str, Move | None] = {}
         for model in {hold.model for holds in held_by_uuid.values() for hold in holds}:

@@ -34,7 +34,6 @@ class Ending:
 
     @property
     def seconds_left(self) -> float:
-        """Seconds until the end must be over."""
         if self._began is None:
             self._began = self._clock()
         spent = self._clock() - self._began

@@ -136,7 +136,7 @@ class Validate:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Save a checkpoint; `is_optional` if it is only periodic, so that it may be postponed."""
+    """Save a checkpoint. `is_optional`: it is only periodic, so it may be postponed."""
 
     is_optional: bool = False
 

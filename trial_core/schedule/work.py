@@ -18,7 +18,6 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     """The work in some samples, over all ranks; 0 if unknown.
 
     Attributes:
-        tokens: the number of tokens.
         flops: floating-point operations of the model's forward and backward passes on them.
         number_type: the type of the multiplied numbers, which decides a device's peak.
     """

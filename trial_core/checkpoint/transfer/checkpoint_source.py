@@ -86,8 +86,10 @@ def open_checkpoint(
             f"{layout.MANIFEST_NAME} (trialflow checkpoints download UUID --to FOLDER), or a URL "
             f"such as s3://bucket/folder/{layout.CHECKPOINTS}/UUID"
         )
-    has_options = beside is not None and _protocol(beside.spec.url) == _protocol(storage)
-    store = CheckpointStore(storage or "/", beside.spec.options if beside and has_options else None)
+    options = None
+    if beside is not None and beside.spec.url.partition("://")[0] == storage.partition("://")[0]:
+        options = beside.spec.options
+    store = CheckpointStore(storage or "/", options)
     return CheckpointSource(store.open(uuid), store)
 
 
@@ -160,8 +162,3 @@ def _in_store(store: CheckpointStore, manifest: Manifest) -> Manifest | None:
         return store.open(manifest.uuid)
     except CheckpointNotFound:
         return None
-
-
-def _protocol(url: str) -> str:
-    """The protocol of a URL; of a local path without one, the path."""
-    return url.partition("://")[0]

@@ -43,9 +43,6 @@ def tar(contents: Mapping[str, File]) -> bytes:
 def unpack_code(data: bytes, target: Path, what: str = "the code of the checkpoint") -> None:
     """Unpack an archive into a new folder, which replaces an existing one.
 
-    Args:
-        what: names the archive in errors.
-
     Raises:
         CheckpointDamaged: it is not an archive of `tar`.
         StorageError: `target` cannot be written.

@@ -21,7 +21,7 @@ import sys
 import threading
 from io import BufferedRWPair
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NoReturn
 
 import msgspec
 
@@ -61,11 +61,8 @@ class FetchRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Environment(msgspec.Struct, frozen=True, tag=True):
-    """The rank's changes to its environment since this process was forked.
-
-    Attributes:
-        variables: names and new values; None where a variable is gone. They may be any bytes.
-    """
+    """The rank's changes to its environment since this process was forked: names and new values;
+    None where a variable is gone. They may be any bytes."""
 
     variables: list[tuple[bytes, bytes | None]]
 
@@ -97,8 +94,13 @@ PersisterReport = Stored | Finished | Failed
 _message_decoder: msgspec.json.Decoder[PersisterMessage] = decoder(PersisterMessage)
 
 
-def serve(stream: BufferedRWPair) -> None:
-    """Handle requests until the rank closes the connection; then exit at once."""
+def serve_rank(connection: socket.socket) -> NoReturn:
+    """Be the persister process of the rank at the other end: handle its requests until it closes
+    the connection, then exit at once."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the rank handles Ctrl-C
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s [storage] %(message)s")
+    os.nice(NICENESS)
+    stream = connection.makefile("rwb")
     messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def work() -> None:
@@ -162,18 +164,5 @@ def _report(stream: BufferedRWPair, report: PersisterReport) -> None:
         stream.flush()
 
 
-def serve_rank(connection: socket.socket) -> None:
-    """Be the persister process of the rank at the other end. Does not return."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the rank handles Ctrl-C
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s [storage] %(message)s")
-    os.nice(NICENESS)
-    serve(connection.makefile("rwb"))
-
-
-def main() -> None:
-    """Serve the rank over the socket whose file descriptor is the argument."""
-    serve_rank(socket.socket(fileno=int(sys.argv[1])))
-
-
 if __name__ == "__main__":
-    main()
+    serve_rank(socket.socket(fileno=int(sys.argv[1])))

@@ -26,15 +26,13 @@ def write_model(
     weights: Mapping[str, SavedWeight], facts: HFFacts, files: Path, target: Path, shard_size: str
 ) -> list[str]:
     """Write a model's config, tokenizer and weights, one shard after the other; merge its adapter.
+    Returns the names of the weights.
 
     Args:
         weights: of the trial's whole model, by its names.
         files: the folder of the Hugging Face files.
         target: an existing folder.
         shard_size: the size of the largest file: ``2GB``.
-
-    Returns:
-        The names of the weights.
 
     Raises:
         CheckpointError: the adapter cannot be merged.
