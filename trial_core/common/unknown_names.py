@@ -77,12 +77,7 @@ _INSTEAD = {
 
 
 def unknown_name(of: str, name: str, known: Sequence[str]) -> AttributeError:
-    """The error for a `name` that a module or class does not have.
-
-    Args:
-        of: the name of the module or class.
-        known: the names that it has.
-    """
+    """The error for a `name` that a module or class does not have; it has the `known` ones."""
     instead = _INSTEAD.get(of, {}).get(name)
     if instead is None:
         import difflib

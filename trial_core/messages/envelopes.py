@@ -25,7 +25,6 @@ class Invitation(Message):
     Attributes:
         path: the channel's Unix socket, for ranks on the driver's machine.
         address: for ranks on other machines, ``tls://HOST:PORT,…``; None if they cannot join.
-        secret: the channel's secret.
         log_dir: the folder where ranks on the driver's machine write their threads' stacks.
     """
 

@@ -321,13 +321,8 @@ class RunFilesStored(Result):
 
 
 class RunScript(Request):
-    """Run the Core API script that `BuildTrial` named, to its end.
-
-    Attributes:
-        checkpoint: uuid of the fetched checkpoint that the script resumes from, or None.
-        batches_trained: the trial's, at that checkpoint.
-        best_metric: the best searcher metric until then, or None.
-    """
+    """Run the Core API script that `BuildTrial` named, to its end; from a fetched checkpoint, if it
+    resumes. The trial's batches and its best searcher metric are those at that checkpoint."""
 
     stage: ClassVar[str] = "run-script"
     checkpoint: str | None

@@ -46,8 +46,7 @@ class RetrainingPlan(msgspec.Struct, frozen=True, kw_only=True):
         scheduled_at: scheduled start of the run: ISO 8601, UTC.
         begun_at: actual start of the first attempt.
         data: the experiment's data, rendered, overridden by the data given to the run.
-        champion: number of the version.
-        move: number of the model's last move, or 0.
+        champion, move: numbers of the champion version, and of the model's last move, or 0.
         renewed: how many earlier plans of the run this one replaces.
         note: why it replaces them, for people.
     """

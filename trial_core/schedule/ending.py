@@ -20,9 +20,6 @@ class Ending:
 
     Without a deadline the limit is `TOTAL_SECONDS`. An urgent stop request shortens it, even one
     that comes while the end waits.
-
-    Args:
-        stopping: the run's stop requests; None if it takes none.
     """
 
     def __init__(
@@ -45,10 +42,7 @@ class Ending:
 
     def wait(self, is_over: Callable[[float], bool]) -> bool:
         """Wait for at most half of the time left, so that a hanging part leaves some for the rest.
-
-        Args:
-            is_over: waits at most so many seconds; returns whether the part is over.
-        """
+        `is_over` waits at most so many seconds, and returns whether the part is over."""
         deadline = math.inf
         while (now := self._clock()) < deadline:
             deadline = min(deadline, now + self.seconds_left / 2)

@@ -38,10 +38,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def said_work(source: str, number_type: Any, **numbers: Any) -> Work:
-    """The work that a trial or script states; None for a number left out.
-
-    Args:
-        source: the method that it has called, for errors.
+    """The work that a trial or script states to the method `source`; None for a number left out.
 
     Raises:
         TrialTypeError: a value is not a number.

@@ -108,13 +108,10 @@ def resume_manifest(store: CheckpointStore, place: str) -> Manifest:
 def copy_into(store: CheckpointStore, place: str, fence: Fence | None) -> Manifest:
     """Copy the checkpoint at `place` to the storage of the run that continues its trial.
 
-    Does nothing if it is there. May be repeated after an error.
+    Returns the manifest in `store`. Does nothing if it is there. May be repeated after an error.
 
     Args:
         fence: of the run's attempt; None in test mode, which stores nothing.
-
-    Returns:
-        The manifest in `store`.
 
     Raises:
         CheckpointDamaged: a file is missing or differs from the manifest.

@@ -33,13 +33,12 @@ class GitUnusable(Exception):
 
 
 def git_files(folder: Path, with_new: bool = True) -> GitFiles | None:
-    """The files that git holds of `folder`; None if it is not code of a git checkout.
+    """The files that git holds of `folder`, a real path; None if it is no code of a git checkout.
 
     A checkout around the folder that ignores the whole folder (of a home folder's settings, for
     example) does not count.
 
     Args:
-        folder: its real path.
         with_new: True to look for new files too, which reads the whole folder.
 
     Raises:

@@ -130,11 +130,8 @@ def searchable(secrets: Iterable[str]) -> list[bytes]:
 
 
 def credentials_in(name: str, content: bytes, secrets: Collection[bytes]) -> str | None:
-    """The kind of credentials in a file, to follow "holds"; None if none is seen.
-
-    Args:
-        secrets: the experiment's, as from `searchable`.
-    """
+    """The kind of credentials in a file, to follow "holds"; None if none is seen. `secrets`: the
+    experiment's, as from `searchable`."""
     if any(each in content for each in secrets):
         return OWN
     name = name.lower()

@@ -86,10 +86,8 @@ def write_adapter(
 
 
 def push(folder: Path, repository: str, message: str, without: str) -> str:
-    """Upload a folder to a hub, into a private repository if it is new. Returns its address.
-
-    Args:
-        without: the name of a file that stays here.
+    """Upload a folder, without one of its files, to a hub, into a private repository if it is new.
+    Returns its address.
 
     Raises:
         ConfigError: ``huggingface_hub`` is not installed.

@@ -109,10 +109,7 @@ def write_weights(weights: Weights, target: Path, facts: Mapping[str, str]) -> N
 
     safetensors stores one copy of tied weights, under the first of their names. The metadata maps
     each other name to the first, as ``safetensors.torch.save_model`` does, so that ``load_model``
-    ties them again. ``torch.save`` keeps the tie itself.
-
-    Args:
-        facts: additional metadata for safetensors.
+    ties them again; it also has the `facts`. ``torch.save`` keeps the tie itself.
 
     Raises:
         StorageError: the file cannot be written.
