@@ -18,7 +18,6 @@ from trial_core.checkpoint.manifest import Topology
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.common import text_format
 from trial_core.common.any_logger import AnyLogger
-from trial_core.common.flat_names import flat
 from trial_core.config import ExperimentConfig
 from trial_core.errors import Superseded
 from trial_core.messages import MetricsKind
@@ -303,6 +302,6 @@ def parameters(config: ExperimentConfig) -> dict[str, str | int | float | bool |
 
 def _plain(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Plain values by their paths; lists as text."""
-    for name, value in flat(fields):
+    for name, value in text_format.flat(fields):
         is_plain = isinstance(value, (str, int, float, bool)) or value is None
         yield name, value if is_plain else ", ".join(map(str, value))
