@@ -89,11 +89,8 @@ def _invalid(error: ValidationError, details: Any, config: Mapping[str, Any]) ->
             f"{did_you_mean(path[-1], fields)}"
         )
     seen = f" = {value!r}" if path else ""
-    return f"DeepSpeed rejects {name}{seen} in its config: {_reason(details['msg'])}"
-
-
-def _reason(message: str) -> str:
-    return message.removeprefix("Assertion failed, ").removeprefix("Value error, ")
+    reason = details["msg"].removeprefix("Assertion failed, ").removeprefix("Value error, ")
+    return f"DeepSpeed rejects {name}{seen} in its config: {reason}"
 
 
 def _section(
@@ -127,7 +124,8 @@ def _fields(model_name: str, path: Sequence[str]) -> list[str]:
     for part in path:
         field = model.model_fields.get(part) if model is not None else None
         kinds = () if field is None else get_args(field.annotation) or (field.annotation,)
-        model = next((each for each in kinds if _is_model(each)), None)
+        classes = (each for each in kinds if isinstance(each, type))
+        model = next((each for each in classes if issubclass(each, BaseModel)), None)
     fields = model.model_fields.items() if model is not None else ()
     return [each for name, field in fields for each in (name, field.alias) if each is not None]
 
@@ -136,16 +134,11 @@ def _models(model: type[BaseModel]) -> Sequence[type[BaseModel]]:
     return [each for child in model.__subclasses__() for each in (child, *_models(child))]
 
 
-def _is_model(kind: object) -> bool:
-    return isinstance(kind, type) and issubclass(kind, BaseModel)
-
-
 def _config_behind(traceback: TracebackType | None) -> Mapping[str, Any]:
     """The config with which DeepSpeed failed; empty if its frames have none."""
     found: Mapping[str, Any] = {}
-    while traceback is not None:
-        for local in traceback.tb_frame.f_locals.values():
+    for frame, _ in walk_tb(traceback):
+        for local in frame.f_locals.values():
             if isinstance(local, DeepSpeedConfig):
                 found = getattr(local, "_param_dict", found)
-        traceback = traceback.tb_next
     return found

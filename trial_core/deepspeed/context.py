@@ -26,7 +26,6 @@ from trial_core.deepspeed.pretrained import (
     divide_no_more,
     divide_pretrained,
     end_of_loading,
-    is_transformers_in_use,
     named_config,
 )
 from trial_core.errors import TrialError, TrialTypeError, TrialValueError
@@ -58,8 +57,7 @@ class DeepSpeedTrialContext(SaysWhatToUse, TorchTrialContext):
         self.use_pipeline_parallel = False
         self.has_loaded_engines = False
         self._mpu_was_set = False
-        named = named_config(self.get_hparams()) if is_transformers_in_use() else None
-        self.set_deepspeed_config(named)
+        self.set_deepspeed_config(named_config(self.get_hparams()))
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:

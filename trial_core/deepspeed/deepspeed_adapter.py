@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -9,10 +11,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.dataloader import DeepSpeedDataLoader, RepeatingLoader
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe import p2p
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.zero import parameter_offload
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
 from trial_core.checkpoint.manifest import FileEntry, Topology
 from trial_core.checkpoint.resume_point import Restore
@@ -20,8 +27,6 @@ from trial_core.checkpoint.weights.model_files import facts_folder, write_facts
 from trial_core.deepspeed.checkpoint_engine import CHECKPOINT_CLASSES, snapshot_checkpoint_engines
 from trial_core.deepspeed.config_check import config_of
 from trial_core.deepspeed.context import DeepSpeedTrialContext
-from trial_core.deepspeed.data_loaders import finite, finite_and_separate
-from trial_core.deepspeed.engine_cleanup import forget_pipeline, forget_zero_3_models
 from trial_core.deepspeed.export.pipeline_weights import layer_name, tied_layers
 from trial_core.deepspeed.mpu import check_mpu
 from trial_core.deepspeed.reshard.reshard_loader import is_ordered_otherwise, resharded
@@ -88,7 +93,12 @@ class DeepSpeedTrialAdapter(TrialAdapter):
             )
         self._has_warned_of_no_step = False
         self.micro_batches_per_evaluation = self.micro_batches_per_batch if is_pipeline else 1
-        self.evaluates_in_lockstep = _forward_needs_other_ranks(context)
+        partitions_weights = any(
+            engine.zero_optimization_partition_weights() or engine.has_moe_layers
+            for engine in context.models
+        )
+        splits_model = self.data_parallel_size < context.distributed.get_size()
+        self.evaluates_in_lockstep = is_pipeline or partitions_weights or splits_model
         self.whole_models = [] if self.evaluates_in_lockstep else context.models
         self.pads_evaluation = not is_pipeline
         self.evaluates_full_dataset = self._full_dataset_is_evaluated(
@@ -100,10 +110,11 @@ class DeepSpeedTrialAdapter(TrialAdapter):
         self._evaluate_takes_index = accepts(trial.evaluate_batch, None, 0)
 
     def training_loader(self) -> Any:
-        return finite(super().training_loader())
+        return _finite(super().training_loader())
 
     def validation_loader(self) -> Any:
-        return finite_and_separate(super().validation_loader())
+        loader = _finite(super().validation_loader())
+        return _SeparatePasses(loader) if isinstance(loader, DeepSpeedDataLoader) else loader
 
     def train_batch(
         self, micro_batches: Iterator[Any] | None, epoch_idx: int, batch_idx: int
@@ -198,11 +209,14 @@ class DeepSpeedTrialAdapter(TrialAdapter):
             self._trial.save(self._context, folder)
         for i, engine in enumerate(engines):
             if dist.get_rank(group=engine.seq_data_parallel_group) == 0:
-                target, rank = folder / facts_folder(i), engine.checkpoint_mp_rank
                 tied = tied_layers(engine.module)
-                renamed = partial(layer_name, tied=tied)
                 write_facts(
-                    engine.module, target, self._context.tokenizer_files, rank, tied, renamed
+                    engine.module,
+                    folder / facts_folder(i),
+                    self._context.tokenizer_files,
+                    engine.checkpoint_mp_rank,
+                    tied,
+                    partial(layer_name, tied=tied),
                 )
 
     def load(
@@ -213,12 +227,22 @@ class DeepSpeedTrialAdapter(TrialAdapter):
             stack.enter_context(snapshot_checkpoint_engines(engines, folder, reader=reader))
             stack.enter_context(optimizers_loaded_in_place(_base_optimizers(engines)))
             if reshape or self._is_ordered_otherwise(folder, reader):
-                _require_engine_files(self._trial, folder, len(engines))
+                for i in range(len(engines)):
+                    if not any((folder / f"model{i}").glob("*_model_states.pt")):
+                        raise self._own_format_error("save")
                 folder = stack.enter_context(resharded(engines, folder, reader.load_mapped))
             self._context.has_loaded_engines = False
             self._trial.load(self._context, folder)
         if reshape and not self._context.has_loaded_engines:
-            raise _own_format_error(self._trial, "load")
+            raise self._own_format_error("load")
+
+    def _own_format_error(self, method: str) -> CheckpointError:
+        return CheckpointError(
+            f"{type(self._trial).__name__}.{method} does not call super().{method}, so checkpoints "
+            "cannot be resharded. Call it, and keep other files beside; or resume with as many "
+            "slots, and the ZeRO stage, that saved the checkpoint; or load only the weights: "
+            "searcher.source_weights_only=true"
+        )
 
     def _is_ordered_otherwise(self, folder: Path, reader: Reader) -> bool:
         return not self._overrides("load") and any(
@@ -245,9 +269,7 @@ class DeepSpeedTrialAdapter(TrialAdapter):
     def topology(self) -> Topology:
         first = self._context.models[0]
         world, data = self._context.distributed.get_size(), self.data_parallel_size
-        pipeline = (
-            int(getattr(first, "num_stages", 1)) if self._context.use_pipeline_parallel else 1
-        )
+        pipeline = int(first.num_stages) if isinstance(first, PipelineEngine) else 1
         sequence = int(first.sequence_parallel_size)
         return Topology(
             world_size=world,
@@ -261,11 +283,76 @@ class DeepSpeedTrialAdapter(TrialAdapter):
         )
 
     def destroy(self) -> None:
+        """Destroy the engines, and free what DeepSpeed 0.19 would keep of them for ever.
+
+        Warm ranks train one model after the other. `make bench NAME=rebuild` shows whether a
+        release of DeepSpeed keeps more.
+        """
         for engine in self._context.models:
             engine.destroy()
             if isinstance(engine, PipelineEngine):
-                forget_pipeline(engine)
-        forget_zero_3_models()
+                _forget_pipeline(engine)
+        _forget_zero_3_models()
+
+
+class _SeparatePasses:
+    """A `DeepSpeedDataLoader` whose passes do not disturb the passes of its other users.
+
+    Its `__iter__` returns the loader itself. So a trial that trains and validates with one loader
+    would continue to train on the validation's pass.
+    """
+
+    def __init__(self, loader: DeepSpeedDataLoader) -> None:
+        self._loader = loader
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        passing: Iterator[Any] = iter(copy.copy(self._loader))
+        return passing
+
+
+def _finite(loader: Any) -> Any:
+    """The loader inside a `RepeatingLoader`: it ends, and has a length. Others are unchanged."""
+    while isinstance(loader, RepeatingLoader):
+        loader = loader.loader
+    return loader
+
+
+def _forget_zero_3_models() -> None:
+    """Free the models of destroyed engines. No other engine may be in use.
+
+    A module-level list of modules in their forward pass refers to them, and a cache of a method.
+    Both are private; a release of DeepSpeed without them is served as well.
+    """
+    getattr(parameter_offload, "FWD_MODULE_STACK", []).clear()
+    cached = "_PartitionedParameterCoordinator__params_to_release"
+    method = getattr(PartitionedParameterCoordinator, cached, None)
+    if inspect.isfunction(method):
+        # The cache is inside a decorator that does not show it.
+        for inner in inspect.getclosurevars(method).nonlocals.values():
+            if hasattr(inner, "cache_clear"):
+                inner.cache_clear()
+
+
+def _forget_pipeline(engine: PipelineEngine) -> None:
+    """Free a destroyed engine and its groups. Every rank calls this, engine by engine.
+
+    Hooks of the last micro-batch's tensors refer to the engine, which refers to these tensors, and
+    Python's garbage collector cannot see such hooks. The process groups of the module and of the
+    grid, at least five, have threads and descriptors. Groups that a trial has created itself stay:
+    its modules may keep them for its next engine.
+    """
+    engine.pipe_buffers.clear()
+    engine.loss = None
+    held = [*vars(engine.module).values(), *vars(engine.grid).values()]
+    held += [tied["group"] for tied in engine.module.tied_comms.values()]
+    for group in dict.fromkeys(each for each in held if isinstance(each, dist.ProcessGroup)):
+        if group is not dist.group.WORLD:
+            deepspeed.comm.destroy_process_group(group)
+    if getattr(p2p, "_grid", None) is engine.grid:
+        p2p._grid = None
 
 
 def _base_optimizers(engines: Sequence[DeepSpeedEngine]) -> Iterator[torch.optim.Optimizer]:
@@ -273,22 +360,6 @@ def _base_optimizers(engines: Sequence[DeepSpeedEngine]) -> Iterator[torch.optim
     for engine in engines:
         if isinstance(engine.basic_optimizer, torch.optim.Optimizer):
             yield engine.basic_optimizer
-
-
-def _require_engine_files(trial: DeepSpeedTrial, folder: Path, engines: int) -> None:
-    """Check that `DeepSpeedTrial.save` has saved all engines. Raises CheckpointError."""
-    for index in range(engines):
-        if not any((folder / f"model{index}").glob("*_model_states.pt")):
-            raise _own_format_error(trial, "save")
-
-
-def _own_format_error(trial: DeepSpeedTrial, method: str) -> CheckpointError:
-    return CheckpointError(
-        f"{type(trial).__name__}.{method} does not call super().{method}, so checkpoints cannot "
-        "be resharded. Call it, and keep other files beside; or resume with as many slots, and the "
-        "ZeRO stage, that saved the checkpoint; or load only the weights: "
-        "searcher.source_weights_only=true"
-    )
 
 
 def _is_managed(engine: DeepSpeedEngine) -> bool:
@@ -302,13 +373,3 @@ def _micro_batches_trained(engine: DeepSpeedEngine) -> int:
         return int(engine.micro_steps)
     micro_batches = int(engine.gradient_accumulation_steps())
     return int(engine.global_samples) * micro_batches // int(engine.train_batch_size())
-
-
-def _forward_needs_other_ranks(context: DeepSpeedTrialContext) -> bool:
-    """True if other ranks hold weights that a forward pass of this rank needs."""
-    partitions_weights = any(
-        engine.zero_optimization_partition_weights() or engine.has_moe_layers
-        for engine in context.models
-    )
-    splits_model = context.mpu.data_parallel_world_size < context.distributed.get_size()
-    return context.use_pipeline_parallel or partitions_weights or splits_model

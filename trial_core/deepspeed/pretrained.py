@@ -27,11 +27,13 @@ _MOST_BYTES = 32 * 2**20  # glibc itself raises the threshold to this while a pr
 
 
 def named_config(hparams: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The DeepSpeed config that hyperparameters name, or None.
+    """The DeepSpeed config that hyperparameters name, or None; None without transformers.
 
     As in Determined's examples: the file ``deepspeed_config`` with the values of
     ``overwrite_deepspeed_args``.
     """
+    if "transformers" not in sys.modules or find_spec("accelerate") is None:
+        return None
     file, values = hparams.get("deepspeed_config"), hparams.get("overwrite_deepspeed_args") or {}
     if not isinstance(file, str) or not Path(file).is_file():
         return None
@@ -39,11 +41,6 @@ def named_config(hparams: Mapping[str, Any]) -> dict[str, Any] | None:
         return overwrite_deepspeed_config(file, values)
     except TrialError:
         return None  # the trial, which reads the file itself, reports the error
-
-
-def is_transformers_in_use() -> bool:
-    """Return whether this process has imported transformers, and could divide its models."""
-    return "transformers" in sys.modules and find_spec("accelerate") is not None
 
 
 def divide_pretrained(config: Mapping[str, Any]) -> object:

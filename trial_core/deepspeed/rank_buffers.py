@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from trial_core.deepspeed.bit_sum import bit_sum
 from trial_core.deepspeed.checkpoint_engine import reader_of
+from trial_core.deepspeed.fingerprints import bit_sum
 from trial_core.rank.state_files.state_guard import persistent_buffers
 
 

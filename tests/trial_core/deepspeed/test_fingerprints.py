@@ -16,8 +16,12 @@ from tests.support.slots import Driven, build, drive
 from tests.support.tensors import differing
 from tests.trial_core.deepspeed.reshard.resharding import config, files, resharded, restore
 from trial_core.config import ExperimentConfig
-from trial_core.deepspeed.bit_sum import bit_sum
-from trial_core.deepspeed.fingerprints import FILE_PREFIX, check_exported, fingerprints_of
+from trial_core.deepspeed.fingerprints import (
+    FILE_PREFIX,
+    bit_sum,
+    check_exported,
+    fingerprints_of,
+)
 from trial_core.deepspeed.reshard.parameter_state import parameters_from_partitions
 from trial_core.errors import CheckpointError, RankFailed
 from trial_core.processes.slots.slot_group import SlotGroup

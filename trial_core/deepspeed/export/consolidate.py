@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from trial_core.checkpoint.weights.weights import Precision, SavedWeight, saved_weight, target_type
-from trial_core.deepspeed.reshard.parameter_state import MASTER, ParameterState, ZeroStateKeys
+from trial_core.deepspeed.reshard.parameter_state import MASTER, ParameterState, zero_keys
 from trial_core.deepspeed.reshard.partitions import Partitions, Shapes, zero3_part_elements
 from trial_core.deepspeed.reshard.saved_state import MODEL_STATES, OPTIMIZER_STATES, rank_files
 from trial_core.errors import CheckpointError
@@ -46,7 +46,7 @@ def consolidated(
     ]
     first = shards[0] if shards else {}
     is_zero3 = "fp32_flat_groups" in first
-    key = ZeroStateKeys.of(is_zero3).masters
+    key, _ = zero_keys(is_zero3)
     if not models or key not in first:
         raise CheckpointError(
             f"{folder} holds no fp32 weights of ZeRO: expected *_model_states.pt, and "

@@ -18,6 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.checkpoint import UNIVERSAL_CHECKPOINT_INFO
+from deepspeed.checkpoint.affine import AFFINE_MAP_FORMAT_VERSION, ParamAffineMap
+from deepspeed.checkpoint.constants import (
+    AFFINE_MAP,
+    AFFINE_MAP_PARAMS,
+    AFFINE_MAP_VERSION,
+    TP_REPLICATED_PARAMETER_PATTERNS,
+)
 
 from trial_core.checkpoint.weights.weights import (
     Precision,
@@ -27,8 +35,7 @@ from trial_core.checkpoint.weights.weights import (
     tensors_of,
 )
 from trial_core.deepspeed.export.consolidate import consolidated, exported
-from trial_core.deepspeed.export.model_parallel_weights import joined
-from trial_core.deepspeed.export.pipeline_weights import LAYER, pipeline_weights
+from trial_core.deepspeed.export.pipeline_weights import LAYER, not_joined, pipeline_weights
 from trial_core.deepspeed.fingerprints import check_exported, fingerprints_of
 from trial_core.deepspeed.reshard.parameter_state import ParameterState
 from trial_core.deepspeed.reshard.saved_state import MODEL_STATES, OPTIMIZER_STATES, rank_files
@@ -97,7 +104,7 @@ def saved_weights(
         _rank_weights(tag, {**state, "shared_params": shared}, rank, engine, dtype, reader)
         for rank, state in zip(ranks, states, strict=True)
     ]
-    return joined(parts, states[0], engine) if len(parts) > 1 else parts[0]
+    return _joined(parts, states[0], engine) if len(parts) > 1 else parts[0]
 
 
 def _model_states(
@@ -158,3 +165,69 @@ def _rank_weights(
             )
         weights[each] = exported(saved, master, dtype)
     return weights
+
+
+def _joined(
+    parts: Sequence[Mapping[str, SavedWeight]], state: Mapping[str, Any], engine: int
+) -> dict[str, SavedWeight]:
+    """The whole weights, of the parts that tensor-parallel ranks have saved.
+
+    DeepSpeed's AutoTP saves an affine map of each parameter that it divides: which block of the
+    whole belongs to which rank. `ds_to_universal` joins by the same map.
+
+    Args:
+        parts: each model-parallel rank's weights.
+        state: the first rank's model states, which say how AutoTP has divided the parameters.
+
+    Raises:
+        CheckpointError: the checkpoint does not say how a weight is divided.
+    """
+    info = state.get(UNIVERSAL_CHECKPOINT_INFO)
+    if info is None:
+        raise not_joined(engine, len(parts))
+    maps = info.get(AFFINE_MAP) or {}
+    version = maps.get(AFFINE_MAP_VERSION, AFFINE_MAP_FORMAT_VERSION)
+    if version > AFFINE_MAP_FORMAT_VERSION:
+        raise CheckpointError(
+            f"engine {engine} has affine maps of version {version}, and the installed DeepSpeed "
+            f"knows {AFFINE_MAP_FORMAT_VERSION}; install the DeepSpeed that saved the checkpoint"
+        )
+    replicated = dict.fromkeys(info[TP_REPLICATED_PARAMETER_PATTERNS], True)
+    buffers = state.get("buffer_names") or ()
+    whole: dict[SavedWeight, SavedWeight] = {}  # tied names are joined once
+    weights: dict[str, SavedWeight] = {}
+    for name, first in parts[0].items():
+        if first not in whole:
+            entry = _matching(maps.get(AFFINE_MAP_PARAMS) or {}, name)
+            if entry is not None:
+                whole[first] = _assembled(ParamAffineMap.from_dict(entry), name, parts)
+            elif _matching(replicated, name) or (name in buffers and _is_equal(name, parts)):
+                whole[first] = first
+            else:
+                raise CheckpointError(
+                    f"engine {engine} is split over {len(parts)} model-parallel ranks, and "
+                    f"DeepSpeed did not save how AutoTP has divided {name}; export cannot join it. "
+                    "In the trial, engine.save_16bit_model gathers what it can"
+                )
+        weights[name] = whole[first]
+    return weights
+
+
+def _matching(patterns: Mapping[str, Any], name: str) -> Any:
+    return next((value for each, value in patterns.items() if re.match(each, name)), None)
+
+
+def _assembled(
+    places: ParamAffineMap, name: str, parts: Sequence[Mapping[str, SavedWeight]]
+) -> SavedWeight:
+    def read() -> torch.Tensor:
+        shards = {rank: part[name].read() for rank, part in enumerate(parts)}
+        tensor: torch.Tensor = places.rebuild(shards)
+        return tensor
+
+    return SavedWeight(torch.Size(places.logical_shape), parts[0][name].dtype, read)
+
+
+def _is_equal(name: str, parts: Sequence[Mapping[str, SavedWeight]]) -> bool:
+    first = parts[0][name].read()
+    return all(torch.equal(first, part[name].read()) for part in parts[1:])

@@ -24,7 +24,6 @@ from trial_core.checkpoint.weights.weights import (
     tensors_of,
 )
 from trial_core.deepspeed.export.consolidate import consolidated, exported
-from trial_core.deepspeed.export.model_parallel_weights import not_joined
 from trial_core.deepspeed.reshard.parameter_state import ParameterState
 from trial_core.deepspeed.reshard.saved_state import OPTIMIZER_STATES
 from trial_core.errors import CheckpointError
@@ -53,6 +52,14 @@ def layer_name(name: str, tied: Mapping[str, Sequence[int]] | None) -> str:
     """
     match = _TIED.fullmatch(name)
     return f"{tied[match[1]][0]}.{match[2]}" if match and tied and match[1] in tied else name
+
+
+def not_joined(engine: int, parts: int) -> CheckpointError:
+    """The error of a model that the trial itself has divided."""
+    return CheckpointError(
+        f"engine {engine} is split over {parts} model-parallel ranks; export cannot join "
+        "its parts, because only the trial knows how it divides its weights"
+    )
 
 
 def pipeline_weights(

@@ -23,7 +23,7 @@ from trial_core.deepspeed.reshard.parameter_state import (
     MASTER,
     MUON_MOMENTUM,
     ParameterState,
-    ZeroStateKeys,
+    zero_keys,
 )
 from trial_core.deepspeed.reshard.partitions import Partitions, zero3_part_elements
 from trial_core.deepspeed.reshard.saved_state import SourceEngine
@@ -140,7 +140,7 @@ def zero_optimizer_state(
         live_state: the result of the live optimizer's ``state_dict``.
     """
     flat_partitions, is_zero3 = _flat_partitions(engine.optimizer)
-    keys = ZeroStateKeys.of(is_zero3)
+    masters_key, base_optimizer_key = zero_keys(is_zero3)
     rank, ranks = _data_parallel_place(engine)
     paddings = live_state.get("param_alignment_paddings")
     partitions = Partitions(engine._get_zero_param_shapes(), paddings, ranks, is_zero3)
@@ -163,9 +163,9 @@ def zero_optimizer_state(
         state[buffer] = {**filled, **_common_scalars(parameters)}
     base_optimizer = {
         "state": {buffer: each for buffer, each in state.items() if each},
-        "param_groups": _groups(source, live_state[keys.base_optimizer]["param_groups"]),
+        "param_groups": _groups(source, live_state[base_optimizer_key]["param_groups"]),
     }
-    return {keys.masters: masters, keys.base_optimizer: base_optimizer}
+    return {masters_key: masters, base_optimizer_key: base_optimizer}
 
 
 def full_optimizer_state(engine: DeepSpeedEngine, source: SourceEngine) -> dict[str, Any]:

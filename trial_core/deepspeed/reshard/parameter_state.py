@@ -25,19 +25,11 @@ MUON_MOMENTUM = "momentum_buffer"
 it for each parameter of which its partition has elements, end to end."""
 
 
-@dataclass(frozen=True)
-class ZeroStateKeys:
-    """ZeRO's keys for the fp32 weights and for the state of the optimizer that it wraps."""
-
-    masters: str
-    base_optimizer: str
-
-    @classmethod
-    def of(cls, is_zero3: bool) -> ZeroStateKeys:
-        """The keys of ZeRO-3, or of ZeRO 1 and 2."""
-        if is_zero3:
-            return cls("fp32_flat_groups", "optimizer_state_dict")
-        return cls("single_partition_of_fp32_groups", "base_optimizer_state")
+def zero_keys(is_zero3: bool) -> tuple[str, str]:
+    """ZeRO's keys for the fp32 weights, and for the state of the optimizer that it wraps."""
+    if is_zero3:
+        return "fp32_flat_groups", "optimizer_state_dict"
+    return "single_partition_of_fp32_groups", "base_optimizer_state"
 
 
 @dataclass
@@ -99,14 +91,14 @@ def parameters_from_partitions(
     """
     first = optimizers[0]
     is_zero3 = "fp32_flat_groups" in first
-    keys = ZeroStateKeys.of(is_zero3)
-    if not isinstance(first[keys.base_optimizer], Mapping):
+    masters, base_optimizer = zero_keys(is_zero3)
+    if not isinstance(first[base_optimizer], Mapping):
         raise CheckpointError(
             "the checkpoint was saved with DeepSpeed's zero_optimization.elastic_checkpoint, "
             "which does not keep the optimizer's groups; load only the weights: "
             "searcher.source_weights_only=true"
         )
-    groups: Groups = first[keys.base_optimizer]["param_groups"]
+    groups: Groups = first[base_optimizer]["param_groups"]
     group_of = {buffer: i for i, group in enumerate(groups) for buffer in group["params"]}
     paddings = first.get("param_alignment_paddings")
     partitions = Partitions(buffers, paddings, len(optimizers), is_zero3)
@@ -115,8 +107,8 @@ def parameters_from_partitions(
         for name, shape in shapes.items():
             found[name] = ParameterState(shape, group_of[buffer])
         # Rank 0's partition is never padded unless it is the only one: no other rank's is larger.
-        partition_elements = first[keys.masters][buffer].numel()
-        states = [each[keys.base_optimizer]["state"].get(buffer, {}) for each in optimizers]
+        partition_elements = first[masters][buffer].numel()
+        states = [each[base_optimizer]["state"].get(buffer, {}) for each in optimizers]
         cuts = [
             partitions.fragments(buffer, rank, partition_elements)
             for rank in range(len(optimizers))
@@ -124,7 +116,7 @@ def parameters_from_partitions(
         is_muon = not is_zero3 and bool(groups[group_of[buffer]].get("use_muon"))
         is_whole = is_muon and _holds_whole_momentum(shapes, cuts, states)
         for optimizer, fragments, state in zip(optimizers, cuts, states, strict=True):
-            master = optimizer[keys.masters][buffer].detach()
+            master = optimizer[masters][buffer].detach()
             padding = 0 if is_zero3 else optimizer["group_paddings"][buffer]
             _add_fragments(found, fragments, master, padding, state, is_whole)
     return found, groups

@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -84,10 +85,8 @@ def is_ordered_otherwise(engine: DeepSpeedEngine, folder: Path, read: ReadFile) 
     Raises:
         CheckpointError: the order changes, and not all shards are here, so it cannot be resharded.
     """
-    rank, is_zero12 = (
-        engine.checkpoint_mp_rank,
-        isinstance(engine.optimizer, DeepSpeedZeroOptimizer),
-    )
+    rank = engine.checkpoint_mp_rank
+    is_zero12 = isinstance(engine.optimizer, DeepSpeedZeroOptimizer)
     files = rank_files(folder, MODEL_STATES, rank) if is_zero12 and folder.is_dir() else []
     saved = [*map(list, read(files[0][1])["param_shapes"] or ())] if files else []
     now = [*map(list, engine._get_zero_param_shapes())] if files else []
@@ -116,8 +115,6 @@ class _ReshardingCheckpointEngine(CheckpointEngine):
         self._read = read
         self._has_shards = False
         self._model_files: dict[int, str] = {}
-        self._source_engine: SourceEngine | None = None
-        self._cached_model_states: dict[str, Any] | None = None
         target_folder.mkdir()
         for file in source_folder.iterdir() if source_folder.is_dir() else ():
             if match := MODEL_STATES.fullmatch(file.name):
@@ -140,25 +137,18 @@ class _ReshardingCheckpointEngine(CheckpointEngine):
             if int(match[2]) != self._engine.checkpoint_mp_rank:
                 # DeepSpeed reads another rank's file only for the number of ranks in it.
                 return self._read(self._folder / self._model_files[int(match[2])])
-            if self._cached_model_states is None:  # DeepSpeed loads it twice
-                self._cached_model_states = self._model_states()
-            return self._cached_model_states
+            return self._model_states
         if OPTIMIZER_STATES.fullmatch(name):
             return {"optimizer_state_dict": self._optimizer_states()}
         return self._replaced.load(path, map_location)
 
-    def create(self, info: Any) -> None:
+    def create(self, *arguments: Any, **named: Any) -> None:
         """Refuse to save."""
         raise TrialError("the trial's load method saves a checkpoint; save in its save method")
 
-    def save(self, state_dict: Any, path: str) -> None:
-        """Refuse to save."""
-        self.create(path)
+    save = commit = create
 
-    def commit(self, info: Any) -> None:
-        """Refuse to save."""
-        self.create(info)
-
+    @cached_property  # DeepSpeed loads them twice
     def _model_states(self) -> dict[str, Any]:
         engine = self._engine
         ranks = {"dp_world_size": engine.seq_dp_world_size}
@@ -206,10 +196,9 @@ class _ReshardingCheckpointEngine(CheckpointEngine):
                 "searcher.source_weights_only=true"
             )
 
-    @property
+    @cached_property
     def _source(self) -> SourceEngine:
-        if self._source_engine is None:
-            target_groups = shapes_by_group(self._engine)
-            rank = self._engine.checkpoint_mp_rank
-            self._source_engine = SourceEngine(self._folder, rank, target_groups, self._read)
-        return self._source_engine
+        target_groups = shapes_by_group(self._engine)
+        return SourceEngine(
+            self._folder, self._engine.checkpoint_mp_rank, target_groups, self._read
+        )
