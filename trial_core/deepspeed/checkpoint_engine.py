@@ -8,7 +8,8 @@ read by a `Reader`, which constructs only tensors and plain data unless the chec
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,8 @@ CHECKPOINT_CLASSES = (DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_add
 """Classes of DeepSpeed that its shards contain. Constructing them runs no code of a checkpoint."""
 
 
-MODULE = "module"
-FRAGMENTS = "frozen_param_fragments"
+_MODULE = "module"
+_FRAGMENTS = "frozen_param_fragments"
 """Where DeepSpeed has frozen weights in a rank's model states."""
 
 
@@ -62,7 +63,7 @@ class SnapshotCheckpointEngine(TorchCheckpointEngine):
         self.name = "trialflow"
         self._folder = folder
         self._memory_files = memory_files
-        self._frozen = [(part, name) for part in (MODULE, FRAGMENTS) for name in frozen]
+        self._frozen = [(part, name) for part in (_MODULE, _FRAGMENTS) for name in frozen]
         self.reader = reader
 
     def create(self, info: Any) -> None:
@@ -77,18 +78,14 @@ class SnapshotCheckpointEngine(TorchCheckpointEngine):
         state_dict = readable(state_dict, self.reader)
         if self._memory_files is None or not Path(path).is_relative_to(self._folder):
             torch.save(state_dict, path)
-        else:
-            name = Path(path).relative_to(self._folder)
-            state_dict, frozen = without_frozen(state_dict, self._frozen)
-            self._write(name, state_dict)
-            if frozen:
-                self._write(frozen_path(name), _once(frozen))
-
-    def _write(self, name: Path, content: Any) -> None:
-        if self._memory_files is not None:
-            self._memory_files.write(
-                self._folder, name.as_posix(), lambda file: write_tensors(content, file)
-            )
+            return
+        name = Path(path).relative_to(self._folder)
+        state_dict, frozen = without_frozen(state_dict, self._frozen)
+        files: dict[Path, Any] = {name: state_dict}
+        if frozen:
+            files[frozen_path(name)] = _once(frozen)
+        for file, content in files.items():
+            self._memory_files.write(self._folder, file.as_posix(), partial(write_tensors, content))
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """Read one shard of a fetched and verified checkpoint.
@@ -107,7 +104,7 @@ def _once(frozen: dict[KeyPath, torch.Tensor]) -> dict[KeyPath, torch.Tensor]:
     """Frozen weights, each once. From an accelerator, DeepSpeed copies whole ones to the host."""
 
     def original(keys: KeyPath, tensor: torch.Tensor) -> torch.Tensor:
-        whole = frozen.get((MODULE, *keys[1:]), tensor)
+        whole = frozen.get((_MODULE, *keys[1:]), tensor)
         is_copy = (whole.shape, whole.dtype) == (tensor.shape, tensor.dtype)
         return whole if is_copy else tensor
 
@@ -117,28 +114,24 @@ def _once(frozen: dict[KeyPath, torch.Tensor]) -> dict[KeyPath, torch.Tensor]:
 def reader_of(engine: DeepSpeedEngine) -> Reader:
     """The reader of the engine's `SnapshotCheckpointEngine`, or one that does not trust."""
     installed = engine.checkpoint_engine
-    return (
-        installed.reader
-        if isinstance(installed, SnapshotCheckpointEngine)
-        else Reader(classes=CHECKPOINT_CLASSES)
-    )
+    if isinstance(installed, SnapshotCheckpointEngine):
+        return installed.reader
+    return Reader(classes=CHECKPOINT_CLASSES)
 
 
-@contextmanager
 def snapshot_checkpoint_engines(
     engines: Sequence[DeepSpeedEngine],
     folder: Path,
     *,
     reader: Reader,
     memory_files: MemoryFiles | None = None,
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Inside the block, engines read and write shards with a `SnapshotCheckpointEngine`."""
     replacements = (
         SnapshotCheckpointEngine(folder, memory_files, reader, frozen_names(engine.module))
         for engine in engines
     )
-    with checkpoint_engines_replaced(engines, replacements):
-        yield
+    return checkpoint_engines_replaced(engines, replacements)
 
 
 @contextmanager

@@ -71,9 +71,15 @@ def load_weights(engine: DeepSpeedEngine, folder: Path, tag: str) -> None:
                 "them: %s", len(missing), _listed(sorted(missing)[:5]),
             )  # fmt: skip
         return
-    if not _has_model_states(folder, tag):
-        raise _not_found("weights", tag, folder, "load_weights")
-    if not needs_optimizer_shards(engine, (file.name for file in (folder / tag).iterdir())):
+    path = None
+    if _has_model_states(folder, tag):
+        if needs_optimizer_shards(engine, (file.name for file in (folder / tag).iterdir())):
+            # DeepSpeed's own loading needs a shard for each present rank, and reads the tag saved
+            # last. Under ZeRO-3 it also has the whole model on every device, and in every rank's
+            # host memory.
+            index = int(tag.removeprefix("model"))
+            _load_by_parts(engine, saved_weights(folder, index, "fp32", reader_of(engine)))
+            return
         path = _load_checkpoint(
             engine,
             folder,
@@ -82,13 +88,8 @@ def load_weights(engine: DeepSpeedEngine, folder: Path, tag: str) -> None:
             load_optimizer_states=False,
             load_lr_scheduler_states=False,
         )
-        if path is None:
-            raise _not_found("weights", tag, folder, "load_weights")
-        return
-    # DeepSpeed's own loading needs a shard for each present rank, and reads the tag saved last.
-    # Under ZeRO-3 it also has the whole model on every device, and in every rank's host memory.
-    index = int(tag.removeprefix("model"))
-    _load_by_parts(engine, saved_weights(folder, index, "fp32", reader_of(engine)))
+    if path is None:
+        raise _not_found("weights", tag, folder, "load_weights")
 
 
 def _load_by_parts(engine: DeepSpeedEngine, weights: Mapping[str, SavedWeight]) -> None:

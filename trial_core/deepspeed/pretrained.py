@@ -59,8 +59,7 @@ def divide_pretrained(config: Mapping[str, Any]) -> object:
             f"set_deepspeed_config needs {' and '.join(missing)}, not installed here: "
             "pip install 'trialflow[hf]'"
         )
-    if get_accelerator().device_name() == "cpu":
-        _set_malloc_thresholds(mmap=_LARGE_BYTES, trim=_LARGE_BYTES)
+    _set_malloc_thresholds(mmap=_LARGE_BYTES, trim=_LARGE_BYTES)
     # A trial may complete them later, and DeepSpeed's own error about them comes with our advice.
     rest = {name: value for name, value in config.items() if name not in _BATCH_SIZES}
     integration = import_module(_INTEGRATION)
@@ -77,17 +76,16 @@ def divide_no_more() -> None:
 
 def end_of_loading() -> None:
     """Let malloc keep large blocks for the next tensor again, as training needs."""
-    if get_accelerator().device_name() == "cpu":
-        _set_malloc_thresholds(mmap=_MOST_BYTES, trim=2 * _MOST_BYTES)
+    _set_malloc_thresholds(mmap=_MOST_BYTES, trim=2 * _MOST_BYTES)
 
 
 def _set_malloc_thresholds(mmap: int, trim: int) -> None:
-    """Give blocks of `mmap` bytes and more their own memory, which is returned at once.
+    """On CPU ranks, give blocks of `mmap` bytes and more their own memory, returned at once.
 
     Otherwise the gathered weights that a rank frees stay in its heap, between the parts that it
     keeps: CPU ranks of 4 held up to 1.3 times the weights while they loaded a quarter.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # only glibc has it
-    if mallopt is not None:
+    if get_accelerator().device_name() == "cpu" and mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, mmap)
         mallopt(_M_TRIM_THRESHOLD, trim)

@@ -311,8 +311,8 @@ def _weights_of(folder: Path, request: ExportRequest) -> dict[str, SavedWeight]:
     from trial_core.rank.state_files.safe_load import Reader
 
     if (folder / PYTORCH_STATE).exists():
-        from trial_core.pytorch.model_weights import model_weights
         from trial_core.pytorch.pytorch_adapter import PyTorchTrialAdapter
+        from trial_core.pytorch.pytorch_state import model_weights
 
         reader = Reader(request.is_trusted, PyTorchTrialAdapter.checkpoint_classes)
         return model_weights(folder, request.engine, request.dtype, reader)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -44,20 +45,16 @@ class PyTorchTrialContext(TorchTrialContext):
 
     def __init__(self, info: RunInfo, distributed: DistributedContext) -> None:
         super().__init__(info, distributed)
-        settings = info.optimizations
+        self._settings = info.optimizations
         self.models: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
         self.lr_schedulers: list[LRScheduler] = []
         self.scaler: Any = None
         self.averages: Any = None
-        self.aggregation_frequency = settings.aggregation_frequency
+        self.aggregation_frequency = self._settings.aggregation_frequency
         self.experimental = PyTorchExperimentalContext(self)
         self.moves_batches = True
         self.precision = MixedPrecision(self.device)
-        self._averages_by_default = settings.average_aggregated_gradients
-        self._compresses_by_default = settings.gradient_compression
-        self._default_sharding = settings.sharding
-        self._mesh: DeviceMesh | None = None
         self._divides: dict[int, bool] = {}
         self._has_warned_of_remainder = False
         self._averaging = GradientAveraging(distributed.get_size())
@@ -95,7 +92,7 @@ class PyTorchTrialContext(TorchTrialContext):
             raise TrialError(f"wrap_model takes a torch.nn.Module, got {kind_of(model)}")
         if any(unwrapped(wrapped) is unwrapped(model) for wrapped in self.models):
             raise TrialError("wrap_model was called twice with the same model; wrap each one once")
-        chosen = sharding or self._default_sharding
+        chosen = sharding or self._settings.sharding
         if chosen not in SHARDINGS:
             raise TrialError(f'wrap_model: sharding is "none" or "fsdp2", got {chosen!r}')
         has_peers = self.distributed.get_size() > 1
@@ -104,7 +101,7 @@ class PyTorchTrialContext(TorchTrialContext):
         else:
             model = model.to(self.device)
             if has_peers and chosen == "fsdp2" and any(True for _ in model.parameters()):
-                shard(model, self._device_mesh(), self._compresses_by_default)
+                shard(model, self._device_mesh, self._settings.gradient_compression)
             elif has_peers and _is_trained(model):
                 replica = replica_of(model, self.device)
                 self._averaging.add_model(replica, in_backward=not find_unused_parameters)
@@ -177,19 +174,18 @@ class PyTorchTrialContext(TorchTrialContext):
                 len(self.optimizers),
             )
         self.optimizers.append(optimizer)
-        is_only = len(self.optimizers) == 1
-        self._averaging.add_optimizer(is_only, backward_passes_per_step)
-        compresses = _default(fp16_compression, self._compresses_by_default)
-        if shards and compresses != self._compresses_by_default:
+        self._averaging.overlaps &= len(self.optimizers) == 1 and backward_passes_per_step == 1
+        by_default = self._settings.gradient_compression
+        compresses = by_default if fp16_compression is None else fp16_compression
+        if shards and compresses != by_default:
             raise TrialError(
                 f"wrap_optimizer(fp16_compression={compresses}) comes too late for models that are "
                 "sharded with FSDP2; set optimizations.gradient_compression in the experiment"
             )
-        if compresses:
-            self._averaging.compress()
-        self._divides[id(optimizer)] = _default(
-            average_aggregated_gradients, self._averages_by_default
-        )
+        self._averaging.compresses |= compresses
+        by_default = self._settings.average_aggregated_gradients
+        divides = average_aggregated_gradients
+        self._divides[id(optimizer)] = by_default if divides is None else divides
         return optimizer
 
     def wrap_lr_scheduler(
@@ -422,10 +418,9 @@ class PyTorchTrialContext(TorchTrialContext):
 
     # ----------------------------------------------------------------------------- internals
 
+    @cached_property
     def _device_mesh(self) -> DeviceMesh:
-        if self._mesh is None:
-            self._mesh = init_device_mesh(self.device.type, (self.distributed.get_size(),))
-        return self._mesh
+        return init_device_mesh(self.device.type, (self.distributed.get_size(),))
 
     def _use_amp(self, scaler: GradScaler | None, dtype: torch.dtype | None = None) -> None:
         if scaler is not None:
@@ -462,10 +457,6 @@ class PyTorchExperimentalContext:
     def disable_auto_to_device(self) -> None:
         """Leave batches where the loaders put them; the trial calls ``context.to_device``."""
         self._parent.moves_batches = False
-
-
-def _default(given: bool | None, default: bool) -> bool:
-    return default if given is None else given
 
 
 def _is_trained(model: nn.Module) -> bool:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -159,48 +158,35 @@ def average(tensors: Sequence[torch.Tensor], ranks: int, compress: bool) -> None
     Args:
         compress: send values as float16.
     """
-    for flat, parts in _flattened(tensors):
+
+    def mean(flat: torch.Tensor) -> torch.Tensor:
         flat.div_(ranks)
         sent = flat.half() if compress and flat.is_floating_point() else flat
         dist.all_reduce(sent)
-        _copy_back(sent, parts)
+        return sent
+
+    _exchange(tensors, mean)
 
 
 def _broadcast(tensors: Sequence[torch.Tensor]) -> None:
-    for flat, parts in _flattened(tensors):
+    def of_rank_0(flat: torch.Tensor) -> torch.Tensor:
         dist.broadcast(flat, 0)
-        _copy_back(flat, parts)
+        return flat
+
+    _exchange(tensors, of_rank_0)
 
 
 BUCKET_BYTES = 25 * 2**20
 """How much one collective sends: as much as DistributedDataParallel."""
 
 
-def _flattened(
-    tensors: Sequence[torch.Tensor],
-) -> Iterable[tuple[torch.Tensor, list[torch.Tensor]]]:
-    """Buckets of tensors of one type and device, each as one flat copy."""
-    by_kind = sorted(tensors, key=lambda tensor: f"{tensor.dtype} {tensor.device}")
-    for _, same in groupby(by_kind, key=lambda tensor: (tensor.dtype, tensor.device)):
-        for bucket in _buckets(same):
-            yield torch.cat([tensor.detach().reshape(-1) for tensor in bucket]), bucket
-
-
-def _buckets(tensors: Iterable[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
-    bucket: list[torch.Tensor] = []
-    size_bytes = 0
-    for tensor in tensors:
-        bucket.append(tensor)
-        size_bytes += tensor.nbytes
-        if size_bytes >= BUCKET_BYTES:
-            yield bucket
-            bucket, size_bytes = [], 0
-    if bucket:
-        yield bucket
-
-
 @torch.no_grad()
-def _copy_back(flat: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-    sizes = [part.numel() for part in parts]
-    for part, values in zip(parts, torch.split(flat, sizes), strict=True):
-        part.copy_(values.view_as(part))
+def _exchange(
+    tensors: Sequence[torch.Tensor], exchanged: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Replace tensors by what `exchanged` returns for many of them, end to end."""
+    utils: Any = torch._utils  # untyped
+    for bucket in utils._take_tensors(tensors, BUCKET_BYTES):
+        flat = exchanged(utils._flatten_dense_tensors(bucket))
+        for part, values in zip(bucket, utils._unflatten_dense_tensors(flat, bucket), strict=True):
+            part.copy_(values)

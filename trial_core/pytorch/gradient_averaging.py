@@ -29,15 +29,19 @@ class GradientAveraging:
 
     Args:
         ranks: the number of ranks; one rank has nothing to average.
+
+    Attributes:
+        overlaps: True if the backward pass averages; if not, `before_step` does.
+        compresses: True if gradients are sent as float16.
     """
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
         self._models: list[DistributedModel] = []
         self._averaged_by_models: set[int] = set()
-        self._overlaps = True
+        self.overlaps = True
+        self.compresses = False
         self._forwards = 0
-        self._compresses = False
         self._has_begun = False
         self._is_incomplete = True
 
@@ -50,32 +54,19 @@ class GradientAveraging:
         """
         self._models.append(model)
         self._averaged_by_models |= {id(each) for each in model.parameters() if each.requires_grad}
-        self._overlaps &= in_backward and len(self._models) == 1
-
-    def add_optimizer(self, is_only: bool, passes: int) -> None:
-        """Take note of an optimizer.
-
-        Args:
-            is_only: True if it is the trial's only one.
-            passes: backward passes between two of its steps.
-        """
-        self._overlaps &= is_only and passes == 1
-
-    def compress(self) -> None:
-        """Send gradients as float16."""
-        self._compresses = True
+        self.overlaps &= in_backward and len(self._models) == 1
 
     @contextmanager
     def batch(self, steps: bool) -> Iterator[None]:
         """A batch, in which optimizers step or only collect gradients."""
-        if not self._has_begun and self._overlaps and self._compresses:
+        if not self._has_begun and self.overlaps and self.compresses:
             for model in self._models:
                 model.register_comm_hook(None, fp16_compress_hook)
         self._has_begun = True
         self._is_incomplete = True
         self._forwards = self._forward_count()
         with ExitStack() as stack:
-            if not (steps and self._overlaps):
+            if not (steps and self.overlaps):
                 for model in self._models:
                     stack.enter_context(model.no_sync())
             yield
@@ -98,7 +89,7 @@ class GradientAveraging:
             name = type(self._models[0].module).__name__
             raise pass_error(name, "reached some parameters twice") from error
         forwards = self._forward_count()
-        self._is_incomplete = not self._overlaps or forwards == self._forwards
+        self._is_incomplete = not self.overlaps or forwards == self._forwards
         self._forwards = forwards
 
     def before_step(self, parameters: Sequence[nn.Parameter]) -> bool:
@@ -130,7 +121,7 @@ class GradientAveraging:
                 if parameter.grad.is_sparse:
                     raise _sparse_error(parameter)
                 gradients.append(parameter.grad)
-        average(gradients, self._ranks, self._compresses)
+        average(gradients, self._ranks, self.compresses)
         return True
 
     def _forward_count(self) -> int:

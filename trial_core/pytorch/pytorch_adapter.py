@@ -76,7 +76,9 @@ class PyTorchTrialAdapter(TrialAdapter):
         self.data_parallel_size = context.distributed.get_size()
         averages = context.run_info.optimizations.average_training_metrics
         self.reports_training_metrics = averages or self.data_parallel_rank == 0
-        self.batch_samples = _batch_samples(context)
+        self.batch_samples = 0
+        if "global_batch_size" in context.get_hparams():
+            self.batch_samples = context.get_per_slot_batch_size() * self.data_parallel_size
         is_any_sharded = any(map(is_sharded, context.models))
         self.evaluates_in_lockstep = is_any_sharded and self.data_parallel_size > 1
         self.whole_models = [] if is_any_sharded else context.models
@@ -156,14 +158,15 @@ class PyTorchTrialAdapter(TrialAdapter):
     def files_read(
         self, files: list[FileEntry], saved_by: Topology, restore: Restore, ranks: Sequence[int]
     ) -> list[FileEntry]:
-        folders = {"everything": (STATE_FOLDER, GRADIENTS_FOLDER), "state": (STATE_FOLDER,)}
-        state = (MODELS, WEIGHTS, OPTIMIZERS)
-        kinds = {"everything": (*state, GRADIENTS), "state": state}
-        read = {STATE_FILE, FROZEN_FILE, layout.IMPORTED, *folders.get(restore, ())}
+        read, kinds = {STATE_FILE, FROZEN_FILE, layout.IMPORTED}, [MODELS]
+        if restore != "weights":
+            read.add(STATE_FOLDER)
+            kinds += [WEIGHTS, OPTIMIZERS]
+        if restore == "everything":
+            read.add(GRADIENTS_FOLDER)
+            kinds.append(GRADIENTS)
         keeps_parts = saved_by.spreads_like(self.topology())
-        shards = files_of_parts(
-            files, kinds.get(restore, (MODELS,)), ranks if keeps_parts else None
-        )
+        shards = files_of_parts(files, kinds, ranks if keeps_parts else None)
         return [each for each in files if each.path.partition("/")[0] in read] + shards
 
     def topology(self) -> Topology:
@@ -186,13 +189,6 @@ class PyTorchTrialAdapter(TrialAdapter):
         # not: a checkpoint there would otherwise resume differently.
         if self._has_buffers and self.data_parallel_size > 1:
             broadcast_buffers(self._context.models)
-
-
-def _batch_samples(context: PyTorchTrialContext) -> int:
-    """Samples of one batch on all ranks; 0 if the experiment does not say."""
-    if "global_batch_size" not in context.get_hparams():
-        return 0
-    return context.get_per_slot_batch_size() * context.distributed.get_size()
 
 
 def _by_name_or_position(method: Callable[..., Any]) -> Callable[[dict[str, Any]], Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,11 +87,7 @@ def write_parts(
         path = Path(SHARDS_FOLDER, str(keys[0]), file_name(rank))
         files[(frozen_path(path) if keys in frozen else path).as_posix()][keys] = part
     for name, content in files.items():
-
-        def write(file: Any, content: dict[KeyPath, Part] = content) -> None:
-            write_tensors(content, file)
-
-        memory_files.write(folder, name, write)
+        memory_files.write(folder, name, partial(write_tensors, content))
 
 
 # ----------------------------------------------------------------------------------- reading
@@ -201,16 +198,14 @@ def files_of_parts(
 ) -> list[FileEntry]:
     """The files that hold parts of these kinds, written by `ranks` (None: by any rank)."""
     folders = {f"{SHARDS_FOLDER}/{kind}" for kind in kinds}
-    names = None
-    if ranks is not None:
-        paths = [Path(file_name(rank)) for rank in ranks]
-        names = {path.name for path in (*paths, *map(frozen_path, paths))}
-    found = []
-    for file in files:
-        folder, _, name = file.path.rpartition("/")
-        if folder in folders and (names is None or name in names):
-            found.append(file)
-    return found
+    paths = [Path(file_name(rank)) for rank in ranks or ()]
+    names = {path.name for path in (*paths, *map(frozen_path, paths))}
+    split = [(file, *file.path.rpartition("/")) for file in files]
+    return [
+        file
+        for file, folder, _, name in split
+        if folder in folders and (ranks is None or name in names)
+    ]
 
 
 def file_name(rank: int) -> str:

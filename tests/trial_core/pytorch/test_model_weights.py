@@ -20,8 +20,7 @@ from trial_core.errors import CheckpointError
 from trial_core.models.registry import Registry
 from trial_core.processes.machine.memory_files import MemoryFiles
 from trial_core.processes.slots.slot_group import SlotGroup
-from trial_core.pytorch.model_weights import model_weights
-from trial_core.pytorch.pytorch_state import MODELS, STATE_FILE
+from trial_core.pytorch.pytorch_state import MODELS, STATE_FILE, model_weights
 from trial_core.pytorch.sharded_state import write_parts
 from trial_core.rank.state_files.safe_load import Reader
 from trialflow.deployments.cli.main import main

@@ -58,7 +58,11 @@ def consolidated(
         for each in models[0]["param_shapes"] or _flat_shapes(shards)
     ]
     replicas = counts if isinstance(counts, Sequence) else [int(counts)] * len(shapes)
-    _require_all_shards(folder, max(replicas, default=len(shards)), len(shards))
+    if len(shards) != (expected := max(replicas, default=len(shards))):
+        raise CheckpointError(
+            f"{folder} has the *_optim_states.pt of {len(shards)} data-parallel ranks, but "
+            f"{expected} ranks saved the checkpoint; fetch all shards"
+        )
     masters = [[flat.detach() for flat in shard[key]] for shard in shards]
     paddings = first.get("param_alignment_paddings")
     partitions = Partitions(shapes, paddings, len(shards), is_zero3)
@@ -143,11 +147,3 @@ def _frozen(models: Sequence[Mapping[str, Any]]) -> dict[str, ParameterState]:
             view = flat[: max(0, elements - rank * part)]
             parameter.fragments.append((rank * part, {MASTER: view}))
     return found
-
-
-def _require_all_shards(folder: Path, expected: int, shards: int) -> None:
-    if shards != expected:
-        raise CheckpointError(
-            f"{folder} has the *_optim_states.pt of {shards} data-parallel ranks, but {expected} "
-            "ranks saved the checkpoint; fetch all shards"
-        )

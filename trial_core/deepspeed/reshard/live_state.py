@@ -147,9 +147,10 @@ def zero_optimizer_state(
     masters, state = [], {}
     for buffer, flat in enumerate(flat_partitions):
         parameters = [source.parameters[name] for name in partitions.buffers[buffer]]
+        # Without ZeRO, a parameter that never had a gradient has no such state.
+        dtypes = {key: dtype for each in parameters for key, dtype in each.dtypes.items()}
         filled = {
-            key: _own_zeros(engine.optimizer, flat, key, dtype)
-            for key, dtype in _dtypes(parameters).items()
+            key: _own_zeros(engine.optimizer, flat, key, dtype) for key, dtype in dtypes.items()
         }
         fragments = partitions.fragments(buffer, rank, flat.numel())
         for fragment in fragments:
@@ -234,14 +235,6 @@ def _own_zeros(optimizer: Any, flat: torch.Tensor, key: str, dtype: torch.dtype)
     if own is None or (own.shape, own.dtype) != (flat.shape, dtype):
         return torch.zeros(flat.numel(), dtype=dtype)
     return own.zero_()
-
-
-def _dtypes(parameters: Iterable[ParameterState]) -> dict[str, torch.dtype]:
-    """The keys and types of the per-element state of all `parameters` together.
-
-    Without ZeRO, a parameter that never had a gradient has no such state.
-    """
-    return {key: dtype for each in parameters for key, dtype in each.dtypes.items()}
 
 
 def _common_scalars(parameters: Iterable[ParameterState]) -> dict[str, Any]:

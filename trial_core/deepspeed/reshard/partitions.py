@@ -55,36 +55,25 @@ class Partitions:
             partition_elements: size of a partition. The last partition may be smaller.
         """
         sizes = {name: shape.numel() for name, shape in self.buffers[buffer].items()}
+        fragments, position = list[Fragment](), 0
         if self.is_zero3:
-            return _fragments_zero3(sizes, self.ranks, rank)
+            for name, size in sizes.items():
+                part = zero3_part_elements(size, self.ranks)
+                count = min(part, size - rank * part)
+                if count > 0:
+                    fragments.append(Fragment(name, rank * part, count, position))
+                position += part
+            return fragments
+        begin, end = rank * partition_elements, (rank + 1) * partition_elements
         paddings = [0] * len(sizes) if self.paddings is None else self.paddings[buffer]
-        return _fragments_zero12(sizes, paddings, partition_elements, rank)
+        for (name, size), padding in zip(sizes.items(), paddings, strict=True):
+            first, last = max(position, begin), min(position + size, end)
+            if first < last:
+                fragments.append(Fragment(name, first - position, last - first, first - begin))
+            position += size + padding
+        return fragments
 
 
 def zero3_part_elements(elements: int, ranks: int) -> int:
     """Number of elements of a parameter on each rank under ZeRO-3, padding included."""
     return -(-elements // ranks)
-
-
-def _fragments_zero12(
-    sizes: Mapping[str, int], paddings: Sequence[int], partition_elements: int, rank: int
-) -> list[Fragment]:
-    begin, end = rank * partition_elements, (rank + 1) * partition_elements
-    fragments, position = [], 0
-    for (name, size), padding in zip(sizes.items(), paddings, strict=True):
-        first, last = max(position, begin), min(position + size, end)
-        if first < last:
-            fragments.append(Fragment(name, first - position, last - first, first - begin))
-        position += size + padding
-    return fragments
-
-
-def _fragments_zero3(sizes: Mapping[str, int], ranks: int, rank: int) -> list[Fragment]:
-    fragments, offset = [], 0
-    for name, size in sizes.items():
-        part = zero3_part_elements(size, ranks)
-        count = min(part, size - rank * part)
-        if count > 0:
-            fragments.append(Fragment(name, rank * part, count, offset))
-        offset += part
-    return fragments

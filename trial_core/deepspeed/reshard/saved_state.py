@@ -53,7 +53,6 @@ class SourceEngine:
     def __init__(
         self, folder: Path, model_rank: int, target_groups: Sequence[Shapes], read: ReadFile
     ) -> None:
-        self._folder = folder
         model_files = rank_files(folder, MODEL_STATES, model_rank)
         if not model_files:
             raise CheckpointDamaged(f"{folder} has no *_model_states.pt of rank {model_rank}")
@@ -63,7 +62,12 @@ class SourceEngine:
         self.global_state: dict[str, Any] = {}
         shards = [read(file) for _, file in rank_files(folder, OPTIMIZER_STATES, model_rank)]
         if shards:
-            self._require_all_shards(len(shards))
+            expected = int(self.model["dp_world_size"])
+            if len(shards) != expected or (self._is_zero3 and len(self._models) != expected):
+                raise CheckpointDamaged(
+                    f"{folder} has the shards of {len(shards)} data-parallel ranks, but "
+                    f"{expected} ranks saved the checkpoint; fetch all shards"
+                )
             optimizers = [shard["optimizer_state_dict"] for shard in shards]
             first = optimizers[0]
             self.global_state = {key: first[key] for key in GLOBAL_STATE if key in first}
@@ -101,8 +105,6 @@ class SourceEngine:
             "that its parent holds under two names; resume with ZeRO-3 on as many ranks as saved it"
         )
 
-    # ---------------------------------------------------------------------------- internals
-
     def _check_parameters(self, target_groups: Sequence[Shapes]) -> None:
         """Check that the saved parameters are the ones that the live engine trains."""
         require_group_count(len(self.groups), len(target_groups))
@@ -134,14 +136,6 @@ class SourceEngine:
                 "resume with ZeRO-3 on as many ranks as saved it"
             )
         return torch.cat(parts)[: shape.numel()].view(shape)
-
-    def _require_all_shards(self, shards: int) -> None:
-        expected = int(self.model["dp_world_size"])
-        if shards != expected or (self._is_zero3 and len(self._models) != expected):
-            raise CheckpointDamaged(
-                f"{self._folder} has the shards of {shards} data-parallel ranks, but {expected} "
-                "ranks saved the checkpoint; fetch all shards"
-            )
 
 
 def _membership(group: int | None) -> str:
