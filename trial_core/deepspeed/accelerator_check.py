@@ -17,7 +17,6 @@ from trial_core.rank.collectives.accelerator import claim_accelerator
 
 
 def main(count: int) -> None:
-    """Print the two problems."""
     try:
         claim_accelerator(count - 1)
         print("null")

@@ -88,15 +88,11 @@ class SnapshotCheckpointEngine(TorchCheckpointEngine):
             self._memory_files.write(self._folder, file.as_posix(), partial(write_tensors, content))
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Read one shard of a fetched and verified checkpoint.
-
-        Tensors stay in the file until they are used: DeepSpeed reads model states twice, and copies
-        only the needed parts.
-        """
+        """Tensors stay in the file: DeepSpeed reads some states twice, and copies parts of them."""
         return self.reader.load(Path(path), map_location, mapped=True)
 
     def commit(self, info: Any) -> bool:
-        """Nothing to do: writing the manifest commits the checkpoint."""
+        """Writing the manifest commits the checkpoint."""
         return True
 
 
@@ -138,11 +134,7 @@ def snapshot_checkpoint_engines(
 def checkpoint_engines_replaced(
     engines: Sequence[DeepSpeedEngine], replacements: Iterable[CheckpointEngine]
 ) -> Iterator[None]:
-    """Inside the block, each engine has the given checkpoint engine.
-
-    Args:
-        replacements: one for each engine; constructed one by one, each before it is installed.
-    """
+    """Inside the block, each engine has its replacement, which is constructed just before."""
     previous = [engine.checkpoint_engine for engine in engines]
     try:
         for engine, replacement in zip(engines, replacements, strict=True):

@@ -43,19 +43,7 @@ REFUSED = {
 }
 """Key → why a run with it is refused, and what to do."""
 
-_ON_NVME = (
-    "zero_optimization.offload_optimizer on nvme is not supported with ZeRO 3: DeepSpeed restores "
-    "other optimizer states than it has saved, so that a resumed run has other losses; offload to "
-    "the cpu"
-)
-
-_SUPER_OFFLOAD = (
-    "zero_optimization.offload_optimizer.super_offload is not supported: DeepSpeed does not save "
-    f"its moments, so that a resumed run has other losses; {_PLAIN_OFFLOAD}"
-)
-
 _HPZ = "use zero_hpz_partition_size, which keeps a copy of the weights on each node"
-_NO_SUBSTITUTE = "remove it: DeepSpeed has nothing in its place"
 
 REMOVED = {
     "amp": "use fp16, bf16 or torch_autocast",
@@ -65,7 +53,7 @@ REMOVED = {
     "elasticity": "give train_batch_size: a run resumes on another number of slots without it",
     "graph_harvesting": "use compile, and engine.compile()",
     "nebula": _OWN_WRITER,
-    "progressive_layer_drop": _NO_SUBSTITUTE,
+    "progressive_layer_drop": "remove it: DeepSpeed has nothing in its place",
     "quantize_training": "remove it, and quantise the exported weights",
     "sparse_attention": "use an attention of torch in the model, as flex_attention",
     "sparse_gradients": "use torch.nn.Embedding(..., sparse=True), which needs no key",
@@ -89,14 +77,21 @@ def refusals(config: Mapping[str, Any]) -> list[str]:
     offload = _value(config, "zero_optimization.offload_optimizer")
     if is_zero_3(config) and isinstance(offload, Mapping):  # without effect on other stages
         if offload.get("device") == "nvme":
-            found.append(f"the DeepSpeed config's {_ON_NVME}")
+            found.append(
+                "the DeepSpeed config's zero_optimization.offload_optimizer on nvme is not "
+                "supported with ZeRO 3: DeepSpeed restores other optimizer states than it has "
+                "saved, so that a resumed run has other losses; offload to the cpu"
+            )
         if _is_on(offload.get("super_offload")):
-            found.append(f"the DeepSpeed config's {_SUPER_OFFLOAD}")
+            found.append(
+                "the DeepSpeed config's zero_optimization.offload_optimizer.super_offload is not "
+                "supported: DeepSpeed does not save its moments, so that a resumed run has other "
+                f"losses; {_PLAIN_OFFLOAD}"
+            )
     return found
 
 
 def is_zero_3(config: Mapping[str, Any]) -> bool:
-    """Return whether a DeepSpeed config is one of ZeRO-3."""
     return bool(_value(config, "zero_optimization.stage") == 3)
 
 
@@ -123,7 +118,7 @@ def unknown_keys(config: Mapping[str, Any], known: Collection[str]) -> list[str]
 
 
 def config_of(engine: DeepSpeedEngine) -> Mapping[str, Any]:
-    """The config of an engine, as it was given, or read from a file."""
+    """As it was given, or read from a file."""
     found: Mapping[str, Any] = engine._config._param_dict
     return found
 
@@ -132,9 +127,6 @@ def check_engine_config(engine: DeepSpeedEngine, *, warns: bool) -> None:
     """Check the config of an engine that was built. Every rank calls this, and gets one result.
 
     Also turns off `elastic_checkpoint`, with which DeepSpeed does not read its own checkpoints.
-
-    Args:
-        warns: True if this rank logs warnings.
 
     Raises:
         TrialError: a checkpoint of the engine could not be resumed, or not to the same result.

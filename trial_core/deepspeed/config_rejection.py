@@ -98,10 +98,8 @@ def _section(
 ) -> list[str]:
     """The name of the section in which `path` leads to `value`; empty if it is the config, or none.
 
-    DeepSpeed validates each section on its own, so that pydantic does not know its name.
-
-    Args:
-        fields: the section's fields; they identify it if a section as a whole is rejected.
+    DeepSpeed validates each section on its own, so that pydantic does not know its name. A section
+    that is rejected as a whole is known by its `fields`.
     """
 
     def leads(inside: Any) -> bool:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from typing_extensions import Self
@@ -207,8 +209,7 @@ class DeepSpeedTrialContext(SaysWhatToUse, TorchTrialContext):
 
     def _warn_of_differences(self, model: DeepSpeedEngine) -> None:
         number, first = len(self.models), self.models[0]
-        units = [make_engine_mpu(each, self.distributed) for each in (model, first)]
-        if units[0] != units[1]:
+        if make_engine_mpu(model, self.distributed) != make_engine_mpu(first, self.distributed):
             logger.warning(
                 "engine %d has a parallel layout that differs from the first engine's, which "
                 "decides which ranks load data and report metrics",
@@ -224,3 +225,40 @@ class DeepSpeedTrialContext(SaysWhatToUse, TorchTrialContext):
                 size,
                 first_size,
             )
+
+
+@contextmanager
+def micro_batches_of(samples: int | None) -> Iterator[None]:
+    """Inside the block, engines are built with micro-batches of `samples` samples.
+
+    DeepSpeed has no call for it: once an engine is built, its optimizer counts the steps of
+    accumulation itself.
+
+    Args:
+        samples: 0 means a whole batch of the rank; None means as configured.
+
+    Raises:
+        TrialError: in the block, if a batch of a rank cannot be divided so.
+    """
+    if samples is None:
+        yield
+        return
+    configure = DeepSpeedConfig._configure_train_batch_size
+
+    def configure_otherwise(config: DeepSpeedConfig) -> None:
+        configure(config)
+        batch = config.train_micro_batch_size_per_gpu * config.gradient_accumulation_steps
+        wanted = samples or batch
+        if batch % wanted:
+            raise TrialError(
+                f"a batch of {batch} samples a rank cannot be divided into micro-batches of "
+                f"{wanted}; give engines batches of the same size"
+            )
+        config.train_micro_batch_size_per_gpu = wanted
+        config.gradient_accumulation_steps = batch // wanted
+
+    DeepSpeedConfig._configure_train_batch_size = configure_otherwise
+    try:
+        yield
+    finally:
+        DeepSpeedConfig._configure_train_batch_size = configure

@@ -96,10 +96,6 @@ def record_fingerprints(
     """Write the fingerprints of the engines' tensors. Collective: every rank calls this.
 
     Each tensor is in the file of one rank: the first one that shares it.
-
-    Args:
-        folder: the checkpoint's folder on this rank.
-        exclude_frozen: True if the checkpoint does not hold frozen parameters.
     """
     recorded: list[dict[str, Any]] = []
     for engine in engines:
@@ -120,12 +116,9 @@ def record_fingerprints(
 def check_loaded(
     engines: Sequence[DeepSpeedEngine], folder: Path, distributed: DistributedContext
 ) -> None:
-    """Check that the engines hold the saved tensors. Collective: every rank calls this.
+    """Check that the engines hold the saved tensors, if those have fingerprints.
 
-    A checkpoint without fingerprints is not checked.
-
-    Raises:
-        CheckpointError: on every rank, names tensors that differ.
+    Collective: every rank calls this, and raises a CheckpointError that names all that differ.
     """
     wrong: list[str] = []
     for i, engine in enumerate(engines):
@@ -149,13 +142,9 @@ def check_loaded(
 
 
 def check_exported(saved: Mapping[str, Fingerprint], weights: Mapping[str, torch.Tensor]) -> None:
-    """Check that an engine's exported weights are the saved ones. Called by one process.
+    """Check that exported weights are the saved ones. Raises CheckpointError, which names others.
 
-    Args:
-        saved: the engine's `fingerprints_of`.
-
-    Raises:
-        CheckpointError: names tensors that differ.
+    Called by one process.
     """
     wrong = list[str]()
     for name, weight in weights.items():
@@ -189,10 +178,9 @@ def _refuse(wrong: Collection[str], verb: str, advice: str) -> None:
 def fingerprints_of(
     folder: Path, engine: int, model_rank: int | None = None
 ) -> dict[str, Fingerprint]:
-    """The recorded fingerprints of an engine by name, without names that ranks disagree about.
+    """The recorded fingerprints of an engine, or of one of its model-parallel ranks, by name.
 
-    Args:
-        model_rank: only this model-parallel rank's; None for all.
+    Without names that ranks disagree about.
     """
     found: dict[str, set[Fingerprint]] = {}
     for file in folder.glob(f"{FILE_PREFIX}*.json"):

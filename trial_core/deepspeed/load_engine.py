@@ -30,8 +30,7 @@ _ZERO3_MODEL_STATES = re.compile(r"zero_pp_rank_.*_model_states\.pt")
 def load_engine(engine: DeepSpeedEngine, folder: Path, tag: str) -> None:
     """Load an engine's whole state. Collective: every rank calls this.
 
-    Raises:
-        TrialError: DeepSpeed found no checkpoint of that tag.
+    Raises TrialError if DeepSpeed finds no checkpoint of that tag.
     """
     path = None
     # Without files DeepSpeed's error would be "assert len(self.ckpt_list) > 0".
@@ -132,8 +131,7 @@ def _secondary_copies_renewed(engine: DeepSpeedEngine) -> Iterator[None]:
 def needs_optimizer_shards(engine: DeepSpeedEngine, names: Iterable[str]) -> bool:
     """True if `load_weights` reads the optimizer's shards: if either side partitions the weights.
 
-    Args:
-        names: the files under the engine's tag.
+    `names` are the files under the engine's tag.
     """
     is_saved_partitioned = any(_ZERO3_MODEL_STATES.fullmatch(name) for name in names)
     return is_saved_partitioned or bool(engine.zero_optimization_partition_weights())
@@ -145,23 +143,18 @@ def _load_checkpoint(engine: DeepSpeedEngine, folder: Path, tag: str, **options:
     With ``checkpoint.load_universal``, which is for a checkpoint that the trial loads itself,
     DeepSpeed would look for a universal one here, too.
     """
-    config = engine._config
+    config, module = engine._config, engine.module
+    if isinstance(module, PipelineModule):  # it loads its layers itself
+        options["load_module_strict"] = not frozen_names(module)
+    elif frozen_names(module):
+        options["custom_load_fn"] = _load_module
     is_universal, config.load_universal_checkpoint = config.load_universal_checkpoint, False
     try:
-        path, _ = engine.load_checkpoint(str(folder), tag=tag, **options, **_module_options(engine))
+        path, _ = engine.load_checkpoint(str(folder), tag=tag, **options)
     finally:
         config.load_universal_checkpoint = is_universal
     found: str | None = path
     return found
-
-
-def _module_options(engine: DeepSpeedEngine) -> dict[str, Any]:
-    """Options of ``load_checkpoint`` for a checkpoint that may have no frozen weights."""
-    if not frozen_names(engine.module):
-        return {}
-    if isinstance(engine.module, PipelineModule):
-        return {"load_module_strict": False}  # it loads its layers itself
-    return {"custom_load_fn": _load_module}
 
 
 def load_by_parts(module: torch.nn.Module, weights: Mapping[str, SavedWeight]) -> None:
@@ -193,8 +186,7 @@ def _is_read_here(tensor: torch.Tensor) -> bool:
 def _state_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The parameters and buffers of a module by their names in its ``state_dict``.
 
-    Raises:
-        CheckpointError: a hook of the module's puts other tensors into its ``state_dict``.
+    Raises CheckpointError if a hook of the module's puts other tensors there.
     """
     state = module.state_dict(keep_vars=True).items()
     found = {name: value for name, value in state if isinstance(value, torch.Tensor)}
@@ -208,11 +200,7 @@ def _state_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _load_module(src: Mapping[str, Any], dst: torch.nn.Module) -> None:
-    """Load a module's state, from which all frozen parameters may be missing.
-
-    Raises:
-        CheckpointError: another parameter is missing, or there is one too many.
-    """
+    """Load a module's state, from which all frozen parameters may be missing."""
     result = dst.load_state_dict(src, strict=False)
     _require_same_names(dst, set(result.missing_keys), result.unexpected_keys)
 
@@ -238,8 +226,7 @@ def _require_same_names(
 ) -> None:
     """Check that a checkpoint lacks nothing but, perhaps, all of the frozen parameters.
 
-    Raises:
-        CheckpointError: something else differs; names it.
+    Raises CheckpointError, which names what else differs.
     """
     # DeepSpeed leaves a frozen parameter out by its first name only.
     if frozen_names(module, every_name=False) <= missing:

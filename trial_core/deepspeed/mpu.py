@@ -119,8 +119,7 @@ def forget_model_parallelism() -> None:
 def check_mpu(mpu: ModelParallelUnit, distributed: DistributedContext) -> None:
     """Check that the units of all ranks are consistent. Collective: every rank calls this.
 
-    Raises:
-        TrialError: on every rank, if the units are inconsistent.
+    Raises TrialError on every rank if they are not.
     """
     own = [getattr(mpu, field.name) for field in fields(ModelParallelUnit)]
     units = [ModelParallelUnit(*unit) for unit in distributed.allgather(own)]

@@ -50,7 +50,11 @@ def prepare_op_builds(local_rank: int) -> None:
     A build folder that the user has set (TORCH_EXTENSIONS_DIR) stays. So does a shared-memory
     extension that was built when DeepSpeed was installed.
     """
-    _prefer_own_ninja()
+    # PyTorch calls ninja by name, and another version of it builds everything again: so the folder
+    # of commands comes first, as in an activated environment.
+    commands, path = str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)
+    if path.split(os.pathsep)[0] != commands:
+        os.environ["PATH"] = os.pathsep.join([commands, path])
     if "TORCH_EXTENSIONS_DIR" not in os.environ:
         os.environ["TORCH_EXTENSIONS_DIR"] = str(_build_folder())
     if get_accelerator().device_name() == "cpu" and not installed_ops.get(SHARED_MEMORY_OP):
@@ -135,16 +139,6 @@ def architecture_problem() -> str | None:
     )
 
 
-def _prefer_own_ninja() -> None:
-    """Put the environment's folder of commands first on PATH, as in an activated environment.
-
-    PyTorch calls ninja by name, and another version of it builds everything again.
-    """
-    commands, path = str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)
-    if path.split(os.pathsep)[0] != commands:
-        os.environ["PATH"] = os.pathsep.join([commands, path])
-
-
 def _build_folder() -> Path:
     """The build folder of this environment: its versions, compiler and flags."""
     from torch.utils.cpp_extension import get_default_build_root
@@ -164,7 +158,6 @@ def _build_folder() -> Path:
 
 
 def _locks() -> Iterator[Path]:
-    """The lock files of all builds in this environment's folder."""
     return Path(os.environ["TORCH_EXTENSIONS_DIR"]).glob("*/lock")
 
 

@@ -32,20 +32,10 @@ def files_for_ranks(
 
     With the topology that saved them, a rank needs its own shards. With another topology it needs
     all shards. Any rank may need a file with an unknown name.
-
-    Args:
-        saved_by, now: the topologies of the run that saved the files, and of this run.
     """
     is_same = saved_by.spreads_like(now)
-    data_parallel_ranks = {rank: _data_parallel_rank(rank, files) for rank in ranks}
-    return [
-        file
-        for file in files
-        if any(
-            _is_needed(file, rank, is_same, data_parallel_rank)
-            for rank, data_parallel_rank in data_parallel_ranks.items()
-        )
-    ]
+    places = [(rank, _data_parallel_rank(rank, files)) for rank in ranks]
+    return [file for file in files if any(_is_needed(file, *each, is_same) for each in places)]
 
 
 def files_for_load(
@@ -55,11 +45,7 @@ def files_for_load(
     ranks: Sequence[int],
     now: Topology,
 ) -> list[FileEntry]:
-    """The files that `DeepSpeedTrial.load` reads on some of `ranks`.
-
-    Args:
-        saved_by, now: see `files_for_ranks`.
-    """
+    """The files that `DeepSpeedTrial.load` reads on some of `ranks`."""
     unread: set[str] = set()
     for i, engine in enumerate(engines):
         unread |= _layers_of_other_stages(i, engine, files, ranks)
@@ -80,7 +66,7 @@ def files_for_load_weights(
     return [file for file in files if file.path not in unread]
 
 
-def _is_needed(file: FileEntry, rank: int, is_same: bool, data_parallel_rank: str | None) -> bool:
+def _is_needed(file: FileEntry, rank: int, data_parallel_rank: str | None, is_same: bool) -> bool:
     if match := _RANK_STATE.fullmatch(file.path):
         # A rank that did not exist in the saved topology restores rank 0's state.
         serves_others = not is_same and match["kind"] == "rank"
@@ -117,6 +103,5 @@ def _layers_of_other_stages(
 
 
 def _names(files: list[FileEntry], index: int) -> list[str]:
-    """The names of the files under an engine's tag."""
     tag = f"model{index}/"
     return [file.path.removeprefix(tag) for file in files if file.path.startswith(tag)]

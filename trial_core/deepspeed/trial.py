@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
 
+from trial_core.deepspeed.checkpoint_engine import reader_of
 from trial_core.deepspeed.context import DeepSpeedTrialContext
-from trial_core.deepspeed.fingerprints import check_loaded, record_fingerprints
+from trial_core.deepspeed.fingerprints import bit_sum, check_loaded, record_fingerprints
 from trial_core.deepspeed.load_engine import load_engine, load_weights
-from trial_core.deepspeed.rank_buffers import record_buffers, restore_buffers
 from trial_core.errors import TrialError
 from trial_core.pytorch.trial import TorchTrial
+from trial_core.rank.state_files.state_guard import persistent_buffers
 
 
 class DeepSpeedTrial(TorchTrial):
@@ -130,7 +133,7 @@ class DeepSpeedTrial(TorchTrial):
                 tag=f"model{i}",
                 exclude_frozen_parameters=settings.exclude_frozen_parameters,
             )
-        record_buffers(context.models, path, rank)
+        _record_buffers(context.models, path, rank)
         record_fingerprints(context.models, path, rank, settings.exclude_frozen_parameters)
 
     def load(self, context: DeepSpeedTrialContext, load_path: Path) -> None:
@@ -142,7 +145,7 @@ class DeepSpeedTrial(TorchTrial):
         """
         for i, engine in enumerate(context.models):
             load_engine(engine, load_path, tag=f"model{i}")
-        restore_buffers(context.models, load_path, context.distributed.get_rank())
+        _restore_buffers(context.models, load_path, context.distributed.get_rank())
         context.has_loaded_engines = True
         check_loaded(context.models, load_path, context.distributed)
 
@@ -159,3 +162,60 @@ class DeepSpeedTrial(TorchTrial):
         for i, engine in enumerate(context.models):
             load_weights(engine, load_path, tag=f"model{i}")
         check_loaded(context.models, load_path, context.distributed)
+
+
+def _record_buffers(engines: Sequence[DeepSpeedEngine], folder: Path, rank: int) -> None:
+    """Write this rank's buffers that differ from others', such as the running means of BatchNorm.
+
+    Under ZeRO 0 to 2, of the ranks with the same weights, DeepSpeed stores the buffers of one and
+    gives them to all. So each rank stores its own differing ones in a separate file, and gets them
+    back. On ranks other than the saving ones, all get the buffers that DeepSpeed stored.
+    Collective: every rank calls this.
+    """
+    own = [_differing_buffers(engine) for engine in engines]
+    if any(own):
+        path = _buffers_path(folder, rank)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        places = [_place(engine) for engine in engines]
+        engines[0].checkpoint_engine.save({"places": places, "buffers": own}, str(path))
+
+
+@torch.no_grad()
+def _restore_buffers(engines: Sequence[DeepSpeedEngine], folder: Path, rank: int) -> None:
+    """Restore the buffers of `_record_buffers`, on the ranks that wrote them. Not collective."""
+    path = _buffers_path(folder, rank)
+    if not path.is_file():
+        return
+    saved = reader_of(engines[0]).load(path)
+    for engine, place, buffers in zip(engines, saved["places"], saved["buffers"], strict=False):
+        if tuple(place) == _place(engine):
+            present = dict(persistent_buffers(engine.module))
+            for name in buffers.keys() & present.keys():
+                present[name].copy_(buffers[name])
+
+
+def _buffers_path(folder: Path, rank: int) -> Path:
+    return folder / "trialflow" / f"buffers-{rank:05d}.pt"
+
+
+def _place(engine: DeepSpeedEngine) -> tuple[Any, ...]:
+    """Number of ranks, and this one's place among them."""
+    group = engine.seq_data_parallel_group
+    alike = dist.get_rank(group), dist.get_world_size(group)
+    return dist.get_world_size(), engine.checkpoint_mp_rank, *alike
+
+
+def _differing_buffers(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:
+    buffers = dict(persistent_buffers(engine.module))
+    if not buffers or engine.zero_optimization_partition_weights():  # each rank's are stored
+        return {}
+    sums = torch.stack([bit_sum(each).to(engine.device) for each in buffers.values()])
+    group = engine.seq_data_parallel_group
+    every = [torch.empty_like(sums) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, sums, group=group)
+    is_same = torch.stack(every).eq(sums).all(0).tolist()
+    return {
+        name: each.detach()
+        for (name, each), same in zip(buffers.items(), is_same, strict=True)
+        if not same
+    }

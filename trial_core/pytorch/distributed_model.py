@@ -40,7 +40,12 @@ class DistributedModel(DistributedDataParallel):
         devices = None if device.type == "cpu" else [device]
         super().__init__(module, device_ids=devices, **_KEEPS_BUFFERS)
         self.forwards = 0
-        if hidden := self._hidden_attributes():
+        hidden = sorted(
+            name
+            for name in set(dir(self)) & set(dir(module)) - set(dir(nn.Module()))
+            if not name.startswith("_") and repr(getattr(self, name)) != repr(getattr(module, name))
+        )
+        if hidden:
             logger.warning(
                 "%s has attributes with names of DistributedDataParallel's own, which hide them "
                 "from the result of wrap_model: %s. Rename them, or keep the model that you pass "
@@ -50,11 +55,7 @@ class DistributedModel(DistributedDataParallel):
             )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Like the model's own, but averages gradients in the backward pass of training.
-
-        Raises:
-            TrialError: as `check_all_averaged`.
-        """
+        """Like the model's own, but averages gradients in the backward pass of training."""
         if not (self.training and torch.is_grad_enabled()):
             return self.module(*args, **kwargs)
         self.check_all_averaged()
@@ -64,8 +65,7 @@ class DistributedModel(DistributedDataParallel):
     def check_all_averaged(self) -> None:
         """Check that the last backward pass has averaged the gradients of all parameters.
 
-        Raises:
-            TrialError: some parameters got no gradient, so ranks would train different weights.
+        Raises TrialError if one got no gradient: ranks would train different weights.
         """
         try:
             self._check_reducer_finalized()  # type: ignore[no-untyped-call]
@@ -84,16 +84,6 @@ class DistributedModel(DistributedDataParallel):
             setattr(self.module, name, value)
         else:
             super().__setattr__(name, value)
-
-    def _hidden_attributes(self) -> list[str]:
-        """The model's attributes that cannot be reached through this object."""
-        shared = set(dir(self)) & set(dir(self.module)) - set(dir(nn.Module()))
-        return sorted(
-            name
-            for name in shared
-            if not name.startswith("_")
-            and repr(getattr(self, name)) != repr(getattr(self.module, name))
-        )
 
 
 class DistributedContainer(DistributedModel):
@@ -153,11 +143,7 @@ def broadcast_model(model: nn.Module) -> None:
 
 
 def average(tensors: Sequence[torch.Tensor], ranks: int, compress: bool) -> None:
-    """Replace each tensor by its mean over all ranks. Collective.
-
-    Args:
-        compress: send values as float16.
-    """
+    """Replace each tensor by its mean over all ranks, perhaps sent as float16. Collective."""
 
     def mean(flat: torch.Tensor) -> torch.Tensor:
         flat.div_(ranks)

@@ -48,9 +48,7 @@ class GradientAveraging:
     def add_model(self, model: DistributedModel, in_backward: bool) -> None:
         """Average this model's gradients, too.
 
-        Args:
-            in_backward: True if every parameter gets a gradient in every batch. If not, averaging
-                waits for `step_optimizer`.
+        Not `in_backward` if a batch may leave out some of them; then in `step_optimizer`.
         """
         self._models.append(model)
         self._averaged_by_models |= {id(each) for each in model.parameters() if each.requires_grad}
@@ -76,10 +74,8 @@ class GradientAveraging:
         """A backward pass. Without a forward pass before it, it averages nothing.
 
         That is so for a second backward pass through the same graph, and for a model whose other
-        methods the trial calls instead of the model itself.
-
-        Raises:
-            TrialError: the pass gives a parameter several gradients.
+        methods the trial calls instead of the model itself. Raises TrialError if the pass gives a
+        parameter several gradients.
         """
         try:
             yield
@@ -137,5 +133,4 @@ def _sparse_error(parameter: nn.Parameter) -> TrialError:
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """All parameters of an optimizer."""
     return [each for group in optimizer.param_groups for each in group["params"]]

@@ -47,11 +47,7 @@ class MixedPrecision:
                 self.skipped = self.skipped + on_device.clamp(max=1)
 
     def switch_on(self, scaler: GradScaler | None, dtype: torch.dtype | None = None) -> None:
-        """Use autocast from now on.
-
-        Args:
-            dtype: for computations that are safe in less precision; None for torch's default.
-        """
+        """Use autocast from now on, with torch's default type if `dtype` is None."""
         self._is_on, self.scaler, self._type = True, scaler, dtype
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -67,12 +63,11 @@ def apex_scaler(
     device: torch.device,
     opt_level: str,
     cast_model_type: torch.dtype | None,
-    loss_scale: float | str | None,
+    loss_scale: Any,
 ) -> tuple[bool, GradScaler | None]:
     """Translate arguments of ``apex.amp.initialize``: autocast or not, and a scaler.
 
-    Raises:
-        TrialError: Apex has no such level or loss scale.
+    Raises TrialError if Apex has no such level or loss scale.
     """
     if opt_level not in ("O0", "O1", "O2", "O3"):
         raise TrialError(f'configure_apex_amp: opt_level is "O0" to "O3", got {opt_level!r}')
@@ -80,12 +75,19 @@ def apex_scaler(
         return False, None
     if cast_model_type is torch.bfloat16:
         return True, None
-    fixed = _fixed_scale(loss_scale)
-    if fixed is None:
+    if loss_scale in (None, "dynamic"):
         return True, GradScaler(device.type)
+    try:
+        scale = float(loss_scale)
+    except (TypeError, ValueError):
+        scale = 0.0
+    if scale <= 0:
+        raise TrialError(
+            f'configure_apex_amp: loss_scale is a positive number or "dynamic", got {loss_scale!r}'
+        )
     constant = GradScaler(
         device.type,
-        init_scale=fixed,
+        init_scale=scale,
         growth_interval=GROWS_NEVER,
         backoff_factor=SHRINKS_NEVER,
     )
@@ -99,9 +101,6 @@ def share_overflow(
 
     For gradients that were unscaled before they were averaged. Collective, also for a rank that had
     no gradient to unscale.
-
-    Args:
-        device: this rank's device.
     """
     if not scaler.is_enabled():
         return
@@ -112,18 +111,3 @@ def share_overflow(
         overflow = torch.maximum(overflow, found.to(device))
     dist.all_reduce(overflow, dist.ReduceOp.MAX)
     found_on[device] = overflow
-
-
-def _fixed_scale(loss_scale: Any) -> float | None:
-    """A constant loss scale; None if it is to be found while training."""
-    if loss_scale in (None, "dynamic"):
-        return None
-    try:
-        scale = float(loss_scale)
-    except (TypeError, ValueError):
-        scale = 0.0
-    if scale <= 0:
-        raise TrialError(
-            f'configure_apex_amp: loss_scale is a positive number or "dynamic", got {loss_scale!r}'
-        )
-    return scale

@@ -72,8 +72,7 @@ _PREFIX = "module."
 def state_of(context: PyTorchTrialContext) -> dict[str, Any]:
     """The state of all that the trial has wrapped, by Determined's names.
 
-    Raises:
-        TrialError: an optimizer divides its state in another way than its parameters.
+    Raises TrialError if an optimizer divides its state in another way than its parameters.
     """
     for index, optimizer in enumerate(context.optimizers):
         _require_divided_alike(index, optimizer)
@@ -103,8 +102,7 @@ def write_state(
 ) -> None:
     """Write `state_of`'s result, as far as it is this rank's to write. Every rank calls this.
 
-    Raises:
-        TrialError: the state holds objects that `reader` would not read.
+    Raises TrialError if the state holds objects that `reader` would not read.
     """
     rank = context.distributed.get_rank()
     frozen = {
@@ -158,10 +156,8 @@ def read_state(
 def load_state(context: PyTorchTrialContext, state: Mapping[str, Any]) -> None:
     """Restore all that the trial has wrapped.
 
-    Parts that `state` lacks are left unchanged: a callback may have removed them.
-
-    Raises:
-        CheckpointError: the checkpoint is of other models, optimizers or schedulers.
+    Parts that `state` lacks are left unchanged: a callback may have removed them. Raises
+    CheckpointError if the checkpoint is of other models, optimizers or schedulers.
     """
     load_models(context, {MODELS: state.get(WEIGHTS, state.get(MODELS))})
     if context.averages is not None and WEIGHTS in state:
@@ -182,11 +178,7 @@ def load_state(context: PyTorchTrialContext, state: Mapping[str, Any]) -> None:
 
 
 def load_models(context: PyTorchTrialContext, state: Mapping[str, Any]) -> None:
-    """Restore the models alone.
-
-    Raises:
-        CheckpointError: the checkpoint is of other models.
-    """
+    """Restore the models alone. Raises CheckpointError if the checkpoint is of others."""
     for index, (model, saved) in enumerate(_pairs(MODELS, context.models, state)):
         _load_model(index, unwrapped(model), saved)
 
@@ -267,8 +259,7 @@ def _mean_gradient(
 ) -> torch.Tensor | None:
     """The mean of the gradients that ranks have saved; None if no rank has saved one.
 
-    Args:
-        own: this rank's file, which alone counts if as many `ranks` saved; if None, all count.
+    This rank's `own` file, if given, counts alone if as many `ranks` saved.
     """
     if not by_rank:
         return None

@@ -61,11 +61,7 @@ def mesh_shape(models: Iterable[nn.Module]) -> tuple[int, ...]:
 
 
 def require_all_ranks(model: nn.Module, ranks: int) -> None:
-    """Check that a model that the trial has sharded itself is divided among all ranks.
-
-    Raises:
-        TrialError: the model is not divided among all ranks.
-    """
+    """Check that a model that the trial has sharded itself is divided among all ranks."""
     for name, each in sharded_parameters(model).items():
         if isinstance(each, DTensor) and each.device_mesh.size() != ranks:
             raise TrialError(

@@ -53,8 +53,7 @@ def divided(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[KeyPath, Par
 def part_of(tensor: torch.Tensor) -> Part:
     """This rank's part of a tensor, which shares memory with it. A plain tensor is one part.
 
-    Raises:
-        TrialError: this rank's part is not a single block.
+    Raises TrialError if this rank's part is not a single block.
     """
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.dim(), tensor.detach()
@@ -77,11 +76,7 @@ def write_parts(
     memory_files: MemoryFiles,
     frozen: Collection[KeyPath] = (),
 ) -> None:
-    """Write this rank's parts: one file for each kind, which is the first key.
-
-    Args:
-        frozen: the parts of weights that are not trained, which are in files of their own.
-    """
+    """Write this rank's parts: a file for each kind, which is the first key, and one for frozen."""
     files: dict[str, dict[KeyPath, Part]] = defaultdict(dict)
     for keys, part in parts.items():
         path = Path(SHARDS_FOLDER, str(keys[0]), file_name(rank))
@@ -116,8 +111,7 @@ class SavedParts:
     def fill(self, keys: KeyPath, target: torch.Tensor) -> None:
         """Copy the saved tensor to `target`: of a sharded one, this rank's part.
 
-        Raises:
-            CheckpointError: the fetched files do not hold all of it.
+        Raises CheckpointError if the fetched files do not hold all of it.
         """
         missing = copy_parts(self._parts.get(keys, {}).items(), target)
         if missing:
@@ -129,11 +123,7 @@ class SavedParts:
 
 
 def copy_parts(parts: Iterable[Part], target: torch.Tensor) -> int:
-    """Copy the overlap with this rank's part of `target`.
-
-    Returns:
-        The number of elements of this rank's part that no part holds.
-    """
+    """Copy the overlap with this rank's part of `target`; return how many elements none holds."""
     offset, values = part_of(target)
     missing = values.numel()
     for saved_offset, saved in parts:
@@ -152,14 +142,7 @@ def copy_parts(parts: Iterable[Part], target: torch.Tensor) -> int:
 
 
 def joined(state: Mapping[str, Any], saved: SavedParts, target_of: Targets) -> dict[str, Any]:
-    """`state` with the tensors that `target_of` gives, filled from the checkpoint.
-
-    Args:
-        state: a result of `divided`, or a state whose tensors are whole.
-
-    Raises:
-        CheckpointError: the fetched files lack a part.
-    """
+    """A `divided` or whole `state` with the tensors of `target_of`, filled from the checkpoint."""
 
     def fill(keys: KeyPath, tensor: torch.Tensor) -> torch.Tensor:
         target = target_of(keys, tensor)
@@ -176,11 +159,7 @@ def joined(state: Mapping[str, Any], saved: SavedParts, target_of: Targets) -> d
 
 
 def require_joined(state: Mapping[str, Any]) -> None:
-    """Check that no placeholder is left: the optimizers' state fits the trial's parameters.
-
-    Raises:
-        CheckpointError: a placeholder is left.
-    """
+    """Check that no placeholder is left: the optimizers' state fits the trial's parameters."""
 
     def check(keys: KeyPath, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_meta:
@@ -209,7 +188,6 @@ def files_of_parts(
 
 
 def file_name(rank: int) -> str:
-    """The name of a file that each rank writes."""
     return f"rank-{rank:05d}.pt"
 
 

@@ -11,9 +11,8 @@ from types import ModuleType
 from typing import Any
 
 from trial_core.deepspeed.config_rejection import CONFIG_ERRORS, rejection
-from trial_core.deepspeed.context import DeepSpeedTrialContext
+from trial_core.deepspeed.context import DeepSpeedTrialContext, micro_batches_of
 from trial_core.deepspeed.deepspeed_adapter import DeepSpeedTrialAdapter
-from trial_core.deepspeed.micro_batch import micro_batches_of
 from trial_core.deepspeed.mpu import forget_model_parallelism
 from trial_core.deepspeed.op_builds import op_being_built, prepare_op_builds
 from trial_core.deepspeed.trial import DeepSpeedTrial

@@ -8,7 +8,7 @@ the whole model in memory twice; and the experts of all expert-parallel ranks ar
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,33 +17,30 @@ import torch
 from trial_core.checkpoint.weights.weights import Precision, SavedWeight, saved_weight, target_type
 from trial_core.deepspeed.reshard.parameter_state import MASTER, ParameterState, zero_keys
 from trial_core.deepspeed.reshard.partitions import Partitions, Shapes, zero3_part_elements
-from trial_core.deepspeed.reshard.saved_state import MODEL_STATES, OPTIMIZER_STATES, rank_files
+from trial_core.deepspeed.reshard.saved_state import (
+    MODEL_STATES,
+    OPTIMIZER_STATES,
+    ReadFile,
+    rank_files,
+)
 from trial_core.errors import CheckpointError
 
 _EXPERT = re.compile(r"(.*deepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..*)")
-_OPTIMIZER = "optimizer_state_dict"
 
 
-def consolidated(
-    folder: Path, read: Callable[[Path], Any], model_rank: int = 0
-) -> dict[str, ParameterState]:
+def consolidated(folder: Path, read: ReadFile, model_rank: int) -> dict[str, ParameterState]:
     """The weights of one model-parallel rank or pipeline stage, each with the key `MASTER` only.
 
     Holds the trained weights, and under ZeRO-3 the frozen ones too. Experts have their global
     names. Without ZeRO (a pipeline in bf16), shapes are flat. Called by one process; needs no
-    other ranks.
-
-    Args:
-        folder: the files under the engine's tag.
-        read: reads a file; should map tensors, so that they need no memory.
+    other ranks. `folder` has the files under the engine's tag.
 
     Raises:
         CheckpointError: a shard is missing, or the files are not ZeRO shards.
     """
     models = [read(file) for _, file in rank_files(folder, MODEL_STATES, model_rank)]
-    shards = [
-        read(file)[_OPTIMIZER] for _, file in rank_files(folder, OPTIMIZER_STATES, model_rank)
-    ]
+    files = [file for _, file in rank_files(folder, OPTIMIZER_STATES, model_rank)]
+    shards = [read(file)["optimizer_state_dict"] for file in files]
     first = shards[0] if shards else {}
     is_zero3 = "fp32_flat_groups" in first
     key, _ = zero_keys(is_zero3)

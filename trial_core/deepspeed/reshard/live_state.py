@@ -50,8 +50,7 @@ def check_engine(engine: DeepSpeedEngine) -> None:
 def shapes_by_group(engine: DeepSpeedEngine) -> list[dict[str, torch.Size]]:
     """The shapes of the trained parameters, by optimizer group.
 
-    Raises:
-        CheckpointError: DeepSpeed wraps the optimizer in a way that cannot be resharded.
+    Raises CheckpointError if DeepSpeed wraps the optimizer in a way that cannot be resharded.
     """
     optimizer = engine.optimizer
     groups: list[list[Any]]
@@ -101,10 +100,8 @@ def module_state(engine: DeepSpeedEngine, source: SourceEngine) -> dict[str, Any
 def frozen_fragments(engine: DeepSpeedEngine, source: SourceEngine) -> dict[str, torch.Tensor]:
     """This rank's ZeRO-3 parts of the frozen parameters.
 
-    A frozen parameter that was not saved keeps its present value.
-
-    Raises:
-        CheckpointError: DeepSpeed keeps a frozen parameter in an unknown layout.
+    A frozen parameter that was not saved keeps its present value. Raises CheckpointError if
+    DeepSpeed keeps one in an unknown layout.
     """
     rank, ranks = _data_parallel_place(engine)
     fragments = {}
@@ -135,9 +132,6 @@ def zero_optimizer_state(
 
     The tensors are the optimizer's own where possible, so that the state never exists twice: when
     DeepSpeed loads a tensor into itself, nothing is copied.
-
-    Args:
-        live_state: the result of the live optimizer's ``state_dict``.
     """
     flat_partitions, is_zero3 = _flat_partitions(engine.optimizer)
     masters_key, base_optimizer_key = zero_keys(is_zero3)
@@ -220,8 +214,7 @@ def _flat_partitions(optimizer: Any) -> tuple[list[torch.Tensor], bool]:
 def _own_zeros(optimizer: Any, flat: torch.Tensor, key: str, dtype: torch.dtype) -> torch.Tensor:
     """The optimizer's own tensor of a partition, set to zero, or a new one that takes its place.
 
-    Args:
-        flat: the partition of the fp32 weights.
+    `flat` is the partition of the fp32 weights.
     """
     base, own = getattr(optimizer, "optimizer", None), None
     is_elsewhere = getattr(optimizer, "swap_optimizer", False)  # on a disk: DeepSpeed moves it

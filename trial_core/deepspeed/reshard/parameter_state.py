@@ -37,7 +37,6 @@ class ParameterState:
     """The optimizer's state of one parameter.
 
     Attributes:
-        group: index of its optimizer group.
         fragments: for each fragment, the index of its first element in the flattened parameter, and
             its tensors by key: the fp32 weights (`MASTER`) and the optimizer's, such as
             ``exp_avg``.
@@ -198,9 +197,7 @@ def _add_fragments(
 ) -> None:
     """Add one partition's fragments to the parameters in `found`.
 
-    Args:
-        padding: number of elements that the optimizer's state has more than `master`.
-        has_whole_momentum: True if `MUON_MOMENTUM` is of whole parameters.
+    The optimizer's state has `padding` elements more than `master`.
     """
     size, position = master.numel(), 0
     if has_whole_momentum:
@@ -230,8 +227,7 @@ def _split_state(
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Split an optimizer's state of a flat tensor into per-element tensors and scalars.
 
-    Args:
-        sizes: number of elements without and with padding.
+    `sizes` are the numbers of elements without and with padding.
     """
     tensors, scalars = {}, {}
     for key, value in state.items():
@@ -251,7 +247,6 @@ def _split_state(
 def _full_parameter(
     name: str, weight: torch.Tensor, group: int, state: Mapping[str, Any]
 ) -> ParameterState:
-    """The state of a parameter that is not partitioned."""
     tensors = {key: value for key, value in state.items() if key != "step"}
     for key, value in tensors.items():
         if getattr(value, "shape", None) != weight.shape:

@@ -21,9 +21,7 @@ Shapes = Mapping[str, torch.Size]
 class Fragment:
     """Consecutive elements of one parameter, in the partition of one rank.
 
-    Attributes:
-        first: index of the first of these elements in the flattened parameter.
-        offset: index of the first of these elements in the partition.
+    Its first element has the index `first` in the flattened parameter, `offset` in the partition.
     """
 
     name: str
@@ -49,11 +47,7 @@ class Partitions:
     is_zero3: bool
 
     def fragments(self, buffer: int, rank: int, partition_elements: int) -> list[Fragment]:
-        """The fragments in one rank's partition of a buffer.
-
-        Args:
-            partition_elements: size of a partition. The last partition may be smaller.
-        """
+        """The fragments in one rank's partition of a buffer. The last partition may be smaller."""
         sizes = {name: shape.numel() for name, shape in self.buffers[buffer].items()}
         fragments, position = list[Fragment](), 0
         if self.is_zero3:

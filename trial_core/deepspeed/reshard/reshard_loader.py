@@ -51,7 +51,6 @@ def resharded(engines: Sequence[DeepSpeedEngine], folder: Path, read: ReadFile) 
 
     Args:
         folder: the checkpoint's files, at least all shards of this rank's model-parallel rank.
-        read: reads a file; should map tensors, so that they need no memory.
 
     Yields:
         The folder to load from. The engines' files in it are empty, or links; they only have the
@@ -77,10 +76,7 @@ def resharded(engines: Sequence[DeepSpeedEngine], folder: Path, read: ReadFile) 
 def is_ordered_otherwise(engine: DeepSpeedEngine, folder: Path, read: ReadFile) -> bool:
     """True if `zero_optimization.round_robin_gradients` changes the order of saved parameters.
 
-    DeepSpeed's own loading does not notice.
-
-    Args:
-        folder: the files under the engine's tag.
+    DeepSpeed's own loading does not notice. `folder` has the files under the engine's tag.
 
     Raises:
         CheckpointError: the order changes, and not all shards are here, so it cannot be resharded.
@@ -172,8 +168,7 @@ class _ReshardingCheckpointEngine(CheckpointEngine):
     def _check_experts(self) -> None:
         """Check that each rank that saved a mixture of experts had all of them, and ZeRO, too.
 
-        Raises:
-            CheckpointError: the experts were divided, or their optimizer's state is in other files.
+        Raises CheckpointError if not: their optimizer's state is in other files.
         """
         rank = self._engine.checkpoint_mp_rank
         reason = None

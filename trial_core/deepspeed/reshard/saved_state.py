@@ -23,7 +23,7 @@ from trial_core.deepspeed.reshard.partitions import Shapes, zero3_part_elements
 from trial_core.errors import CheckpointDamaged, CheckpointError
 
 ReadFile = Callable[[Path], Any]
-"""Returns the content of a file that `torch.save` wrote."""
+"""Returns the content of a file that `torch.save` wrote; should map tensors, to need no memory."""
 
 OPTIMIZER_STATES = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 MODEL_STATES = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
@@ -85,8 +85,7 @@ class SourceEngine:
     def full_entry(self, name: str) -> Any:
         """An entry of the module's state dict, assembled if ZeRO-3 has partitioned it.
 
-        Raises:
-            CheckpointError: the checkpoint does not hold it.
+        Raises CheckpointError if the checkpoint does not hold it.
         """
         saved = self.model["module"][name]
         is_placeholder = isinstance(saved, torch.Tensor) and saved.numel() == 0
