@@ -70,11 +70,7 @@ class SnapshotCheckpointEngine(TorchCheckpointEngine):
         """Nothing to prepare."""
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Write one shard. DeepSpeed calls this on each rank that has one.
-
-        Raises:
-            TrialError: the shard holds objects that the reader would not read.
-        """
+        """Write one shard. Raises TrialError if it holds objects that the reader would not read."""
         state_dict = readable(state_dict, self.reader)
         if self._memory_files is None or not Path(path).is_relative_to(self._folder):
             torch.save(state_dict, path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,13 +17,12 @@ from deepspeed.runtime.zero import GatheredParameters
 from trial_core.checkpoint.weights.weights import SavedWeight
 from trial_core.deepspeed.checkpoint_engine import reader_of
 from trial_core.deepspeed.export.engine_weights import saved_weights
+from trial_core.deepspeed.reshard.saved_state import MODEL_STATES
 from trial_core.errors import CheckpointError, TrialError
 from trial_core.rank.state_files.frozen_files import frozen_names
 from trial_core.rank.state_files.imported_weights import imported_weights
 
 _logger = logging.getLogger(__name__)
-
-_ZERO3_MODEL_STATES = re.compile(r"zero_pp_rank_.*_model_states\.pt")
 
 
 def load_engine(engine: DeepSpeedEngine, folder: Path, tag: str) -> None:
@@ -133,7 +131,8 @@ def needs_optimizer_shards(engine: DeepSpeedEngine, names: Iterable[str]) -> boo
 
     `names` are the files under the engine's tag.
     """
-    is_saved_partitioned = any(_ZERO3_MODEL_STATES.fullmatch(name) for name in names)
+    matches = map(MODEL_STATES.fullmatch, names)
+    is_saved_partitioned = any(match and match[1] is not None for match in matches)
     return is_saved_partitioned or bool(engine.zero_optimization_partition_weights())
 
 

@@ -40,9 +40,6 @@ POLL_SECONDS = 0.5
 SHARED_MEMORY_OP = "deepspeed_shm_comm"
 _ARCHITECTURE = re.compile(r"\d+\.\d+(\+PTX)?")
 
-BUILD_VARIABLES = ("CXX", "CC", "CUDA_HOME", "TORCH_CUDA_ARCH_LIST", "PYTORCH_ROCM_ARCH")
-"""Environment variables on which a build depends."""
-
 
 def prepare_op_builds(local_rank: int) -> None:
     """Avoid needless builds, and clear killed ones. Every rank calls this before DeepSpeed starts.
@@ -144,6 +141,7 @@ def _build_folder() -> Path:
     from torch.utils.cpp_extension import get_default_build_root
 
     compiler = os.environ.get("CXX", "c++")
+    variables = ("CXX", "CC", "CUDA_HOME", "TORCH_CUDA_ARCH_LIST", "PYTORCH_ROCM_ARCH")
     decisive = [
         sys.prefix,
         sys.version,
@@ -151,7 +149,7 @@ def _build_folder() -> Path:
         deepspeed.__version__,
         get_accelerator().device_name(),
         os.path.realpath(shutil.which(compiler) or compiler),
-        *(os.environ.get(name, "") for name in BUILD_VARIABLES),
+        *(os.environ.get(name, "") for name in variables),
     ]
     digest = hashlib.sha256("\0".join(decisive).encode()).hexdigest()
     return Path(get_default_build_root()) / f"trialflow-{digest[:12]}"

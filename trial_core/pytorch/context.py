@@ -464,5 +464,4 @@ def _is_trained(model: nn.Module) -> bool:
 
 
 def kind_of(thing: object) -> str:
-    """The kind of an argument of the user's, for an error."""
     return f"the class {thing.__name__}" if isinstance(thing, type) else type(thing).__name__

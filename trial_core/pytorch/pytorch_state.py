@@ -193,7 +193,6 @@ def model_weights(
 
     Args:
         folder: a checkpoint's verified files, at least ``state_dict.pth``.
-        model: index of the model, in the order of wrapping.
         dtype: ``fp32``: 16-bit weights are converted. ``16bit``: the weights as they are.
 
     Raises:

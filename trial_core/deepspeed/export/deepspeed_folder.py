@@ -32,8 +32,7 @@ def write_deepspeed(folder: Path, engine: int, target: Path, tag: str, reader: R
     Args:
         folder: a checkpoint's verified files, at least the ones of tag ``model{engine}``.
         tag: DeepSpeed's name of the checkpoint, such as ``global_step500``.
-        reader: reads files whose frozen weights are in files next to them. Raises CheckpointError
-            if one has objects that it does not trust.
+        reader: reads files whose frozen weights are in files next to them.
     """
     join_frozen(folder / f"model{engine}", reader)
     target.mkdir()

@@ -3,8 +3,6 @@
 DeepSpeed's ``zero_to_fp32`` omits frozen weights under ZeRO-1, and the second name of a module
 that its parent holds under two names. Here every name of the model's ``state_dict`` is exported:
 from the optimizer's fp32 shards if they hold it, otherwise from the module's own state.
-
-Reading constructs only tensors and plain data, unless the reader trusts the checkpoint.
 """
 
 from __future__ import annotations
@@ -173,14 +171,8 @@ def _joined(
     """The whole weights, of the parts that tensor-parallel ranks have saved.
 
     DeepSpeed's AutoTP saves an affine map of each parameter that it divides: which block of the
-    whole belongs to which rank. `ds_to_universal` joins by the same map.
-
-    Args:
-        parts: each model-parallel rank's weights.
-        state: the first rank's model states, which say how AutoTP has divided the parameters.
-
-    Raises:
-        CheckpointError: the checkpoint does not say how a weight is divided.
+    whole belongs to which rank, in the first rank's model `state`. `ds_to_universal` joins by it,
+    too. Raises CheckpointError if the checkpoint does not say how a weight is divided.
     """
     info = state.get(UNIVERSAL_CHECKPOINT_INFO)
     if info is None:
