@@ -93,7 +93,7 @@ EXCEPTIONS = {
     (RANK_MAIN, "trial_core.rank"): "a rank's process loads its controller",
     (RANK_MAIN, "trial_core.rank.core_api"): "or a script's, once it knows what it is to train",
     (RANK_MAIN, "trial_core.trainer"): "and finds the trial",
-    ("trial_core.rank.core_api.deepspeed_builds", "trial_core.deepspeed"): "a script, too, has "
+    ("trial_core.rank.core_api.script_controller", "trial_core.deepspeed"): "a script, too, has "
     "DeepSpeed's operators compiled once",
     ("trial_core.observe.report.live_report", "trial_core.observe.trackers"): "the report stores "
     "the driver's TensorBoard files; the name of their folder is a tracker's",

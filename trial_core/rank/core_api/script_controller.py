@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import runpy
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -10,6 +14,8 @@ from typing import Any, NoReturn
 from trial_core.checkpoint.manifest import Topology
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.cluster_info import ClusterInfo, published
+from trial_core.deepspeed.op_builds import prepare_op_builds
+from trial_core.driver.entrypoint_check import entrypoint_problem
 from trial_core.errors import SlotsError, TrialError
 from trial_core.messages import (
     AnyRequest,
@@ -35,8 +41,6 @@ from trial_core.rank.collectives.accelerator import peak_memory_bytes
 from trial_core.rank.collectives.distributed import DistributedContext
 from trial_core.rank.collectives.rendezvous import host_store
 from trial_core.rank.controller import Controller, library_versions
-from trial_core.rank.core_api.deepspeed_builds import builds_prepared
-from trial_core.rank.core_api.run_script import run_script
 from trial_core.rank.core_api.script_host import ScriptHost, ScriptMessage, in_slot
 from trial_core.rank.run_file_upload import RunFileUpload, tensorboard_in
 from trial_core.rank.trial.context import RunInfo
@@ -54,8 +58,54 @@ class _PreparedScript:
 
 def run_in_slot(command: ScriptCommand, host: ScriptHost) -> None:
     """Run a script to its end, as ``__main__``, in this thread."""
-    with in_slot(host), builds_prepared(host.distributed.get_local_rank()):
+    prepare_op_builds(host.distributed.get_local_rank())
+    with in_slot(host):
         run_script(command)
+
+
+def run_script(command: ScriptCommand) -> None:
+    """Run a script to its end, as ``__main__``. The current folder is the code folder.
+
+    Raises:
+        TrialError: the script or module does not exist.
+        SystemExit: the script ended with an exit code other than 0; names it.
+        Exception: the script raised.
+    """
+    folder = os.getcwd()
+    path = os.path.join(folder, command.target)
+    if (problem := entrypoint_problem(command.text, folder)) is not None:
+        raise TrialError(problem)
+    if not command.is_module:
+        folder = os.path.dirname(path)
+    with _as_program(command, folder):
+        try:
+            if command.is_module:
+                runpy.run_module(command.target, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(path, run_name="__main__")
+        except SystemExit as end:
+            _check_exit(end, command)
+
+
+def _check_exit(end: SystemExit, command: ScriptCommand) -> None:
+    """Raise `SystemExit` with a message unless the exit code is 0."""
+    if end.code is None or end.code == 0:
+        return
+    code = f"code {end.code}" if isinstance(end.code, int) else f"code 1: {end.code}"
+    failure = SystemExit(f"{command.target} exited with {code}")
+    raise failure.with_traceback(end.__traceback__) from None
+
+
+@contextmanager
+def _as_program(command: ScriptCommand, folder: str) -> Iterator[None]:
+    """Set the values in `sys` that a separate program would find."""
+    argv, path = sys.argv, sys.path
+    sys.argv = [command.target, *command.arguments]
+    sys.path = [folder, *path]
+    try:
+        yield
+    finally:
+        sys.argv, sys.path = argv, path
 
 
 class ScriptController:

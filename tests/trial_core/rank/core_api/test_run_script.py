@@ -10,7 +10,7 @@ import pytest
 
 from trial_core.errors import TrialError
 from trial_core.processes.slots.rank_server import to_rank_error
-from trial_core.rank.core_api.run_script import run_script
+from trial_core.rank.core_api.script_controller import run_script
 from trial_core.schedule.command import ScriptCommand
 
 
