@@ -25,7 +25,7 @@ from trial_core.rank.data import samplers
 from trial_core.rank.trial.custom_reducers import ReducerRegistry
 from trial_core.rank.trial.metric_reduction import BatchMetrics
 from trial_core.schedule.sequencer import searcher_metric
-from trial_core.trainer.fit_arguments import fit_begun
+from trial_core.trainer.trainer import fit_begun
 
 
 def context() -> PyTorchTrialContext:

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import logging
+import operator
+from collections.abc import Callable, Iterable
+from contextlib import closing
+from pathlib import Path
+from typing import Any, get_args
 
 from trial_core.cluster_info import checkpoint_to_continue
 from trial_core.config.script import has_code_folder, named_metric, script_config
 from trial_core.driver.result import TrialResult
 from trial_core.driver.script_order import Order
-from trial_core.errors import ConfigError, TrialError
-from trial_core.messages import FitBegun
+from trial_core.errors import ConfigError, SlotsError, TrialError
+from trial_core.messages import AttachTrial, FitBegun, Length, StopRequested
+from trial_core.processes.machine.run_dirs import clear_kept, prepare_run_dir, run_dir_of
+from trial_core.processes.slots.joined_rank import JoinedRank
 from trial_core.pytorch.context import kind_of
 from trial_core.pytorch.trial import PyTorchTrial
 from trial_core.rank.collectives.distributed import DistributedContext
+from trial_core.rank.controller import AdapterBuilder, Controller
 from trial_core.rank.core_api.script_host import ScriptHost, current_slot
+from trial_core.rank.script.driver_process import take_driver
 from trial_core.rank.trial.context import RunInfo
 from trial_core.rank.trial.trial_adapter import TrialAdapter
 from trial_core.schedule.sequencer import CheckpointPolicy
-from trial_core.schedule.units import Batch, TrainUnit
+from trial_core.schedule.units import Batch, Epoch, TrainUnit
 from trial_core.trainer.entrypoint import AnyTrial, AnyTrialContext, adapter_of
-from trial_core.trainer.fit_arguments import fit_begun
-from trial_core.trainer.fit_outside_slot import fit_with_driver
 
 logger = logging.getLogger(__name__)
 
@@ -223,3 +230,113 @@ class Trainer:
             return adapter_of(self._trial, context, info.experiment_seed)
 
         return fit_with_driver(context, order, adapt)
+
+
+def fit_with_driver(
+    context: AnyTrialContext, order: Callable[[], Order], adapt: AdapterBuilder
+) -> TrialResult:
+    """Have a driver next to rank 0 train a trial on these ranks. Collective.
+
+    Args:
+        order: called on rank 0; says what to drive.
+        adapt: makes the adapter of the script's trial.
+
+    Raises:
+        TrialflowError: the run could not begin, or has failed on another rank or in the driver.
+        Exception: the trial has raised it on this rank.
+    """
+    ranks, info = context.distributed, context.run_info
+    with take_driver(ranks) as driver:
+        invitation = driver.give(order)
+        with JoinedRank(invitation, ranks.get_rank()) as joined:
+            controller = Controller(
+                adapt,
+                joined.send,
+                ranks,
+                joined.stop_barrier,
+                lambda: joined.send(StopRequested()),
+                info,
+                lambda request: _run_dir(ranks, request),
+            )
+            with closing(controller):
+                joined.serve(controller)
+        driver.end()
+    if controller.fit_result is None:
+        raise SlotsError("the driver has ended this rank without a result")
+    result = TrialResult(**controller.fit_result)
+    if not result.stopped_early and ranks.get_local_rank() == 0:
+        clear_kept(run_dir_of(result.trial))  # of this machine
+    return result
+
+
+def _run_dir(ranks: DistributedContext, request: AttachTrial) -> Path:
+    """The run's folder on this machine. Collective.
+
+    On rank 0's machine the driver has prepared it.
+    """
+    if ranks.cross_rank != 0 and ranks.get_local_rank() == 0:
+        prepare_run_dir(request.trial)
+    ranks.allgather(None)  # the ranks of a machine wait for the first one
+    return run_dir_of(request.trial)
+
+
+def fit_begun(
+    checkpoint_period: TrainUnit | None,
+    validation_period: TrainUnit | None,
+    max_length: TrainUnit | None,
+    reporting_period: TrainUnit,
+    checkpoint_policy: CheckpointPolicy | None,
+    step_zero_validation: bool,
+) -> FitBegun:
+    """`fit`'s arguments, for its driver. Raises ConfigError if an argument is invalid."""
+    length = _optional("max_length", max_length, None)
+    if length is not None and not isinstance(length.value, int):
+        raise ConfigError(f"fit: max_length is one number of batches or epochs, got {max_length!r}")
+    if checkpoint_policy is not None and checkpoint_policy not in get_args(CheckpointPolicy):
+        raise ConfigError(
+            f'fit: checkpoint_policy is "best", "all" or "none", got {checkpoint_policy!r}'
+        )
+    return FitBegun(
+        max_length=length,
+        reporting_period=_plain("reporting_period", reporting_period, max_length),
+        validation_period=_optional("validation_period", validation_period, max_length),
+        checkpoint_period=_optional("checkpoint_period", checkpoint_period, max_length),
+        checkpoint_policy=checkpoint_policy,
+        step_zero_validation=step_zero_validation,
+    )
+
+
+def _optional(name: str, unit: TrainUnit | None, max_length: TrainUnit | None) -> Length | None:
+    return None if unit is None else _plain(name, unit, max_length)
+
+
+def _plain(name: str, unit: TrainUnit, max_length: TrainUnit | None) -> Length:
+    _check_unit(name, unit)
+    value = unit.value
+    if not isinstance(value, int):
+        if isinstance(value, Iterable):
+            value = _numbers(name, value)
+        elif type(max_length) is type(unit) and isinstance(max_length.value, int):
+            value = [number for number in range(1, max_length.value + 1) if number in value]
+        else:
+            raise ConfigError(
+                f"fit: {name} is a container that cannot be listed, {value!r}: give a list or a "
+                "range of numbers"
+            )
+    return Length(unit="batches" if isinstance(unit, Batch) else "epochs", value=value)
+
+
+def _numbers(name: str, values: Iterable[Any]) -> list[int]:
+    try:
+        return sorted(map(operator.index, values))
+    except TypeError:
+        raise ConfigError(
+            f"fit: {name} is a number of batches or epochs, or a container of such numbers, got "
+            f"{values!r}"
+        ) from None
+
+
+def _check_unit(name: str, value: object) -> None:
+    if not isinstance(value, (Batch, Epoch)):
+        hint = f"; did you mean Batch({value})?" if isinstance(value, int) else ""
+        raise ConfigError(f"fit: {name} is a Batch or an Epoch, got {value!r}{hint}")

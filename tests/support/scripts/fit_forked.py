@@ -37,7 +37,7 @@ with without_mlflow():  # it has a thread
 from trial_core.pytorch import Batch, PyTorchCallback
 
 # Modules that ranks import when they first need them.
-EAGER = ("s3fs", "trial_core.checkpoint.storage.local", "trial_core.trainer.fit_outside_slot")
+EAGER = ("s3fs", "trial_core.checkpoint.storage.local", "trial_core.trainer.trainer")
 
 
 class WatchedTrial(ToyTrial):

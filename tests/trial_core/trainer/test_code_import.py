@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from trial_core.trainer.code_import import importing_from
+from trial_core.trainer.load_trial import importing_from
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ from trial_core.processes.machine.run_dirs import locked_run_dir
 from trial_core.pytorch import Batch, Epoch
 from trial_core.rank.collectives.distributed import DistributedContext
 from trial_core.rank.trial.context import RunInfo
-from trial_core.trainer.fit_arguments import fit_begun
+from trial_core.trainer.trainer import fit_begun
 
 
 class Trial(DeepSpeedTrial):

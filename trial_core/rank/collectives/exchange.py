@@ -11,7 +11,9 @@ exchange has failed, to find the missing ranks.
 
 from __future__ import annotations
 
+import io
 import itertools
+import pickle
 import struct
 import time
 from collections.abc import Iterator, Sequence
@@ -24,7 +26,6 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from trial_core.errors import DeadlineExceeded, SlotsError
-from trial_core.rank.collectives import cpu_pickle
 
 # A frame's header: the length of the rank's object in bytes, and the name of its collective.
 _HEADER = struct.Struct(">Q24s")
@@ -77,7 +78,7 @@ class Exchange:
 
     def allgather(self, collective: str, stuff: Any) -> list[Any]:
         """The `stuff` of all members, in their order; `collective` is its name in errors."""
-        own = cpu_pickle.dumps(stuff)
+        own = pickled(stuff)
         with self._explaining_errors(collective):
             frames = self._exchange_frames(collective, own)
             rests = self._all_gather(own[ROOM_BYTES:], _longest_rest(frames))
@@ -85,7 +86,7 @@ class Exchange:
 
     def gather(self, collective: str, stuff: Any) -> list[Any] | None:
         """The `stuff` of all members on the first one, None on the others."""
-        own = cpu_pickle.dumps(stuff)
+        own = pickled(stuff)
         with self._explaining_errors(collective):
             frames = self._exchange_frames(collective, own)
             rests = self._gather_rests(own, _longest_rest(frames))
@@ -95,7 +96,7 @@ class Exchange:
 
     def broadcast(self, collective: str, stuff: Any) -> Any:
         """The first member's `stuff`."""
-        own = cpu_pickle.dumps(stuff) if self._is_first else b""
+        own = pickled(stuff) if self._is_first else b""
         with self._explaining_errors(collective):
             frames = self._exchange_frames(collective, own)
             rest = self._broadcast_rest(own, _longest_rest(frames))
@@ -197,7 +198,7 @@ def _longest_rest(frames: Sequence[_Frame]) -> int:
 
 
 def _unpickle(frame: _Frame, rest: bytes) -> Any:
-    return cpu_pickle.loads((frame.beginning + rest)[: frame.object_bytes])
+    return pickle.loads((frame.beginning + rest)[: frame.object_bytes])
 
 
 def _tensor(data: bytes, size_bytes: int) -> torch.Tensor:
@@ -208,3 +209,28 @@ def _tensor(data: bytes, size_bytes: int) -> torch.Tensor:
 
 def _bytes(tensor: torch.Tensor) -> bytes:
     return tensor.numpy().tobytes()
+
+
+def pickled(stuff: Any) -> bytes:
+    """`stuff` as bytes, from which its tensors arrive on the CPU. Waits for its accelerators.
+
+    A plain pickle of a tensor names its device. A process that reads it would create a context on
+    that device, which is another rank's: each takes hundreds of MiB of its memory.
+    """
+    file = io.BytesIO()
+    _Pickler(file).dump(stuff)
+    return file.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        """Return how a tensor's memory is pickled; all other objects are pickled as usual."""
+        if not isinstance(value, (torch.UntypedStorage, torch.TypedStorage)):
+            return NotImplemented
+        file = io.BytesIO()
+        torch.save(value, file)
+        return _storage_on_cpu, (file.getvalue(),)
+
+
+def _storage_on_cpu(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 from trial_core.errors import TrialError
 from trial_core.rank.collectives.distributed import DistributedContext
-from trial_core.rank.data.data_position import micro_batches_drawn
 from trial_core.rank.data.data_rng import with_shared_rng
 from trial_core.rank.data.dataloader import DataLoader
-from trial_core.rank.data.litdata_state import complete_litdata_state
 from trial_core.rank.data.seekable_samplers import length_of
-from trial_core.rank.data.validation_set import (
-    ValidationSet,
-    validation_set,
-)
+from trial_core.rank.data.validation_set import ValidationSet, validation_set
 from trial_core.rank.trial.trial_adapter import TrialAdapter
 from trial_core.schedule.units import EpochLength
 
@@ -289,3 +286,75 @@ def _repeat(loader: Any, rest: Iterator[Any] | None) -> Iterator[Any]:
             yield micro_batch
         if count == 0:
             raise TrialError("the training loader yielded nothing in a whole pass")
+
+
+def micro_batches_drawn(
+    saved: Mapping[str, Any],
+    per_batch: int,
+    ranks: int,
+    epoch: EpochLength | None,
+    warns: bool = True,
+) -> int:
+    """How many micro-batches of the present size each rank has drawn.
+
+    The size of a batch stays the same, but a resumed run may divide it into other micro-batches.
+    An epoch then has the same samples, but not always a proportional number of micro-batches:
+    its last micro-batch may be smaller.
+
+    Args:
+        saved: `Loaders.state_dict` of any rank.
+        per_batch: micro-batches of one rank in a batch, in this run.
+        ranks: number of data-parallel ranks in this run.
+        epoch: length of an epoch in this run; None if unknown.
+        warns: warn of repeated samples. Only one rank should.
+    """
+    ranks_then = int(saved["ranks"])
+    # How many of the present micro-batches one earlier micro-batch makes.
+    ratio = Fraction(per_batch * ranks, int(saved["per_batch"]) * ranks_then)
+    drawn_then = int(saved["drawn"]) * ranks_then
+    pass_then = saved["pass"]
+    if ratio == 1 or pass_then is None or epoch is None:
+        position = drawn_then * ratio
+    else:
+        passes, within = divmod(drawn_then, int(pass_then))
+        position = passes * epoch.micro_batches + within * ratio
+    drawn = math.floor(position / ranks)
+    repeated = position - drawn * ranks
+    if repeated and warns:
+        logger.warning(
+            "training repeats the samples of %.3g micro-batch(es): the micro-batch size has "
+            "changed, and a round of micro-batches on %d ranks does not begin where the last "
+            "batch ended",
+            repeated,
+            ranks,
+        )
+    return drawn
+
+
+def complete_litdata_state(loader: Any) -> None:
+    """Let litdata's loader save right states after `load_state_dict`. Call before `iter`.
+
+    As of litdata 0.2.76, with workers, the datasets of this process, from which `state_dict` takes
+    its values, are not set; only their copies in the workers are. So the next state names the first
+    epoch, and a resume from it has that epoch's order. After another division of the data (ranks,
+    workers or batch size) it also counts only the data taken since, which cannot be mended here.
+
+    Args:
+        loader: any training loader; others than litdata's are left alone.
+
+    Raises:
+        TrialError: the loader has workers and divides the rest of the pass anew.
+    """
+    if not any(cls.__module__.startswith("litdata.") for cls in type(loader).__mro__):
+        return
+    if loader.num_workers and getattr(loader.dataset, "_elastic_drop_first", None) is not None:
+        raise TrialError(
+            f"{type(loader).__name__} of litdata has num_workers={loader.num_workers} and a state "
+            "of another number of ranks or workers, or of another batch size; the next checkpoint "
+            "would repeat samples. Resume with the numbers of the run that saved it, or with "
+            "num_workers=0 until a checkpoint of the next pass over the data"
+        )
+    # A dataset that combines others has them in `_datasets`.
+    for dataset in (loader.dataset, *getattr(loader.dataset, "_datasets", ())):
+        if hasattr(dataset, "current_epoch"):
+            dataset.current_epoch = loader.current_epoch

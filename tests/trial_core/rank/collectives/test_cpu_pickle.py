@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support.devices import on_another_device
-from trial_core.rank.collectives import cpu_pickle
+from trial_core.rank.collectives.exchange import pickled
 
 
 @dataclass
@@ -46,7 +46,7 @@ def test_tensors_arrive_on_the_cpu() -> None:
     stuff = {
         "named": [Named("a", tensor)], "view": tensor.t()[1:], "layer": layer, "marked": marked(),
     }  # fmt: skip
-    found = cpu_pickle.loads(cpu_pickle.dumps(stuff))
+    found = pickle.loads(pickled(stuff))
     assert same(found["named"][0].value, tensor)
     assert same(found["view"], tensor.t()[1:])
     assert same(found["layer"].weight, layer.weight)
@@ -63,4 +63,4 @@ def tensors_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_other_objects_are_pickled_as_usual() -> None:
     """Byte for byte, so that small ones fit into the first message of an exchange."""
     stuff = {"text": "a" * 100, "numbers": [1, 2.5, None], "shape": torch.Size([2])}
-    assert cpu_pickle.dumps(stuff) == pickle.dumps(stuff)
+    assert pickled(stuff) == pickle.dumps(stuff)

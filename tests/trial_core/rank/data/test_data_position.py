@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import assume, given, strategies as st
 
-from trial_core.rank.data.data_position import micro_batches_drawn
+from trial_core.rank.data.loaders import micro_batches_drawn
 from trial_core.schedule.units import EpochLength
 
 
