@@ -28,14 +28,7 @@ RESTORED = "restored"
 
 
 class CheckpointFiles:
-    """This rank's staged and fetched checkpoints, below the run's folder on this machine.
-
-    Args:
-        settings: the experiment's section `checkpointing`.
-
-    Attributes:
-        store: where checkpoints are stored.
-    """
+    """This rank's staged and fetched checkpoints, below the run's folder on this machine."""
 
     def __init__(
         self,
@@ -59,11 +52,7 @@ class CheckpointFiles:
         return self._run_dir / RESTORED / uuid
 
     def persist(self, uuid: str, shared: Sequence[FileEntry] = ()) -> list[FileEntry]:
-        """Upload the files that this rank has staged. For any thread; not collective.
-
-        Args:
-            shared: see `upload_staged`.
-        """
+        """Upload the files that this rank has staged. For any thread; not collective."""
         folder, rank = self.staging(uuid), self._distributed.get_rank()
         if self.store.is_process_local:
             return upload_files(self.store, uuid, folder, rank, shared=shared)
@@ -151,5 +140,4 @@ class CheckpointFiles:
         return Fetched()
 
     def close(self) -> None:
-        """End the persister process."""
         self._persister.close()

@@ -11,7 +11,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -82,6 +82,9 @@ logger = logging.getLogger(__name__)
 
 VERSIONED = ("trialflow", "torch", "deepspeed", "numpy")
 
+PROFILED_BATCHES = 5
+"""How many batches are profiled, if the experiment does not name the last one."""
+
 
 @dataclass(frozen=True)
 class _AttachedTrial:
@@ -93,7 +96,6 @@ class _AttachedTrial:
     forward_clock: ForwardClock
 
     def close(self) -> None:
-        """End the persister process, and free the memory files."""
         self.files.close()
         self.snapshots.close()
 
@@ -102,13 +104,9 @@ class Controller:
     """Carries out workloads on this rank.
 
     Args:
-        build_adapter: constructs a trial, for `build_trial`.
         emit: gets progress messages during workloads, on rank 0.
-        distributed: this rank's place among all; by default from the environment.
-        stop_barrier: asked before each batch whether it may begin.
         on_stop_requested: called when the trial requests a stop during a train-workload; must have
-            the driver pause all ranks (see `stop_barrier`). If None, the train-workload is finished
-            first.
+            the driver pause all ranks (see `stop_barrier`).
         info: the state of a script's trial, which exists already and is attached, not built.
         run_dir_of_script: the folder of such a trial's run on this machine.
 
@@ -122,7 +120,7 @@ class Controller:
         emit: Callable[[BatchesTrained | BatchesValidated], None],
         distributed: DistributedContext | None = None,
         stop_barrier: StopBarrier | None = None,
-        on_stop_requested: Callable[[], None] | None = None,
+        on_stop_requested: Callable[[], None] = lambda: None,
         info: RunInfo | None = None,
         run_dir_of_script: Callable[[AttachTrial], Path] = lambda of: rank_run_dir(of.run_dir),
     ) -> None:
@@ -248,7 +246,11 @@ class Controller:
             RunFileUpload(info, store, run_dir),
             ForwardClock(adapter.whole_models if self._distributed.get_size() > 1 else ()),
         )
-        _set_up_profiling(info)
+        profiling = info.profiling
+        if profiling.enabled:
+            first, last = profiling.begin_on_batch, profiling.end_after_batch
+            last = first + PROFILED_BATCHES - 1 if last is None else last
+            info.tensorboard.profile_batches(first, last, lambda: info.batches_trained)
         self._loaders = self._training = self._rng = None
         self._has_requested_stop = self._owes_shutdown_hook = False
         self._hook_arguments = {}
@@ -307,7 +309,7 @@ class Controller:
             self._distributed,
             wants_batch_metrics,
             self._stop_barrier,
-            progress=BatchReporter(self._send_progress(BatchesTrained)),
+            progress=self._reporter(BatchesTrained),
             on_first_batch=trial.snapshots.rehearse,
             on_stop_requested=self._request_stop,
         )
@@ -367,7 +369,7 @@ class Controller:
         adapter, info, loaders = self._trial.adapter, self._trial.info, self._built_loaders
         self._restore_rng()
         began, rng = time.monotonic(), capture_rng()
-        progress = BatchReporter(self._send_progress(BatchesValidated))
+        progress = self._reporter(BatchesValidated)
         metrics = validate(adapter, loaders, self._distributed, progress, self._stop_barrier)
         reported = as_reported(metrics or {}, "evaluate_batch")
         if metrics is None:
@@ -461,20 +463,18 @@ class Controller:
 
     def _request_stop(self) -> None:
         """The trial requests a stop on this rank: make the ranks agree on their last batch."""
-        if self._on_stop_requested is None or self._has_requested_stop:
+        if self._has_requested_stop:
             return
         self._has_requested_stop = True
         self._stop_barrier.pause_self()  # first: this rank must not begin another batch meanwhile
         self._on_stop_requested()
 
-    def _send_progress(
-        self, message: type[BatchesTrained] | type[BatchesValidated]
-    ) -> Callable[[int], None]:
+    def _reporter(self, message: type[BatchesTrained] | type[BatchesValidated]) -> BatchReporter:
         def send(batches: int) -> None:
             if self._distributed.get_rank() == 0:
                 self._emit(message(batches=batches))
 
-        return send
+        return BatchReporter(send)
 
     @property
     def _trial(self) -> _AttachedTrial:
@@ -485,20 +485,6 @@ class Controller:
         return _require(self._loaders, BuildLoadersAndRestore)
 
 
-PROFILED_BATCHES = 5
-"""How many batches are profiled, if the experiment does not name the last one."""
-
-
-def _set_up_profiling(info: RunInfo) -> None:
-    settings = info.profiling
-    if not settings.enabled:
-        return
-    first, last = settings.begin_on_batch, settings.end_after_batch
-    if last is None:
-        last = first + PROFILED_BATCHES - 1
-    info.tensorboard.profile_batches(first, last, lambda: info.batches_trained)
-
-
 def _require(value: T | None, request: type[Request]) -> T:
     if value is None:
         raise SlotsError(f"this request must come after {request.stage}")
@@ -507,11 +493,8 @@ def _require(value: T | None, request: type[Request]) -> T:
 
 def library_versions() -> dict[str, str]:
     """The versions of the libraries that a rank uses, for manifests."""
-    return {name: _version(name) for name in VERSIONED}
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "unknown"
+    versions = dict.fromkeys(VERSIONED, "unknown")
+    for name in versions:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return versions

@@ -49,10 +49,6 @@ def load_back(
 
     It calls no callback, and leaves the random generators as they are.
 
-    Args:
-        staging: this rank's staging folder.
-        settings: the experiment's section `checkpointing`.
-
     Raises:
         CheckpointUnrestorable: it cannot be restored; a restart would not help.
         CheckpointError: the load failed; as far as this rank can tell, another rank may have

@@ -23,9 +23,7 @@ TIMED_PASSES = 64
 class ForwardClock:
     """Times forward passes that train.
 
-    Args:
-        models: this rank's models. A pass that does not go through ``model(...)``, such as a
-            pipeline's, is not timed.
+    A pass that does not go through ``model(...)``, such as a pipeline's, is not timed.
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
@@ -40,7 +38,6 @@ class ForwardClock:
         return self
 
     def begin_workload(self) -> None:
-        """Forget the times measured so far."""
         self._passes.clear()
 
     def seconds(self) -> float:

@@ -32,12 +32,7 @@ from trial_core.rank.trial.trial_adapter import TrialAdapter
 
 
 class Snapshots:
-    """Stages the trial's state on this rank, and restores it.
-
-    Args:
-        files: the checkpoints' files on this machine.
-        settings: the experiment's section `checkpointing`.
-    """
+    """Stages the trial's state on this rank, and restores it."""
 
     def __init__(
         self,
@@ -49,7 +44,6 @@ class Snapshots:
         self._adapter = adapter
         self._files = files
         self._distributed = distributed
-        self._memory_gib = settings.memory_gib_per_rank
         self._settings = settings
         self._verifies = settings.verify_first is not False
         self._reader = Reader(settings.trusted, adapter.checkpoint_classes)
@@ -102,7 +96,6 @@ class Snapshots:
         return folder
 
     def close(self) -> None:
-        """Free the memory files."""
         if self._memory is not None:
             self._memory.close()
             self._memory = None
@@ -127,10 +120,9 @@ class Snapshots:
     def restore(
         self, uuid: str, state: dict[str, Any] | None, remap: RankRemap | None = None
     ) -> None:
-        """Load from fetched files. Collective: every rank calls this, after all have fetched.
+        """Load from fetched files, after all ranks have fetched. Collective: every rank calls this.
 
-        Args:
-            state: the result of `read_state`, for the callbacks; None loads weights alone.
+        `state` is the result of `read_state`, for the callbacks; None loads weights alone.
         """
         adapter, folder = self._adapter, self._files.restored(uuid)
         if state is None:
@@ -149,8 +141,8 @@ class Snapshots:
         # Not created before training: only then is known how much memory it leaves free.
         if self._memory is None:
             drop_kept()  # of earlier ranks: all ranks here have restored it
-            if self._memory_gib is not None:
-                self._memory = MemoryFiles(int(self._memory_gib * GIB))
+            if (gib := self._settings.memory_gib_per_rank) is not None:
+                self._memory = MemoryFiles(int(gib * GIB))
             else:
                 # Measured once, before any rank writes. The ranks share the memory above it: rank 0
                 # usually needs more, because it saves the model.

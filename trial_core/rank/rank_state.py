@@ -16,6 +16,7 @@ from trial_core.rank.collectives.accelerator import accelerator_rng_state, resto
 from trial_core.rank.state_files.safe_load import Reader
 from trial_core.rank.state_files.safe_save import readable
 from trial_core.rank.trial.callback import PyTorchCallback
+from trial_core.rank.trial.seeding import seed_globals
 from trial_core.rank.trial.trial_adapter import TrialAdapter
 
 logger = logging.getLogger(__name__)
@@ -25,8 +26,7 @@ STATE_FOLDER = "trialflow"
 
 def seed_everything(seed: int) -> None:
     """Seed the generators of Python, numpy, and torch on all devices."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
+    seed_globals(seed)
     torch.manual_seed(seed)
 
 
@@ -53,11 +53,7 @@ def restore_rng(state: Mapping[str, Any]) -> None:
 def rank_state(
     batches_trained: int, adapter: TrialAdapter, training_data: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """This rank's state: the dictionary that `on_checkpoint_save_start` gets.
-
-    Args:
-        training_data: the position in the training data; None on a rank that needs no data.
-    """
+    """This rank's state: the dictionary that `on_checkpoint_save_start` gets."""
     return {
         "batches_trained": batches_trained,
         "training_data": training_data,
@@ -69,9 +65,6 @@ def rank_state(
 def write_rank_state(folder: Path, rank: int, state: Mapping[str, Any], reader: Reader) -> None:
     """Write `state` to this rank's file below a checkpoint's `folder`.
 
-    Args:
-        reader: will read the file.
-
     Raises:
         TrialError: callbacks or loaders have a state that `reader` would not read.
     """
@@ -81,7 +74,6 @@ def write_rank_state(folder: Path, rank: int, state: Mapping[str, Any], reader: 
 
 
 def has_rank_state(folder: Path, rank: int) -> bool:
-    """Return whether the checkpoint in `folder` has a state of rank number `rank`."""
     return _state_path(folder, rank).is_file()
 
 

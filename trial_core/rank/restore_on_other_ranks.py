@@ -26,10 +26,7 @@ from trial_core.rank.trial.trial_adapter import TrialAdapter
 class RankRemap:
     """The change of topology between a checkpoint and the ranks that restore it.
 
-    Attributes:
-        saved: the topology that saved the checkpoint.
-        now: the topology that restores it.
-        seed: seeds this rank's random generators, where their states cannot be restored.
+    `seed` is for this rank's random generators, where their states cannot be restored.
     """
 
     saved: Topology
@@ -42,9 +39,7 @@ class RankRemap:
     ) -> RankRemap | None:
         """The remap from `saved` to the topology of `adapter`; None if none is needed.
 
-        Args:
-            saved: the checkpoint's topology; None if nothing is restored.
-            seed: the experiment's seed.
+        `saved` is None if nothing is restored; `seed` is the experiment's.
         """
         now = adapter.topology()
         if saved is None or saved.spreads_like(now):
@@ -106,13 +101,8 @@ def read_remapped_state(
             "can be resharded. A loader whose state is the same on all ranks, and holds for any "
             "number of them, says so with state_is_global = True"
         )
-    return {**own, "training_data": data or None, "rng": seeded_rng(remap.seed)}
-
-
-def seeded_rng(seed: int) -> dict[str, Any]:
-    """The state of freshly seeded generators. This process's generators are left unchanged."""
     before = capture_rng()
-    seed_everything(seed)
+    seed_everything(remap.seed)
     seeded = capture_rng()
     restore_rng(before)
-    return seeded
+    return {**own, "training_data": data or None, "rng": seeded}

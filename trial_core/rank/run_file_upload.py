@@ -21,13 +21,7 @@ def tensorboard_in(run_dir: Path, rank: int) -> TensorBoard:
 
 
 class RunFileUpload:
-    """Uploads this rank's event files and traces.
-
-    Args:
-        info: the trial's state, with its TensorBoard files.
-        store: where the trial's checkpoints are kept.
-        run_dir: the run's folder on this machine, which gets temporary copies.
-    """
+    """Uploads this rank's event files and traces; `run_dir` gets temporary copies."""
 
     def __init__(self, info: RunInfo, store: CheckpointStore, run_dir: Path) -> None:
         self._tensorboard = info.tensorboard

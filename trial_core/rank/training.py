@@ -11,15 +11,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trial_core.messages import NonFinite
+from trial_core.errors import TrialError
+from trial_core.messages import MetricsKind, NonFinite
 from trial_core.processes.slots.stop_barrier import StopBarrier
 from trial_core.rank.collectives.distributed import DistributedContext
 from trial_core.rank.data.loaders import MicroBatches
 from trial_core.rank.trial.callback import PyTorchCallback, trial_callbacks
 from trial_core.rank.trial.context import RunInfo
-from trial_core.rank.trial.metric_reduction import BatchMetrics
+from trial_core.rank.trial.metric_reduction import (
+    BatchMetrics,
+    Partials,
+    calls_over_ranks,
+    combine,
+)
 from trial_core.rank.trial.trial_adapter import TrialAdapter, accepts
-from trial_core.rank.workload_metrics import reduce_training
 from trial_core.schedule.units import EpochLength
 
 REPORT_SECONDS = 0.2
@@ -27,13 +32,7 @@ REPORT_SECONDS = 0.2
 
 @dataclass
 class TrainOutcome:
-    """The metrics of a train-workload.
-
-    Attributes:
-        avg_metrics: averages over the workload's batches and all ranks.
-        batch_metrics: for each call of train_batch, averages over all ranks, if wanted.
-        non_finite: this rank's metrics that were NaN or infinite in some batch.
-    """
+    """The metrics of `reduce_training`, and which of this rank's were once NaN or infinite."""
 
     avg_metrics: dict[str, Any]
     batch_metrics: list[dict[str, Any]]
@@ -60,10 +59,8 @@ class TrainingLoop:
     """Trains the batches of one trial on this rank, workload by workload.
 
     Attributes:
-        info: the trial's progress, which the loop keeps up to date.
         micro_batches: this rank's training data, or None if the trial reads it itself.
         wants_batch_metrics: True if a callback of any rank gets them; the same on every rank.
-        stop_barrier: may end a workload early, after the same batch on every rank.
         progress: gets the number of batches trained, but not at a workload's end: the answer tells
             it, and a message wakes the driver, 2 ms on a busy machine.
         on_first_batch: called after the first batch of a workload. May be collective.
@@ -140,3 +137,46 @@ def _end_epochs(
     for ended in range(epoch.epochs_completed(batch_idx), epoch.epochs_completed(batch_idx + 1)):
         for callback in callbacks.values():
             callback.on_training_epoch_end(ended)
+
+
+def reduce_training(
+    metrics: BatchMetrics, adapter: TrialAdapter, distributed: DistributedContext, with_calls: bool
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Reduce the metrics of a train-workload. Collective: every rank calls this.
+
+    This is the workload's only wait for the accelerator, and one exchange between ranks; custom
+    reducers need a second one.
+
+    Returns:
+        The same on every rank: the averages, with custom reducers'; and if `with_calls`, which is
+        the same on every rank, for each call of train_batch its metrics, averaged over ranks.
+
+    Raises:
+        TrialError: ranks report different metrics, or a custom reducer has the name of another
+            metric.
+    """
+    counts = adapter.reports_training_metrics
+    own = metrics.partials(with_values=with_calls) if counts else Partials()
+    partials = distributed.allgather(own)
+    reduced = with_custom("training", combine(partials), adapter, distributed)
+    return reduced, calls_over_ranks(partials) if with_calls else []
+
+
+def with_custom(
+    kind: MetricsKind,
+    reduced: dict[str, Any],
+    adapter: TrialAdapter,
+    distributed: DistributedContext,
+    contribution: list[Any] | None = None,
+) -> dict[str, Any]:
+    """`reduced`, with the metrics of the trial's custom reducers. Collective."""
+    custom = adapter.reducers.reduce(
+        kind, distributed.allgather, counts=adapter.reports_metrics, contribution=contribution
+    )
+    duplicates = sorted(reduced.keys() & custom.keys())
+    if duplicates:
+        raise TrialError(
+            f"{kind} metric(s) {', '.join(duplicates)} are both returned by the trial and given by "
+            "a wrapped reducer; rename one of them"
+        )
+    return reduced | custom

@@ -6,7 +6,7 @@ with the models in evaluation mode, without gradients.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -19,11 +19,10 @@ from trial_core.rank.collectives.distributed import DistributedContext
 from trial_core.rank.data.loaders import Loaders
 from trial_core.rank.data.validation_set import ValidationSet
 from trial_core.rank.rank_state import capture_rng, restore_rng
-from trial_core.rank.training import BatchReporter
+from trial_core.rank.training import BatchReporter, with_custom
 from trial_core.rank.trial.callback import overridden_hooks, trial_callbacks
-from trial_core.rank.trial.metric_reduction import BatchMetrics, Reducer
+from trial_core.rank.trial.metric_reduction import BatchMetrics, Reducer, combine
 from trial_core.rank.trial.trial_adapter import TrialAdapter
-from trial_core.rank.workload_metrics import reduce_validation
 
 # With these hooks, evaluating one batch does not tell the metrics' names.
 VALIDATION_HOOKS = {
@@ -174,3 +173,32 @@ def _evaluate_batch(adapter: TrialAdapter, batches: Iterator[Any] | None, batch_
             f"rank, in call {batch_idx} of the validation; take one in each call (with a pipeline, "
             "engine.eval_batch takes its own), and make the loader's len() match what it gives"
         ) from end
+
+
+def reduce_validation(
+    metrics: BatchMetrics,
+    adapter: TrialAdapter,
+    distributed: DistributedContext,
+    reducers: Reducer | Mapping[str, Reducer] = Reducer.AVG,
+    contribution: list[Any] | None = None,
+) -> dict[str, Any]:
+    """Reduce the metrics of a validation. Collective: every rank calls this.
+
+    Every rank gets the same result. Only ranks that report metrics count.
+
+    Args:
+        contribution: this rank's values for the custom reducers; None for their present values.
+
+    Raises:
+        TrialError: no batch was validated, ranks report different metrics, or a custom reducer has
+            the name of another metric.
+    """
+    partials = distributed.allgather(metrics.partials() if adapter.reports_metrics else {})
+    if not any(part.get("calls") for part in partials):
+        raise TrialError(
+            "there are no validation metrics: the validation loader gave not a single batch to any "
+            "rank that reports metrics"
+        )
+    return with_custom(
+        "validation", combine(partials, reducers), adapter, distributed, contribution
+    )

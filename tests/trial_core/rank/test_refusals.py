@@ -27,10 +27,11 @@ from trial_core.rank.collectives.distributed import DistributedContext
 from trial_core.rank.controller import Controller
 from trial_core.rank.data.loaders import build_loaders
 from trial_core.rank.rank_state import read_rank_state, restore_callbacks
+from trial_core.rank.training import reduce_training
 from trial_core.rank.trial.context import RunInfo
 from trial_core.rank.trial.custom_reducers import ReducerRegistry
 from trial_core.rank.trial.metric_reduction import BatchMetrics
-from trial_core.rank.workload_metrics import reduce_training, reduce_validation
+from trial_core.rank.validation import reduce_validation
 from trial_core.trainer.entrypoint import build_adapter
 
 Warm = Callable[[int], SlotGroup]
