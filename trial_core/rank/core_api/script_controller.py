@@ -111,13 +111,8 @@ def _as_program(command: ScriptCommand, folder: str) -> Iterator[None]:
 class ScriptController:
     """Carries out a Core API script's workloads on this rank, as `Controller` does a trial's.
 
-    The script runs in the compute lane. Meanwhile, other requests run in the I/O lane.
-
-    Args:
-        emit, stop_barrier, serve_fit, on_first_question: see `ScriptHost`.
-        run: runs the script to its end; the script talks to the host.
-        distributed: this rank's place among all; by default from the environment.
-        run_dir_of: the run's folder on this machine.
+    The script runs in the compute lane. Meanwhile, other requests run in the I/O lane. `run` runs
+    the script to its end, which talks to the host.
     """
 
     def __init__(
@@ -161,7 +156,6 @@ class ScriptController:
         return None if self._prepared is None else self._prepared.info.batches_trained
 
     def close(self) -> None:
-        """Release the resources of an earlier run of a script."""
         if self._prepared is not None:
             self._prepared.info.tensorboard.finish()
             self._prepared.files.close()

@@ -46,21 +46,14 @@ class ScriptHost:
     """Carries out the calls of a script's context, for one run of it. Every rank has one.
 
     Args:
-        run: the trial's state, with its TensorBoard files.
-        emit: sends to the driver.
-        stop_barrier: holds this rank's part of a stop.
         serve_fit: serves the driver's requests with the trial of `Trainer.fit`, until its end.
         on_first_question: called when the script asks for the first time whether to end.
-        best_validation: the best searcher metric of the checkpoint that the script starts from.
 
     Attributes:
-        info: the script's information about its run.
-        distributed: this rank's place among all.
-        files: this rank's staged and fetched checkpoints.
         max_length: where the experiment says that training ends; None if it does not say.
-        run: the trial's state, which its contexts read.
         was_preempted: True if the script was told to save and end.
-        best_validation: the best searcher metric that this rank knows of.
+        best_validation: the best searcher metric that this rank knows of; at first that of the
+            checkpoint that the script starts from.
         has_trainer: True if a `transformers.Trainer` has begun to train in this run of the script.
     """
 
@@ -149,9 +142,8 @@ class ScriptHost:
     def commit(self, uuid: str, steps_completed: int, shard: bool, wait: bool = True) -> None:
         """Have a staged checkpoint uploaded and committed. There is one at a time.
 
-        Args:
-            shard: True if every rank calls this. If not, rank 0 does.
-            wait: wait for the end. If False, the next call or `wait_for_upload` waits.
+        If `shard`, every rank calls this, else rank 0 alone. If not `wait`, the next call or
+        `wait_for_upload` waits for the end.
         """
         self.wait_for_upload()
         if shard:
@@ -191,11 +183,7 @@ class ScriptHost:
     def fit(self, asked: FitBegun, adapt: AdapterBuilder, ranks: DistributedContext) -> TrialResult:
         """Have the driver train a trial, and serve its requests until it has ended.
 
-        Every rank calls this.
-
-        Args:
-            asked: the arguments of `Trainer.fit`.
-            adapt: makes the adapter of the script's trial.
+        Every rank calls this. `adapt` makes the adapter of the script's trial.
         """
         controller = Controller(
             adapt, self._emit, ranks, self._stop_barrier, lambda: self._emit(StopRequested()),

@@ -27,8 +27,7 @@ from trial_core.schedule.command import ScriptCommand
 def joined_script(ranks: DistributedContext, order: Callable[[], Order]) -> Iterator[ScriptHost]:
     """Have a driver next to rank 0 run the block as a script. Collective: every rank enters it.
 
-    Args:
-        order: called on rank 0; says what to drive.
+    `order` is called on rank 0 alone, and says what to drive.
 
     Raises:
         TrialflowError: the run could not begin, or has failed on another rank or in the driver.
@@ -36,11 +35,11 @@ def joined_script(ranks: DistributedContext, order: Callable[[], Order]) -> Iter
     with take_driver(ranks) as driver:
         invitation = driver.give(order)
         # Before the script asks whether to stop, a signal ends it as usual.
-        with JoinedRank(invitation, ranks.get_rank(), handles_signals=False) as joined:
-            script = _ScriptInBlock(joined, ranks)
-            script.start()
-            with script.running() as host:
-                yield host
+        with (
+            JoinedRank(invitation, ranks.get_rank(), handles_signals=False) as joined,
+            _ScriptInBlock(joined, ranks).running() as host,
+        ):
+            yield host
         driver.end()
 
 
@@ -65,13 +64,10 @@ class _ScriptInBlock:
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._serve, name="compute-lane", daemon=True)
 
-    def start(self) -> None:
-        """Serve the driver, in the thread."""
-        self._thread.start()
-
     @contextmanager
     def running(self) -> Iterator[ScriptHost]:
         """The script: it begins when the driver says so, and ends with the block."""
+        self._thread.start()
         self._has_begun.wait()
         if self._host is None:
             self._thread.join()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from trial_core.rank.collectives.distributed import DistributedContext
@@ -26,11 +27,8 @@ def with_shared_rng(
 ) -> Iterable[Any]:
     """`micro_batches`, loaded with the same random numbers on all ranks that share a data shard.
 
-    Returns `micro_batches` itself if every rank has its own shard.
-
-    Args:
-        seed: the experiment's; the same on all ranks.
-        skipped: how many micro-batches of this rank came before these.
+    Returns `micro_batches` itself if every rank has its own shard. `skipped` micro-batches of this
+    rank came before these.
     """
     if adapter.data_parallel_size == distributed.get_size():
         return micro_batches
@@ -42,20 +40,20 @@ def with_shared_rng(
     )
 
 
+@dataclass
 class _SharedRngLoader:
-    def __init__(self, source: Iterable[Any], seed: int, first: int, stride: int) -> None:
-        self._source = source
-        self._seed = seed
-        self._first = first
-        self._stride = stride
+    source: Iterable[Any]
+    seed: int
+    first: int
+    stride: int
 
     def __iter__(self) -> Iterator[Any]:
         return isolated(self._seeded())
 
     def _seeded(self) -> Iterator[Any]:
-        source = iter(self._source)
-        for position in itertools.count(self._first, self._stride):
-            seed_globals(derive_seed(self._seed, "micro-batch", 0, position))
+        source = iter(self.source)
+        for position in itertools.count(self.first, self.stride):
+            seed_globals(derive_seed(self.seed, "micro-batch", 0, position))
             try:
                 micro_batch = next(source)
             except StopIteration:

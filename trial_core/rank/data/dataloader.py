@@ -249,12 +249,7 @@ class DataLoader:
 
 
 def init_worker(user_init: Callable[[int], None] | None, worker: int) -> None:
-    """The ``worker_init_fn`` of every loader.
-
-    Args:
-        user_init: the user's ``worker_init_fn``.
-        worker: the worker's number.
-    """
+    """The ``worker_init_fn`` of every loader: a worker ignores SIGTERM unless its rank sends it."""
     rank_process = multiprocessing.parent_process()
     if rank_process is not None and rank_process.pid is not None:
         _accept_sigterm_only_from(rank_process.pid)

@@ -33,16 +33,8 @@ class ShardedIterable(IterableDataset[Any]):
     Skipping reads the skipped samples, even whole epochs, unless the dataset has both ``set_epoch``
     and a length. The length must be exact; rank 0 warns at the end of an epoch in which it was not.
 
-    Args:
-        dataset: the user's dataset.
-        batch_size: samples in a micro-batch. If None, each sample is a micro-batch, not in a list.
-        drop_last: leave out an epoch's last micro-batch if it is smaller.
-        repeat: repeat the epochs without end.
-        skip: number of micro-batches that this rank has consumed.
-        num_replicas: number of data-parallel ranks.
-        rank: index of this data-parallel rank.
-        seed: the same on all ranks.
-        epoch: the first epoch.
+    For the arguments see `DataLoader` and its `get_data_loader`. If `batch_size` is None, each
+    sample is a micro-batch, not in a list.
     """
 
     dataset: IterableDataset[Any]

@@ -28,7 +28,6 @@ class MicroBatches(Iterator[Any]):
 
     Args:
         source: micro-batches without end. Nothing is loaded ahead.
-        per_batch: micro-batches of one batch.
         drawn: how many this rank has taken before these, over the whole life of the trial.
         loader: the loader behind `source`, if it saves its own state; None otherwise.
         loaded: the state that was loaded into `loader`; None if none was.
@@ -93,14 +92,12 @@ class MicroBatches(Iterator[Any]):
 
 @dataclass
 class Loaders:
-    """This rank's data.
+    """This rank's data. Without training data on a rank that needs none.
 
     Attributes:
-        adapter, distributed, seed: the arguments of `build_loaders`.
-        training_loader: the trial's loader; None on a rank that needs no data.
-        validation: this rank's part of the validation set.
+        training_loader: the trial's own.
         epoch: the length of an epoch, the same on every rank; None if it is unknown.
-        training: micro-batches without end, after `begin`; None on a rank that needs no data.
+        training: micro-batches without end, after `begin`.
     """
 
     adapter: TrialAdapter
@@ -120,7 +117,29 @@ class Loaders:
         Args:
             saved: `state_dict` at that position; None for the beginning.
         """
-        self.training = _training_micro_batches(self, saved)
+        adapter, loader = self.adapter, self.training_loader
+        if loader is None:
+            return
+        per_batch, ranks = adapter.micro_batches_per_batch, adapter.data_parallel_size
+        drawn = 0
+        if saved is not None:
+            warns = adapter.data_parallel_rank == 0
+            drawn = micro_batches_drawn(saved, per_batch, ranks, self.epoch, warns)
+        endless: Iterable[Any]
+        if isinstance(loader, DataLoader):
+            endless = loader.get_data_loader(
+                repeat=True,
+                skip=drawn,
+                num_replicas=ranks,
+                rank=adapter.data_parallel_rank,
+                seed=self.seed,
+            )
+        else:
+            endless = _repeat(loader, _rest_of_pass(adapter, loader, drawn, saved))
+        endless = with_shared_rng(endless, adapter, self.distributed, self.seed, drawn)
+        own = None if isinstance(loader, DataLoader) or not _saves_state(loader) else loader
+        loaded = None if own is None or saved is None else saved["loader"]
+        self.training = MicroBatches(iter(endless), per_batch, drawn, own, loaded)
 
     @property
     def loads_micro_batches(self) -> bool | None:
@@ -215,35 +234,6 @@ def _common_length(lengths: list[int | None], which: str) -> int | None:
     return None if None in lengths or not known else max(known)
 
 
-def _training_micro_batches(
-    loaders: Loaders, saved: Mapping[str, Any] | None
-) -> MicroBatches | None:
-    adapter, loader = loaders.adapter, loaders.training_loader
-    if loader is None:
-        return None
-    per_batch, ranks = adapter.micro_batches_per_batch, adapter.data_parallel_size
-    drawn = 0
-    if saved is not None:
-        warns = adapter.data_parallel_rank == 0
-        drawn = micro_batches_drawn(saved, per_batch, ranks, loaders.epoch, warns)
-    endless: Iterable[Any]
-    if isinstance(loader, DataLoader):
-        endless = loader.get_data_loader(
-            repeat=True,
-            skip=drawn,
-            num_replicas=ranks,
-            rank=adapter.data_parallel_rank,
-            seed=loaders.seed,
-        )
-    else:
-        endless = _repeat(loader, _rest_of_pass(adapter, loader, drawn, saved))
-    endless = with_shared_rng(endless, adapter, loaders.distributed, loaders.seed, drawn)
-    if isinstance(loader, DataLoader) or not _saves_state(loader):
-        return MicroBatches(iter(endless), per_batch, drawn)
-    loaded = None if saved is None else saved["loader"]
-    return MicroBatches(iter(endless), per_batch, drawn, loader, loaded)
-
-
 def _saves_state(loader: Any) -> bool:
     """True if a custom loader can save and restore its position."""
     return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
@@ -302,10 +292,9 @@ def micro_batches_drawn(
     its last micro-batch may be smaller.
 
     Args:
-        saved: `Loaders.state_dict` of any rank.
-        per_batch: micro-batches of one rank in a batch, in this run.
-        ranks: number of data-parallel ranks in this run.
-        epoch: length of an epoch in this run; None if unknown.
+        saved: `Loaders.state_dict` of any rank; the other arguments are this run's.
+        per_batch: micro-batches of one rank in a batch.
+        ranks: number of data-parallel ranks.
         warns: warn of repeated samples. Only one rank should.
     """
     ranks_then = int(saved["ranks"])

@@ -59,15 +59,12 @@ class ValidationSet:
     Attributes:
         loader: the trial's loader, unsharded; None on a rank that needs no data.
         shard: this rank's shard, iterated once per validation; None on a rank that needs no data.
-        seed: the experiment's seed.
         group_size: micro-batches that one `evaluate_batch` takes.
-        in_lockstep: True if all ranks must evaluate equally often.
-        pads: in lockstep, True if shorter shards are padded. If not, all ranks end with the
-            shortest shard.
+        in_lockstep, pads: see `TrialAdapter.evaluates_in_lockstep` and `pads_evaluation`.
         own_evaluations: `evaluate_batch` calls that the shard has data for; None if unknown.
         agreed_evaluations: calls of all ranks in lockstep; None if unknown. Ranks then exchange
             before each call whether they have data.
-        limit: maximum number of calls; None for no limit.
+        limit: maximum number of calls.
     """
 
     loader: Any
@@ -146,7 +143,7 @@ class ValidationSet:
         have_data = [answer for answer in answers if answer is not None]
         continues = bool(have_data) and (any(have_data) if self.pads else all(have_data))
         if not continues and index == 0 and not self.pads:
-            raise too_small_error(self.group_size, "fewer than that on some rank")
+            raise _too_small_error(self.group_size, "fewer than that on some rank")
         return continues
 
 
@@ -159,7 +156,11 @@ def validation_set(
         TrialError: on all ranks, if a loader is an iterator without a length; or if a shard has no
             whole group of micro-batches, and groups cannot be padded.
     """
-    shard, group_size = _shard(adapter, loader, seed), adapter.micro_batches_per_evaluation
+    shard, group_size = loader, adapter.micro_batches_per_evaluation
+    if isinstance(loader, DataLoader):  # a custom loader is this rank's shard already
+        shard = loader.get_data_loader(
+            num_replicas=adapter.data_parallel_size, rank=adapter.data_parallel_rank, seed=seed
+        )
     own = length_of(shard)
     may_be_endless = own is None and isinstance(shard, Iterator)
     if shard is not None:
@@ -168,7 +169,12 @@ def validation_set(
     ranks = distributed.allgather((shard is not None, own, adapter.data_parallel_rank, unusable))
     for *_, name in ranks:
         if name is not None:
-            raise _endless_error(name)
+            raise TrialError(
+                f"build_validation_data_loader returned an iterator ({name}) without a length. It "
+                "may never end, and a second validation would find it used up. Return an object "
+                "whose __iter__ begins a new pass, such as a DataLoader or a list, or give the "
+                "iterator a __len__"
+            )
     lengths = [(length, rank) for has_data, length, rank, _ in ranks if has_data]
     known = [length for length, _ in lengths if length is not None]
     has_unknown = len(known) < len(lengths)
@@ -194,8 +200,7 @@ def validation_set(
     )
 
 
-def too_small_error(group_size: int, seen: str) -> TrialError:
-    """The error for a validation set without a whole group of micro-batches."""
+def _too_small_error(group_size: int, seen: str) -> TrialError:
     return TrialError(
         "the validation set is too small for pipeline parallelism, where one evaluate_batch takes "
         f"gradient_accumulation_steps = {group_size} micro-batches from every data-parallel rank: "
@@ -204,28 +209,11 @@ def too_small_error(group_size: int, seen: str) -> TrialError:
     )
 
 
-def _endless_error(name: str) -> TrialError:
-    return TrialError(
-        f"build_validation_data_loader returned an iterator ({name}) without a length. It may "
-        "never end, and a second validation would find it used up. Return an object whose __iter__ "
-        "begins a new pass, such as a DataLoader or a list, or give the iterator a __len__"
-    )
-
-
-def _shard(adapter: TrialAdapter, loader: Any, seed: int) -> Any:
-    """This rank's shard of one pass. A custom loader is this rank's shard already."""
-    if not isinstance(loader, DataLoader):
-        return loader
-    return loader.get_data_loader(
-        num_replicas=adapter.data_parallel_size, rank=adapter.data_parallel_rank, seed=seed
-    )
-
-
 def _check_left_out(
     lengths: list[int], agreed: int, group_size: int, distributed: DistributedContext
 ) -> None:
     if agreed == 0:
-        raise too_small_error(group_size, f"{min(lengths)} on some rank")
+        raise _too_small_error(group_size, f"{min(lengths)} on some rank")
     left_out = max(lengths) - agreed * group_size
     if left_out and distributed.get_rank() == 0:
         logger.warning(

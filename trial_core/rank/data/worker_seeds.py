@@ -47,11 +47,8 @@ class SeededIndices(list[int]):
 class SeededBatches(SamplerWrapper[Any]):
     """One rank's batches as `SeededIndices`; batches that are not lists are not changed.
 
-    Args:
-        batches: the rank's batches.
-        seed: the same on all ranks.
-        first: position of the first batch in the sequence that all ranks share.
-        stride: distance between two of the rank's batches in that sequence.
+    In the sequence that all ranks share, `first` is the position of the first batch, and `stride`
+    the distance between two of the rank's batches.
     """
 
     def __init__(self, batches: SeekableSampler[Any], seed: int, first: int, stride: int) -> None:
