@@ -227,15 +227,31 @@ def built_callbacks(trial: Any, context: Any) -> Mapping[str, PyTorchCallback]:
     Raises:
         TrialError: they are not a mapping of names to `PyTorchCallback` instances.
     """
-    callbacks: Mapping[str, PyTorchCallback] = trial.build_callbacks()
-    _check(callbacks)
+    callbacks = trial.build_callbacks()
+    if not isinstance(callbacks, Mapping):
+        raise TrialError(
+            "build_callbacks must return a dict of callbacks by name, got "
+            f"{callbacks!r} (of type {type(callbacks).__name__})"
+        )
+    for name, each in callbacks.items():
+        if not isinstance(name, str):
+            raise TrialError(f"the names of callbacks must be strings, got {name!r}")
+        if isinstance(each, type):
+            raise TrialError(
+                f'build_callbacks returned the class {each.__name__} for "{name}"; return an '
+                f"instance: {each.__name__}()"
+            )
+        if not isinstance(each, PyTorchCallback):
+            raise TrialError(
+                f"build_callbacks returned an object of type {type(each).__name__} for "
+                f'"{name}"; derive its class from trial_core.pytorch.PyTorchCallback'
+            )
     for callback in trial_callbacks(callbacks):
         callback.attach(context)
     return callbacks
 
 
 def trial_callbacks(callbacks: Mapping[str, PyTorchCallback]) -> list[TrialCallback]:
-    """The callbacks that are `TrialCallback`s."""
     return [each for each in callbacks.values() if isinstance(each, TrialCallback)]
 
 
@@ -288,24 +304,3 @@ _READERS = frozenset({"dict", "float", "len", "list", "print", "repr", "sorted",
 def _overrides(callback: PyTorchCallback, hook: str) -> bool:
     method = getattr(callback, hook)
     return getattr(method, "__func__", method) is not getattr(PyTorchCallback, hook)
-
-
-def _check(callbacks: Any) -> None:
-    if not isinstance(callbacks, Mapping):
-        raise TrialError(
-            "build_callbacks must return a dict of callbacks by name, got "
-            f"{callbacks!r} (of type {type(callbacks).__name__})"
-        )
-    for name, callback in callbacks.items():
-        if not isinstance(name, str):
-            raise TrialError(f"the names of callbacks must be strings, got {name!r}")
-        if isinstance(callback, type):
-            raise TrialError(
-                f'build_callbacks returned the class {callback.__name__} for "{name}"; return an '
-                f"instance: {callback.__name__}()"
-            )
-        if not isinstance(callback, PyTorchCallback):
-            raise TrialError(
-                f"build_callbacks returned an object of type {type(callback).__name__} for "
-                f'"{name}"; derive its class from trial_core.pytorch.PyTorchCallback'
-            )

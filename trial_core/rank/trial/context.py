@@ -39,17 +39,13 @@ class RunInfo:
         trial: the trial's id, ``name-1a2b3c4d5e6f``.
         experiment: the experiment configuration as trials see it, as plain data. The rest of the
             rank reads the sections below.
-        batches_trained: batches trained so far.
         initial_batch: the number of batches that earlier runs have trained.
         current_batch: index of the present or last trained batch; None before training.
         batch_samples: samples of one batch, over all ranks; 0 if unknown.
-        micro_batch_samples: samples of a micro-batch, if the driver chooses them: see
-            `micro_batches_of`.
+        micro_batch_samples: if the driver chooses them: see `micro_batches_of`.
         epoch: the length of an epoch; None before the loaders are built, or if they have none.
         stop_requested: True if the trial has asked to save and end.
-        stop_reason: the trial's reason for it, if it gives one.
-        tensorboard: this rank's TensorBoard writer and profiler.
-        sample_work: the work in one sample, as the trial has set it.
+        sample_work: as the trial has set it.
     """
 
     trial: str
@@ -67,22 +63,18 @@ class RunInfo:
 
     @property
     def experiment_seed(self) -> int:
-        """The seed of all random generators."""
         return ReproducibilityConfig.unchecked(self.experiment).experiment_seed
 
     @property
     def checkpointing(self) -> CheckpointingConfig:
-        """How checkpoints are saved and read."""
         return CheckpointingConfig.unchecked(self.experiment)
 
     @property
     def optimizations(self) -> OptimizationsConfig:
-        """How a `PyTorchTrial` combines gradients and metrics."""
         return OptimizationsConfig.unchecked(self.experiment)
 
     @property
     def profiling(self) -> ProfilingConfig:
-        """Which batches are profiled."""
         return ProfilingConfig.unchecked(self.experiment)
 
     @property

@@ -113,7 +113,6 @@ class _Wrapped:
 
     @property
     def label(self) -> str:
-        """The reducer's name in messages."""
         reducer = self.reducer
         if isinstance(reducer, FunctionReducer):
             function = reducer.function
@@ -141,7 +140,10 @@ class ReducerRegistry:
                 f"{_name_of(reducer)} was passed to wrap_reducer twice; wrap each reducer once, "
                 "and choose the workloads with for_training and for_validation"
             )
-        wrapped = _Wrapped(_as_reducer(reducer), _checked_name(name), for_training, for_validation)
+        checked = _as_reducer(reducer)
+        if name is not None and not isinstance(name, str):
+            raise TrialTypeError(f"wrap_reducer's name must be a string or None, got {name!r}")
+        wrapped = _Wrapped(checked, name, for_training, for_validation)
         if not for_training and not for_validation:
             raise TrialError(
                 f"{wrapped.label} was wrapped with for_training=False and for_validation=False, so "
@@ -232,12 +234,6 @@ def _as_reducer(reducer: MetricReducer | Callable[[list[Any]], Any]) -> MetricRe
             "subclass of trial_core.pytorch.MetricReducer"
         )
     return FunctionReducer(reducer)
-
-
-def _checked_name(name: Any) -> str | None:
-    if name is not None and not isinstance(name, str):
-        raise TrialTypeError(f"wrap_reducer's name must be a string or None, got {name!r}")
-    return name
 
 
 def _named(wrapped: _Wrapped, reduced: Any) -> dict[str, Any]:

@@ -37,7 +37,13 @@ def to_device(data: Any, device: torch.device | str, warned_types: set[type] | N
     if callable(getattr(type(data), "to", None)):
         return data.to(device)
     if isinstance(data, Mapping):
-        return _mapping_to_device(data, device, warned)
+        of_dict = {key: to_device(value, device, warned) for key, value in data.items()}
+        if type(data) is dict or not isinstance(data, MutableMapping):
+            return of_dict
+        # A copy keeps the attributes of the type, such as a default factory.
+        same_type = copy.copy(data)
+        same_type.update(of_dict)
+        return same_type
     if isinstance(data, tuple) and hasattr(data, "_fields"):
         return type(data)(*(to_device(item, device, warned) for item in data))
     if isinstance(data, (list, tuple)):
@@ -51,15 +57,3 @@ def to_device(data: Any, device: torch.device | str, warned_types: set[type] | N
             type(data).__name__,
         )
     return data
-
-
-def _mapping_to_device(
-    data: Mapping[Any, Any], device: torch.device | str, warned: set[type]
-) -> Any:
-    moved = {key: to_device(value, device, warned) for key, value in data.items()}
-    if type(data) is dict or not isinstance(data, MutableMapping):
-        return moved
-    # A copy keeps the attributes of the type, such as a default factory.
-    same_type = copy.copy(data)
-    same_type.update(moved)
-    return same_type

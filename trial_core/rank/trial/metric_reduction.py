@@ -55,40 +55,27 @@ class Reducer(Enum):
 
 
 class Partial(TypedDict, total=False):
-    """One metric of one rank, reduced over the calls of a workload.
+    """One metric of one rank, reduced over the calls of a workload."""
 
-    Attributes:
-        count: the number of values that are numbers or arrays, if all others are None.
-        sum, max, min: over these values, if there are any.
-        unreduced: the last value, if other values are among them.
-    """
-
-    count: int
-    sum: Value
+    count: int  # of values that are numbers or arrays, if all others are None
+    sum: Value  # over these values, if there are any
     max: Value
     min: Value
-    unreduced: Any
+    unreduced: Any  # the last value, if other values are among them
 
 
 class Partials(TypedDict, total=False):
-    """One rank's metrics of a workload; empty on a rank that reports none.
-
-    Attributes:
-        calls: how often the method was called.
-        metrics: each metric, reduced over the calls.
-        values: each metric's values, one for each call, if they were asked for.
-    """
+    """One rank's metrics of a workload, by their names; empty on a rank that reports none."""
 
     calls: int
     metrics: dict[str, Partial]
-    values: dict[str, Array | list[Any]]
+    values: dict[str, Array | list[Any]]  # one for each call, if they were asked for
 
 
 class BatchMetrics:
     """Collects one rank's metrics over a workload, without waiting for the accelerator.
 
-    Args:
-        method: the method that returns the metrics, for messages.
+    Messages name `method`, which returns them.
     """
 
     def __init__(self, method: str = "train_batch") -> None:
@@ -132,9 +119,6 @@ class BatchMetrics:
     def partials(self, with_values: bool = False) -> Partials:
         """Sums and extremes over this rank's calls.
 
-        Args:
-            with_values: include each call's values.
-
         Raises:
             TrialError: a metric's shape differs between calls.
         """
@@ -147,12 +131,7 @@ class BatchMetrics:
         return partials
 
     def non_finite(self, first_batch: int, batches: int) -> dict[str, NonFinite]:
-        """Where metrics were NaN or infinite.
-
-        Args:
-            first_batch, batches: the workload's first batch, and the number of batches. All have
-                equally many calls.
-        """
+        """Where metrics were NaN or infinite. All batches have equally many calls."""
         found = {}
         for name, column in self._on_host().items():
             calls = column.non_finite()
@@ -208,9 +187,7 @@ def combine(
 ) -> dict[str, Any]:
     """Reduce each metric over all batches of all ranks, for callbacks. Pure: equal on every rank.
 
-    Args:
-        partials: each rank's metrics, in the order of ranks. Ranks without batches do not count.
-        reducers: one reducer for all metrics, or one for each.
+    Ranks without batches do not count.
 
     Raises:
         TrialError: a metric's name or shape differs between ranks, or `reducers` do not match, or a
@@ -234,9 +211,7 @@ def combine(
 def calls_over_ranks(partials: Sequence[Partials]) -> list[dict[str, Any]]:
     """The metrics of each call, averaged over ranks. Pure: the same result on every rank.
 
-    Args:
-        partials: each rank's metrics, with values; `combine` has accepted them. All ranks that
-            report metrics have equally many calls.
+    `combine` has accepted the partials. All ranks that report metrics have equally many calls.
     """
     reporting = [part for part in partials if part.get("calls")]
     if not reporting:

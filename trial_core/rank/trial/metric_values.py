@@ -43,8 +43,7 @@ class HostColumn:
     """A metric's values in all calls, on the host.
 
     Attributes:
-        values: one for each call: NumPy's numbers and arrays, or plain data. An array if all are
-            numbers or arrays.
+        values: NumPy's numbers and arrays, or plain data. An array if all are numbers or arrays.
         numbers: the values that are numbers or arrays, stacked; None if others are not None, or if
             there are none.
     """
@@ -129,9 +128,6 @@ def sum_of(numbers: Array) -> Array:
 def as_reported(metrics: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Metrics that need no reduction, as JSON can hold them. An array of one element is a number.
 
-    Args:
-        source: the method, hook or reducer that gave the metrics, for the message.
-
     Raises:
         TrialError: as for `plain_value`.
     """
@@ -179,7 +175,11 @@ def plain_value(name: str, value: Any, source: str) -> Any:
         return {str(key): plain_value(name, each, source) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain_value(name, each, source) for each in value]
-    raise _refusal(name, value, source)
+    raise TrialError(
+        f'metric "{name}" returned by {source} is or holds a value {type_of(value)}; a metric is a '
+        "number, text, None, a torch tensor or numpy array of real numbers, or a list or dict of "
+        "these"
+    )
 
 
 def _copied(name: str, value: Any, source: str) -> Any:
@@ -191,14 +191,6 @@ def _copied(name: str, value: Any, source: str) -> Any:
     if isinstance(value, (list, tuple)):
         return [_copied(name, each, source) for each in value]
     return plain_value(name, value, source)
-
-
-def _refusal(name: str, value: Any, source: str) -> TrialError:
-    return TrialError(
-        f'metric "{name}" returned by {source} is or holds a value {type_of(value)}; a metric is a '
-        "number, text, None, a torch tensor or numpy array of real numbers, or a list or dict of "
-        "these"
-    )
 
 
 def _checked(name: str, value: Any, source: str) -> Array | None:
@@ -217,9 +209,6 @@ def as_plain(value: Any) -> Value:
 
 def to_host(columns: Mapping[str, list[Collected]], method: str) -> dict[str, HostColumn]:
     """Each column on the host. Tensors of one device, type and shape share one transfer.
-
-    Args:
-        columns: for each metric its values, one for each call of `method`.
 
     Raises:
         TrialError: numbers or arrays of one column differ in shape.
@@ -247,8 +236,7 @@ def to_host(columns: Mapping[str, list[Collected]], method: str) -> dict[str, Ho
 def mean_over_ranks(columns: Sequence[Array | list[Any]]) -> list[Any]:
     """The mean over ranks of each call's value; of values that are not reduced, the first rank's.
 
-    Args:
-        columns: each rank's `HostColumn.values` of one metric, of equally many calls.
+    The columns are each rank's `HostColumn.values` of one metric, of equally many calls.
     """
     if all(isinstance(column, np.ndarray) for column in columns):
         return list(np.mean(columns, axis=0))

@@ -26,9 +26,7 @@ FLUSH_SECONDS = 1.0
 class TensorBoard:
     """The TensorBoard writer and the profiler of one rank, and the folder that both write to.
 
-    Args:
-        folder: the folder for event files and traces; None for a temporary one, created on first
-            use.
+    Without `folder` it is a temporary one, created on first use.
 
     Attributes:
         rank: this process's rank; the context sets it.
@@ -179,9 +177,7 @@ class TensorBoard:
     def profile_batches(self, first: int, last: int, batches_trained: Callable[[], int]) -> None:
         """Profile some batches on rank 0 with `torch.profiler`, unless the trial sets a profiler.
 
-        Args:
-            first, last: indices of the first and the last batch to profile.
-            batches_trained: how many batches the trial has been trained.
+        `last` is profiled, too. `batches_trained` says how many batches the trial has been trained.
         """
         if self.rank == 0 and self._profiler is None:
             self._batches_to_profile = (first, last, batches_trained)
@@ -197,7 +193,6 @@ class TensorBoard:
             self._is_profiling = True
 
     def batch_ended(self) -> None:
-        """Step the profiler after a batch."""
         if self._is_profiling:
             self._profiler.step()
 

@@ -27,18 +27,12 @@ class TrialAdapter(ABC):
     Attributes:
         modules: the trained modules, without wrappers.
         optimizers: torch's optimizers; DeepSpeed's engines have wrapped theirs.
-        schedulers: learning rate schedulers, torch's or DeepSpeed's.
+        schedulers: torch's or DeepSpeed's.
         shares_buffers: True if all ranks get rank 0's buffers before each batch and validation.
         whole_models: the models that are whole on this rank, so that their forward passes wait for
             no other rank.
-        callbacks: the trial's callbacks, by name.
-        reducers: the trial's custom reducers.
         data_parallel_rank: this rank's data shard.
-        data_parallel_size: the number of data shards.
-        reports_metrics: True if this rank's metrics count.
-        reports_training_metrics: True if its training metrics count, too.
-        needs_data: True if this rank needs data loaders.
-        micro_batches_per_batch: micro-batches of one batch from this rank's loader.
+        micro_batches_per_batch: from this rank's loader.
         batch_samples: samples of one batch, over all ranks; 0 if unknown.
         micro_batches_per_evaluation: micro-batches that one `evaluate_batch` takes.
         evaluates_in_lockstep: True if a forward pass needs other ranks, so that all ranks must
@@ -82,14 +76,12 @@ class TrialAdapter(ABC):
         self.requires_reproducible_loaders: bool = context.reproducible_loaders
 
     def _overrides(self, name: str) -> bool:
-        """True if the trial overrides a method."""
         return getattr(type(self._trial), name) is not getattr(self._base, name)
 
     def _full_dataset_is_evaluated(self, why_not: str | None) -> bool:
         """True if the trial defines `evaluate_full_dataset`, not `evaluate_batch`.
 
-        Args:
-            why_not: the reason if a single rank cannot evaluate, else None.
+        `why_not` is the reason if a single rank cannot evaluate.
 
         Raises:
             TrialError: it defines both, or neither, or one that a single rank cannot run.
@@ -129,11 +121,9 @@ class TrialAdapter(ABC):
         return True
 
     def training_loader(self) -> Any:
-        """The result of the trial's `build_training_data_loader`."""
         return self._trial.build_training_data_loader()
 
     def validation_loader(self) -> Any:
-        """The result of the trial's `build_validation_data_loader`."""
         return self._trial.build_validation_data_loader()
 
     @abstractmethod
@@ -227,9 +217,6 @@ class TrialAdapter(ABC):
         """The files of a checkpoint that `load` or `load_weights` reads on any of `ranks`.
 
         The same on each of these ranks. Not collective.
-
-        Args:
-            saved_by: the topology that saved the checkpoint.
         """
 
     @abstractmethod
