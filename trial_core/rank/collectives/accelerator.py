@@ -35,7 +35,15 @@ def claim_accelerator(local_rank: int) -> None:
     """
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
-        _check_that_cpu_is_chosen()
+        # DeepSpeed uses it silently. A driver has checked this before it starts ranks, and has told
+        # them which kind to use.
+        if count := count_accelerators():
+            raise LaunchError(
+                f"this machine has {plural(count, 'accelerator')}, but torch "
+                f"{torch.__version__} can use none of them{_reason()}; install a torch build for "
+                "this machine's driver (docs/guides/gpu.md); to train on the CPU, set the "
+                f"environment variable {KIND_VARIABLE}=cpu"
+            )
         return
     count = accelerator.device_count() if accelerator.is_available() else 0
     wanted = f"this rank should train on {accelerator.device_name()} device {local_rank}"
@@ -50,20 +58,6 @@ def claim_accelerator(local_rank: int) -> None:
             "machine, or show each rank all devices (CUDA_VISIBLE_DEVICES)"
         )
     accelerator.set_device(local_rank)
-
-
-def _check_that_cpu_is_chosen() -> None:
-    """Check that there is nothing better than the CPU, which DeepSpeed uses silently.
-
-    A driver has checked this before it starts ranks, and has told them which kind to use.
-    """
-    if count := count_accelerators():
-        raise LaunchError(
-            f"this machine has {plural(count, 'accelerator')}, but torch "
-            f"{torch.__version__} can use none of them{_reason()}; install a torch build for this "
-            f"machine's driver (docs/guides/gpu.md); to train on the CPU, set the environment "
-            f"variable {KIND_VARIABLE}=cpu"
-        )
 
 
 def _reason() -> str:

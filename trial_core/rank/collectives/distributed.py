@@ -24,11 +24,6 @@ COLLECTIVE_SECONDS = 1800.0
 DEADLINE_VARIABLE = "TRIALFLOW_COLLECTIVE_SECONDS"
 CHIEF_VARIABLE = "DET_CHIEF_IP"
 
-# First the names of torchrun and trialflow, then DeepSpeed's launcher's.
-_LOCAL_SIZE = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
-_CROSS_RANK = ("GROUP_RANK", "CROSS_RANK")
-_CROSS_SIZE = ("CROSS_SIZE",)
-
 _LAUNCHED = ("WORLD_SIZE", "RANK", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 SINGLE_RANK_ENVIRONMENT = {
@@ -164,14 +159,15 @@ class DistributedContext:
 
         rank, size = number("RANK"), number("WORLD_SIZE")
         local_rank = number("LOCAL_RANK", default=None if size > 1 else 0)
-        local_size = number(*_LOCAL_SIZE, default=size)
+        # First the names of torchrun and trialflow, then DeepSpeed's launcher's.
+        local_size = number("LOCAL_WORLD_SIZE", "LOCAL_SIZE", default=size)
         return cls(
             rank=rank,
             size=size,
             local_rank=local_rank,
             local_size=local_size,
-            cross_rank=number(*_CROSS_RANK, default=rank // max(1, local_size)),
-            cross_size=number(*_CROSS_SIZE, default=max(1, size // max(1, local_size))),
+            cross_rank=number("GROUP_RANK", "CROSS_RANK", default=rank // max(1, local_size)),
+            cross_size=number("CROSS_SIZE", default=max(1, size // max(1, local_size))),
             chief_ip=chief_ip,
         )
 
@@ -227,7 +223,12 @@ class DistributedContext:
         all_ranks = Exchange("all", range(self.size), self.rank, self._deadline_seconds)
         machine_of = all_ranks.allgather("connect", self.cross_rank)
         machine = [rank for rank in range(self.size) if machine_of[rank] == self.cross_rank]
-        self._check_machine(machine)
+        if len(machine) != self.local_size:
+            raise TrialError(
+                f"rank {self.rank} has local_size {self.local_size}, but the ranks of machine "
+                f"{self.cross_rank} are {machine}; LOCAL_WORLD_SIZE and GROUP_RANK must be "
+                "consistent on all ranks"
+            )
         self._machine = all_ranks
         if len(machine) < self.size:
             name = f"machine {self.cross_rank}"
@@ -279,14 +280,6 @@ class DistributedContext:
             return None
         self.connect()
         return self._machine
-
-    def _check_machine(self, ranks: list[int]) -> None:
-        if len(ranks) != self.local_size:
-            raise TrialError(
-                f"rank {self.rank} has local_size {self.local_size}, but the ranks of machine "
-                f"{self.cross_rank} are {ranks}; LOCAL_WORLD_SIZE and GROUP_RANK must be "
-                "consistent on all ranks"
-            )
 
 
 def _check_within(name: str, value: int, of: str, count: int) -> None:

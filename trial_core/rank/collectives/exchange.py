@@ -48,11 +48,7 @@ class _Frame(NamedTuple):
 class Exchange:
     """Exchanges objects between some ranks. Collective: every member creates it, no other rank.
 
-    Args:
-        name: the group's name, for error messages.
-        ranks: the members; the first one gathers and broadcasts.
-        rank: this process's rank.
-        deadline_seconds: how long an exchange waits for the other ranks.
+    The first member gathers and broadcasts. `name` is the group's in error messages.
 
     Raises:
         DeadlineExceeded: a rank did not come in time. Every method raises this.
@@ -89,9 +85,14 @@ class Exchange:
         own = pickled(stuff)
         with self._explaining_errors(collective):
             frames = self._exchange_frames(collective, own)
-            rests = self._gather_rests(own, _longest_rest(frames))
-        if not self._is_first:
+            size_bytes = _longest_rest(frames)
+            sent = _tensor(own[ROOM_BYTES:], size_bytes)
+            received = [torch.empty_like(sent) for _ in self._ranks] if self._is_first else None
+            if size_bytes:
+                dist.gather(sent, received, dst=self._ranks[0], group=self._group)
+        if received is None:
             return None
+        rests = map(_bytes, received)
         return [_unpickle(frame, rest) for frame, rest in zip(frames, rests, strict=True)]
 
     def broadcast(self, collective: str, stuff: Any) -> Any:
@@ -99,8 +100,11 @@ class Exchange:
         own = pickled(stuff) if self._is_first else b""
         with self._explaining_errors(collective):
             frames = self._exchange_frames(collective, own)
-            rest = self._broadcast_rest(own, _longest_rest(frames))
-        return stuff if self._is_first else _unpickle(frames[0], rest)
+            size_bytes = _longest_rest(frames)
+            rest = _tensor(own[ROOM_BYTES:], size_bytes)
+            if size_bytes:
+                dist.broadcast(rest, src=self._ranks[0], group=self._group)
+        return stuff if self._is_first else _unpickle(frames[0], _bytes(rest))
 
     # ------------------------------------------------------------------------ over the group
 
@@ -138,19 +142,6 @@ class Exchange:
         if size_bytes:
             dist.all_gather(received, sent, group=self._group)
         return [_bytes(tensor) for tensor in received]
-
-    def _gather_rests(self, own: bytes, size_bytes: int) -> list[bytes]:
-        sent = _tensor(own[ROOM_BYTES:], size_bytes)
-        received = [torch.empty_like(sent) for _ in self._ranks] if self._is_first else None
-        if size_bytes:
-            dist.gather(sent, received, dst=self._ranks[0], group=self._group)
-        return [_bytes(tensor) for tensor in received or ()]
-
-    def _broadcast_rest(self, own: bytes, size_bytes: int) -> bytes:
-        rest = _tensor(own[ROOM_BYTES:], size_bytes)
-        if size_bytes:
-            dist.broadcast(rest, src=self._ranks[0], group=self._group)
-        return _bytes(rest)
 
     # -------------------------------------------------------------------------------- errors
 

@@ -29,7 +29,6 @@ def imported_weights(
         folder: a checkpoint's verified files.
         own: the names in the model's ``state_dict``. Another prefix of all saved names, such as
             ``module.`` or ``model.``, is replaced by the model's.
-        reader: reads files of `torch.save`.
 
     Raises:
         CheckpointDamaged: a file is incomplete.

@@ -75,9 +75,7 @@ class _Load:
 def _filled(present: Any, saved: Any, device: torch.device, key: Hashable = None) -> Any:
     """`saved` in the tensors of `present`, which has the same structure, or a part of it.
 
-    Args:
-        device: for a tensor that is not present.
-        key: this value's key in the state.
+    `device` is for a tensor that is not present, `key` the value's key in the state.
     """
     if isinstance(saved, torch.Tensor):
         if isinstance(saved, DTensor):  # newly allocated for this load

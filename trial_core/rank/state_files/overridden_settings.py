@@ -32,12 +32,7 @@ _Part = Mapping[str, Any]
 
 
 class BuiltSettings:
-    """The settings with which a trial has built its optimizers and schedulers.
-
-    Args:
-        optimizers: of torch's kind, with parameter groups.
-        schedulers: anything with a `state_dict`.
-    """
+    """The settings with which a trial has built its optimizers and schedulers."""
 
     def __init__(self, optimizers: Sequence[Any], schedulers: Sequence[Any]) -> None:
         self._optimizers = [*optimizers]

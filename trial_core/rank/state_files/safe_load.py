@@ -38,9 +38,6 @@ class Reader:
         trusted: True if the files may contain objects of any class (``checkpointing.trusted``).
         classes: classes that are safe to construct, besides plain data and torch's own.
         options: further arguments of `torch.load`, which override ours; not ``weights_only``.
-
-    Attributes:
-        trusted, classes: the arguments.
     """
 
     def __init__(
@@ -88,11 +85,16 @@ class Reader:
             with self._known_classes():
                 return torch.load(path, **options)
         except pickle.UnpicklingError as error:
-            names = self._unsafe_names(path)
+            try:
+                names = self.unsafe_classes(path)
+            except (pickle.UnpicklingError, ValueError, RuntimeError):  # torch's older format
+                names = []
             # Never numpy's: see `stored_arrays`.
+            *_, cause = str(error).split("WeightsUnpickler error:")
+            first_line = cause.strip().partition("\n")[0]
             single = (
                 "To allow single classes, call torch.serialization.add_safe_globals([…]) in the "
-                f"trial's module [{_first_line(error)}]"
+                f"trial's module [{first_line}]"
             )
             if any(map(is_numpys, names)):
                 single = (
@@ -134,12 +136,6 @@ class Reader:
             clear_safe_globals()
             add_safe_globals(allowed)
 
-    def _unsafe_names(self, path: Path) -> list[str]:
-        try:
-            return self.unsafe_classes(path)
-        except (pickle.UnpicklingError, ValueError, RuntimeError):  # torch's older format
-            return []
-
 
 def is_numpys(name: str) -> bool:
     """Return whether the dotted name of a class or function is numpy's."""
@@ -149,8 +145,3 @@ def is_numpys(name: str) -> bool:
 def _is_of_numpy(allowed: Any) -> bool:
     names = allowed[1] if isinstance(allowed, tuple) else getattr(allowed, "__module__", "") or ""
     return f"{names}.".startswith("numpy.")
-
-
-def _first_line(error: Exception) -> str:
-    *_, cause = str(error).split("WeightsUnpickler error:")
-    return cause.strip().partition("\n")[0]

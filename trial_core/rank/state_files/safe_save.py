@@ -59,11 +59,7 @@ def readable(state: Any, reader: Reader) -> Any:
 
 
 class _Conversion:
-    """Converts containers, and collects the other objects that need a check.
-
-    Attributes:
-        others: objects of other classes, each with its key path.
-    """
+    """Converts containers, and collects the other objects, which need a check, in `others`."""
 
     def __init__(self, reader: Reader) -> None:
         # Not mappings: their content needs a check, and a defaultdict has a factory.

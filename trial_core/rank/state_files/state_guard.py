@@ -17,12 +17,9 @@ _PLAIN = (type(None), bool, int, float, complex, str)
 class StateGuard:
     """The state of modules and optimizers on this rank, to be put back after a load.
 
-    Tensors without memory and sparse tensors are left out: no checkpoint holds their bits.
-
-    Args:
-        modules: their parameters and buffers are kept; of a sharded one, this rank's part.
-        optimizers: their states and groups are kept, also of optimizers within them.
-        has_frozen: True if the checkpoint has frozen parameters.
+    Tensors without memory and sparse tensors are left out: no checkpoint holds their bits. Of
+    sharded modules, this rank's part is kept. `has_frozen` is True if the checkpoint has frozen
+    parameters.
     """
 
     def __init__(
@@ -56,8 +53,7 @@ class StateGuard:
     def put_back(self, has_own_buffers: bool = True) -> list[str]:
         """Restore values, types and objects; return the names of values that the load changed.
 
-        Args:
-            has_own_buffers: if False, buffers are not named, because another rank's replace them.
+        Without `has_own_buffers`, buffers are not named, because another rank's replace them.
         """
         loaded = dict(self._named())
         changed = [

@@ -40,8 +40,7 @@ def write_tensors(state: Any, file: IO[bytes]) -> None:
 class _FilledFile:
     """A file that `torch.save` writes, with the bytes of a storage wherever torch seeks.
 
-    Args:
-        storages: complete before the first seek.
+    `storages` is complete before the first seek.
     """
 
     def __init__(self, file: IO[bytes], storages: list[torch.UntypedStorage]) -> None:
