@@ -19,7 +19,7 @@ from trial_core.checkpoint.transfer.run_files import RunFiles
 from trial_core.errors import StorageError, TrialValueError
 from trial_core.rank.collectives.accelerator import claim_accelerator
 from trial_core.rank.collectives.distributed import DistributedContext
-from trial_core.rank.collectives.process_group import init_torch_distributed
+from trial_core.rank.collectives.rendezvous import init_torch_distributed
 from trial_core.rank.core_api.context import Context
 from trial_core.rank.core_api.init import init
 from trial_core.rank.data.dataloader import DataLoader

@@ -24,8 +24,7 @@ from trial_core.pytorch.pytorch_adapter import PyTorchTrialAdapter
 from trial_core.pytorch.trial import PyTorchTrial
 from trial_core.rank.collectives.accelerator import claim_accelerator
 from trial_core.rank.collectives.distributed import DistributedContext
-from trial_core.rank.collectives.process_group import init_distributed
-from trial_core.rank.collectives.rendezvous import host_store
+from trial_core.rank.collectives.rendezvous import host_store, init_distributed
 from trial_core.rank.rank_state import seed_everything
 from trial_core.rank.trial.context import RunInfo
 from trial_core.rank.trial.trial_adapter import TrialAdapter

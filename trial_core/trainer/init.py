@@ -32,14 +32,12 @@ from trial_core.processes.machine.run_dirs import run_dir_of, trial_id
 from trial_core.pytorch.context import PyTorchTrialContext
 from trial_core.rank.collectives.accelerator import claim_accelerator
 from trial_core.rank.collectives.distributed import CHIEF_VARIABLE, DistributedContext, is_launched
-from trial_core.rank.collectives.process_group import init_torch_distributed
-from trial_core.rank.collectives.rendezvous import host_single_rank
+from trial_core.rank.collectives.rendezvous import host_single_rank, init_torch_distributed
 from trial_core.rank.core_api.script_host import ScriptHost, current_slot
 from trial_core.rank.rank_state import seed_everything
 from trial_core.rank.run_file_upload import tensorboard_in
-from trial_core.rank.script import uncaught_errors
+from trial_core.rank.script import shown
 from trial_core.rank.script.driver_process import early_driver
-from trial_core.rank.script.visible_logs import visible_logs
 from trial_core.rank.trial.context import RunInfo
 from trial_core.rank.trial.torch_context import TorchTrialContext
 from trial_core.trainer.entrypoint import initialises_torch_distributed
@@ -133,8 +131,8 @@ def _context(
                 context.set_enable_tensorboard_logging(False)
             yield context
         return
-    uncaught_errors.install()
-    with visible_logs(), _rank_environment(), _initialised(context_class):
+    shown.install()
+    with shown.visible_logs(), _rank_environment(), _initialised(context_class):
         # Within, so that the ranks can agree on who shows a mistake.
         config = script_config(exp_conf, hparams)
         ranks = distributed or _ranks()

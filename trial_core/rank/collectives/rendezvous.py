@@ -1,4 +1,4 @@
-"""Hosts torch.distributed's store within this machine.
+"""Initialises torch.distributed, and hosts its store within this machine.
 
 torch's own socket for the store accepts connections from other machines, without authentication.
 So the store gets a socket that is bound to the loopback interface:
@@ -15,9 +15,15 @@ from __future__ import annotations
 
 import os
 import socket
+from datetime import timedelta
+from typing import Any
+
+import deepspeed
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 
 # torch's hints do not list it, its documentation does.
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore, distributed_c10d  # type: ignore[attr-defined]
 
 from trial_core.processes.slots.rank_network import (
     LOOPBACK_ADDRESS,
@@ -25,6 +31,12 @@ from trial_core.processes.slots.rank_network import (
     collectives_at,
 )
 from trial_core.rank.collectives.distributed import SINGLE_RANK_ENVIRONMENT
+
+TIMEOUT = timedelta(days=7)
+"""How long a collective may wait for other ranks."""
+
+TIMEOUT_VARIABLE = "DEEPSPEED_TIMEOUT"
+"""DeepSpeed's own timeout, in minutes. Where the user has set it, it stays."""
 
 _HOSTED: list[TCPStore] = []
 """Keeps the store's server alive until this process ends, or hosts another one."""
@@ -68,3 +80,42 @@ def _host_at(listener: socket.socket) -> None:
     )
     # A process group that uses the previous store keeps it.
     _HOSTED[:] = [store]
+
+
+def init_distributed(with_deepspeed: bool) -> None:
+    """Initialise torch.distributed in ranks that a driver watches. Collective.
+
+    By default a collective that waits for 10 minutes ends its process, without saying where it
+    hangs. But ranks may rightly wait for a rank that compiles, or fetches a checkpoint. The driver
+    finds hung ranks and has them log their stacks (`stopping.stall_timeout_seconds`), so the
+    timeout of all process groups, DeepSpeed's later ones included, must not come before that.
+
+    Args:
+        with_deepspeed: initialise DeepSpeed's communication, too. On the CPU, the first time, it
+            compiles an operator.
+    """
+    if with_deepspeed and TIMEOUT_VARIABLE in os.environ:
+        deepspeed.init_distributed()
+        return
+    # The default timeout of `new_group`; DeepSpeed gives none.
+    defaults: Any = distributed_c10d
+    defaults.default_pg_timeout = TIMEOUT
+    if defaults.default_pg_nccl_timeout is not None:
+        defaults.default_pg_nccl_timeout = TIMEOUT
+    if with_deepspeed:
+        deepspeed.init_distributed(timeout=TIMEOUT)
+    elif not dist.is_initialized():
+        init_torch_distributed(TIMEOUT)
+
+
+def init_torch_distributed(timeout: timedelta | None = None) -> None:
+    """Initialise torch.distributed for this rank's accelerator, and for the CPU. Collective.
+
+    Args:
+        timeout: how long a collective may wait; None for torch's default.
+    """
+    device = get_accelerator().device_name()
+    backend = "gloo"
+    if device != "cpu":
+        backend = f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
+    dist.init_process_group(backend, timeout=timeout)

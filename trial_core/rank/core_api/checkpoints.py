@@ -19,7 +19,6 @@ from trial_core.checkpoint.storage.local_files import READ_BYTES, atomic_file
 from trial_core.checkpoint.transfer.fetch import fetch_files
 from trial_core.errors import StorageError, TrialError, TrialValueError
 from trial_core.rank.collective_errors import run_on_all_ranks
-from trial_core.rank.core_api.metrics import checked_steps
 from trial_core.rank.core_api.script_host import ScriptHost
 
 Selector = Callable[[str], bool]
@@ -320,3 +319,14 @@ def _checked(given: Mapping[str, Any], source: str) -> tuple[int, str]:
             f"{MAX_OBJECT_BYTES:,}: store more in a file of the checkpoint"
         )
     return steps_completed, text
+
+
+def checked_steps(value: Any, source: str) -> int:
+    """The number of steps that `source` names.
+
+    Raises:
+        TrialError: the value is not an integer of at least 0.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise TrialError(f"{source}: steps_completed is an integer of at least 0, got {value!r}")
+    return value

@@ -44,8 +44,7 @@ from trial_core.rank.collectives.distributed import DistributedContext
 from trial_core.rank.core_api.context import Context, PreemptMode, TensorboardMode
 from trial_core.rank.core_api.script_host import current_slot
 from trial_core.rank.core_api.script_outside_slot import joined_script
-from trial_core.rank.script import uncaught_errors
-from trial_core.rank.script.visible_logs import visible_logs
+from trial_core.rank.script import shown
 from trial_core.schedule.command import ScriptCommand, without_values
 
 logger = logging.getLogger(__name__)
@@ -104,8 +103,8 @@ def init(
             f"trial_core.init: there are {ranks.get_size()} ranks, and torch.distributed is not "
             "initialised; call torch.distributed.init_process_group before trial_core.init"
         )
-    uncaught_errors.install()
-    with visible_logs():
+    shown.install()
+    with shown.visible_logs():
         given = dict(checked_mapping(exp_conf, SOURCE))
         if checkpoint_storage is not None:
             given["checkpoint_storage"] = checkpoint_storage

@@ -17,9 +17,9 @@ from torch.utils import data
 
 from trial_core.errors import TrialError
 from trial_core.rank.data.iterable import ShardedIterable, micro_batches_in
+from trial_core.rank.data.micro_batch_seeds import SeededBatches
 from trial_core.rank.data.samplers import adapt_batch_sampler
 from trial_core.rank.data.seekable_samplers import length_of
-from trial_core.rank.data.worker_seeds import SeededBatches
 from trial_core.rank.trial.seeding import generator_for
 
 

@@ -12,8 +12,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from trial_core.errors import TrialError
+from trial_core.rank.data.micro_batch_seeds import seed_micro_batch
 from trial_core.rank.data.seekable_samplers import length_of, warn_of_length
-from trial_core.rank.data.worker_seeds import seed_micro_batch
 from trial_core.rank.trial.seeding import derive_seed, isolated, seed_globals
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from trial_core.errors import TrialError
 from trial_core.rank.collectives.distributed import DistributedContext
-from trial_core.rank.data.data_rng import with_shared_rng
 from trial_core.rank.data.dataloader import DataLoader
+from trial_core.rank.data.micro_batch_seeds import with_shared_rng
 from trial_core.rank.data.seekable_samplers import length_of
 from trial_core.rank.trial.trial_adapter import TrialAdapter
 

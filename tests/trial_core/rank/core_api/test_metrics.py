@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from trial_core.errors import TrialError
-from trial_core.rank.core_api.metrics import plain_metrics
+from trial_core.rank.core_api.context import plain_metrics
 
 
 class Level(enum.IntEnum):

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed
 import torch.distributed.distributed_c10d as c10d
 
-from trial_core.rank.collectives import process_group
+from trial_core.rank.collectives import rendezvous
 
 
 @pytest.fixture
@@ -20,13 +20,13 @@ def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(deepspeed, "init_distributed", given.update)
     monkeypatch.setattr(c10d, "default_pg_timeout", timedelta(minutes=30))
     monkeypatch.setattr(c10d, "default_pg_nccl_timeout", timedelta(minutes=10))
-    monkeypatch.delenv(process_group.TIMEOUT_VARIABLE, raising=False)
+    monkeypatch.delenv(rendezvous.TIMEOUT_VARIABLE, raising=False)
     return given
 
 
 def test_no_collective_ends_a_rank_before_the_driver_does(given: dict[str, Any]) -> None:
     """The first process group, and those that DeepSpeed makes later."""
-    process_group.init_distributed(with_deepspeed=True)
+    rendezvous.init_distributed(with_deepspeed=True)
     assert given == {"timeout": timedelta(days=7)}
     for backend in ("nccl", "gloo"):
         assert c10d._get_default_timeout(c10d.Backend(backend)) == timedelta(days=7)
@@ -34,8 +34,8 @@ def test_no_collective_ends_a_rank_before_the_driver_does(given: dict[str, Any])
 
 def test_the_users_timeout_stays(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """DEEPSPEED_TIMEOUT."""
-    monkeypatch.setenv(process_group.TIMEOUT_VARIABLE, "30")
-    process_group.init_distributed(with_deepspeed=True)
+    monkeypatch.setenv(rendezvous.TIMEOUT_VARIABLE, "30")
+    rendezvous.init_distributed(with_deepspeed=True)
     assert given == {}
     assert c10d._get_default_timeout(c10d.Backend("nccl")) == timedelta(minutes=10)
 
@@ -50,6 +50,6 @@ def test_deepspeed_stays_out_of_other_trials(
         "init_process_group",
         lambda backend, timeout: torchs.update(backend=backend, timeout=timeout),
     )
-    process_group.init_distributed(with_deepspeed=False)
+    rendezvous.init_distributed(with_deepspeed=False)
     assert given == {}
     assert torchs == {"backend": "gloo", "timeout": timedelta(days=7)}

@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import HashStore
 
 from tests.support.fitting import start
 from trial_core.errors import ConfigError, SlotsError, TrialflowError
-from trial_core.rank.script import uncaught_errors
+from trial_core.rank.script import shown
 
 SCRIPT = """
 from trial_core.deepspeed import init
@@ -30,16 +30,16 @@ class Store(HashStore):
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Store:
     """Two ranks with a store, which do not wait for each other."""
     store = Store()
-    monkeypatch.setattr(uncaught_errors, "_get_default_store", lambda: store)
-    monkeypatch.setattr(uncaught_errors.dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(uncaught_errors, "WAIT_SECONDS", 0)
+    monkeypatch.setattr(shown, "_get_default_store", lambda: store)
+    monkeypatch.setattr(shown.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(shown, "WAIT_SECONDS", 0)
     monkeypatch.setenv("WORLD_SIZE", "2")
     return store
 
 
 def show_on(rank: int, text: str, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(uncaught_errors, "_rank_and_size", lambda: (rank, 2))
-    uncaught_errors.show(text)
+    patch.setattr(shown, "_rank_and_size", lambda: (rank, 2))
+    shown.show(text)
 
 
 @pytest.mark.parametrize(
@@ -78,15 +78,15 @@ def test_only_errors_of_ours_have_no_traceback(
     ) -> None:
         shown_by_python.append(error)
 
-    monkeypatch.setattr(uncaught_errors.sys, "excepthook", pythons)
-    monkeypatch.setattr(uncaught_errors, "_installed", [])
-    uncaught_errors.install()
-    uncaught_errors.install()  # as for a second block of a script
+    monkeypatch.setattr(shown.sys, "excepthook", pythons)
+    monkeypatch.setattr(shown, "_installed", [])
+    shown.install()
+    shown.install()  # as for a second block of a script
     for error in (KeyError("x"), ConfigError("no max_length")):
         try:
             raise error
         except (KeyError, ConfigError) as raised:
-            uncaught_errors.sys.excepthook(type(raised), raised, raised.__traceback__)
+            shown.sys.excepthook(type(raised), raised, raised.__traceback__)
     assert [type(error) for error in shown_by_python] == [KeyError]
     output = capsys.readouterr().err
     assert output.startswith(f"error: no max_length ({__file__}, line ")
@@ -99,7 +99,7 @@ def test_only_errors_of_ours_have_no_traceback(
 def test_the_end_of_a_run_names_the_call_of_fit(error: TrialflowError, called: str) -> None:
     """It is raised wherever the script is just then; a mistake, where the trial makes it."""
     namespace: dict[str, Any] = {}
-    source = compile("def library(call): call()", f"{uncaught_errors.LIBRARY}/fit.py", "exec")
+    source = compile("def library(call): call()", f"{shown.LIBRARY}/fit.py", "exec")
     exec(source, namespace)
     library = namespace["library"]
 
@@ -108,7 +108,7 @@ def test_the_end_of_a_run_names_the_call_of_fit(error: TrialflowError, called: s
 
     with pytest.raises(TrialflowError) as caught:
         library(fail)
-    place = uncaught_errors._place(error, caught.value.__traceback__)
+    place = shown._place(error, caught.value.__traceback__)
     line = int(place.rpartition("line ")[2].rstrip(")"))
     assert called in Path(__file__).read_text().splitlines()[line - 1]
 

@@ -1,4 +1,4 @@
-"""Shows an error of ours that ends a script: once for all ranks, and without a traceback.
+"""What a script shows: its run's log, and once for all ranks an error of ours that ends it.
 
 Most errors are raised on every rank: a misspelt field, a missing argument, a storage that cannot be
 written. Rank 0 shows its error. Another rank shows its own only if rank 0 does not show the same
@@ -8,10 +8,12 @@ be anywhere.
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -100,3 +102,22 @@ def _wait(is_ready: Callable[[], bool]) -> bool:
             return False
         time.sleep(POLL_SECONDS)
     return True
+
+
+@contextmanager
+def visible_logs() -> Iterator[None]:
+    """Log to stderr during the block, unless the script has configured logging."""
+    logger = logging.getLogger("trial_core")
+    if logger.hasHandlers():
+        yield
+        return
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
