@@ -187,7 +187,13 @@ class ExponentialMovingAverage(TrialCallback):
     def averages(self) -> list[dict[str, torch.Tensor]]:
         """For each wrapped model or engine, the averages by the names of its ``state_dict``."""
         if self._averages is None:
-            self._averages = [_copies(model) for model in self._weights]
+            self._averages = [
+                {
+                    name: each.detach().clone().to(torch.promote_types(each.dtype, torch.float32))
+                    for name, each in weights.items()
+                }
+                for weights in self._weights
+            ]
         return self._averages
 
     def on_training_start(self) -> None:
@@ -290,11 +296,3 @@ class _Measured(MetricReducer):
         unit = "samples" if samples else "batches"
         speed = batches * (samples or 1) / max(seconds, 1e-9)
         return {f"{unit}_per_second": speed, "peak_memory_gib": memory}
-
-
-def _copies(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies in float32 at least."""
-    return {
-        name: each.detach().clone().to(torch.promote_types(each.dtype, torch.float32))
-        for name, each in weights.items()
-    }

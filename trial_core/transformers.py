@@ -162,18 +162,15 @@ class TrialflowCallback(TrainerCallback):
         is_validation = any(name.startswith("eval_") for name in names)
         kind, step = "validation" if is_validation else "training", state.global_step
         at, before = self._reported.get(kind, (-1, {}))
-        parts = self.filter_metrics and [*self.filter_metrics, self._searcher_metric]
+        parts = list(self.filter_metrics)
+        if parts:
+            parts.append(self.core_context.info.trial._config["searcher"]["metric"])
         kept = {name: logs[name] for name in names if any(part in name for part in parts or [""])}
         metrics = {"batches": step, "epochs": state.epoch, **(before if at == step else {}), **kept}
         if (at, before) != (step, metrics):
             self._reported[kind] = (step, metrics)
             if self.core_context.distributed.rank == 0:
                 self.core_context.train.report_metrics(kind, step, metrics)
-
-    @property
-    def _searcher_metric(self) -> str:
-        name: str = self._context.info.trial._config["searcher"]["metric"]
-        return name
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Show how far training is. Save and end if the run was asked to stop."""

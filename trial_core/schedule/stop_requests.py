@@ -27,7 +27,7 @@ The whole route of a stop, from a Cancel in Prefect to the final state of the fl
 A stop that the trial requests begins on its rank: the controller pauses its own barrier and sends
 `StopRequested`, and the slot group continues at step 5. In a script that another program has
 started, a signal to any rank goes to the driver, which calls `ask`:
-`processes/slots/joined_rank.py`, and `rank/core_api/script_outside_slot.py`.
+`processes/slots/joined_rank.py`, and `rank/core_api/init.py`.
 """
 
 from __future__ import annotations

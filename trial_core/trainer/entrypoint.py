@@ -52,8 +52,12 @@ def load_trial_class(entrypoint: str) -> type[AnyTrial]:
             raise TrialError(problem or f'entrypoint "{entrypoint}": {found!r} has no "{part}"')
         found = getattr(found, part)
     if not inspect.isclass(found) or not issubclass(found, (DeepSpeedTrial, PyTorchTrial)):
+        what = f"{type(found).__name__} {found!r}"
+        if inspect.isclass(found):
+            bases = ", ".join(base.__name__ for base in found.__bases__)
+            what = f"a class derived from {bases}"
         raise TrialError(
-            f'entrypoint "{entrypoint}" is not a trial: {class_name} is {_describe(found)}, but '
+            f'entrypoint "{entrypoint}" is not a trial: {class_name} is {what}, but '
             "must be a subclass of trial_core.pytorch.PyTorchTrial or "
             "trial_core.deepspeed.DeepSpeedTrial"
         )
@@ -70,9 +74,6 @@ def build_adapter(
     info: RunInfo, distributed: DistributedContext, announcer: Announcer = _SILENT
 ) -> TrialAdapter:
     """Construct the trial that the experiment names. Collective: every rank calls this.
-
-    Args:
-        announcer: tells the driver about this rank's work, if it takes long.
 
     Raises:
         TrialError: the entrypoint is not a trial, or DeepSpeed rejects the trial's configuration.
@@ -150,12 +151,6 @@ def _import(module_name: str, entrypoint: str) -> ModuleType:
                 ) from error
             raise  # the module exists, and imports another one that does not
         raise TrialError(entrypoint_problem(entrypoint, folder) or str(error)) from error
-
-
-def _describe(found: Any) -> str:
-    if inspect.isclass(found):
-        return f"a class derived from {', '.join(base.__name__ for base in found.__bases__)}"
-    return f"{type(found).__name__} {found!r}"
 
 
 def _was_raised_by_deepspeed(error: BaseException) -> bool:

@@ -137,7 +137,7 @@ def importing_from(folder: Path) -> Iterator[None]:
     block: this process may have other versions of the same code. The others stay imported, and
     modules that the folder's code imports later are found there, after all else.
     """
-    names = _top_level_names(folder)
+    names = {path.stem if path.suffix == ".py" else path.name for path in folder.iterdir()}
     set_aside = _taken_out(_replaceable(names))
     place, before = str(folder), os.getcwd()
     sys.path.insert(0, place)
@@ -156,10 +156,6 @@ def importing_from(folder: Path) -> Iterator[None]:
     finally:
         sys.modules.update(set_aside)
         os.chdir(before)
-
-
-def _top_level_names(folder: Path) -> set[str]:
-    return {path.stem if path.suffix == ".py" else path.name for path in folder.iterdir()}
 
 
 def _replaceable(names: set[str]) -> set[str]:

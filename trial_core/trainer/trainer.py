@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Iterable
 from contextlib import closing
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from trial_core.cluster_info import checkpoint_to_continue
 from trial_core.config.script import has_code_folder, named_metric, script_config
@@ -237,9 +237,7 @@ def fit_with_driver(
 ) -> TrialResult:
     """Have a driver next to rank 0 train a trial on these ranks. Collective.
 
-    Args:
-        order: called on rank 0; says what to drive.
-        adapt: makes the adapter of the script's trial.
+    `order` is called on rank 0 alone, and says what to drive.
 
     Raises:
         TrialflowError: the run could not begin, or has failed on another rank or in the driver.
@@ -311,11 +309,19 @@ def _optional(name: str, unit: TrainUnit | None, max_length: TrainUnit | None) -
 
 
 def _plain(name: str, unit: TrainUnit, max_length: TrainUnit | None) -> Length:
-    _check_unit(name, unit)
+    if not isinstance(unit, (Batch, Epoch)):
+        hint = f"; did you mean Batch({unit})?" if isinstance(unit, int) else ""
+        raise ConfigError(f"fit: {name} is a Batch or an Epoch, got {unit!r}{hint}")
     value = unit.value
     if not isinstance(value, int):
         if isinstance(value, Iterable):
-            value = _numbers(name, value)
+            try:
+                value = sorted(map(operator.index, value))
+            except TypeError:
+                raise ConfigError(
+                    f"fit: {name} is a number of batches or epochs, or a container of such "
+                    f"numbers, got {value!r}"
+                ) from None
         elif type(max_length) is type(unit) and isinstance(max_length.value, int):
             value = [number for number in range(1, max_length.value + 1) if number in value]
         else:
@@ -324,19 +330,3 @@ def _plain(name: str, unit: TrainUnit, max_length: TrainUnit | None) -> Length:
                 "range of numbers"
             )
     return Length(unit="batches" if isinstance(unit, Batch) else "epochs", value=value)
-
-
-def _numbers(name: str, values: Iterable[Any]) -> list[int]:
-    try:
-        return sorted(map(operator.index, values))
-    except TypeError:
-        raise ConfigError(
-            f"fit: {name} is a number of batches or epochs, or a container of such numbers, got "
-            f"{values!r}"
-        ) from None
-
-
-def _check_unit(name: str, value: object) -> None:
-    if not isinstance(value, (Batch, Epoch)):
-        hint = f"; did you mean Batch({value})?" if isinstance(value, int) else ""
-        raise ConfigError(f"fit: {name} is a Batch or an Epoch, got {value!r}{hint}")

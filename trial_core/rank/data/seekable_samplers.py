@@ -170,22 +170,16 @@ class UserSampler(SeekableSampler[T], Generic[T]):
 
     With ``set_epoch`` and a length, epochs are entered directly. Otherwise all epochs are read in
     order, so that a sampler with a memory has the same memory after resuming. Random numbers that
-    it draws from the global generators come from a separate state, seeded for every epoch.
-
-    Args:
-        prefetch: number of items to read at a time.
+    it draws from the global generators come from a separate state, seeded for every epoch. It is
+    asked for `prefetch` items at a time.
     """
 
-    def __init__(
-        self, sampler: Iterable[T], seed: int, prefetch: int = _PREFETCHED_MICRO_BATCHES
-    ) -> None:
+    def __init__(self, sampler: Iterable[T], seed: int, prefetch: int) -> None:
         self._sampler: Any = sampler
         self._seed = seed
         self._prefetch = prefetch
-        if hasattr(sampler, "set_epoch") and length_of(sampler) is not None:
-            self.access = Access.BY_EPOCH
-        else:
-            self.access = Access.SEQUENTIAL
+        is_by_epoch = hasattr(sampler, "set_epoch") and length_of(sampler) is not None
+        self.access = Access.BY_EPOCH if is_by_epoch else Access.SEQUENTIAL
 
     def iterate(self, epoch: int, start: int = 0, step: int = 1) -> Iterator[T]:
         return itertools.islice(isolated(self._items(epoch), self._prefetch), start, None, step)
@@ -245,10 +239,8 @@ def as_seekable(
 ) -> SeekableSampler[Any]:
     """A seekable sampler with the items of `sampler`.
 
-    Args:
-        seed: for samplers that would draw from torch's global generator. A torch sampler's own
-            generator replaces it by its ``initial_seed()``.
-        items_per_micro_batch: how many items of the sampler make a micro-batch.
+    `seed` is for samplers that would draw from torch's global generator. A torch sampler's own
+    generator replaces it by its ``initial_seed()``.
     """
     if isinstance(sampler, SeekableSampler):
         return sampler
@@ -262,16 +254,16 @@ def as_seekable(
     if isinstance(sampler, _RANDOM_SAMPLERS) and kind in _RANDOM_SAMPLERS:
         if sampler.generator is not None:
             seed = sampler.generator.initial_seed()
-        if isinstance(sampler, RandomSampler) and _is_permutation(sampler):
+        if (
+            isinstance(sampler, RandomSampler)
+            and not sampler.replacement
+            and sampler.num_samples == len(sampler.data_source)
+        ):
             return ShuffledSampler(FixedSampler(range(len(sampler))), seed)
         return ReseededSampler(sampler, seed)
     if isinstance(sampler, (range, list, tuple)):
         return FixedSampler(sampler)
     return UserSampler(sampler, seed, _PREFETCHED_MICRO_BATCHES * items_per_micro_batch)
-
-
-def _is_permutation(sampler: RandomSampler) -> bool:
-    return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
 
 
 def as_list(order: EpochOrder) -> list[Any]:
@@ -293,9 +285,7 @@ def length_of(sized: Any) -> int | None:
 def warn_of_length(source: Any, epoch: int, expected: int | None, count: int) -> None:
     """Warn if an epoch of a sampler or dataset was not as long as it should have been.
 
-    Args:
-        expected: its length; None if it has none, or its length is not used.
-        count: how many items it gave.
+    `expected` is None if it has no length, or its length is not used.
     """
     if expected is not None and count != expected:
         logger.warning(
