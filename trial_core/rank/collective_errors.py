@@ -24,11 +24,7 @@ class Outcome(NamedTuple):
     message: str = ""
 
     def raise_error(self) -> None:
-        """Raise the error, if any.
-
-        Raises:
-            TrialflowError: an error of the class that `error_type` names.
-        """
+        """Raise the error, if any, as one of the class that `error_type` names."""
         if self.error_type is None:
             return
         known = getattr(errors, self.error_type, None)
@@ -38,7 +34,6 @@ class Outcome(NamedTuple):
 
 
 def outcome_of(work: Callable[[], Any]) -> Outcome:
-    """Do `work`, and return its result or its `TrialflowError` as an outcome."""
     try:
         return Outcome(work())
     except TrialflowError as error:

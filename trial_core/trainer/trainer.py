@@ -268,10 +268,7 @@ def fit_with_driver(
 
 
 def _run_dir(ranks: DistributedContext, request: AttachTrial) -> Path:
-    """The run's folder on this machine. Collective.
-
-    On rank 0's machine the driver has prepared it.
-    """
+    """The run's folder on this machine. Collective. The driver has prepared that of rank 0's."""
     if ranks.cross_rank != 0 and ranks.get_local_rank() == 0:
         prepare_run_dir(request.trial)
     ranks.allgather(None)  # the ranks of a machine wait for the first one

@@ -89,9 +89,7 @@ _EARLIER_PEAKS = [0]
 def peak_memory_bytes(since_start: bool = True) -> int:
     """The most memory of its accelerator that torch has allocated; on the CPU, of this process.
 
-    Args:
-        since_start: measure since the process started; if False, since `reset_peak_memory`, which
-            has no effect on the CPU.
+    If not `since_start` of the process, since `reset_peak_memory`, which has no effect on the CPU.
     """
     device = _device_in_use()
     if device is None:
@@ -140,7 +138,6 @@ def restore_accelerator_rng(states: Mapping[str, Any]) -> None:
 
 
 def is_on_accelerator(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor is in the memory of this rank's accelerator."""
     return has_accelerator() and bool(get_accelerator().on_accelerator(tensor))
 
 

@@ -109,11 +109,7 @@ def init_distributed(with_deepspeed: bool) -> None:
 
 
 def init_torch_distributed(timeout: timedelta | None = None) -> None:
-    """Initialise torch.distributed for this rank's accelerator, and for the CPU. Collective.
-
-    Args:
-        timeout: how long a collective may wait; None for torch's default.
-    """
+    """Initialise torch.distributed for this rank's accelerator, and for the CPU. Collective."""
     device = get_accelerator().device_name()
     backend = "gloo"
     if device != "cpu":

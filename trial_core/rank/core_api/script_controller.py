@@ -189,7 +189,6 @@ class ScriptController:
         )
 
     def run(self, request: RunScript) -> ScriptEnded:
-        """Run the script to its end."""
         script, ranks = self._script, self._distributed
         run = script.info
         run.batches_trained = request.batches_trained

@@ -122,7 +122,7 @@ class ScriptHost:
             self.best_validation = float(value if best is None else better(value, best))
 
     def set_status(self, text: str) -> None:
-        """Show people the script's present activity. Rank 0 alone calls this."""
+        """Rank 0 alone calls this."""
         self._tell(Activity(text=text))
 
     def expect_stops(self) -> None:

@@ -109,13 +109,10 @@ class Loaders:
     training: MicroBatches | None = None
 
     def begin(self, saved: Mapping[str, Any] | None = None) -> None:
-        """Set the training data to the position where training continues.
+        """Set the training data to the position of `saved`, a `state_dict`; None is the beginning.
 
         This may draw from the global generators, as building the loaders may. Restore training's
         random state afterwards.
-
-        Args:
-            saved: `state_dict` at that position; None for the beginning.
         """
         adapter, loader = self.adapter, self.training_loader
         if loader is None:
@@ -153,7 +150,6 @@ class Loaders:
 
     @property
     def waited_seconds(self) -> float:
-        """The time this rank has waited for training data; 0 on a rank that needs no data."""
         return 0.0 if self.training is None else self.training.waited_seconds
 
     def state_dict(self) -> dict[str, Any] | None:

@@ -59,10 +59,8 @@ class Access(IntEnum):
 class SeekableSampler(Sampler[T], Generic[T]):
     """A sampler of which any part of any epoch can be read.
 
-    Attributes:
-        epoch: the epoch that ``iter()`` gives. Iterating does not advance it.
-        access: how directly epochs can be entered.
-        is_endless: True if iteration continues into the next epoch, without end.
+    ``iter()`` gives `epoch`, and does not advance it. If `is_endless`, iteration continues into the
+    next epoch, without end.
     """
 
     epoch = 0
@@ -267,7 +265,6 @@ def as_seekable(
 
 
 def as_list(order: EpochOrder) -> list[Any]:
-    """The items as a list of Python objects."""
     if isinstance(order, np.ndarray):
         items: list[Any] = order.tolist()
         return items

@@ -34,7 +34,6 @@ class PeekableIterator(Iterator[Any]):
         return self._loaded.popleft() if self._loaded else next(self._source)
 
     def has(self, count: int) -> bool:
-        """Return whether there are `count` more micro-batches."""
         if self._has_ended:
             return False
         while len(self._loaded) < count:
@@ -115,7 +114,6 @@ class ValidationSet:
             yield own is not False
 
     def unsharded(self) -> Any:
-        """The whole validation set."""
         if not isinstance(self.loader, DataLoader):
             return self.loader
         return self.loader.get_data_loader(seed=self.seed)

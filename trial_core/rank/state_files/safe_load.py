@@ -138,7 +138,6 @@ class Reader:
 
 
 def is_numpys(name: str) -> bool:
-    """Return whether the dotted name of a class or function is numpy's."""
     return name.startswith("numpy.")
 
 

@@ -31,7 +31,6 @@ def derive_seed(*parts: int | str) -> int:
 
 
 def generator_for(*parts: int | str) -> torch.Generator:
-    """A new CPU generator, seeded for one purpose."""
     return torch.Generator().manual_seed(derive_seed(*parts))
 
 

@@ -87,11 +87,7 @@ class TensorBoard:
             ) from error
 
     def writer(self) -> Any:
-        """This rank's one `torch.utils.tensorboard.SummaryWriter`.
-
-        Raises:
-            TrialError: TensorBoard is not installed.
-        """
+        """See `TrialContext.get_tensorboard_writer`."""
         if self._writer is None:
             try:
                 from torch.utils.tensorboard import SummaryWriter
@@ -105,11 +101,7 @@ class TensorBoard:
         return self._writer
 
     def set_automatic(self, automatic: bool) -> None:
-        """Switch uploading, and the writing of reported metrics, on or off.
-
-        Raises:
-            TrialError: `automatic` is True and TensorBoard is not installed.
-        """
+        """See `TrialContext.set_enable_tensorboard_logging`."""
         self.automatic = self._logs_metrics = automatic
         if automatic and self.rank == 0:
             self.writer()
@@ -156,11 +148,7 @@ class TensorBoard:
             self._writer.flush()
 
     def set_profiler(self, *args: Any, **kwargs: Any) -> None:
-        """Profile training with `torch.profiler.profile` and these arguments.
-
-        Raises:
-            TrialError: a profiler is already running.
-        """
+        """See `TrialContext.set_profiler`."""
         import torch
 
         if self._is_profiling:
