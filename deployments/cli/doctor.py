@@ -162,8 +162,12 @@ def ninja() -> Check:
 
 def accelerators() -> Iterator[Check]:
     """Report the devices that slots would train on, and check them in a process like a rank's."""
-    from trial_core.processes.machine.accelerators import NVIDIA, visible_accelerators
-    from trial_core.processes.slots.accelerator_probe import described, try_accelerators
+    from trial_core.processes.machine.accelerators import (
+        NVIDIA,
+        described,
+        try_accelerators,
+        visible_accelerators,
+    )
 
     try:
         visible = visible_accelerators(os.environ)

@@ -16,7 +16,7 @@ from tests.support.gpus import fake_gpus
 from tests.support.prefect import free_port, isolated
 from tests.support.s3 import S3Server
 from tests.support.versions import set_version
-from trial_core.processes.slots import accelerator_probe
+from trial_core.processes.machine import accelerators
 from trialflow.deployments.cli import doctor
 from trialflow.deployments.cli.check import Check, CheckStatus
 from trialflow.flows.server.prefect_settings import environment
@@ -183,7 +183,7 @@ def test_what_a_rank_would_find(
 ) -> None:
     """GPUs are counted, and a process like a rank's tries to use them, before any training."""
     fake_gpus(tmp_path, monkeypatch, 2, torch_build="cu130")
-    monkeypatch.setattr(accelerator_probe, "ACCELERATOR_CHECK", (sys.executable, "-c", script))
+    monkeypatch.setattr(accelerators, "ACCELERATOR_CHECK", (sys.executable, "-c", script))
     found = [str(check) for check in doctor.accelerators()]
     assert [line[: len(start)] for line, start in zip(found, expected, strict=True)] == expected
 

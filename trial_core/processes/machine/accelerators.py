@@ -1,4 +1,4 @@
-"""The accelerators of this machine, found without torch, which the driver must not import.
+"""The accelerators of this machine, found and tried without torch in the driver.
 
 The driver launches one rank per accelerator and tells the ranks which kind it has counted. A rank
 that cannot use its accelerator refuses to train (`rank.collectives.accelerator`): otherwise
@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
+import json
 import logging
 import os
 import shutil
@@ -41,6 +42,7 @@ Containers that may not use the driver see /proc/driver/nvidia, too."""
 TOOL_TIMEOUT_SECONDS = 60.0
 PROBE_TIMEOUT_SECONDS = 300.0
 
+ACCELERATOR_CHECK = (sys.executable, "-m", "trial_core.deepspeed.accelerator_check")
 PROBE = """
 import sys
 sys.path.pop(0)  # the working folder may be a stranger's
@@ -127,8 +129,6 @@ def resolve_slot_count(
 ) -> int:
     """The number of ranks to start on this machine for `resources.slots_per_trial`.
 
-    ``"auto"`` is one per accelerator, or two CPU ranks without accelerators.
-
     Args:
         at_most: the number to start if the machine has room for so many; None: `requested`.
 
@@ -171,6 +171,50 @@ def torch_problem() -> str | None:
     )
 
 
+def try_accelerators(
+    visible: Accelerators, environment: Mapping[str, str] = os.environ
+) -> tuple[str | None, str | None]:
+    """Have a process claim the accelerators as ranks do. Takes some seconds.
+
+    Returns:
+        Why ranks cannot use them, or None; why ranks cannot compile DeepSpeed's operators for them,
+        or None, also if that was not tried.
+    """
+    if (problem := torch_problem()) is not None:
+        return problem, None
+    try:
+        done = subprocess.run(
+            [*ACCELERATOR_CHECK, str(len(visible.devices))],
+            env={**environment, KIND_VARIABLE: visible.kind},
+            capture_output=True, text=True, timeout=PROBE_TIMEOUT_SECONDS, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error), None
+    lines = done.stdout.splitlines()
+    if done.returncode != 0 or len(lines) < 2:
+        last = last_line(done.stderr) or "without a message"
+        return f"a process like a rank's ended with code {done.returncode}: {last}", None
+    # Libraries may print before.
+    return json.loads(lines[-2]), json.loads(lines[-1])
+
+
+def described(visible: Accelerators) -> str:
+    """Their number, kind and model: ``2 × cuda (NVIDIA H100 80GB HBM3, driver 570.86.15)``."""
+    counted = f"{len(visible.devices)} × {visible.kind}"
+    if visible.kind != NVIDIA:
+        return counted
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        query.append(f"--id={','.join(device_uuids(visible).values())}")
+        done = subprocess.run(
+            query, capture_output=True, text=True, timeout=TOOL_TIMEOUT_SECONDS, check=True
+        )
+    except (OSError, subprocess.SubprocessError, LaunchError):
+        return counted
+    models = {line.replace(", ", ", driver "): None for line in done.stdout.splitlines()}
+    return f"{counted} ({'; '.join(models)})" if models else counted
+
+
 def available_cores() -> int:
     """The cores that this process, and so its ranks, may use."""
     try:
@@ -182,10 +226,7 @@ def available_cores() -> int:
 def device_uuids(accelerators: Accelerators) -> dict[str, str]:
     """The UUIDs of NVIDIA's devices, for names that are indices or beginnings of UUIDs.
 
-    Other devices keep their names.
-
-    Raises:
-        LaunchError: see `visible_accelerators`.
+    Other devices keep their names. Raises as `visible_accelerators`.
     """
     gpus = _nvidia_gpus() if accelerators.kind == NVIDIA else {}
     return _uuids(accelerators.devices, gpus)
@@ -208,11 +249,7 @@ def _needs_probe() -> bool:
 
 @functools.lru_cache
 def _probe(environment: tuple[tuple[str, str], ...]) -> Accelerators:
-    """DeepSpeed's accelerators, found in a separate process. Takes some seconds.
-
-    Raises:
-        LaunchError: DeepSpeed fails.
-    """
+    """DeepSpeed's accelerators, found in a separate process. Takes some seconds."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", PROBE],
@@ -239,11 +276,7 @@ def _probe(environment: tuple[tuple[str, str], ...]) -> Accelerators:
 
 
 def _nvidia_gpus() -> dict[str, list[str]]:
-    """The UUIDs of the NVIDIA GPUs in the order of their indices, each with its MIG instances'.
-
-    Raises:
-        LaunchError: this process may use the NVIDIA driver, but ``nvidia-smi`` is missing or fails.
-    """
+    """The UUIDs of the NVIDIA GPUs in the order of their indices, each with its MIG instances'."""
     has_driver = NVIDIA_DEVICE.exists()
     if shutil.which("nvidia-smi") is None:
         if not has_driver:
@@ -281,9 +314,6 @@ def _visible(chosen: str, gpus: list[str]) -> list[str]:
 
     The list ends before the first device that does not exist, or is an index among UUIDs or the
     reverse. It is empty if one is repeated. A process uses one MIG instance.
-
-    Args:
-        gpus: the UUIDs of all GPUs.
     """
     entries = [entry.strip() for entry in chosen.split(",")]
     if entries[0].startswith("MIG-"):

@@ -11,14 +11,7 @@ T = TypeVar("T")
 
 
 def in_background(work: Callable[[], T], name: str) -> Future[T]:
-    """Start `work` in a new thread, which ends with the process at the latest.
-
-    Args:
-        name: the thread's name.
-
-    Returns:
-        The future result of `work`.
-    """
+    """Start `work` in a new thread, which ends with the process at the latest."""
     future: Future[T] = Future()
 
     def run() -> None:

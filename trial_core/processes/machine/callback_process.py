@@ -49,8 +49,6 @@ def call_function(
         argument: its only argument, plain data. None imports the function without calling it.
         code: first folder on the import path, and working folder.
         environment: variables in addition to those of this process.
-        timeout_seconds: the process is killed after this time; None: never.
-        should_cancel: polled; the process is killed when it returns True.
         result: the file for the function's return value, as JSON.
 
     Returns:
@@ -100,7 +98,6 @@ def _environment(given: Mapping[str, str]) -> dict[str, str]:
 
 
 def _has_returned(pipe: int) -> bool:
-    """True if the ended process reported that the function returned."""
     os.set_blocking(pipe, False)
     try:
         return os.read(pipe, len(_RETURNED)) == _RETURNED
@@ -146,8 +143,7 @@ def _import_function(name: str) -> Callable[[Any], Any]:
     return found  # type: ignore[no-any-return]
 
 
-def _plain(value: Any) -> Any:
-    """The number in a scalar of NumPy or PyTorch."""
+def _plain(value: Any) -> Any:  # a scalar of NumPy or PyTorch
     if not hasattr(value, "item"):
         raise TypeError(f"expected plain data as the result, got {value!r}")
     return value.item()

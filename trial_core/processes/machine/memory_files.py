@@ -59,9 +59,7 @@ class MemoryFiles:
     def begin(self, is_rehearsal: bool = False) -> None:
         """Begin a snapshot. The previous one must no longer be read.
 
-        Args:
-            is_rehearsal: keep the memory, not the files; data that do not fit are not written to
-                disk.
+        A rehearsal keeps the memory, not the files; data that do not fit are not written to disk.
         """
         self._written.clear()
         self._is_rehearsal = is_rehearsal
@@ -73,7 +71,6 @@ class MemoryFiles:
             self._files.pop(name).close()
 
     def close(self) -> None:
-        """Free all memory."""
         self._written.clear()
         self.end()
 
@@ -150,11 +147,9 @@ class _SpillingFile:
 
     @property
     def is_on_disk(self) -> bool:
-        """True if the whole file is on disk."""
         return self._file is not None
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
-        """Append; return the number of bytes."""
         view = memoryview(data).cast("B")
         if self._file is None and not self._memory_file.append(view):
             self._file = open(self._path, "wb")  # noqa: SIM115  # see `__exit__`
@@ -172,10 +167,6 @@ class MemoryFile:
 
     Args:
         has_room: returns whether so many additional bytes may be allocated.
-
-    Attributes:
-        size_bytes: the bytes written.
-        kept_bytes: the memory allocated.
     """
 
     def __init__(self, name: str, has_room: Callable[[int], bool]) -> None:
@@ -186,6 +177,7 @@ class MemoryFile:
         self._map = mmap.mmap(self._fd, self._capacity_bytes)
         self.size_bytes = 0
         self.kept_bytes = 0
+        """The memory allocated."""
 
     @property
     def path(self) -> str:
@@ -210,7 +202,6 @@ class MemoryFile:
         return True
 
     def copy_to(self, file: IO[bytes]) -> None:
-        """Write the whole content to another file."""
         with memoryview(self._map) as whole, whole[: self.size_bytes] as written:
             file.write(written)
 
@@ -237,10 +228,7 @@ def is_memory_file(path: Path) -> bool:
 
 
 def take_memory_links(folder: Path) -> dict[str, str]:
-    """Delete all links to memory files below a folder. Return the paths that they led to.
-
-    The keys are the links' POSIX paths below the folder.
-    """
+    """Delete all links to memory files below a folder; return where each POSIX path there led."""
     links = [path for path in folder.rglob("*") if is_memory_file(path)]
     taken = {path.relative_to(folder).as_posix(): os.readlink(path) for path in links}
     for path in links:

@@ -31,7 +31,6 @@ KEPT = "kept"
 """The folder of the newest committed checkpoint's files, from which a restart reads them:
 the files that were staged on disk, and links to memory files that the fork server keeps."""
 
-
 RUN_DIR_VARIABLE = "TRIALFLOW_RUN_DIR"
 """Set on ranks of another machine than the driver's: the run's folder there."""
 
@@ -48,11 +47,7 @@ def home_folder() -> Path:
 
 
 def run_dir_of(trial: str) -> Path:
-    """The folder of a trial's runs on this machine; absolute.
-
-    Raises:
-        CheckpointError: the id is not allowed, since it might lead out of the home folder.
-    """
+    """The folder of a trial's runs on this machine; absolute. Raises as `checked_trial`."""
     return home_folder() / checked_trial(trial)
 
 
@@ -70,9 +65,6 @@ def locked_run_dir(trial: str, timeout_seconds: float = 0.0) -> Iterator[Path]:
     folder that holds nothing but the lock, as after a refused run. The kernel frees the lock when
     this process ends, even if a forked child lives on. On a file system without locks, nothing is
     locked.
-
-    Args:
-        timeout_seconds: how long to wait for another process that holds the lock.
 
     Raises:
         CheckpointError: no trial may have this id.
@@ -148,11 +140,7 @@ def _delete_if_unused(path: Path) -> None:
 def prepare_run_dir(trial: str) -> Path:
     """Prepare the folder of `trial` on a machine that does not hold the run's lock.
 
-    Deletes the files that the ranks of an earlier process left there.
-
-    Raises:
-        CheckpointError: no trial may have this id.
-        TrialflowError: the folder cannot be created.
+    Deletes the files that the ranks of an earlier process left there. Raises as `locked_run_dir`.
     """
     run_dir = run_dir_of(trial)
     with explaining_errors(run_dir):

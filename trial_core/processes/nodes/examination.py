@@ -23,6 +23,8 @@ from trial_core.checkpoint.verified_read import Damage, StoredFile, read_files
 from trial_core.errors import LaunchError, TrialflowError
 from trial_core.processes.machine.accelerators import (
     available_cores,
+    described,
+    try_accelerators,
     visible_accelerators,
 )
 from trial_core.processes.nodes.node_messages import (
@@ -36,7 +38,6 @@ from trial_core.processes.nodes.node_messages import (
     StorageTried,
     TryStorage,
 )
-from trial_core.processes.slots.accelerator_probe import described, try_accelerators
 
 SHARED_MEMORY = Path("/dev/shm")
 CONNECT_SECONDS = 10.0

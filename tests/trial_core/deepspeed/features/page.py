@@ -23,8 +23,7 @@ import torch
 
 from tests.trial_core.deepspeed.features.feature import COLUMNS, UNTRIED, Cell, Column, Feature
 from tests.trial_core.deepspeed.features.matrix import FEATURES
-from trial_core.processes.machine.accelerators import visible_accelerators
-from trial_core.processes.slots.accelerator_probe import described
+from trial_core.processes.machine.accelerators import described, visible_accelerators
 
 ROOT = Path(__file__).parents[4]
 PAGE = ROOT / "docs" / "reference" / "deepspeed-features.md"
