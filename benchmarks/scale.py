@@ -31,11 +31,10 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import RankFailed
 from trial_core.messages import Done, Ping, TrainBatches
 from trial_core.processes.nodes.hub import ConnectedAgent, Hub
-from trial_core.processes.nodes.join_provider import JoinProvider
 from trial_core.processes.nodes.join_token import new_token
 from trial_core.processes.nodes.node_launcher import NodeCode, NodeLauncher
 from trial_core.processes.nodes.node_pool import NodePool
-from trial_core.processes.nodes.node_provider import NodeRequest
+from trial_core.processes.nodes.node_provider import JoinProvider, NodeRequest
 from trial_core.processes.slots.listen_address import ListenAddress
 from trial_core.processes.slots.rank_network import LOOPBACK_ADDRESS
 from trial_core.processes.slots.slot_group import SlotGroup

@@ -44,8 +44,8 @@ from trial_core.processes.nodes.node_messages import (
     ToRanks,
     Welcome,
     decode_to_agent,
+    own_versions,
 )
-from trial_core.processes.nodes.versions import own_versions
 from trial_core.processes.slots.framing import HEADER, frame, frame_length
 from trial_core.processes.slots.rank_network import LOOPBACK_ADDRESS
 

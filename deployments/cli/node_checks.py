@@ -26,6 +26,7 @@ from trial_core.messages import Message
 from trial_core.processes.machine.run_dirs import home_folder
 from trial_core.processes.nodes.hub import ConnectedAgent
 from trial_core.processes.nodes.node_messages import (
+    PACKAGES,
     Examine,
     Examined,
     FromAgent,
@@ -37,7 +38,6 @@ from trial_core.processes.nodes.node_messages import (
     StorageTried,
     TryStorage,
 )
-from trial_core.processes.nodes.versions import PACKAGES
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.check import Check
 from trialflow.deployments.cli.experiment_options import open_store_of

@@ -19,10 +19,15 @@ from tests.support.slurm import Slurm
 from tests.support.waiting import until
 from trial_core.processes.nodes import ray_provider
 from trial_core.processes.nodes.hub import ConnectedAgent
-from trial_core.processes.nodes.join_provider import JoinProvider
 from trial_core.processes.nodes.join_token import new_token
 from trial_core.processes.nodes.node_pool import NodePool
-from trial_core.processes.nodes.node_provider import AGENT_MODULE, Gang, NodeProvider, NodeRequest
+from trial_core.processes.nodes.node_provider import (
+    AGENT_MODULE,
+    Gang,
+    JoinProvider,
+    NodeProvider,
+    NodeRequest,
+)
 from trial_core.processes.nodes.ray_connection import import_ray
 from trial_core.processes.nodes.ray_provider import RayProvider
 from trial_core.processes.nodes.slurm_provider import SlurmProvider

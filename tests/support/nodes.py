@@ -29,9 +29,9 @@ from trial_core.processes.nodes.node_messages import (
     ToAgent,
     Welcome,
     decode_to_agent,
+    own_versions,
 )
 from trial_core.processes.nodes.node_provider import AGENT_MODULE
-from trial_core.processes.nodes.versions import own_versions
 from trial_core.processes.slots.framing import HEADER, frame, frame_length
 from trial_core.processes.slots.listen_address import ListenAddress, parse_driver_address
 

@@ -23,11 +23,10 @@ from trial_core.errors import ConfigError, LaunchError, TrialflowError
 from trial_core.observe.events.observers import Observer
 from trial_core.processes.machine.accelerators import has_cpu_alone, resolve_slot_count
 from trial_core.processes.nodes.hub import Hub
-from trial_core.processes.nodes.join_provider import JoinProvider
 from trial_core.processes.nodes.join_token import new_token, token_of_file, write_token
 from trial_core.processes.nodes.node_launcher import NodeCode, NodeLauncher
 from trial_core.processes.nodes.node_pool import NodePool
-from trial_core.processes.nodes.node_provider import NodeProvider, NodeRequest
+from trial_core.processes.nodes.node_provider import JoinProvider, NodeProvider, NodeRequest
 from trial_core.processes.nodes.ray_provider import RayProvider
 from trial_core.processes.nodes.slurm_provider import SlurmProvider, in_allocation
 from trial_core.processes.slots.fork_server import ForkServer

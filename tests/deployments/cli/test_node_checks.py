@@ -33,8 +33,8 @@ from trial_core.processes.nodes.node_messages import (
     StorageTried,
     TryStorage,
     Welcome,
+    own_versions,
 )
-from trial_core.processes.nodes.versions import own_versions
 from trialflow.deployments.cli.doctor import nodes
 from trialflow.deployments.cli.experiment_options import with_engine
 from trialflow.deployments.cli.node_checks import (

@@ -64,8 +64,8 @@ from trial_core.processes.nodes.node_messages import (
     ToRanks,
     Welcome,
     decode_to_agent,
+    own_versions,
 )
-from trial_core.processes.nodes.versions import own_versions
 from trial_core.processes.slots.channel import Channel, Listener
 from trial_core.processes.slots.fork_server import ForkServer, disk_bytes
 from trial_core.processes.slots.framing import ProtocolError, frame, read_frame
@@ -108,11 +108,7 @@ class Agent:
 
     Args:
         folder: an empty folder for this agent alone.
-        name: the name that the provider gave the node; empty: the driver chooses one.
-        slots: how many ranks this node offers; None if the driver decides.
-
-    Attributes:
-        hangs_in: the driver's message on which the agent still works; empty if there is none.
+        name, slots: as in `AgentHello`.
     """
 
     def __init__(
@@ -131,13 +127,10 @@ class Agent:
         self._tasks: set[asyncio.Task[None]] = set()
         self._pacing = asyncio.Lock()  # before Python 3.12 only one task may wait for it
         self.hangs_in = ""
+        """The driver's message on which the agent still works."""
 
     async def serve(self, driver: str, token: str, wait_seconds: float) -> signal.Signals | None:
         """Join the driver, and serve it until the run ends or this node may leave it.
-
-        Args:
-            driver: as `trial_core.processes.slots.listen_address.driver_address` writes it.
-            wait_seconds: how long to try while the driver cannot be reached.
 
         Returns:
             The signal that has asked this node to leave, or None.
@@ -227,7 +220,9 @@ class Agent:
             elif isinstance(message, StartRanks):
                 self._start(message)
             elif isinstance(message, ToRanks):
-                self._pass_on(message)
+                here = self._of(message.launch)
+                if here is not None and here.connections is not None:
+                    here.connections.send_encoded(message.data)
             elif isinstance(message, ForwardSignal):
                 self._signal(message)
             elif isinstance(message, Question):
@@ -259,7 +254,6 @@ class Agent:
         self._send(NodeReady(slots=slots, address=self._address))
 
     def _address_in(self, network: str | None) -> str:
-        """This node's address on the ranks' network."""
         if network is None:
             address: str = self._writer.get_extra_info("sockname")[0]
             return address.removeprefix("::ffff:")
@@ -300,7 +294,6 @@ class Agent:
         return {**environment, RUN_DIR_VARIABLE: str(self._folder)}
 
     def _code(self, message: PrepareRanks) -> Path:
-        """The folder of the run's code on this node."""
         if message.code_digest is None:
             if not os.path.isdir(message.code_folder):
                 raise LaunchError(
@@ -331,11 +324,6 @@ class Agent:
             if here.store is not None:
                 here.store.close()
 
-    def _pass_on(self, message: ToRanks) -> None:
-        here = self._of(message.launch)
-        if here is not None and here.connections is not None:
-            here.connections.send_encoded(message.data)
-
     def _signal(self, message: ForwardSignal) -> None:
         here = self._of(message.launch)
         for rank in here.ranks if here is not None else ():
@@ -347,7 +335,6 @@ class Agent:
         return self._ranks if self._ranks is not None and self._ranks.number == launch else None
 
     def _end_ranks(self) -> None:
-        """Kill the ranks of the last launch."""
         here, self._ranks = self._ranks, None
         if here is None:
             return
@@ -360,7 +347,6 @@ class Agent:
     # ----------------------------------------------------------------------- this node says
 
     def _call(self, function: Any, *arguments: Any) -> None:
-        """Call a function in the event loop's thread. For any thread."""
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(function, *arguments)
 

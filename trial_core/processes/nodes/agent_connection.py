@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 async def join(
     driver: str, token: bytes, wait_seconds: float
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connect to the first of the driver's addresses that answers. Both ends prove the token.
+    """Connect to the first of the driver's addresses that answers.
 
     Raises:
         LaunchError: none answers in time, or the driver does not know the token.

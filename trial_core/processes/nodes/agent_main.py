@@ -48,10 +48,7 @@ def run_agent(
 
     Args:
         driver: the driver's address, as it shows it.
-        node: the name that the provider gave the node.
-        slots: how many ranks this node offers; None if the experiment decides.
-        preload: a name in `PRELOADS`.
-        wait_seconds: how long to wait for the driver.
+        node, slots: as in `AgentHello`.
 
     Returns:
         The exit code: 0 at the end of the run; after a signal, 128 plus its number, so that the
@@ -86,10 +83,7 @@ def node_folder() -> Iterator[Path]:
     """A folder for one agent, below the home folder, deleted at the end of the block.
 
     Also deletes the folders of this machine's killed agents. On a file system without locks, which
-    does not tell them, they stay.
-
-    Raises:
-        TrialflowError: it cannot be created.
+    does not tell them, they stay. Raises TrialflowError if it cannot be created.
     """
     folders = home_folder() / "nodes" / socket.gethostname()
     with explaining_errors(folders):
@@ -113,7 +107,6 @@ def node_folder() -> Iterator[Path]:
 
 
 def main() -> None:
-    """Read the provider's arguments, and the token from standard input or a file."""
     parser = argparse.ArgumentParser(prog="trialflow agent")
     parser.add_argument("--driver", required=True)
     parser.add_argument("--node", default="")

@@ -52,7 +52,7 @@ class Examination:
         self._greeter: _Greeter | None = None
 
     def answer(self, question: Question, address: str) -> NodeAnswer:
-        """Find the answer to a question. `address` is the node's, on the ranks' network."""
+        """The answer to a question. `address` is the node's, on the ranks' network."""
         if isinstance(question, Examine):
             return self._examine(question, address)
         if isinstance(question, Reach):
@@ -60,7 +60,6 @@ class Examination:
         return try_storage(question, self._folder)
 
     def close(self) -> None:
-        """Stop listening for other nodes."""
         if self._greeter is not None:
             self._greeter.close()
 
@@ -104,7 +103,7 @@ def installed_packages() -> dict[str, str]:
 
 
 def unreachable(nodes: Mapping[str, ListeningNode]) -> dict[str, str]:
-    """Why this machine cannot connect, for each node that it cannot reach."""
+    """The nodes that this machine cannot reach, and why."""
     problems = in_parallel(
         lambda each, _: _connection_problem(each), nodes.values(), CONNECT_THREADS
     )
@@ -185,7 +184,6 @@ def _write(store: CheckpointStore, question: TryStorage, folder: Path) -> float:
 
 
 def _accelerators(environment: Mapping[str, str]) -> tuple[str, str | None, str | None]:
-    """The accelerators of ranks, and the problems with them."""
     try:
         visible = visible_accelerators(environment)
         if not visible.devices:

@@ -31,8 +31,8 @@ from trial_core.processes.nodes.node_messages import (
     Welcome,
     decode_agent_hello,
     decode_from_agent,
+    own_versions,
 )
-from trial_core.processes.nodes.versions import describe_difference, own_versions
 from trial_core.processes.slots.acceptor import Acceptor
 from trial_core.processes.slots.framing import ProtocolError, frame, read_frame
 from trial_core.processes.slots.listen_address import ListenAddress
@@ -50,7 +50,6 @@ class ConnectedAgent:
 
     Attributes:
         name: its node's; no other node has it.
-        host, pid, versions, address, slots: as in `AgentHello` and `NodeReady`.
         lost: why it is lost; None if it lives.
         draining: why its node will be taken away; None if it stays.
         on_message: gets its messages, in the hub's thread; set for each launch.
@@ -84,7 +83,6 @@ class ConnectedAgent:
         self.given_up: str | None = None
 
     def heard(self) -> None:
-        """Note that it has sent something."""
         self.heard_at = asyncio.get_running_loop().time()
 
     def send(self, message: Message) -> None:
@@ -217,7 +215,11 @@ class Hub:
         if (seconds := self._loop.time() - agent.heard_at) >= SILENCE_SECONDS:
             last = time.strftime("%H:%M:%S", time.localtime(time.time() - seconds))
             why = f"no sign of life for {SILENCE_SECONDS:g} s, the last at {last}"
-        self._lose(agent, agent.given_up or why)
+        agent.lost = agent.given_up or why
+        if not self._is_closing:
+            agent.on_lost(agent.lost)
+        with self.changed:
+            self.changed.notify_all()
 
     def _refusal(self, hello: AgentHello) -> str | None:
         for living in self._connected:  # also one that still gets ready
@@ -226,12 +228,16 @@ class Hub:
         return self._other_versions(hello.versions)
 
     def _other_versions(self, versions: Mapping[str, str]) -> str | None:
-        difference = describe_difference(versions, self._versions)
-        if difference is None:
+        different = [
+            f"{name} {versions.get(name, 'none')} instead of {version}"
+            for name, version in self._versions.items()
+            if versions.get(name) != version
+        ]
+        if not different:
             return None
         return (
-            f"it has {difference}; install the same versions on the driver's machine and on "
-            "all nodes"
+            f"it has {', '.join(different)}; install the same versions on the driver's machine "
+            "and on all nodes"
         )
 
     def _name(self, hello: AgentHello) -> str:
@@ -265,9 +271,15 @@ class Hub:
                     return f"it is refused: {why}"
                 self._is_ready(agent, message)
             elif isinstance(message, Draining):
-                self._drain(agent, message.why)
+                with self.changed:
+                    agent.draining = message.why
+                    self.changed.notify_all()
             elif not isinstance(message, Alive):
-                self._dispatch(agent, message)
+                try:
+                    agent.on_message(message)
+                except Exception:
+                    # A callback of the driver, such as a display, has failed. Training continues.
+                    logger.exception("a message of node %s could not be handled", agent.name)
 
     def _is_ready(self, agent: ConnectedAgent, ready: NodeReady) -> None:
         agent.slots, agent.address = ready.slots, ready.address
@@ -275,25 +287,6 @@ class Hub:
             self._versions = agent.versions
         with self.changed:
             self.agents = {**self.agents, agent.name: agent}
-            self.changed.notify_all()
-
-    def _drain(self, agent: ConnectedAgent, why: str) -> None:
-        with self.changed:
-            agent.draining = why
-            self.changed.notify_all()
-
-    def _dispatch(self, agent: ConnectedAgent, message: FromAgent) -> None:
-        try:
-            agent.on_message(message)
-        except Exception:
-            # A callback of the driver, such as a display, has failed. Training continues.
-            logger.exception("a message of node %s could not be handled", agent.name)
-
-    def _lose(self, agent: ConnectedAgent, why: str) -> None:
-        agent.lost = why
-        if not self._is_closing:
-            agent.on_lost(why)
-        with self.changed:
             self.changed.notify_all()
 
     def _reject(self, node: str, why: str) -> None:

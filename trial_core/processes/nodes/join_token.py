@@ -18,14 +18,7 @@ def new_token() -> str:
 
 
 def checked_token(text: str, source: str) -> str:
-    """Check a token that was read somewhere.
-
-    Args:
-        source: its place, for the error.
-
-    Raises:
-        LaunchError: it is too short.
-    """
+    """The token that was read from a source. Raises LaunchError if it is too short."""
     token = text.strip()
     if len(token) < MIN_CHARACTERS:
         raise LaunchError(
@@ -53,11 +46,7 @@ def read_token(path: Path | None) -> str:
 
 
 def write_token(path: Path) -> str:
-    """Write a new token to a file that only this user can read.
-
-    Raises:
-        LaunchError: it cannot be written.
-    """
+    """Write a new token to a file that only this user can read. Raises LaunchError."""
     token = new_token()
     try:
         path.unlink(missing_ok=True)

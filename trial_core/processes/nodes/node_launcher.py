@@ -67,11 +67,9 @@ class RemoteRank(LaunchedRank):
         log_path.touch()
 
     def signal(self, number: int) -> None:
-        """Send the rank a signal, if it still runs."""
         self.agent.send(ForwardSignal(launch=self._launch, rank=self.rank, signal=number))
 
     def written_bytes(self) -> int:
-        """A number that grows when the rank writes to a disk of its node, or to its log."""
         return self.disk_bytes + self.log_size()
 
     def lost(self) -> None:
@@ -85,7 +83,6 @@ class NodeCode:
 
     Attributes:
         archive: sent to the nodes; None if every node has the folder under its path.
-        folder: the code folder on the driver's machine.
     """
 
     archive: bytes | None
@@ -213,15 +210,14 @@ class NodeConnections(RankConnections):
         """Return whether all nodes have answered, or one is lost."""
         deadline = time.monotonic() + PREPARE_SECONDS
         with self._changed:
-            while not self._changed.wait_for(self._is_prepared, POLL_SECONDS):
+            while not self._changed.wait_for(
+                lambda: self._lost or len(self._prepared) == len(self._shares), POLL_SECONDS
+            ):
                 if self._launch.should_abort():
                     raise Stopped("the run was stopped while its nodes got ready")
                 if time.monotonic() > deadline:
                     return False
         return True
-
-    def _is_prepared(self) -> bool:
-        return bool(self._lost) or len(self._prepared) == len(self._shares)
 
     def _check_lost(self) -> None:
         """Raise RankFailed, so that the run may start its ranks again, if a node is lost."""
@@ -251,7 +247,7 @@ class NodeConnections(RankConnections):
 
     def close(self) -> None:
         for agent, _ in self._shares:
-            agent.on_message, agent.on_lost = _ignore, _ignore
+            agent.on_message, agent.on_lost = lambda message: None, lambda why: None
             agent.send(EndRanks(launch=self._number))
 
     def give_up(self) -> None:
@@ -308,7 +304,3 @@ class NodeConnections(RankConnections):
             self._ranks[rank].lost()
         if has_started:
             self._launch.listener.node_lost(share, why)
-
-
-def _ignore(what: object) -> None:
-    """Ignore messages of an ended launch."""

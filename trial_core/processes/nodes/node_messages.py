@@ -11,6 +11,8 @@ to `TryStorage`.
 
 from __future__ import annotations
 
+import importlib.metadata
+import platform
 from collections.abc import Callable
 
 import msgspec
@@ -26,6 +28,20 @@ ALIVE_SECONDS = 5.0
 SILENCE_SECONDS = 20.0
 """An end that has heard nothing for this long treats the other one as lost."""
 
+PACKAGES = ("trialflow", "torch", "deepspeed")
+"""Their versions, and Python's, must be the same on all nodes of a run."""
+
+
+def own_versions() -> dict[str, str]:
+    """The versions of Python and of `PACKAGES` here; ``none`` for a missing package."""
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "none"
+    return versions
+
 
 class Alive(Message):
     """A sign of life."""
@@ -37,7 +53,7 @@ class AgentHello(Message):
     Attributes:
         node: the name that the provider gave its node; empty: the agent was started by hand.
         slots: how many ranks it was told to offer; None if the driver decides.
-        versions: of Python, and of the packages that must be the same everywhere.
+        versions: its `own_versions`.
     """
 
     node: str
@@ -51,7 +67,6 @@ class Welcome(Message):
     """The agent is one of the run's nodes.
 
     Attributes:
-        node: its name, which no other node has.
         slots_per_node: how many ranks each node offers; None for one per accelerator.
         environment: the experiment's variables, for the ranks.
         network: where ranks talk to each other; None: where the agent reaches the driver.
@@ -70,12 +85,11 @@ class Refused(Message):
 
 
 class NodeReady(Message):
-    """The node is ready, or it cannot train.
+    """The node is ready, or it cannot train because of a problem.
 
     Attributes:
         slots: how many ranks it has room for.
         address: its address on the ranks' network.
-        problem: why it cannot train; None if it can.
     """
 
     slots: int = 0
@@ -90,11 +104,7 @@ class Draining(Message):
 
 
 class OfLaunch(Message):
-    """A message about a launch of ranks.
-
-    Attributes:
-        launch: its number.
-    """
+    """A message about a launch of ranks, by its number."""
 
     launch: int
 
@@ -126,11 +136,10 @@ class PrepareRanks(OfLaunch):
 
 
 class RanksPrepared(OfLaunch):
-    """The node can start its ranks.
+    """The node can start its ranks, unless there is a problem.
 
     Attributes:
         store_port: where rank 0 will host torch.distributed's store, if it is on this node.
-        problem: why the node cannot; None if it can.
     """
 
     store_port: int = 0
@@ -225,14 +234,12 @@ class Examined(Message):
     Attributes:
         received_at, answered_at: the times by this node's clock, in seconds since 1970.
         packages: the version of each installed Python package.
-        cores: the cores that this process may use.
         accelerators: the ranks' accelerators, for people; empty for the CPU.
         accelerator_problem: why they cannot be used; None if they can.
         operator_problem: why DeepSpeed's operators cannot be compiled for the accelerators.
         shared_memory: the total and the free size of ``/dev/shm`` in bytes, or None if it is
             missing.
-        folder: the folder of this node's files.
-        disk_free_bytes: its free disk space.
+        folder: the folder of this node's files, on a disk with `disk_free_bytes`.
         listening: where this node listens for the others, or why it cannot.
     """
 
@@ -262,12 +269,7 @@ class Reached(Message):
 
 
 class TryStorage(Message):
-    """Read an object of the driver's, and write one of the same size.
-
-    Attributes:
-        folder: the folder of both objects, and of other nodes' objects.
-        object: the driver's object.
-    """
+    """Read an object of the driver's, and write one of the same size into the same folder."""
 
     storage: StorageSpec
     folder: str

@@ -50,7 +50,7 @@ class NodePool:
     Args:
         max_wait_seconds: how long to wait for nodes, before the first launch and after a loss.
         replace_seconds: how long to wait for more nodes than the run needs.
-        agent_arguments: arguments of `AGENT_MODULE`, in addition to the pool's own.
+        agent_arguments: of `AGENT_MODULE`, in addition to the pool's own.
     """
 
     def __init__(
@@ -103,10 +103,6 @@ class NodePool:
         node that does not join ends the wait if there are too few others: the next would probably
         fare the same. Later, when the others may have trained for days, the run waits for another.
 
-        Args:
-            should_abort: asked meanwhile; True to give up.
-            on_activity: told now and then which nodes are missing.
-
         Raises:
             LaunchError: too few nodes came in time; or, at first, one cannot join.
             Stopped: `should_abort` returned True.
@@ -131,7 +127,7 @@ class NodePool:
                 raise Stopped("the run was stopped while it waited for its nodes")
             problems = self._follow_provider(self._gang)
             self._take_ready()
-            chosen, now = self._choose(), time.monotonic()
+            chosen, now = self._suitable(self._members), time.monotonic()
             has_enough = self._slots_to_come(self._gang) >= self._request.min_slots
             if problems and not (self._has_launched or has_enough):
                 raise LaunchError(problems[0])
@@ -220,11 +216,8 @@ class NodePool:
         if self._gang is None:
             raise LaunchError("the nodes are watched before they were gathered")
         has_ended = threading.Event()
-        watch = threading.Thread(
-            target=self._watch,
-            args=(self._gang, has_ended, on_draining, on_offer),
-            name="node-pool",
-        )
+        arguments = (self._gang, has_ended, on_draining, on_offer)
+        watch = threading.Thread(target=self._watch, args=arguments, name="node-pool")
         watch.start()
         try:
             yield
@@ -264,7 +257,7 @@ class NodePool:
         """How many ranks the next launch may have, if no more nodes come."""
         members = list(self._members)
         self._take_ready()
-        more, self._members = self.slots_of(self._choose()), members
+        more, self._members = self.slots_of(self._suitable(self._members)), members
         return more
 
     @property
@@ -313,7 +306,9 @@ class NodePool:
                 problems.append(f"the agent of node {node.name} has not joined: {why}")
             elif not agent.draining:
                 _logger.warning("node %s is lost: %s", node.name, why)
-        kept = sum(node.slots for node in gang.nodes if self._stays(node))
+        draining = {agent.name for agent in self._hub.agents.values() if agent.draining}
+        leaving = draining | self._may_leave.keys()
+        kept = sum(node.slots for node in gang.nodes if node.name not in leaving)
         takes_offers = not problems and time.monotonic() >= self._takes_offers_from
         is_short = kept < self._request.slots and takes_offers
         if is_short and (offered := gang.offer()) is not None:
@@ -322,7 +317,7 @@ class NodePool:
         return problems
 
     def _give_up_rejected(self, gang: Gang) -> list[str]:
-        """Give back nodes that the hub has refused. Returns which, and why."""
+        """Give back nodes that the hub has refused, and return which, and why."""
         problems = []
         for name, why in self._hub.take_rejected():
             problems.append(f"node {name} is refused: {why}")
@@ -341,10 +336,6 @@ class NodePool:
             self._takes_offers_from = time.monotonic() + self._offer_seconds
             self._offer_seconds = min(2 * self._offer_seconds, MAX_OFFER_SECONDS)
 
-    def _stays(self, node: Node) -> bool:
-        agent = self._hub.agents.get(node.name)
-        return node.name not in self._may_leave and (agent is None or not agent.draining)
-
     def _note_draining(self, event: NodeDraining) -> None:
         agent = self._hub.agents.get(event.node)
         if event.can_stay:
@@ -357,7 +348,9 @@ class NodePool:
         """Let agents of draining nodes go if their ranks have ended, or they have none."""
         for name, why in list(self._may_leave.items()):
             agent = self._hub.agents.get(name)
-            if agent is not None and self._can_do_without(agent):
+            others = [a for a in self._hub.agents.values() if a is not agent and self._is_there(a)]
+            can_do_without = sum(other.slots for other in others) >= self._request.min_slots
+            if agent is not None and can_do_without:
                 agent.draining = why
                 del self._may_leave[name]
         for agent in self._hub.agents.values():
@@ -366,10 +359,6 @@ class NodePool:
                 self._gone[agent.name] = agent.draining
                 _logger.info("node %s has left the run: %s", agent.name, agent.draining)
                 agent.send(Leave())
-
-    def _can_do_without(self, agent: ConnectedAgent) -> bool:
-        others = [a for a in self._hub.agents.values() if a is not agent and self._is_there(a)]
-        return sum(other.slots for other in others) >= self._request.min_slots
 
     # ------------------------------------------------------------------------------ the agents
 
@@ -386,17 +375,12 @@ class NodePool:
         while spare and self._slots() < self._request.slots:
             self._members.append(spare.pop(0))
 
-    def _choose(self) -> list[ConnectedAgent]:
-        """The first members for as many ranks as possible; none if they have too few slots."""
-        return self._suitable(self._members)
-
     def _suitable(
         self, agents: list[ConnectedAgent], unsuitable: set[int] | None = None
     ) -> list[ConnectedAgent]:
-        """The first of these agents for as many ranks as possible; empty if they have too few.
+        """The first of these agents for as many ranks as possible, but for unsuitable numbers.
 
-        Args:
-            unsuitable: numbers of ranks that are left out; by default those of the run.
+        Empty if they have too few slots.
         """
         unsuitable = self._unsuitable if unsuitable is None else unsuitable
         there = [agent for agent in agents if self._is_there(agent)]
@@ -407,7 +391,7 @@ class NodePool:
         return there if self.slots_of(there) >= self._request.min_slots else []
 
     def _slots_to_come(self, gang: Gang) -> int:
-        """The slots of nodes that have joined, and of nodes whose agents may still do so."""
+        """The slots of nodes that have joined, or whose agents may still do so."""
         agents = self._hub.agents
         starting = sum(node.slots for node in gang.nodes if node.name not in agents)
         return starting + sum(agent.slots for agent in agents.values() if self._is_there(agent))

@@ -53,8 +53,7 @@ class Node:
 class AgentEnded:
     """The agent of a node has ended, could not be started, or the provider has lost the node.
 
-    Attributes:
-        why: the provider's reason, for people: an exit code, the last lines of the output.
+    `why`, for people, has an exit code and the last lines of the output, if there are any.
     """
 
     node: str
@@ -66,7 +65,6 @@ class NodeDraining:
     """A node will be taken away. Its agent still runs.
 
     Attributes:
-        why: the provider's reason, for people.
         can_stay: True if the provider waits until the run leaves the node.
     """
 
@@ -133,3 +131,32 @@ class NodeProvider(Protocol):
                 provider cannot be reached. The message names the request, the available machines,
                 and a remedy. Nothing stays behind.
         """
+
+
+class JoinProvider(NodeProvider):
+    """Starts nothing: a person or another launcher runs `trialflow join` on each node."""
+
+    name = "join"
+
+    def acquire(
+        self, request: NodeRequest, seconds: float, should_abort: Callable[[], bool]
+    ) -> Gang:
+        return _NoGang()
+
+
+class _NoGang(Gang):
+    """The nodes that a provider knows: none. So `start` and `give_up` are never called."""
+
+    nodes: Sequence[Node] = ()
+
+    def start(self, node: Node, arguments: Sequence[str], token: str) -> None: ...
+
+    def events(self) -> Sequence[GangEvent]:
+        return ()
+
+    def give_up(self, node: Node) -> None: ...
+
+    def offer(self) -> Node | None:
+        return None  # agents come by themselves
+
+    def release(self) -> None: ...

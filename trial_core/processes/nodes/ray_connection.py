@@ -70,7 +70,7 @@ class Deadline:
         self._should_abort = should_abort
 
     def left_seconds(self) -> float:
-        """Seconds; 0 if the time is over or the run was given up."""
+        """0 if the time is over or the run was given up."""
         return 0.0 if self._should_abort() else max(0.0, self._end - time.monotonic())
 
     def how(self) -> str:

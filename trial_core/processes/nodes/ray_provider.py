@@ -66,8 +66,6 @@ class RayProvider(NodeProvider):
     Args:
         address: ``auto`` (``RAY_ADDRESS``, or the cluster that this machine belongs to),
             ``host:port`` or ``ray://host:port``. A process that is connected stays so.
-        is_insecure: True if the cluster may admit clients without a token.
-        agent_module: runs on each node.
     """
 
     name = "ray"
@@ -238,7 +236,7 @@ class RayGang(Gang):
             connection.leave()
 
     def _ask_for_place(self, bundle: _Bundle) -> None:
-        """Put an actor on a bundle. The actor's answer tells its machine."""
+        """Put an actor on a bundle, whose answer tells its machine."""
         ray = import_ray()
         where = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
             bundle.group, placement_group_bundle_index=bundle.index
@@ -274,12 +272,9 @@ class AgentHost:
         return socket.gethostname(), ray.get_runtime_context().get_node_id()
 
     def run(self, module: str, arguments: Sequence[str], token: str, cores: int) -> str:
-        """Run an agent until it ends; return its exit code and last lines, for people.
-
-        Args:
-            cores: of the bundle. Ray sets ``OMP_NUM_THREADS`` to it, as if there were one rank.
-        """
+        """Run an agent until it ends; return its exit code and last lines, for people."""
         environment = dict(os.environ)
+        # Ray sets it to the bundle's cores, as if there were one rank.
         if environment.get("OMP_NUM_THREADS") == str(cores):
             del environment["OMP_NUM_THREADS"]
         read_end, write_end = os.pipe()
@@ -349,7 +344,6 @@ class Machine(NamedTuple):
 
 
 def _machines() -> list[Machine]:
-    """The machines of the cluster that are alive."""
     return [
         Machine(
             node["NodeManagerHostname"],
@@ -410,12 +404,7 @@ def _told_machines(machines: Sequence[Machine]) -> str:
 
 
 def _wait_for(future: Any, deadline: Deadline) -> Any:
-    """The result of a future.
-
-    Raises:
-        TimeoutError: it does not come in time.
-        RayError: the actor has failed.
-    """
+    """The result of a future. Raises TimeoutError, or RayError if the actor has failed."""
     ray = import_ray()
     while not ray.wait([future], timeout=min(POLL_SECONDS, deadline.left_seconds()))[0]:
         if not deadline.left_seconds():

@@ -101,7 +101,7 @@ class _Host:
 
     Attributes:
         gpus: how many GPUs the job has asked for and has there.
-        problem: why it cannot be used, such as ``DOWN+NOT_RESPONDING``; empty if it works.
+        problem: such as ``DOWN+NOT_RESPONDING``; empty if it works.
     """
 
     name: str
@@ -109,7 +109,6 @@ class _Host:
     problem: str
 
     def slots(self, request: NodeRequest, on_cpu: bool) -> int:
-        """How many ranks fit."""
         if on_cpu:
             return request.slots_per_node or CPU_SLOTS
         wanted = request.slots_per_node or self.gpus
@@ -119,9 +118,7 @@ class _Host:
 class SlurmProvider(NodeProvider):
     """Places a run's nodes in the Slurm allocation that this process runs in.
 
-    Args:
-        environment: the variables of this process; the agents get them, too.
-        agent_module: runs on each node.
+    The agents get `environment`, the variables of this process.
     """
 
     name = "slurm"
@@ -180,7 +177,7 @@ class _NoAnswerError(Exception):
 
 
 class _Slurm:
-    """Slurm's information about this process's job."""
+    """Slurm's information about this process's job. Raises _NoAnswerError if there is none."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self.job = environment[JOB_VARIABLE]
@@ -191,11 +188,7 @@ class _Slurm:
         }
 
     def hosts(self) -> list[_Host]:
-        """The machines that the job has now, without machines that Slurm has taken from it.
-
-        Raises:
-            _NoAnswerError: Slurm does not answer.
-        """
+        """The machines that the job has now, without machines that Slurm has taken from it."""
         job = self._ask("show", "job", "-d", "-o", self.job)
         # Without such a field, an exclusive job is shown GPUs that its steps cannot have.
         has_gpus = re.search(r" TresPer\w+=\S*gpu", job) is not None
@@ -212,11 +205,7 @@ class _Slurm:
         ]
 
     def states(self, names: Iterable[str]) -> dict[str, str]:
-        """The state of each node, such as ``ALLOCATED+DRAIN``.
-
-        Raises:
-            _NoAnswerError: Slurm does not answer.
-        """
+        """The state of each node, such as ``ALLOCATED+DRAIN``."""
         shown = self._ask("show", "node", ",".join(names), "-o")
         return dict(re.findall(r"^NodeName=(\S+) .*? State=(\S+)", shown, flags=re.MULTILINE))
 
@@ -241,11 +230,7 @@ def _problem(state: str, bad: set[str]) -> str:
 
 
 class _Question(Generic[T]):
-    """A repeated question to Slurm, in another thread, since an answer may take long.
-
-    Args:
-        every_seconds: how long after an answer to ask again.
-    """
+    """A repeated question to Slurm, in another thread, since an answer may take long."""
 
     def __init__(self, every_seconds: float) -> None:
         self._every_seconds = every_seconds
@@ -257,7 +242,7 @@ class _Question(Generic[T]):
         self._asked, self._ask_at = None, 0.0
 
     def answer(self, ask: Callable[[], T]) -> T | None:
-        """Return the answer that has come since the last call, or None. Returns at once."""
+        """The answer that has come since the last call, or None. Returns at once."""
         now = time.monotonic()
         if self._asked is None and now >= self._ask_at:
             self._asked = in_background(lambda: (ask(), time.monotonic()), "slurm")

@@ -30,8 +30,8 @@ from trial_core.processes.nodes.node_messages import (
     NodeReady,
     Refused,
     Welcome,
+    own_versions,
 )
-from trial_core.processes.nodes.versions import own_versions
 from trial_core.processes.slots import acceptor
 from trial_core.processes.slots.fork_server import ForkServer
 from trial_core.processes.slots.framing import (

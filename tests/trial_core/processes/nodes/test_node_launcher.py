@@ -20,11 +20,10 @@ from trial_core.checkpoint.transfer.code_folder import pack_code
 from trial_core.errors import LaunchError, RankFailed
 from trial_core.messages import Done, Ping
 from trial_core.processes.nodes.hub import ConnectedAgent, Hub
-from trial_core.processes.nodes.join_provider import JoinProvider
 from trial_core.processes.nodes.join_token import new_token
 from trial_core.processes.nodes.node_launcher import NodeCode, NodeLauncher, shares_of
 from trial_core.processes.nodes.node_pool import NodePool
-from trial_core.processes.nodes.node_provider import NodeRequest
+from trial_core.processes.nodes.node_provider import JoinProvider, NodeRequest
 from trial_core.processes.slots.slot_group import SlotGroup
 
 pytestmark = pytest.mark.xdist_group("nodes")
@@ -202,7 +201,7 @@ from tests.support.nodes import Agents, hub
 from tests.trial_core.processes.nodes.test_node_launcher import Nodes
 from trial_core.messages import Done, Ping
 from trial_core.processes.nodes.node_provider import NodeRequest
-from trial_core.processes.nodes.join_provider import JoinProvider
+from trial_core.processes.nodes.node_provider import JoinProvider
 from trial_core.processes.nodes.node_pool import NodePool
 
 token, folder = "t" * 40, Path(sys.argv[1])

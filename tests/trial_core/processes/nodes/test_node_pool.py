@@ -14,7 +14,6 @@ from tests.support.waiting import until
 from trial_core.errors import LaunchError, Stopped
 from trial_core.processes.nodes import node_pool
 from trial_core.processes.nodes.hub import Hub
-from trial_core.processes.nodes.join_provider import JoinProvider
 from trial_core.processes.nodes.join_token import new_token
 from trial_core.processes.nodes.node_messages import Draining, Leave, Refused
 from trial_core.processes.nodes.node_pool import NodePool
@@ -22,6 +21,7 @@ from trial_core.processes.nodes.node_provider import (
     AgentEnded,
     Gang,
     GangEvent,
+    JoinProvider,
     Node,
     NodeDraining,
     NodeProvider,
