@@ -19,14 +19,13 @@ import msgspec
 
 from trial_core.processes.slots.framing import (
     HANDSHAKE_SECONDS,
-    HEADER,
     NONCE_BYTES,
     PROOF_BYTES,
     ProtocolError,
     check_proof,
-    frame_length,
     new_nonce,
     proof,
+    read_frame,
 )
 from trial_core.processes.slots.tls import DriverTls
 
@@ -45,9 +44,7 @@ class Acceptor(Generic[PeerT]):
     """Accepts connections. All methods are called in the thread of one event loop.
 
     Args:
-        secret: the peers must know it.
         role: the role that a peer names: ``rank`` or ``agent``.
-        hello_max_bytes: the limit of a peer's first message.
         read_hello: returns the peer that has sent this first message. Raises ProtocolError or
             msgspec.MsgspecError if it must not join.
         talk: serves a peer until its connection ends; then the connection is closed.
@@ -142,8 +139,8 @@ class Acceptor(Generic[PeerT]):
         check_proof(self._secret, self._role, nonce, seen, certificate)
         theirs = await reader.readexactly(NONCE_BYTES)
         writer.write(proof(self._secret, "driver", theirs, certificate))
-        length = frame_length(await reader.readexactly(HEADER.size), self._hello_max_bytes)
-        return self._read_hello(await reader.readexactly(length), writer)
+        hello = await read_frame(reader, limit_bytes=self._hello_max_bytes)
+        return self._read_hello(hello, writer)
 
     def _refuse(self, origin: Any, error: BaseException) -> None:
         self._strangers += 1
@@ -176,10 +173,7 @@ class _ReadToTheEnd(asyncio.StreamReaderProtocol):
     """Reads everything that a peer sent before it closed, even after a write to it has failed.
 
     asyncio would end a connection without reading it, and drop the received bytes: the error by
-    which a rank explains its end.
-
-    Args:
-        connection: its socket; None with TLS, where the socket holds encrypted bytes.
+    which a rank explains its end. With TLS, `connection` is None: its bytes are encrypted.
     """
 
     def __init__(self, reader: asyncio.StreamReader, connection: socket.socket | None) -> None:

@@ -29,11 +29,7 @@ class AnnouncementTimer:
         self._announced_at: float | None = None
 
     def due(self, special: str | None, now: float) -> str | None:
-        """The announcement due now, with the time taken so far, or None.
-
-        Args:
-            special: the more exact activity, if it is known.
-        """
+        """The announcement due now, of a more exact activity if there is one, or None."""
         current = special or self._what
         if current != self._current:
             self._current, self._began, self._announced_at = current, now, None
@@ -60,12 +56,7 @@ class Announcer:
     def activity(
         self, what: str, special: Callable[[], str | None] = lambda: None
     ) -> Iterator[None]:
-        """Announce `what` while the block takes long.
-
-        Args:
-            special: asked once a second for a more exact activity, such as a compiler; None:
-                `what`.
-        """
+        """Announce `what`, or a more exact `special`, while the block takes long."""
         if self._is_silent:
             yield
             return

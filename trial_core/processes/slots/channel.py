@@ -35,7 +35,7 @@ from trial_core.messages import (
 )
 from trial_core.processes.slots.acceptor import Acceptor
 from trial_core.processes.slots.connection import notice_silence
-from trial_core.processes.slots.framing import HEADER, ProtocolError, frame, frame_length
+from trial_core.processes.slots.framing import ProtocolError, frame, read_frame
 from trial_core.processes.slots.listen_address import ListenAddress
 from trial_core.processes.slots.tls import make_certificate
 
@@ -66,12 +66,11 @@ class Channel:
     """Listens for ranks and exchanges messages with them.
 
     Args:
-        ranks: the ranks that may join.
         listen: where ranks of other machines join; None if they cannot.
 
     Attributes:
         address: the path of the Unix socket.
-        remote_address: where ranks of other machines join; None if they cannot.
+        remote_address: the address of `listen`.
 
     Raises:
         LaunchError: it cannot listen.
@@ -165,8 +164,12 @@ class Channel:
                 notice_silence(connection)
             self._listener.rank_joined(peer)
             while True:
-                data = await reader.readexactly(frame_length(await reader.readexactly(HEADER.size)))
-                self._dispatch(peer.rank, decode_from_rank(data))
+                message = decode_from_rank(await read_frame(reader))
+                try:
+                    self._listener.message_received(peer.rank, message)
+                except Exception:
+                    # A callback of the driver, such as a display, has failed. Training continues.
+                    logger.exception("a message of rank %d could not be handled", peer.rank)
         except (EOFError, ConnectionError):
             pass
         except OSError as error:
@@ -178,13 +181,6 @@ class Channel:
             # Before `close`, which makes the rank exit and so would report another cause.
             self._listener.rank_disconnected(peer.rank, protocol_error)
             self._writers.pop(peer.rank, None)
-
-    def _dispatch(self, rank: int, message: FromRank) -> None:
-        try:
-            self._listener.message_received(rank, message)
-        except Exception:
-            # A callback of the driver, such as a display, has failed. Training continues.
-            logger.exception("a message of rank %d could not be handled", rank)
 
 
 def _process_at(connection: socket.socket) -> int | None:

@@ -78,7 +78,6 @@ class RankConnection:
         self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the connection; the driver is notified."""
         self._socket.close()
 
     def _read(self, count: int) -> bytes:

@@ -91,15 +91,10 @@ def keep_inherited_locks(environment: MutableMapping[str, str] = os.environ) -> 
 def _lock_free_devices(
     devices: Mapping[str, str], count: int, locks: ExitStack
 ) -> list[tuple[str, int]] | None:
-    """Lock the first `count` free devices; None, and no lock, if fewer are free.
+    """Lock the first `count` free devices; return each with the descriptor of its lock.
 
-    Keeping some locks while waiting for others would deadlock two runs.
-
-    Args:
-        devices: the UUID of each device.
-
-    Returns:
-        The devices, each with the descriptor of its lock.
+    If fewer are free, it returns None and keeps no lock: keeping some while waiting for others
+    would deadlock two runs. `devices` has the UUID of each device.
     """
     reserved: list[tuple[str, int]] = []
     with ExitStack() as attempt:

@@ -55,16 +55,22 @@ class FirstCause:
     # ------------------------------------------------------------------- failures of one rank
 
     def note_exit(self, rank: int, code: int) -> None:
-        """Note that a rank's process has ended."""
-        exit_code, signal_name = exit_status(code)
-        self._note(rank, exit_code=exit_code, signal_name=signal_name)
+        """Note that a rank's process has ended; `code` is as in `subprocess`."""
+        if code >= 0:
+            self._note(rank, exit_code=code)
+            return
+        try:
+            name = signal.Signals(-code).name
+        except ValueError:
+            name = f"signal {-code}"  # real-time signals have no names
+        self._note(rank, signal_name=name)
 
     def note_raised(self, rank: int, number: int, error: RankError) -> None:
         """Note that a rank has answered request `number` with an error."""
         pending = self._pending.get(number)
         self._note(
             rank,
-            during=pending.name if pending else "an earlier stage",
+            during=pending.request.title if pending else "an earlier stage",
             error_type=error.error_type,
             is_ours=error.is_ours,
             error_message=error.message,
@@ -73,7 +79,6 @@ class FirstCause:
         )
 
     def note_node_lost(self, ranks: Sequence[int], why: str) -> None:
-        """Note that a machine with these ranks is lost."""
         for rank in ranks:
             self._note(rank, node_lost=why)
 
@@ -118,22 +123,23 @@ class FirstCause:
         pending = self._pending.all()
         if len(pending) > 1:  # a script waits for the others, in its fit or for its checkpoint
             pending = [each for each in pending if not isinstance(each.request, RunScript)]
-        return " and ".join(each.name for each in pending) or "the wait between stages"
+        return " and ".join(each.request.title for each in pending) or "the wait between stages"
 
     # ----------------------------------------------------------------- failures of all ranks
 
     def stalled(self, pending: PendingRequest, seconds: float) -> Stalled:
         """The error for ranks that make no progress. Has the ranks log their stacks."""
+        name = pending.request.title
         if has_batches(pending.request):
             seen, what = "no batch has ended", "a batch"
         else:
-            seen, what = "no rank has written anything", pending.name
+            seen, what = "no rank has written anything", name
         return Stalled(
-            f"{seen} for {seconds:g} s during {pending.name}: the ranks hang and were ended. "
+            f"{seen} for {seconds:g} s during {name}: the ranks hang and were ended. "
             f"Their stacks are in {self._log_dir}. If {what} may take that long, set "
             f"stopping.stall_timeout_seconds above {seconds:g} (null: no limit)",
             log_stacks(self._ranks),
-            pending.name,
+            name,
             seconds,
         )
 
@@ -153,13 +159,3 @@ def first_cause(failures: Sequence[RankFailed]) -> RankFailed:
     ]
     died = {failure.rank for failure in failures if failure.error_type is None}
     return min(own_causes, key=lambda each: (each.error_type is not None, each.rank not in died))
-
-
-def exit_status(code: int) -> tuple[int | None, str | None]:
-    """A process's return code as (exit code, None) or (None, name of the signal)."""
-    if code >= 0:
-        return code, None
-    try:
-        return None, signal.Signals(-code).name
-    except ValueError:
-        return None, f"signal {-code}"  # real-time signals have no names

@@ -46,12 +46,10 @@ IGNORED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class StartRank(msgspec.Struct, tag=True):
-    """Fork a rank. Descriptors of its standard input, its log and its store come with the message.
+    """Fork a rank, in a working directory, with environment variables that only it gets.
 
-    Args:
-        number: names the rank in later messages.
-        variables: the environment variables that only this rank gets.
-        folder: its working directory.
+    Descriptors of its standard input, its log and its store come with the message. `number` names
+    the rank in later messages.
     """
 
     number: int
@@ -218,7 +216,6 @@ def become_rank(
     Args:
         descriptors: the ones that came with `given`.
         keeper: the descriptor of its socket to the keeper of memory files.
-        can_use_imported: True if the modules were imported without an error.
     """
     stdin, log, *store = descriptors
     for descriptor, number in ((stdin, 0), (log, 1), (log, 2)):
@@ -243,11 +240,7 @@ def become_rank(
 
 
 def _fork_persister(unneeded: Sequence[int]) -> None:
-    """Fork a rank's persister process, if its modules are imported.
-
-    Args:
-        unneeded: descriptors that only the rank needs.
-    """
+    """Fork a rank's persister process, without these descriptors, if its modules are imported."""
 
     def prepare() -> None:
         for descriptor in unneeded:
@@ -324,7 +317,6 @@ def without_mlflow() -> Iterator[None]:
 
 
 def main() -> None:
-    """Serve the driver."""
     control, driver, *modules = sys.argv[1:]
     server = Server(socket.socket(fileno=int(control)), int(driver))
     server.preload(modules)

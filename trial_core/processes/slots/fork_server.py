@@ -41,11 +41,8 @@ logger = logging.getLogger(__name__)
 class RankProcess(LaunchedRank):
     """A rank that the fork server starts and watches.
 
-    The process itself is watched, since its forked children hold copies of its connection.
-
-    Args:
-        server: starts the process.
-        number: the rank's number there.
+    The process itself is watched, since its forked children hold copies of its connection. `number`
+    is the rank's number in the server.
     """
 
     def __init__(
@@ -65,11 +62,9 @@ class RankProcess(LaunchedRank):
         self._server.start(self._number, variables, folder, descriptors)
 
     def signal(self, number: int) -> None:
-        """Send the rank a signal, if it still runs."""
         self._server.signal(self._number, number)
 
     def written_bytes(self) -> int:
-        """A number that grows when the rank writes to a disk, or it or a child to its log."""
         return disk_bytes(self.pid) + self.log_size()
 
 
@@ -173,11 +168,7 @@ class ServerProcess:
         self._listener.start()
 
     def serves(self, environment: Mapping[str, str], late: tuple[str, ...]) -> bool:
-        """Return whether it can start ranks with these variables; ranks get late ones at start.
-
-        Args:
-            late: see `ForkServer`.
-        """
+        """Return whether it can start ranks with these variables; ranks get late ones at start."""
         before = self._environment
         changed = dict(environment.items() - before.items())
         with self._lock:
@@ -197,7 +188,6 @@ class ServerProcess:
     def start(
         self, number: int, variables: Mapping[str, str], folder: Path, descriptors: Sequence[int]
     ) -> None:
-        """Have the rank with this number forked."""
         given = {**self._set_late, **variables}
         command = StartRank(number=number, variables=given, folder=str(folder))
         self._send(command, descriptors)

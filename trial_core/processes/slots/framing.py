@@ -56,11 +56,7 @@ def new_nonce() -> bytes:
 
 
 def proof(secret: bytes, role: str, nonce: bytes, certificate: bytes = b"") -> bytes:
-    """The HMAC of `nonce`, which only a process that knows the secret can compute.
-
-    Args:
-        certificate: the digest of the driver's certificate, if the connection has one.
-    """
+    """The HMAC of `nonce`, and of the digest of the driver's certificate, if there is one."""
     return hmac.digest(secret, role.encode() + nonce + certificate, "sha256")
 
 
@@ -72,7 +68,11 @@ def check_proof(
         raise ProtocolError(f"the {role} does not know this run's secret")
 
 
-async def read_frame(reader: asyncio.StreamReader, heard: Callable[[], None]) -> bytes:
+async def read_frame(
+    reader: asyncio.StreamReader,
+    heard: Callable[[], None] = lambda: None,
+    limit_bytes: int = MAX_FRAME_BYTES,
+) -> bytes:
     """The next frame's payload.
 
     Args:
@@ -82,16 +82,15 @@ async def read_frame(reader: asyncio.StreamReader, heard: Callable[[], None]) ->
         EOFError, OSError: the connection has ended.
         ProtocolError: the frame is too long.
     """
-    length = frame_length(await _read(reader, HEADER.size, heard))
-    return await _read(reader, length, heard)
 
+    async def read(count: int) -> bytes:
+        data = bytearray()
+        while len(data) < count:
+            part = await reader.read(count - len(data))
+            if not part:
+                raise EOFError("the connection was closed")
+            data += part
+            heard()
+        return bytes(data)
 
-async def _read(reader: asyncio.StreamReader, count: int, heard: Callable[[], None]) -> bytes:
-    data = bytearray()
-    while len(data) < count:
-        part = await reader.read(count - len(data))
-        if not part:
-            raise EOFError("the connection was closed")
-        data += part
-        heard()
-    return bytes(data)
+    return await read(frame_length(await read(HEADER.size), limit_bytes))

@@ -47,7 +47,7 @@ class JoinedLauncher(Launcher):
 
     Args:
         invite: called with the invitation for each rank, once ranks can join.
-        listen: where ranks of other machines join; None if there are none.
+        listen: see `Channel`.
     """
 
     def __init__(
@@ -163,7 +163,6 @@ class JoinedProcess(RankHandle):
         self._is_given_up = True
 
     def was_told_to_leave(self) -> None:
-        """Note that it leaves by itself within `LEAVE_SECONDS`."""
         self._leaves_until = time.monotonic() + LEAVE_SECONDS
 
     def signal(self, number: int) -> None:
@@ -177,7 +176,6 @@ class JoinedProcess(RankHandle):
             self._channel.send(DumpStacks(), self.rank)
 
     def written_bytes(self) -> int:
-        """A number that grows when the rank writes to a disk, or to output that is a file."""
         return self.bytes_written
 
     # -------------------------------------------------------------- in the channel's thread

@@ -74,10 +74,6 @@ class JoinedRank:
         is_interactive: True if a person uses this process; None: if Python is interactive.
         handles_signals: True to handle signals from the beginning of the block on.
 
-    Attributes:
-        send: sends a message to the driver, in any thread.
-        stop_barrier: workloads ask it before each step.
-
     Raises:
         SlotsError: the driver cannot be reached.
     """
@@ -91,12 +87,11 @@ class JoinedRank:
     ) -> None:
         self._rank = rank
         self._handles_signals = handles_signals
-        self._is_interactive = _is_interactive() if is_interactive is None else is_interactive
+        if is_interactive is None:
+            is_interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive)  # ps1: a notebook
+        self._is_interactive = is_interactive
         hello = Hello(
-            rank=rank,
-            pid=os.getpid(),
-            host=socket.gethostname(),
-            is_interactive=self._is_interactive,
+            rank=rank, pid=os.getpid(), host=socket.gethostname(), is_interactive=is_interactive
         )
         self._connection, is_here = _join(invitation, hello)
         self._server = RankServer(
@@ -115,9 +110,7 @@ class JoinedRank:
         self._has_left = threading.Event()
         self._has_reported = False
         self._is_over = False
-        self._stacks = None
-        if is_here:
-            self._stacks = _register_stacks(Path(invitation.log_dir), rank)
+        self._stacks = _register_stacks(Path(invitation.log_dir), rank) if is_here else None
 
     def __enter__(self) -> JoinedRank:
         if self._handles_signals:
@@ -216,7 +209,6 @@ class JoinedRank:
             os._exit(1)
 
     def _watch(self) -> None:
-        """Tell the driver of signals and progress."""
         told = 0
         while (numbers := self._signals.wait(WATCH_SECONDS)) is not None:
             for number in numbers:
@@ -241,11 +233,7 @@ class JoinedRank:
 
 
 class _EndableWorkloads(Workloads):
-    """Workloads of which the one in the compute lane can be ended from outside.
-
-    Args:
-        error: returns the error to end it with, or None.
-    """
+    """Workloads of which the one in the compute lane can be ended from outside, by an error."""
 
     def __init__(self, workloads: Workloads, error: Callable[[], TrialflowError | None]) -> None:
         self._workloads = workloads
@@ -294,17 +282,11 @@ def _join(invitation: Invitation, hello: Hello) -> tuple[RankConnection, bool]:
     return RankConnection(invitation.address, invitation.secret, hello), False
 
 
-def _is_interactive() -> bool:
-    return hasattr(sys, "ps1") or bool(sys.flags.interactive)  # IPython and notebooks set ps1
-
-
 def _register_stacks(folder: Path, rank: int) -> int | None:
     """Have a signal of the driver's write this process's stacks to the file made by the driver.
 
-    The handler stays for good; else a late signal would end the process.
-
-    Returns:
-        The file's descriptor; None if the driver's machine has another file system.
+    Returns the file's descriptor, if it is here. The handler stays for good; else a late signal
+    would end the process.
     """
     try:
         descriptor = os.open(stack_log(folder, rank), os.O_WRONLY | os.O_APPEND)

@@ -60,7 +60,7 @@ class Keeper:
                 self._keep(decode(data, Keep), list(descriptors))
 
     def leave_behind(self) -> None:
-        """Close, in a process that was just forked, the fork server's own descriptors."""
+        """In a process that was just forked, close the fork server's own descriptors."""
         self.inbox.close()
         self._drop_all_but(None)
 
@@ -100,7 +100,7 @@ def keep_in_memory(folder: Path, files: Mapping[str, str]) -> None:
     Without a keeper, as under torchrun, nothing is kept.
 
     Args:
-        folder: where links to them appear: this rank's folder in that of the checkpoint.
+        folder: see `Keep`.
         files: the memory files by their POSIX paths below `folder`; these paths' folders exist.
     """
     remaining = iter(files.items())

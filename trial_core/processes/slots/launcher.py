@@ -35,12 +35,11 @@ class LaunchRequest:
     """The launch that a slot group asks for.
 
     Attributes:
-        working_dir: the folder of the user's code, on this machine.
-        log_dir: the folder of the ``rank-N.log`` files, on this machine.
+        working_dir, log_dir: the folders of the user's code and of the ``rank-N.log`` files, on
+            this machine.
         environment: the experiment's variables; they override those of the process that starts
             the ranks.
         on_exit: called with a rank and its return code once it and its children have ended.
-        should_abort: asked during long operations; True to give up.
     """
 
     world_size: int
@@ -100,8 +99,6 @@ class MachineShare(msgspec.Struct, frozen=True):
     """The ranks that a launch starts on one machine, among those of the run.
 
     Attributes:
-        first_rank, count: the range of ranks.
-        world_size: the number of the run's ranks.
         store: address and port of torch.distributed's store, on the ranks' network.
         address: this machine's address there.
         node, nodes: the machine's index, and the number of machines.
@@ -117,7 +114,6 @@ class MachineShare(msgspec.Struct, frozen=True):
 
     @property
     def ranks(self) -> range:
-        """The ranks of this machine."""
         return range(self.first_rank, self.first_rank + self.count)
 
 
@@ -128,11 +124,10 @@ def launch_here(
     store: socket.socket | None,
     ranks: list[RankHandle],
 ) -> Channel:
-    """Start a launch's ranks on this machine.
+    """Start a launch's ranks on this machine, added to `ranks` as in `Launcher.launch`.
 
     Args:
         store: the bound socket on which rank 0 hosts the store, if rank 0 is among them.
-        ranks: each rank is added here before it is started, so that none is lost.
 
     Raises:
         LaunchError: a process or its log cannot be created; `ranks` has the started ones.

@@ -77,7 +77,7 @@ class _SelectedLines:
         self._count += 1
 
     def lines(self) -> list[str]:
-        """The lines in order; a last line says how many were omitted."""
+        """In order; a last line says how many were omitted."""
         room = MAX_LINES_PER_PERIOD - len(self._warnings)
         lines = [line for _, line in sorted(self._warnings + self._others[:room])]
         if omitted := self._count - len(lines):

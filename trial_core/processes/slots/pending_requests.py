@@ -19,11 +19,6 @@ class PendingRequest:
     future: Future[list[Result]] = field(default_factory=Future)
     results: dict[int, Result] = field(default_factory=dict)
 
-    @property
-    def name(self) -> str:
-        """The ranks' work, for messages."""
-        return self.request.title
-
 
 class PendingRequests:
     """All pending requests of a slot group, by number. Thread-safe."""
@@ -45,7 +40,6 @@ class PendingRequests:
         return pending
 
     def get(self, number: int) -> PendingRequest | None:
-        """The pending request with that number, or None."""
         return self._pending.get(number)
 
     def all(self) -> list[PendingRequest]:
@@ -54,10 +48,7 @@ class PendingRequests:
             return list(self._pending.values())
 
     def is_waiting_for_another(self, pending: PendingRequest) -> bool:
-        """True if a request is a script's that waits for its checkpoint's upload.
-
-        The upload is another request, with a separate stall timeout.
-        """
+        """True if a script waits for its checkpoint's upload, which has its own stall timeout."""
         return isinstance(pending.request, RunScript) and len(self._pending) > 1
 
     def note(self, rank: int, number: int, result: Result) -> None:
@@ -73,7 +64,6 @@ class PendingRequests:
         pending.future.set_result([pending.results[each] for each in range(self._world_size)])
 
     def fail(self, failure: SlotsError) -> None:
-        """Fail all pending requests."""
         for pending in self.all():
             self.fail_one(pending, failure)
 

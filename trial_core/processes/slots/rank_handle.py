@@ -19,7 +19,7 @@ class RankHandle(ABC):
     Attributes:
         host: the name of its machine.
         pid: the id of its process, and so of its session, on its machine; None until it was forked.
-        log_path: its log on this machine.
+        log_path: its log, on this machine.
     """
 
     is_launched = True

@@ -19,7 +19,6 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -66,15 +65,13 @@ SCRIPT_MODULES = ("trial_core.rank.core_api.script_controller",)
 class Rank(Workloads):
     """One rank: its connection, its two lanes and its controller."""
 
-    def __init__(
-        self, connection: RankConnection, rank: int, leave: Callable[[], NoReturn]
-    ) -> None:
-        self._leave = leave
+    def __init__(self, connection: RankConnection, rank: int, log: str | None = None) -> None:
         self._server = RankServer(connection, lambda error: end_rank(str(error)))
         self.send = self._server.send
         self._announcer = Announcer(self.send, is_silent=rank != 0)
         self._controller: Controller | ScriptController | None = None
         self._runs_script = False
+        self._pump = LogPump(Path(log), rank, self.send) if log else None
 
     def run(self) -> NoReturn:
         """Serve requests until `Shutdown`. Called on the main thread."""
@@ -100,7 +97,13 @@ class Rank(Workloads):
             return None
         self._server.answer(envelope)
         if isinstance(envelope.request, Shutdown):
-            self._leave()
+            if self._pump is not None:
+                self._pump.close()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            # Not `sys.exit`: threads and atexit hooks of libraries may hang. The controller is
+            # closed.
+            os._exit(0)
         return envelope.request
 
     @property
@@ -196,7 +199,6 @@ def show_title(title: str) -> None:
 
 
 def main() -> None:
-    """Join the driver and serve its requests."""
     rank = int(os.environ["RANK"])
     show_title(f"trialflow: rank {rank} of {os.environ['WORLD_SIZE']}")
     logging.basicConfig(
@@ -213,21 +215,7 @@ def main() -> None:
         connection = RankConnection(os.environ["TRIALFLOW_CHANNEL"], read_secret(), hello)
     except SlotsError as error:
         sys.exit(f"rank {rank} cannot join its driver: {error}")
-    log = os.environ.get("TRIALFLOW_LOG")
-    pumps: list[LogPump] = []
-
-    def leave() -> NoReturn:
-        for pump in pumps:
-            pump.close()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # Not `sys.exit`: threads and atexit hooks of libraries may hang. The controller is closed.
-        os._exit(0)
-
-    this_rank = Rank(connection, rank, leave)
-    if log:
-        pumps.append(LogPump(Path(log), rank, this_rank.send))
-    this_rank.run()
+    Rank(connection, rank, os.environ.get("TRIALFLOW_LOG")).run()
 
 
 if __name__ == "__main__":

@@ -15,28 +15,21 @@ STORE_SOCKET_VARIABLE = "TRIALFLOW_STORE_SOCKET"
 
 
 def collectives_at(address: str) -> dict[str, str]:
-    """The variables that keep gloo, and NCCL between machines, on the network of an address.
+    """The variables that keep gloo, and NCCL between machines, on the network of an own address.
 
-    Args:
-        address: of this machine.
-
-    Returns:
-        Empty if no interface has the address, like the loopback one on a system without ``lo``.
+    Empty if no interface has the address, like the loopback one on a system without ``lo``.
     """
-    name = interface_of(address)
-    if name is None:
+    of_interfaces = psutil.net_if_addrs().items()
+    having = (
+        name
+        for name, entries in of_interfaces
+        if any(entry.address.partition("%")[0] == address for entry in entries)
+    )
+    if (name := next(having, None)) is None:
         return {}
     if ipaddress.ip_address(address).is_loopback:  # within a machine, NCCL needs no network
         return {"GLOO_SOCKET_IFNAME": name}
     return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
-
-
-def interface_of(address: str) -> str | None:
-    """The name of this machine's interface that has an address, or None."""
-    for name, entries in psutil.net_if_addrs().items():
-        if any(entry.address.partition("%")[0] == address for entry in entries):
-            return name
-    return None
 
 
 def addresses_in(network: str) -> list[str]:

@@ -60,7 +60,7 @@ class Workloads(Protocol):
 
     @property
     def batches_trained(self) -> int | None:
-        """The number of batches trained by the trial; None before it is built."""
+        """None before the trial is built."""
 
     def carry_out(self, request: AnyRequest) -> AnyResult:
         """Carry out one request, in the thread of its lane."""
@@ -77,10 +77,6 @@ class RankServer:
             perhaps several times. Must return at once.
         on_log: called with the lines of the driver's log.
         logs_errors: True to log the errors of workloads; False if the caller raises them.
-
-    Attributes:
-        stop_barrier: workloads ask it before each step.
-        raised: the last exception of a workload.
     """
 
     def __init__(
@@ -102,6 +98,7 @@ class RankServer:
         ]
         self.stop_barrier = StopBarrier()
         self.raised: BaseException | None = None
+        """The last exception of a workload."""
 
     def start(self, workloads: Workloads) -> None:
         """Receive requests from now on, and serve those of the I/O lane."""
@@ -123,7 +120,7 @@ class RankServer:
         try:
             self._connection.send(message)
         except OSError:
-            self._on_end(_driver_is_gone())
+            self._on_end(SlotsError("the driver is gone"))
 
     def answer(self, envelope: Envelope) -> BaseException | None:
         """Carry out a request and answer it. Return the workload's exception, or None."""
@@ -164,7 +161,7 @@ class RankServer:
             while True:
                 self._dispatch(decode_from_driver(self._connection.receive()))
         except (EOFError, OSError):
-            self._on_end(_driver_is_gone())
+            self._on_end(SlotsError("the driver is gone"))
         except (msgspec.MsgspecError, ProtocolError) as error:
             self._on_end(SlotsError(f"the driver sent an invalid message: {error}"))
 
@@ -198,10 +195,6 @@ class RankServer:
             self._workloads.close()
             return Done()
         return self._workloads.carry_out(request)
-
-
-def _driver_is_gone() -> SlotsError:
-    return SlotsError("the driver is gone")
 
 
 def to_rank_error(error: BaseException, batches_trained: int | None = None) -> RankError:

@@ -14,7 +14,6 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from types import FrameType
 from typing import Any, ClassVar
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -50,7 +49,9 @@ class RankSignals:
             )
             for number in SIGNALS:
                 if signal.getsignal(number) is not signal.SIG_IGN:
-                    self._handlers_before[number] = signal.signal(number, self._called)
+                    self._handlers_before[number] = signal.signal(
+                        number, lambda number, frame: self._handle(number)
+                    )
             RankSignals._current = self
         return self
 
@@ -83,9 +84,6 @@ class RankSignals:
             number = next(iter(self._handlers_before), None)
             if number is not None and not self._has_ended:
                 signal.pthread_kill(threading.main_thread().ident or 0, number)
-
-    def _called(self, number: int, frame: FrameType | None) -> None:
-        self._handle(number)
 
     def _restore(self) -> None:
         for number, handler in self._handlers_before.items():

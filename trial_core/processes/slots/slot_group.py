@@ -82,7 +82,7 @@ class SlotGroup(Listener):
     """The driver's handle on a trial's ranks. A context manager: no process outlives the block.
 
     Args:
-        working_dir: the ranks' working directory (the folder of the user's code).
+        working_dir: the folder of the user's code.
         log_dir: the folder of the ``rank-N.log`` files; None for a temporary folder.
         launcher: starts the ranks; None starts them here, with a fork server for this group alone.
         on_batches: called with the number of trained batches, a few times a second.
@@ -172,7 +172,6 @@ class SlotGroup(Listener):
 
     @property
     def pids(self) -> list[int]:
-        """The ranks' process ids, by rank."""
         return [self._peers[rank].pid for rank in sorted(self._peers)]
 
     @property
@@ -231,7 +230,9 @@ class SlotGroup(Listener):
         results = self._wait_for(pending, stall_seconds)
         typed = [result for result in results if isinstance(result, expect)]
         if len(typed) != len(results):
-            raise SlotsError(f"{pending.name}: expected {expect.__name__} results, got {results!r}")
+            raise SlotsError(
+                f"{request.title}: expected {expect.__name__} results, got {results!r}"
+            )
         return typed
 
     def _submit(self, request: AnyRequest) -> PendingRequest:

@@ -29,8 +29,7 @@ _OUTERMOST = "in _run_module_as_main\n"
 def register_stack_dump(descriptor: int = 2) -> None:
     """Have this process write its threads' stacks at the signal of `log_stacks`.
 
-    Args:
-        descriptor: the file to write to, by default stderr; stays open until the next call.
+    The descriptor, by default stderr, must stay open until the next call.
     """
     if not faulthandler.is_enabled():  # a crash is written to stderr, or where the program wants
         faulthandler.enable(file=2)
@@ -54,10 +53,7 @@ def current_stacks() -> str:
 
 
 def log_stacks(ranks: Sequence[RankHandle]) -> list[str]:
-    """Have every rank log the stacks of its threads; return the main threads' stacks, by rank.
-
-    Waits at most two seconds.
-    """
+    """Have every rank log the stacks of its threads; return the main threads' stacks, by rank."""
     sizes = [rank.log_size() for rank in ranks]
     for rank in ranks:
         rank.signal(STACK_SIGNAL)

@@ -33,7 +33,6 @@ class StallClock:
         self._last_batch = time.monotonic()
 
     def seconds_without_progress(self, request: AnyRequest) -> float:
-        """How long the ranks have made no progress with `request`."""
         if has_batches(request):
             return time.monotonic() - self._last_batch
         written = [rank.written_bytes() for rank in self._ranks]

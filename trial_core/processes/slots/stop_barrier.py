@@ -31,8 +31,7 @@ class Position(NamedTuple):
     """How far a rank is. Positions compare in order of time.
 
     Attributes:
-        workload: the number of workloads with steps that the rank has begun; the same on every
-            rank.
+        workload: the number of workloads with steps that the rank has begun.
         steps: how many steps of the last one it has begun.
     """
 
@@ -62,11 +61,7 @@ class StopBarrier:
         self._expected = Position(self._at.workload + 1, 0)
 
     def begin_workload(self, has_breaks: bool = False) -> None:
-        """Begin the next workload with steps.
-
-        Args:
-            has_breaks: True if a break ends it; the same on every rank.
-        """
+        """Begin the next workload with steps, which a break ends if it `has_breaks`."""
         self._has_breaks = has_breaks
         self._at = Position(self._at.workload + 1, 0)
 
@@ -107,7 +102,6 @@ class StopBarrier:
             self._changed.notify_all()
 
     def reset(self) -> None:
-        """Forget the stop request."""
         with self._changed:
             self._is_paused, self._end = False, None
 
@@ -133,11 +127,7 @@ class StopBarrier:
 
 
 class StopCoordinator:
-    """Has all ranks end at the greatest position of any rank. One agreement at a time.
-
-    Args:
-        resume_until: called with the position, and with True for a break.
-    """
+    """Has all ranks end at the greatest position of any rank. One agreement at a time."""
 
     def __init__(
         self,

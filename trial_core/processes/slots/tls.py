@@ -88,9 +88,6 @@ class TlsSocket:
     Args:
         plain: taken over by this object; its timeout holds for the TLS handshake.
 
-    Attributes:
-        certificate: the digest of the other end's.
-
     Raises:
         OSError: the other end does not speak TLS, or is gone. Every method raises it.
     """
@@ -100,10 +97,10 @@ class TlsSocket:
         self._timeout_seconds: float | None = None
         self._socket = client_context().wrap_socket(plain)
         self._socket.setblocking(False)
+        # That of the other end.
         self.certificate = digest_of(self._socket.getpeercert(binary_form=True) or b"")
 
     def settimeout(self, seconds: float | None) -> None:
-        """Set how long to wait for the other end; None for no limit."""
         self._timeout_seconds = seconds
 
     def recv(self, count: int) -> bytes:
@@ -111,7 +108,7 @@ class TlsSocket:
         return self._when_ready(lambda: self._socket.recv(count))
 
     def sendall(self, data: bytes) -> None:
-        """Send all of `data`. Only one thread at a time."""
+        """Only one thread at a time."""
         left = memoryview(data)
         while left:
             left = left[self._when_ready(partial(self._socket.send, left)) :]
@@ -121,7 +118,6 @@ class TlsSocket:
         socket.socket.shutdown(self._socket, how)  # not `ssl`'s, which others may be using
 
     def close(self) -> None:
-        """Close this process's end."""
         self._socket.close()
 
     def _when_ready(self, attempt: Callable[[], T]) -> T:

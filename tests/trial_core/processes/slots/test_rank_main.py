@@ -66,7 +66,7 @@ def test_a_rank_without_a_driver_ends(error: Exception, why: str) -> None:
     connection = mock.Mock()
     connection.receive.side_effect = error
     with mock.patch.object(rank_main, "end_rank") as end_rank:
-        Rank(connection, 0, mock.Mock())._server._receive()
+        Rank(connection, 0)._server._receive()
     end_rank.assert_called_once_with(why)
 
 
