@@ -39,7 +39,7 @@ from trial_core.observe.events.observers import observing
 from trial_core.processes.machine.run_dirs import KEPT
 from trial_core.processes.nodes.join_token import write_token
 from trial_core.processes.nodes.node_provider import AGENT_MODULE
-from trial_core.processes.slots.rank_network import LOOPBACK_ADDRESS
+from trial_core.processes.slots.addresses import LOOPBACK_ADDRESS
 
 CASES = ("node", "rank")
 TARGETS = {

@@ -35,8 +35,7 @@ from trial_core.processes.nodes.join_token import new_token
 from trial_core.processes.nodes.node_launcher import NodeCode, NodeLauncher
 from trial_core.processes.nodes.node_pool import NodePool
 from trial_core.processes.nodes.node_provider import JoinProvider, NodeRequest
-from trial_core.processes.slots.listen_address import ListenAddress
-from trial_core.processes.slots.rank_network import LOOPBACK_ADDRESS
+from trial_core.processes.slots.addresses import LOOPBACK_ADDRESS, ListenAddress
 from trial_core.processes.slots.slot_group import SlotGroup
 
 TARGETS = {"join_seconds": 10.0, "request_ms_median": 100.0, "lost_node_named_ms": 30_000.0}

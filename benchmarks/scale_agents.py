@@ -46,8 +46,8 @@ from trial_core.processes.nodes.node_messages import (
     decode_to_agent,
     own_versions,
 )
+from trial_core.processes.slots.addresses import LOOPBACK_ADDRESS
 from trial_core.processes.slots.framing import HEADER, frame, frame_length
-from trial_core.processes.slots.rank_network import LOOPBACK_ADDRESS
 
 READY = "ready"
 JOIN_SECONDS = 60.0

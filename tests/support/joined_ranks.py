@@ -19,9 +19,8 @@ import msgspec
 
 from tests.support.ranks import ROOT
 from trial_core.messages import Invitation
+from trial_core.processes.slots.addresses import LOOPBACK_ADDRESS, ListenAddress
 from trial_core.processes.slots.joined_launcher import JoinedLauncher
-from trial_core.processes.slots.listen_address import ListenAddress
-from trial_core.processes.slots.rank_network import LOOPBACK_ADDRESS
 from trial_core.processes.slots.slot_group import SlotGroup
 
 END_SECONDS = 30.0

@@ -32,8 +32,8 @@ from trial_core.processes.nodes.node_messages import (
     own_versions,
 )
 from trial_core.processes.nodes.node_provider import AGENT_MODULE
+from trial_core.processes.slots.addresses import ListenAddress, parse_driver_address
 from trial_core.processes.slots.framing import HEADER, frame, frame_length
-from trial_core.processes.slots.listen_address import ListenAddress, parse_driver_address
 
 LOOPBACK = "127.0.0.1"
 DEADLINE_SECONDS = 60.0

@@ -29,9 +29,9 @@ from trial_core.processes.nodes.node_pool import NodePool
 from trial_core.processes.nodes.node_provider import JoinProvider, NodeProvider, NodeRequest
 from trial_core.processes.nodes.ray_provider import RayProvider
 from trial_core.processes.nodes.slurm_provider import SlurmProvider, in_allocation
+from trial_core.processes.slots.addresses import ListenAddress
 from trial_core.processes.slots.fork_server import ForkServer
 from trial_core.processes.slots.launcher import Launcher, LocalLauncher, rank_environment
-from trial_core.processes.slots.listen_address import ListenAddress
 from trial_core.processes.slots.rank_main import SCRIPT_MODULES, TRIAL_MODULES
 
 JOIN_TOKEN = "join-token"

@@ -47,9 +47,9 @@ from trial_core.errors import ConfigError, TrialflowError
 from trial_core.messages import Abort, Invitation, Logged, encode
 from trial_core.observe.report.live_report import REPORT
 from trial_core.processes.machine.run_dirs import run_dir_of
+from trial_core.processes.slots.addresses import ListenAddress
 from trial_core.processes.slots.joined_launcher import JoinedLauncher
 from trial_core.processes.slots.launcher import Launcher
-from trial_core.processes.slots.listen_address import ListenAddress
 from trial_core.processes.slots.rank_main import show_title
 from trial_core.schedule.stop_requests import StopHandler
 

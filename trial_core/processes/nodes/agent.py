@@ -66,6 +66,7 @@ from trial_core.processes.nodes.node_messages import (
     decode_to_agent,
     own_versions,
 )
+from trial_core.processes.slots.addresses import addresses_in
 from trial_core.processes.slots.channel import Channel, Listener
 from trial_core.processes.slots.fork_server import ForkServer, disk_bytes
 from trial_core.processes.slots.framing import ProtocolError, frame, read_frame
@@ -75,7 +76,6 @@ from trial_core.processes.slots.launcher import (
     rank_environment,
 )
 from trial_core.processes.slots.rank_handle import RankHandle, wait_for_end
-from trial_core.processes.slots.rank_network import addresses_in
 
 logger = logging.getLogger(__name__)
 

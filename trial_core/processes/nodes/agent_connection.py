@@ -6,6 +6,7 @@ import asyncio
 import logging
 
 from trial_core.errors import LaunchError
+from trial_core.processes.slots.addresses import parse_driver_address
 from trial_core.processes.slots.framing import (
     HANDSHAKE_SECONDS,
     NONCE_BYTES,
@@ -15,7 +16,6 @@ from trial_core.processes.slots.framing import (
     new_nonce,
     proof,
 )
-from trial_core.processes.slots.listen_address import parse_driver_address
 from trial_core.processes.slots.tls import client_context, digest_of
 
 RETRY_SECONDS = 1.0

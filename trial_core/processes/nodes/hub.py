@@ -8,7 +8,6 @@ disconnected. An agent is lost if it says nothing for `SILENCE_SECONDS`, or if i
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import threading
 import time
@@ -34,8 +33,8 @@ from trial_core.processes.nodes.node_messages import (
     own_versions,
 )
 from trial_core.processes.slots.acceptor import Acceptor
+from trial_core.processes.slots.addresses import ListenAddress
 from trial_core.processes.slots.framing import ProtocolError, frame, read_frame
-from trial_core.processes.slots.listen_address import ListenAddress
 from trial_core.processes.slots.tls import make_certificate
 
 logger = logging.getLogger(__name__)
@@ -136,18 +135,13 @@ class Hub:
         self._versions = {"trialflow": own_versions()["trialflow"]}
         self._names: set[str] = set()
         self._is_closing = False
-        self._acceptor = Acceptor(
-            token.encode(), "agent", HELLO_MAX_BYTES, lambda data, _: decode_agent_hello(data),
-            self._talk,
-        )  # fmt: skip
         tls = make_certificate()
         listening, self.address = listen.open()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="trialflow-hub", daemon=True
-        )
-        self._thread.start()
-        self._loop.call_soon_threadsafe(self._acceptor.listen, listening, tls)
+        self._acceptor = Acceptor(
+            "trialflow-hub", token.encode(), "agent", HELLO_MAX_BYTES,
+            lambda data, _: decode_agent_hello(data), self._talk,
+        )  # fmt: skip
+        self._acceptor.listen(listening, tls)
 
     def __enter__(self) -> Hub:
         return self
@@ -166,21 +160,18 @@ class Hub:
         if self._is_closing:
             return
         self._is_closing = True
-        asyncio.run_coroutine_threadsafe(self._shut(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        asyncio.run_coroutine_threadsafe(self._let_leave(), self._acceptor.loop).result()
+        self._acceptor.close()
 
     # ------------------------------------------------------------------ the loop's thread
 
-    async def _shut(self) -> None:
+    async def _let_leave(self) -> None:
         for agent in self._connected:  # also agents that still get ready
             agent.send(Leave())
         # They disconnect first. If this end did, data that they still send would reset the
         # connection, and with it the word that the run has ended.
         if talking := [task for task in self._connected.values() if task is not None]:
             await asyncio.wait(talking, timeout=LEAVE_SECONDS)
-        await self._acceptor.close()
 
     async def _talk(
         self, hello: AgentHello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -193,8 +184,8 @@ class Hub:
             return
         agent = ConnectedAgent(
             self._name(hello), hello,
-            lambda data: _call_unless_closed(self._loop, writer.write, data),
-            lambda: _call_unless_closed(self._loop, writer.transport.abort),
+            lambda data: self._acceptor.call(writer.write, data),
+            lambda: self._acceptor.call(writer.transport.abort),
         )  # fmt: skip
         agent.heard()
         agent.send(
@@ -212,7 +203,7 @@ class Hub:
         finally:
             beating.cancel()
             self._connected.pop(agent, None)
-        if (seconds := self._loop.time() - agent.heard_at) >= SILENCE_SECONDS:
+        if (seconds := self._acceptor.loop.time() - agent.heard_at) >= SILENCE_SECONDS:
             last = time.strftime("%H:%M:%S", time.localtime(time.time() - seconds))
             why = f"no sign of life for {SILENCE_SECONDS:g} s, the last at {last}"
         agent.lost = agent.given_up or why
@@ -296,14 +287,7 @@ class Hub:
 
     async def _beat(self, agent: ConnectedAgent, writer: asyncio.StreamWriter) -> None:
         """Send signs of life, and disconnect the agent if it sends none."""
-        while self._loop.time() - agent.heard_at < SILENCE_SECONDS:
+        while self._acceptor.loop.time() - agent.heard_at < SILENCE_SECONDS:
             agent.send(Alive())
             await asyncio.sleep(ALIVE_SECONDS)
         writer.transport.abort()
-
-
-def _call_unless_closed(
-    loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any
-) -> None:
-    with contextlib.suppress(RuntimeError):  # the hub was closed meanwhile
-        loop.call_soon_threadsafe(function, *arguments)

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+import threading
 from collections.abc import Awaitable, Callable
 from typing import Any, Generic, TypeVar
 
@@ -41,9 +42,10 @@ PeerT = TypeVar("PeerT")
 
 
 class Acceptor(Generic[PeerT]):
-    """Accepts connections. All methods are called in the thread of one event loop.
+    """Accepts connections, in a thread of its own with an event loop.
 
     Args:
+        name: the thread's.
         role: the role that a peer names: ``rank`` or ``agent``.
         read_hello: returns the peer that has sent this first message. Raises ProtocolError or
             msgspec.MsgspecError if it must not join.
@@ -53,6 +55,7 @@ class Acceptor(Generic[PeerT]):
 
     def __init__(
         self,
+        name: str,
         secret: bytes,
         role: str,
         hello_max_bytes: int,
@@ -71,19 +74,35 @@ class Acceptor(Generic[PeerT]):
         self._is_closing = False
         self._listening: list[socket.socket] = []
         self._tasks: set[asyncio.Task[None]] = set()
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def call(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Call a function in the loop's thread, unless the loop was closed. For any thread."""
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(function, *arguments)
 
     def listen(self, listening: socket.socket, tls: DriverTls | None = None) -> None:
-        """Accept connections of a bound socket, and close it in the end.
+        """Accept connections of a bound socket, and close it in the end. For any thread.
 
         Args:
             tls: for connections from other machines; None if none leaves this machine.
         """
         listening.setblocking(False)
         self._listening.append(listening)
-        self._start(self._accept(listening, tls))
+        self.call(lambda: self._start(self._accept(listening, tls)))
 
-    async def close(self) -> None:
-        """Accept no more connections, and end the open ones."""
+    def close(self) -> None:
+        """Accept no more connections, and end the open ones. For other threads, once."""
+        asyncio.run_coroutine_threadsafe(self._end(), self.loop).result()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+    # ------------------------------------------------------------------ the loop's thread
+
+    async def _end(self) -> None:
         self._is_closing = True
         for listening in self._listening:
             listening.close()

@@ -16,7 +16,6 @@ import shutil
 import socket
 import struct
 import tempfile
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -34,9 +33,9 @@ from trial_core.messages import (
     encode,
 )
 from trial_core.processes.slots.acceptor import Acceptor
+from trial_core.processes.slots.addresses import ListenAddress
 from trial_core.processes.slots.connection import notice_silence
 from trial_core.processes.slots.framing import ProtocolError, frame, read_frame
-from trial_core.processes.slots.listen_address import ListenAddress
 from trial_core.processes.slots.tls import make_certificate
 
 logger = logging.getLogger(__name__)
@@ -83,17 +82,14 @@ class Channel:
         self._ranks = ranks
         self._listener = listener
         self._writers: dict[int, asyncio.StreamWriter] = {}
-        self._acceptor = Acceptor(
-            self.secret, "rank", HELLO_MAX_BYTES, self._admit, self._talk, len(ranks)
-        )
         self._folder = _socket_folder()
+        self._acceptor = Acceptor(
+            "trialflow-channel", self.secret, "rank", HELLO_MAX_BYTES, self._admit, self._talk,
+            len(ranks),
+        )  # fmt: skip
         self.address = str(self._folder / "channel")
         self.remote_address: str | None = None
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="trialflow-channel", daemon=True
-        )
-        self._thread.start()
+        self._is_closed = False
         try:
             self._listen(listen)
         except OSError as error:
@@ -109,26 +105,24 @@ class Channel:
 
     def send_encoded(self, data: bytes, rank: int | None = None) -> None:
         """Send an encoded message to every joined rank, or to the given one."""
-        self._loop.call_soon_threadsafe(self._write, frame(data), rank)
+        self._acceptor.call(self._write, frame(data), rank)
 
     def close(self) -> None:
         """Close all connections and stop listening; ranks that still run then exit."""
-        if not self._thread.is_alive():
+        if self._is_closed:
             return
-        asyncio.run_coroutine_threadsafe(self._acceptor.close(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        self._is_closed = True
+        self._acceptor.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _listen(self, listen: ListenAddress | None) -> None:
         here = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         here.bind(self.address)
         here.listen(MIN_BACKLOG + len(self._ranks))  # a full backlog refuses a rank at once
-        self._loop.call_soon_threadsafe(self._acceptor.listen, here)
+        self._acceptor.listen(here)
         if listen is not None:
             listening, self.remote_address = listen.open()
-            self._loop.call_soon_threadsafe(self._acceptor.listen, listening, make_certificate())
+            self._acceptor.listen(listening, make_certificate())
 
     # ------------------------------------------------------------------ the loop's thread
 

@@ -9,6 +9,7 @@ from weakref import WeakSet
 
 from trial_core.errors import LaunchError, SlotsError
 from trial_core.messages import Message, encode
+from trial_core.processes.slots.addresses import parse_driver_address
 from trial_core.processes.slots.framing import (
     HANDSHAKE_SECONDS,
     HEADER,
@@ -21,7 +22,6 @@ from trial_core.processes.slots.framing import (
     new_nonce,
     proof,
 )
-from trial_core.processes.slots.listen_address import parse_driver_address
 from trial_core.processes.slots.tls import TlsSocket
 
 SILENCE_SECONDS = 20

@@ -31,9 +31,9 @@ import msgspec
 
 from trial_core.common.decoding import decoder
 from trial_core.processes.slots import rank_main
+from trial_core.processes.slots.addresses import STORE_SOCKET_VARIABLE
 from trial_core.processes.slots.device_locks import keep_inherited_locks
 from trial_core.processes.slots.kept_memory import KEEPER_VARIABLE, Keeper
-from trial_core.processes.slots.rank_network import STORE_SOCKET_VARIABLE
 
 MESSAGE_BYTES = 2**16
 DESCRIPTORS = 3

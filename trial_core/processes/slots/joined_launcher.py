@@ -30,9 +30,9 @@ from trial_core.messages import (
     Peer,
     StacksDumped,
 )
+from trial_core.processes.slots.addresses import ListenAddress
 from trial_core.processes.slots.channel import Channel, Listener
 from trial_core.processes.slots.launcher import Launcher, LaunchRequest, RankConnections
-from trial_core.processes.slots.listen_address import ListenAddress
 from trial_core.processes.slots.rank_handle import RankHandle
 from trial_core.processes.slots.stacks import STACK_SIGNAL, stack_log
 

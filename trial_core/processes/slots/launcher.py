@@ -24,10 +24,10 @@ from trial_core.processes.machine.accelerators import (
     available_cores,
     visible_accelerators,
 )
+from trial_core.processes.slots.addresses import LOOPBACK_ADDRESS, collectives_at
 from trial_core.processes.slots.channel import Channel, Listener
 from trial_core.processes.slots.fork_server import ForkServer
 from trial_core.processes.slots.rank_handle import RankHandle
-from trial_core.processes.slots.rank_network import LOOPBACK_ADDRESS, collectives_at
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from deepspeed.accelerator import get_accelerator
 # torch's hints do not list it, its documentation does.
 from torch.distributed import TCPStore, distributed_c10d  # type: ignore[attr-defined]
 
-from trial_core.processes.slots.rank_network import (
+from trial_core.processes.slots.addresses import (
     LOOPBACK_ADDRESS,
     STORE_SOCKET_VARIABLE,
     collectives_at,

@@ -7,8 +7,7 @@ import os
 from trial_core.processes.nodes.hub import ConnectedAgent, Hub
 from trial_core.processes.nodes.join_token import new_token
 from trial_core.processes.nodes.node_messages import AgentHello, NodeReady
-from trial_core.processes.slots.listen_address import ListenAddress
-from trial_core.processes.slots.rank_network import LOOPBACK_ADDRESS
+from trial_core.processes.slots.addresses import LOOPBACK_ADDRESS, ListenAddress
 
 
 def test_an_agent_may_join_while_the_others_are_counted() -> None:

@@ -33,6 +33,12 @@ from trial_core.processes.nodes.node_messages import (
     own_versions,
 )
 from trial_core.processes.slots import acceptor
+from trial_core.processes.slots.addresses import (
+    ListenAddress,
+    driver_address,
+    own_addresses,
+    parse_driver_address,
+)
 from trial_core.processes.slots.fork_server import ForkServer
 from trial_core.processes.slots.framing import (
     HEADER,
@@ -42,12 +48,6 @@ from trial_core.processes.slots.framing import (
     frame,
     proof,
 )
-from trial_core.processes.slots.listen_address import (
-    ListenAddress,
-    driver_address,
-    parse_driver_address,
-)
-from trial_core.processes.slots.rank_network import own_addresses
 from trial_core.processes.slots.tls import client_context, digest_of, make_certificate
 
 TOKEN = new_token()

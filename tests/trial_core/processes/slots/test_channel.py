@@ -32,15 +32,15 @@ from trial_core.messages import (
     encode,
 )
 from trial_core.processes.slots import acceptor
-from trial_core.processes.slots.channel import Channel
-from trial_core.processes.slots.connection import RankConnection
-from trial_core.processes.slots.framing import NONCE_BYTES, PROOF_BYTES, frame, new_nonce, proof
-from trial_core.processes.slots.listen_address import (
+from trial_core.processes.slots.addresses import (
+    LOOPBACK_ADDRESS,
     ListenAddress,
     driver_address,
     parse_driver_address,
 )
-from trial_core.processes.slots.rank_network import LOOPBACK_ADDRESS
+from trial_core.processes.slots.channel import Channel
+from trial_core.processes.slots.connection import RankConnection
+from trial_core.processes.slots.framing import NONCE_BYTES, PROOF_BYTES, frame, new_nonce, proof
 from trial_core.processes.slots.tls import client_context, make_certificate
 
 DEADLINE_SECONDS = 10.0
@@ -137,7 +137,7 @@ def test_what_a_rank_says_before_it_ends_arrives() -> None:
         rank = RankConnection(driver.address, driver.secret, hello(0))
         assert listener.next() == ("joined", 0)
         driver.send(Envelope(number=7, request=Ping()))
-        driver._loop.call_soon_threadsafe(can_read.wait)
+        driver._acceptor.loop.call_soon_threadsafe(can_read.wait)
         messages = [BatchesTrained(batches=count) for count in range(3)]
         for message in messages:
             rank.send(message)
@@ -170,7 +170,7 @@ def test_hundreds_of_ranks_connect_while_the_driver_is_busy() -> None:
     if int(Path("/proc/sys/net/core/somaxconn").read_text()) < MANY_RANKS:
         pytest.skip("the kernel's limit is lower")
     driver, is_free = Channel(range(MANY_RANKS), RecordingListener()), threading.Event()
-    driver._loop.call_soon_threadsafe(is_free.wait)
+    driver._acceptor.loop.call_soon_threadsafe(is_free.wait)
     with ExitStack() as opened:
         opened.callback(driver.close)
         opened.callback(is_free.set)

@@ -30,10 +30,10 @@ from trial_core.messages import (
     Trained,
 )
 from trial_core.processes.slots import joined_launcher, slot_group
+from trial_core.processes.slots.addresses import ListenAddress
 from trial_core.processes.slots.connection import SILENCE_SECONDS
 from trial_core.processes.slots.joined_launcher import JoinedLauncher
 from trial_core.processes.slots.joined_rank import SAME_CTRL_C_SECONDS
-from trial_core.processes.slots.listen_address import ListenAddress
 from trial_core.processes.slots.slot_group import SlotGroup
 
 PLACES = pytest.mark.parametrize(
@@ -256,8 +256,8 @@ from trial_core.messages import RunHook
 from trial_core.processes.slots.connection import SILENCE_SECONDS
 from trial_core.processes.slots.joined_launcher import JoinedLauncher
 from trial_core.processes.slots.joined_rank import SAME_CTRL_C_SECONDS
-from trial_core.processes.slots.listen_address import ListenAddress
-from trial_core.processes.slots.listen_address import ListenAddress
+from trial_core.processes.slots.addresses import ListenAddress
+from trial_core.processes.slots.addresses import ListenAddress
 from trial_core.processes.slots.slot_group import SlotGroup
 
 def invite(invitation):
