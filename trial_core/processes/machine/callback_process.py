@@ -117,7 +117,6 @@ def _describe_failure(exit_code: int | None, log: Path) -> str:
 
 
 def main(name: str, result_pipe: int, result_file: str | None = None) -> None:
-    """Import the function, call it, and report over the pipe that it returned."""
     os.set_inheritable(result_pipe, False)
     argument = json.loads(sys.stdin.buffer.readline())
     end_with_parent()

@@ -195,7 +195,10 @@ class MemoryFile:
         if not self._has_room(end - self.kept_bytes):
             return False
         if end > self._capacity_bytes:
-            self._grow(end)
+            self._capacity_bytes = end + GROWTH_BYTES
+            os.ftruncate(self._fd, self._capacity_bytes)
+            self._map.close()
+            self._map = mmap.mmap(self._fd, self._capacity_bytes)
         self._map[self.size_bytes : end] = view
         self.size_bytes = end
         self.kept_bytes = max(self.kept_bytes, end)
@@ -214,12 +217,6 @@ class MemoryFile:
         """Free the memory once no process has the file open."""
         self._map.close()
         os.close(self._fd)
-
-    def _grow(self, to_bytes: int) -> None:
-        self._capacity_bytes = to_bytes + GROWTH_BYTES
-        os.ftruncate(self._fd, self._capacity_bytes)
-        self._map.close()
-        self._map = mmap.mmap(self._fd, self._capacity_bytes)
 
 
 def is_memory_file(path: Path) -> bool:

@@ -96,7 +96,11 @@ def locked_run_dir(trial: str, timeout_seconds: float = 0.0) -> Iterator[Path]:
         yield run_dir
     finally:
         if lock.is_locked:
-            _delete_if_unused(path)
+            with suppress(OSError):
+                # A process that waits for the lock notices that its file is gone, and makes one.
+                if os.listdir(run_dir) == [LOCK]:
+                    path.unlink()
+                    run_dir.rmdir()
         lock.release()
 
 
@@ -124,17 +128,6 @@ def holder_of(run_dir: Path) -> str | None:
 def _make_lock_file(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
-
-
-def _delete_if_unused(path: Path) -> None:
-    """Delete the lock file and its folder if nothing else is there. Only the holder calls this.
-
-    A process that waits for the lock notices that its file is gone, and makes another one.
-    """
-    with suppress(OSError):
-        if os.listdir(path.parent) == [path.name]:
-            path.unlink()
-            path.parent.rmdir()
 
 
 def prepare_run_dir(trial: str) -> Path:

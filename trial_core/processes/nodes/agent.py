@@ -48,6 +48,7 @@ from trial_core.processes.nodes.node_messages import (
     ForwardSignal,
     Leave,
     NodeReady,
+    OfLaunch,
     PrepareRanks,
     Question,
     RankGone,
@@ -72,6 +73,7 @@ from trial_core.processes.slots.fork_server import ForkServer, disk_bytes
 from trial_core.processes.slots.framing import ProtocolError, frame, read_frame
 from trial_core.processes.slots.launcher import (
     LaunchRequest,
+    MachineShare,
     launch_here,
     rank_environment,
 )
@@ -89,9 +91,7 @@ END_SECONDS = 10.0
 
 
 @dataclass
-class RanksHere:
-    """The ranks of one launch on this node."""
-
+class RanksHere:  # of one launch
     number: int
     log_dir: Path
     working_dir: Path
@@ -155,7 +155,9 @@ class Agent:
         threading.Thread(target=self._work, name="agent", daemon=True).start()
         self._begin(self._beat())
         self._begin(self._send_logs())
-        for number in _leave_signals():
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue  # nohup ignores it
             self._loop.add_signal_handler(number, self._ask_to_leave, number)
         try:
             await self._obey(reader)
@@ -217,28 +219,34 @@ class Agent:
                 self._get_ready(message)
             elif isinstance(message, PrepareRanks):
                 self._prepare(message)
-            elif isinstance(message, StartRanks):
-                self._start(message)
-            elif isinstance(message, ToRanks):
-                here = self._of(message.launch)
-                if here is not None and here.connections is not None:
-                    here.connections.send_encoded(message.data)
-            elif isinstance(message, ForwardSignal):
-                self._signal(message)
             elif isinstance(message, Question):
                 self._send(self._examination.answer(message, self._address))
-            elif isinstance(message, EndRanks) and self._of(message.launch) is not None:
-                self._end_ranks()
+            elif isinstance(message, OfLaunch):
+                self._carry_out_for_ranks(message)
         except Exception:
             logger.exception("this node ends: %s failed", type(message).__name__)
             self._call(self._writer.close)
 
+    def _carry_out_for_ranks(self, message: OfLaunch) -> None:
+        here = self._ranks
+        if here is None or here.number != message.launch:
+            return  # that launch has ended
+        if isinstance(message, StartRanks):
+            self._start(here, message.share)
+        elif isinstance(message, ToRanks) and here.connections is not None:
+            here.connections.send_encoded(message.data)
+        elif isinstance(message, ForwardSignal):
+            for rank in here.ranks:
+                if rank.rank == message.rank:
+                    rank.signal(message.signal)
+        elif isinstance(message, EndRanks):
+            self._end_ranks()
+
     def _get_ready(self, welcome: Welcome) -> None:
         environment = {**os.environ, **welcome.environment}
-        wanted = welcome.slots_per_node or "auto"
         try:
             self._address = self._address_in(welcome.network)
-            slots = resolve_slot_count(wanted, environment)
+            slots = resolve_slot_count(welcome.slots_per_node or "auto", environment)
             # So that a spare can fork ranks at once when it is needed.
             self._fork_server.prepare(
                 rank_environment(slots, self._rank_variables(welcome.environment), self._address),
@@ -307,10 +315,7 @@ class Agent:
             unpack_code(message.code, folder, "the code that the driver sends")
         return folder
 
-    def _start(self, message: StartRanks) -> None:
-        if (here := self._of(message.launch)) is None:
-            return
-        share = message.share
+    def _start(self, here: RanksHere, share: MachineShare) -> None:
         launch = LaunchRequest(
             share.world_size, here.working_dir, here.log_dir, here.environment,
             _Relay(self, here.number),
@@ -323,16 +328,6 @@ class Agent:
         finally:
             if here.store is not None:
                 here.store.close()
-
-    def _signal(self, message: ForwardSignal) -> None:
-        here = self._of(message.launch)
-        for rank in here.ranks if here is not None else ():
-            if rank.rank == message.rank:
-                rank.signal(message.signal)
-
-    def _of(self, launch: int) -> RanksHere | None:
-        """The ranks of a launch; None if they are not here now."""
-        return self._ranks if self._ranks is not None and self._ranks.number == launch else None
 
     def _end_ranks(self) -> None:
         here, self._ranks = self._ranks, None
@@ -351,7 +346,7 @@ class Agent:
             self._loop.call_soon_threadsafe(function, *arguments)
 
     def _send(self, message: Message) -> None:
-        """Send to the driver. For any thread."""
+        """For any thread."""
         self._call(self._write, frame(encode(message)))
 
     def _write(self, data: bytes) -> None:
@@ -437,9 +432,3 @@ class _Relay(Listener):
 
     def node_lost(self, ranks: Sequence[int], why: str) -> None:
         """Never called by a channel within a machine."""
-
-
-def _leave_signals() -> list[signal.Signals]:
-    """The signals that ask this node to leave; signals that nohup ignores stay ignored."""
-    hung_up = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
-    return [signal.SIGTERM, signal.SIGINT, *hung_up]

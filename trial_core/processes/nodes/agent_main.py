@@ -65,17 +65,14 @@ def run_agent(
         try:
             asked_by = asyncio.run(agent.serve(driver, token, wait_seconds))
         finally:
-            if agent.hangs_in:
-                _end_soon(agent.hangs_in)
+            if agent.hangs_in:  # in a thread that Python would wait for
+                logger.warning(
+                    "this node ends, but %s hangs: is the storage there?", agent.hangs_in
+                )
+                timer = threading.Timer(EXIT_SECONDS, os._exit, [1])
+                timer.daemon = True
+                timer.start()
     return 0 if asked_by is None else 128 + asked_by
-
-
-def _end_soon(hangs_in: str) -> None:
-    """End this process, even if it has a hanging thread that Python would wait for."""
-    logger.warning("this node ends, but %s hangs: is the storage there?", hangs_in)
-    timer = threading.Timer(EXIT_SECONDS, os._exit, [1])
-    timer.daemon = True
-    timer.start()
 
 
 @contextmanager

@@ -190,24 +190,6 @@ class NodeConnections(RankConnections):
                 )
             )
             agent.code_digest = digest
-        have_answered = self._wait_until_prepared()
-        self._check_lost()
-        for agent, _ in self._shares:
-            answer = self._prepared.get(agent.name)
-            if answer is not None and answer.problem is not None:
-                raise LaunchError(
-                    f"node {agent.name} cannot start its ranks: {answer.problem}", agent.name
-                )
-        if not have_answered:
-            silent = [a.name for a, _ in self._shares if a.name not in self._prepared]
-            raise LaunchError(
-                f"node {', '.join(silent)} did not unpack the code and look into the storage "
-                f"within {PREPARE_SECONDS:g} s",
-                silent[0],
-            )
-
-    def _wait_until_prepared(self) -> bool:
-        """Return whether all nodes have answered, or one is lost."""
         deadline = time.monotonic() + PREPARE_SECONDS
         with self._changed:
             while not self._changed.wait_for(
@@ -216,8 +198,20 @@ class NodeConnections(RankConnections):
                 if self._launch.should_abort():
                     raise Stopped("the run was stopped while its nodes got ready")
                 if time.monotonic() > deadline:
-                    return False
-        return True
+                    break
+        self._check_lost()
+        for agent, _ in self._shares:
+            answer = self._prepared.get(agent.name)
+            if answer is not None and answer.problem is not None:
+                raise LaunchError(
+                    f"node {agent.name} cannot start its ranks: {answer.problem}", agent.name
+                )
+        if silent := [a.name for a, _ in self._shares if a.name not in self._prepared]:
+            raise LaunchError(
+                f"node {', '.join(silent)} did not unpack the code and look into the storage "
+                f"within {PREPARE_SECONDS:g} s",
+                silent[0],
+            )
 
     def _check_lost(self) -> None:
         """Raise RankFailed, so that the run may start its ranks again, if a node is lost."""

@@ -155,11 +155,9 @@ class NodePool:
         return bool(self._suitable(self._members, {*self._unsuitable, slots}))
 
     def leave_out(self, slots: int) -> None:
-        """Launch no longer this number of ranks."""
         self._unsuitable.add(slots)
 
     def has_trained(self) -> None:
-        """Note that the ranks of the last launch have trained a batch."""
         self._trained_on = list(self._chosen)
 
     def can_retreat(self) -> bool:
@@ -372,7 +370,9 @@ class NodePool:
         for place, agent in enumerate(self._members):
             if not self._is_there(agent) and spare:
                 self._members[place] = spare.pop(0)
-        while spare and self._slots() < self._request.slots:
+        missing = self._request.slots - sum(a.slots for a in self._members if self._is_there(a))
+        while spare and missing > 0:
+            missing -= spare[0].slots
             self._members.append(spare.pop(0))
 
     def _suitable(
@@ -399,9 +399,6 @@ class NodePool:
     def _is_there(self, agent: ConnectedAgent) -> bool:
         return agent.lost is None and not agent.draining and agent.name not in self._gone
 
-    def _slots(self) -> int:
-        return sum(agent.slots for agent in self._members if self._is_there(agent))
-
     # ----------------------------------------------------------------------------- for people
 
     def _what_is_missing(self) -> str:
@@ -409,8 +406,8 @@ class NodePool:
         request = self._request
         least = f" (at least {request.min_slots})" if request.min_slots < request.slots else ""
         return (
-            f"{plural(len(there), 'node')} with {self._slots()} of {request.slots} slots{least} "
-            "there"
+            f"{plural(len(there), 'node')} with {sum(agent.slots for agent in there)} of "
+            f"{request.slots} slots{least} there"
         )
 
     def _too_few(self) -> str:

@@ -91,7 +91,6 @@ DRAIN_STATES = {"DRAIN", "DRAINING", "DRAINED"}
 
 
 def in_allocation(environment: Mapping[str, str]) -> bool:
-    """True if this process runs inside a Slurm allocation."""
     return bool(environment.get(JOB_VARIABLE))
 
 
@@ -341,7 +340,13 @@ class _SlurmGang(Gang):
         whys = {node: why for node, step in self._steps.items() if (why := step.why_ended())}
         drains: dict[Node, str] = {}
         running = {node: self._hosts[node].name for node in self._steps if node not in whys}
-        for node, state in self._states_of(running).items():
+
+        def ask() -> dict[Node, str]:
+            states = self._slurm.states(running.values())
+            return {node: states.get(host, "") for node, host in running.items()}
+
+        states = (self._states.answer(ask) if running else None) or {}
+        for node, state in states.items():  # of nodes that ran when Slurm was asked
             if node not in running:
                 continue  # it was given up meanwhile
             if _problem(state, LOST_STATES):
@@ -357,15 +362,6 @@ class _SlurmGang(Gang):
         self._told.update(whys)
         self._draining.update(drains)
         return [*ended, *draining]
-
-    def _states_of(self, running: Mapping[Node, str]) -> Mapping[Node, str]:
-        """The states that Slurm reported of nodes that ran when it was asked."""
-
-        def ask() -> dict[Node, str]:
-            states = self._slurm.states(running.values())
-            return {node: states.get(host, "") for node, host in running.items()}
-
-        return (self._states.answer(ask) if running else None) or {}
 
     def give_up(self, node: Node) -> None:
         host = self._hosts.pop(node).name

@@ -91,7 +91,13 @@ class Channel:
         self.remote_address: str | None = None
         self._is_closed = False
         try:
-            self._listen(listen)
+            here = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            here.bind(self.address)
+            here.listen(MIN_BACKLOG + len(ranks))  # a full backlog refuses a rank at once
+            self._acceptor.listen(here)
+            if listen is not None:
+                listening, self.remote_address = listen.open()
+                self._acceptor.listen(listening, make_certificate())
         except OSError as error:
             self.close()
             raise LaunchError(f"cannot listen for ranks in {self._folder}: {error}") from error
@@ -104,7 +110,6 @@ class Channel:
         self.send_encoded(encode(message), rank)
 
     def send_encoded(self, data: bytes, rank: int | None = None) -> None:
-        """Send an encoded message to every joined rank, or to the given one."""
         self._acceptor.call(self._write, frame(data), rank)
 
     def close(self) -> None:
@@ -114,15 +119,6 @@ class Channel:
         self._is_closed = True
         self._acceptor.close()
         shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _listen(self, listen: ListenAddress | None) -> None:
-        here = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        here.bind(self.address)
-        here.listen(MIN_BACKLOG + len(self._ranks))  # a full backlog refuses a rank at once
-        self._acceptor.listen(here)
-        if listen is not None:
-            listening, self.remote_address = listen.open()
-            self._acceptor.listen(listening, make_certificate())
 
     # ------------------------------------------------------------------ the loop's thread
 

@@ -180,7 +180,6 @@ class ServerProcess:
     def new_rank(
         self, rank: int, log_path: Path, on_exit: Callable[[int, int], None]
     ) -> RankProcess:
-        """A rank that is not started yet."""
         process = RankProcess(rank, log_path, self, len(self._ranks), on_exit)
         self._ranks.append(process)
         return process
@@ -205,7 +204,6 @@ class ServerProcess:
             self._send(SignalRank(number=number, signal=signal_number))
 
     def close(self) -> None:
-        """End it, and ranks that still run."""
         self._is_closing = True
         self._process.kill()
         self._listener.join()

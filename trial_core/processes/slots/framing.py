@@ -33,7 +33,6 @@ class ProtocolError(Exception):
 
 
 def frame(payload: bytes) -> bytes:
-    """`payload` preceded by its length."""
     if len(payload) > MAX_FRAME_BYTES:
         raise ProtocolError(
             f"a message of {len(payload)} bytes is over the channel's limit of {MAX_FRAME_BYTES}; "
@@ -43,7 +42,6 @@ def frame(payload: bytes) -> bytes:
 
 
 def frame_length(header: bytes, limit_bytes: int = MAX_FRAME_BYTES) -> int:
-    """The payload's length from a frame's header."""
     (length,) = HEADER.unpack(header)
     if length > limit_bytes:
         raise ProtocolError(f"a frame of {length} bytes is over the limit of {limit_bytes}")

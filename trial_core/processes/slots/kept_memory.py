@@ -53,7 +53,6 @@ class Keeper:
         self._held: dict[Path, list[int]] = {}
 
     def receive(self) -> None:
-        """Carry out the ranks' requests so far."""
         with contextlib.suppress(BlockingIOError):
             while True:
                 data, descriptors, _, _ = socket.recv_fds(self.inbox, MESSAGE_BYTES, MESSAGE_FILES)

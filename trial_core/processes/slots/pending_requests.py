@@ -33,7 +33,6 @@ class PendingRequests:
         return bool(self._pending)
 
     def add(self, request: AnyRequest) -> PendingRequest:
-        """Register a request before it is sent."""
         with self._lock:
             self._number += 1
             pending = self._pending[self._number] = PendingRequest(self._number, request)

@@ -66,7 +66,6 @@ class RankHandle(ABC):
             return ""
 
     def log_tail(self) -> str:
-        """The last lines of the rank's log."""
         end = self.log_from(max(0, self.log_size() - TAIL_BYTES))
         return "\n".join(end.splitlines()[-TAIL_LINES:])
 
@@ -86,7 +85,6 @@ class LaunchedRank(RankHandle):
         self._on_exit = on_exit
 
     def ended(self, code: int) -> None:
-        """Note that the rank and its children have ended."""
         if not self._ended.is_set():
             self._ended.set()
             self._on_exit(self.rank, code)

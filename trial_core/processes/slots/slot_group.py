@@ -176,7 +176,6 @@ class SlotGroup(Listener):
 
     @property
     def nodes(self) -> list[str]:
-        """The name of each rank's machine, by rank."""
         return [self._peers[rank].host for rank in sorted(self._peers)]
 
     @property

@@ -41,7 +41,6 @@ class StallClock:
         return time.monotonic() - max(self._last_batch, self._last_write)
 
     def next_check_seconds(self, request: AnyRequest, stall_seconds: float) -> float:
-        """How long to wait before the next check against `stall_seconds`."""
         left = max(0.0, stall_seconds - self.seconds_without_progress(request))
         return left if has_batches(request) else min(left, stall_seconds / CHECKS_PER_TIMEOUT)
 

@@ -137,5 +137,4 @@ class TlsSocket:
 
 
 def digest_of(certificate: bytes) -> bytes:
-    """The digest of a certificate in DER."""
     return hashlib.sha256(certificate).digest()

@@ -104,8 +104,8 @@ def test_a_signal_reaches_its_rank_and_a_launch_ends_its_ranks(tmp_path: Path) -
     agent = Agent(tmp_path, ForkServer())
     agent._ranks = RanksHere(2, tmp_path, tmp_path, {}, None, [rank])
     for launch, signal_number in ((1, signal.SIGTERM), (2, signal.SIGUSR1), (2, signal.SIGKILL)):
-        agent._signal(ForwardSignal(launch=launch, rank=1, signal=signal_number))
-    agent._signal(ForwardSignal(launch=2, rank=0, signal=signal.SIGTERM))
+        agent._carry_out(ForwardSignal(launch=launch, rank=1, signal=signal_number))
+    agent._carry_out(ForwardSignal(launch=2, rank=0, signal=signal.SIGTERM))
     assert got == [signal.SIGUSR1, signal.SIGKILL]
     agent._end_ranks()
     assert got[2:] == ["killed"]
