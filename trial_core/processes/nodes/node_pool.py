@@ -161,8 +161,7 @@ class NodePool:
         self._trained_on = list(self._chosen)
 
     def can_retreat(self) -> bool:
-        """Return whether there are nodes that `retreat` would leave, and enough without them."""
-        return bool(self._new()) and bool(self._suitable(self._proven()))
+        return bool(self._new()) and bool(self._proven())
 
     def retreat(self, why: str) -> None:
         """Leave the nodes that were taken after the last launch that has trained, for good.
@@ -170,7 +169,7 @@ class NodePool:
         From now on the run has no more slots than the nodes that are left, so that it takes no
         others in addition. Does nothing if there are too few of them by now.
         """
-        suitable = self._suitable(self._proven())
+        suitable = self._proven()
         if not suitable:
             _logger.warning(
                 "the nodes that have trained are lost meanwhile: no node is left: %s", why
@@ -185,15 +184,15 @@ class NodePool:
         return [agent for agent in self._chosen if agent not in self._trained_on]
 
     def _proven(self) -> list[ConnectedAgent]:
-        return [agent for agent in self._members if agent in self._trained_on]
+        return self._suitable([agent for agent in self._members if agent in self._trained_on])
 
     def leave(self, name: str, why: str) -> None:
         """Leave a node for good, if it was taken after the last launch that has trained.
 
         Another one may be taken in its place.
         """
-        for agent in self._chosen:
-            if agent.name == name and agent not in self._trained_on:
+        for agent in self._new():
+            if agent.name == name:
                 self._leave(agent, why)
 
     def _leave(self, agent: ConnectedAgent, why: str) -> None:

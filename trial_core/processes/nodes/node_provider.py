@@ -42,7 +42,6 @@ class Node:
 
     Attributes:
         name: unique among all the run's nodes, replacements included; contains a host name.
-        slots: how many ranks it has room for.
     """
 
     name: str

@@ -84,10 +84,9 @@ class Acceptor(Generic[PeerT]):
             self.loop.call_soon_threadsafe(function, *arguments)
 
     def listen(self, listening: socket.socket, tls: DriverTls | None = None) -> None:
-        """Accept connections of a bound socket, and close it in the end. For any thread.
+        """Accept connections of a bound socket, with TLS from other machines. For any thread.
 
-        Args:
-            tls: for connections from other machines; None if none leaves this machine.
+        The socket is closed in the end.
         """
         listening.setblocking(False)
         self._listening.append(listening)

@@ -47,8 +47,7 @@ class ListenAddress:
     def open(self) -> tuple[socket.socket, str]:
         """A socket that listens on the first free port, and its address as text.
 
-        Raises:
-            LaunchError: no port is free.
+        Raises LaunchError if no port is free.
         """
         has_both = self.bind is None and socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if has_both or ":" in (self.bind or "") else socket.AF_INET

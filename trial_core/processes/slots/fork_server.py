@@ -110,12 +110,8 @@ class ForkServer:
     ) -> ServerProcess:
         """A process with these variables, made by `rank_environment`. Returns at once.
 
-        Args:
-            working_dir: where a new process starts.
-            log: the file for the output of the imported modules.
-
-        Raises:
-            OSError: the process cannot be started.
+        A new process starts in the working directory, and its modules write to the log. Raises
+        OSError if it cannot be started.
         """
         if self._process is None or not self._process.serves(environment, self._late):
             self.close()
