@@ -97,8 +97,6 @@ EXCEPTIONS = {
     "DeepSpeed's operators compiled once",
     ("trial_core.observe.report.live_report", "trial_core.observe.trackers"): "the report stores "
     "the driver's TensorBoard files; the name of their folder is a tracker's",
-    ("trialflow.deployments.kubernetes_run", "trialflow.deployments.cli"): "it is a program that "
-    "prints as the commands do",
 }
 """A module that imports a room above its own, and why. There are to be fewer."""
 

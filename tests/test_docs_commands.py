@@ -86,7 +86,7 @@ NOT_RUN = {
         "the page's checkpoint is of another model: docs/guides/cookbook.md has the same"
     ),
     "trialflow runs sync": "tests/trial_core/observe/trackers/test_tracked_runs.py",
-    "trialflow jobset": "tests/deployments/test_kubernetes_run.py",
+    "trialflow jobset": "tests/deployments/cli/test_jobset.py",
     "trialflow deploy --type": "tests/deployments/test_deploy_templates.py",
     "prefect worker start": "works until Ctrl-C: tests/deployments/test_deploy.py",
     "prefect api POST /flow_runs/ID": "needs a lost run: tests/deployments/test_killed_run.py",

@@ -19,7 +19,6 @@ from trialflow.deployments.cli import (
     config,
     console,
     control,
-    data_arrived,
     deploy,
     doctor,
     evaluate,
@@ -35,7 +34,6 @@ from trialflow.deployments.cli import (
     train,
     tune_batch,
     up,
-    worker,
 )
 from trialflow.deployments.cli.checkpoints import commands
 
@@ -74,8 +72,8 @@ app.command(models.app)
 app.command(export.export)
 app.command(up.up)
 app.command(deploy.deploy)
-app.command(data_arrived.data_arrived)
-app.command(worker.worker)
+app.command(retrain.data_arrived)
+app.command(up.worker)
 app.command(join.join)
 app.command(jobset.jobset)
 app.command(doctor.doctor)

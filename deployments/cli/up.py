@@ -1,4 +1,7 @@
-"""`trialflow up`: a Prefect server, a worker and trialflow's deployments on one machine."""
+"""`trialflow up`: a Prefect server, a worker and trialflow's deployments on one machine.
+
+`trialflow worker`: a worker alone, which saves its runs when it is stopped.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ from trial_core.errors import ConfigError, LaunchError, TrialflowError
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.deploy import (
     DEFAULT_POOL,
+    configured_client,
     read_retrainings,
     remove_withdrawn,
     resolve_pool,
@@ -230,3 +234,63 @@ def _instructions(server: PrefectServerProcess, port: int, worker_log: Path) -> 
         "",
         "Ctrl-C stops everything; runs save first, and the next `trialflow up` resumes them",
     ]
+
+
+def worker(
+    *options: Annotated[str, Parameter(allow_leading_hyphen=True)],
+    pool: Annotated[str, Parameter(help="The work pool, of type process.")] = DEFAULT_POOL,
+) -> int:
+    """Run a Prefect worker on this machine that saves its runs when it is stopped.
+
+    `prefect worker start` would kill them. Each saved run goes back into its queue, and the next
+    worker resumes it. For systemd: KillMode=mixed, TimeoutStopSec=90.
+
+    Parameters
+    ----------
+    options
+        More options of `prefect worker start`: --limit 1, --name mine, --work-queue urgent.
+        Default: none.
+    """
+    from prefect.settings import get_current_settings
+
+    from trialflow.deployments.local_worker import LocalWorker
+    from trialflow.flows.server.prefect_settings import use_stored_password
+
+    use_stored_password()
+    if not get_current_settings().api.url:
+        raise ConfigError(
+            "no Prefect server is configured: set PREFECT_API_URL to the server whose runs this "
+            "machine executes, or run `trialflow up`, which starts a server on this machine"
+        )
+    _check_pool(pool)
+    try:
+        with stoppable(announce_stop), LocalWorker(pool, None, options) as running:
+            running.serve()
+    except KeyboardInterrupt:
+        return console.INTERRUPTED
+    except Terminated:
+        return console.TERMINATED
+    raise ServiceEnded("the worker ended unexpectedly")
+
+
+def _check_pool(pool: str) -> None:
+    """Refuse a missing pool: Prefect's worker would create it, with Prefect's job template.
+
+    Raises:
+        ConfigError: the work pool does not exist, or is not of type process.
+    """
+    from trialflow.deployments.desired_state import check_pool_name
+    from trialflow.deployments.resources import find_pool
+
+    check_pool_name(pool)
+    with configured_client() as client:
+        found = find_pool(client, pool)
+    if found is None:
+        raise ConfigError(
+            f"there is no work pool {pool!r}: create it with `trialflow deploy --pool {pool}`"
+        )
+    if found.type != "process":
+        raise ConfigError(
+            f"work pool {pool!r} is of type {found.type}, not process: start its worker with "
+            f"`prefect worker start --pool {pool}`"
+        )

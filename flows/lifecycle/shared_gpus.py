@@ -24,8 +24,7 @@ from trial_core.driver.placement import choose_provider
 from trial_core.errors import LaunchError
 from trial_core.processes.machine.accelerators import count_accelerators, resolve_slot_count
 from trial_core.processes.slots.device_locks import reserve_devices
-from trialflow.flows.lifecycle.flow_run_reader import is_healthy
-from trialflow.flows.lifecycle.requeue import requeue_if_stopped
+from trialflow.flows.lifecycle.flow_run_state import is_healthy, requeue_if_stopped
 
 GPU_LIMIT = "gpu"
 LEASE_LABEL = "trialflow.gpu-lease"

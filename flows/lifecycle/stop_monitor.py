@@ -29,7 +29,7 @@ from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.context import FlowRunContext
 from prefect.exceptions import Abort, Pause
 from prefect.logging import get_run_logger
-from prefect.states import Cancelled, Running, Suspended
+from prefect.states import AwaitingRetry, Cancelled, Running, Suspended
 
 from trial_core.config.stopping_section import StoppingConfig
 from trial_core.driver.drive import while_stopping
@@ -37,10 +37,13 @@ from trial_core.errors import Stopped, Superseded
 from trial_core.schedule.stop_requests import StopHandler, StopRequest
 from trialflow.flows.lifecycle.detached_engine import has_lost_supervisor, ignore_broken_output
 from trialflow.flows.lifecycle.final_state import CANCEL_STATES, Step, StoppedRun, steps_to_end
-from trialflow.flows.lifecycle.flow_run_reader import FlowRunReader
-from trialflow.flows.lifecycle.flow_run_state import hold_suspended, set_state
+from trialflow.flows.lifecycle.flow_run_state import (
+    FlowRunReader,
+    has_queue,
+    hold_suspended,
+    set_state,
+)
 from trialflow.flows.lifecycle.parent_runs import ParentRuns
-from trialflow.flows.lifecycle.requeue import has_queue, requeue
 from trialflow.flows.lifecycle.server_outage import ServerOutage, reports_kept
 from trialflow.flows.lifecycle.stop_signals import Interrupted, StopSignals
 from trialflow.flows.server.embedded_server import is_unauthorized
@@ -227,7 +230,7 @@ class StopMonitor:
                 has_queue=self._has_queue,
             )
         )
-        if Step.REQUEUE in steps and requeue(reason):
+        if Step.REQUEUE in steps and set_state(AwaitingRetry(message=reason)):
             raise Abort(f"{reason}: scheduled again")
         if Step.END_BY_SIGNAL in steps and self._signals.received is not None:
             self._end_by_signal(self._signals.received, reason)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import faulthandler
+import os
 import signal
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, BinaryIO
 
 from prefect.exceptions import Abort
 
 from trial_core.observe.events.observers import current_observer
 from trial_core.schedule.stop_requests import StopHandler, StopReason
-from trialflow.flows.lifecycle.signals_in_threads import signals_in_thread
 
 # One Ctrl-C may arrive twice: from the terminal, and from a parent that forwards it.
 SAME_REQUEST_SECONDS = 1.0
@@ -23,6 +24,12 @@ _NAMES = {
     signal.SIGTERM: "SIGTERM",
     signal.SIGHUP: "SIGHUP: its terminal was closed",
 }
+# Not SIGHUP: the handler before it ends the process at once.
+_IN_THREADS = (signal.SIGINT, signal.SIGTERM)
+
+_lock = threading.Lock()
+_subscribers: list[Callable[[signal.Signals], None]] = []
+_pipes: list[BinaryIO] = []
 
 
 class Interrupted(Abort, KeyboardInterrupt):
@@ -93,3 +100,51 @@ class StopSignals:
         elif now - self._received_at >= SAME_REQUEST_SECONDS:
             self._is_repeated = True
             self._stopping.kill_now()
+
+
+@contextmanager
+def signals_in_thread(subscriber: Callable[[signal.Signals], None]) -> Iterator[None]:
+    """Call the subscriber, in a thread, for each signal that the process gets within the block.
+
+    For flows in other threads than the main one. Python hands signals to the main thread alone,
+    where Prefect ends the flow that runs there; flows of several threads would train on, and it
+    waits for them. A C handler (`faulthandler`) may be installed from any thread: it writes into a
+    pipe, and then calls the handler that was there before. A flow that installs Python's handler in
+    the main thread meanwhile takes its place; the others then learn of the stop from their parents'
+    states.
+    """
+    with _lock:
+        _subscribers.append(subscriber)
+        if len(_subscribers) == 1:
+            handled = [number for number in _IN_THREADS if callable(signal.getsignal(number))]
+            _pipes.extend(map(_listen, handled))
+    try:
+        yield
+    finally:
+        with _lock:
+            _subscribers.remove(subscriber)
+            if not _subscribers:
+                for number in _IN_THREADS:
+                    # It restores Python's handler, which would ignore a signal without a function:
+                    # so not if the main thread has ended its flow, and with it our handler.
+                    if callable(signal.getsignal(number)):
+                        faulthandler.unregister(number)
+                while _pipes:
+                    _pipes.pop().close()  # its thread ends
+
+
+def _listen(number: signal.Signals) -> BinaryIO:
+    read_end, write_end = os.pipe()
+    pipe = os.fdopen(write_end, "wb", buffering=0)
+    faulthandler.register(number, file=pipe, all_threads=False, chain=True)
+    threading.Thread(
+        target=_tell, args=(number, read_end), name=f"signals {number.name}", daemon=True
+    ).start()
+    return pipe
+
+
+def _tell(number: signal.Signals, read_end: int) -> None:
+    with os.fdopen(read_end, "rb", buffering=0) as pipe:
+        while pipe.read(2**16):  # a traceback, which nobody reads
+            for subscriber in [*_subscribers]:
+                subscriber(number)

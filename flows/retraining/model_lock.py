@@ -38,7 +38,7 @@ from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.logging import get_run_logger
 
 from trial_core.errors import TrialflowError
-from trialflow.flows.lifecycle.requeue import requeue_if_stopped
+from trialflow.flows.lifecycle.flow_run_state import requeue_if_stopped
 from trialflow.tasks.client_retries import NO_ANSWER, client_retries
 
 FLOW = "retrain"

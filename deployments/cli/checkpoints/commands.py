@@ -1,4 +1,4 @@
-"""`trialflow checkpoints`: the group of commands, with `list`, `show` and `download`."""
+"""`trialflow checkpoints`: the group of commands, except `verify` and `prune`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from trial_core.common import text_format
-from trialflow.deployments.cli.checkpoints import pin, prune, verify
+from trialflow.deployments.cli import console
+from trialflow.deployments.cli.checkpoints import prune, verify
 from trialflow.deployments.cli.experiment_options import (
     CheckpointOption,
+    Checkpoints,
     ConfigFile,
     StorageOption,
     open_store,
@@ -22,6 +24,7 @@ from trialflow.deployments.cli.waiting import waiting
 
 if TYPE_CHECKING:
     from trial_core.checkpoint.manifest import Manifest
+    from trial_core.checkpoint.retention.protections import Protection
     from trial_core.checkpoint.store import CheckpointStore
     from trial_core.models.registry import HeldVersion
 
@@ -31,8 +34,6 @@ app = App(
     "or --storage; by default, of ./experiment.yaml, else ./trialflow-runs/checkpoints.",
 )
 app.command(verify.verify)
-app.command(pin.pin)
-app.command(pin.unpin)
 app.command(prune.prune)
 
 
@@ -130,6 +131,68 @@ def download(
         size = text_format.size(manifest.total_bytes)
         print(f"checkpoint {manifest.uuid}: {files}, {size}, in {to}")
     return 0
+
+
+@app.command
+def pin(
+    *checkpoints: Checkpoints,
+    reason: Annotated[
+        str, Parameter(help="Why the checkpoints are pinned; shown with the pin. Default: none.")
+    ] = "",
+    config: ConfigFile = None,
+    storage: StorageOption = None,
+    json_: AsJson = False,
+) -> int:
+    """Protect checkpoints from pruning until they are unpinned."""
+    from trial_core.checkpoint.retention import protections
+
+    store, uuids = _named(checkpoints, config, storage)
+    with waiting(f"writing to {store.url}"):
+        pinned = [protections.pin(store, uuid, reason) for uuid in uuids]
+    _say_pins(pinned, "pinned", json_)
+    return 0
+
+
+@app.command
+def unpin(
+    *checkpoints: Checkpoints,
+    config: ConfigFile = None,
+    storage: StorageOption = None,
+    json_: AsJson = False,
+) -> int:
+    """Remove the pins of checkpoints. Checkpoints held by the registry stay protected."""
+    from trial_core.checkpoint.retention import protections
+
+    store, uuids = _named(checkpoints, config, storage)
+    released = protections.WHEN_RELEASED
+    with waiting(f"writing to {store.url}"):
+        gone = [protections.unpin(store, uuid) for uuid in uuids]
+    _say_pins(gone, "unpinned", json_)
+    for each in gone:
+        if why := protections.protected(store, each.uuid).get(each.uuid):
+            console.note(f"{each.uuid} is still kept, {text_format.one_line(why)}: {released}")
+    return 0
+
+
+def _named(
+    checkpoints: tuple[str, ...], config: Path | None, storage: str | None
+) -> tuple[CheckpointStore, list[str]]:
+    """Return the storage, and the uuids of the checkpoints that begin as given."""
+    from trial_core.models.checkpoint_reference import referenced_uuid
+
+    store = open_store(config, storage)
+    with waiting(f"reading {store.url}"):
+        return store, [referenced_uuid(store, checkpoint) for checkpoint in checkpoints]
+
+
+def _say_pins(pins: list[Protection], done: str, as_json: bool) -> None:
+    if as_json:
+        shown = [{"uuid": p.uuid, "reason": p.reason, "by": p.by, "at": p.at} for p in pins]
+        print(json.dumps(shown, indent=2))
+        return
+    for each in pins:
+        reason = f" ({text_format.one_line(each.reason)})" if each.reason else ""
+        print(f"{done} {each.uuid}{reason}")
 
 
 def summary(store: CheckpointStore, manifest: Manifest) -> dict[str, Any]:

@@ -86,3 +86,10 @@ def test_on_the_embedded_server(tmp_path: Path) -> None:
     done = trialflow(tmp_path, "retrain", str(path), "--json", variables=variables)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["status"] == "promoted"
+
+
+def test_help_of_data_arrived_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    """With data. Tests of deployed retrainings send the event."""
+    assert main(["data-arrived", "--help"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "trialflow data-arrived gpt --data path=s3://bucket/2026-11-21" in shown

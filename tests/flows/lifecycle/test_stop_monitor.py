@@ -25,7 +25,7 @@ from prefect.flow_runs import resume_flow_run
 from prefect.states import Cancelling, Crashed, Failed, Paused, Running, Scheduled, Suspended
 
 import trial_core.driver.drive
-import trialflow.flows.lifecycle.flow_run_reader
+import trialflow.flows.lifecycle.flow_run_state
 import trialflow.flows.lifecycle.stop_monitor
 import trialflow.flows.train
 from tests.flows.lifecycle.conftest import (
@@ -343,7 +343,7 @@ def test_the_time_budget_needs_no_server(stage: Stage) -> None:
 
 def test_a_deleted_run_stops(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """It saves and ends. Its flow run stays deleted."""
-    monkeypatch.setattr(trialflow.flows.lifecycle.flow_run_reader, "DELETION_SECONDS", 0.2)
+    monkeypatch.setattr(trialflow.flows.lifecycle.flow_run_state, "DELETION_SECONDS", 0.2)
     stage.act = deleted
     run, result = stage.train()
     assert isinstance(result, Abort)

@@ -45,7 +45,7 @@ def test_a_closed_terminal_asks_the_run_to_stop(handler: Any, stops: bool) -> No
 
 PROGRAM = """
 import os, signal, threading
-from trialflow.flows.lifecycle.signals_in_threads import signals_in_thread
+from trialflow.flows.lifecycle.stop_signals import signals_in_thread
 
 def train():
     with signals_in_thread(told.append):

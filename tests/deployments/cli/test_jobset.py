@@ -28,9 +28,8 @@ from trial_core.config.stopping_section import StoppingConfig
 from trial_core.errors import ConfigError
 from trial_core.processes.nodes.join_token import new_token
 from trialflow.deployments.cli import console
-from trialflow.deployments.cli.jobset import jobset as print_jobset
+from trialflow.deployments.cli.jobset import jobset as print_jobset, jobset_name, render_jobset
 from trialflow.deployments.cli.main import app
-from trialflow.deployments.kubernetes_run import jobset_name, render_jobset
 
 END_SECONDS = 120.0
 RUN = "toy-x7k2f"

@@ -15,7 +15,7 @@ from prefect.client.schemas.objects import FlowRun
 from prefect.exceptions import ObjectNotFound
 
 from tests.support.prefect import isolated
-from trialflow.flows.lifecycle.flow_run_reader import FlowRunReader
+from trialflow.flows.lifecycle.flow_run_state import FlowRunReader
 from trialflow.flows.server.prefect_settings import environment
 
 RUN = FlowRun(id=uuid4(), flow_id=uuid4(), name="gpt")
