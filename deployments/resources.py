@@ -14,8 +14,6 @@ from typing import Literal
 
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import (
-    GlobalConcurrencyLimitCreate,
-    GlobalConcurrencyLimitUpdate,
     WorkPoolCreate,
     WorkPoolUpdate,
 )
@@ -175,15 +173,7 @@ class GpuLimit(Resource):
         return True, "" if found.limit == self._count else f"was {found.limit}"
 
     def put(self, client: SyncPrefectClient) -> None:
-        exists, _ = self.look(client)
-        if exists:
-            client.update_global_concurrency_limit(
-                GPU_LIMIT, GlobalConcurrencyLimitUpdate(limit=self._count)
-            )
-        else:
-            client.create_global_concurrency_limit(
-                GlobalConcurrencyLimitCreate(name=GPU_LIMIT, limit=self._count or 0)
-            )
+        client.upsert_global_concurrency_limit_by_name(GPU_LIMIT, self._count or 0)
 
     def remove(self, client: SyncPrefectClient) -> None:
         client.delete_global_concurrency_limit_by_name(GPU_LIMIT)

@@ -36,7 +36,7 @@ from trial_core.errors import (
     TrialError,
     TrialflowError,
 )
-from trialflow.deployments.cli.waiting import above_the_wait
+from trialflow.deployments.cli.waiting import print_above_the_wait
 
 FAILED = 1
 REFUSED = 2
@@ -59,8 +59,7 @@ def warning(text: str) -> None:
 
 def note(text: str) -> None:
     """Print details of an error, or advice, to stderr."""
-    with above_the_wait():
-        print(text_format.clean(text), file=sys.stderr, flush=True)
+    print_above_the_wait(text_format.clean(text), sys.stderr)
 
 
 def is_confirmed(question: str, done: str, advice: str = "") -> bool:
@@ -169,8 +168,7 @@ def show_log() -> None:
 def _say(kind: str, text: str, colour: str) -> None:
     coloured = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
     label = f"\x1b[1;{colour}m{kind}:\x1b[0m" if coloured else f"{kind}:"
-    with above_the_wait():
-        print(f"{label} {text_format.clean(text)}", file=sys.stderr, flush=True)
+    print_above_the_wait(f"{label} {text_format.clean(text)}", sys.stderr)
 
 
 def _report_rank(failure: RankFailed, code_folder: Path | None) -> None:

@@ -14,7 +14,7 @@ from cyclopts.validators import Number
 from trial_core.errors import ConfigError, TrialflowError
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.experiment_options import read_experiment
-from trialflow.deployments.cli.waiting import above_the_wait, waiting
+from trialflow.deployments.cli.waiting import print_above_the_wait, waiting
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
@@ -285,5 +285,4 @@ def _print(changes: Iterator[Change], dry_run: bool) -> None:
             is_change = each.verb in ("created", "changed", "removed")
             would = "would be " if dry_run and is_change else ""
             detail = f" ({each.detail})" if each.detail else ""
-            with above_the_wait():
-                print(f"{would}{each.verb}: {each.resource}{detail}", flush=True)
+            print_above_the_wait(f"{would}{each.verb}: {each.resource}{detail}")

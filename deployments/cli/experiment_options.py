@@ -174,14 +174,12 @@ def open_store(
 
 def _experiment_files() -> list[Path]:
     """The YAML files of the working folder that have an entrypoint."""
-    return sorted(filter(_has_entrypoint, [*Path().glob("*.yaml"), *Path().glob("*.yml")]))
-
-
-def _has_entrypoint(file: Path) -> bool:
-    try:
-        return re.search(rb"^entrypoint\s*:", file.read_bytes(), re.MULTILINE) is not None
-    except OSError:
-        return False
+    found = []
+    for file in sorted([*Path().glob("*.yaml"), *Path().glob("*.yml")]):
+        with contextlib.suppress(OSError):
+            if re.search(rb"^entrypoint\s*:", file.read_bytes(), re.MULTILINE):
+                found.append(file)
+    return found
 
 
 def with_block(experiment: ExperimentConfig) -> ExperimentConfig:

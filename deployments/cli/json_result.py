@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from trial_core.common import text_format
@@ -57,12 +56,7 @@ class JsonResult:
     def __enter__(self) -> JsonResult:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, TrialflowError):
             self.failed(error, console.exit_code(error))
         elif isinstance(error, KeyboardInterrupt):

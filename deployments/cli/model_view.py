@@ -114,31 +114,19 @@ class ModelView:
         return next((each for each in self._versions if self._alias(each) == "champion"), None)
 
 
-class UnreadableModel:
-    """A model with an altered record, in a list."""
+def listed(registry: Registry, name: str) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return a model in a list, as JSON and as a row of `LIST_COLUMNS`.
 
-    def __init__(self, name: str, problem: str) -> None:
-        self._name = name
-        self._problem = problem
-
-    def summary(self) -> dict[str, Any]:
-        """The model in a list, as JSON."""
-        return {"model": self._name, "problem": self._problem}
-
-    def list_row(self) -> tuple[str, ...]:
-        """The model in a list, as a row of `LIST_COLUMNS`."""
-        return (self._name, "unreadable", "", "", "", "")
-
-
-def view_model(registry: Registry, name: str) -> ModelView | UnreadableModel:
-    """A model for a list. An unreadable one is a warning: the other models are still listed."""
+    One with an altered record is a warning: the other models are still listed.
+    """
     from trial_core.errors import RegistryError
 
     try:
-        return ModelView(registry, name)
+        view = ModelView(registry, name)
     except RegistryError as error:
         console.warning(f"model {name}: {error}")
-        return UnreadableModel(name, str(error))
+        return {"model": name, "problem": str(error)}, (name, "unreadable", "", "", "", "")
+    return view.summary(), view.list_row()
 
 
 def _move_row(move: Move) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from trialflow.deployments.cli.experiment_options import (
     open_store,
     read_experiment,
 )
-from trialflow.deployments.cli.model_view import LIST_COLUMNS, ModelView, view_model
+from trialflow.deployments.cli.model_view import LIST_COLUMNS, ModelView, listed
 from trialflow.deployments.cli.tables import AsJson, print_table
 from trialflow.deployments.cli.waiting import waiting
 
@@ -45,13 +45,13 @@ def list_(
     """List models and their champions."""
     registry = _registry(config, storage)
     with waiting(f"reading {registry.store.url}"):
-        models = [view_model(registry, name) for name in registry.models()]
+        models = [listed(registry, name) for name in registry.models()]
     if json_:
-        print(json.dumps([model.summary() for model in models], indent=2))
+        print(json.dumps([summary for summary, _ in models], indent=2))
     elif not models:
         print(f"no models in {registry.store.url}")
     else:
-        print_table(LIST_COLUMNS, [model.list_row() for model in models])
+        print_table(LIST_COLUMNS, [row for _, row in models])
     return 0
 
 

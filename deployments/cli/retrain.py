@@ -29,7 +29,6 @@ from trialflow.deployments.cli.waiting import waiting
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
 
-    from trial_core.config import ExperimentConfig
     from trialflow.flows.retraining.outcome import RetrainResult
 
 
@@ -63,81 +62,75 @@ def retrain(
     run_data = parse_data(data or [])
     render_data(experiment.data, datetime.now(timezone.utc))  # report errors before the start
     refuse_what_cannot_run(experiment, open_store_of(experiment))
-    display = display_for_stdout(quiet or json_, (experiment.searcher.metric, "loss"))
-    run = _RetrainRun(experiment, run_data)
-    flow_run = FlowRun[None](display, experiment)
-    exit_code = flow_run.run(run.run)
-    if exit_code == 0:
-        if json_:
-            print_json(run.as_data())
-        else:
-            print("\n".join(run.summary_lines(flow_run.later_ui)))
-    return exit_code
+    skipped: list[str] = []
 
-
-class _RetrainRun:
-    """A run of the flow, and its result once it has ended."""
-
-    def __init__(self, experiment: ExperimentConfig, data: dict[str, Any]) -> None:
-        self._experiment = experiment
-        self._data = data
-        self._result: RetrainResult | None = None
-        self._skip_message: str | None = None
-
-    def run(self, on_running: StateHook) -> None:
-        """Run the flow. Raises Stopped if it ended without a result."""
+    def call(on_running: StateHook) -> RetrainResult | None:
         from trialflow.flows.retrain import SKIPPED, retrain as retrain_flow
         from trialflow.flows.retraining.outcome import RetrainResult
 
         def on_completion(flow: Any, flow_run: Any, state: Any) -> None:
             if state.name == SKIPPED:
-                self._skip_message = state.message
+                skipped.append(str(state.message))
 
         flow = retrain_flow.with_options(on_running=[on_running], on_completion=[on_completion])
-        result = flow(self._experiment, data=self._data or None)
+        result = flow(experiment, data=run_data or None)
         if isinstance(result, RetrainResult):
-            self._result = result
-        elif self._skip_message is None:
+            return result
+        if not skipped:
             raise Stopped(f"the run ended without a result: {result}")
+        return None
 
-    def summary_lines(self, later_ui: str | None) -> list[str]:
-        """The outcome for people.
-
-        Args:
-            later_ui: where the run's page is from now on.
-        """
-        result = self._result
-        if result is None:
-            return [str(self._skip_message)]
-        if result.stop_reason:
-            headline = f"model {result.model}: nothing was decided"
-        elif result.promoted:
-            headline = f"model {result.model}: version {result.challenger} promoted"
+    display = display_for_stdout(quiet or json_, (experiment.searcher.metric, "loss"))
+    run: FlowRun[RetrainResult | None] = FlowRun(display, experiment)
+    exit_code = run.run(call)
+    if exit_code == 0:
+        if json_:
+            print_json(_as_data(run.result, skipped))
         else:
-            kept = "no champion" if result.champion is None else f"version {result.champion} kept"
-            headline = f"model {result.model}: {kept}"
-        facts = [
-            ("why", result.why),
-            ("champion", _model(result.champion, result.metric, result.champion_value)),
-            ("challenger", _model(result.challenger, result.metric, result.challenger_value)),
-            ("checkpoint", result.checkpoint_uuid),
-            ("report", result.report_path),
-            ("UI", later_ui),
-        ]
-        width = max(len(name) for name, _ in facts)
-        lines = [f"  {name:<{width}}  {text_format.one_line(fact)}" for name, fact in facts if fact]
-        return [headline, *lines]
+            print("\n".join(_summary_lines(run.result, skipped, run.later_ui)))
+    return exit_code
 
-    def as_data(self) -> dict[str, Any]:
-        """The outcome for programs: the result's fields, and ``status``.
 
-        The status is ``promoted``, ``kept``, ``stopped`` or ``skipped``.
-        """
-        result = self._result
-        if result is None:
-            return {"status": "skipped", "why": self._skip_message}
-        kept = "stopped" if result.stop_reason else "kept"
-        return {"status": "promoted" if result.promoted else kept, **result.as_json_data()}
+def _summary_lines(
+    result: RetrainResult | None, skipped: list[str], later_ui: str | None
+) -> list[str]:
+    """The outcome for people.
+
+    Args:
+        skipped: why the run was skipped, if it was.
+        later_ui: where the run's page is from now on.
+    """
+    if result is None:
+        return skipped
+    if result.stop_reason:
+        headline = f"model {result.model}: nothing was decided"
+    elif result.promoted:
+        headline = f"model {result.model}: version {result.challenger} promoted"
+    else:
+        kept = "no champion" if result.champion is None else f"version {result.champion} kept"
+        headline = f"model {result.model}: {kept}"
+    facts = [
+        ("why", result.why),
+        ("champion", _model(result.champion, result.metric, result.champion_value)),
+        ("challenger", _model(result.challenger, result.metric, result.challenger_value)),
+        ("checkpoint", result.checkpoint_uuid),
+        ("report", result.report_path),
+        ("UI", later_ui),
+    ]
+    width = max(len(name) for name, _ in facts)
+    lines = [f"  {name:<{width}}  {text_format.one_line(fact)}" for name, fact in facts if fact]
+    return [headline, *lines]
+
+
+def _as_data(result: RetrainResult | None, skipped: list[str]) -> dict[str, Any]:
+    """The outcome for programs: the result's fields, and ``status``.
+
+    The status is ``promoted``, ``kept``, ``stopped`` or ``skipped``.
+    """
+    if result is None:
+        return {"status": "skipped", "why": skipped[0]}
+    kept = "stopped" if result.stop_reason else "kept"
+    return {"status": "promoted" if result.promoted else kept, **result.as_json_data()}
 
 
 def _model(version: int | None, metric: str, value: float | None) -> str | None:

@@ -178,27 +178,19 @@ def train(
         return exit_code
 
 
+@dataclass
 class _TrialRun:
     """The flow's run, and the trial that it continues."""
 
-    def __init__(
-        self,
-        experiment: ExperimentConfig,
-        continuation: Continuation,
-        store: CheckpointStore,
-        outcome: JsonResult,
-        say: Callable[[str], None],
-        observer: Observer,
-    ) -> None:
-        self._observer = observer
-        self._experiment = experiment
-        self._continuation = continuation
-        self._store = store
-        self._outcome = outcome
-        self._say = say
-        self._continued: str | None = None
-        # The time when the continued trial's earlier run wrote its page.
-        self._earlier_page: int | None = None
+    experiment: ExperimentConfig
+    continuation: Continuation
+    store: CheckpointStore
+    outcome: JsonResult
+    say: Callable[[str], None]
+    observer: Observer
+    continued: str | None = None
+    earlier_page: int | None = None
+    """The time when the continued trial's earlier run wrote its page."""
 
     def run(self, on_running: StateHook) -> TrialResult:
         """Find the trial to continue, and run the flow.
@@ -209,20 +201,20 @@ class _TrialRun:
         """
         from trialflow.flows.train import TrialResult, train as train_flow
 
-        wanted, name = self._continuation, self._experiment.name
+        wanted, name = self.continuation, self.experiment.name
         if wanted.resume:
-            self._continued = _trial_to_resume(self._store, name, wanted.trial, self._say)
-        if self._continued is not None:
-            self._earlier_page = _page_written_at(self._continued)
+            self.continued = _trial_to_resume(self.store, name, wanted.trial, self.say)
+        if self.continued is not None:
+            self.earlier_page = _page_written_at(self.continued)
         flow = train_flow.with_options(on_running=[self._note_ids, on_running])
-        result = flow(self._experiment, trial=self._continued, take_over=wanted.take_over)
+        result = flow(self.experiment, trial=self.continued, take_over=wanted.take_over)
         if not isinstance(result, TrialResult):
             raise Stopped(f"the run ended without a result: {result}")
         return result
 
     def test(self, on_running: StateHook) -> TrialResult:
         """Try the trial; delete the written files if nothing failed. Raises as `try_trial`."""
-        return replace(tried(self._experiment, self._observer).result, checkpoint_url=None)
+        return replace(tried(self.experiment, self.observer).result, checkpoint_url=None)
 
     def note_what_is_left(
         self, committed_at: int | None, was_interrupted: bool, is_mistake: bool
@@ -234,8 +226,8 @@ class _TrialRun:
             was_interrupted: True if a signal has ended the run.
             is_mistake: True if the run would fail again without a change.
         """
-        trial, option = self._outcome.trial, self._continuation.option
-        if trial is not None and _page_written_at(trial) != self._earlier_page:
+        trial, option = self.outcome.trial, self.continuation.option
+        if trial is not None and _page_written_at(trial) != self.earlier_page:
             console.note(f"HTML report: {_report_page(trial)}")
         if committed_at is not None:
             console.note(
@@ -243,16 +235,16 @@ class _TrialRun:
                 f"to continue from it, {'correct this first, and ' if is_mistake else ''}"
                 f"repeat the command with {option}"
             )
-        elif was_interrupted and self._continued is not None:
-            console.note(f"to continue trial {self._continued}, repeat the command with {option}")
+        elif was_interrupted and self.continued is not None:
+            console.note(f"to continue trial {self.continued}, repeat the command with {option}")
         elif was_interrupted and trial is not None:
             console.note(f"trial {trial} has no checkpoint yet, so --resume does not continue it")
 
     def _note_ids(self, flow: Any, flow_run: Any, state: Any) -> None:
         from trial_core.processes.machine.run_dirs import trial_id
 
-        flow_run_id = self._outcome.flow_run_id = str(flow_run.id)
-        self._outcome.trial = self._continued or trial_id(self._experiment.name, flow_run_id)
+        flow_run_id = self.outcome.flow_run_id = str(flow_run.id)
+        self.outcome.trial = self.continued or trial_id(self.experiment.name, flow_run_id)
 
 
 def tried(

@@ -29,7 +29,7 @@ from trialflow.deployments.cli.deploy import (
     wanted_resources,
 )
 from trialflow.deployments.cli.signals import Terminated, stoppable
-from trialflow.deployments.cli.waiting import above_the_wait, waiting
+from trialflow.deployments.cli.waiting import print_above_the_wait, waiting
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
@@ -174,8 +174,7 @@ def _set_up(requested_pool: str | None, retrainings: Sequence[RetrainingRequest]
         with waiting("setting up the Prefect server"):
             for change in chain(changes, remove_withdrawn(retrainings, client, False)):
                 if change.verb != "unchanged":
-                    with above_the_wait():
-                        print(f"{change.verb}: {change.resource}", flush=True)
+                    print_above_the_wait(f"{change.verb}: {change.resource}")
         for warning in location_warnings(client, pool):
             console.warning(warning)
         if count := requeue_interrupted_starts(client, pool):

@@ -12,8 +12,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from contextlib import contextmanager, nullcontext, suppress
+from typing import TYPE_CHECKING, TextIO
 
 from trial_core.common import text_format
 from trialflow.deployments.cli.run_display import is_interactive
@@ -110,8 +110,8 @@ _current: Waiting | None = None
 def waiting(text: str) -> Iterator[Waiting]:
     """Show `text` once the block has taken two seconds, until it ends.
 
-    For the main thread. Output of the block itself to the terminal goes into `above_the_wait`. A
-    block within another one shows nothing of its own.
+    For the main thread. The block itself prints with `print_above_the_wait`. A block within another
+    one shows nothing of its own.
     """
     global _current
     if _current is not None:
@@ -129,11 +129,7 @@ def waiting(text: str) -> Iterator[Waiting]:
         _current = None
 
 
-@contextmanager
-def above_the_wait() -> Iterator[None]:
-    """Keep the block's output apart from the line of a wait. Any thread may call it."""
-    if (wait := _current) is None:
-        yield
-        return
-    with wait.hidden():
-        yield
+def print_above_the_wait(text: str, file: TextIO | None = None) -> None:
+    """Print a line apart from the line of a wait. Any thread may call it."""
+    with nullcontext() if (wait := _current) is None else wait.hidden():
+        print(text, file=file, flush=True)

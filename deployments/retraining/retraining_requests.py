@@ -91,8 +91,16 @@ def _request(path: Path, config: ExperimentConfig) -> RetrainingRequest:
             "deploy; the shortest one is `retraining: {}`. To train once: `prefect deployment run "
             f'train/train --params "$(trialflow config {path})"`'
         )
-    _check_name(path, section.model)
-    _check_templates(path, config)
+    if any(section.model == each.name for each in deployments() if each.entrypoint == ENTRYPOINT):
+        raise ConfigError(
+            f"{path}: retraining.model: {section.model!r} is the name of the deployment that "
+            "retrains any model: choose another name"
+        )
+    try:
+        render_data(config.data, datetime.now(timezone.utc))
+    except ConfigError as error:
+        lines = str(error).splitlines()
+        raise ConfigError("\n".join(f"{path}: {line}" for line in lines)) from None
     return RetrainingRequest(
         model=section.model,
         deployment=replace(
@@ -101,22 +109,6 @@ def _request(path: Path, config: ExperimentConfig) -> RetrainingRequest:
         schedule=schedule_of(path, section),
         on_data_arrived=section.on_data_arrived,
     )
-
-
-def _check_name(path: Path, model: str) -> None:
-    if any(model == each.name for each in deployments() if each.entrypoint == ENTRYPOINT):
-        raise ConfigError(
-            f"{path}: retraining.model: {model!r} is the name of the deployment that retrains any "
-            "model: choose another name"
-        )
-
-
-def _check_templates(path: Path, config: ExperimentConfig) -> None:
-    try:
-        render_data(config.data, datetime.now(timezone.utc))
-    except ConfigError as error:
-        lines = str(error).splitlines()
-        raise ConfigError("\n".join(f"{path}: {line}" for line in lines)) from None
 
 
 def schedule_of(path: Path, section: RetrainingConfig) -> RetrainingSchedule | None:

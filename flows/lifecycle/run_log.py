@@ -74,7 +74,12 @@ def logger_finder() -> Callable[[], AnyLogger]:
 @contextmanager
 def readable_task_log() -> Iterator[None]:
     """Change how this flow run logs its tasks, for the block."""
-    _install()
+    logging.getLogger(_TASKS).addFilter(_calm)  # once, however often it is added
+    for logger in map(logging.getLogger, (_TASKS, _FLOWS)):
+        for handler in logger.handlers:
+            # The formatter stays wrapped, because runs may overlap.
+            if isinstance(handler, APILogHandler) and not isinstance(handler.formatter, _Named):
+                handler.setFormatter(_Named(handler.formatter or logging.Formatter()))
     flow_run = str(runtime.flow_run.id)
     _SUBJECTS[flow_run] = ""
     try:
@@ -97,12 +102,3 @@ def about(subject: str) -> Iterator[None]:
     finally:
         _SUBJECTS[flow_run] = ""
         current_observer().subject_changed("")
-
-
-def _install() -> None:
-    """Wrap the formatter of lines to the server. It stays wrapped, because runs may overlap."""
-    logging.getLogger(_TASKS).addFilter(_calm)  # once, however often it is added
-    for logger in map(logging.getLogger, (_TASKS, _FLOWS)):
-        for handler in logger.handlers:
-            if isinstance(handler, APILogHandler) and not isinstance(handler.formatter, _Named):
-                handler.setFormatter(_Named(handler.formatter or logging.Formatter()))

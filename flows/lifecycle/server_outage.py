@@ -38,6 +38,9 @@ class ServerOutage:
     Args:
         limit_seconds: how long a run waits for the server; None for no limit.
         clock: seconds that never go backwards.
+
+    Attributes:
+        answers: how many answers were noted.
     """
 
     def __init__(
@@ -47,19 +50,13 @@ class ServerOutage:
         self._clock = clock
         self._lock = threading.Lock()
         self._since: float | None = None
-        self._answers = 0
-
-    @property
-    def answers(self) -> int:
-        """How many answers were noted."""
-        with self._lock:
-            return self._answers
+        self.answers = 0
 
     def answered(self) -> None:
         """Note an answer: the outage is over."""
         with self._lock:
             self._since = None
-            self._answers += 1
+            self.answers += 1
 
     def did_not_answer(self, answers_before: int) -> None:
         """Note a request without an answer: an outage begins, or continues.
@@ -69,22 +66,19 @@ class ServerOutage:
                 since, this one is older than the end of the outage, and proves nothing.
         """
         with self._lock:
-            if self._since is None and self._answers == answers_before:
+            if self._since is None and self.answers == answers_before:
                 self._since = self._clock()
 
     @property
     def is_on(self) -> bool:
         """True if the last request had no answer."""
-        with self._lock:
-            return self._since is not None
+        return self._since is not None
 
     @property
     def is_too_long(self) -> bool:
         """True if the outage has reached its limit."""
-        with self._lock:
-            if self._since is None or self.limit_seconds is None:
-                return False
-            return self._clock() - self._since >= self.limit_seconds
+        since, limit = self._since, self.limit_seconds  # another thread may end it meanwhile
+        return since is not None and limit is not None and self._clock() - since >= limit
 
 
 _installing = threading.Lock()

@@ -102,7 +102,12 @@ def _counted_slots(slots: int) -> Iterator[None]:
     A lease that cannot be renewed is only a warning, because training must not be lost. The next
     attempt releases a killed attempt's lease, instead of waiting for its own slots.
     """
-    _release_previous_lease()
+    run_id = None if runtime.flow_run.id is None else UUID(str(runtime.flow_run.id))
+    if run_id is not None:
+        with get_client(sync_client=True) as client:
+            lease = client.read_flow_run(run_id).labels.get(LEASE_LABEL)
+            if lease is not None:
+                client.release_concurrency_slots_with_lease(UUID(str(lease)))
     with (
         ConcurrencyContext() as held,
         concurrency(
@@ -112,23 +117,8 @@ def _counted_slots(slots: int) -> Iterator[None]:
             raise_on_lease_renewal_failure=False,
         ),
     ):
-        _store_lease(held)
+        if run_id is not None:
+            with get_client(sync_client=True) as client:
+                for each in held.cleanup_lease_ids:
+                    client.update_flow_run_labels(run_id, {LEASE_LABEL: str(each)})
         yield
-
-
-def _release_previous_lease() -> None:
-    """Release the slots that a killed attempt of this run held."""
-    if runtime.flow_run.id is None:
-        return
-    with get_client(sync_client=True) as client:
-        lease = client.read_flow_run(UUID(str(runtime.flow_run.id))).labels.get(LEASE_LABEL)
-        if lease is not None:
-            client.release_concurrency_slots_with_lease(UUID(str(lease)))
-
-
-def _store_lease(held: ConcurrencyContext) -> None:
-    if runtime.flow_run.id is None:
-        return
-    with get_client(sync_client=True) as client:
-        for lease in held.cleanup_lease_ids:
-            client.update_flow_run_labels(UUID(str(runtime.flow_run.id)), {LEASE_LABEL: str(lease)})

@@ -19,7 +19,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, TypeVar
 from uuid import UUID
 
@@ -109,7 +108,10 @@ class StopMonitor:
             target=lambda: here.run(self._poll), name="stop-monitor", daemon=True
         )
         # A separate timer: a slow server may block the polling thread.
-        self._budget = threading.Timer(self._budget_seconds or 0, self._budget_exceeded)
+        seconds = self._budget_seconds or 0
+        self._budget = threading.Timer(
+            seconds, stopping.ask, ("time budget", f"{seconds:g} s are over")
+        )
         self._budget.daemon = True
 
     def __enter__(self) -> StopMonitor:
@@ -124,12 +126,7 @@ class StopMonitor:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._has_ended.set()
         self._wakes.put(None)
         self._budget.cancel()
@@ -289,9 +286,6 @@ class StopMonitor:
         signal.raise_signal(number)
 
     # ----------------------------------------------------------------------- stop requests
-
-    def _budget_exceeded(self) -> None:
-        self._stopping.ask("time budget", f"{self._budget_seconds:g} s are over")
 
     def _poll(self) -> None:
         failures, has_lost_worker = 0, False

@@ -175,7 +175,7 @@ class _ModelLock:
         self._client.update_flow_run_labels(self._run_id, dict(labels))
 
     def _other_runs(self) -> list[FlowRun]:
-        """Other live runs that request or hold the lock."""
+        """Other live runs that request or hold the lock, and had a heartbeat not long ago."""
         states = [StateType.RUNNING, StateType.CANCELLING]
         live = self._client.read_flow_runs(
             flow_filter=FlowFilter(name=FlowFilterName(any_=[FLOW])),
@@ -188,18 +188,12 @@ class _ModelLock:
             for run in live
             if run.id != self._run_id
             and run.labels.get(MODEL_LABEL) == self._model
-            and _has_recent_heartbeat(run)
+            and (beat := str(run.labels.get(HEARTBEAT_LABEL, "")))
+            and datetime.now(timezone.utc) - datetime.fromisoformat(beat) < HEARTBEAT_TIMEOUT
         ]
 
     def _has_priority(self, other: FlowRun) -> bool:
         return other.labels.get(PHASE_LABEL) != REQUESTING or other.id < self._run_id
-
-
-def _has_recent_heartbeat(run: FlowRun) -> bool:
-    text = str(run.labels.get(HEARTBEAT_LABEL, ""))
-    if not text:
-        return False
-    return datetime.now(timezone.utc) - datetime.fromisoformat(text) < HEARTBEAT_TIMEOUT
 
 
 def _now() -> str:

@@ -157,28 +157,21 @@ def report_failure(
 
 
 def publish_report(facts: RetrainingFacts, retraining: RetrainingRun) -> Path:
-    """Publish this attempt's report.
+    """Write this attempt's report to the file, the storage and the artifact. Returns the file.
 
-    Not if another attempt has decided the run and this one has not: the other's report is kept.
+    Not if another attempt has decided the run and this one has not: the other's report is kept. A
+    place that cannot be written is a warning, and neither fails the run nor skips the others.
     """
+    path, journal = retraining.folder / FILE, retraining.journal
     if facts.outcome is None:
         try:
-            decided = retraining.journal.read("outcome", PromotionDecision)
-        except (StorageError, RegistryError):  # `_publish` logs it
+            decided = journal.read("outcome", PromotionDecision)
+        except (StorageError, RegistryError):  # it is logged below
             decided = None
         if decided is not None:
             get_run_logger().warning("another attempt decided this run: its report is kept")
-            return retraining.folder / FILE
-    return _publish(facts, retraining)
-
-
-def _publish(facts: RetrainingFacts, retraining: RetrainingRun) -> Path:
-    """Write the report to the file, the storage and the artifact. Returns the file.
-
-    A place that cannot be written is a warning, and neither fails the run nor skips the others.
-    """
-    text, path, journal = facts.render(), retraining.folder / FILE, retraining.journal
-    name = f"retraining-{facts.model}"
+            return path
+    text, name = facts.render(), f"retraining-{facts.model}"
 
     def write_artifact() -> None:
         MarkdownArtifact(name, f"Retraining of model {facts.model}").write(text)

@@ -21,7 +21,7 @@ from trialflow.deployments.cli.experiment_options import (
     read_experiment,
 )
 from trialflow.deployments.cli.tables import AsJson, local_time, print_table, shortest_unique
-from trialflow.deployments.cli.waiting import above_the_wait, waiting
+from trialflow.deployments.cli.waiting import print_above_the_wait, waiting
 
 if TYPE_CHECKING:
     from trial_core.checkpoint.intents import SweptUpload
@@ -297,8 +297,7 @@ def _delete(store: CheckpointStore, plans: list[PruningPlan], is_silent: bool) -
 
     def say(decision: RetentionDecision) -> None:
         if not is_silent:
-            with above_the_wait():
-                print(f"deleted {decision.manifest.uuid}", flush=True)
+            print_above_the_wait(f"deleted {decision.manifest.uuid}")
 
     pruned = [carry_out(store, plan, say) for plan in plans]
     for decision in (decision for each in pruned for decision in each.spared):
@@ -313,8 +312,7 @@ def _sweep(
 
     def say(swept: SweptUpload) -> None:
         if not is_silent:
-            with above_the_wait():
-                print(f"deleted {swept}", flush=True)
+            print_above_the_wait(f"deleted {swept}")
 
     swept = sweep_leftovers(store, leftovers, after_days=after_days, on_swept=say)
     for trial, why in swept.spared.items():
