@@ -135,19 +135,13 @@ def exit_code(failure: TrialflowError, has_trained: bool = False) -> int:
     return FAILED if has_trained or is_broken else REFUSED
 
 
-class WarningsOfTrialflow(logging.Handler):
-    """Prints warnings and errors that trialflow's own modules log."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-
+class _Printed(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        """Print the record to stderr."""
         warning(record.getMessage())
 
 
 _OWN_LOGGERS = tuple(map(logging.getLogger, ("trial_core", "trialflow")))
-_OWN_WARNINGS = WarningsOfTrialflow()
+_OWN_WARNINGS = _Printed(logging.WARNING)
 """The single instance: a logger adds the same handler only once."""
 
 

@@ -83,73 +83,40 @@ def deploy(
     from trialflow.flows.server.prefect_settings import prepare_prefect
 
     prepare_prefect()
-    retrainings, target = read_retrainings(files), target or Target()
-    with configured_client() as client:
-        if remove:
-            _remove(client, target, retrainings, dry_run)
-        else:
-            _set_up(client, target, retrainings, dry_run)
-    return 0
-
-
-def _remove(
-    client: SyncPrefectClient,
-    target: Target,
-    retrainings: Sequence[RetrainingRequest],
-    dry_run: bool,
-) -> None:
-    """Remove the objects of the files; without files, everything."""
-    from trialflow.deployments.resources import take_down
+    from trialflow.deployments.flow_deployment import models_on_server
+    from trialflow.deployments.resources import lease_problem, set_up, take_down
     from trialflow.deployments.retraining.model_resources import all_resources
 
-    if retrainings:
-        resources = list(all_resources(each.model for each in retrainings))
-    else:
-        *_, resources = _resources(client, target, (), is_removal=True)
-    _print(take_down(reversed(resources), client, dry_run), dry_run)
-
-
-def _set_up(
-    client: SyncPrefectClient,
-    target: Target,
-    retrainings: Sequence[RetrainingRequest],
-    dry_run: bool,
-) -> None:
-    from trialflow.deployments.resources import lease_problem, set_up
-
-    pool_type, pool, resources = _resources(client, target, retrainings)
-    _print(set_up(resources, client, dry_run), dry_run)
-    _print(remove_withdrawn(retrainings, client, dry_run), dry_run)
-    # Also without a GPU limit: concurrency limits of deployments have leases too.
-    if problem := lease_problem(client):
-        console.warning(problem)
+    retrainings, target = read_retrainings(files), target or Target()
+    with configured_client() as client:
+        if remove and retrainings:  # only the objects of the files
+            of_files = [*all_resources(each.model for each in retrainings)]
+            _print(take_down(reversed(of_files), client, dry_run), dry_run)
+            return 0
+        pool_type, pool = resolve_pool(client, target.type_, target.pool)
+        resources = wanted_resources(
+            pool_type,
+            pool,
+            target.gpus,
+            target.directory,
+            target.overwrite,
+            is_removal=remove,
+            keeps_pool=target.pool is None,
+            retrainings=retrainings,
+            models=models_on_server(client),
+        )
+        if remove:
+            _print(take_down(reversed(resources), client, dry_run), dry_run)
+            return 0
+        _print(set_up(resources, client, dry_run), dry_run)
+        _print(remove_withdrawn(retrainings, client, dry_run), dry_run)
+        # Also without a GPU limit: concurrency limits of deployments have leases too.
+        if problem := lease_problem(client):
+            console.warning(problem)
     if not dry_run:
         worker = "trialflow worker" if pool_type == "process" else "prefect worker start"
         print(f"\nstart a worker on the machine that trains: {worker} --pool {pool}")
-
-
-def _resources(
-    client: SyncPrefectClient,
-    target: Target,
-    retrainings: Sequence[RetrainingRequest],
-    is_removal: bool = False,
-) -> tuple[PoolType, str, list[Resource]]:
-    """Return type and name of the work pool, and all resources that the server should have."""
-    from trialflow.deployments.flow_deployment import models_on_server
-
-    pool_type, pool = resolve_pool(client, target.type_, target.pool)
-    resources = wanted_resources(
-        pool_type,
-        pool,
-        target.gpus,
-        target.directory,
-        target.overwrite,
-        is_removal,
-        keeps_pool=target.pool is None,
-        retrainings=retrainings,
-        models=models_on_server(client),
-    )
-    return pool_type, pool, resources
+    return 0
 
 
 def resolve_pool(

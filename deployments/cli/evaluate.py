@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
@@ -64,7 +64,16 @@ def evaluate(
     exit_code = run.run(call)
     if run.result is not None:
         if json_:
-            print_json(_as_data(run.result))
+            result = run.result
+            print_json(
+                {
+                    "checkpoint": result.checkpoint_uuid,
+                    "trial": result.trial,
+                    "batches_trained": result.batches_trained,
+                    "metrics": result.metrics,
+                    "flow_run_id": result.flow_run_id,
+                }
+            )
         else:
             print("\n".join(_summary(run.result)))
     return exit_code
@@ -81,13 +90,3 @@ def _summary(result: EvaluateResult) -> list[str]:
         f"checkpoint {result.checkpoint_uuid} of {result.trial}, after {batches}",
         *(f"  {name:<{width}}  {value}" for name, value in metrics),
     ]
-
-
-def _as_data(result: EvaluateResult) -> dict[str, Any]:
-    return {
-        "checkpoint": result.checkpoint_uuid,
-        "trial": result.trial,
-        "batches_trained": result.batches_trained,
-        "metrics": result.metrics,
-        "flow_run_id": result.flow_run_id,
-    }

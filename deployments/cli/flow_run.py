@@ -123,28 +123,26 @@ class FlowRun(Generic[Result]):
         """The hook that notes the flow run's id and shows its page."""
 
         def announce(flow: Any, flow_run: Any, state: Any) -> None:
+            from trialflow.tasks.artifact import newer_ui  # imports Prefect
+
             self.flow_run_id = str(flow_run.id)
             if api.is_embedded:
-                later_page = _page(_newer_ui(DEFAULT_UI), self.flow_run_id)
+                later_page = _page(newer_ui(DEFAULT_UI), self.flow_run_id)
                 self.later_ui = f"prefect server start, then {later_page}"
-            elif api.ui_url:
-                ui_url = api.ui_url if api.login is None else _newer_ui(api.ui_url)
-                self.later_ui = _page(ui_url, self.flow_run_id)
             if api.is_of_up:
                 self._display.say(f"on the server of `trialflow up`, {api.api_url}")
             if api.ui_url:
-                self._display.say(f"watch it at {self._way_in(api, api.ui_url, self.flow_run_id)}")
+                ui_url = api.ui_url if api.login is None else newer_ui(api.ui_url)
+                page = _page(ui_url, self.flow_run_id)
+                if not api.is_embedded:
+                    self.later_ui = page
+                if api.login is not None and self._is_on_terminal:
+                    page = api.login.link(page)  # others may read a log file
+                elif api.login is not None:
+                    page = f"{page} (password: in {api.login.path})"
+                self._display.say(f"watch it at {page}")
 
         return announce
-
-    def _way_in(self, api: PrefectApi, ui_url: str, flow_run_id: str) -> str:
-        """Return the run's page. Only a terminal gets a login link: others may read a log file."""
-        if api.login is None:
-            return _page(ui_url, flow_run_id)
-        page = _page(_newer_ui(ui_url), flow_run_id)
-        if self._is_on_terminal:
-            return api.login.link(page)
-        return f"{page} (password: in {api.login.path})"
 
     def _stopped(self, signal_name: str, exit_code: int) -> int:
         self.stopped_by = signal_name
@@ -156,9 +154,3 @@ class FlowRun(Generic[Result]):
 
 def _page(ui_url: str, flow_run_id: str) -> str:
     return f"{ui_url.rstrip('/')}/runs/flow-run/{flow_run_id}"
-
-
-def _newer_ui(ui_url: str) -> str:
-    from trialflow.tasks.artifact import newer_ui  # imports Prefect
-
-    return newer_ui(ui_url)

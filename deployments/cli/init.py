@@ -35,6 +35,8 @@ def init(
     Writes the trial, its experiment and, with DeepSpeed, DeepSpeed's config; and a .gitignore for
     the files of runs, unless there is one. No file is ever overwritten.
     """
+    from trial_core.checkpoint.storage.storage_errors import ErrorTranslator
+
     texts = template_files(template)
     existing = [name for name in texts if (folder / name).exists()]
     if existing:
@@ -45,7 +47,11 @@ def init(
         )
     if not (folder / ".gitignore").exists():
         texts = {".gitignore": "".join(f"{name}\n" for name in IGNORED), **texts}
-    _write(folder, texts)
+    with ErrorTranslator(str(folder)).translated("write to"):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            with (folder / name).open("x", encoding="utf-8") as file:
+                file.write(text)
     print(f"wrote {', '.join(texts)} in {folder.absolute()}")
     print("next:")
     for command in _next_commands(template, folder):
@@ -59,16 +65,6 @@ def template_files(template: Template) -> dict[str, str]:
     # pip compiles the trial into a folder next to it.
     texts = {entry.name: entry.read_text("utf-8") for entry in entries if entry.is_file()}
     return dict(sorted(texts.items()))
-
-
-def _write(folder: Path, texts: dict[str, str]) -> None:
-    from trial_core.checkpoint.storage.storage_errors import ErrorTranslator
-
-    with ErrorTranslator(str(folder)).translated("write to"):
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in texts.items():
-            with (folder / name).open("x", encoding="utf-8") as file:
-                file.write(text)
 
 
 def _next_commands(template: Template, folder: Path) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,7 +13,6 @@ from trial_core.observe.events.run_status import RunStatus
 from trialflow.deployments.cli import console
 
 if TYPE_CHECKING:
-    from trial_core.checkpoint.manifest import Manifest
     from trial_core.checkpoint.store import CheckpointStore
     from trialflow.flows.train import TrialResult
 
@@ -32,12 +32,8 @@ class JsonResult:
     once and prints nothing.
 
     Attributes:
-        status: how the run ended.
         result: the flow's result, if it returned one.
         trial, flow_run_id: known once the flow runs.
-        stop_reason: the stop request, such as a signal.
-        run_status: the run's own reports.
-        store: the storage of the run's checkpoints.
         stream: for text that people read: stderr if the line is printed, else stdout.
     """
 
@@ -94,11 +90,17 @@ class JsonResult:
 
     def _known_fields(self) -> dict[str, Any]:
         """Return the known fields of a `TrialResult` that the flow did not return."""
+        from trial_core.observe.ledger.stored_ledger import read_ledger
         from trial_core.processes.machine.run_dirs import run_dir_of
 
         run_dir = run_dir_of(self.trial) if self.trial else None
         report = run_dir / "report.md" if run_dir else None
-        newest = self._newest_checkpoint()
+        newest = ledger = None
+        if self.store is not None and self.trial is not None:
+            with suppress(CheckpointError):  # the storage may be the cause of the failure
+                newest = self.store.newest(self.trial)
+            with suppress(CheckpointError):
+                ledger = read_ledger(self.store, self.trial)
         uuid = newest.uuid if newest else None
         return {
             "trial": self.trial,
@@ -117,26 +119,5 @@ class JsonResult:
             "run_dir": str(run_dir) if run_dir and run_dir.exists() else None,
             "flow_run_id": self.flow_run_id,
             "throughput": self.run_status.run_throughput.to_json(),
-            "ledger": self._ledger(),
+            "ledger": ledger.to_json() if ledger and ledger.runs else None,
         }
-
-    def _ledger(self) -> dict[str, Any] | None:
-        """Return the trial's ledger of time; None without one, or if the storage cannot be read."""
-        from trial_core.observe.ledger.stored_ledger import read_ledger
-
-        if self.store is None or self.trial is None:
-            return None
-        try:
-            ledger = read_ledger(self.store, self.trial)
-        except CheckpointError:
-            return None  # the storage may be the cause of the failure
-        return ledger.to_json() if ledger.runs else None
-
-    def _newest_checkpoint(self) -> Manifest | None:
-        """Return the checkpoint that the trial would continue from."""
-        if self.store is None or self.trial is None:
-            return None
-        try:
-            return self.store.newest(self.trial)
-        except CheckpointError:
-            return None  # the storage may be the cause of the failure

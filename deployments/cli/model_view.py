@@ -93,7 +93,19 @@ class ModelView:
         print_table(_VERSION_COLUMNS, rows)
         if moves:
             print()
-            print_table(_MOVE_COLUMNS, [_move_row(move) for move in moves])
+            of_moves = [
+                (
+                    str(move.number),
+                    local_time(move.at),
+                    move.kind,
+                    str(move.champion),
+                    "" if move.previous is None else str(move.previous),
+                    f"run {move.run}" if move.run else move.by,
+                    text_format.one_line(move.why),
+                )
+                for move in moves
+            ]
+            print_table(_MOVE_COLUMNS, of_moves)
 
     def _with_outcomes(self, moves: list[Move]) -> list[tuple[Version, str]]:
         from trial_core.models.journal import explain_versions
@@ -127,18 +139,6 @@ def listed(registry: Registry, name: str) -> tuple[dict[str, Any], tuple[str, ..
         console.warning(f"model {name}: {error}")
         return {"model": name, "problem": str(error)}, (name, "unreadable", "", "", "", "")
     return view.summary(), view.list_row()
-
-
-def _move_row(move: Move) -> tuple[str, ...]:
-    return (
-        str(move.number),
-        local_time(move.at),
-        move.kind,
-        str(move.champion),
-        "" if move.previous is None else str(move.previous),
-        f"run {move.run}" if move.run else move.by,
-        text_format.one_line(move.why),
-    )
 
 
 def _metric(version: Version) -> str:

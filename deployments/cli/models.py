@@ -195,7 +195,13 @@ def _register(
 
 def _tell_server(registry: Registry, move: Move) -> None:
     """Report a move to the Prefect server, if there is one, and to MLflow. It is made already."""
-    _show_in_mlflow(registry, move)
+    from trial_core.observe.trackers.model_registry import NOT_SHOWN, NotShown, show_champion
+
+    try:
+        with waiting("asking MLflow's registry"):
+            show_champion(registry, move.model)
+    except (NotShown, TrialflowError) as error:
+        console.warning(f"{NOT_SHOWN}: {error}")
     from trialflow.flows.server.prefect_settings import prepare_prefect
 
     prepare_prefect()
@@ -208,16 +214,6 @@ def _tell_server(registry: Registry, move: Move) -> None:
         return  # no server is configured
     except TrialflowError as error:
         console.warning(f"the champion has changed, and no event tells of it: {error}")
-
-
-def _show_in_mlflow(registry: Registry, move: Move) -> None:
-    from trial_core.observe.trackers.model_registry import NOT_SHOWN, NotShown, show_champion
-
-    try:
-        with waiting("asking MLflow's registry"):
-            show_champion(registry, move.model)
-    except (NotShown, TrialflowError) as error:
-        console.warning(f"{NOT_SHOWN}: {error}")
 
 
 def _print_move(move: Move, is_new: bool, as_json: bool, storage_options: str) -> None:

@@ -10,7 +10,6 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -296,15 +295,11 @@ def _reachability(
             yield Check("network", "ok", f"connects to {_nodes_text(others)}", node=name)
 
 
-@contextmanager
-def _stored_probe(storage: Storage) -> Iterator[TryStorage]:
-    """Yield the question about an object that this process has written.
-
-    At the end, everything in its folder is deleted, including files from nodes that were lost
-    meanwhile.
+def storage_checks(storage: Storage, agents: Sequence[ConnectedAgent]) -> Iterator[Check]:
+    """Check that nodes can use the storage, and how fast it is there. Nothing stays there.
 
     Raises:
-        StorageError: this process cannot write the object, or delete the objects.
+        StorageError: this process cannot write an object there, or delete the objects.
     """
     folder, data = f"{PROBES}/{uuid.uuid4()}", os.urandom(PROBE_BYTES)
     digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
@@ -312,19 +307,10 @@ def _stored_probe(storage: Storage) -> Iterator[TryStorage]:
     try:
         with waiting(f"writing to {storage.url}"):
             storage.write(f"{folder}/{entry.path}", data)
-        yield TryStorage(storage=storage.spec, folder=folder, object=entry)
-    finally:
-        storage.clear(folder)
-
-
-def storage_checks(storage: Storage, agents: Sequence[ConnectedAgent]) -> Iterator[Check]:
-    """Check that nodes can use the storage, and how fast it is there. Nothing stays there.
-
-    Raises:
-        StorageError: this process cannot use it.
-    """
-    with _stored_probe(storage) as question:
+        question = TryStorage(storage=storage.spec, folder=folder, object=entry)
         answers = yield from ask("storage", agents, question, StorageTried)
+    finally:
+        storage.clear(folder)  # including files of nodes that were lost meanwhile
     tried: dict[str, StorageTried] = {}
     for name, each in answers.items():
         if each.answer.problem is None:

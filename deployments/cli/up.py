@@ -252,7 +252,9 @@ def worker(
     """
     from prefect.settings import get_current_settings
 
+    from trialflow.deployments.desired_state import check_pool_name
     from trialflow.deployments.local_worker import LocalWorker
+    from trialflow.deployments.resources import find_pool
     from trialflow.flows.server.prefect_settings import use_stored_password
 
     use_stored_password()
@@ -261,30 +263,10 @@ def worker(
             "no Prefect server is configured: set PREFECT_API_URL to the server whose runs this "
             "machine executes, or run `trialflow up`, which starts a server on this machine"
         )
-    _check_pool(pool)
-    try:
-        with stoppable(announce_stop), LocalWorker(pool, None, options) as running:
-            running.serve()
-    except KeyboardInterrupt:
-        return console.INTERRUPTED
-    except Terminated:
-        return console.TERMINATED
-    raise ServiceEnded("the worker ended unexpectedly")
-
-
-def _check_pool(pool: str) -> None:
-    """Refuse a missing pool: Prefect's worker would create it, with Prefect's job template.
-
-    Raises:
-        ConfigError: the work pool does not exist, or is not of type process.
-    """
-    from trialflow.deployments.desired_state import check_pool_name
-    from trialflow.deployments.resources import find_pool
-
     check_pool_name(pool)
     with configured_client() as client:
         found = find_pool(client, pool)
-    if found is None:
+    if found is None:  # Prefect's worker would create it, with Prefect's job template
         raise ConfigError(
             f"there is no work pool {pool!r}: create it with `trialflow deploy --pool {pool}`"
         )
@@ -293,3 +275,11 @@ def _check_pool(pool: str) -> None:
             f"work pool {pool!r} is of type {found.type}, not process: start its worker with "
             f"`prefect worker start --pool {pool}`"
         )
+    try:
+        with stoppable(announce_stop), LocalWorker(pool, None, options) as running:
+            running.serve()
+    except KeyboardInterrupt:
+        return console.INTERRUPTED
+    except Terminated:
+        return console.TERMINATED
+    raise ServiceEnded("the worker ended unexpectedly")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -130,12 +131,16 @@ def schedule_of(path: Path, section: RetrainingConfig) -> RetrainingSchedule | N
         schedule = CronSchedule(cron=section.schedule.cron, timezone=zone)
     except ValidationError as error:
         raise ConfigError("\n".join(_error_lines(path, error))) from None
-    if not _has_next_time(schedule):
-        raise ConfigError(
-            f"{path}: retraining.schedule.cron: {schedule.cron!r} has no future time: no such day "
-            "exists"
-        )
-    return schedule
+    from prefect.server.schemas.schedules import CronSchedule as ServerCronSchedule
+
+    server_schedule = ServerCronSchedule(cron=schedule.cron, timezone=schedule.timezone)
+    with suppress(ValueError):  # croniter's CroniterBadDateError, with which the scheduler fails
+        if asyncio.run(server_schedule.get_dates(1)):
+            return schedule
+    raise ConfigError(
+        f"{path}: retraining.schedule.cron: {schedule.cron!r} has no future time: no such day "
+        "exists"
+    )
 
 
 def _error_lines(path: Path, error: ValidationError) -> list[str]:
@@ -147,17 +152,6 @@ def _error_lines(path: Path, error: ValidationError) -> list[str]:
         message = each["msg"].removeprefix("Value error, ")
         lines.append(f"{path}: retraining.schedule.{field}: {message}")
     return lines
-
-
-def _has_next_time(schedule: CronSchedule) -> bool:
-    """Return whether a future time exists. The server's scheduler fails on a schedule without."""
-    from prefect.server.schemas.schedules import CronSchedule as ServerCronSchedule
-
-    server_schedule = ServerCronSchedule(cron=schedule.cron, timezone=schedule.timezone)
-    try:
-        return bool(asyncio.run(server_schedule.get_dates(1)))
-    except ValueError:  # croniter's CroniterBadDateError
-        return False
 
 
 def describe_schedule(schedule: RetrainingSchedule) -> str:

@@ -7,6 +7,7 @@ itself fails if it has crashed too often.
 
 from __future__ import annotations
 
+from itertools import takewhile
 from uuid import UUID
 
 from prefect import runtime
@@ -43,11 +44,8 @@ def check_crash_limit(max_restarts: int) -> None:
         states = client.read_flow_run_states(UUID(str(runtime.flow_run.id)))
     starts = [state for state in states if state.name in _SCHEDULED or state.message == RESTARTED]
     starts.sort(key=lambda state: state.timestamp)
-    count = 0
-    for state in reversed(starts):
-        if state.message not in (SCHEDULED_AGAIN, RESTARTED):
-            break
-        count += 1
+    after_crash = (SCHEDULED_AGAIN, RESTARTED)
+    count = len([*takewhile(lambda state: state.message in after_crash, reversed(starts))])
     if count > max_restarts:
         raise CrashedTooOften(
             f"the run has crashed {count} times in a row, and max_restarts is {max_restarts}. The "

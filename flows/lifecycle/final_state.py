@@ -25,12 +25,10 @@ class StoppedRun:
         state: the type of its state on the server; None if the server does not answer, or if the
             flow run was deleted.
         has_other_attempt: True if another process has started the run since.
-        is_deployed: True for the run of a deployment.
         is_subflow: True for the run of a flow that another flow has called.
         is_suspended: True if Prefect has asked this process to suspend the run.
         ends_with_parent: True if the run that it is part of ends.
         is_in_main_thread: True if the flow runs in the thread that gets signals.
-        has_signal: True if a signal was received.
         has_queue: True if the run can be scheduled again.
     """
 

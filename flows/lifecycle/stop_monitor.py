@@ -326,17 +326,19 @@ class StopMonitor:
         state = None if run is None else run.state
         if run is None:
             self._stopping.ask("cancelled", "its flow run was deleted")
-        elif state is not None and _is_called_silent(state) and not self._is_other_attempt(run):
-            self._say_that_it_runs(run)
         elif self._is_other_attempt(run):
             # This attempt was presumed dead. It could not commit a checkpoint any more.
             self._stopping.ask("cancelled", "another attempt at its flow run has started")
             self._stopping.kill_now()
-        elif state is not None and state.type in CANCEL_STATES:
+        elif state is None:
+            self._check_parents()
+        elif state.name == "Crashed" and (state.message or "").startswith(SILENT):
+            self._say_that_it_runs(run)
+        elif state.type in CANCEL_STATES:
             self._stopping.ask("cancelled", "in Prefect")
-        elif state is not None and state.type == StateType.PAUSED:
+        elif state.type == StateType.PAUSED:
             self._suspend(run.id)
-        elif state is not None and state.type in _ENDED_STATES:
+        elif state.type in _ENDED_STATES:
             self._stopping.ask("cancelled", f"its flow run was set to {state.name}")
         else:
             self._check_parents()
@@ -413,8 +415,3 @@ class StopMonitor:
     def _keep_state(self, reason: str) -> BaseException:
         """An exception that leaves the flow run in its present state."""
         return Stopped(reason) if self._is_subflow else Abort(reason)
-
-
-def _is_called_silent(state: State[Any]) -> bool:
-    """Return whether the automation for silent runs has set the state (`trialflow deploy`)."""
-    return state.name == "Crashed" and (state.message or "").startswith(SILENT)

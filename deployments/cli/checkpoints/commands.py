@@ -272,11 +272,7 @@ def _short_name(held: HeldVersion) -> str:
 
 
 def _best_of_trials(manifests: list[Manifest]) -> set[str]:
-    """The uuids of the best checkpoints, one of each trial that has one.
-
-    Args:
-        manifests: all checkpoints of each of their trials.
-    """
+    """The uuids of the best checkpoints, one of each trial that has one."""
     from trial_core.checkpoint.retention_policy import best_of_trial
 
     trials: dict[str, list[Manifest]] = {}

@@ -233,47 +233,44 @@ def _print_plans(plans: list[PruningPlan]) -> None:
     decisions = [decision for plan in plans for decision in plan.decisions]
     print(f"keeping {plans[0].policy}\n")
     length = shortest_unique([decision.manifest.uuid for decision in decisions])
-    columns = ("action", "uuid", "trial", "batches", "saved", "size", "why")
-    print_table(columns, (_plan_cells(decision, length) for decision in decisions))
+    rows = [
+        (
+            "keep" if decision.keep else "delete",
+            manifest.uuid[:length],
+            manifest.trial,
+            str(manifest.progress.batches_trained),
+            local_time(manifest.created_at),
+            text_format.size(manifest.total_bytes),
+            decision.why,
+        )
+        for decision, manifest in ((each, each.manifest) for each in decisions)
+    ]
+    print_table(("action", "uuid", "trial", "batches", "saved", "size", "why"), rows)
     size = text_format.size(sum(plan.freed_bytes for plan in plans))
     count = text_format.plural(len(decisions), "checkpoint")
     print(f"\nto delete: {_deletions(plans)} of {count}, {size}")
 
 
-def _plan_cells(decision: RetentionDecision, length: int) -> tuple[str, ...]:
-    manifest = decision.manifest
-    return (
-        "keep" if decision.keep else "delete",
-        manifest.uuid[:length],
-        manifest.trial,
-        str(manifest.progress.batches_trained),
-        local_time(manifest.created_at),
-        text_format.size(manifest.total_bytes),
-        decision.why,
-    )
-
-
 def _print_leftovers(leftovers: list[Leftover]) -> None:
     print("uploads that were never committed:\n")
     length = shortest_unique([each.uuid for each in leftovers])
-    columns = ("action", "uuid", "trial", "begun", "files", "size", "why")
-    print_table(columns, (_leftover_cells(each, length) for each in leftovers))
+    rows = [
+        (
+            "keep" if each.keep else "delete",
+            each.uuid[:length],
+            each.trial or "?",
+            local_time(each.begun_at) if each.begun_at else "?",
+            str(each.files),
+            text_format.size(each.size_bytes),
+            each.why,
+        )
+        for each in leftovers
+    ]
+    print_table(("action", "uuid", "trial", "begun", "files", "size", "why"), rows)
     deleted = [each for each in leftovers if not each.keep]
     size = text_format.size(sum(each.size_bytes for each in deleted))
     count = text_format.plural(len(leftovers), "leftover")
     print(f"\nto delete: {len(deleted)} of {count}, {size}")
-
-
-def _leftover_cells(leftover: Leftover, length: int) -> tuple[str, ...]:
-    return (
-        "keep" if leftover.keep else "delete",
-        leftover.uuid[:length],
-        leftover.trial or "?",
-        local_time(leftover.begun_at) if leftover.begun_at else "?",
-        str(leftover.files),
-        text_format.size(leftover.size_bytes),
-        leftover.why,
-    )
 
 
 def _deletions(plans: list[PruningPlan]) -> int:

@@ -78,9 +78,14 @@ def verify(
     """
     if bool(checkpoints) == (all_ or trial is not None):
         raise ConfigError("give either checkpoints, or --trial or --all")
+    from trial_core.models.checkpoint_reference import open_checkpoint
+
     store = open_store(config, storage)
     with waiting(f"reading {store.url}"):
-        names = _named(store, checkpoints) if checkpoints else _all(store, trial)
+        if checkpoints:
+            names = [*dict.fromkeys(open_checkpoint(store, each).name for each in checkpoints)]
+        else:
+            names = _all(store, trial)
     found = [*_verify(store, names)]
     if json_:
         print(json.dumps([summary(each) for each in found], indent=2))
@@ -116,13 +121,6 @@ def summary(found: Verified) -> dict[str, Any]:
             for damage in found.damage
         ],
     }
-
-
-def _named(store: CheckpointStore, checkpoints: tuple[str, ...]) -> list[ManifestName]:
-    """Return the named checkpoints, each once. Raises CheckpointNotFound: none or several fit."""
-    from trial_core.models.checkpoint_reference import open_checkpoint
-
-    return [*dict.fromkeys(open_checkpoint(store, each).name for each in checkpoints)]
 
 
 def _all(store: CheckpointStore, trial: str | None) -> list[ManifestName]:
