@@ -30,7 +30,8 @@ from benchmarks.ranks import experiment, rank_processes
 from benchmarks.workload import temporary_homes
 from tests.support.s3 import S3Server, ceph_gateway, moto_server
 from trial_core.config import ExperimentConfig
-from trial_core.driver.drive import Caller, drive_trial
+from trial_core.driver.drive import drive_trial
+from trial_core.driver.run import Given
 from trial_core.observe.events.observers import Observer
 from trial_core.schedule.stop_requests import StopHandler
 
@@ -233,7 +234,7 @@ def _drive(config: ExperimentConfig, stopping: StopHandler, observer: Observer) 
     logger = logging.getLogger("benchmarks.continuous")
     drive_trial(
         config, f"{config.name}-0000beef",
-        Caller(uuid.uuid4().hex, stopping, lambda: logger, observer=observer),
+        Given(stopping=stopping, find_logger=lambda: logger, observer=observer),
     )  # fmt: skip
 
 

@@ -142,11 +142,12 @@ def measure(workloads: int, every: int, folder: Path, counts_objects: bool = Fal
 
     from trial_core.driver.loop import Loop
     from trial_core.driver.run import Launch, Run
+    from trial_core.driver.stages.build import build_trial
     from trial_core.driver.uploads import Uploads
     from trial_core.observe.report.live_report import Report
     from trialflow.tasks.artifact import ReportArtifact
     from trialflow.tasks.client_retries import NO_ANSWER
-    from trialflow.tasks.stages import STAGES
+    from trialflow.tasks.stages import as_prefect_task
 
     config = experiment(
         "LoopTrial",
@@ -172,11 +173,15 @@ def measure(workloads: int, every: int, folder: Path, counts_objects: bool = Fal
             publish_errors=NO_ANSWER,
         )  # fmt: skip
         with report:
-            launch = Launch(Run(config, "memory-00000000", run_dir, store, report))
+            run = Run(
+                config, "memory-00000000", run_dir, store,
+                observer=report, execute=as_prefect_task,
+            )  # fmt: skip
+            launch = Launch(run)
             launch.slots = slots  # type: ignore[assignment]  # it has the methods that stages use
-            with Uploads(launch, STAGES) as uploads:
-                STAGES.build_trial(launch)
-                Loop(launch, STAGES, uploads).run()
+            with Uploads(launch) as uploads:
+                build_trial(launch)
+                Loop(launch, uploads).run()
             report.run_ended("completed")
 
     drive()

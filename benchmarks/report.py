@@ -36,14 +36,16 @@ def measure(world_size: int, plan: Plan, pause_seconds: float, folder: Path) -> 
 
     from trial_core.checkpoint.resume_point import ResumePoint
     from trial_core.checkpoint.store import CheckpointStore
-    from trial_core.driver.launch_ranks import launch_slots
+    from trial_core.driver.drive import launch_slots
     from trial_core.driver.placement import ThisMachine
     from trial_core.driver.run import Launch, Run
+    from trial_core.driver.stages.build import build_loaders, build_trial
+    from trial_core.driver.stages.train_workload import train_workload
     from trial_core.observe.report.live_report import Report
     from trial_core.processes.slots.fork_server import ForkServer
     from trialflow.tasks.artifact import ReportArtifact
     from trialflow.tasks.client_retries import NO_ANSWER
-    from trialflow.tasks.stages import STAGES
+    from trialflow.tasks.stages import as_prefect_task
 
     name = case_name(world_size)
     trial, run_dir, chatty = f"report-{name}", folder / name, folder / f"{name}-chatty"
@@ -67,15 +69,18 @@ def measure(world_size: int, plan: Plan, pause_seconds: float, folder: Path) -> 
             time.sleep(pause_seconds)  # for the last update and the last log lines
 
         with report:
-            launch = Launch(Run(config, trial, run_dir, store, relay := Relay()))
+            relay = Relay()
+            launch = Launch(
+                Run(config, trial, run_dir, store, observer=relay, execute=as_prefect_task)
+            )
             with (
                 ForkServer() as fork_server,
                 launch_slots(launch, ThisMachine(fork_server)) as launch.slots,
             ):
-                STAGES.build_trial(launch)
-                STAGES.build_loaders(launch, ResumePoint())
+                build_trial(launch)
+                build_loaders(launch, ResumePoint())
                 report.run_started(trial, plan.total_batches, 0, launch.answers.batch_samples)
-                pairs = Turns(launch, relay, reported, STAGES.train_workload, plan).measure()
+                pairs = Turns(launch, relay, reported, train_workload, plan).measure()
             report.run_ended("completed")
         return pairs
 

@@ -24,10 +24,11 @@ from benchmarks.turns import Pair, Plan, Relay, Turns, figures_of, paced_experim
 from benchmarks.workload import temporary_homes
 from trial_core.checkpoint.resume_point import ResumePoint
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.driver.launch_ranks import launch_slots
+from trial_core.driver.drive import launch_slots
 from trial_core.driver.placement import ThisMachine
 from trial_core.driver.run import Launch, Run
-from trial_core.driver.stages import PLAIN_STAGES
+from trial_core.driver.stages.build import build_loaders, build_trial
+from trial_core.driver.stages.train_workload import train_workload
 from trial_core.observe.events.observers import Observer
 from trial_core.observe.ledger.run_clock import RunClock
 from trial_core.observe.telemetry.run_telemetry import run_telemetry
@@ -47,7 +48,7 @@ def measure(world_size: int, plan: Plan, folder: Path) -> list[Pair]:
     run_dir.mkdir()
     config = paced_experiment(world_size, plan, folder / "never", folder)
     store = CheckpointStore(config.checkpoint_storage.url)
-    launch = Launch(Run(config, trial, run_dir, store, relay := Relay()))
+    launch = Launch(Run(config, trial, run_dir, store, observer=(relay := Relay())))
     clock = RunClock()
 
     @contextmanager
@@ -62,9 +63,9 @@ def measure(world_size: int, plan: Plan, folder: Path) -> list[Pair]:
         ForkServer() as fork_server,
         launch_slots(launch, ThisMachine(fork_server)) as launch.slots,
     ):
-        PLAIN_STAGES.build_trial(launch)
-        PLAIN_STAGES.build_loaders(launch, ResumePoint())
-        return Turns(launch, relay, exported, PLAIN_STAGES.train_workload, plan).measure()
+        build_trial(launch)
+        build_loaders(launch, ResumePoint())
+        return Turns(launch, relay, exported, train_workload, plan).measure()
 
 
 def main() -> None:

@@ -22,11 +22,13 @@ from trial_core.checkpoint.transfer.trial_code import TrialCode, code_of_folder
 from trial_core.common.text_format import unique_slug
 from trial_core.config import ExperimentConfig
 from trial_core.driver.code_source import fetched_code, refuse_missing_code
+from trial_core.driver.drive import launch_slots, stopping_ranks
 from trial_core.driver.fetch_resume_point import fetch, require_convertible
-from trial_core.driver.launch_ranks import launch_slots, stopping_ranks
 from trial_core.driver.placement import announcer, place_ranks
 from trial_core.driver.run import Launch, Run
-from trial_core.driver.stages.validate import report_validation
+from trial_core.driver.stages.build import build_loaders, build_trial
+from trial_core.driver.stages.callbacks import call_hook
+from trial_core.driver.stages.validate import report_validation, validate
 from trial_core.errors import (
     CheckpointDamaged,
     CheckpointNotFound,
@@ -47,7 +49,7 @@ from trialflow.flows.train import takeover_wait_seconds
 from trialflow.tasks.checkpoint_use import ExperimentOrResult, HasCheckpoint, checkpoint_of
 from trialflow.tasks.client_retries import NO_ANSWER
 from trialflow.tasks.events import RunEvents
-from trialflow.tasks.stages import STAGES
+from trialflow.tasks.stages import as_prefect_task
 from trialflow.tasks.storage_block import with_credentials
 
 
@@ -155,20 +157,20 @@ def evaluate_checkpoint(
         else:
             code = TrialCode(config.code)
         run = Run(
-            config, name, run_dir, store, Observers(current_observer(), RunEvents(config, name)),
-            stopping, claim, devices=devices, find_logger=logger_finder(),
+            config, name, run_dir, store, claim, devices=devices, stopping=stopping,
+            observer=Observers(current_observer(), RunEvents(config, name)),
+            find_logger=logger_finder(), execute=as_prefect_task,
         )  # fmt: skip
         launch = Launch(run, code)
         try:
             with launch_slots(launch, placement) as launch.slots, stopping_ranks(launch):
-                STAGES.build_trial(launch)
+                build_trial(launch)
                 manifest = _fetch_first_intact(launch, candidates, checkpoint)
-                STAGES.build_loaders(launch, ResumePoint.warm(manifest, weights_only=True))
+                build_loaders(launch, ResumePoint.warm(manifest, weights_only=True))
                 batches_trained = manifest.progress.batches_trained
-                if not STAGES.validate(launch, batches_trained):
+                if not validate(launch, batches_trained):
                     raise Stopped("the validation had not ended")
-                if "on_validation_end" in launch.answers.hooks:
-                    STAGES.callbacks(launch, "on_validation_end", batches_trained, {})
+                call_hook(launch, "on_validation_end", batches_trained)
                 report_validation(launch, batches_trained)
         except (RankFailed, Stalled) as failure:
             if isinstance(failure, Stalled):
@@ -206,7 +208,7 @@ def _fetch_first_intact(
         point = ResumePoint.warm(manifest, weights_only=True)
         require_convertible(launch, point)
         try:
-            damage = fetch(launch, STAGES, point)
+            damage = fetch(launch, point)
         except CheckpointNotFound as error:  # deleted since the candidates were listed
             if checkpoint:
                 raise

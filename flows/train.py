@@ -20,9 +20,10 @@ from pydantic.json_schema import SkipJsonSchema
 from trial_core.checkpoint.layout import checked_trial
 from trial_core.config import ExperimentConfig
 from trial_core.driver.code_source import refuse_missing_code
-from trial_core.driver.drive import Caller, drive_trial
+from trial_core.driver.drive import drive_trial
 from trial_core.driver.placement import importing_ahead
 from trial_core.driver.result import TrialResult as TrialResult, describe_saved
+from trial_core.driver.run import Given
 from trial_core.errors import ConfigError
 from trial_core.models.checkpoint_reference import open_checkpoint
 from trial_core.observe.events.observers import Observers, current_observer
@@ -41,7 +42,7 @@ from trialflow.tasks.artifact import ReportArtifact
 from trialflow.tasks.checkpoint_use import HasCheckpoint, checkpoint_of, store_of
 from trialflow.tasks.client_retries import NO_ANSWER
 from trialflow.tasks.events import RunEvents
-from trialflow.tasks.stages import STAGES
+from trialflow.tasks.stages import as_prefect_task
 from trialflow.tasks.storage_block import with_credentials
 
 prepare_temporary_server()
@@ -131,11 +132,11 @@ def train_trial(
         page.write(text)
         label.send()
 
-    caller = Caller(
+    given = Given(
         attempt=attempt,
         stopping=stopping,
         find_logger=logger_finder(),
-        stages=STAGES,
+        execute=as_prefect_task,
         observer=Observers(current_observer(), RunEvents(config, trial)),
         publish=publish,
         publish_errors=NO_ANSWER,
@@ -147,7 +148,7 @@ def train_trial(
         takeover_wait_seconds=takeover_wait_seconds(config),
         waited_seconds=waited_seconds,
     )
-    return drive_trial(config, trial, caller)
+    return drive_trial(config, trial, given)
 
 
 def started_from(

@@ -7,8 +7,7 @@ Prefect needs is here.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import fields
-from functools import wraps
+from functools import cache, wraps
 from typing import Any, ParamSpec, TypeVar
 
 from prefect import Task, task
@@ -18,7 +17,7 @@ from prefect.context import FlowRunContext
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.transfer.staging import StagedCheckpoint
 from trial_core.driver.run import Launch
-from trial_core.driver.stages import Stages
+from trial_core.driver.stages.callbacks import callbacks
 from trial_core.driver.stages.declared_stage import DeclaredStage
 from trialflow.tasks.checkpoint_asset import begins_asset, describe_asset
 from trialflow.tasks.retrying import TRANSFER
@@ -77,31 +76,24 @@ SPECIAL: Mapping[str, Callable[..., Any]] = {
 """By the name of a stage, how its function differs under Prefect."""
 
 
-def _task_of(declared: DeclaredStage) -> Task[Any, Any]:
-    special = SPECIAL.get(declared.name)
-    work = declared.work if special is None else special(declared.work)
-    options = TRANSFER if declared.is_transfer else {"cache_policy": NO_CACHE}
-    shown = f"{declared.name} {declared.detail}".rstrip()
-    return task(name=declared.name, task_run_name=shown, **options)(work)
+@cache
+def task_of(stage: DeclaredStage[..., Any]) -> Task[Any, Any]:
+    """The task of a stage."""
+    special = SPECIAL.get(stage.name)
+    work = stage.work if special is None else special(stage.work)
+    options = TRANSFER if stage.is_transfer else {"cache_policy": NO_CACHE}
+    shown = f"{stage.name} {stage.detail}".rstrip()
+    return task(name=stage.name, task_run_name=shown, **options)(work)
 
 
-DECLARED: Mapping[str, DeclaredStage] = {
-    field.name: field.metadata["stage"] for field in fields(Stages)
-}
-TASKS: Mapping[str, Task[Any, Any]] = {name: _task_of(stage) for name, stage in DECLARED.items()}
-"""The task of each stage, by the name of its field in `Stages`."""
+def as_prefect_task(stage: DeclaredStage[..., Any]) -> Callable[..., Any]:
+    """How a flow executes a stage, see `Given.execute`."""
+    if stage is callbacks:
+        return _call_hook
+    return task_of(stage).submit if stage.is_parallel else task_of(stage)
 
 
-def callbacks(launch: Launch, hook: str, batches_trained: int, arguments: dict[str, Any]) -> None:
+def _call_hook(launch: Launch, hook: str, batches_trained: int, arguments: dict[str, Any]) -> None:
     """Call one hook of every callback: as a task, unless that would crowd the timeline."""
-    is_shown = hook not in HOOKS_OF_EACH_WORKLOAD
-    call = TASKS["callbacks"] if is_shown else DECLARED["callbacks"].work
+    call = callbacks.work if hook in HOOKS_OF_EACH_WORKLOAD else task_of(callbacks)
     call(launch, hook, batches_trained, arguments)
-
-
-_executed: dict[str, Any] = {
-    name: TASKS[name].submit if stage.is_parallel else TASKS[name]
-    for name, stage in DECLARED.items()
-}
-STAGES = Stages(**{**_executed, "callbacks": callbacks})
-"""The stages of a run as Prefect tasks."""

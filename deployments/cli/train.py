@@ -251,17 +251,16 @@ def tried(
     experiment: ExperimentConfig, observer: Observer, micro_batch_samples: int | None = None
 ) -> Ended:
     """Try a trial; delete the files that this wrote if nothing failed. Raises as `try_trial`."""
-    from trial_core.driver.drive import Caller, try_trial
+    from trial_core.driver.drive import try_trial
+    from trial_core.driver.run import Given
     from trial_core.processes.machine.run_dirs import run_dir_of, trial_id
-    from trial_core.schedule.stop_requests import StopHandler
 
     trial = trial_id(f"{experiment.name} test", uuid4().hex)
     logger = Logger(__name__, CRITICAL)  # display and error say it already
-    caller = Caller(
-        trial, StopHandler(0), lambda: logger, observer=observer,
-        micro_batch_samples=micro_batch_samples,
-    )  # fmt: skip
-    ended = try_trial(with_block(experiment), trial, caller)
+    given = Given(
+        find_logger=lambda: logger, observer=observer, micro_batch_samples=micro_batch_samples
+    )
+    ended = try_trial(with_block(experiment), trial, given)
     shutil.rmtree(run_dir_of(trial), ignore_errors=True)
     return ended
 

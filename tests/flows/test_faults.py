@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,9 @@ from tests.support.faults.saving import PATIENT, client_options, keys_of
 from tests.support.flow import one_slot, train
 from tests.support.s3 import S3Server
 from tests.support.slots import lines
+from tests.support.stages import faking
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.driver.stages.checkpoint import checkpoint_upload
 from trial_core.errors import StorageError
 
 pytestmark = [pytest.mark.slots, pytest.mark.server]
@@ -31,9 +32,9 @@ def test_a_failed_upload_costs_no_earlier_checkpoint(
     The run fails with the rank's message after the retries, and the first checkpoint is intact.
     The next run resumes from it, and deletes the leftovers of the failed uploads.
     """
-    soon = trialflow.tasks.stages.TASKS["checkpoint_upload"].with_options(retry_delay_seconds=0)
-    changed = replace(trialflow.flows.train.STAGES, checkpoint_upload=soon.submit)
-    monkeypatch.setattr(trialflow.flows.train, "STAGES", changed)
+    soon = trialflow.tasks.stages.task_of(checkpoint_upload).with_options(retry_delay_seconds=0)
+    changed = faking(trialflow.flows.train.as_prefect_task, checkpoint_upload=soon.submit)
+    monkeypatch.setattr(trialflow.flows.train, "as_prefect_task", changed)
     with faulty_s3(moto_s3) as endpoint:
         options = client_options(endpoint.server("run").options, PATIENT)
         storage = {"url": f"{moto_s3.new_bucket()}/runs", "options": options}

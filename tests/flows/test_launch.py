@@ -19,11 +19,10 @@ import trialflow.flows.train
 from tests.support.gpus import fake_gpus
 from tests.support.slots import build, toy_config
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.driver.launch_ranks import launch_slots
+from trial_core.driver.drive import launch_slots
 from trial_core.driver.placement import OnNodes, Placement, ThisMachine
 from trial_core.driver.run import Launch, Run
 from trial_core.errors import CheckpointError, LaunchError, RankFailed
-from trial_core.observe.events.observers import Observer
 from trial_core.observe.ledger.run_clock import RunClock
 from trial_core.processes.machine.accelerators import resolve_slot_count
 from trial_core.processes.slots.fork_server import ForkServer
@@ -46,7 +45,7 @@ def this_machine() -> Iterator[ThisMachine]:
 def toy_run(folder: Path, variables: dict[str, str]) -> Launch:
     """A run of the toy trial on two slots, not launched."""
     config = toy_config(folder, environment={"environment_variables": variables})
-    return Launch(Run(config, "toy-0a", folder, CheckpointStore("memory://"), Observer()))
+    return Launch(Run(config, "toy-0a", folder, CheckpointStore("memory://")))
 
 
 @pytest.mark.slots
@@ -159,7 +158,7 @@ def test_a_trial_that_is_a_path_is_refused_at_once(tmp_path: Path) -> None:
 def test_ranks_without_their_gpu_refuse_to_train(tmp_path: Path, this_machine: ThisMachine) -> None:
     """The driver has counted one, and torch in the rank finds none: no training on the CPU."""
     config = toy_config(tmp_path, resources={"slots_per_trial": 1})
-    launch = Launch(Run(config, "toy-0a", tmp_path, CheckpointStore("memory://"), Observer()))
+    launch = Launch(Run(config, "toy-0a", tmp_path, CheckpointStore("memory://")))
     with (
         launch_slots(launch, this_machine) as slots,
         pytest.raises(RankFailed, match=r"on cuda device 0, but torch .* finds none: .*CUDA"),

@@ -24,7 +24,7 @@ from trial_core.driver.uploads import Pruning
 from trial_core.errors import ConfigError, StorageError
 from trial_core.schedule.sequencer import Progress
 from trialflow.flows.lifecycle.run_log import logger_finder
-from trialflow.tasks.stages import STAGES
+from trialflow.tasks.stages import as_prefect_task
 
 pytestmark = pytest.mark.server
 
@@ -142,7 +142,8 @@ def in_a_run(config: ExperimentConfig, act: Any) -> str:
     @flow(name="a-run", on_running=[lambda flow, run, state: ids.append(str(run.id))])
     def a_run() -> None:
         run = Run(config, TRIAL, Path(), store, find_logger=logger_finder())
-        pruning = Pruning(Launch(run), STAGES)
+        run.execute = as_prefect_task
+        pruning = Pruning(Launch(run))
         act(pruning)
         pruning.finish()
 

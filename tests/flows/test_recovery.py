@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import trialflow.tasks.stages
 from tests.support.flow import breaking, one_slot, resumption, stages, train
 from tests.support.prefect import PrefectServer
 from tests.support.slots import lines
+from tests.support.stages import all_stages, faking
 from trial_core.errors import RankFailed, TrialflowError
 from trial_core.processes.machine.run_dirs import locked_run_dir
 
@@ -24,7 +24,7 @@ def retry_after_repair(
     monkeypatch: pytest.MonkeyPatch, stage: str, repair: Callable[[], None]
 ) -> None:
     """Make the flow retry `stage` at once, after calling `repair`."""
-    task = trialflow.tasks.stages.TASKS[stage]
+    task = trialflow.tasks.stages.task_of(all_stages()[stage])
 
     def condition(task: Any, task_run: Any, state: Any) -> bool:
         repair()
@@ -33,8 +33,8 @@ def retry_after_repair(
     original = task.retry_condition_fn
     quick = task.with_options(retry_delay_seconds=0, retry_condition_fn=condition)
     work = quick.submit if stage == "checkpoint_upload" else quick
-    changed = replace(trialflow.flows.train.STAGES, **{stage: work})
-    monkeypatch.setattr(trialflow.flows.train, "STAGES", changed)
+    changed = faking(trialflow.flows.train.as_prefect_task, **{stage: work})
+    monkeypatch.setattr(trialflow.flows.train, "as_prefect_task", changed)
 
 
 @pytest.mark.long

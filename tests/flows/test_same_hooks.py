@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +27,10 @@ from tests.support.hook_calls import (
     logged,
 )
 from tests.support.slots import toy_config
+from tests.support.stages import all_stages
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.driver.stages import PLAIN_STAGES, Stages
 from trial_core.observe.events.observers import observing
-from trialflow.tasks.stages import STAGES, TASKS
+from trialflow.tasks.stages import as_prefect_task, task_of
 
 DIFFERENT_IN_EACH_RUN = ("uuid", "folder")
 
@@ -45,17 +44,18 @@ def comparable(record: Path, rank: int) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.parametrize("name", [field.name for field in fields(Stages)])
+@pytest.mark.parametrize("name", all_stages())
 def test_the_flow_has_each_stage_as_a_task_of_its_name(name: str) -> None:
     """And the driver without Prefect as a function of that name. Three run beside training."""
-    task, plain = getattr(STAGES, name), getattr(PLAIN_STAGES, name)
+    stage = all_stages()[name]
+    task: Any = as_prefect_task(stage)
     if name in ("checkpoint_upload", "checkpoint_prune", "own_stage"):
         assert task.__name__ == "submit"
         task = task.__self__
     if name == "callbacks":  # which chooses hooks that are tasks
-        task = TASKS[name]
+        task = task_of(stage)
     assert task.name == name.replace("_", "-")
-    assert plain.__name__ == name
+    assert stage.work.__name__ == name
 
 
 @pytest.mark.slots

@@ -6,7 +6,6 @@ import threading
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,18 +14,17 @@ from prefect.futures import PrefectConcurrentFuture
 from tests.support.manifests import new_manifest
 from tests.support.prefect import free_port, isolated
 from tests.support.slots import toy_config
+from tests.support.stages import beside, faking
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.transfer.staging import StagedCheckpoint
 from trial_core.driver.run import Launch, Run
-from trial_core.driver.stages.declared_stage import beside
 from trial_core.driver.uploads import Uploads
 from trial_core.errors import SlotsError
-from trial_core.observe.events.observers import Observer
 from trial_core.observe.ledger.run_clock import RunClock
 from trial_core.schedule.sequencer import Progress
 from trialflow.flows.server.prefect_settings import environment
-from trialflow.tasks.stages import STAGES
+from trialflow.tasks.stages import as_prefect_task
 
 
 @pytest.fixture
@@ -35,7 +33,7 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
     nowhere = f"http://127.0.0.1:{free_port()}/api"
     with environment({**isolated(tmp_path), "PREFECT_API_URL": nowhere}):
         store = CheckpointStore("memory://")
-        yield Launch(Run(toy_config(tmp_path), "toy-0000beef", tmp_path, store, Observer()))
+        yield Launch(Run(toy_config(tmp_path), "toy-0000beef", tmp_path, store))
 
 
 STAGED = StagedCheckpoint.now("4f0c21aa", Progress(4), {})
@@ -44,12 +42,12 @@ STAGED = StagedCheckpoint.now("4f0c21aa", Progress(4), {})
 def uploads_of(launch: Launch, future: Future[Manifest]) -> Uploads:
     """Uploads whose task ends with `future`."""
     started = PrefectConcurrentFuture(uuid.uuid4(), future)
-    stages = replace(
-        STAGES,
+    launch.run.execute = faking(
+        as_prefect_task,
         checkpoint_upload=lambda launch, staged: started,
         checkpoint_prune=beside(lambda *_: None),
     )
-    return Uploads(launch, stages)
+    return Uploads(launch)
 
 
 def test_polling_an_upload_does_not_ask_the_server(launch: Launch) -> None:

@@ -6,8 +6,10 @@ import logging
 from typing import Any
 
 from trial_core.config import ExperimentConfig
-from trial_core.driver.drive import Caller, drive_trial
+from trial_core.driver.drive import drive_trial
+from trial_core.driver.placement import Placement
 from trial_core.driver.result import TrialResult
+from trial_core.driver.run import Given
 from trial_core.observe.events.observers import Observer
 from trial_core.schedule.stop_requests import StopHandler
 
@@ -40,12 +42,14 @@ def drive(
     trial: str = TRIAL,
     stopping: StopHandler | None = None,
     observer: Observer | None = None,
-    **caller: Any,
+    joining: Placement | None = None,
+    **given: Any,
 ) -> TrialResult:
     """Train a trial to its end."""
     with StopHandler(config.stopping.grace_seconds) as own:
-        given = Caller(
-            "an attempt", stopping or own, lambda: logging.getLogger("tests.driving"),
-            observer=observer or Observer(), **caller,
+        run = Given(
+            attempt="an attempt", stopping=stopping or own,
+            find_logger=lambda: logging.getLogger("tests.driving"),
+            observer=observer or Observer(), **given,
         )  # fmt: skip
-        return drive_trial(config, trial, given)
+        return drive_trial(config, trial, run, joining)

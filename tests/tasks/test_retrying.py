@@ -16,7 +16,6 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.driver.run import Launch, Run
 from trial_core.errors import CheckpointError, StorageError
-from trial_core.observe.events.observers import Observer
 from trial_core.schedule.stop_requests import StopHandler
 from trialflow.tasks.retrying import STORAGE_RETRY_SECONDS, storage_failed
 
@@ -34,7 +33,7 @@ def stage_of(launch: Launch) -> Iterator[None]:
 
 def run_of(config: ExperimentConfig, folder: Path, stopping: StopHandler) -> Launch:
     store = CheckpointStore(config.checkpoint_storage.url)
-    return Launch(Run(config, "trial", folder, store, Observer(), stopping))
+    return Launch(Run(config, "trial", folder, store, stopping=stopping))
 
 
 def test_only_storage_failures_are_retried() -> None:

@@ -8,17 +8,19 @@ from typing import Any
 import pytest
 from prefect.context import FlowRunContext
 
-from trialflow.tasks.stages import DECLARED, SPECIAL, TASKS, forgetting_results
+from tests.support.stages import all_stages
+from trialflow.tasks.stages import SPECIAL, forgetting_results, task_of
 
 SPECIAL_STAGES = {"checkpoint_upload", "train_workload", "run_script"}
 
 
 def test_only_special_stages_are_not_the_declared_functions() -> None:
     """Under Prefect, uploads materialize assets, and long runs forget results."""
-    special = {name for name, task in TASKS.items() if task.fn is not DECLARED[name].work}
+    declared = all_stages()
+    special = {name for name, stage in declared.items() if task_of(stage).fn is not stage.work}
     assert special == SPECIAL_STAGES == {name.replace("-", "_") for name in SPECIAL}
     for name in ("train_workload", "run_script"):
-        assert vars(TASKS[name].fn)["__wrapped__"] is DECLARED[name].work
+        assert vars(task_of(declared[name]).fn)["__wrapped__"] is declared[name].work
 
 
 def test_a_flow_forgets_earlier_results(monkeypatch: pytest.MonkeyPatch) -> None:

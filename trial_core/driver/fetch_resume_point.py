@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 from trial_core.checkpoint.resume_point import ResumePoint, no_intact_checkpoint
 from trial_core.driver.run import Launch
-from trial_core.driver.stages import Stages
+from trial_core.driver.stages.build import fetch_checkpoint
 from trial_core.errors import CheckpointNotFound
 
 _logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ def require_convertible(launch: Launch, point: ResumePoint) -> None:
         point.require_convertible(launch.answers.topology)
 
 
-def fetch(launch: Launch, stages: Stages, point: ResumePoint) -> str | None:
+def fetch(launch: Launch, point: ResumePoint) -> str | None:
     """Fetch a resume point's checkpoint to the ranks. Describe the damage; None if intact.
 
     Raises:
@@ -61,4 +61,4 @@ def fetch(launch: Launch, stages: Stages, point: ResumePoint) -> str | None:
         return None
     if launch.run.claim is not None:  # first, so that it is not pruned meanwhile
         launch.run.claim.renew(point.checkpoint.name)
-    return stages.fetch_checkpoint(launch, point.checkpoint, point.restore)
+    return fetch_checkpoint(launch, point.checkpoint, point.restore)

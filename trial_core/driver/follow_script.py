@@ -24,8 +24,8 @@ from trial_core.driver.loop import Loop, wind_up
 from trial_core.driver.result import TrialResult
 from trial_core.driver.run import Launch, Run
 from trial_core.driver.script_reports import ScriptReports
-from trial_core.driver.stages import Stages
-from trial_core.driver.stages.script import RunningScript, UploadEnded
+from trial_core.driver.stages.build import attach_trial
+from trial_core.driver.stages.script import RunningScript, UploadEnded, run_script
 from trial_core.driver.uploads import Uploads
 from trial_core.errors import ConfigError
 from trial_core.messages import (
@@ -40,7 +40,7 @@ from trial_core.schedule.sequencer import CheckpointPolicy, Schedule
 from trial_core.schedule.units import Batch, Epoch, TrainUnit
 
 
-def follow_script(launch: Launch, stages: Stages, uploads: Uploads) -> TrialResult:
+def follow_script(launch: Launch, uploads: Uploads) -> TrialResult:
     """Run the script of a trial on its ranks, to its end.
 
     Raises:
@@ -51,7 +51,7 @@ def follow_script(launch: Launch, stages: Stages, uploads: Uploads) -> TrialResu
     run, metrics = launch.run, launch.answers.metrics
     uploads.own.check()
     # The script decides whether ranks can restore it, or it is known when its trial is attached.
-    start = fetch_first_intact(run.resume_points(), lambda point: fetch(launch, stages, point))
+    start = fetch_first_intact(run.resume_points(), lambda point: fetch(launch, point))
     if start.checkpoint is not None:
         run.logger.info("the script starts from checkpoint %s", start.uuid)
     metrics.clear()  # earlier ranks' steps were lost
@@ -71,10 +71,10 @@ def follow_script(launch: Launch, stages: Stages, uploads: Uploads) -> TrialResu
     newest = start.uuid if start.restore == "everything" else None
     launch.status.saved_at = begin if newest else None
     while not isinstance(
-        event := stages.run_script(launch, script, progress, launch.status.batches_trained), list
+        event := run_script(launch, script, progress, launch.status.batches_trained), list
     ):
         if isinstance(event, FitBegun):
-            fitted = follow_fit(launch, stages, uploads, event, start if fitted is None else None)
+            fitted = follow_fit(launch, uploads, event, start if fitted is None else None)
             progress.progress = progress.progress.after_training(fitted.batches_trained)
             continue
         if isinstance(event, UploadEnded):
@@ -100,7 +100,7 @@ def follow_script(launch: Launch, stages: Stages, uploads: Uploads) -> TrialResu
     launch.answers.writes_run_files = any(rank.writes_run_files for rank in event)
     was_preempted = any(rank.was_preempted for rank in event)
     stopped_early = was_preempted or (fitted is not None and fitted.stopped_early)
-    wind_up(launch, stages, uploads, launch.status.batches_trained, stopped_early)
+    wind_up(launch, uploads, launch.status.batches_trained, stopped_early)
     if fitted is not None:
         return replace(fitted, stopped_early=stopped_early)
     return TrialResult(
@@ -117,7 +117,7 @@ def follow_script(launch: Launch, stages: Stages, uploads: Uploads) -> TrialResu
 
 
 def follow_fit(
-    launch: Launch, stages: Stages, uploads: Uploads, fit: FitBegun, start: ResumePoint | None
+    launch: Launch, uploads: Uploads, fit: FitBegun, start: ResumePoint | None
 ) -> TrialResult:
     """Train as a script's `Trainer.fit` asks, and let it return.
 
@@ -126,11 +126,11 @@ def follow_fit(
     """
     answers = launch.answers
     answers.stop_requested, answers.stop_reason = False, None  # from an earlier fit
-    stages.attach_trial(launch)
+    attach_trial(launch)
     if launch.should_stop:
         launch.slots.stop()  # again: the attached trial starts without it
     schedule = _schedule(launch.run, fit)
-    result = Loop(launch, stages, uploads, schedule, start).run()
+    result = Loop(launch, uploads, schedule, start).run()
     result = replace(
         result, run_dir=str(launch.run.run_dir), trial_stop_reason=answers.stop_reason,
         throughput=launch.run.throughput.throughput.to_json(),

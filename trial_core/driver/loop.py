@@ -27,8 +27,12 @@ from trial_core.checkpoint.resume_point import ResumePoint
 from trial_core.driver.fetch_resume_point import fetch, fetch_first_intact, require_convertible
 from trial_core.driver.result import TrialResult
 from trial_core.driver.run import Launch
-from trial_core.driver.stages import Stages
-from trial_core.driver.stages.validate import report_validation
+from trial_core.driver.stages.build import build_loaders
+from trial_core.driver.stages.callbacks import call_hook
+from trial_core.driver.stages.checkpoint import checkpoint_save
+from trial_core.driver.stages.train_workload import train_workload
+from trial_core.driver.stages.upload_run_files import upload_run_files
+from trial_core.driver.stages.validate import check_metrics, report_validation, validate
 from trial_core.driver.uploads import Uploads
 from trial_core.errors import TrialError
 from trial_core.schedule.sequencer import (
@@ -49,7 +53,6 @@ class Loop:
     """The loop of one launch of a run.
 
     Args:
-        stages: the functions that send requests to the ranks.
         uploads: the launch's work in parallel with training.
         schedule: by default the experiment's.
         fetched: the resume point, if its files are fetched already; by default the run chooses.
@@ -58,14 +61,12 @@ class Loop:
     def __init__(
         self,
         launch: Launch,
-        stages: Stages,
         uploads: Uploads,
         schedule: Schedule | None = None,
         fetched: ResumePoint | None = None,
     ) -> None:
         self._launch = launch
         self._run = launch.run
-        self._stages = stages
         self._uploads = uploads
         self._schedule = schedule or launch.run.config.schedule()
         self._fetched = fetched
@@ -79,9 +80,7 @@ class Loop:
                 or a stage of the user's own has failed. The run saves first, unless the losses are
                 not finite.
         """
-        launch, stages, uploads, metrics = (
-            self._launch, self._stages, self._uploads, self._launch.answers.metrics,
-        )  # fmt: skip
+        launch, uploads, metrics = self._launch, self._uploads, self._launch.answers.metrics
         uploads.own.check()
         start = self._fetch_resume_point()
         metrics.clear()  # earlier ranks' batches were lost
@@ -91,11 +90,11 @@ class Loop:
         if self._run.test_mode:
             end = Batch(begin + 1)
             self._schedule = Schedule(end, reporting_period=end, checkpoint_policy="none")
-        stages.call_hook(
+        call_hook(
             launch, "on_trial_startup", begin, first_batch_idx=begin, checkpoint_uuid=start.uuid
         )
         epoch = self._build_loaders(start)
-        stages.call_hook(launch, "on_training_start", begin)
+        call_hook(launch, "on_training_start", begin)
         launch.may_save()  # from here on a stop request saves first
         first = next_workload(progress, self._schedule, epoch)
         if isinstance(first, Finish):
@@ -121,9 +120,9 @@ class Loop:
             progress = progress.stopping(launch.should_stop or wrong is not None)
 
         uploads.finish()
-        stages.call_hook(launch, "on_trial_shutdown", progress.batches_trained)
+        call_hook(launch, "on_trial_shutdown", progress.batches_trained)
         stopped_early = has_more_to_do(progress, self._schedule, epoch)
-        wind_up(launch, stages, uploads, progress.batches_trained, stopped_early, self._mistake)
+        wind_up(launch, uploads, progress.batches_trained, stopped_early, self._mistake)
         newest = uploads.newest.uuid if uploads.newest else None
         if newest is None and start.restore == "everything":
             newest = start.uuid
@@ -145,7 +144,7 @@ class Loop:
         def damage_of(point: ResumePoint) -> str | None:
             require_convertible(self._launch, point)
             is_here = point is self._fetched
-            return None if is_here else fetch(self._launch, self._stages, point)
+            return None if is_here else fetch(self._launch, point)
 
         points = [self._fetched] if self._fetched else self._run.resume_points()
         start = fetch_first_intact(points, damage_of)
@@ -163,7 +162,7 @@ class Loop:
 
     def _build_loaders(self, start: ResumePoint) -> EpochLength | None:
         launch, begin = self._launch, start.progress.batches_trained
-        epoch = self._stages.build_loaders(launch, start)
+        epoch = build_loaders(launch, start)
         self._uploads.own.check_periods(epoch)
         continues = start.checkpoint is not None and start.restore == "everything"
         launch.status.saved_at = begin if continues else None
@@ -184,7 +183,7 @@ class Loop:
             return False
         if self._run.test_mode:  # it validates after a single batch
             return False
-        names = self._stages.check_metrics(self._launch)
+        names = check_metrics(self._launch)
         if names is None or metric in (names := [*names, *self._uploads.own.metric_names]):
             return False
         error = not_reported(metric, names)
@@ -200,9 +199,9 @@ class Loop:
 
     def _train(self, work: Train, progress: Progress) -> Progress:
         launch, trained = self._launch, progress.batches_trained
-        reached = self._stages.train_workload(launch, trained, work.until)
+        reached = train_workload(launch, trained, work.until)
         if reached > trained:
-            self._stages.call_hook(launch, "on_training_workload_end", reached)
+            call_hook(launch, "on_training_workload_end", reached)
             if not launch.answers.stop_requested:  # else the trial has decided how the run ends
                 self._mistake = launch.losses.failure(
                     self._is_last(reached), launch.status.saved_at
@@ -212,9 +211,9 @@ class Loop:
     def _validate(self, progress: Progress) -> Progress:
         """Validate and report. A mistake is raised later, once the run has saved."""
         launch, own, trained = self._launch, self._uploads.own, progress.batches_trained
-        if not self._stages.validate(launch, trained):  # ended early by a stop request
+        if not validate(launch, trained):  # ended early by a stop request
             return progress
-        self._stages.call_hook(launch, "on_validation_end", trained)
+        call_hook(launch, "on_validation_end", trained)
         own.run_blocking("validate", trained)
         metric = None
         try:
@@ -234,10 +233,10 @@ class Loop:
 
     def _save(self, progress: Progress) -> Progress:
         launch, trained = self._launch, progress.batches_trained
-        staged = self._stages.checkpoint_save(launch, progress)
+        staged = checkpoint_save(launch, progress)
         launch.has_saved(trained)
-        self._stages.call_hook(launch, "on_checkpoint_write_end", trained)
-        self._stages.call_hook(launch, "on_checkpoint_end", trained)
+        call_hook(launch, "on_checkpoint_write_end", trained)
+        call_hook(launch, "on_checkpoint_end", trained)
         self._uploads.start(staged)
         if self._saves_continuously:
             self._uploads.call_at_end(launch.slots.break_training)
@@ -274,7 +273,6 @@ class Loop:
 
 def wind_up(
     launch: Launch,
-    stages: Stages,
     uploads: Uploads,
     batches_trained: int,
     stopped_early: bool,
@@ -296,6 +294,6 @@ def wind_up(
         own.run_blocking("training", batches_trained, uploads.newest)
     uploads.finish_pruning()
     if launch.answers.writes_run_files:
-        launch.status.tensorboard_url = stages.upload_run_files(launch, batches_trained)
+        launch.status.tensorboard_url = upload_run_files(launch, batches_trained)
     if (error := mistake or own.mistake) is not None:
         raise error

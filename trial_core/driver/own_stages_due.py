@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 from trial_core.common.text_format import clean, is_number, one_line
 from trial_core.config.stages_section import After, StageConfig
 from trial_core.driver.run import Launch
-from trial_core.driver.stages import Stages
-from trial_core.driver.stages.declared_stage import Running
-from trial_core.driver.stages.own_stage import OwnStageFailed, call
+from trial_core.driver.stages.declared_stage import OwnStageFailed, Running
+from trial_core.driver.stages.own_stage import call, own_stage
 from trial_core.errors import ConfigError, TrialError
 from trial_core.processes.machine.background import in_background
 from trial_core.schedule.units import EpochLength
@@ -31,9 +30,9 @@ class OwnStages:
         mistake: the failure of a stage that ends the run, or None.
     """
 
-    def __init__(self, launch: Launch, stages: Stages) -> None:
+    def __init__(self, launch: Launch) -> None:
         run = launch.run
-        self._launch, self._stages = launch, stages
+        self._launch = launch
         self._own = [] if run.test_mode else list(enumerate(run.config.stages))
         self._last: dict[int, int] = {}
         self._running: dict[int, Running[Any]] = {}
@@ -81,7 +80,7 @@ class OwnStages:
         for _, stage in self._due(after, batches, blocking=True):
             try:
                 argument = self._argument(stage, batches, checkpoint)
-                returned = self._stages.own_stage(self._launch, stage, argument).result()
+                returned = own_stage(self._launch, stage, argument).result()
             except OwnStageFailed as failure:
                 self._failed(stage, failure)
             else:
@@ -112,7 +111,7 @@ class OwnStages:
                 self._waiting.clear()
             if number in self._waiting and number not in self._running:
                 argument = self._waiting.pop(number)
-                started = self._stages.own_stage(self._launch, stage, argument)
+                started = own_stage(self._launch, stage, argument)
                 self._running[number] = Running(started)
 
     def finish(self) -> None:

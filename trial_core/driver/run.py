@@ -23,7 +23,7 @@ from trial_core.config import ExperimentConfig
 from trial_core.driver.choose_resume_point import resume_points
 from trial_core.driver.loss_watch import LossWatch
 from trial_core.errors import RankFailed
-from trial_core.messages import AnyRequest, MayStop, Result
+from trial_core.messages import AnyRequest, FitBegun, MayStop, Result
 from trial_core.observe.events.observers import Observer
 from trial_core.observe.events.throughput import ThroughputMeter
 from trial_core.observe.ledger.run_clock import RunClock
@@ -39,28 +39,70 @@ HOW_TO_GO_ON = (
 )
 
 
-@dataclass
-class Run:
-    """The parts of a run that are the same for all its launches.
+@dataclass(kw_only=True)
+class Given:
+    """What a flow or script gives the run that it starts.
 
     Attributes:
-        config: the experiment.
-        trial: the trial's id.
-        run_dir: the trial's folder on this machine: logs, staged checkpoints, the report.
-        store: the trial's checkpoint storage.
-        observer: gets the run's events.
+        attempt: identifies the start of the run; the same value again continues that attempt.
         stopping: stop requests to this run.
-        claim: protects the checkpoints that this run needs from prunes. None if no prune can
-            happen.
-        fence: tells if this run may still commit; None if no other run can take over the trial.
+        find_logger: returns the log of the calling thread's stage, else of the run.
+        execute: returns what a call of a stage (`DeclaredStage`) does; None for `plain`.
+        observer: gets the run's events.
+        publish: shows the text of the report; None if the report is only a file.
+        publish_errors: the errors that `publish` may raise, besides trialflow's own.
         devices: environment variables that give the ranks this run's accelerators.
-        clock: measures how the run's slots spend their time.
-        test_mode: set to train and validate one batch, and keep no checkpoint, or restore it.
+        is_new: True if the trial is new, see `own_trial`.
+        storage: the mark of the storage, if the run has begun before.
+        begun: called with that mark once the run has its trial; not for ``memory://``.
+        take_over: True to take the trial from another run that may be live.
+        takeover_wait_seconds: how long to wait for the trial's folder, which a run that is about to
+            end may hold.
+        waited_seconds: how long the run has waited for its devices.
+        micro_batch_samples: see `BuildTrial`; of the next launch.
+        fit: what a script's `Trainer.fit` asks for, if its ranks join for that.
         has_metric: True if the run has a searcher metric; a script need not.
         how_to_go_on: advice for a trial that has reached its maximum length.
         choose_resume_points: returns the resume points, best first; None for the trial's
             checkpoints, else the experiment's source.
-        find_logger: returns the log of the calling thread's stage, else of the run.
+        has_code: True if the code folder holds code that checkpoints should name.
+    """
+
+    attempt: str = field(default_factory=lambda: uuid.uuid4().hex)
+    stopping: StopHandler = field(default_factory=lambda: StopHandler(0))
+    find_logger: Callable[[], AnyLogger] = lambda: logging.getLogger(__name__)
+    execute: Callable[[Any], Callable[..., Any]] | None = None
+    observer: Observer = field(default_factory=Observer)
+    publish: Callable[[str], None] | None = None
+    publish_errors: tuple[type[Exception], ...] = ()
+    devices: Mapping[str, str] = field(default_factory=dict)
+    is_new: bool | None = None
+    storage: str | None = None
+    begun: Callable[[str], None] = lambda mark: None
+    take_over: bool = False
+    takeover_wait_seconds: float = 0.0
+    waited_seconds: float = 0.0
+    micro_batch_samples: int | None = None
+    fit: FitBegun | None = None
+    has_metric: bool = True
+    how_to_go_on: str = HOW_TO_GO_ON
+    choose_resume_points: Callable[[CheckpointStore, Fence | None], list[ResumePoint]] | None = None
+    has_code: bool = True
+
+
+@dataclass
+class Run(Given):
+    """A run: what it was given, and what is the same for all its launches.
+
+    Attributes:
+        config: the experiment.
+        run_dir: the trial's folder on this machine: logs, staged checkpoints, the report.
+        store: the trial's checkpoint storage.
+        claim: protects the checkpoints that this run needs from prunes. None if no prune can
+            happen.
+        fence: tells if this run may still commit; None if no other run can take over the trial.
+        clock: measures how the run's slots spend their time.
+        test_mode: set to train and validate one batch, and keep no checkpoint, or restore it.
         throughput: of all train-workloads.
     """
 
@@ -68,17 +110,10 @@ class Run:
     trial: str
     run_dir: Path
     store: CheckpointStore
-    observer: Observer = field(default_factory=Observer)
-    stopping: StopHandler = field(default_factory=lambda: StopHandler(0))
     claim: RunClaim | None = None
     fence: Fence | None = None
-    devices: Mapping[str, str] = field(default_factory=dict)
     clock: RunClock = field(default_factory=RunClock)
     test_mode: Literal["keep nothing", "restore", None] = None
-    has_metric: bool = True
-    how_to_go_on: str = HOW_TO_GO_ON
-    choose_resume_points: Callable[[], list[ResumePoint]] | None = None
-    find_logger: Callable[[], AnyLogger] = lambda: logging.getLogger(__name__)
     throughput: ThroughputMeter = field(init=False)
 
     def __post_init__(self) -> None:
@@ -92,7 +127,7 @@ class Run:
             StorageError: this is not the storage that the run began with: it may be empty.
         """
         if self.choose_resume_points is not None:
-            points = self.choose_resume_points()
+            points = self.choose_resume_points(self.store, self.fence)
         else:
             points = resume_points(self.store, self.config, self.trial)
         if self.fence is not None:  # after the listing, so it was the right storage
@@ -185,11 +220,9 @@ class Launch:
 
     slots: SlotGroup
 
-    def __init__(
-        self, run: Run, code: TrialCode | None = None, micro_batch_samples: int | None = None
-    ) -> None:
+    def __init__(self, run: Run, code: TrialCode | None = None) -> None:
         self.run = run
-        self.micro_batch_samples = micro_batch_samples
+        self.micro_batch_samples = run.micro_batch_samples
         self.code = code or TrialCode(run.config.code)
         self.id = uuid.uuid4().hex
         self.world_size = 0

@@ -17,9 +17,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from uuid import uuid4
 
 from trial_core.checkpoint.fencing import Fence
 from trial_core.checkpoint.resume_point import ResumePoint
@@ -30,18 +29,9 @@ from trial_core.checkpoint.transfer.checkpoint_source import copy_into, is_place
 from trial_core.common.decoding import decode
 from trial_core.config import ExperimentConfig
 from trial_core.driver.choose_resume_point import resume_points
-from trial_core.driver.drive import (
-    Caller,
-    Follow,
-    Resume,
-    Script,
-    drive_trial,
-    follow_run,
-    try_trial,
-)
-from trial_core.driver.follow_script import follow_fit
+from trial_core.driver.drive import drive_trial, try_trial
 from trial_core.driver.placement import Placement
-from trial_core.driver.run import Launch
+from trial_core.driver.run import Given, Launch
 from trial_core.driver.script_order import Order
 from trial_core.errors import ConfigError, TrialflowError
 from trial_core.messages import Abort, Invitation, Logged, encode
@@ -177,31 +167,26 @@ def carry_out(order: Order, log: ForwardedLog) -> None:
     trial = order.new_trial if found is None else found.trial
     channel = config.resources.channel
     listen = ListenAddress(channel.bind, channel.port_range, channel.advertise)
-    follow, placement = _follow(order), JoiningRanks(order, listen, log)
     with StopHandler(NO_GRACE_SECONDS) as stopping:
         signal.signal(signal.SIGTERM, lambda *_: stopping.ask("preempted", "SIGTERM"))
-        script = Script(
-            placement,
-            follow,
-            has_metric=order.has_metric,
-            how_to_go_on=HOW_TO_GO_ON,
-            resume_points=_fixed(order.latest_checkpoint, points),
-            has_code=order.has_code,
-        )
-        caller = Caller(
-            attempt=uuid4().hex,
+        given = Given(
             stopping=stopping,
             find_logger=lambda: logger,
             # The storage need not know the trial of a checkpoint in another place.
             is_new=True if found is None else None,
             take_over=order.take_over,
-            script=script,
+            fit=order.fit,
+            has_metric=order.has_metric,
+            how_to_go_on=HOW_TO_GO_ON,
+            choose_resume_points=_fixed(order.latest_checkpoint, points),
+            has_code=order.has_code,
         )
+        joining = JoiningRanks(order, listen, log)
         if order.test_mode:
-            try_trial(config, trial, caller)
+            try_trial(config, trial, given, joining)
             return
         logger.info("trial %s; its report: %s", trial, run_dir_of(trial) / REPORT)
-        drive_trial(config, trial, caller)
+        drive_trial(config, trial, given, joining)
 
 
 def first_points(
@@ -223,7 +208,9 @@ def first_points(
     return resume_points(store, config, trial)
 
 
-def _fixed(latest_checkpoint: str | None, points: list[ResumePoint]) -> Resume | None:
+def _fixed(
+    latest_checkpoint: str | None, points: list[ResumePoint]
+) -> Callable[[CheckpointStore, Fence | None], list[ResumePoint]] | None:
     """Return how to choose resume points if the script names a checkpoint; else None.
 
     A checkpoint in another place is copied to the run's own storage.
@@ -238,13 +225,6 @@ def _fixed(latest_checkpoint: str | None, points: list[ResumePoint]) -> Resume |
         return [ResumePoint.continuing(retry_storage(lambda: copy_into(store, place, fence)))]
 
     return choose
-
-
-def _follow(order: Order) -> Follow:
-    """Return how to train on the ranks: as the script's `fit` asks, or by its own loop."""
-    if (fit := order.fit) is None:
-        return follow_run
-    return lambda launch, stages, uploads: follow_fit(launch, stages, uploads, fit, None)
 
 
 def _answer(message: Invitation | Abort) -> None:

@@ -9,7 +9,8 @@ from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.transfer.staging import StagedCheckpoint
 from trial_core.driver.own_stages_due import OwnStages
 from trial_core.driver.run import Launch
-from trial_core.driver.stages import Stages
+from trial_core.driver.stages.callbacks import call_hook
+from trial_core.driver.stages.checkpoint import checkpoint_prune, checkpoint_upload
 from trial_core.driver.stages.declared_stage import Running
 from trial_core.messages import Done, ReleaseStaging
 
@@ -20,12 +21,11 @@ class Uploads:
     The end of the block waits for background work, also after an error.
     """
 
-    def __init__(self, launch: Launch, stages: Stages) -> None:
+    def __init__(self, launch: Launch) -> None:
         self._launch = launch
-        self._stages = stages
         self._upload: Running[Manifest] | None = None
-        self._pruning = Pruning(launch, stages)
-        self.own = OwnStages(launch, stages)
+        self._pruning = Pruning(launch)
+        self.own = OwnStages(launch)
         self.newest: Manifest | None = None
 
     def __enter__(self) -> Uploads:
@@ -53,7 +53,7 @@ class Uploads:
         if self._launch.run.test_mode == "keep nothing":
             self._launch.ask(ReleaseStaging(uuid=staged.uuid), Done)
             return
-        self._upload = Running(self._stages.checkpoint_upload(self._launch, staged))
+        self._upload = Running(checkpoint_upload(self._launch, staged))
 
     def call_at_end(self, call: Callable[[], None]) -> None:
         """Call `call` when the upload ends, in any thread; at once without an upload."""
@@ -81,7 +81,7 @@ class Uploads:
         upload, self._upload = self._upload, None
         self.newest = committed = upload.pending.result()
         at = committed.progress.batches_trained
-        self._stages.call_hook(self._launch, "on_checkpoint_upload_end", at, uuid=committed.uuid)
+        call_hook(self._launch, "on_checkpoint_upload_end", at, uuid=committed.uuid)
         self.own.run_blocking("checkpoint-upload", at, committed)
         if self.own.is_busy:  # it may read the pruned files
             self._pruning.postpone(at)
@@ -97,9 +97,8 @@ class Uploads:
 class Pruning:
     """The prunes of a run, one at a time. Commits during a prune cause one more prune after it."""
 
-    def __init__(self, launch: Launch, stages: Stages) -> None:
+    def __init__(self, launch: Launch) -> None:
         self._launch = launch
-        self._stages = stages
         self._policy = launch.run.config.retention(launch.run.has_metric)
         self._prune: Running[None] | None = None
         self._due_at: int | None = None
@@ -115,9 +114,7 @@ class Pruning:
             self._due_at = batches_trained
             return
         self._due_at = None
-        self._prune = Running(
-            self._stages.checkpoint_prune(self._launch, self._policy, batches_trained)
-        )
+        self._prune = Running(checkpoint_prune(self._launch, self._policy, batches_trained))
 
     def postpone(self, batches_trained: int) -> None:
         """Prune after the next commit, or at the end."""

@@ -10,7 +10,7 @@ The whole route of a stop, from a Cancel in Prefect to the final state of the fl
 2. `flows/lifecycle/stop_signals.py` handles the signal, and `flows/lifecycle/stop_monitor.py` polls
    the state. Both call `ask`.
 3. `schedule/stop_requests.py` keeps the first request and its deadline, and tells its subscriber.
-4. `driver/launch_ranks.py` (`stopping_ranks`) is the subscriber. It calls `SlotGroup.stop`, or
+4. `driver/drive.py` (`stopping_ranks`) is the subscriber. It calls `SlotGroup.stop`, or
    `SlotGroup.abort` if there is nothing to save or the deadline has passed.
 5. `processes/slots/slot_group.py` sends `PauseSteps` to all ranks, for its `StopCoordinator`.
 6. `processes/slots/rank_server.py` pauses its `StopBarrier`, and replies with the rank's position.

@@ -17,6 +17,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.exceptions import Abort, CancelledRun
 from prefect.states import Crashed
 
+import trial_core.driver.loop
 import trialflow.deployments.automations
 import trialflow.flows.lifecycle.stop_monitor
 import trialflow.flows.train
@@ -28,7 +29,6 @@ from tests.support.waiting import until
 from tests.support.wire import UNAUTHORIZED, UNAVAILABLE, Wire, mend_at_the_end
 from trial_core.config import ExperimentConfig
 from trial_core.driver.loop import Loop
-from trial_core.driver.stages import Stages
 from trial_core.driver.uploads import Uploads
 from trial_core.schedule.stop_requests import StopHandler
 from trialflow.flows.lifecycle.server_outage import ServerOutage
@@ -236,7 +236,7 @@ def test_a_late_failure_is_no_new_outage() -> None:
     ("owner", "step"),
     [
         (Loop, "_build_loaders"),
-        (Stages, "call_hook"),
+        (trial_core.driver.loop, "call_hook"),
         (Loop, "_train"),
         (Loop, "_validate"),
         (Loop, "_save"),
@@ -247,7 +247,7 @@ def test_a_late_failure_is_no_new_outage() -> None:
 )
 def test_an_outage_at_any_stage(
     here: Path, wire: Wire, prefect_server: PrefectServer, monkeypatch: pytest.MonkeyPatch,
-    owner: type, step: str,
+    owner: Any, step: str,
 ) -> None:  # fmt: skip
     """It begins with that stage and lasts until the run waits at its end. Real ranks train."""
     work, is_cut = getattr(owner, step), threading.Event()

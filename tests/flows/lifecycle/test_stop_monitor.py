@@ -11,7 +11,6 @@ import signal
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,11 +34,12 @@ from tests.flows.lifecycle.conftest import (
     state_of,
     whole_state_of,
 )
+from tests.support.stages import faking
 from trial_core.driver.loop import Loop
 from trial_core.errors import RankFailed, Stopped, StorageError
 from trial_core.schedule.stop_requests import StopHandler
 from trialflow.flows.train import TrialResult, train_trial
-from trialflow.tasks.stages import STAGES
+from trialflow.tasks.stages import as_prefect_task
 
 pytestmark = pytest.mark.server
 
@@ -191,8 +191,8 @@ def test_a_stop_that_saves_and_then_fails(
         raise failure
 
     monkeypatch.setattr(trialflow.flows.train, "train_trial", train_trial)
-    instant = replace(STAGES, build_trial=lambda launch: None)
-    monkeypatch.setattr(trialflow.flows.train, "STAGES", instant)
+    instant = faking(as_prefect_task, build_trial=lambda launch: None)
+    monkeypatch.setattr(trialflow.flows.train, "as_prefect_task", instant)
     ranks = SimpleNamespace(stop=lambda: None)
     monkeypatch.setattr(
         trial_core.driver.drive, "launch_slots", lambda launch, placement: nullcontext(ranks)

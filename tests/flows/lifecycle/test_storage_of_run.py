@@ -21,7 +21,7 @@ from trial_core.checkpoint.retention.trial_owner import own_trial
 from trial_core.checkpoint.storage_mark import read_mark
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
-from trial_core.driver.drive import Caller
+from trial_core.driver.run import Given
 from trial_core.errors import CheckpointNotFound, Stopped, StorageError, TrialflowError
 from trial_core.processes.machine.run_dirs import trial_id
 from trial_core.schedule.stop_requests import StopHandler
@@ -31,14 +31,14 @@ from trialflow.flows.train import TrialResult, train_trial
 pytestmark = pytest.mark.server
 
 
-def drive_without_ranks(config: ExperimentConfig, trial: str, caller: Caller) -> TrialResult:
+def drive_without_ranks(config: ExperimentConfig, trial: str, given: Given) -> TrialResult:
     """Begin as `drive_trial`, and end."""
     storage = config.checkpoint_storage
     with own_trial(
-        CheckpointStore(storage.url, storage.options), trial, caller.attempt,
-        is_new=caller.is_new, mark=caller.storage,
+        CheckpointStore(storage.url, storage.options), trial, given.attempt,
+        is_new=given.is_new, mark=given.storage,
     ) as (_, fence):  # fmt: skip
-        caller.begun(fence.record.storage)
+        given.begun(fence.record.storage)
         return TrialResult(trial, batches_trained=4, stopped_early=False)
 
 
@@ -110,11 +110,11 @@ def test_a_label_that_the_server_does_not_take_is_written_with_a_report(
     answers = Answers(monkeypatch, "update_flow_run_labels", lost=2)
     lost: list[float] = []
 
-    def drive_and_publish(config: ExperimentConfig, trial: str, caller: Caller) -> TrialResult:
-        result = drive_without_ranks(config, trial, caller)
-        assert caller.publish is not None
+    def drive_and_publish(config: ExperimentConfig, trial: str, given: Given) -> TrialResult:
+        result = drive_without_ranks(config, trial, given)
+        assert given.publish is not None
         for text in ("first", "second", "third"):
-            caller.publish(text)
+            given.publish(text)
             lost.append(answers.lost)
         return result
 

@@ -13,12 +13,11 @@ import pytest
 from tests.support.slots import toy_config
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.driver import drive
-from trial_core.driver.drive import Caller, Driver, try_trial
+from trial_core.driver.drive import Driver, try_trial
 from trial_core.driver.failure_policy import Relaunch
 from trial_core.driver.placement import Placement
 from trial_core.driver.result import TrialResult
-from trial_core.driver.run import Launch, Run
-from trial_core.driver.stages import PLAIN_STAGES
+from trial_core.driver.run import Given, Launch, Run
 from trial_core.driver.states import (
     Aborted,
     Completed,
@@ -106,14 +105,12 @@ class DriverWithoutRanks(Driver):
     def __init__(self, folder: Path, stopping: StopHandler) -> None:
         config = toy_config(folder)
         store = CheckpointStore(config.checkpoint_storage.url)
-        self.run = Run(config, "toy-0a", folder, store, Moves(), stopping)
+        self.run = Run(config, "toy-0a", folder, store, observer=Moves(), stopping=stopping)
         self.policy = FakePolicy()
         self.train: Callable[[Launch], TrialResult] = lambda launch: TRAINED
-        policy: Any = self.policy
         self.placement = FullMachine()
-        super().__init__(
-            self.run, PLAIN_STAGES, self.placement, policy, last_checkpoint=lambda: NEWEST
-        )
+        super().__init__(self.run, self.placement, last_checkpoint=lambda: NEWEST)
+        self._policy = self.policy  # type: ignore[assignment]
 
     def train_once(self, launch: Launch) -> TrialResult:
         return self.train(launch)
@@ -461,8 +458,8 @@ def test_a_test_that_fails_says_why(
         raise StorageError("may not delete")
 
     monkeypatch.setenv("TRIALFLOW_HOME", str(tmp_path))
-    monkeypatch.setattr(drive, "_driver", lambda *_: Failing())
+    monkeypatch.setattr(drive, "Driver", lambda *_: Failing())
     monkeypatch.setattr(CheckpointStore, "forget_trial", forget)
-    caller = Caller("attempt", stopping, lambda: logging.getLogger(__name__))
+    given = Given(stopping=stopping)
     with pytest.raises(StorageError, match="may not write"):
-        try_trial(toy_config(tmp_path), "toy-0000beef", caller)
+        try_trial(toy_config(tmp_path), "toy-0000beef", given)

@@ -15,7 +15,6 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.driver.failure_policy import Failure, FailurePolicy, Relaunch, Restarts
 from trial_core.driver.run import Launch, LaunchStatus, Run
 from trial_core.errors import LaunchError, RankFailed, Stalled, TopologyMismatch
-from trial_core.observe.events.observers import Observer
 
 
 def killed(during: str = "train-workload") -> RankFailed:
@@ -287,7 +286,7 @@ def test_the_batches_of_an_unfinished_workload_count(tmp_path: Any) -> None:
     launches = []
     for _ in range(2):
         store = CheckpointStore(f"file://{tmp_path}")
-        launch = Launch(Run(toy_config(tmp_path), "toy-0a", tmp_path, store, Observer()))
+        launch = Launch(Run(toy_config(tmp_path), "toy-0a", tmp_path, store))
         launch.status.batches_trained = 4
         launch.note_batches(4)
         launch.note_failure(raised(at=4))

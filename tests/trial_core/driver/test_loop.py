@@ -14,13 +14,13 @@ import pytest
 
 from tests.support.manifests import new_manifest
 from tests.support.slots import toy_config
+from tests.support.stages import all_stages, faking
 from trial_core.checkpoint.resume_point import ResumePoint
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.transfer.staging import StagedCheckpoint
 from trial_core.driver.loop import Loop
 from trial_core.driver.result import TrialResult
 from trial_core.driver.run import Launch, Run
-from trial_core.driver.stages import PLAIN_STAGES, Stages
 from trial_core.driver.uploads import Uploads
 from trial_core.errors import CheckpointDamaged, TrialError
 from trial_core.observe.events.observers import Observer
@@ -71,9 +71,9 @@ class Recorded(Observer):
         clock = SimpleNamespace(spending=self._spending)
         self.run = Run(
             config.model_copy(update={"searcher": searcher}), "toy-0000beef", folder,
-            CheckpointStore(f"file://{folder}"), self, has_metric=metric is not None,
+            CheckpointStore(f"file://{folder}"), observer=self, has_metric=metric is not None,
             clock=clock, how_to_go_on="give a greater length",  # type: ignore[arg-type]
-            choose_resume_points=lambda: self.points,
+            choose_resume_points=lambda *_: self.points,
             find_logger=lambda: logging.getLogger("recorded"),
         )  # fmt: skip
         self.launch = launch = Launch(self.run)
@@ -98,12 +98,10 @@ class Recorded(Observer):
             update={"when_busy": "postpone" if self.postpones_when_busy else "wait"}
         )
         self.run.config = self.run.config.model_copy(update={"checkpointing": checkpointing})
-        stages = Stages(**{
-            **vars(PLAIN_STAGES),
-            **{name: getattr(self, name) for name in vars(PLAIN_STAGES) if hasattr(self, name)},
-        })  # fmt: skip
-        with Uploads(self.launch, stages) as uploads:
-            return Loop(self.launch, stages, uploads, self.schedule).run()
+        own = {name: getattr(self, name) for name in all_stages() if hasattr(self, name)}
+        self.run.execute = faking(**own)
+        with Uploads(self.launch) as uploads:
+            return Loop(self.launch, uploads, self.schedule).run()
 
     @property
     def _has_failed(self) -> bool:

@@ -17,7 +17,6 @@ from trial_core.checkpoint.retention.known_storages import note_storage, refuse_
 from trial_core.checkpoint.storage_mark import marked
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
-from trial_core.driver.drive import Script, follow_run
 from trial_core.driver.run import Run
 from trial_core.driver.script_driver_main import first_points
 from trial_core.errors import (
@@ -28,7 +27,7 @@ from trial_core.errors import (
     TrialflowError,
 )
 
-WITHOUT_RANKS = Script(FullMachine(), follow_run)
+WITHOUT_RANKS = FullMachine()
 logger = logging.getLogger(__name__)
 
 
@@ -66,17 +65,17 @@ def test_a_run_is_refused_before_it_takes_a_trial(
     mark than the caller says."""
     mark = marked(stored.storage)
     with pytest.raises(CheckpointNotFound, match="neither an attempt at it nor a checkpoint"):
-        drive(config, is_new=False, script=WITHOUT_RANKS)
+        drive(config, is_new=False, joining=WITHOUT_RANKS)
     with pytest.raises(StorageError, match=f"its mark is {mark}, expected theirs"):
-        drive(config, storage="theirs", script=WITHOUT_RANKS)
+        drive(config, storage="theirs", joining=WITHOUT_RANKS)
     assert list(newest_attempts(stored.storage, TRIAL)) == []
     begun: list[str] = []
     with pytest.raises(LaunchError):
-        drive(config, is_new=True, storage=mark, begun=begun.append, script=WITHOUT_RANKS)
+        drive(config, is_new=True, storage=mark, begun=begun.append, joining=WITHOUT_RANKS)
     assert begun == [mark]
     stored.take_over("toy-0000cafe", "another")
     with pytest.raises(TrialflowError, match="another trial with this id"):
-        drive(config, "toy-0000cafe", is_new=True, script=WITHOUT_RANKS)
+        drive(config, "toy-0000cafe", is_new=True, joining=WITHOUT_RANKS)
     assert [number for number, _ in newest_attempts(stored.storage, TRIAL)] == [1]
 
 
@@ -86,7 +85,7 @@ def test_latest_of_a_storage_that_is_gone_is_no_new_trial(
     """This machine remembers the storages of its runs. An empty one that is new is no mistake."""
     assert first_points(stored, config, "latest")[0].checkpoint is None
     with pytest.raises(LaunchError):
-        drive(config, is_new=True, script=WITHOUT_RANKS)
+        drive(config, is_new=True, joining=WITHOUT_RANKS)
     assert first_points(stored, config, "latest")[0].checkpoint is None  # it has saved nothing
     unmount(tmp_path / "stored")
     with pytest.raises(StorageError, match=r"nothing to resume in .*stored, and it is not the st"):
@@ -142,7 +141,7 @@ def test_a_storage_in_memory_is_no_storage_to_come_back_to(config: ExperimentCon
     with pytest.raises(LaunchError):
         drive(
             config.model_copy(update={"checkpoint_storage": place}),
-            is_new=True, begun=begun.append, script=WITHOUT_RANKS,
+            is_new=True, begun=begun.append, joining=WITHOUT_RANKS,
         )  # fmt: skip
     assert begun == []
 

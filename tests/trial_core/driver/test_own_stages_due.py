@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
-import importlib
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.slots import toy_config
+from tests.support.stages import beside, faking
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.driver import own_stages
+from trial_core.driver import own_stages_due
 from trial_core.driver.loop import wind_up
 from trial_core.driver.run import Launch, Run
-from trial_core.driver.stages import PLAIN_STAGES
-from trial_core.driver.stages.declared_stage import beside
-from trial_core.driver.stages.own_stage import OwnStageFailed
+from trial_core.driver.stages import own_stage
+from trial_core.driver.stages.declared_stage import OwnStageFailed
 from trial_core.driver.uploads import Uploads
 from trial_core.errors import TrialError
 from trial_core.observe.events.run_status import RunStatus
 
-# The package has the function under the same name.
-STAGE: Any = importlib.import_module("trial_core.driver.stages.own_stage")
 SCORE = {"run": "own:score", "after": "validate", "blocking": True, "metrics": ["score"]}
 TELL = {"run": "own:tell", "after": "training"}
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_stages, "call", lambda *_: None)
+    monkeypatch.setattr(own_stages_due, "call", lambda *_: None)
 
 
 def launch(folder: Path, *stages: dict[str, Any]) -> Launch:
@@ -51,8 +47,8 @@ def test_a_metric_that_nothing_could_store_is_left_out(
     """With a warning. JSON has integers of any length, and manifests those of 64 bits."""
     found, warned = launch(tmp_path, SCORE), list[str]()
     monkeypatch.setattr(found, "warn", warned.extend)
-    stages = replace(PLAIN_STAGES, own_stage=beside(lambda *_: {"score": value}))
-    with Uploads(found, stages) as uploads:
+    found.run.execute = faking(own_stage=beside(lambda *_: {"score": value}))
+    with Uploads(found) as uploads:
         uploads.own.run_blocking("validate", 4)
     assert found.answers.validated == {}
     assert 'own:score: the metric "score" is no number, or exceeds 64 bits' in warned[0]
@@ -67,20 +63,20 @@ def test_what_comes_after_training_comes_once(tmp_path: Path, stopped_early: boo
     def note(launch: Launch, stage: Any, argument: dict[str, Any]) -> None:
         called.append(argument["batches_trained"])
 
-    found.progress.moves = "node a is drained"
-    stages = replace(PLAIN_STAGES, own_stage=beside(note))
-    with Uploads(found, stages) as uploads:
-        wind_up(found, stages, uploads, 10, stopped_early)
+    found.status.moves = "node a is drained"
+    found.run.execute = faking(own_stage=beside(note))
+    with Uploads(found) as uploads:
+        wind_up(found, uploads, 10, stopped_early)
     assert called == ([] if stopped_early else [10])
 
 
 def test_what_comes_after_training_does_not_follow_a_mistake(tmp_path: Path) -> None:
     """The run ends with the mistake: there is nothing to publish."""
     found, called = launch(tmp_path, TELL), list[object]()
-    stages = replace(PLAIN_STAGES, own_stage=beside(lambda *given: called.append(given)))
+    found.run.execute = faking(own_stage=beside(lambda *given: called.append(given)))
     mistake = TrialError("the metric is missing")
-    with Uploads(found, stages) as uploads, pytest.raises(TrialError, match="is missing"):
-        wind_up(found, stages, uploads, 10, stopped_early=False, mistake=mistake)
+    with Uploads(found) as uploads, pytest.raises(TrialError, match="is missing"):
+        wind_up(found, uploads, 10, stopped_early=False, mistake=mistake)
     assert called == []
 
 
@@ -91,7 +87,8 @@ def test_a_failure_is_taken_between_workloads(tmp_path: Path) -> None:
     def fail(*_: Any) -> None:
         raise OwnStageFailed("no room")
 
-    with Uploads(found, replace(PLAIN_STAGES, own_stage=beside(fail))) as uploads:
+    found.run.execute = faking(own_stage=beside(fail))
+    with Uploads(found) as uploads:
         uploads.own.start_beside("validate", 4)
         uploads.own.wait()
         assert uploads.own.mistake is None
@@ -110,9 +107,9 @@ def test_a_stage_that_has_failed_is_not_shown_as_running(
         assert str(status.stage) == "own-stage own:tell @4"
         raise OwnStageFailed("no room")
 
-    monkeypatch.setattr(STAGE, "call", fail)
+    monkeypatch.setattr(own_stage, "call", fail)
     with pytest.raises(OwnStageFailed):
-        STAGE.own_stage(found, found.run.config.stages[0], {"batches_trained": 4})
+        own_stage.own_stage.work(found, found.run.config.stages[0], {"batches_trained": 4})
     assert str(status.stage) == "starting"
 
 
@@ -127,8 +124,8 @@ def test_the_end_of_the_ranks_ends_the_pause_between_two_calls(
         has_failed.set()
         raise OwnStageFailed("no room")
 
-    monkeypatch.setattr(STAGE, "call", fail)
-    started = beside(STAGE.own_stage)(found, found.run.config.stages[0], {"batches_trained": 4})
+    monkeypatch.setattr(own_stage, "call", fail)
+    started = own_stage.own_stage(found, found.run.config.stages[0], {"batches_trained": 4})
     assert has_failed.wait(30)
     found.has_failed, began = True, time.monotonic()
     with pytest.raises(OwnStageFailed, match="no room"):

@@ -11,7 +11,6 @@ import pytest
 from tests.support.slots import toy_config
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.driver.run import Launch, Run
-from trial_core.observe.events.observers import Observer
 
 
 @pytest.fixture
@@ -19,7 +18,7 @@ def launch(tmp_path: Path) -> Launch:
     """A run of ten batches that may move at its next checkpoint; its slots record their end."""
     config = toy_config(tmp_path)
     store = CheckpointStore(config.checkpoint_storage.url)
-    launch = Launch(Run(config, "toy-0000beef", tmp_path, store, Observer()))
+    launch = Launch(Run(config, "toy-0000beef", tmp_path, store))
     told: list[str] = []
     launch.slots = cast(
         Any, SimpleNamespace(stop=lambda: told.append("stop"), abort=told.append, told=told)

@@ -38,7 +38,7 @@ def test_a_missing_searcher_metric_is_said_once() -> None:
     launch: Any = Launch(run=run, status=LaunchStatus(), losses=LossWatch(False), warn=told.extend)
     script: Any = SimpleNamespace(next_event=iter([*events, written]).__next__)
     progress = ScriptReports("loss", smaller_is_better=True)
-    assert run_script(launch, script, progress, 0) is written
+    assert run_script.work(launch, script, progress, 0) is written
     (warning,) = told
     assert warning.startswith("no checkpoint counts as the best: ")
     assert "eval_loss" in warning

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -11,12 +10,11 @@ import pytest
 
 from tests.support.manifests import new_manifest
 from tests.support.slots import toy_config
+from tests.support.stages import beside, faking
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.transfer.staging import StagedCheckpoint
 from trial_core.driver.run import Launch, Run
-from trial_core.driver.stages import PLAIN_STAGES
-from trial_core.driver.stages.declared_stage import beside
 from trial_core.driver.uploads import Uploads
 from trial_core.errors import StorageError
 from trial_core.schedule.sequencer import Progress
@@ -38,10 +36,10 @@ def test_training_continues_while_a_checkpoint_is_uploaded(launch: Launch) -> No
         assert may_end.wait(30)
         return committed
 
-    stages = replace(
-        PLAIN_STAGES, checkpoint_upload=beside(upload), checkpoint_prune=beside(lambda *_: None)
+    launch.run.execute = faking(
+        checkpoint_upload=beside(upload), checkpoint_prune=beside(lambda *_: None)
     )
-    with Uploads(launch, stages) as uploads:
+    with Uploads(launch) as uploads:
         uploads.start(STAGED)
         assert uploads.is_busy
         uploads.poll()
@@ -58,10 +56,10 @@ def test_an_upload_that_cannot_be_started_is_not_waited_for(launch: Launch) -> N
     def start(launch: Launch, staged: StagedCheckpoint) -> NoReturn:
         raise RuntimeError("can't start new thread")
 
-    stages = replace(PLAIN_STAGES, checkpoint_upload=start)
+    launch.run.execute = faking(checkpoint_upload=start)
     with (
         pytest.raises(RuntimeError, match="can't start new thread"),
-        Uploads(launch, stages) as uploads,
+        Uploads(launch) as uploads,
     ):
         uploads.start(STAGED)
 
@@ -72,8 +70,8 @@ def test_a_failed_upload_is_raised_where_training_waits_for_it(launch: Launch) -
     def upload(launch: Launch, staged: StagedCheckpoint) -> NoReturn:
         raise StorageError("the disk is full")
 
-    stages = replace(PLAIN_STAGES, checkpoint_upload=beside(upload))
-    with Uploads(launch, stages) as uploads:
+    launch.run.execute = faking(checkpoint_upload=beside(upload))
+    with Uploads(launch) as uploads:
         uploads.start(STAGED)
         with pytest.raises(StorageError, match="the disk is full"):
             uploads.finish()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import get_args
 
+from tests.support.stages import all_stages
 from trial_core.messages import AnyRequest, RunHook
-from trialflow.tasks.stages import DECLARED
 
 WITHOUT_A_REQUEST = {"callbacks", "checkpoint-prune", "own-stage"}
 
@@ -20,7 +20,7 @@ def test_messages_name_stages_as_the_ui_does() -> None:
         titles.pop("Shutdown"): "the shutdown",
     }
     assert all(seen == expected for seen, expected in others.items())
-    names = {stage.name for stage in DECLARED.values()}
+    names = {stage.name for stage in all_stages().values()}
     assert set(titles.values()) == names - WITHOUT_A_REQUEST
 
 

@@ -12,6 +12,7 @@ from trial_core.checkpoint.transfer.fetch import fetch_files
 from trial_core.common.text_format import plural, ranks_by_node
 from trial_core.driver.changed_settings import override_warning
 from trial_core.driver.run import Launch
+from trial_core.driver.stages.declared_stage import stage
 from trial_core.errors import CheckpointDamaged, StorageError, TrialError
 from trial_core.messages import (
     AttachTrial,
@@ -27,30 +28,30 @@ from trial_core.schedule.units import EpochLength
 logger = logging.getLogger(__name__)
 
 
+@stage("build-trial")
 def build_trial(launch: Launch) -> None:
     """Construct the user's trial, its models and optimizers, on every rank."""
     run = launch.run
-    with launch.stage("build-trial", ""):
-        request = BuildTrial(
-            trial=run.trial,
-            experiment=run.config.model_dump(mode="json"),
-            run_dir=str(run.run_dir),
-            storage=run.store.spec,
-            micro_batch_samples=launch.micro_batch_samples,
-        )
-        note_built(launch, launch.ask(request, TrialBuilt))
+    request = BuildTrial(
+        trial=run.trial,
+        experiment=run.config.model_dump(mode="json"),
+        run_dir=str(run.run_dir),
+        storage=run.store.spec,
+        micro_batch_samples=launch.micro_batch_samples,
+    )
+    note_built(launch, launch.ask(request, TrialBuilt))
     nodes = launch.slots.nodes
     if len(set(nodes)) > 1:
         run.logger.info("%s", ranks_by_node(nodes))
     run.observer.ranks_placed(nodes)
 
 
+@stage("attach-trial")
 def attach_trial(launch: Launch) -> None:
     """Take over the trial of a script whose ranks are in `Trainer.fit`, or will be."""
     run = launch.run
-    with launch.stage("attach-trial", ""):
-        request = AttachTrial(trial=run.trial, run_dir=str(run.run_dir), storage=run.store.spec)
-        note_built(launch, launch.ask(request, TrialBuilt))
+    request = AttachTrial(trial=run.trial, run_dir=str(run.run_dir), storage=run.store.spec)
+    note_built(launch, launch.ask(request, TrialBuilt))
 
 
 def note_built(launch: Launch, ranks: Sequence[TrialBuilt]) -> None:
@@ -97,6 +98,7 @@ def _describe(built: TrialBuilt) -> str:
     return f"{ranks}, {plural(built.batch_samples, 'sample')} a batch"
 
 
+@stage("fetch-checkpoint", "@{manifest.progress.batches_trained}", is_transfer=True)
 def fetch_checkpoint(
     launch: Launch, manifest: Manifest, restore: Restore = "everything"
 ) -> str | None:
@@ -108,8 +110,7 @@ def fetch_checkpoint(
     Raises:
         StorageError: the storage failed. A retry fetches only the missing files.
     """
-    with launch.stage("fetch-checkpoint", f"@{manifest.progress.batches_trained}"):
-        damage = _fetch(launch, manifest, restore)
+    damage = _fetch(launch, manifest, restore)
     if damage:
         launch.run.logger.error("checkpoint %s cannot be used: %s", manifest.uuid, damage)
     return damage
@@ -140,21 +141,21 @@ def _fetch(launch: Launch, manifest: Manifest, restore: Restore) -> str | None:
     return next((result.damage for result in fetched if result.damage), None)
 
 
+@stage("build-loaders", "@{point.progress.batches_trained}")
 def build_loaders(launch: Launch, point: ResumePoint) -> EpochLength | None:
     """Build the loaders and restore the checkpoint. Return the length of an epoch."""
     begin = point.progress.batches_trained
     launch.status.batches_trained = launch.status.began_at = begin
     launch.run.clock.starts_at(begin)
-    with launch.stage("build-loaders", f"@{begin}"):
-        request = BuildLoadersAndRestore(
-            batches_trained=begin,
-            checkpoint=point.uuid,
-            restore=point.restore,
-            saved_by=point.saved_by,
-            validation_limit=1 if launch.run.test_mode else None,
-        )
-        ranks = launch.ask(request, ReadyToTrain)
-        launch.run.clock.count_as("restore", max(rank.restore_seconds for rank in ranks))
+    request = BuildLoadersAndRestore(
+        batches_trained=begin,
+        checkpoint=point.uuid,
+        restore=point.restore,
+        saved_by=point.saved_by,
+        validation_limit=1 if launch.run.test_mode else None,
+    )
+    ranks = launch.ask(request, ReadyToTrain)
+    launch.run.clock.count_as("restore", max(rank.restore_seconds for rank in ranks))
     warning = override_warning(
         point, launch.run.config, ranks[0].overridden_optimizers, ranks[0].overridden_schedulers
     )

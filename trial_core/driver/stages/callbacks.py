@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from trial_core.driver.run import Launch
+from trial_core.driver.stages.declared_stage import stage
 from trial_core.messages import HookDone, RunHook
 
 
+@stage("callbacks", "{hook} @{batches_trained}")
 def callbacks(launch: Launch, hook: str, batches_trained: int, arguments: dict[str, Any]) -> None:
-    """Call one hook of every callback, on every rank.
+    """Call one hook of every callback, on every rank. `call_hook` knows whether there are any.
 
     After on_validation_end, `RankAnswers.validated` has the metrics as the callbacks have left
     them.
@@ -17,8 +19,13 @@ def callbacks(launch: Launch, hook: str, batches_trained: int, arguments: dict[s
     Args:
         arguments: the hook's arguments that the driver knows; the ranks add the others.
     """
-    with launch.stage("callbacks", f"{hook} @{batches_trained}"):
-        results = launch.ask(RunHook(hook=hook, arguments=arguments), HookDone)
+    results = launch.ask(RunHook(hook=hook, arguments=arguments), HookDone)
     launch.note_stop_requests(results)
     if results[0].metrics is not None:
         launch.answers.validated = results[0].metrics
+
+
+def call_hook(launch: Launch, hook: str, batches_trained: int, **arguments: Any) -> None:
+    """Call one hook of every callback, if any callback of the trial overrides it."""
+    if hook in launch.answers.hooks:
+        callbacks(launch, hook, batches_trained, arguments)

@@ -21,6 +21,7 @@ from trial_core.checkpoint.transfer.upload import merge_entries, prefix_rank, up
 from trial_core.common.any_logger import AnyLogger
 from trial_core.common.text_format import plural, size
 from trial_core.driver.run import Launch
+from trial_core.driver.stages.declared_stage import parallel_stage, stage
 from trial_core.errors import CheckpointError, SlotsError, StorageError
 from trial_core.messages import (
     Done,
@@ -48,17 +49,18 @@ def sweep_leftovers(store: CheckpointStore, trial: str, fence: Fence, logger: An
         logger.warning("leftovers of dead attempts are not deleted: %s", error)
 
 
+@stage("checkpoint-save", "@{progress.batches_trained}")
 def checkpoint_save(launch: Launch, progress: Progress) -> StagedCheckpoint:
     """Stage a checkpoint on every rank. Training may continue when this returns."""
     uuid, answers = str(uuids.uuid4()), launch.answers
-    with launch.stage("checkpoint-save", f"@{progress.batches_trained}"):
-        saved = launch.ask(SaveCheckpoint(uuid=uuid), Saved)
+    saved = launch.ask(SaveCheckpoint(uuid=uuid), Saved)
     answers.writes_run_files |= any(rank.writes_run_files for rank in saved)
     launch.note_stop_requests(saved)
     folders = tuple(rank.staging for rank in saved)
     return StagedCheckpoint.now(uuid, progress, answers.metrics, folders)
 
 
+@parallel_stage("checkpoint-upload", "@{staged.progress.batches_trained}", is_transfer=True)
 def checkpoint_upload(launch: Launch, staged: StagedCheckpoint) -> Manifest:
     """Upload the files that the ranks have staged, then commit. Runs in parallel with training.
 
@@ -71,35 +73,34 @@ def checkpoint_upload(launch: Launch, staged: StagedCheckpoint) -> Manifest:
     run, answers = launch.run, launch.answers
     if answers.topology is None:
         raise SlotsError("a checkpoint is saved only after the trial was built")
-    with launch.stage("checkpoint-upload", f"@{staged.progress.batches_trained}"):
-        base, shared = announce_shared_upload(
-            run.store, run.trial, staged.uuid, launch.id, run.fence, run.logger
-        )
-        code = upload_code(run.store, staged.uuid, launch.code.archive, shared)
-        manifest = Manifest(
-            uuid=staged.uuid,
-            trial=run.trial,
-            experiment=run.config.name,
-            writer=launch.id,
-            created_at=staged.saved_at,
-            progress=staged.progress,
-            metrics=staged.metrics,
-            topology=answers.topology,
-            versions=answers.versions,
-            config_digest=run.config.digest(),
-            files=merge_entries(_upload(launch, staged, shared)),
-            entrypoint=run.config.entrypoint,
-            hyperparameters=run.config.hyperparameters,
-            epoch=answers.epoch,
-            code=code,
-            config=run.config.digested(),
-        )
-        run.store.commit(manifest, run.fence, base)
-        # Before the next request: the checkpoint is committed, even if that request fails.
-        run.observer.checkpoint_committed(
-            manifest.uuid, manifest.progress.batches_trained, manifest.total_bytes, manifest.digest
-        )
-        launch.ask(ReleaseStaging(uuid=staged.uuid), Done, stall_seconds=None)
+    base, shared = announce_shared_upload(
+        run.store, run.trial, staged.uuid, launch.id, run.fence, run.logger
+    )
+    code = upload_code(run.store, staged.uuid, launch.code.archive, shared)
+    manifest = Manifest(
+        uuid=staged.uuid,
+        trial=run.trial,
+        experiment=run.config.name,
+        writer=launch.id,
+        created_at=staged.saved_at,
+        progress=staged.progress,
+        metrics=staged.metrics,
+        topology=answers.topology,
+        versions=answers.versions,
+        config_digest=run.config.digest(),
+        files=merge_entries(_upload(launch, staged, shared)),
+        entrypoint=run.config.entrypoint,
+        hyperparameters=run.config.hyperparameters,
+        epoch=answers.epoch,
+        code=code,
+        config=run.config.digested(),
+    )
+    run.store.commit(manifest, run.fence, base)
+    # Before the next request: the checkpoint is committed, even if that request fails.
+    run.observer.checkpoint_committed(
+        manifest.uuid, manifest.progress.batches_trained, manifest.total_bytes, manifest.digest
+    )
+    launch.ask(ReleaseStaging(uuid=staged.uuid), Done, stall_seconds=None)
     run.logger.info(
         "checkpoint %s committed: %s, %s, of which %s are new",
         manifest.uuid, plural(len(manifest.all_files), "file"), size(manifest.total_bytes),
@@ -108,6 +109,7 @@ def checkpoint_upload(launch: Launch, staged: StagedCheckpoint) -> Manifest:
     return manifest
 
 
+@parallel_stage("checkpoint-prune", "@{batches_trained}", is_timed=False)
 def checkpoint_prune(launch: Launch, policy: RetentionPolicy, batches_trained: int) -> None:
     """Delete the checkpoints of the run's trial that its experiment does not keep."""
     run = launch.run

@@ -1,22 +1,30 @@
-"""Declares a stage, and runs it without Prefect: repeated, or in a thread."""
+"""Declares a stage: a function that has the ranks of a launch do something, for people to see.
+
+A run says how its stages are executed: `plain`, or in a flow as Prefect tasks (`tasks/stages.py`).
+"""
 
 from __future__ import annotations
 
+import inspect
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial, wraps
-from typing import Any, Generic, Protocol, TypeVar
-
-from typing_extensions import ParamSpec
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
 
 from trial_core.checkpoint.storage.retrying import retry_storage
+from trial_core.driver.run import Launch
+from trial_core.errors import TrialflowError
 from trial_core.processes.machine.background import in_background
 
 P = ParamSpec("P")
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
+
+
+class OwnStageFailed(TrialflowError):
+    """A stage of the user's own has failed. The run may continue."""
 
 
 class Pending(Protocol[T_co]):
@@ -42,29 +50,9 @@ class Running(Generic[T]):
         pending.add_done_callback(lambda _: self.ended.set())
 
 
-def retried(stage: Callable[P, T]) -> Callable[P, T]:
-    """Wrap a stage so that it is repeated after a pause if the storage fails."""
-
-    @wraps(stage)
-    def work(*args: P.args, **kwargs: P.kwargs) -> T:
-        return retry_storage(lambda: stage(*args, **kwargs))
-
-    return work
-
-
-def beside(stage: Callable[P, T]) -> Callable[P, Pending[T]]:
-    """Wrap a stage so that it runs in a thread, which does not keep the process alive."""
-
-    @wraps(stage)
-    def start(*args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        return in_background(partial(stage, *args, **kwargs), stage.__name__)
-
-    return start
-
-
 @dataclass(frozen=True)
-class DeclaredStage:
-    """A stage as it is declared in `Stages`.
+class DeclaredStage(Generic[P, T]):
+    """A stage. A call executes it as the run of the launch says.
 
     Attributes:
         work: its function.
@@ -80,18 +68,66 @@ class DeclaredStage:
     is_transfer: bool = False
     is_parallel: bool = False
 
+    def __call__(self, launch: Launch, *args: P.args, **kwargs: P.kwargs) -> T:
+        executed = (launch.run.execute or plain)(self)
+        return cast("T", executed(launch, *args, **kwargs))
 
-def declared(
-    work: Callable[..., Any],
-    name: str,
-    detail: str = "",
-    *,
-    is_transfer: bool = False,
-    is_parallel: bool = False,
-) -> Any:
-    """Return a field of `Stages`. Its default runs the stage without Prefect."""
-    plain = retried(work) if is_transfer else work
-    return field(
-        default=beside(plain) if is_parallel else plain,
-        metadata={"stage": DeclaredStage(work, name, detail, is_transfer, is_parallel)},
-    )
+    @contextmanager
+    def timed(self, launch: Launch, *args: P.args, **kwargs: P.kwargs) -> Iterator[None]:
+        """Tell the observer of the stage, and count the time of the block as the stage's."""
+        given = inspect.signature(self.work).bind(launch, *args, **kwargs).arguments
+        detail = self.detail.format(**given)
+        try:
+            with launch.stage(self.name, detail):
+                yield
+        except OwnStageFailed:
+            launch.run.observer.stage_failed(self.name, detail)
+            raise
+
+
+def stage(
+    name: str, detail: str = "", *, is_transfer: bool = False, is_timed: bool = True
+) -> Callable[[Callable[Concatenate[Launch, P], T]], DeclaredStage[P, T]]:
+    """Declare a function as a stage, see `DeclaredStage`.
+
+    Args:
+        is_timed: False if the function itself times a part of its work.
+    """
+
+    def declare(work: Callable[Concatenate[Launch, P], T]) -> DeclaredStage[P, T]:
+        return _declared(work, is_timed, name, detail, is_transfer, False)
+
+    return declare
+
+
+def parallel_stage(
+    name: str, detail: str, *, is_transfer: bool = False, is_timed: bool = True
+) -> Callable[[Callable[Concatenate[Launch, P], T]], DeclaredStage[P, Pending[T]]]:
+    """Declare a function as a stage that runs in parallel with training, as `stage` does."""
+
+    def declare(work: Callable[Concatenate[Launch, P], T]) -> DeclaredStage[P, Pending[T]]:
+        return _declared(work, is_timed, name, detail, is_transfer, True)
+
+    return declare
+
+
+def _declared(work: Callable[..., Any], is_timed: bool, *facts: Any) -> DeclaredStage[Any, Any]:
+    @wraps(work)
+    def timed_work(*args: Any, **kwargs: Any) -> Any:
+        with declared.timed(*args, **kwargs):
+            return work(*args, **kwargs)
+
+    declared = DeclaredStage[Any, Any](timed_work if is_timed else work, *facts)
+    return declared
+
+
+def plain(declared: DeclaredStage[..., Any]) -> Callable[..., Any]:
+    """How a stage is executed without Prefect: repeated if the storage fails, or in a thread."""
+
+    def execute(*args: Any, **kwargs: Any) -> Any:
+        work = partial(declared.work, *args, **kwargs)
+        if declared.is_transfer:
+            work = partial(retry_storage, work)
+        return in_background(work, declared.name) if declared.is_parallel else work()
+
+    return execute

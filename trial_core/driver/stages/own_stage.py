@@ -11,16 +11,13 @@ from typing import Any
 
 from trial_core.config.stages_section import StageConfig
 from trial_core.driver.run import Launch
-from trial_core.errors import TrialflowError
+from trial_core.driver.stages.declared_stage import OwnStageFailed, parallel_stage
 from trial_core.processes.machine.callback_process import call_function, log_lines
 
 POLL_SECONDS = 0.2
 
 
-class OwnStageFailed(TrialflowError):
-    """A stage of the user's own has failed."""
-
-
+@parallel_stage("own-stage", "{stage.run} @{argument[batches_trained]}")
 def own_stage(launch: Launch, stage: StageConfig, argument: Mapping[str, Any]) -> Any:
     """Call the function, and again if it fails, as the experiment says. Return its result.
 
@@ -30,16 +27,6 @@ def own_stage(launch: Launch, stage: StageConfig, argument: Mapping[str, Any]) -
     Raises:
         OwnStageFailed: the function raised, took too long, or was killed.
     """
-    detail = f"{stage.run} @{argument['batches_trained']}"
-    try:
-        with launch.stage("own-stage", detail):
-            return _call_repeatedly(launch, stage, argument)
-    except OwnStageFailed:
-        launch.run.observer.stage_failed("own-stage", detail)
-        raise
-
-
-def _call_repeatedly(launch: Launch, stage: StageConfig, argument: Mapping[str, Any]) -> Any:
     for _ in range(stage.retries):
         try:
             return call(launch, stage, argument)

@@ -8,6 +8,7 @@ import time
 from trial_core.common.text_format import metrics_line
 from trial_core.driver.run import Launch
 from trial_core.driver.script_reports import ScriptReports
+from trial_core.driver.stages.declared_stage import stage
 from trial_core.errors import SlotsError
 from trial_core.messages import (
     CheckpointWritten,
@@ -61,6 +62,7 @@ class RunningScript:
             self._happened.put(error)
 
 
+@stage("run-script", "[{begin}→]")
 def run_script(
     launch: Launch, script: RunningScript, progress: ScriptReports, begin: int
 ) -> WhatHappened:
@@ -71,13 +73,12 @@ def run_script(
         end of an upload; or how the script ended on each rank.
     """
     began = time.monotonic()
-    with launch.stage("run-script", f"[{begin}→]"):
-        while isinstance(event := script.next_event(), MetricsReported):
-            _note(launch, progress, event)
-        if isinstance(event, CheckpointWritten):
-            launch.run.clock.batches_trained(event.steps_completed)
-        elif isinstance(event, FitBegun):  # so far the script has constructed its trial
-            launch.run.clock.count_as("build", time.monotonic() - began)
+    while isinstance(event := script.next_event(), MetricsReported):
+        _note(launch, progress, event)
+    if isinstance(event, CheckpointWritten):
+        launch.run.clock.batches_trained(event.steps_completed)
+    elif isinstance(event, FitBegun):  # so far the script has constructed its trial
+        launch.run.clock.count_as("build", time.monotonic() - began)
     return event
 
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from trial_core.common.text_format import metrics_line
 from trial_core.driver.run import Launch
+from trial_core.driver.stages.declared_stage import stage
 from trial_core.messages import TrainBatches, Trained
 
 
+@stage("train-workload", "[{begin}→{until}]", is_timed=False)
 def train_workload(launch: Launch, begin: int, until: int) -> int:
     """Train from batch `begin` to `until`, or less far if the run is asked to stop.
 
@@ -17,7 +19,7 @@ def train_workload(launch: Launch, begin: int, until: int) -> int:
         The number of batches that are then trained in all.
     """
     run, answers = launch.run, launch.answers
-    with launch.stage("train-workload", f"[{begin}→{until}]"):
+    with train_workload.timed(launch, begin, until):
         stall_seconds = run.config.stopping.stall_timeout_seconds
         results = launch.ask(TrainBatches(until=until), Trained, stall_seconds)
         reached = results[0].batches_trained

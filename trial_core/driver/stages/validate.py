@@ -7,25 +7,26 @@ from __future__ import annotations
 
 from trial_core.common.text_format import metrics_line
 from trial_core.driver.run import Launch
+from trial_core.driver.stages.declared_stage import stage
 from trial_core.messages import MetricsNamed, NameMetrics, RunValidation, Validated
 from trial_core.schedule.sequencer import searcher_metric
 from trial_core.schedule.stop_requests import as_the_trial_asked
 
 
+@stage("check-metrics")
 def check_metrics(launch: Launch) -> list[str] | None:
     """Return the names of the validation metrics; None if one batch does not tell them."""
-    with launch.stage("check-metrics", ""):
-        named = launch.ask(NameMetrics(), MetricsNamed)[0]
+    named = launch.ask(NameMetrics(), MetricsNamed)[0]
     launch.answers.may_add_metrics = named.may_be_more
     return named.names
 
 
+@stage("validate", "@{batches_trained}")
 def validate(launch: Launch, batches_trained: int) -> bool:
     """Validate. Return False if a stop request ended it early."""
     run, answers = launch.run, launch.answers
-    with launch.stage("validate", f"@{batches_trained}"):
-        stall_seconds = run.config.stopping.stall_timeout_seconds
-        results = launch.ask(RunValidation(), Validated, stall_seconds)
+    stall_seconds = run.config.stopping.stall_timeout_seconds
+    results = launch.ask(RunValidation(), Validated, stall_seconds)
     launch.note_stop_requests(results)
     if results[0].is_broken_off:
         why = run.stopping.request or launch.status.moves or as_the_trial_asked(answers.stop_reason)

@@ -14,7 +14,6 @@ from trial_core.checkpoint.transfer.staging import StagedCheckpoint
 from trial_core.driver.run import Launch, Run
 from trial_core.driver.stages.checkpoint import _upload
 from trial_core.messages import Persisted
-from trial_core.observe.events.observers import Observer
 from trial_core.schedule.sequencer import Progress
 
 
@@ -40,7 +39,7 @@ def test_an_upload_has_a_longer_stall_timeout_than_its_ranks(
     """So a rank reports a hung storage itself, and the driver ends a rank that is stopped."""
     config = toy_config(tmp_path, stopping=stopping, checkpointing=checkpointing)
     store = CheckpointStore(str(tmp_path))
-    launch = Launch(Run(config, "toy-0000beef", tmp_path, store, Observer()))
+    launch = Launch(Run(config, "toy-0000beef", tmp_path, store))
     launch.slots = ranks = OneRank()  # type: ignore[assignment]
     _upload(launch, StagedCheckpoint.now(str(uuid.uuid4()), Progress(4), {}, ("a",)), [])
     assert ranks.limits == {"stall_seconds": limit}

@@ -19,7 +19,6 @@ from trial_core.driver.stages.checkpoint import checkpoint_save
 from trial_core.driver.stages.train_workload import train_workload
 from trial_core.driver.stages.upload_run_files import upload_run_files
 from trial_core.driver.stages.validate import validate
-from trial_core.observe.events.observers import Observer
 from trial_core.schedule.sequencer import Progress
 
 CHECKPOINT: Any = SimpleNamespace(
@@ -52,7 +51,7 @@ def requested_limit(stage: str, folder: Path, stall_timeout: float | None) -> An
 
     stopping = {"stall_timeout_seconds": stall_timeout}
     store = CheckpointStore(f"file://{folder}")
-    launch = Launch(Run(toy_config(folder, stopping=stopping), "toy-0a", folder, store, Observer()))
+    launch = Launch(Run(toy_config(folder, stopping=stopping), "toy-0a", folder, store))
     launch.slots = SimpleNamespace(request=request)  # type: ignore[assignment]  # no real ranks
     with pytest.raises(_Requested) as requested:
         STAGES[stage](launch)

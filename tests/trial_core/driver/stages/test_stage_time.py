@@ -66,7 +66,7 @@ def test_the_stages_of_a_run_by_bucket(tmp_path: Path) -> None:
     clock.has_slots(2)
     clock.switch("idle")
     store = CheckpointStore(f"file://{tmp_path}")
-    launch = Launch(Run(toy_config(tmp_path), "toy-0a", tmp_path, store, Observer(), clock=clock))
+    launch = Launch(Run(toy_config(tmp_path), "toy-0a", tmp_path, store, clock=clock))
     launch.slots = ranks  # type: ignore[assignment]
     ranks.launch = launch
     build_loaders(launch, ResumePoint())
@@ -97,6 +97,6 @@ def test_a_run_notes_batches_for_both(tmp_path: Path) -> None:
             seen.batches = batches
 
     store = CheckpointStore(f"file://{tmp_path}")
-    launch = Launch(Run(toy_config(tmp_path), "toy-0a", tmp_path, store, Display()))
+    launch = Launch(Run(toy_config(tmp_path), "toy-0a", tmp_path, store, observer=Display()))
     launch.note_batches(7)
     assert (seen.batches, launch.run.clock.trained_to) == (7, 7)

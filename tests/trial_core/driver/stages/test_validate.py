@@ -12,7 +12,6 @@ from trial_core.driver.run import Launch, Run
 from trial_core.driver.stages.validate import report_validation, validate
 from trial_core.errors import TrialError
 from trial_core.messages import Validated
-from trial_core.observe.events.observers import Observer
 
 
 class OneRank:
@@ -25,7 +24,7 @@ class OneRank:
 def test_metrics_without_the_searcher_metric_belong_to_the_checkpoint(tmp_path: Path) -> None:
     """They are those of its batch, though the run fails: it is not listed as not validated."""
     store = CheckpointStore(str(tmp_path))
-    launch = Launch(Run(toy_config(tmp_path), "toy-0000beef", tmp_path, store, Observer()))
+    launch = Launch(Run(toy_config(tmp_path), "toy-0000beef", tmp_path, store))
     launch.slots = OneRank()  # type: ignore[assignment]
     launch.answers.metrics["validation"] = {"loss": 0.25}
     assert validate(launch, 6)

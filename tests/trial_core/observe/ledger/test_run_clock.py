@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.stages import all_stages
 from trial_core.observe.ledger.run_clock import BUCKETS, RunClock, bucket_of
-from trialflow.tasks.stages import DECLARED
 
 
 class Seconds:
@@ -140,11 +140,13 @@ def test_the_stages_of_a_run_have_buckets() -> None:
     """The names are those of the tasks."""
     others = {"callbacks", "upload_run_files"}
     waited_for = [
-        stage for name, stage in DECLARED.items() if not stage.is_parallel and name not in others
+        stage
+        for name, stage in all_stages().items()
+        if not stage.is_parallel and name not in others
     ]
     assert None not in [bucket_of(stage.name) for stage in waited_for]
     assert bucket_of("callbacks", "on_checkpoint_upload_end") == "checkpoint_stall"
-    assert bucket_of(DECLARED["checkpoint_upload"].name) is None
+    assert bucket_of("checkpoint-upload") is None
 
 
 def test_a_move_to_other_nodes_is_a_drain_until_the_next_launch(

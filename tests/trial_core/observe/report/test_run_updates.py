@@ -21,7 +21,6 @@ from tests.support.slots import toy_config
 from tests.support.waiting import until
 from tests.trial_core.driver.test_drive import FullMachine
 from trial_core.config import ExperimentConfig
-from trial_core.driver.drive import Script, follow_run
 from trial_core.errors import LaunchError, Stopped
 from trial_core.messages import MetricsKind
 from trial_core.observe.events.observers import Observer
@@ -192,7 +191,7 @@ def test_a_failed_run_says_why(
     chosen = tmp_path / "platform" / "status.json"
     monkeypatch.setenv("TRIALFLOW_PROGRESS_FILE", str(chosen))
     with pytest.raises(LaunchError):
-        drive(small(tmp_path), script=Script(FullMachine(), follow_run))
+        drive(small(tmp_path), joining=FullMachine())
     end = json.loads(chosen.read_text())
     assert (end["status"], end["why"], end["percent"]) == ("failed", "too few slots", None)
     assert read(tmp_path) == {}
@@ -201,12 +200,12 @@ def test_a_failed_run_says_why(
 
 def test_a_run_that_is_stopped_before_it_trains_says_why(tmp_path: Path) -> None:
     """Who asked, and what became of it."""
-    script = Script(FullMachine(Stopped("no ranks ran")), follow_run)
+    joining = FullMachine(Stopped("no ranks ran"))
     with StopHandler(60.0) as stopping:
         stopping.ask("suspended", "in the UI")
         stopping.wait(60.0)
         with pytest.raises(Stopped):
-            drive(small(tmp_path), stopping=stopping, script=script)
+            drive(small(tmp_path), stopping=stopping, joining=joining)
     end = read(tmp_path)
     assert (end["status"], end["why"]) == ("stopped", "suspended (in the UI); no ranks ran")
 

@@ -19,7 +19,6 @@ from tests.support.driving import drive
 from tests.support.slots import toy_config
 from tests.support.telemetry import MemorySpans, Receiver, install_memory
 from tests.trial_core.driver.test_drive import FullMachine
-from trial_core.driver.drive import Script, follow_run
 from trial_core.errors import LaunchError
 from trial_core.observe.ledger.run_clock import RunClock
 from trial_core.observe.ledger.time_ledger import RunTime
@@ -173,7 +172,7 @@ def test_every_run_of_a_trial_is_an_attempt_that_is_reported(
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "memory")
     for _ in range(2):
         with pytest.raises(LaunchError):
-            drive(toy_config(tmp_path), script=Script(FullMachine(), follow_run))
+            drive(toy_config(tmp_path), joining=FullMachine())
     first, second = (span for span in memory.ended if span.name == "attempt")
     assert second.parent is not None
     assert (first.parent, second.parent.span_id) == (None, first.context.span_id)

@@ -16,7 +16,6 @@ from trial_core.checkpoint.retention.claims import claims
 from trial_core.checkpoint.storage.local import LocalStorage
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
-from trial_core.driver.drive import Script, follow_run
 from trial_core.errors import Stopped, Superseded
 from trial_core.observe.ledger.stored_ledger import read_ledger
 from trial_core.observe.ledger.time_ledger import TimeLedger
@@ -38,9 +37,9 @@ def tracked(here: Path) -> ExperimentConfig:
     return config
 
 
-def ends_with(error: Exception) -> Script:
+def ends_with(error: Exception) -> FullMachine:
     """A run that launches no ranks, and raises this."""
-    return Script(FullMachine(error), follow_run)
+    return FullMachine(error)
 
 
 def test_a_server_that_hangs_does_not_cost_what_is_stored(
@@ -60,7 +59,7 @@ def test_a_server_that_hangs_does_not_cost_what_is_stored(
         assert stopping.wait(60)
         with pytest.raises(Stopped):
             drive(
-                tracked(here), stopping=stopping, script=ends_with(Stopped("no ranks ran")),
+                tracked(here), stopping=stopping, joining=ends_with(Stopped("no ranks ran")),
                 publish=publish,
             )  # fmt: skip
     store = CheckpointStore(f"file://{here}/checkpoints")
@@ -82,7 +81,7 @@ def test_a_superseded_run_leaves_the_trackers_to_the_newer_one(
     store = CheckpointStore(f"file://{here}/checkpoints")
     store.storage.write(REPORT, b"newer")
     with pytest.raises(Superseded):
-        drive(tracked(here), script=ends_with(Superseded("taken over")))
+        drive(tracked(here), joining=ends_with(Superseded("taken over")))
     assert b"RunEnded" not in (here / "home" / TRIAL / FOLDER / JOURNAL).read_bytes()
     assert store.storage.read(REPORT) == b"newer"
 
