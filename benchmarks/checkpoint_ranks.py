@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 import trial_core.deepspeed as td
 from benchmarks.trial import ShardedTrial
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.config.checkpointing_section import CheckpointingConfig
+from trial_core.config.sections import CheckpointingConfig
 from trial_core.deepspeed.deepspeed_adapter import DeepSpeedTrialAdapter
 from trial_core.deepspeed.fingerprints import record_fingerprints
 from trial_core.rank.checkpoint_files import CheckpointFiles

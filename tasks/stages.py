@@ -6,20 +6,24 @@ Prefect needs is here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, wraps
 from typing import Any, ParamSpec, TypeVar
 
 from prefect import Task, task
+from prefect.assets import Asset, AssetProperties
 from prefect.cache_policies import NO_CACHE
-from prefect.context import FlowRunContext
+from prefect.context import AssetContext, FlowRunContext
+from pydantic import ValidationError
 
+from trial_core.checkpoint import layout
 from trial_core.checkpoint.manifest import Manifest
+from trial_core.checkpoint.storage.credentials import without_credentials
 from trial_core.checkpoint.transfer.staging import StagedCheckpoint
-from trial_core.driver.run import Launch
+from trial_core.driver.run import Launch, Run
 from trial_core.driver.stages.callbacks import callbacks
 from trial_core.driver.stages.declared_stage import DeclaredStage
-from trialflow.tasks.checkpoint_asset import begins_asset, describe_asset
 from trialflow.tasks.retrying import TRANSFER
 
 HOOKS_OF_EACH_WORKLOAD = frozenset((
@@ -28,6 +32,8 @@ HOOKS_OF_EACH_WORKLOAD = frozenset((
 ))  # fmt: skip
 """They are called without a task, which would crowd the timeline."""
 
+_URL = re.compile(r"[a-z0-9]+://")
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -35,17 +41,64 @@ R = TypeVar("R")
 def with_asset(
     upload: Callable[[Launch, StagedCheckpoint], Manifest],
 ) -> Callable[[Launch, StagedCheckpoint], Manifest]:
-    """An upload that also materializes an asset of Prefect's."""
+    """An upload that also materializes an asset of Prefect's: the trial's checkpoints, of its data.
+
+    Prefect's own server keeps this as events; the graph of assets is a page of Prefect Cloud. The
+    assets are added to the task run: `materialize` would need a task for each trial.
+    """
 
     @wraps(upload)
     def upload_and_describe(launch: Launch, staged: StagedCheckpoint) -> Manifest:
-        asset = begins_asset(launch)
+        run, context = launch.run, AssetContext.get()
+        folder = layout.trial_folder(run.trial)
+        asset = _asset(f"{run.store.url}/{folder}", f"Checkpoints of trial {run.trial}")
+        if context is None or asset is None:
+            return upload(launch, staged)
+        context.downstream_assets.add(asset)
+        found = map(_asset, _sources(run))
+        context.direct_asset_dependencies.update(each for each in found if each is not None)
         manifest = upload(launch, staged)
-        if asset is not None:
-            describe_asset(asset, launch, manifest)
+        asset.add_metadata({
+            "checkpoint": manifest.uuid,
+            "config_digest": manifest.config_digest,
+            "batches": manifest.progress.batches_trained,
+            "files": run.store.files_url(manifest.uuid),
+        })  # fmt: skip
         return manifest
 
     return upload_and_describe
+
+
+def _sources(run: Run) -> Iterator[str]:
+    """The URLs of the sources of a trial's training: a checkpoint, and data."""
+    searcher = run.config.searcher
+    if searcher.source_checkpoint is not None:
+        yield from _urls(searcher.source_checkpoint)
+    if searcher.source_checkpoint_uuid is not None:
+        yield f"{run.store.url}/{layout.CHECKPOINTS}/{searcher.source_checkpoint_uuid}"
+    yield from _urls(run.config.data)
+
+
+def _urls(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        if _URL.match(value):
+            yield without_credentials(value)
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from _urls(each)
+    elif isinstance(value, Sequence):
+        for each in value:
+            yield from _urls(each)
+
+
+def _asset(key: str, name: str | None = None) -> Asset | None:
+    """Return an asset; None if Prefect refuses such a key, which has a space or is too long."""
+    try:
+        if name is None:
+            return Asset(key=key)
+        return Asset(key=key, properties=AssetProperties(name=name))
+    except ValidationError:
+        return None
 
 
 def forgetting_results(work: Callable[P, R]) -> Callable[P, R]:

@@ -30,7 +30,7 @@ from prefect.exceptions import Abort, Pause
 from prefect.logging import get_run_logger
 from prefect.states import AwaitingRetry, Cancelled, Running, Suspended
 
-from trial_core.config.stopping_section import StoppingConfig
+from trial_core.config.sections import StoppingConfig
 from trial_core.driver.drive import while_stopping
 from trial_core.errors import Stopped, Superseded
 from trial_core.schedule.stop_requests import StopHandler, StopRequest

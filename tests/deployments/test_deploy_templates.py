@@ -19,7 +19,7 @@ from prefect.workers.base import BaseJobConfiguration
 from tests.support.cli import write_experiment
 from trial_core.config import load_config
 from trial_core.config.resources_section import ResourcesConfig
-from trial_core.config.stopping_section import StoppingConfig
+from trial_core.config.sections import StoppingConfig
 from trial_core.driver.placement import ENGINE_VARIABLE, choose_provider
 from trial_core.processes.nodes.ray_provider import RayProvider
 from trial_core.processes.slots.device_locks import LOCKS_VARIABLE

@@ -17,14 +17,12 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
 from typing_extensions import Self
 
 from trial_core.checkpoint.retention_policy import RetentionPolicy
 from trial_core.common.text_format import slug
 from trial_core.config import determined
 from trial_core.config.checkpoint_storage import StorageConfig
-from trial_core.config.checkpointing_section import CheckpointingConfig
 from trial_core.config.error_text import (
     error_lines,
     format_value,
@@ -42,15 +40,16 @@ from trial_core.config.resources_section import ResourcesConfig
 from trial_core.config.retraining_section import RetrainingConfig
 from trial_core.config.section_base import Section
 from trial_core.config.sections import (
+    CheckpointingConfig,
     CostConfig,
     EnvironmentConfig,
     OptimizationsConfig,
     ProfilingConfig,
     ReproducibilityConfig,
     SearcherConfig,
+    StoppingConfig,
 )
 from trial_core.config.stages_section import StageConfig
-from trial_core.config.stopping_section import StoppingConfig
 from trial_core.config.tracker_list import tracker_list
 from trial_core.config.values import (
     MAX_COUNT,
@@ -285,10 +284,8 @@ class ExperimentConfig(Section):
     def hint(cls, unknown: str) -> str:
         """Also suggests a section's field that was written one level too high."""
         for name, field in cls.model_fields.items():
-            types = (
-                field.annotation,
-                *get_args(field.annotation),
-            )  # a section, or `section | None`
+            # A section, or `section | None`.
+            types = field.annotation, *get_args(field.annotation)
             if any(unknown in getattr(each, "model_fields", {}) for each in types):
                 return f'; did you mean "{name}.{unknown}"?'
         return super().hint(unknown)
@@ -314,22 +311,19 @@ class ExperimentConfig(Section):
         """Refuses stages that a script does not have, and a metric that comes too late."""
         for number, stage in enumerate(self.stages):
             if self.is_script and stage.after == "validate":
-                raise PydanticCustomError(
-                    "config",
-                    f"stages[{number}].after: a script validates by itself; use "
-                    "checkpoint-upload or training",
-                )
+                raise validation_error(
+                    "a script validates by itself; use checkpoint-upload or training",
+                    "stages", number, "after",
+                )  # fmt: skip
             if self.is_script and stage.every is not None and stage.every.unit == "epochs":
-                raise PydanticCustomError(
-                    "config",
-                    f"stages[{number}].every: a script may have no epochs; give batches",
+                raise validation_error(
+                    "a script may have no epochs; give batches", "stages", number, "every"
                 )
             if self.searcher.metric in stage.metrics and not stage.gives_validation_metrics:
-                raise PydanticCustomError(
-                    "config",
-                    f"stages[{number}].metrics: searcher.metric is needed when a validation "
-                    "ends: set after: validate and blocking: true",
-                )
+                raise validation_error(
+                    "searcher.metric is needed when a validation ends: set after: validate and "
+                    "blocking: true", "stages", number, "metrics",
+                )  # fmt: skip
         return self
 
     @model_validator(mode="after")
@@ -338,18 +332,16 @@ class ExperimentConfig(Section):
         if not self.saves_continuously:
             return self
         if self.is_script:
-            raise PydanticCustomError(
-                "config",
-                "min_checkpoint_period: continuous needs a trial, as module:Class; a script says "
-                "itself when it saves: remove it here",
-            )
+            raise validation_error(
+                "continuous needs a trial, as module:Class; a script says itself when it saves: "
+                "remove it here", "min_checkpoint_period",
+            )  # fmt: skip
         for number, stage in enumerate(self.stages):
             if stage.after == "checkpoint-upload" and stage.every is None:
-                raise PydanticCustomError(
-                    "config",
-                    f"stages[{number}].every: with min_checkpoint_period: continuous there is a "
-                    "checkpoint every few seconds; say how often to call the stage",
-                )
+                raise validation_error(
+                    "with min_checkpoint_period: continuous there is a checkpoint every few "
+                    "seconds; say how often to call the stage", "stages", number, "every",
+                )  # fmt: skip
         return self
 
     @property

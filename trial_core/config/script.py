@@ -16,8 +16,7 @@ from typing import Any
 
 from trial_core.config.error_text import closest_match, format_value
 from trial_core.config.experiment import ExperimentConfig
-from trial_core.config.sections import SearcherConfig
-from trial_core.config.stopping_section import StoppingConfig
+from trial_core.config.sections import SearcherConfig, StoppingConfig
 from trial_core.errors import ConfigError
 from trial_core.schedule.units import Batch, TrainUnit
 

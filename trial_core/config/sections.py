@@ -15,7 +15,7 @@ from trial_core.config import determined
 from trial_core.config.error_text import format_value, validation_error, warn
 from trial_core.config.lengths import LengthField
 from trial_core.config.section_base import Section
-from trial_core.config.values import Count, Flag, Positive, Seed, Text
+from trial_core.config.values import MAX_SECONDS, Count, Flag, Positive, Seconds, Seed, Text
 
 
 def _single(value: Any) -> Any:
@@ -57,6 +57,8 @@ def _trial_id(value: Any) -> Any:
     return value
 
 
+MIN_IDLE_TIMEOUT_SECONDS = 1800.0
+_MAX_MEMORY_GIB = 2.0**20  # 1 PiB
 GREATER_IS_BETTER = re.compile(
     r"(?<![a-z])(acc|accuracy|auc|f1|precision|recall|bleu|rouge|reward)(?![a-z])", re.IGNORECASE
 )
@@ -258,3 +260,111 @@ class CostConfig(Section):
         description="Price of one slot for an hour, in any currency. The ledger of time then tells "
         "what the trial has cost.",
     )
+
+
+class CheckpointingConfig(Section):
+    """How checkpoints are saved and read."""
+
+    yaml_path: ClassVar[str] = "checkpointing"
+
+    memory_gib_per_rank: float | None = Field(
+        default=None,
+        ge=0,
+        le=_MAX_MEMORY_GIB,
+        allow_inf_nan=False,
+        title="Memory for snapshots",
+        description="GiB of host memory per rank for a snapshot that is being uploaded. Files that "
+        "do not fit are staged on local disk; with 0, all files are. Default: the ranks of a "
+        "machine share half of the memory that is free at their first snapshot; each takes what it "
+        "needs.",
+    )
+    when_busy: Literal["wait", "postpone"] = Field(
+        default="wait",
+        title="While an upload is running",
+        description="What happens when the next checkpoint is due. wait: training waits for the "
+        "upload. postpone: training continues, and the checkpoint is saved as soon as the upload "
+        "has ended. Only periodic checkpoints are postponed: the best and the last always wait.",
+    )
+    exclude_frozen_parameters: Flag = Field(
+        default=False,
+        title="Leave out frozen parameters",
+        description="Whether checkpoints omit frozen weights; a resumed run uses the weights that "
+        "the trial builds. Only for trials that do not override save.",
+    )
+    verify_first: Flag | None = Field(
+        default=None,
+        title="Verify the first checkpoint",
+        description="Whether the ranks load the first checkpoint of a run as soon as it is staged, "
+        "so that one that cannot be restored ends the run at once. null: if it is small (256 MiB a "
+        "rank at most), and the trial does not override load. Not done by ranks on several "
+        "machines, nor with a callback that has on_checkpoint_save_start or _load_start.",
+    )
+    stall_timeout_seconds: Seconds | None = Field(
+        # A disk with much cached data may need minutes to write it, and shows no progress then.
+        default=900.0,
+        title="Stall timeout of transfers",
+        description="Seconds without a byte moved after which a rank's upload or fetch counts as "
+        "hung. It is killed and retried like a failed transfer. null: no limit.",
+    )
+    trusted: Flag = Field(
+        default=False,
+        title="Trusted checkpoints",
+        description="Whether reading a checkpoint may create objects of any class, which can run "
+        "code. By default only tensors, plain data and a few known classes are read.",
+    )
+
+
+class StoppingConfig(Section):
+    """When a run stops by itself, and how long it may take."""
+
+    yaml_path: ClassVar[str] = "stopping"
+
+    grace_seconds: float = Field(
+        default=25.0,
+        ge=0,
+        le=MAX_SECONDS,
+        allow_inf_nan=False,
+        title="Grace period",
+        description="Seconds that a run may take to save after Cancel, SIGTERM or Ctrl-C; then its "
+        "ranks are killed. Prefect's workers kill after 30.",
+    )
+    time_budget_seconds: Seconds | None = Field(
+        default=None,
+        title="Time budget",
+        description="Seconds after which a run saves and ends; resume it later. Default: no limit.",
+    )
+    stall_timeout_seconds: Seconds | None = Field(
+        default=1800.0,
+        title="Stall timeout",
+        description="Seconds without a trained or validated batch after which the ranks count as "
+        "hung: their stacks are logged, and they are restarted. Stages without batches (building, "
+        "fetching, saving, callbacks) count as hung after as long, and at least half an hour, "
+        "without a write to a log or disk. An evaluate_full_dataset counts as one batch. null: no "
+        "limit.",
+    )
+
+    fail_on_non_finite_loss: Flag = Field(
+        default=True,
+        title="Fail if the loss is not finite",
+        description="Whether a run ends as failed whose training loss is NaN or infinite in all "
+        "batches of a train-workload, and in at least 5. From the first such batch on, no "
+        "checkpoint is stored, so that the last one is from before it. false: such a run trains "
+        "on. Metrics that are not finite are warned of in any case.",
+    )
+
+    server_outage_seconds: Seconds | None = Field(
+        default=3600.0,
+        title="Server outage",
+        description="Seconds without an answer of the Prefect server after which a run saves and "
+        "ends. Until then it trains, and reports later what it could not report. null: no limit.",
+    )
+
+    @property
+    def idle_timeout_seconds(self) -> float | None:
+        """How long ranks may write nothing in a stage without batches; None for no limit.
+
+        At least half an hour: the timeout is chosen by the length of a batch, which says nothing
+        about a build that downloads, or a callback.
+        """
+        stall = self.stall_timeout_seconds
+        return None if stall is None else max(stall, MIN_IDLE_TIMEOUT_SECONDS)

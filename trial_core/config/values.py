@@ -50,16 +50,8 @@ def _integer(value: Any, expected: str, at_least: int, at_most: int = MAX_COUNT)
     return int(value)
 
 
-def _count(value: Any) -> int:
-    return _integer(value, "an integer of at least 0", 0)
-
-
-def _positive(value: Any) -> int:
-    return _integer(value, "a positive integer", 1)
-
-
-def _seed(value: Any) -> int:
-    return _integer(value, f"an integer from 0 to {MAX_SEED}", 0, MAX_SEED)
+def _checked(expected: str, at_least: int, at_most: int = MAX_COUNT) -> BeforeValidator:
+    return BeforeValidator(lambda value: _integer(value, expected, at_least, at_most))
 
 
 def _positive_or_auto(value: Any) -> int | str:
@@ -68,9 +60,11 @@ def _positive_or_auto(value: Any) -> int | str:
 
 # No `Field` in a type that several fields share: before pydantic 2.11, the default of one field
 # leaks into the others.
-Positive = Annotated[int, Ge(1), Le(MAX_COUNT), BeforeValidator(_positive)]
-Count = Annotated[int, Ge(0), Le(MAX_COUNT), BeforeValidator(_count)]
-Seed = Annotated[int, Ge(0), Le(MAX_SEED), BeforeValidator(_seed)]
+Positive = Annotated[int, Ge(1), Le(MAX_COUNT), _checked("a positive integer", 1)]
+Count = Annotated[int, Ge(0), Le(MAX_COUNT), _checked("an integer of at least 0", 0)]
+Seed = Annotated[
+    int, Ge(0), Le(MAX_SEED), _checked(f"an integer from 0 to {MAX_SEED}", 0, MAX_SEED)
+]
 PositiveOrAuto = Annotated[
     int | Literal["auto"],
     PlainValidator(_positive_or_auto),

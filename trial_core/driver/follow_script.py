@@ -23,9 +23,8 @@ from trial_core.driver.fetch_resume_point import fetch, fetch_first_intact
 from trial_core.driver.loop import Loop, wind_up
 from trial_core.driver.result import TrialResult
 from trial_core.driver.run import Launch, Run
-from trial_core.driver.script_reports import ScriptReports
 from trial_core.driver.stages.build import attach_trial
-from trial_core.driver.stages.script import RunningScript, UploadEnded, run_script
+from trial_core.driver.stages.script import RunningScript, ScriptReports, UploadEnded, run_script
 from trial_core.driver.uploads import Uploads
 from trial_core.errors import ConfigError
 from trial_core.messages import (

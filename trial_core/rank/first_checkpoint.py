@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from trial_core.checkpoint.manifest import FileEntry
 from trial_core.checkpoint.transfer.staging import StagedFile, staged_files
 from trial_core.common.text_format import first_few
-from trial_core.config.checkpointing_section import CheckpointingConfig
+from trial_core.config.sections import CheckpointingConfig
 from trial_core.errors import (
     CheckpointError,
     CheckpointUnrestorable,

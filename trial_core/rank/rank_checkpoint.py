@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trial_core.checkpoint.resume_point import Restore
-from trial_core.config.checkpointing_section import CheckpointingConfig
+from trial_core.config.sections import CheckpointingConfig
 from trial_core.processes.machine.memory_files import GIB, MemoryFiles, free_bytes
 from trial_core.processes.slots.kept_memory import drop_kept
 from trial_core.rank.checkpoint_files import CheckpointFiles

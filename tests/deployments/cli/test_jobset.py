@@ -24,7 +24,7 @@ from tests.support.cli import TRIALFLOW, environment_in, trialflow, write_experi
 from tests.support.prefect import PrefectServer
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import load_config
-from trial_core.config.stopping_section import StoppingConfig
+from trial_core.config.sections import StoppingConfig
 from trial_core.errors import ConfigError
 from trial_core.processes.nodes.join_token import new_token
 from trialflow.deployments.cli import console

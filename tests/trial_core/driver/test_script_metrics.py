@@ -8,8 +8,7 @@ from typing import Any
 
 from trial_core.driver.loss_watch import LossWatch
 from trial_core.driver.run import LaunchStatus
-from trial_core.driver.script_reports import ScriptReports
-from trial_core.driver.stages.script import run_script
+from trial_core.driver.stages.script import ScriptReports, run_script
 from trial_core.messages import CheckpointWritten, MetricsReported
 
 

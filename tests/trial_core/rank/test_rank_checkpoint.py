@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.slots import Driven, drive, toy_config
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.config.checkpointing_section import CheckpointingConfig
+from trial_core.config.sections import CheckpointingConfig
 from trial_core.errors import CheckpointError, StorageError
 from trial_core.messages import PersistCheckpoint, Persisted, SaveCheckpoint, Saved
 from trial_core.processes.machine.memory_files import GIB, MemoryFiles, is_memory_file

@@ -1,6 +1,6 @@
 """Measures how long ranks have made no progress. `slot_group` compares it with the timeout.
 
-The timeouts: `config/stopping_section.py`.
+The timeouts: `config/sections.py`.
 
 While ranks train or validate, progress is the end of a batch. Other requests (build, fetch,
 restore, save, hooks) have no batches; there, progress is any write to a rank's log or to a disk,

@@ -14,7 +14,7 @@ from tests.support.consolidated import export_weights
 from tests.support.slots import Driven, build, drive, lines
 from tests.support.tensors import differing, tensors
 from tests.trial_core.deepspeed.reshard.resharding import config, files, load, resharded, save
-from trial_core.config.checkpointing_section import CheckpointingConfig
+from trial_core.config.sections import CheckpointingConfig
 from trial_core.processes.slots.slot_group import SlotGroup
 
 pytestmark = pytest.mark.slots

@@ -12,7 +12,7 @@ import pytest
 import trial_core
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.cluster_info import ClusterInfo
-from trial_core.config.checkpointing_section import CheckpointingConfig
+from trial_core.config.sections import CheckpointingConfig
 from trial_core.core import (
     Context,
     EarlyExitReason,

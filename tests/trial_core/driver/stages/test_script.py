@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trial_core.driver.script_reports import ScriptReports
+from trial_core.driver.stages.script import ScriptReports
 from trial_core.schedule.sequencer import Progress
 
 
