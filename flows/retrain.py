@@ -142,13 +142,10 @@ def describe_lateness(retraining: RetrainingRun, scheduled_time: datetime) -> st
 
 @dataclass(frozen=True)
 class RetrainingAttempt:
-    """One attempt at a retraining.
+    """One attempt at a retraining. The retraining and its plan are the same for all attempts.
 
     Attributes:
-        retraining: the run, over all its attempts.
-        plan: the decisions about the run, the same for all its attempts.
         champion: the version to compare with, or None if the model has no champion.
-        stopping: tells if the attempt should stop.
         devices: environment variables that assign accelerators to the ranks.
     """
 
@@ -208,8 +205,7 @@ def retrain_model(
 
 def validated_champion(attempt: RetrainingAttempt) -> Champion | None:
     """Return the champion's metrics on the run's data, or None if the model has no champion."""
-    champion = attempt.champion
-    if champion is None:
+    if (champion := attempt.champion) is None:
         return None
     return attempt.retraining.journal.read_or_compute(
         attempt.plan.champion_record, Champion, lambda: validate_champion(attempt, champion)

@@ -123,22 +123,14 @@ _add_scalar(
 _Loader.add_implicit_resolver("tag:yaml.org,2002:merge", re.compile("^<<$"), ["<"])
 
 
-def _construct_mapping(loader: _Loader, node: MappingNode) -> dict[Any, Any]:
+_CONSTRUCTORS: dict[str, Callable[[_Loader, Any], Any]] = {
     # Not lazily like SafeLoader: a collection that contains itself is then an error.
-    return loader.construct_mapping(node, deep=True)
-
-
-def _construct_sequence(loader: _Loader, node: SequenceNode) -> list[Any]:
-    return loader.construct_sequence(node, deep=True)
-
-
-def _construct_text(loader: _Loader, node: ScalarNode) -> str:
-    return str(loader.construct_scalar(node))
-
-
-_Loader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
-_Loader.add_constructor("tag:yaml.org,2002:seq", _construct_sequence)
-_Loader.add_constructor("tag:yaml.org,2002:str", _construct_text)
+    "map": lambda loader, node: loader.construct_mapping(node, deep=True),
+    "seq": lambda loader, node: loader.construct_sequence(node, deep=True),
+    "str": lambda loader, node: str(loader.construct_scalar(node)),
+}
+for _name, _construct in _CONSTRUCTORS.items():
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_name}", _construct)
 
 
 def parse_yaml(text: str, source: str) -> Any:

@@ -37,11 +37,9 @@ class Relaunch:
     """The decision to launch the ranks again. The driver carries it out.
 
     Attributes:
-        pause_seconds: how long to wait before the launch.
         micro_batch_samples: the new number of samples of a micro-batch; None to keep it.
         leaves_out: a number of ranks that is not launched any more.
         retreats: True to leave the nodes that have not trained.
-        leaves: the node to leave.
     """
 
     pause_seconds: int = 0
@@ -52,12 +50,7 @@ class Relaunch:
 
 
 class FailurePolicy:
-    """Decides whether and how failed ranks of one run are launched again. Changes nothing itself.
-
-    Args:
-        placement: knows the nodes that the run could do without.
-        limit: the number of restarts of the run.
-    """
+    """Decides whether and how failed ranks of a run are launched again. Changes nothing itself."""
 
     def __init__(self, placement: Placement, limit: int) -> None:
         self._placement = placement
@@ -190,24 +183,18 @@ def _place(failure: Failure, batches_trained: int) -> tuple[object, ...] | None:
 
 
 def _log(failure: Failure, launch: Launch) -> None:
-    """Log a failure of ranks, with their stacks or log."""
     if isinstance(failure, (RankFailed, Stalled)):
         launch.run.logger.error("%s", failure.report())
 
 
 def _failed_node(failure: Failure) -> str | None:
-    """Return the node that has failed, if it is known."""
     if isinstance(failure, RankFailed):
         return failure.host
     return failure.node if isinstance(failure, LaunchError) else None
 
 
 class Restarts:
-    """The restarts of one run.
-
-    Attributes:
-        count: how many were granted.
-    """
+    """The restarts of one run, of which `count` were granted."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit

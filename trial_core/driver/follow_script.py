@@ -27,15 +27,8 @@ from trial_core.driver.stages.build import attach_trial
 from trial_core.driver.stages.script import RunningScript, ScriptReports, UploadEnded, run_script
 from trial_core.driver.uploads import Uploads
 from trial_core.errors import ConfigError
-from trial_core.messages import (
-    Done,
-    EndFit,
-    FitBegun,
-    Length,
-    ReleaseStaging,
-    RunScript,
-)
-from trial_core.schedule.sequencer import CheckpointPolicy, Schedule
+from trial_core.messages import Done, EndFit, FitBegun, Length, ReleaseStaging, RunScript
+from trial_core.schedule.sequencer import Schedule
 from trial_core.schedule.units import Batch, Epoch, TrainUnit
 
 
@@ -152,20 +145,16 @@ def _schedule(run: Run, fit: FitBegun) -> Schedule:
     if named is not None and given is not None and named != given:
         run.logger.info("training ends at searcher.max_length, %r, not at fit's %r", named, given)
     own = config.schedule()
+    policy = fit.checkpoint_policy or config.checkpoint_policy
     return replace(
         own,
         max_length=max_length,
         reporting_period=own.reporting_period or _unit(fit.reporting_period),
         validation_period=_unit(fit.validation_period) or own.validation_period,
         checkpoint_period=_unit(fit.checkpoint_period) or own.checkpoint_period,
-        checkpoint_policy=_policy(run, fit),
+        checkpoint_policy="all" if policy == "best" and run.metric is None else policy,
         step_zero_validation=fit.step_zero_validation or own.step_zero_validation,
     )
-
-
-def _policy(run: Run, fit: FitBegun) -> CheckpointPolicy:
-    policy = fit.checkpoint_policy or run.config.checkpoint_policy
-    return "all" if policy == "best" and run.metric is None else policy
 
 
 def _unit(length: Length | None) -> TrainUnit | None:

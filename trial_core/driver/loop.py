@@ -292,7 +292,7 @@ def wind_up(
     continues = launch.run.stopping.request is not None or launch.moves_after(stopped_early)
     if not continues and mistake is None and own.mistake is None:  # also after a stop by the trial
         own.run_blocking("training", batches_trained, uploads.newest)
-    uploads.finish_pruning()
+    uploads.pruning.finish()
     if launch.answers.writes_run_files:
         launch.status.tensorboard_url = upload_run_files(launch, batches_trained)
     if (error := mistake or own.mistake) is not None:

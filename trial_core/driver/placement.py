@@ -39,7 +39,7 @@ JOIN_TOKEN = "join-token"
 
 
 ENGINE_VARIABLE = "TRIALFLOW_ENGINE"
-"""The environment variable that chooses the node provider if ``resources.engine`` is auto."""
+"""It chooses the node provider if ``resources.engine`` is auto."""
 
 
 _importing: ContextVar[ForkServer | None] = ContextVar("trialflow_importing", default=None)
@@ -78,11 +78,7 @@ class Placement(ABC):
         return False
 
     def retreat(self, why: str) -> None:  # noqa: B027 - one machine has no others
-        """Leave the nodes that were taken after the last launch that has trained.
-
-        Args:
-            why: the failure of their ranks.
-        """
+        """Leave the nodes that were taken after the last launch that has trained."""
 
     def leave(self, node: str, why: str) -> None:  # noqa: B027 - one machine has no other
         """Leave a node if it was taken after the last launch that has trained.
@@ -96,11 +92,7 @@ class Placement(ABC):
 
 
 class ThisMachine(Placement):
-    """Starts the ranks on this machine.
-
-    Args:
-        fork_server: starts them.
-    """
+    """Starts the ranks on this machine."""
 
     def __init__(self, fork_server: ForkServer) -> None:
         self._fork_server = fork_server
@@ -113,14 +105,11 @@ class ThisMachine(Placement):
 
 
 class OnNodes(Placement):
-    """Starts the ranks on nodes.
-
-    Attributes:
-        pool: keeps the nodes.
+    """Starts the ranks on the nodes of a pool.
 
     Args:
         wanted: the slots that the run needs, for people.
-        sends_code: see `Placement`. If False, every node has the folder under its path.
+        sends_code: if False, every node has the folder under its path.
     """
 
     def __init__(self, pool: NodePool, wanted: str, sends_code: bool) -> None:
@@ -149,31 +138,24 @@ class OnNodes(Placement):
         return self.pool.slots_of(agents), launcher
 
     def can_leave_out(self, slots: int) -> bool:
-        """Return whether the nodes can give the run another number of ranks."""
         return self.pool.can_leave_out(slots)
 
     def leave_out(self, slots: int) -> None:
-        """Have the pool never give this number of ranks again."""
         self.pool.leave_out(slots)
 
     def has_trained(self) -> None:
-        """Note that the present nodes have trained."""
         self.pool.has_trained()
 
     def can_retreat(self) -> bool:
-        """Return whether enough nodes would remain after `retreat`."""
         return self.pool.can_retreat()
 
     def retreat(self, why: str) -> None:
-        """Leave the nodes that have not trained."""
         self.pool.retreat(why)
 
     def leave(self, node: str, why: str) -> None:
-        """Leave a node that has not trained."""
         self.pool.leave(node, why)
 
     def watching(self, launch: Launch) -> AbstractContextManager[None]:
-        """Have the pool move the launch when nodes leave or join, during the block."""
         return self.pool.watching(launch.move_now, launch.move_at_checkpoint)
 
 
@@ -351,16 +333,9 @@ def _provider_here(environment: Mapping[str, str]) -> str:
 
 
 def _request(config: ExperimentConfig, provider: NodeProvider) -> NodeRequest:
-    """Return the request for the nodes that a run needs.
-
-    Raises:
-        ConfigError: the experiment does not give the number of ranks; or other processes cannot
-            see its storage.
-    """
     resources = config.resources
-    slots, min_slots, per_node = (
-        resources.max_slots, resources.min_slots, resources.slots_per_node,
-    )  # fmt: skip
+    slots, min_slots = resources.max_slots, resources.min_slots
+    per_node = resources.slots_per_node
     if not isinstance(slots, int) or not isinstance(min_slots, int):
         raise ConfigError(
             f"resources.slots_per_trial: auto counts the accelerators of this machine; with "

@@ -95,9 +95,7 @@ class Run(Given):
     """A run: what it was given, and what is the same for all its launches.
 
     Attributes:
-        config: the experiment.
         run_dir: the trial's folder on this machine: logs, staged checkpoints, the report.
-        store: the trial's checkpoint storage.
         claim: protects the checkpoints that this run needs from prunes. None if no prune can
             happen.
         fence: tells if this run may still commit; None if no other run can take over the trial.
@@ -155,10 +153,8 @@ class RankAnswers:
         epoch: the length of an epoch, once the loaders are built; None if it is unknown.
         loads_micro_batches: True if micro-batches may be made smaller: the loaders follow.
         may_add_metrics: True if a callback may add validation metrics, once check-metrics has run.
-        metrics: the last metrics of each kind.
         validated: the metrics of the last validation, which may not be reported yet.
-        stop_requested: True if the trial has requested a stop.
-        stop_reason: the trial's reason for the stop, if it gives one.
+        stop_requested, stop_reason: by the trial, which need not give a reason.
         writes_run_files: True if a rank writes files for TensorBoard.
     """
 
@@ -184,7 +180,6 @@ class LaunchStatus:
         can_save: True once training has begun. A stop request before that aborts the ranks.
         end: the batch at which training ends, once it is known; 0: unknown.
         began_at: the batch at which this launch began.
-        has_trained: True if this launch has trained a batch.
         batches_trained: the batch at which the last train-workload ended, or this launch began.
         saved_at: batches trained at the last checkpoint that the trial can continue from.
         moves: why the ranks save and end now, to be launched on other nodes; else None.
@@ -205,16 +200,11 @@ class Launch:
     """One launch of a run's ranks. A restart is another launch.
 
     Attributes:
-        run: the run that it belongs to.
         code: the trial's code, which the ranks start in and checkpoints name.
         micro_batch_samples: samples of a micro-batch, in place of the configured number.
         id: a random id of this launch, stored as `Manifest.writer`.
-        slots: the ranks, once they are launched.
         world_size: the number of ranks of this launch; 0 before that is known.
         script_events: the reports of a script, and in the end its results.
-        answers: the ranks' answers.
-        status: its progress so far.
-        losses: watches whether the losses are finite.
         has_failed: True once an error has ended the launch; stages of the user's own are killed.
     """
 

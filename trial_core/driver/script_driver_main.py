@@ -91,18 +91,15 @@ class ForwardedLog(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Send a record, keep it, or print it, as the class says."""
         try:
-            self._forward(record)
+            line = Logged(level=record.levelno, text=self.format(record))
+            if self._launch is not None:
+                self._launch.slots.tell(line)
+            elif self._waiting is not None:
+                self._waiting.append(line)
+            else:
+                print(line.text, file=sys.stderr, flush=True)
         except Exception:  # noqa: BLE001 - as other handlers: a line that cannot be sent ends no run
             self.handleError(record)
-
-    def _forward(self, record: logging.LogRecord) -> None:
-        line = Logged(level=record.levelno, text=self.format(record))
-        if self._launch is not None:
-            self._launch.slots.tell(line)
-        elif self._waiting is not None:
-            self._waiting.append(line)
-        else:
-            print(line.text, file=sys.stderr, flush=True)
 
     @contextmanager
     def sent_to(self, launch: Launch) -> Iterator[None]:
@@ -230,12 +227,7 @@ def _fixed(
 def _answer(message: Invitation | Abort) -> None:
     """Write rank 0's line. It reads only the first one, and may be gone."""
     with suppress(BrokenPipeError):
-        os.write(ANSWERS, _line_of(message))
-
-
-def _line_of(message: Invitation | Abort) -> bytes:
-    """Encode a message as a line of text."""
-    return encode(message).hex().encode() + b"\n"
+        os.write(ANSWERS, encode(message).hex().encode() + b"\n")
 
 
 def _end_after_rank_0() -> None:

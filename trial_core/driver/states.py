@@ -40,11 +40,7 @@ class Completed:
 
 @dataclass(frozen=True)
 class Aborted:
-    """The ranks were ended without a result, by a stop request or to move.
-
-    Attributes:
-        saved: see `Launching`.
-    """
+    """The ranks were ended without a result, by a stop request or to move."""
 
     launch: Launch
     why: Stopped
@@ -73,7 +69,6 @@ class Moving:
 
     Attributes:
         what: tells people if the ranks have saved, and why they move.
-        saved: see `Launching`.
     """
 
     what: str

@@ -24,7 +24,7 @@ class Uploads:
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
         self._upload: Running[Manifest] | None = None
-        self._pruning = Pruning(launch)
+        self.pruning = Pruning(launch)
         self.own = OwnStages(launch)
         self.newest: Manifest | None = None
 
@@ -39,7 +39,7 @@ class Uploads:
     ) -> None:
         if self._upload is not None:
             self._upload.ended.wait()
-        self._pruning.wait()
+        self.pruning.wait()
         self._launch.has_failed = kind is not None
         self.own.wait()
 
@@ -84,14 +84,10 @@ class Uploads:
         call_hook(self._launch, "on_checkpoint_upload_end", at, uuid=committed.uuid)
         self.own.run_blocking("checkpoint-upload", at, committed)
         if self.own.is_busy:  # it may read the pruned files
-            self._pruning.postpone(at)
+            self.pruning.postpone(at)
         else:
-            self._pruning.start(at)
+            self.pruning.start(at)
         self.own.start_beside("checkpoint-upload", at, committed)
-
-    def finish_pruning(self) -> None:
-        """Prune once more if that is due, and wait for its end."""
-        self._pruning.finish()
 
 
 class Pruning:

@@ -29,7 +29,7 @@ from tests.support.waiting import until
 from tests.support.wire import UNAUTHORIZED, UNAVAILABLE, Wire, mend_at_the_end
 from trial_core.config import ExperimentConfig
 from trial_core.driver.loop import Loop
-from trial_core.driver.uploads import Uploads
+from trial_core.driver.uploads import Pruning, Uploads
 from trial_core.schedule.stop_requests import StopHandler
 from trialflow.flows.lifecycle.server_outage import ServerOutage
 from trialflow.flows.server.embedded_server import flush
@@ -242,7 +242,7 @@ def test_a_late_failure_is_no_new_outage() -> None:
         (Loop, "_save"),
         (Uploads, "start"),
         (Uploads, "finish"),
-        (Uploads, "finish_pruning"),
+        (Pruning, "finish"),
     ],
 )
 def test_an_outage_at_any_stage(

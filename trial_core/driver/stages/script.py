@@ -27,13 +27,9 @@ from trial_core.schedule.sequencer import Progress
 
 @dataclass
 class ScriptReports:
-    """The progress and the last metrics of a Core API script.
+    """The progress of a Core API script, in steps for batches, and its last metrics of each kind.
 
     Attributes:
-        metric: the name of the searcher metric, or None.
-        smaller_is_better: True if a smaller value of it is better.
-        progress: the progress so far; a step is a batch.
-        metrics: the last metrics of each kind.
         has_warned: True after the warning that the script does not report the searcher metric.
     """
 
