@@ -227,7 +227,12 @@ def _fixed(
 def _answer(message: Invitation | Abort) -> None:
     """Write rank 0's line. It reads only the first one, and may be gone."""
     with suppress(BrokenPipeError):
-        os.write(ANSWERS, encode(message).hex().encode() + b"\n")
+        os.write(ANSWERS, _line_of(message))
+
+
+def _line_of(message: Invitation | Abort) -> bytes:
+    """Encode a message as a line of text."""
+    return encode(message).hex().encode() + b"\n"
 
 
 def _end_after_rank_0() -> None:
