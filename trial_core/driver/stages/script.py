@@ -21,8 +21,7 @@ from trial_core.messages import (
     ScriptEnded,
     ScriptEvent,
 )
-from trial_core.schedule.searcher_metric import searcher_metric
-from trial_core.schedule.sequencer import Progress
+from trial_core.schedule.sequencer import Progress, searcher_metric
 
 
 @dataclass
