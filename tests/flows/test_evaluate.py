@@ -132,7 +132,7 @@ def test_a_checkpoint_that_is_deleted_meanwhile(monkeypatch: pytest.MonkeyPatch)
     newest, older = new_manifest(), new_manifest()
     launch: Any = None
 
-    def fetch(launch: Any, stages: Any, point: ResumePoint) -> str | None:
+    def fetch(launch: Any, point: ResumePoint) -> str | None:
         if point.checkpoint is newest:
             raise CheckpointNotFound("just deleted")
         return None
