@@ -260,12 +260,7 @@ class Hub:
                     self._reject(agent.name, why)
                     writer.write(frame(encode(Refused(why=why))))
                     return f"it is refused: {why}"
-                agent.slots, agent.address = message.slots, message.address
-                if self._same_versions:
-                    self._versions = agent.versions
-                with self.changed:
-                    self.agents = {**self.agents, agent.name: agent}
-                    self.changed.notify_all()
+                self.admit(agent, message)
             elif isinstance(message, Draining):
                 with self.changed:
                     agent.draining = message.why
@@ -276,6 +271,15 @@ class Hub:
                 except Exception:
                     # A callback of the driver, such as a display, has failed. Training continues.
                     logger.exception("a message of node %s could not be handled", agent.name)
+
+    def admit(self, agent: ConnectedAgent, ready: NodeReady) -> None:
+        """Count an agent among the hub's. Who iterates over them meanwhile sees it the next time."""
+        agent.slots, agent.address = ready.slots, ready.address
+        if self._same_versions:
+            self._versions = agent.versions
+        with self.changed:
+            self.agents = {**self.agents, agent.name: agent}
+            self.changed.notify_all()
 
     def _reject(self, node: str, why: str) -> None:
         with self.changed:

@@ -16,6 +16,6 @@ def test_an_agent_may_join_while_the_others_are_counted() -> None:
     with Hub(ListenAddress(LOOPBACK_ADDRESS), new_token()) as hub:
         counted = iter(hub.agents.values())
         agent = ConnectedAgent("late", hello, lambda data: None, lambda: None)
-        hub._is_ready(agent, NodeReady(slots=8))
+        hub.admit(agent, NodeReady(slots=8))
         assert list(counted) == []
         assert [agent.slots for agent in hub.agents.values()] == [8]
