@@ -273,7 +273,7 @@ class Hub:
                     logger.exception("a message of node %s could not be handled", agent.name)
 
     def admit(self, agent: ConnectedAgent, ready: NodeReady) -> None:
-        """Count an agent among the hub's. Who iterates over them meanwhile sees it the next time."""
+        """Count an agent among the hub's; who iterates over them now sees it the next time."""
         agent.slots, agent.address = ready.slots, ready.address
         if self._same_versions:
             self._versions = agent.versions
