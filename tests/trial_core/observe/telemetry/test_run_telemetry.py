@@ -101,7 +101,10 @@ import logging, sys
 from pathlib import Path
 {before}
 from trial_core.config import ExperimentConfig
-from trial_core.driver.drive import Ending, RunClock, StopHandler, run_telemetry
+from trial_core.observe.ledger.run_clock import RunClock
+from trial_core.observe.telemetry.run_telemetry import run_telemetry
+from trial_core.schedule.ending import Ending
+from trial_core.schedule.stop_requests import StopHandler
 logging.basicConfig(format="%(message)s")
 config = ExperimentConfig(name="toy", entrypoint="a:B", searcher=dict(
     name="single", metric="loss", max_length=dict(batches=1)))
