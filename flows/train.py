@@ -7,7 +7,7 @@ them. A Core API script, or one with a `Trainer`, is run by `run-script` in plac
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from pydantic.json_schema import SkipJsonSchema
 
 from trial_core.checkpoint.layout import checked_trial
 from trial_core.config import ExperimentConfig
+from trial_core.driver.changed_settings import check_keep
 from trial_core.driver.code_source import refuse_missing_code
 from trial_core.driver.drive import drive_trial
 from trial_core.driver.placement import importing_ahead
@@ -54,6 +55,7 @@ def train(
     config: ExperimentConfig,
     trial: str | None = None,
     take_over: bool = False,
+    keep: list[str] | None = None,
     start: str | SkipJsonSchema[InstanceOf[HasCheckpoint]] | None = None,
 ) -> TrialResult | State[Any]:
     """Train a trial. A run that is asked to stop saves first, and ends in the state Prefect wants.
@@ -65,13 +67,16 @@ def train(
             it belongs to that flow's run and to this call (`flows/lifecycle/parent_runs.py`).
         take_over: True to take the trial from another run that may be live, which ends that run.
             A flow run that continues its own trial does not need it.
+        keep: settings that stay as in the checkpoint, although the experiment has other values:
+            ``optimizer``, ``scheduler``, ``scaler``, ``engine``, or one of them: ``optimizer.lr``.
         start: the start of a new trial, at batch 0: the result of another run, which stands for its
             checkpoint; a reference to a checkpoint of the same storage, such as ``best:TRIAL``; or
             the path or URL of a checkpoint of another program. A retry keeps the start that its
             trial has used.
 
     Raises:
-        ConfigError: `start` is in another storage, or is a URL with a password or a signature.
+        ConfigError: `start` is in another storage, or is a URL with a password or a signature; or
+            `keep` names something unknown.
         CheckpointNotFound: the checkpoint `start` does not exist.
         ModelNotFound: `start` names a model, alias or version that does not exist.
         CheckpointError: `trial` is not a valid id of a trial.
@@ -82,6 +87,7 @@ def train(
     attempt, is_new = identity_of_run(config), trial is None
     trial = checked_trial(trial or trial_id(config.name, attempt))
     refuse_missing_code(config)
+    check_keep(keep or ())
     if start is not None:
         config = started_from(config, start, trial)
     opened = with_credentials(config)
@@ -98,7 +104,7 @@ def train(
         waited_seconds = time.monotonic() - began
         result = watch.run(
             lambda: train_trial(
-                opened, trial, stopping, devices, attempt, is_new, take_over, waited_seconds
+                opened, trial, stopping, devices, attempt, is_new, take_over, waited_seconds, keep
             ),
             describe_saved,
         )
@@ -116,6 +122,7 @@ def train_trial(
     is_new: bool = True,
     take_over: bool = False,
     waited_seconds: float = 0.0,
+    keep: Sequence[str] | None = None,
 ) -> TrialResult:
     """Train a trial with the stages as tasks of this flow run. Raises as `drive_trial`.
 
@@ -125,6 +132,7 @@ def train_trial(
         is_new: True if the trial's id comes from `attempt`.
         take_over: True to take the trial from another run that may be live.
         waited_seconds: how long the run has waited for its devices.
+        keep: as of `train`.
     """
     label, page = StorageLabel(), ReportArtifact(trial)
 
@@ -145,6 +153,7 @@ def train_trial(
         storage=storage_of_run(config.stopping.server_outage_seconds, stopping),
         begun=label.note,
         take_over=take_over,
+        keep=keep or (),
         takeover_wait_seconds=takeover_wait_seconds(config),
         waited_seconds=waited_seconds,
     )

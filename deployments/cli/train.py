@@ -58,11 +58,15 @@ class Continuation:
             Default: the experiment's newest.
         take_over: With --resume: continue the trial even if another run may be training it, for
             example on a machine that was lost. A run that still lives ends.
+        keep: With --resume: settings that stay as in the checkpoint, although the experiment has
+            other values now: optimizer, scheduler, scaler, engine, or one of its settings, as
+            optimizer.lr. May be repeated.
     """
 
     resume: bool = False
     trial: str | None = None
     take_over: Annotated[bool, Parameter(negative=())] = False
+    keep: Annotated[list[str] | None, Parameter(negative=())] = None
 
     def check(self) -> None:
         """Refuse options that need ``--resume`` if it is missing.
@@ -70,8 +74,8 @@ class Continuation:
         Raises:
             ConfigError: one is given without it.
         """
-        if not self.resume and (self.take_over or self.trial is not None):
-            option = "--take-over" if self.take_over else "--trial"
+        given = {"--take-over": self.take_over, "--trial": self.trial, "--keep": self.keep}
+        if not self.resume and (option := next((each for each in given if given[each]), None)):
             raise ConfigError(f"{option} continues a trial: give --resume as well")
 
     @property
@@ -207,7 +211,9 @@ class _TrialRun:
         if self.continued is not None:
             self.earlier_page = _page_written_at(self.continued)
         flow = train_flow.with_options(on_running=[self._note_ids, on_running])
-        result = flow(self.experiment, trial=self.continued, take_over=wanted.take_over)
+        result = flow(
+            self.experiment, trial=self.continued, take_over=wanted.take_over, keep=wanted.keep
+        )
         if not isinstance(result, TrialResult):
             raise Stopped(f"the run ended without a result: {result}")
         return result

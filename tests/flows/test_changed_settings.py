@@ -7,29 +7,37 @@ from pathlib import Path
 import pytest
 
 from tests.support.flow import one_slot, train
+from trial_core.errors import TrialflowError
 
 pytestmark = [pytest.mark.slots, pytest.mark.server]
 
 
-def test_other_hyperparameters_that_a_restore_overrides_are_warned_of(here: Path) -> None:
-    """With both values, in the report, as all notices are; an unchanged resume warns of nothing."""
+def test_what_a_person_has_changed_counts_and_is_told(here: Path) -> None:
+    """With both values, in the report, as all notices are. A retry of nothing changes nothing."""
 
-    def report(batches: int, trial: str | None = None, **changes: float) -> tuple[str, str]:
+    def report(
+        batches: int, trial: str | None = None, keep: list[str] | None = None, **changes: object
+    ) -> tuple[str, str]:
         hparams = {"lr": 0.05, "gamma": 0.5, **changes}
-        entrypoint = "settings_trials:Decaying"
-        result = train(
-            one_slot(here, batches, entrypoint=entrypoint, hyperparameters=hparams), trial
+        config = one_slot(
+            here, batches, entrypoint="settings_trials:Decaying", hyperparameters=hparams
         )
+        result = train(config, trial, keep=keep)
         return result.trial, Path(result.report_path).read_text()
 
     trial, first = report(4)
-    _, same = report(8, trial)
-    _, other = report(12, trial, lr=0.005, gamma=0.9)
-    assert "changed since" not in first + same
-    assert other.count("changed since the checkpoint") == 1
+    _, longer = report(6, trial)
+    _, other = report(8, trial, lr=0.005, gamma=0.9)
+    _, kept = report(10, trial, keep=["scheduler"], lr=0.005, gamma=0.8)
+    assert "since it was saved" not in first
+    assert "since it was saved: searcher.max_length.batches 4 -> 6" in longer
+    assert "count" not in longer.split("since it was saved")[1].splitlines()[0]
     for text in (
-        "lr 0.05 -> 0.005, gamma 0.5 -> 0.9",
-        "optimizer 0 (SGD): initial_lr 0.05 (not 0.005); "
-        "scheduler 0 (ExponentialLR): gamma 0.5 (not 0.9)",
+        "hyperparameters.lr 0.05 -> 0.005, hyperparameters.gamma 0.5 -> 0.9",
+        "The new values count: scheduler 0 (ExponentialLR): gamma 0.5 -> 0.9, lr 0.05 -> 0.005",
     ):
         assert text in other
+    stays = "gamma stays 0.9 (not 0.8), because you asked for it (keep)"
+    assert f"The checkpoint's values stay: scheduler 0 (ExponentialLR): {stays}" in kept
+    with pytest.raises(TrialflowError, match="a batch had 4 samples"):
+        report(12, trial, global_batch_size=6)

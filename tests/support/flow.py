@@ -120,13 +120,15 @@ def stages(server: PrefectServer, flow_run_id: str | None, last: str = "") -> li
     return sorted(known, key=lambda stage: stage.began)
 
 
-def train(config: Any, trial: str | None = None, retries: int = 0) -> Any:
+def train(
+    config: Any, trial: str | None = None, retries: int = 0, keep: list[str] | None = None
+) -> Any:
     """Run the flow, then send its remaining events to the server."""
     from trialflow.flows.server.embedded_server import flush
     from trialflow.flows.train import train as flow
 
     try:
-        return flow.with_options(retries=retries)(config, trial)
+        return flow.with_options(retries=retries)(config, trial, keep=keep)
     finally:
         flush()
 

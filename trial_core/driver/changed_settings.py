@@ -1,4 +1,4 @@
-"""Warns of changed settings that have no effect, because a checkpoint's state is restored."""
+"""Tells what has changed between a checkpoint and the run that resumes it, and what counts."""
 
 from __future__ import annotations
 
@@ -8,52 +8,71 @@ from typing import Any
 from trial_core.checkpoint.resume_point import ResumePoint
 from trial_core.common.text_format import first_few, flat, setting, told_apart
 from trial_core.config import ExperimentConfig
+from trial_core.errors import ConfigError
+from trial_core.messages import RestoredSettings
 
-SHOWN = 6
+SHOWN = 12
 """At most so many changed settings, and so many optimizers and schedulers, are named."""
 
 _ABSENT = object()
 
 
-def override_warning(
+KEPT = ("optimizer", "scheduler", "scaler", "engine")
+"""What a run may keep as in the checkpoint."""
+
+
+def check_keep(keep: Sequence[str]) -> None:
+    """Check the names of settings to keep: ``optimizer``, or one of its settings: ``optimizer.lr``.
+
+    Raises:
+        ConfigError: one is not of that form.
+    """
+    for each in keep:
+        if each.partition(".")[0] not in KEPT:
+            raise ConfigError(
+                f"keep: {each!r} is not known; give {', '.join(KEPT)}, or one setting of it, as "
+                "optimizer.lr"
+            )
+
+
+def changes_since_checkpoint(
     point: ResumePoint,
     config: ExperimentConfig,
-    of_optimizers: Sequence[str],
-    of_schedulers: Sequence[str],
+    versions: Mapping[str, str],
+    settings: RestoredSettings,
 ) -> str | None:
-    """Return a warning that names the settings a restore has overridden; None without any.
-
-    Settings of optimizers count as overridden only if hyperparameters have changed: the trial may
-    change them itself, batch by batch. A schedule's count also if the length of training has.
+    """Return a text of all that has changed since the checkpoint; None without any change.
 
     Args:
-        of_optimizers, of_schedulers: the overridden settings, see `ReadyToTrain`.
+        versions: those of this run's software.
+        settings: from rank 0.
     """
     saved = point.checkpoint
     if saved is None or point.restore == "weights":
         return None
-    changes = _changes(saved.hyperparameters, config.hyperparameters)
-    overridden = [*(of_optimizers if changes else ()), *of_schedulers]
-    if of_schedulers and saved.config:  # it is recorded
-        changes += _changes(_length(saved.config), _length(config.digested()))
-    if not changes or not overridden:
-        return None
-    instead = "set searcher.source_weights_only=true"
-    if point.restore == "everything":
-        instead = (
-            "begin a new trial with the checkpoint's weights: without --resume (in a script, "
-            f"without latest_checkpoint), with searcher.source_checkpoint_uuid={saved.uuid} and "
-            "searcher.source_weights_only=true"
+    if point.restore == "everything" and saved.config:  # it is recorded
+        changes = _changes(saved.config, config.digested())
+        changes += _changes(saved.versions, versions)
+    else:
+        changes = _changes(
+            {"hyperparameters": saved.hyperparameters}, {"hyperparameters": config.hyperparameters}
         )
-    return (
-        f"changed since the checkpoint: {first_few(changes, SHOWN)}. But the restore brought back "
-        f"the checkpoint's values, which count: {first_few(overridden, SHOWN, '; ')}. To train "
-        f"with the new ones, {instead}"
-    )
-
-
-def _length(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {"searcher.max_length": (config.get("searcher") or {}).get("max_length")}
+    if not changes and not settings.new and not settings.kept:
+        return None
+    at = saved.progress.batches_trained
+    told = [f"checkpoint {saved.uuid} (batch {at})"]
+    if changes:
+        told[0] += f": changed since it was saved: {first_few(changes, SHOWN)}"
+    if settings.new:
+        told.append(f"The new values count: {first_few(settings.new, SHOWN, '; ')}")
+    if settings.kept:
+        told.append(f"The checkpoint's values stay: {first_few(settings.kept, SHOWN, '; ')}")
+    if changes and not settings.is_known:
+        told.append(
+            "The checkpoint has no record of the settings of its optimizers and schedulers, so "
+            "their values stay"
+        )
+    return ". ".join(told)
 
 
 def _changes(saved: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:

@@ -56,6 +56,7 @@ class Given:
         storage: the mark of the storage, if the run has begun before.
         begun: called with that mark once the run has its trial; not for ``memory://``.
         take_over: True to take the trial from another run that may be live.
+        keep: settings of optimizers and the like that stay as in the checkpoint, see `check_keep`.
         takeover_wait_seconds: how long to wait for the trial's folder, which a run that is about to
             end may hold.
         waited_seconds: how long the run has waited for its devices.
@@ -80,6 +81,7 @@ class Given:
     storage: str | None = None
     begun: Callable[[str], None] = lambda mark: None
     take_over: bool = False
+    keep: Sequence[str] = ()
     takeover_wait_seconds: float = 0.0
     waited_seconds: float = 0.0
     micro_batch_samples: int | None = None

@@ -137,6 +137,7 @@ class BuildLoadersAndRestore(Request):
         checkpoint: uuid of a checkpoint that has been fetched.
         saved_by: the topology that saved it; None for the present one.
         validation_limit: maximum `evaluate_batch` calls per validation; None for no limit.
+        keep: settings that stay as in the checkpoint: ``optimizer``, ``optimizer.lr``.
     """
 
     stage: ClassVar[str] = "build-loaders"
@@ -145,6 +146,21 @@ class BuildLoadersAndRestore(Request):
     restore: Restore = "everything"
     saved_by: Topology | None = None
     validation_limit: int | None = None
+    keep: list[str] = []
+
+
+class RestoredSettings(msgspec.Struct, frozen=True):
+    """The settings of optimizers and the like that were built otherwise for the checkpoint.
+
+    Attributes:
+        new: those whose new values count, for people: ``optimizer 0 (AdamW): lr 0.001 -> 0.0001``.
+        kept: those that stay as in the checkpoint, with the reason.
+        is_known: False if the checkpoint has no record of its settings: all of its values stay.
+    """
+
+    new: list[str] = []
+    kept: list[str] = []
+    is_known: bool = True
 
 
 class ReadyToTrain(Result):
@@ -154,15 +170,13 @@ class ReadyToTrain(Result):
         epoch: None if the training loader has no length.
         loads_micro_batches: True if the training loader has the engine's micro-batch size, which
             may then be changed; None on a rank that needs no data.
-        overridden_optimizers, overridden_schedulers: the trial's settings that the restore has
-            replaced with the checkpoint's, for people; see `BuiltSettings`.
+        settings: the settings that have changed since the checkpoint.
     """
 
     epoch: EpochLength | None
     restore_seconds: float = 0.0
     loads_micro_batches: bool | None = None
-    overridden_optimizers: list[str] = []
-    overridden_schedulers: list[str] = []
+    settings: RestoredSettings = RestoredSettings()
 
 
 class TrainBatches(Request):

@@ -36,6 +36,7 @@ from trial_core.pytorch.sharded_model import is_sharded, mesh_shape, reshard
 from trial_core.pytorch.sharded_state import files_of_parts
 from trial_core.pytorch.trial import PyTorchTrial
 from trial_core.rank.rank_state import STATE_FOLDER
+from trial_core.rank.state_files.built_settings import ScalerPart, SettingsPart
 from trial_core.rank.state_files.safe_load import Reader
 from trial_core.rank.trial.trial_adapter import TrialAdapter
 
@@ -124,6 +125,10 @@ class PyTorchTrialAdapter(TrialAdapter):
             model.train(training)
             if training:
                 reshard(model)
+
+    def setting_parts(self) -> list[SettingsPart]:
+        scaler = self._context.scaler
+        return [*super().setting_parts(), *([] if scaler is None else [ScalerPart(scaler)])]
 
     def hook_state(self) -> dict[str, Any]:
         return state_of(self._context)

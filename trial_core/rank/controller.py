@@ -43,6 +43,7 @@ from trial_core.messages import (
     ReadyToTrain,
     ReleaseStaging,
     Request,
+    RestoredSettings,
     RunFilesStored,
     RunHook,
     RunValidation,
@@ -64,7 +65,7 @@ from trial_core.rank.rank_checkpoint import Snapshots
 from trial_core.rank.rank_state import capture_rng, restore_rng
 from trial_core.rank.restore_on_other_ranks import RankRemap
 from trial_core.rank.run_file_upload import RunFileUpload, tensorboard_in
-from trial_core.rank.state_files.overridden_settings import BuiltSettings
+from trial_core.rank.state_files.built_settings import BuiltSettings
 from trial_core.rank.training import BatchReporter, TrainingLoop
 from trial_core.rank.trial.callback import HOOKS, may_change_metrics, overridden_hooks
 from trial_core.rank.trial.context import RunInfo
@@ -236,13 +237,15 @@ class Controller:
         if self._attached is not None:
             self._attached.close()
         info.batch_samples = adapter.batch_samples
+        if info.built_settings is None:  # a script's trial may be attached again, trained
+            info.built_settings = BuiltSettings(adapter.setting_parts())
         settings = info.checkpointing
         files = CheckpointFiles(run_dir, store, self._distributed, settings)
         self._attached = _AttachedTrial(
             adapter,
             info,
             files,
-            Snapshots(adapter, files, self._distributed, settings),
+            Snapshots(adapter, files, self._distributed, settings, info.built_settings),
             RunFileUpload(info, store, run_dir),
             ForwardClock(adapter.whole_models if self._distributed.get_size() > 1 else ()),
         )
@@ -291,12 +294,13 @@ class Controller:
         )
         loaders.validation.limit = request.validation_limit
         info.epoch = loaders.epoch
-        overridden: tuple[list[str], list[str]] = ([], [])
+        told = RestoredSettings()
+        trial.snapshots.data_settings = loaders.settings()
         if request.checkpoint is not None:
             began = time.monotonic()
-            settings = BuiltSettings(adapter.optimizers, adapter.schedulers)
-            trial.snapshots.restore(request.checkpoint, state, remap)
-            overridden = settings.overridden()
+            told = trial.snapshots.restore(
+                request.checkpoint, state, remap, request.keep, request.restore == "everything"
+            )
             restore_seconds += time.monotonic() - began
         # After restore: the trial's on_checkpoint_load_start may change any part of the state.
         own = (state if request.restore == "everything" else None) or {}
@@ -319,8 +323,7 @@ class Controller:
             epoch=loaders.epoch,
             restore_seconds=restore_seconds,
             loads_micro_batches=loaders.loads_micro_batches,
-            overridden_optimizers=overridden[0],
-            overridden_schedulers=overridden[1],
+            settings=told,
         )
 
     def train(self, request: TrainBatches) -> Trained:

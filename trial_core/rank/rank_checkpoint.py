@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from trial_core.checkpoint.resume_point import Restore
 from trial_core.config.sections import CheckpointingConfig
+from trial_core.messages import RestoredSettings
 from trial_core.processes.machine.memory_files import GIB, MemoryFiles, free_bytes
 from trial_core.processes.slots.kept_memory import drop_kept
 from trial_core.rank.checkpoint_files import CheckpointFiles
@@ -27,12 +28,17 @@ from trial_core.rank.rank_state import (
     write_rank_state,
 )
 from trial_core.rank.restore_on_other_ranks import RankRemap, read_remapped_state
+from trial_core.rank.state_files.built_settings import BuiltSettings, changes_of_data, read_settings
 from trial_core.rank.state_files.safe_load import Reader
 from trial_core.rank.trial.trial_adapter import TrialAdapter
 
 
 class Snapshots:
-    """Stages the trial's state on this rank, and restores it."""
+    """Stages the trial's state on this rank, and restores it.
+
+    Attributes:
+        data_settings: the settings of its training data, once the loaders are built.
+    """
 
     def __init__(
         self,
@@ -40,11 +46,14 @@ class Snapshots:
         files: CheckpointFiles,
         distributed: DistributedContext,
         settings: CheckpointingConfig,
+        built: BuiltSettings,
     ) -> None:
         self._adapter = adapter
         self._files = files
         self._distributed = distributed
         self._settings = settings
+        self._built = built
+        self.data_settings: dict[str, Any] = {}
         self._verifies = settings.verify_first is not False
         self._reader = Reader(settings.trusted, adapter.checkpoint_classes)
         self._memory: MemoryFiles | None = None
@@ -90,6 +99,8 @@ class Snapshots:
         adapter.save(folder, memory, self._reader, _taken_out(state, of_adapter))
         memory.end()
         write_rank_state(folder, self._distributed.get_rank(), state, self._reader)
+        if self._distributed.get_rank() == 0:
+            self._built.write(folder / STATE_FOLDER, self.data_settings)
         if self._verifies:
             load_back(adapter, self._distributed, self._reader, folder, self._settings)
             self._verifies = False  # the others are saved and loaded in the same way
@@ -118,16 +129,31 @@ class Snapshots:
         return read_remapped_state(folder, rank, self._reader, remap, restore)
 
     def restore(
-        self, uuid: str, state: dict[str, Any] | None, remap: RankRemap | None = None
-    ) -> None:
+        self,
+        uuid: str,
+        state: dict[str, Any] | None,
+        remap: RankRemap | None = None,
+        keep: Collection[str] = (),
+        continues: bool = True,
+    ) -> RestoredSettings:
         """Load from fetched files, after all ranks have fetched. Collective: every rank calls this.
 
-        `state` is the result of `read_state`, for the callbacks; None loads weights alone.
+        Args:
+            state: the result of `read_state`, for the callbacks; None loads weights alone.
+            keep: see `BuiltSettings.apply`.
+            continues: True if training continues at the checkpoint's place in the data.
+
+        Returns:
+            The settings that were built otherwise for the checkpoint.
         """
         adapter, folder = self._adapter, self._files.restored(uuid)
         if state is None:
             adapter.load_weights(folder, self._reader)
-            return
+            return RestoredSettings()
+        saved = read_settings(folder / STATE_FOLDER)
+        if saved is not None:
+            self._built.require_same_types(saved)
+            of_data = changes_of_data(saved, self.data_settings) if continues else []
         of_adapter = adapter.read_hook_state(folder, self._reader)
         state.update(of_adapter)
         for callback in adapter.callbacks.values():
@@ -135,7 +161,12 @@ class Snapshots:
         of_adapter = _taken_out(state, of_adapter)
         adapter.load(folder, self._reader, of_adapter, reshape=remap is not None)
         self._verifies = False
-        restore_callbacks(state, adapter.callbacks)
+        told = RestoredSettings(is_known=False)
+        if saved is not None:
+            new, kept = self._built.apply(saved, keep)
+            told = RestoredSettings(new + of_data, kept)
+        restore_callbacks(state, adapter.callbacks)  # what a callback sets counts
+        return told
 
     def _memory_files(self) -> MemoryFiles:
         # Not created before training: only then is known how much memory it leaves free.

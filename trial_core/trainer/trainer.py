@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import get_args
 
 from trial_core.cluster_info import checkpoint_to_continue
 from trial_core.config.script import has_code_folder, named_metric, script_config
+from trial_core.driver.changed_settings import check_keep
 from trial_core.driver.result import TrialResult
 from trial_core.driver.script_order import Order
 from trial_core.errors import ConfigError, SlotsError, TrialError
@@ -102,6 +103,7 @@ class Trainer:
         test_mode: bool = False,
         profiling_enabled: bool = False,
         take_over: bool = False,
+        keep: Sequence[str] = (),
     ) -> TrialResult:
         """Train the trial. Collective: every rank calls this once, with the same arguments.
 
@@ -134,6 +136,9 @@ class Trainer:
             take_over: continue a trial that another run may be training, and end that run. A script
                 that a scheduler restarts on another machine needs this: it cannot know if the first
                 machine is dead.
+            keep: settings that stay as in `latest_checkpoint`, although the trial is built with
+                other values now: ``optimizer``, ``scheduler``, ``scaler``, ``engine``, or one of
+                its settings, ``optimizer.lr``.
 
         Raises:
             ConfigError: an argument is invalid.
@@ -171,7 +176,8 @@ class Trainer:
         if max_length is None:
             raise ConfigError("fit needs max_length: Batch(1000) or Epoch(3), for example")
         start = checkpoint_to_continue(latest_checkpoint)
-        return self._fit_here(asked, max_length, start, test_mode, take_over)
+        check_keep(keep)
+        return self._fit_here(asked, max_length, start, test_mode, take_over, keep)
 
     # ----------------------------------------------------------------------------- internals
 
@@ -200,6 +206,7 @@ class Trainer:
         latest_checkpoint: str | None,
         test_mode: bool,
         take_over: bool,
+        keep: Sequence[str],
     ) -> TrialResult:
         """Have a driver next to rank 0 train the trial, on ranks that are started already."""
         context, distributed = self._context, self._context.distributed
@@ -221,6 +228,7 @@ class Trainer:
                 fit=asked,
                 latest_checkpoint=latest_checkpoint,
                 take_over=take_over,
+                keep=keep,
                 test_mode=test_mode,
                 has_metric=metric is not None,
                 has_code=has_code_folder(type(self._trial).__module__),

@@ -24,6 +24,7 @@ from trial_core.rank.checkpoint_files import CheckpointFiles
 from trial_core.rank.collectives.distributed import DistributedContext
 from trial_core.rank.rank_checkpoint import Snapshots
 from trial_core.rank.rank_state import write_rank_state
+from trial_core.rank.state_files.built_settings import BuiltSettings
 from trial_core.rank.state_files.safe_load import Reader
 
 Warm = Callable[[int], SlotGroup]
@@ -132,7 +133,9 @@ def files_of(folder: Path, rank: int = 0, ranks: int = 1, **settings: Any) -> Ch
 def snapshots(folder: Path, rank: int = 0, ranks: int = 1, **settings: Any) -> Snapshots:
     adapter: Any = SimpleNamespace(checkpoint_classes=())
     files = files_of(folder, rank, ranks, **settings)
-    return Snapshots(adapter, files, one_of(rank, ranks), CheckpointingConfig(**settings))
+    return Snapshots(
+        adapter, files, one_of(rank, ranks), CheckpointingConfig(**settings), BuiltSettings(())
+    )
 
 
 @pytest.mark.parametrize("rehearses", [True, False])

@@ -10,7 +10,7 @@ from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.resume_point import Restore, ResumePoint
 from trial_core.checkpoint.transfer.fetch import fetch_files
 from trial_core.common.text_format import plural, ranks_by_node
-from trial_core.driver.changed_settings import override_warning
+from trial_core.driver.changed_settings import changes_since_checkpoint
 from trial_core.driver.run import Launch
 from trial_core.driver.stages.declared_stage import stage
 from trial_core.errors import CheckpointDamaged, StorageError, TrialError
@@ -21,6 +21,7 @@ from trial_core.messages import (
     FetchCheckpoint,
     Fetched,
     ReadyToTrain,
+    RestoredSettings,
     TrialBuilt,
 )
 from trial_core.schedule.units import EpochLength
@@ -141,6 +142,19 @@ def _fetch(launch: Launch, manifest: Manifest, restore: Restore) -> str | None:
     return next((result.damage for result in fetched if result.damage), None)
 
 
+def tell_changes(launch: Launch, point: ResumePoint, settings: RestoredSettings) -> None:
+    """Tell people what has changed since the checkpoint that the ranks have restored."""
+    run = launch.run
+    told = changes_since_checkpoint(point, run.config, launch.answers.versions, settings)
+    if told is None:
+        return
+    if settings.kept or not settings.is_known:
+        launch.warn([told])
+    else:
+        run.logger.info("%s", told)
+        run.observer.notice(told)
+
+
 @stage("build-loaders", "@{point.progress.batches_trained}")
 def build_loaders(launch: Launch, point: ResumePoint) -> EpochLength | None:
     """Build the loaders and restore the checkpoint. Return the length of an epoch."""
@@ -153,13 +167,11 @@ def build_loaders(launch: Launch, point: ResumePoint) -> EpochLength | None:
         restore=point.restore,
         saved_by=point.saved_by,
         validation_limit=1 if launch.run.test_mode else None,
+        keep=[*launch.run.keep],
     )
     ranks = launch.ask(request, ReadyToTrain)
     launch.run.clock.count_as("restore", max(rank.restore_seconds for rank in ranks))
-    warning = override_warning(
-        point, launch.run.config, ranks[0].overridden_optimizers, ranks[0].overridden_schedulers
-    )
-    launch.warn([warning] if warning else [])
+    tell_changes(launch, point, ranks[0].settings)
     launch.answers.epoch = ranks[0].epoch
     launch.answers.loads_micro_batches = all(r.loads_micro_batches is not False for r in ranks)
     if launch.micro_batch_samples is not None and not launch.answers.loads_micro_batches:

@@ -148,6 +148,21 @@ class Loaders:
             self.adapter.topology().micro_batch_samples
         )
 
+    def settings(self) -> dict[str, Any]:
+        """The settings of the training data, as far as they are known."""
+        loader, adapter = self.training_loader, self.adapter
+        if not isinstance(loader, DataLoader):
+            return {}
+        found: dict[str, Any] = {
+            "samples": length_of(loader.dataset),
+            "order": type(loader.sampler).__qualname__,
+            "seed": self.seed if loader.generator is None else loader.generator.initial_seed(),
+        }
+        if loader.batch_size is not None:
+            ranks, per_batch = adapter.data_parallel_size, adapter.micro_batches_per_batch
+            found["batch size"] = loader.batch_size * per_batch * ranks
+        return {name: value for name, value in found.items() if value is not None}
+
     @property
     def waited_seconds(self) -> float:
         return 0.0 if self.training is None else self.training.waited_seconds

@@ -15,6 +15,7 @@ from trial_core.checkpoint.resume_point import Restore
 from trial_core.errors import TrialError
 from trial_core.processes.machine.memory_files import MemoryFiles
 from trial_core.rank.collectives.accelerator import has_accelerator
+from trial_core.rank.state_files.built_settings import OptimizerPart, SchedulePart, SettingsPart
 from trial_core.rank.state_files.safe_load import Reader
 from trial_core.rank.trial.callback import PyTorchCallback, built_callbacks
 from trial_core.rank.trial.custom_reducers import ReducerRegistry
@@ -119,6 +120,13 @@ class TrialAdapter(ABC):
         The same on every rank.
         """
         return True
+
+    def setting_parts(self) -> list[SettingsPart]:
+        """The parts whose settings a restore compares, as they are now. See `BuiltSettings`."""
+        return [
+            *(OptimizerPart(each, self.schedulers) for each in self.optimizers),
+            *(SchedulePart(each, self.schedulers) for each in self.schedulers),
+        ]
 
     def training_loader(self) -> Any:
         return self._trial.build_training_data_loader()

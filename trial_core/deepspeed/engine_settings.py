@@ -1,0 +1,93 @@
+"""The settings of engines and of DeepSpeed's own schedulers, for `BuiltSettings`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from copy import deepcopy
+from typing import Any
+
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from trial_core.deepspeed.config_check import config_of
+from trial_core.rank.state_files.built_settings import SchedulePart, SettingsPart, plain
+
+_DERIVED = frozenset({"last_batch_iteration", "delta_lrs", "inverse_log_warm_up"})
+"""Attributes of DeepSpeed's schedulers that are no settings."""
+
+_MOVED = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+"""What training changes of a dynamic loss scaler."""
+
+
+def engine_parts(
+    engines: Sequence[DeepSpeedEngine], schedulers: Sequence[Any]
+) -> Iterator[SettingsPart]:
+    """The parts of engines that have settings, besides their optimizers."""
+    for scheduler in schedulers:
+        if isinstance(scheduler, (LRScheduler, ReduceLROnPlateau)):
+            yield SchedulePart(scheduler, schedulers)
+        else:
+            yield _DeepSpeedSchedule(scheduler)
+    for engine in engines:
+        yield _Engine(engine)
+        if engine.fp16_enabled():
+            yield _LossScale(engine)
+
+
+class _DeepSpeedSchedule(SettingsPart):
+    """A scheduler that restores its step alone, but sets the rate only in its next step."""
+
+    kind = "scheduler"
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        own = {
+            name: value
+            for name, value in plain(getattr(scheduler, "__dict__", {})).items()
+            if name not in _DERIVED and not name.startswith("_")
+        }
+        super().__init__(scheduler, [own])
+
+    def apply(self, changed: Sequence[Collection[str]]) -> str | None:
+        at = getattr(self._scheduler, "last_batch_iteration", None)
+        if at is None:
+            return "it does not tell how often it has stepped"
+        if at >= 0:
+            self._scheduler.step(at)
+        return None
+
+
+class _Engine(SettingsPart):
+    """The clipping of gradients. Only some of DeepSpeed's optimizers restore the checkpoint's."""
+
+    kind = "engine"
+
+    def __init__(self, engine: DeepSpeedEngine) -> None:
+        self._engine = engine
+        super().__init__(engine, [{"gradient_clipping": float(engine.gradient_clipping())}])
+
+    def apply(self, changed: Sequence[Collection[str]]) -> None:
+        if hasattr(self._engine.optimizer, "clip_grad"):
+            self._engine.optimizer.clip_grad = self.groups[0]["gradient_clipping"]
+
+
+class _LossScale(SettingsPart):
+    """The loss scale of fp16. A dynamic one keeps the scale that training has found."""
+
+    kind = "scaler"
+
+    def __init__(self, engine: DeepSpeedEngine) -> None:
+        self._engine = engine
+        self._built = deepcopy(getattr(engine.optimizer, "loss_scaler", None))
+        super().__init__(engine, [plain(config_of(engine).get("fp16") or {})])
+
+    def apply(self, changed: Sequence[Collection[str]]) -> str | None:
+        restored = getattr(self._engine.optimizer, "loss_scaler", None)
+        if restored is None or self._built is None:
+            return "DeepSpeed restores it without ZeRO"
+        if isinstance(restored, DynamicLossScaler) and isinstance(self._built, DynamicLossScaler):
+            for name in _MOVED:
+                setattr(self._built, name, getattr(restored, name))
+        self._engine.optimizer.loss_scaler = self._built
+        return None
