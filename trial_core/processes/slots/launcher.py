@@ -183,7 +183,8 @@ def rank_environment(
 
     Each rank gets its share of the cores; libraries would otherwise start a thread per core in
     every rank. Threads of CPU ranks sleep while they wait for each other. If they spin, as is
-    OpenMP's default, and another process has a core, a batch takes many times as long.
+    OpenMP's default, and another process has a core, a batch takes many times as long. The order
+    of a set of names is the same in all ranks of all attempts, unless `PYTHONHASHSEED` is given.
 
     Args:
         address: this machine's address on the ranks' network.
@@ -194,6 +195,7 @@ def rank_environment(
     base = {**os.environ, **environment}
     base.update(LOCAL_WORLD_SIZE=str(local_size), PYTHONUNBUFFERED="1")
     base[KIND_VARIABLE] = visible_accelerators(base).kind
+    base.setdefault("PYTHONHASHSEED", "0")  # the same for all runs that one fork server serves
     base.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // local_size)))
     if base[KIND_VARIABLE] == CPU:
         base.setdefault("OMP_WAIT_POLICY", "PASSIVE")

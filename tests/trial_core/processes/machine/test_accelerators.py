@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -240,6 +242,19 @@ def test_ranks_are_told_their_accelerator_and_share_the_cores(
     assert (on_gpus["DS_ACCELERATOR"], on_gpus["OMP_NUM_THREADS"]) == ("cuda", "8")
     on_cpus = launcher.rank_environment(2, {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "3"})
     assert (on_cpus["DS_ACCELERATOR"], on_cpus["OMP_NUM_THREADS"]) == ("cpu", "3")
+
+
+def test_ranks_agree_on_the_order_of_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On all machines and in all attempts: text has the same hash, unless a person decides."""
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    script = "print(list({'ant', 'bee', 'cow', 'dog', 'elk', 'fox', 'gnu', 'hen'}))"
+
+    def order(**given: str) -> bytes:
+        environment = launcher.rank_environment(1, {"DS_ACCELERATOR": "cpu", **given})
+        return subprocess.check_output([sys.executable, "-c", script], env=environment)
+
+    assert order() == order() == order()
+    assert order(PYTHONHASHSEED="7") != order()
 
 
 @pytest.mark.usefixtures("two_gpus")
