@@ -60,7 +60,7 @@ class Continuation:
             example on a machine that was lost. A run that still lives ends.
         keep: With --resume: settings that stay as in the checkpoint, although the experiment has
             other values now: optimizer, scheduler, scaler, engine, or one of its settings, as
-            optimizer.lr. May be repeated.
+            optimizer.lr. May be repeated. Default: none.
     """
 
     resume: bool = False
