@@ -48,7 +48,7 @@ BEFORE: Mapping[str, tuple[str, ...]] = {
     "docs/guides/kubernetes.md": (),
     "docs/guides/move-from-determined.md": (),
     "docs/guides/opentelemetry.md": (),
-    "docs/guides/pytorch.md": (INIT, TRAIN),
+    "docs/guides/pytorch.md": (INIT,),
     "docs/guides/resuming.md": (INIT, TRAIN),
     "docs/guides/retraining.md": (INIT, TRAIN),
     "docs/guides/scripts.md": (INIT, TRAIN),

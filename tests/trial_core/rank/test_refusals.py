@@ -252,7 +252,11 @@ def test_files_that_no_checkpoint_can_have_do_not_end_the_rank(tmp_path: Path) -
     store = CheckpointStore(f"file://{tmp_path}/checkpoints")
     controller = Controller(build_adapter, emit=lambda _: None, distributed=alone())
     trial: Any = SimpleNamespace(
-        callbacks={}, topology=lambda: None, batch_samples=1, checkpoint_classes=()
+        callbacks={},
+        topology=lambda: None,
+        batch_samples=1,
+        checkpoint_classes=(),
+        setting_parts=list,
     )
     controller.attach(trial, RunInfo("toy-0000beef", {}), tmp_path, store)
     staging = tmp_path / "staging" / "some-uuid" / "rank-0"

@@ -40,7 +40,11 @@ def attached(folder: Path, callbacks: dict[str, PyTorchCallback]) -> tuple[Contr
     alone = DistributedContext.from_environment({})
     controller = Controller(build_adapter, emit=lambda _: None, distributed=alone)
     trial: Any = SimpleNamespace(
-        callbacks=callbacks, topology=lambda: None, batch_samples=1, checkpoint_classes=()
+        callbacks=callbacks,
+        topology=lambda: None,
+        batch_samples=1,
+        checkpoint_classes=(),
+        setting_parts=list,
     )
     store = CheckpointStore(f"file://{folder}/checkpoints")
     return controller, controller.attach(trial, RunInfo("toy-0000beef", {}), folder, store).hooks

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from trial_core.common.decoding import convert
 from trial_core.common.text_format import first_few, told_apart
 from trial_core.errors import CheckpointError
 
@@ -329,10 +330,10 @@ def changes_of_data(saved: SavedSettings, now: Mapping[str, Any]) -> list[str]:
 def read_settings(folder: Path) -> SavedSettings | None:
     """Read what `BuiltSettings.write` wrote in a folder of a checkpoint; None if it has none."""
     try:
-        return msgspec.convert(json.loads((folder / FILE).read_bytes()), SavedSettings)
+        return convert(json.loads((folder / FILE).read_bytes()), SavedSettings)
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError, TypeError) as error:  # also msgspec's
+    except (ValueError, RecursionError) as error:  # also msgspec's
         raise CheckpointError(f"the checkpoint's {FILE} is not trialflow's: {error}") from error
 
 
