@@ -27,7 +27,7 @@ from trial_core.checkpoint.weights.model_files import facts_folder, write_facts
 from trial_core.deepspeed.checkpoint_engine import CHECKPOINT_CLASSES, snapshot_checkpoint_engines
 from trial_core.deepspeed.config_check import config_of
 from trial_core.deepspeed.context import DeepSpeedTrialContext
-from trial_core.deepspeed.engine_settings import engine_parts
+from trial_core.deepspeed.engine_settings import EngineOptimizer, engine_parts
 from trial_core.deepspeed.export.pipeline_weights import layer_name, tied_layers
 from trial_core.deepspeed.mpu import check_mpu
 from trial_core.deepspeed.reshard.reshard_loader import is_ordered_otherwise, resharded
@@ -39,7 +39,7 @@ from trial_core.deepspeed.restore_files import (
 from trial_core.deepspeed.trial import DeepSpeedTrial
 from trial_core.errors import CheckpointError, TrialError, TrialValueError
 from trial_core.processes.machine.memory_files import MemoryFiles
-from trial_core.rank.state_files.built_settings import OptimizerPart, SettingsPart
+from trial_core.rank.state_files.built_settings import SettingsPart
 from trial_core.rank.state_files.optimizer_load import optimizers_loaded_in_place
 from trial_core.rank.state_files.safe_load import Reader
 from trial_core.rank.trial.trial_adapter import TrialAdapter, accepts
@@ -188,7 +188,7 @@ class DeepSpeedTrialAdapter(TrialAdapter):
         return self._trial.evaluate_batch(micro_batches)  # type: ignore[call-arg]  # older form
 
     def setting_parts(self) -> list[SettingsPart]:
-        optimizers = [OptimizerPart(each, self.schedulers) for each in self.optimizers]
+        optimizers = [EngineOptimizer(each, self.schedulers) for each in self.optimizers]
         return [*optimizers, *engine_parts(self._context.models, self.schedulers)]
 
     def set_training(self, training: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Sequence
 from copy import deepcopy
 from typing import Any
@@ -11,7 +12,12 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from trial_core.deepspeed.config_check import config_of
-from trial_core.rank.state_files.built_settings import SchedulePart, SettingsPart, plain
+from trial_core.rank.state_files.built_settings import (
+    OptimizerPart,
+    SchedulePart,
+    SettingsPart,
+    plain,
+)
 
 _DERIVED = frozenset({"last_batch_iteration", "delta_lrs", "inverse_log_warm_up"})
 """Attributes of DeepSpeed's schedulers that are no settings."""
@@ -33,6 +39,22 @@ def engine_parts(
         yield _Engine(engine)
         if engine.fp16_enabled():
             yield _LossScale(engine)
+
+
+class EngineOptimizer(OptimizerPart):
+    """An optimizer within an engine.
+
+    DeepSpeed takes another class of its own, with the same state, where the optimizer is offloaded
+    or ``torch_adam`` changes.
+    """
+
+    def continues(self, type_then: str) -> bool:
+        return _family(self.type) == _family(type_then)
+
+
+def _family(name: str) -> str:
+    """``Adam`` for DeepSpeedCPUAdam, FusedAdam and AdamW."""
+    return re.sub(r"^(DeepSpeed|Zenflow|ZenFlow|CPU|Fused)+", "", name).removesuffix("W")
 
 
 class _DeepSpeedSchedule(SettingsPart):

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from trial_core.common.decoding import convert
-from trial_core.common.text_format import first_few, told_apart
+from trial_core.common.text_format import clean, first_few, told_apart
 from trial_core.errors import CheckpointError
 
 FILE = "resume.json"
@@ -84,6 +84,10 @@ class SettingsPart(ABC):
     def __init__(self, part: Any, groups: Iterable[_Settings]) -> None:
         self.type = type(part).__qualname__
         self.groups = [*groups]
+
+    def continues(self, type_then: str) -> bool:
+        """Return whether a state of a part of that type means the same to this one."""
+        return self.type == type_then
 
     @abstractmethod
     def apply(self, changed: Sequence[Collection[str]]) -> str | None:
@@ -186,7 +190,7 @@ class SchedulePart(SettingsPart):
 
     def _put_back(self, state: Mapping[str, Any], values: Sequence[_Settings]) -> None:
         self._scheduler.load_state_dict(deepcopy(state))
-        for group, own in zip(self._scheduler.optimizer.param_groups, values, strict=True):
+        for group, own in zip(self._scheduler.optimizer.param_groups, values, strict=False):
             for name, value in own.items():
                 _assign(group, name, value)
 
@@ -228,11 +232,12 @@ class BuiltSettings:
             CheckpointError: it is of another optimizer or scheduler.
         """
         for index, part, before in self._pairs(saved):
-            if part.type != before.type:
+            if part.kind in ("optimizer", "scheduler") and not part.continues(before.type):
+                then = clean(before.type)
                 raise CheckpointError(
-                    f"{part.kind} {index} was of {before.type} when the checkpoint was saved, and "
+                    f"{part.kind} {index} was of {then} when the checkpoint was saved, and "
                     f"the trial has built one of {part.type}: they have different states. Resume "
-                    f"with {before.type}, or begin a new trial with the checkpoint's weights: "
+                    f"with {then}, or begin a new trial with the checkpoint's weights: "
                     "searcher.source_checkpoint_uuid and searcher.source_weights_only=true"
                 )
 
@@ -297,7 +302,7 @@ class _Told:
     def lines(self) -> list[str]:
         return [
             f"{kind}{'s' if len(indices) > 1 else ''} {first_few(indices)} ({name}): "
-            f"{first_few(texts, _SHOWN)}{f', because {why}' if why else ''}"
+            f"{clean(first_few(texts, _SHOWN))}{f', because {why}' if why else ''}"
             for (kind, name, texts, why), indices in self._found.items()
         ]
 

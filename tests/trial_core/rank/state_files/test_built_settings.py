@@ -346,6 +346,17 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
             read_settings(tmp_path)
 
 
+def test_deepspeeds_classes_of_one_optimizer_continue_each_other() -> None:
+    """An optimizer that is offloaded, or torch's own, has another class and the same state."""
+    from trial_core.deepspeed.engine_settings import EngineOptimizer
+
+    part = EngineOptimizer(AdamW(parameters()), [])
+    for name in ("DeepSpeedCPUAdam", "FusedAdam", "Adam", "AdamW"):
+        assert part.continues(name)
+    for name in ("SGD", "DeepSpeedCPULion", "FusedLamb", "Adagrad"):
+        assert not part.continues(name)
+
+
 @pytest.mark.slots
 @pytest.mark.parametrize(
     "stage", [1, *(pytest.param(i, marks=pytest.mark.long) for i in (0, 2, 3))]
