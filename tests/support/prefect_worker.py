@@ -26,7 +26,7 @@ from trial_core.config import ExperimentConfig
 from trialflow.deployments.automations import TAG
 
 # The promise: however a run ends, no process is left after this time.
-GONE_SECONDS = 10.0
+GONE_SECONDS = 120.0
 ENDLESS = 10**6
 
 

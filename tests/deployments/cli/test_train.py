@@ -81,7 +81,8 @@ def test_a_run_into_a_file(tmp_path: Path) -> None:
         assert sum(line.startswith(begins) for line in lines) == 1, (begins, done.stdout)
     summary = dict(re.split(" {2,}", line.strip()) for line in lines if line.startswith("  "))
     assert list(summary) == [
-        "loss", "mean_index", "checkpoint", "report", "HTML report", "logs", "UI"
+        "loss", "mean_index", "throughput", "peak memory", "checkpoint", "report", "HTML report",
+        "logs", "UI",
     ]  # fmt: skip
     assert (Path(summary["checkpoint"].removeprefix("file://")) / "latest").is_file()
     assert Path(summary["report"]).read_text().startswith("# toy")
