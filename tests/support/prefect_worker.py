@@ -25,8 +25,8 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trialflow.deployments.automations import TAG
 
-# However a run ends, no process is left. How soon depends on the machine; that ranks end within 10 s
-# of their killed driver is a test of `tests/faults`.
+# However a run ends, no process is left. How soon depends on the machine; a test of `tests/faults`
+# has that ranks end within 10 s of their killed driver.
 GONE_SECONDS = 60.0
 ENDLESS = 10**6
 
