@@ -138,6 +138,7 @@ class BuildLoadersAndRestore(Request):
         saved_by: the topology that saved it; None for the present one.
         validation_limit: maximum `evaluate_batch` calls per validation; None for no limit.
         keep: settings that stay as in the checkpoint: ``optimizer``, ``optimizer.lr``.
+        compares: False if neither the experiment nor the code has changed since the checkpoint.
     """
 
     stage: ClassVar[str] = "build-loaders"
@@ -147,6 +148,7 @@ class BuildLoadersAndRestore(Request):
     saved_by: Topology | None = None
     validation_limit: int | None = None
     keep: list[str] = []
+    compares: bool = True
 
 
 class RestoredSettings(msgspec.Struct, frozen=True):

@@ -237,15 +237,16 @@ class Controller:
         if self._attached is not None:
             self._attached.close()
         info.batch_samples = adapter.batch_samples
-        if info.built_settings is None:  # a script's trial may be attached again, trained
-            info.built_settings = BuiltSettings(adapter.setting_parts())
+        settings_here = BuiltSettings(adapter.setting_parts())
+        is_common = len(set(self._distributed.allgather(settings_here.to_json()))) == 1
+        built = settings_here if is_common else None  # a pipeline's stages may differ
         settings = info.checkpointing
         files = CheckpointFiles(run_dir, store, self._distributed, settings)
         self._attached = _AttachedTrial(
             adapter,
             info,
             files,
-            Snapshots(adapter, files, self._distributed, settings, info.built_settings),
+            Snapshots(adapter, files, self._distributed, settings, built),
             RunFileUpload(info, store, run_dir),
             ForwardClock(adapter.whole_models if self._distributed.get_size() > 1 else ()),
         )
@@ -299,7 +300,12 @@ class Controller:
         if request.checkpoint is not None:
             began = time.monotonic()
             told = trial.snapshots.restore(
-                request.checkpoint, state, remap, request.keep, request.restore == "everything"
+                request.checkpoint,
+                state,
+                remap,
+                request.keep,
+                request.restore == "everything",
+                request.compares,
             )
             restore_seconds += time.monotonic() - began
         # After restore: the trial's on_checkpoint_load_start may change any part of the state.

@@ -46,7 +46,7 @@ class Snapshots:
         files: CheckpointFiles,
         distributed: DistributedContext,
         settings: CheckpointingConfig,
-        built: BuiltSettings,
+        built: BuiltSettings | None,
     ) -> None:
         self._adapter = adapter
         self._files = files
@@ -99,7 +99,7 @@ class Snapshots:
         adapter.save(folder, memory, self._reader, _taken_out(state, of_adapter))
         memory.end()
         write_rank_state(folder, self._distributed.get_rank(), state, self._reader)
-        if self._distributed.get_rank() == 0:
+        if self._built is not None and self._distributed.get_rank() == 0:
             self._built.write(folder / STATE_FOLDER, self.data_settings)
         if self._verifies:
             load_back(adapter, self._distributed, self._reader, folder, self._settings)
@@ -135,6 +135,7 @@ class Snapshots:
         remap: RankRemap | None = None,
         keep: Collection[str] = (),
         continues: bool = True,
+        compares: bool = True,
     ) -> RestoredSettings:
         """Load from fetched files, after all ranks have fetched. Collective: every rank calls this.
 
@@ -142,6 +143,7 @@ class Snapshots:
             state: the result of `read_state`, for the callbacks; None loads weights alone.
             keep: see `BuiltSettings.apply`.
             continues: True if training continues at the checkpoint's place in the data.
+            compares: False if nothing can have changed; the checkpoint's settings stay.
 
         Returns:
             The settings that were built otherwise for the checkpoint.
@@ -150,9 +152,9 @@ class Snapshots:
         if state is None:
             adapter.load_weights(folder, self._reader)
             return RestoredSettings()
-        saved = read_settings(folder / STATE_FOLDER)
-        if saved is not None:
-            self._built.require_same_types(saved)
+        built, saved = self._built, read_settings(folder / STATE_FOLDER) if compares else None
+        if saved is not None and built is not None:
+            built.require_same_types(saved)
             of_data = changes_of_data(saved, self.data_settings) if continues else []
         of_adapter = adapter.read_hook_state(folder, self._reader)
         state.update(of_adapter)
@@ -161,9 +163,9 @@ class Snapshots:
         of_adapter = _taken_out(state, of_adapter)
         adapter.load(folder, self._reader, of_adapter, reshape=remap is not None)
         self._verifies = False
-        told = RestoredSettings(is_known=False)
-        if saved is not None:
-            new, kept = self._built.apply(saved, keep)
+        told = RestoredSettings(is_known=not compares)
+        if saved is not None and built is not None:
+            new, kept = built.apply(saved, keep)
             told = RestoredSettings(new + of_data, kept)
         restore_callbacks(state, adapter.callbacks)  # what a callback sets counts
         return told

@@ -142,6 +142,17 @@ def _fetch(launch: Launch, manifest: Manifest, restore: Restore) -> str | None:
     return next((result.damage for result in fetched if result.damage), None)
 
 
+def _is_unchanged(launch: Launch, point: ResumePoint) -> bool:
+    """True if the experiment and the code are those of the checkpoint, as after a restart."""
+    saved = point.checkpoint
+    if saved is None or saved.code is None or point.restore != "everything":
+        return False
+    return (
+        launch.code.digest == saved.code.digest
+        and saved.config_digest == launch.run.config.digest()
+    )
+
+
 def tell_changes(launch: Launch, point: ResumePoint, settings: RestoredSettings) -> None:
     """Tell people what has changed since the checkpoint that the ranks have restored."""
     run = launch.run
@@ -168,6 +179,7 @@ def build_loaders(launch: Launch, point: ResumePoint) -> EpochLength | None:
         saved_by=point.saved_by,
         validation_limit=1 if launch.run.test_mode else None,
         keep=[*launch.run.keep],
+        compares=not _is_unchanged(launch, point),
     )
     ranks = launch.ask(request, ReadyToTrain)
     launch.run.clock.count_as("restore", max(rank.restore_seconds for rank in ranks))

@@ -112,7 +112,9 @@ class OptimizerPart(SettingsPart):
 
     def __init__(self, optimizer: Optimizer, schedulers: Sequence[Any]) -> None:
         self._optimizer = optimizer
-        own = [each for each in schedulers if of_scheduler(each) is optimizer]
+        of_it = (each for each in schedulers if of_scheduler(each) is optimizer)
+        # A plateau's scheduler only lowers the rate that the optimizer has.
+        own = [each for each in of_it if not isinstance(each, ReduceLROnPlateau)]
         # An optimizer's own counters are among its defaults, too.
         without = {"params", *getattr(optimizer, "defaults", {}).keys() - _parameters(optimizer)}
         if own:
@@ -123,7 +125,8 @@ class OptimizerPart(SettingsPart):
             {
                 name: deepcopy(value)
                 for name, value in group.items()
-                if name not in without
+                if isinstance(name, str)
+                and name not in without
                 and _plain(value) is not _OTHER
                 # With an initial rate it has a schedule that the trial keeps to itself.
                 and not (name == "lr" and "initial_lr" in group)
@@ -202,8 +205,8 @@ class ScalerPart(SettingsPart):
 
     def __init__(self, scaler: GradScaler) -> None:
         self._scaler = scaler
-        getters = {name: getattr(scaler, f"get_{name}")() for name in self._NAMES}
-        super().__init__(scaler, [getters])
+        names = self._NAMES if scaler.is_enabled() else ()
+        super().__init__(scaler, [{name: getattr(scaler, f"get_{name}")() for name in names}])
 
     _NAMES = ("growth_factor", "backoff_factor", "growth_interval")
 
@@ -218,12 +221,16 @@ class BuiltSettings:
     def __init__(self, parts: Iterable[SettingsPart]) -> None:
         self._parts = [*parts]
 
+    def to_json(self) -> str:
+        """The settings as they are compared between ranks, and stored."""
+        return json.dumps(
+            [{"kind": each.kind, "type": each.type, "groups": each.groups} for each in self._parts]
+        )
+
     def write(self, folder: Path, data: Mapping[str, Any]) -> None:
         """Write them, and those of the training data, to `FILE` in a folder of a checkpoint."""
-        parts = [
-            {"kind": each.kind, "type": each.type, "groups": each.groups} for each in self._parts
-        ]
-        (folder / FILE).write_text(json.dumps({"parts": parts, "data": data}, indent=1))
+        content = {"parts": json.loads(self.to_json()), "data": data}
+        (folder / FILE).write_text(json.dumps(content, indent=1))
 
     def require_same_types(self, saved: SavedSettings) -> None:
         """Check, before a restore, that the checkpoint is of the same kinds of parts.
@@ -262,8 +269,13 @@ class BuiltSettings:
                 asked = differing
             else:
                 asked = [{x for x in each if f"{part.kind}.{x}" in keep} for each in differing]
-            changed = [names - kept for names, kept in zip(differing, asked, strict=True)]
+            changed = [names - those for names, those in zip(differing, asked, strict=True)]
             kept.add(index, part, before, asked, "you asked for it (keep)")
+            if part.kind == "optimizer":
+                pairs = zip(part.groups, changed, strict=False)
+                of_state = [{x for x in each if _shapes_state(x, of[x])} for of, each in pairs]
+                changed = [names - those for names, those in zip(changed, of_state, strict=True)]
+                kept.add(index, part, before, of_state, "the optimizer's state depends on it")
             if any(changed):
                 why = part.apply(changed)
                 (new if why is None else kept).add(index, part, before, changed, why or "")
@@ -354,7 +366,11 @@ def of_scheduler(scheduler: Any) -> Any:
 def plain(settings: Mapping[str, Any]) -> _Settings:
     """Copies of those settings that are a number, text, None, or a sequence of these."""
     values = {name: _plain(value) for name, value in settings.items()}
-    return {name: value for name, value in values.items() if value is not _OTHER}
+    return {
+        name: value
+        for name, value in values.items()
+        if isinstance(name, str) and value is not _OTHER
+    }
 
 
 def _assign(group: dict[str, Any], name: str, value: Any) -> None:
@@ -402,6 +418,11 @@ def _plain(value: Any) -> Any:
         parts = [_plain(each) for each in value]
         return _OTHER if any(each is _OTHER for each in parts) else parts
     return value if value is None or isinstance(value, (bool, int, float, str)) else _OTHER
+
+
+def _shapes_state(name: str, value: Any) -> bool:
+    """True for a setting that decides what an optimizer's state has, such as ``amsgrad``."""
+    return isinstance(value, bool) or name == "momentum"
 
 
 def _differing(now: Mapping[str, Any], then: Mapping[str, Any]) -> set[str]:

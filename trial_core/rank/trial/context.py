@@ -24,7 +24,6 @@ from trial_core.config.search_ranges import draw
 from trial_core.config.sections import CheckpointingConfig
 from trial_core.errors import ConfigError, TrialError, TrialTypeError, TrialValueError
 from trial_core.rank.collectives.distributed import DistributedContext
-from trial_core.rank.state_files.built_settings import BuiltSettings
 from trial_core.rank.trial.tensorboard import TensorBoard
 from trial_core.schedule.units import EpochLength
 from trial_core.schedule.work import NumberType, Work, said_work
@@ -47,7 +46,6 @@ class RunInfo:
         epoch: the length of an epoch; None before the loaders are built, or if they have none.
         stop_requested: True if the trial has asked to save and end.
         sample_work: as the trial has set it.
-        built_settings: the settings that the trial was built with; None before it is attached.
     """
 
     trial: str
@@ -62,7 +60,6 @@ class RunInfo:
     stop_reason: str | None = None
     tensorboard: TensorBoard = field(default_factory=TensorBoard)
     sample_work: Work = field(default_factory=lambda: Work(samples=1))
-    built_settings: BuiltSettings | None = None
 
     @property
     def experiment_seed(self) -> int:

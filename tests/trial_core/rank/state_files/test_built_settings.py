@@ -326,6 +326,19 @@ def test_a_scaler_keeps_its_scale(tmp_path: Path) -> None:
     assert (built.get_scale(), built.get_growth_interval()) == (32.0, 50)
 
 
+def test_a_scaler_that_is_off_has_no_settings() -> None:
+    """As on a machine without an accelerator."""
+    assert ScalerPart(GradScaler("cpu", enabled=False)).groups == [{}]
+
+
+def test_a_switch_that_shapes_the_state_stays(tmp_path: Path) -> None:
+    """With ``amsgrad`` the state of an Adam has entries that the checkpoint's has not."""
+    saved, built = (Adam(parameters(), lr=0.1, amsgrad=each) for each in (False, True))
+    new, kept = resumed(tmp_path, ([saved], []), ([built], []))
+    assert (new, built.param_groups[0]["amsgrad"]) == ([], False)
+    assert "amsgrad stays False (not True), because the optimizer's state depends" in kept[0]
+
+
 def test_another_size_of_batches_is_refused() -> None:
     """The place in the data is counted in batches. Another order or length is told."""
     saved = SavedSettings([], {"batch size": 24, "samples": 240, "seed": 1})
