@@ -136,7 +136,8 @@ def test_two_hosts_train_and_continue(
     assert train(further, trial=result.trial).batches_trained == 12
     fetched = keys_by_client(gateway, "GET", bucket, saved)
     assert sorted(fetched) == [hosts.address(name) for name in hosts.names]
-    shared = {"latest", "zero_to_fp32.py", "zero_to_torch.py"} | {f"model0/{n}" for n in common}
+    shared = {"latest", "zero_to_fp32.py", "zero_to_torch.py", "trialflow/resume.json"}
+    shared |= {f"model0/{n}" for n in common}
     # Small, and compared or exported as a whole.
     whole = ("trialflow/fingerprints-", "export0/")
     read_by_all = {f for f in saved.files if f.path in shared or f.path.startswith(whole)}
