@@ -6,7 +6,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from logging import CRITICAL, Logger
 from pathlib import Path
@@ -61,12 +61,16 @@ class Continuation:
         keep: With --resume: settings that stay as in the checkpoint, although the experiment has
             other values now: optimizer, scheduler, scaler, engine, or one of its settings, as
             optimizer.lr. May be repeated. Default: none.
+        dry_run: With --resume: restore the checkpoint, print what has changed since it was saved
+            and which values would count, and end. Trains and keeps nothing, needs no Prefect
+            server, and does not disturb a run that has the trial.
     """
 
     resume: bool = False
     trial: str | None = None
     take_over: Annotated[bool, Parameter(negative=())] = False
     keep: Annotated[list[str] | None, Parameter(negative=())] = None
+    dry_run: Annotated[bool, Parameter(negative=())] = False
 
     def check(self) -> None:
         """Refuse options that need ``--resume`` if it is missing.
@@ -74,7 +78,10 @@ class Continuation:
         Raises:
             ConfigError: one is given without it.
         """
-        given = {"--take-over": self.take_over, "--trial": self.trial, "--keep": self.keep}
+        given = {
+            "--take-over": self.take_over, "--trial": self.trial, "--keep": self.keep,
+            "--dry-run": self.dry_run,
+        }  # fmt: skip
         if not self.resume and (option := next((each for each in given if given[each]), None)):
             raise ConfigError(f"{option} continues a trial: give --resume as well")
 
@@ -157,9 +164,14 @@ def train(
         say = console.note if quiet else display.say
         trial_run = _TrialRun(experiment, continuation, store, outcome, say, display)
         run: FlowRun[TrialResult] = FlowRun(display, experiment)
-        exit_code = run.run(trial_run.test if test else trial_run.run, has_server=not test)
+        dry = continuation.dry_run
+        call = trial_run.compare if dry else trial_run.test if test else trial_run.run
+        exit_code = run.run(call, has_server=not test and not dry)
         if run.result is not None:
             outcome.completed(run.result)
+            if dry:
+                print(_compared(run.result), file=outcome.stream, flush=True)
+                return exit_code
             if test:
                 took = text_format.duration(time.monotonic() - began)
                 print(f"{_tested(run.result)} ({took})", file=outcome.stream, flush=True)
@@ -175,7 +187,7 @@ def train(
             outcome.failed(run.failure, exit_code)
         elif run.stopped_by is not None:
             outcome.stopped(run.stopped_by)
-        if not test:
+        if not test and not dry:
             trial_run.note_what_is_left(
                 display.committed_at, run.stopped_by is not None, _is_mistake(run.failure)
             )
@@ -222,6 +234,22 @@ class _TrialRun:
         """Try the trial; delete the written files if nothing failed. Raises as `try_trial`."""
         return replace(tried(self.experiment, self.observer).result, checkpoint_url=None)
 
+    def compare(self, on_running: StateHook) -> TrialResult:
+        """Restore the checkpoint to tell what has changed. Raises as `run` and `try_trial`."""
+        if self.experiment.is_script:
+            raise ConfigError(
+                "--dry-run builds the trial and restores its checkpoint, and a script does that "
+                "itself: resume it without --dry-run; it says what has changed before it trains"
+            )
+        wanted, name = self.continuation, self.experiment.name
+        continued = _trial_to_resume(self.store, name, wanted.trial, lambda text: None)
+        if continued is None:
+            raise ConfigError(
+                f"--dry-run: there is nothing to resume: no checkpoint of experiment {name} is in "
+                f"{self.store.url}"
+            )
+        return tried(self.experiment, self.observer, continued=continued, keep=wanted.keep).result
+
     def note_what_is_left(
         self, committed_at: int | None, was_interrupted: bool, is_mistake: bool
     ) -> None:
@@ -254,21 +282,45 @@ class _TrialRun:
 
 
 def tried(
-    experiment: ExperimentConfig, observer: Observer, micro_batch_samples: int | None = None
+    experiment: ExperimentConfig,
+    observer: Observer,
+    micro_batch_samples: int | None = None,
+    continued: str | None = None,
+    keep: Sequence[str] | None = None,
 ) -> Ended:
-    """Try a trial; delete the files that this wrote if nothing failed. Raises as `try_trial`."""
+    """Try a trial; delete the files that this wrote if nothing failed. Raises as `try_trial`.
+
+    Args:
+        continued: the trial that is only restored, and compared; None to train a new one.
+        keep: as of the flow `train`.
+    """
+    from trial_core.driver.changed_settings import check_keep
+    from trial_core.driver.choose_resume_point import resume_points
     from trial_core.driver.drive import try_trial
     from trial_core.driver.run import Given
     from trial_core.processes.machine.run_dirs import run_dir_of, trial_id
 
     trial = trial_id(f"{experiment.name} test", uuid4().hex)
     logger = Logger(__name__, CRITICAL)  # display and error say it already
+    config = with_block(experiment)
     given = Given(
-        find_logger=lambda: logger, observer=observer, micro_batch_samples=micro_batch_samples
+        find_logger=lambda: logger,
+        observer=observer,
+        micro_batch_samples=micro_batch_samples,
+        keep=keep or (),
     )
-    ended = try_trial(with_block(experiment), trial, given)
+    if continued is not None:
+        check_keep(given.keep)
+        given.choose_resume_points = lambda store, _: resume_points(store, config, continued)
+    ended = try_trial(config, trial, given, test_mode="compare" if continued else None)
     shutil.rmtree(run_dir_of(trial), ignore_errors=True)
     return ended
+
+
+def _compared(result: TrialResult) -> str:
+    """What a resume would change."""
+    at = f"checkpoint {result.checkpoint_uuid} (batch {result.batches_trained})"
+    return result.changes or f"{at}: nothing has changed since it was saved"
 
 
 def _tested(result: TrialResult) -> str:

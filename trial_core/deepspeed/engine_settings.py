@@ -11,9 +11,9 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from trial_core.deepspeed.config_check import config_of
 from trial_core.rank.state_files.built_settings import (
     OptimizerPart,
+    SavedPart,
     SchedulePart,
     SettingsPart,
     plain,
@@ -21,6 +21,9 @@ from trial_core.rank.state_files.built_settings import (
 
 _DERIVED = frozenset({"last_batch_iteration", "delta_lrs", "inverse_log_warm_up"})
 """Attributes of DeepSpeed's schedulers that are no settings."""
+
+_OF_DYNAMIC = ("loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale")
+"""The settings of a dynamic loss scaler, of which `loss_scale` is 0."""
 
 _MOVED = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """What training changes of a dynamic loss scaler."""
@@ -71,6 +74,9 @@ class _DeepSpeedSchedule(SettingsPart):
         }
         super().__init__(scheduler, [own])
 
+    def keep(self, saved: SavedPart) -> str:
+        return "DeepSpeed's schedules do not save their constants"
+
     def apply(self, changed: Sequence[Collection[str]]) -> str | None:
         at = getattr(self._scheduler, "last_batch_iteration", None)
         if at is None:
@@ -89,9 +95,16 @@ class _Engine(SettingsPart):
         self._engine = engine
         super().__init__(engine, [{"gradient_clipping": float(engine.gradient_clipping())}])
 
+    def keep(self, saved: SavedPart) -> None:
+        self._clip(saved.groups[0]["gradient_clipping"])
+
     def apply(self, changed: Sequence[Collection[str]]) -> None:
+        self._clip(self.groups[0]["gradient_clipping"])
+
+    def _clip(self, norm: float) -> None:
+        self._engine._config.gradient_clipping = norm  # read at each step without ZeRO
         if hasattr(self._engine.optimizer, "clip_grad"):
-            self._engine.optimizer.clip_grad = self.groups[0]["gradient_clipping"]
+            self._engine.optimizer.clip_grad = norm
 
 
 class _LossScale(SettingsPart):
@@ -102,7 +115,9 @@ class _LossScale(SettingsPart):
     def __init__(self, engine: DeepSpeedEngine) -> None:
         self._engine = engine
         self._built = deepcopy(getattr(engine.optimizer, "loss_scaler", None))
-        super().__init__(engine, [plain(config_of(engine).get("fp16") or {})])
+        fp16 = engine._config.float16_config
+        names = ("loss_scale",) if fp16.loss_scale else ("loss_scale", *_OF_DYNAMIC)
+        super().__init__(engine, [{name: getattr(fp16, name) for name in names}])
 
     def apply(self, changed: Sequence[Collection[str]]) -> str | None:
         restored = getattr(self._engine.optimizer, "loss_scaler", None)

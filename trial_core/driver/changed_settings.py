@@ -18,7 +18,7 @@ _ABSENT = object()
 
 
 KEPT = ("optimizer", "scheduler", "scaler", "engine")
-"""What a run may keep as in the checkpoint."""
+"""Parts of a trial whose settings a run may keep as in the checkpoint."""
 
 
 def check_keep(keep: Sequence[str]) -> None:
@@ -28,10 +28,16 @@ def check_keep(keep: Sequence[str]) -> None:
         ConfigError: one is not of that form.
     """
     for each in keep:
-        if each.partition(".")[0] not in KEPT:
+        part, _, setting_of_it = each.partition(".")
+        if part not in KEPT:
             raise ConfigError(
                 f"keep: {each!r} is not known; give {', '.join(KEPT)}, or one setting of it, as "
                 "optimizer.lr"
+            )
+        if part == "scheduler" and setting_of_it:
+            raise ConfigError(
+                f"keep: {each!r} is one setting of a schedule, which is kept as a whole: give "
+                "scheduler"
             )
 
 
@@ -44,7 +50,7 @@ def changes_since_checkpoint(
     """Return a text of all that has changed since the checkpoint; None without any change.
 
     Args:
-        versions: those of this run's software.
+        versions: those of this run's software; empty if they are not known.
         settings: from rank 0.
     """
     saved = point.checkpoint
@@ -52,12 +58,14 @@ def changes_since_checkpoint(
         return None
     if point.restore == "everything" and saved.config:  # it is recorded
         changes = _changes(saved.config, config.digested())
-        changes += _changes(saved.versions, versions)
+        changes += _changes(saved.versions, versions or saved.versions)
+    elif not saved.config and not saved.hyperparameters:  # another program has written it
+        changes = []
     else:
         changes = _changes(
             {"hyperparameters": saved.hyperparameters}, {"hyperparameters": config.hyperparameters}
         )
-    if not changes and not settings.new and not settings.kept:
+    if not changes and not settings.new and not settings.kept and not settings.not_kept:
         return None
     at = saved.progress.batches_trained
     told = [f"checkpoint {saved.uuid} (batch {at})"]
@@ -67,6 +75,8 @@ def changes_since_checkpoint(
         told.append(f"The new values count: {first_few(settings.new, SHOWN, '; ')}")
     if settings.kept:
         told.append(f"The checkpoint's values stay: {first_few(settings.kept, SHOWN, '; ')}")
+    if settings.not_kept:
+        told.append(f"Not kept: {first_few(settings.not_kept, SHOWN, '; ')}")
     if changes and not settings.is_known:
         told.append(
             "The checkpoint has no record of the settings of its optimizers and schedulers, so "

@@ -24,7 +24,7 @@ from trial_core.driver.follow_script import follow_fit, follow_script
 from trial_core.driver.loop import Loop
 from trial_core.driver.placement import Placement, announcer, place_ranks
 from trial_core.driver.result import TrialResult, status_of
-from trial_core.driver.run import Given, Launch, Run
+from trial_core.driver.run import Given, Launch, Run, TestMode
 from trial_core.driver.stages.build import build_trial
 from trial_core.driver.stages.checkpoint import sweep_leftovers
 from trial_core.driver.states import (
@@ -146,6 +146,7 @@ def _run_to_its_end(
         report_path=str(report.path),
         run_dir=str(run.run_dir),
         throughput=run.throughput.throughput.to_json(),
+        changes=launch.answers.changes,
     )
 
 
@@ -155,12 +156,19 @@ def _told_of_progress(run_dir: Path) -> list[Place]:
 
 
 def try_trial(
-    config: ExperimentConfig, trial: str, given: Given, joining: Placement | None = None
+    config: ExperimentConfig,
+    trial: str,
+    given: Given,
+    joining: Placement | None = None,
+    test_mode: TestMode | None = None,
 ) -> Ended:
     """Train a batch of a trial, validate one, save, restore, and train one more.
 
     Nothing is kept, claimed or reported. Ranks that have joined save without an upload, and restore
     nothing. A script with its own loop is asked to end at its first report.
+
+    Args:
+        test_mode: ``compare`` to restore the resume point that `given` chooses, and to end then.
 
     Raises:
         RankFailed, Stalled, CheckpointError, TrialError: the trial failed.
@@ -173,7 +181,7 @@ def try_trial(
     ):
         run = Run(
             config.model_copy(update={"max_restarts": 0}), trial, run_dir, store,
-            test_mode="restore" if joining is None else "keep nothing", **vars(given),
+            test_mode=test_mode or ("keep nothing" if joining else "restore"), **vars(given),
         )  # fmt: skip
 
         def forget(kind: object, error: BaseException | None, traceback: object) -> None:
@@ -188,6 +196,9 @@ def try_trial(
         if run.test_mode == "restore":
             at_end.push(forget)
         ended = driver.drive()
+        if run.test_mode == "compare":
+            changes = ended.launch.answers.changes
+            return replace(ended, result=replace(ended.result, changes=changes))
         if run.test_mode == "restore" and ended.result.checkpoint_uuid is not None:
             clear_rank_files(run_dir)
             clear_kept(run_dir)  # else the restore would not read the storage

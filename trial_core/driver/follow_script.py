@@ -23,11 +23,19 @@ from trial_core.driver.fetch_resume_point import fetch, fetch_first_intact
 from trial_core.driver.loop import Loop, wind_up
 from trial_core.driver.result import TrialResult
 from trial_core.driver.run import Launch, Run
-from trial_core.driver.stages.build import attach_trial
+from trial_core.driver.stages.build import attach_trial, tell_changes
 from trial_core.driver.stages.script import RunningScript, ScriptReports, UploadEnded, run_script
 from trial_core.driver.uploads import Uploads
 from trial_core.errors import ConfigError
-from trial_core.messages import Done, EndFit, FitBegun, Length, ReleaseStaging, RunScript
+from trial_core.messages import (
+    Done,
+    EndFit,
+    FitBegun,
+    Length,
+    ReleaseStaging,
+    RestoredSettings,
+    RunScript,
+)
 from trial_core.schedule.sequencer import Schedule
 from trial_core.schedule.units import Batch, Epoch, TrainUnit
 
@@ -54,6 +62,7 @@ def follow_script(launch: Launch, uploads: Uploads) -> TrialResult:
     run.clock.starts_at(begin)
     launch.status.end = _length(run)
     run.observer.run_started(run.trial, launch.status.end, begin, 0)
+    tell_changes(launch, start, RestoredSettings())  # the script restores what it stored itself
     launch.may_save()
     best = start.progress.best_metric
     ask = RunScript(checkpoint=start.uuid, batches_trained=begin, best_metric=best)
@@ -88,6 +97,8 @@ def follow_script(launch: Launch, uploads: Uploads) -> TrialResult:
         newest = event.uuid
         launch.has_saved(event.steps_completed)
     uploads.finish()
+    if run.keep and fitted is None:
+        launch.warn([f"keep has no effect ({', '.join(run.keep)}): the script restores its state"])
     run.throughput.note_memory([rank.peak_memory_bytes for rank in event])
     launch.answers.writes_run_files = any(rank.writes_run_files for rank in event)
     was_preempted = any(rank.was_preempted for rank in event)
@@ -118,6 +129,7 @@ def follow_fit(
     """
     answers = launch.answers
     answers.stop_requested, answers.stop_reason = False, None  # from an earlier fit
+    answers.keep = [*launch.run.keep, *fit.keep]
     attach_trial(launch)
     if launch.should_stop:
         launch.slots.stop()  # again: the attached trial starts without it

@@ -87,13 +87,16 @@ class Loop:
         metrics.update(start.metrics)
         progress = self._progress_at(start)
         begin = progress.batches_trained
-        if self._run.test_mode:
+        only_compares = self._run.test_mode == "compare"
+        if self._run.test_mode and not only_compares:
             end = Batch(begin + 1)
             self._schedule = Schedule(end, reporting_period=end, checkpoint_policy="none")
         call_hook(
             launch, "on_trial_startup", begin, first_batch_idx=begin, checkpoint_uuid=start.uuid
         )
         epoch = self._build_loaders(start)
+        if only_compares:
+            return self._result(start, progress, stopped_early=True)
         call_hook(launch, "on_training_start", begin)
         launch.may_save()  # from here on a stop request saves first
         first = next_workload(progress, self._schedule, epoch)
@@ -123,9 +126,13 @@ class Loop:
         call_hook(launch, "on_trial_shutdown", progress.batches_trained)
         stopped_early = has_more_to_do(progress, self._schedule, epoch)
         wind_up(launch, uploads, progress.batches_trained, stopped_early, self._mistake)
-        newest = uploads.newest.uuid if uploads.newest else None
-        if newest is None and start.restore == "everything":
-            newest = start.uuid
+        return self._result(start, progress, stopped_early)
+
+    def _result(self, start: ResumePoint, progress: Progress, stopped_early: bool) -> TrialResult:
+        metrics, newest = self._launch.answers.metrics, self._uploads.newest
+        uuid = newest.uuid if newest else None
+        if uuid is None and start.restore == "everything":
+            uuid = start.uuid
         return TrialResult(
             trial=self._run.trial,
             batches_trained=progress.batches_trained,
@@ -133,9 +140,9 @@ class Loop:
             training_metrics=metrics.get("training", {}),
             validation_metrics=metrics.get("validation", {}),
             validated_at=progress.validated_at,
-            checkpoint_uuid=newest,
-            checkpoint_at=launch.status.saved_at,
-            checkpoint_url=self._run.store.files_url(newest) if newest else None,
+            checkpoint_uuid=uuid,
+            checkpoint_at=self._launch.status.saved_at,
+            checkpoint_url=self._run.store.files_url(uuid) if uuid else None,
         )
 
     # ------------------------------------------------------------------------- before training

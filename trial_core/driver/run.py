@@ -32,6 +32,10 @@ from trial_core.schedule.stop_requests import StopHandler, as_the_trial_asked
 from trial_core.schedule.units import EpochLength
 
 R = TypeVar("R", bound=Result)
+TestMode = Literal["keep nothing", "restore", "compare"]
+
+CHANGES = 20
+"""A manifest tells of at most so many resumes with changes."""
 
 HOW_TO_GO_ON = (
     "to train it further, raise searcher.max_length; to begin a new trial, start a run without "
@@ -102,7 +106,8 @@ class Run(Given):
             happen.
         fence: tells if this run may still commit; None if no other run can take over the trial.
         clock: measures how the run's slots spend their time.
-        test_mode: set to train and validate one batch, and keep no checkpoint, or restore it.
+        test_mode: set to train and validate one batch, and keep no checkpoint, or restore it; or to
+            end once the changes since the checkpoint are known.
         throughput: of all train-workloads.
     """
 
@@ -113,7 +118,7 @@ class Run(Given):
     claim: RunClaim | None = None
     fence: Fence | None = None
     clock: RunClock = field(default_factory=RunClock)
-    test_mode: Literal["keep nothing", "restore", None] = None
+    test_mode: TestMode | None = None
     throughput: ThroughputMeter = field(init=False)
 
     def __post_init__(self) -> None:
@@ -158,6 +163,9 @@ class RankAnswers:
         validated: the metrics of the last validation, which may not be reported yet.
         stop_requested, stop_reason: by the trial, which need not give a reason.
         writes_run_files: True if a rank writes files for TensorBoard.
+        keep: settings that stay as in the checkpoint.
+        earlier_changes: those that the checkpoint tells, see `Manifest.changes`.
+        changes: what has changed since the checkpoint; None without any change.
     """
 
     hooks: frozenset[str] = frozenset()
@@ -172,6 +180,14 @@ class RankAnswers:
     stop_requested: bool = False
     stop_reason: str | None = None
     writes_run_files: bool = False
+    keep: list[str] = field(default_factory=list)
+    earlier_changes: list[str] = field(default_factory=list)
+    changes: str | None = None
+
+    @property
+    def all_changes(self) -> list[str]:
+        """The changes of the trial, for the manifest."""
+        return [*self.earlier_changes, *filter(None, [self.changes])][-CHANGES:]
 
 
 @dataclass

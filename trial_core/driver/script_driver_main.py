@@ -172,7 +172,6 @@ def carry_out(order: Order, log: ForwardedLog) -> None:
             # The storage need not know the trial of a checkpoint in another place.
             is_new=True if found is None else None,
             take_over=order.take_over,
-            keep=order.keep,
             fit=order.fit,
             has_metric=order.has_metric,
             how_to_go_on=HOW_TO_GO_ON,

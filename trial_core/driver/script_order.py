@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -21,7 +20,6 @@ class Order(msgspec.Struct, kw_only=True):
         fit: the arguments of `Trainer.fit`; None for a Core API script.
         latest_checkpoint: the checkpoint to resume from: its uuid or the beginning of it, a folder
             or URL, or ``latest``. None for a new trial.
-        keep: settings that stay as in the checkpoint, see `check_keep`.
         take_over: True to take the trial from another run that may be live.
         test_mode: True to train one batch, and keep nothing.
         has_metric: True if the script names a searcher metric.
@@ -34,7 +32,6 @@ class Order(msgspec.Struct, kw_only=True):
     has_other_machines: bool
     fit: FitBegun | None = None
     latest_checkpoint: str | None = None
-    keep: Sequence[str] = ()
     take_over: bool = False
     test_mode: bool = False
     has_metric: bool = True

@@ -226,6 +226,7 @@ class FitBegun(Message):
     checkpoint_period: Length | None
     checkpoint_policy: CheckpointPolicy | None
     step_zero_validation: bool
+    keep: list[str] = msgspec.field(default_factory=list)
 
 
 ScriptEvent = MetricsReported | CheckpointWritten | FitBegun

@@ -158,11 +158,13 @@ class RestoredSettings(msgspec.Struct, frozen=True):
         new: those whose new values count, for people: ``optimizer 0 (AdamW): lr 0.001 -> 0.0001``.
         kept: those that stay as in the checkpoint, with the reason.
         is_known: False if the checkpoint has no record of its settings: all of its values stay.
+        not_kept: settings that were to stay as in the checkpoint, and do not, with the reason.
     """
 
     new: list[str] = []
     kept: list[str] = []
     is_known: bool = True
+    not_kept: list[str] = []
 
 
 class ReadyToTrain(Result):

@@ -12,6 +12,8 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from trial_core.checkpoint.resume_point import Restore
 from trial_core.config.sections import CheckpointingConfig
 from trial_core.messages import RestoredSettings
@@ -165,8 +167,8 @@ class Snapshots:
         self._verifies = False
         told = RestoredSettings(is_known=not compares)
         if saved is not None and built is not None:
-            new, kept = built.apply(saved, keep)
-            told = RestoredSettings(new + of_data, kept)
+            told = built.apply(saved, keep)
+            told = msgspec.structs.replace(told, new=told.new + of_data)
         restore_callbacks(state, adapter.callbacks)  # what a callback sets counts
         return told
 

@@ -168,7 +168,7 @@ class Trainer:
             max_length = Batch(1)
         asked = fit_begun(
             checkpoint_period, validation_period, max_length, reporting_period, checkpoint_policy,
-            step_zero_validation,
+            step_zero_validation, keep,
         )  # fmt: skip
         slot = current_slot()
         if slot is not None:
@@ -176,8 +176,7 @@ class Trainer:
         if max_length is None:
             raise ConfigError("fit needs max_length: Batch(1000) or Epoch(3), for example")
         start = checkpoint_to_continue(latest_checkpoint)
-        check_keep(keep)
-        return self._fit_here(asked, max_length, start, test_mode, take_over, keep)
+        return self._fit_here(asked, max_length, start, test_mode, take_over)
 
     # ----------------------------------------------------------------------------- internals
 
@@ -206,7 +205,6 @@ class Trainer:
         latest_checkpoint: str | None,
         test_mode: bool,
         take_over: bool,
-        keep: Sequence[str],
     ) -> TrialResult:
         """Have a driver next to rank 0 train the trial, on ranks that are started already."""
         context, distributed = self._context, self._context.distributed
@@ -228,7 +226,6 @@ class Trainer:
                 fit=asked,
                 latest_checkpoint=latest_checkpoint,
                 take_over=take_over,
-                keep=keep,
                 test_mode=test_mode,
                 has_metric=metric is not None,
                 has_code=has_code_folder(type(self._trial).__module__),
@@ -290,8 +287,10 @@ def fit_begun(
     reporting_period: TrainUnit,
     checkpoint_policy: CheckpointPolicy | None,
     step_zero_validation: bool,
+    keep: Sequence[str] = (),
 ) -> FitBegun:
     """`fit`'s arguments, for its driver. Raises ConfigError if an argument is invalid."""
+    check_keep(keep)
     length = _optional("max_length", max_length, None)
     if length is not None and not isinstance(length.value, int):
         raise ConfigError(f"fit: max_length is one number of batches or epochs, got {max_length!r}")
@@ -306,6 +305,7 @@ def fit_begun(
         checkpoint_period=_optional("checkpoint_period", checkpoint_period, max_length),
         checkpoint_policy=checkpoint_policy,
         step_zero_validation=step_zero_validation,
+        keep=[*keep],
     )
 
 

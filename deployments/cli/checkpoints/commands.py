@@ -232,6 +232,7 @@ def description(store: CheckpointStore, manifest: Manifest, kept: list[str]) -> 
     }
     width = max(map(len, facts))
     lines = [f"{name:<{width}}  {fact}" for name, fact in facts.items() if fact]
+    lines += [f"{'resumed from':<{width}}  {text_format.one_line(x)}" for x in manifest.changes]
     sizes = [text_format.size(file.size_bytes) for file in manifest.all_files]
     margin = max(map(len, sizes), default=0)
     files = zip(sizes, manifest.all_files, strict=True)

@@ -114,6 +114,8 @@ def test_a_new_trial_with_anothers_state() -> None:
 
 def test_what_may_be_kept() -> None:
     """A kind of part, or one of its settings."""
-    check_keep(["optimizer", "scheduler.T_max", "scaler", "engine.gradient_clipping"])
+    check_keep(["optimizer", "scheduler", "scaler", "engine.gradient_clipping"])
     with pytest.raises(ConfigError, match=r"'lr' is not known; give optimizer, "):
         check_keep(["optimizer", "lr"])
+    with pytest.raises(ConfigError, match="kept as a whole: give scheduler"):
+        check_keep(["scheduler.T_max"])

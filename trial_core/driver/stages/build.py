@@ -154,16 +154,20 @@ def _is_unchanged(launch: Launch, point: ResumePoint) -> bool:
 
 
 def tell_changes(launch: Launch, point: ResumePoint, settings: RestoredSettings) -> None:
-    """Tell people what has changed since the checkpoint that the ranks have restored."""
-    run = launch.run
-    told = changes_since_checkpoint(point, run.config, launch.answers.versions, settings)
-    if told is None:
+    """Tell people what has changed since the checkpoint of the ranks, and note it for manifests."""
+    run, answers, saved = launch.run, launch.answers, point.checkpoint
+    told = changes_since_checkpoint(point, run.config, answers.versions, settings)
+    # A script is told of its experiment at its start, before it calls `fit`.
+    rest = None if told is None else told.removeprefix(answers.changes or "").lstrip(". ")
+    answers.changes = told
+    answers.earlier_changes = saved.changes if saved and point.restore == "everything" else []
+    if not rest:
         return
-    if settings.kept or not settings.is_known:
-        launch.warn([told])
+    if settings.kept or settings.not_kept or not settings.is_known:
+        launch.warn([rest])
     else:
-        run.logger.info("%s", told)
-        run.observer.notice(told)
+        run.logger.info("%s", rest)
+        run.observer.notice(rest)
 
 
 @stage("build-loaders", "@{point.progress.batches_trained}")
@@ -178,7 +182,7 @@ def build_loaders(launch: Launch, point: ResumePoint) -> EpochLength | None:
         restore=point.restore,
         saved_by=point.saved_by,
         validation_limit=1 if launch.run.test_mode else None,
-        keep=[*launch.run.keep],
+        keep=launch.answers.keep or [*launch.run.keep],
         compares=not _is_unchanged(launch, point),
     )
     ranks = launch.ask(request, ReadyToTrain)

@@ -94,6 +94,7 @@ def checkpoint_upload(launch: Launch, staged: StagedCheckpoint) -> Manifest:
         epoch=answers.epoch,
         code=code,
         config=run.config.digested(),
+        changes=answers.all_changes,
     )
     run.store.commit(manifest, run.fence, base)
     # Before the next request: the checkpoint is committed, even if that request fails.

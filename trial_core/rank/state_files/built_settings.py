@@ -29,19 +29,23 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from trial_core.common.decoding import convert
-from trial_core.common.text_format import clean, first_few, told_apart
+from trial_core.common.text_format import clean, first_few, plural, told_apart
 from trial_core.errors import CheckpointError
+from trial_core.messages import RestoredSettings
 
 FILE = "resume.json"
 
-_PROGRESS = frozenset({"last_epoch", "_step_count", "_last_lr"})
-"""Values in a scheduler's state that say where it is, not how it goes."""
+_NOT_OF_SCHEDULER = frozenset({"last_epoch", "_step_count", "_last_lr", "_schedulers"})
+"""Values in a scheduler's state that say where it is, not how it goes; and the schedulers in it."""
 
 _SCHEDULED = frozenset({"lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"})
 """Values in an optimizer's groups that are its schedule's."""
 
 _SHOWN = 6
 """The maximum number of settings named for one optimizer or scheduler."""
+
+_MAX_STEPS = 10_000_000
+"""A schedule is brought to its step by at most so many steps, some seconds for each million."""
 
 _OTHER = object()
 """Stands for a value that is not a setting: a tensor of several numbers, a function."""
@@ -88,6 +92,14 @@ class SettingsPart(ABC):
     def continues(self, type_then: str) -> bool:
         """Return whether a state of a part of that type means the same to this one."""
         return self.type == type_then
+
+    def keep(self, saved: SavedPart) -> str | None:
+        """Have the checkpoint's values count, as far as the restore has not brought them back.
+
+        Returns:
+            Why the built ones count, if they do.
+        """
+        return None
 
     @abstractmethod
     def apply(self, changed: Sequence[Collection[str]]) -> str | None:
@@ -171,7 +183,15 @@ class SchedulePart(SettingsPart):
         steps = _steps_done(self._scheduler)
         if steps is None or self._first is None:
             return "it does not tell how often it has stepped"
-        restored, values = deepcopy(self._scheduler.state_dict()), self._in_groups()
+        if getattr(self._scheduler, "T_cur", 0) % 1:
+            return "the trial itself gives it its epoch"
+        if steps - self._first > _MAX_STEPS:
+            return f"it has stepped more than {_MAX_STEPS:,} times"
+        try:
+            restored = deepcopy(self._scheduler.state_dict())
+        except Exception as error:  # noqa: BLE001 - it may be the trial's own class
+            return f"{type(error).__name__} in its state_dict: {error}"
+        values = self._in_groups()
         try:
             self._put_back(self._fresh, self._values)
             with warnings.catch_warnings():  # no step of the optimizer comes before these
@@ -236,7 +256,7 @@ class BuiltSettings:
         """Check, before a restore, that the checkpoint is of the same kinds of parts.
 
         Raises:
-            CheckpointError: it is of another optimizer or scheduler.
+            CheckpointError: it is of another optimizer or scheduler, or of other groups.
         """
         for index, part, before in self._pairs(saved):
             if part.kind in ("optimizer", "scheduler") and not part.continues(before.type):
@@ -247,30 +267,39 @@ class BuiltSettings:
                     f"with {then}, or begin a new trial with the checkpoint's weights: "
                     "searcher.source_checkpoint_uuid and searcher.source_weights_only=true"
                 )
+            groups, groups_then = len(part.groups), len(before.groups)
+            if part.kind == "optimizer" and groups != groups_then:
+                raise CheckpointError(
+                    f"optimizer {index} was built with {plural(groups_then, 'parameter group')} "
+                    f"when the checkpoint was saved, and with {groups} now: their states do not "
+                    f"fit. Build {groups_then}, or begin a new trial with the checkpoint's "
+                    "weights: searcher.source_checkpoint_uuid and "
+                    "searcher.source_weights_only=true"
+                )
 
-    def apply(
-        self, saved: SavedSettings, keep: Collection[str] = ()
-    ) -> tuple[list[str], list[str]]:
+    def apply(self, saved: SavedSettings, keep: Collection[str] = ()) -> RestoredSettings:
         """After a restore, have those settings count that were built with another value now.
 
         Args:
             keep: ``optimizer`` or ``optimizer.lr``: the checkpoint's values stay.
-
-        Returns:
-            What counts, as text: ``optimizer 0 (AdamW): lr 0.001 -> 0.0001``; and what stays as
-            it was, although it was built otherwise, with the reason.
         """
         new, kept = _Told(), _Told()
+        not_kept: list[str] = []
+        unused = set(keep)
         for index, part, before in self._pairs(saved):
             differing = [
                 _differing(*each) for each in zip(part.groups, before.groups, strict=False)
             ]
-            if part.kind in keep:
-                asked = differing
-            else:
-                asked = [{x for x in each if f"{part.kind}.{x}" in keep} for each in differing]
-            changed = [names - those for names, those in zip(differing, asked, strict=True)]
+            asked = [
+                {x for x in each if {part.kind, f"{part.kind}.{x}"} & {*keep}} for each in differing
+            ]
+            if any(asked):
+                unused -= {part.kind, *(f"{part.kind}.{x}" for each in asked for x in each)}
+                if (why := part.keep(before)) is not None:
+                    not_kept.append(f"{part.kind} {index}, because {why}")
+                    asked = [set() for _ in asked]
             kept.add(index, part, before, asked, "you asked for it (keep)")
+            changed = [names - those for names, those in zip(differing, asked, strict=True)]
             if part.kind == "optimizer":
                 pairs = zip(part.groups, changed, strict=False)
                 of_state = [{x for x in each if _shapes_state(x, of[x])} for of, each in pairs]
@@ -279,7 +308,8 @@ class BuiltSettings:
             if any(changed):
                 why = part.apply(changed)
                 (new if why is None else kept).add(index, part, before, changed, why or "")
-        return new.lines(), kept.lines()
+        not_kept += [f"{each}, because it has not changed" for each in keep if each in unused]
+        return RestoredSettings(new.lines(), kept.lines(), not_kept=not_kept)
 
     def _pairs(self, saved: SavedSettings) -> Iterator[tuple[int, SettingsPart, SavedPart]]:
         for kind in dict.fromkeys(each.kind for each in self._parts):
@@ -302,8 +332,10 @@ class _Told:
         for now, then, of_group in zip(part.groups, before.groups, names, strict=False):
             for name in (each for each in now if each in of_group):
                 old, new = told_apart(_shown(then[name]), _shown(now[name]))
-                is_kept = f" stays {old} (not {new})" if why else f" {old} -> {new}"
-                count[_NAMES.get(name, name) + is_kept] += 1
+                values = f" stays {old} (not {new})" if why else f" {old} -> {new}"
+                if name == "_schedule_phases":  # long, and they follow from the other settings
+                    values = ""
+                count[_NAMES.get(name, name) + values] += 1
         texts = tuple(
             text if groups == len(names) else f"{text} in {groups} of {len(names)} groups"
             for text, groups in count.items()
@@ -319,7 +351,7 @@ class _Told:
         ]
 
 
-_NAMES = {"base_lrs": "lr"}
+_NAMES = {"base_lrs": "lr", "_schedule_phases": "phases", "lr_lambdas": "object"}
 """How people call a setting."""
 
 
@@ -331,11 +363,12 @@ def changes_of_data(saved: SavedSettings, now: Mapping[str, Any]) -> list[str]:
     """
     before, name = saved.data, "batch size"
     if name in before and name in now and before[name] != now[name]:
+        was = clean(str(before[name]))
         raise CheckpointError(
-            f"a batch had {before[name]} samples when the checkpoint was saved, and has "
+            f"a batch had {was} samples when the checkpoint was saved, and has "
             f"{now[name]} now: the place in the data, schedules and the length of training are "
             "counted in batches, so samples would be left out or come twice. Resume with "
-            f"{before[name]} samples a batch; or begin a new trial with the checkpoint's weights: "
+            f"{was} samples a batch; or begin a new trial with the checkpoint's weights: "
             "searcher.source_checkpoint_uuid and searcher.source_weights_only=true"
         )
     differing = [each for each in now if each in _differing(now, before)]
@@ -364,7 +397,7 @@ def of_scheduler(scheduler: Any) -> Any:
 
 
 def plain(settings: Mapping[str, Any]) -> _Settings:
-    """Copies of those settings that are a number, text, None, or a sequence of these."""
+    """Copies of those settings that are a number, text, None, or a list or mapping of these."""
     values = {name: _plain(value) for name, value in settings.items()}
     return {
         name: value
@@ -392,7 +425,8 @@ def _steps_done(scheduler: Any) -> int | None:
 
 def _of_scheduler(state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """The plain values of a scheduler's state when it is built, also of schedulers in it."""
-    yield from ((name, value) for name, value in plain(state).items() if name not in _PROGRESS)
+    of_itself = {name: state[name] for name in state if name not in _NOT_OF_SCHEDULER}
+    yield from plain(of_itself).items()
     for index, inner in enumerate(state.get("_schedulers") or ()):
         yield from ((f"schedulers.{index}.{name}", each) for name, each in _of_scheduler(inner))
 
@@ -408,7 +442,7 @@ def _parameters(built: Any) -> set[str]:
 
 
 def _plain(value: Any) -> Any:
-    """A copy of a number, text, None, or of a sequence of these; `_OTHER` for all else."""
+    """A copy of a number, text, None, or of a list or mapping of these; `_OTHER` for all else."""
     if isinstance(value, torch.Tensor):
         is_number = value.numel() == 1 and not isinstance(value, DTensor)
         return _plain(value.item()) if is_number else _OTHER
@@ -417,12 +451,14 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         parts = [_plain(each) for each in value]
         return _OTHER if any(each is _OTHER for each in parts) else parts
+    if isinstance(value, Mapping):  # a phase of OneCycleLR, what a LambdaLR's object holds
+        return plain(value)
     return value if value is None or isinstance(value, (bool, int, float, str)) else _OTHER
 
 
 def _shapes_state(name: str, value: Any) -> bool:
     """True for a setting that decides what an optimizer's state has, such as ``amsgrad``."""
-    return isinstance(value, bool) or name == "momentum"
+    return isinstance(value, bool) or name in ("momentum", "initial_accumulator_value")
 
 
 def _differing(now: Mapping[str, Any], then: Mapping[str, Any]) -> set[str]:
@@ -432,8 +468,10 @@ def _differing(now: Mapping[str, Any], then: Mapping[str, Any]) -> set[str]:
 def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, list) and isinstance(other, list):
         return len(one) == len(other) and all(map(_is_same, one, other))
-    if isinstance(one, float) and isinstance(other, float) and math.isnan(one):
-        return math.isnan(other)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_is_same(one[x], other[x]) for x in one)
+    if isinstance(one, float) and isinstance(other, float):  # a rate in a tensor is a float32
+        return math.isclose(one, other, rel_tol=1e-7) or (math.isnan(one) and math.isnan(other))
     return bool(one == other)
 
 

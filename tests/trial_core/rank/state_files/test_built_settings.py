@@ -31,7 +31,13 @@ from torch.optim.lr_scheduler import (
 from tests.support.slots import build, drive, toy_config
 from trial_core.config import ExperimentConfig
 from trial_core.errors import CheckpointError
-from trial_core.messages import BuildLoadersAndRestore, FetchCheckpoint, Fetched, ReadyToTrain
+from trial_core.messages import (
+    BuildLoadersAndRestore,
+    FetchCheckpoint,
+    Fetched,
+    ReadyToTrain,
+    RestoredSettings,
+)
 from trial_core.processes.slots.slot_group import SlotGroup
 from trial_core.rank.state_files.built_settings import (
     BuiltSettings,
@@ -93,7 +99,8 @@ def resumed(
     for old, new in zip((*saved[0], *saved[1]), (*built[0], *built[1]), strict=True):
         new.load_state_dict(deepcopy(old.state_dict()))
     now.require_same_types(file)
-    return now.apply(file, keep)
+    told = now.apply(file, keep)
+    return told.new, [*told.kept, *told.not_kept]
 
 
 # ------------------------------------------------------------------------------------ optimizers
@@ -117,7 +124,7 @@ def test_what_the_trial_has_moved_stays_the_checkpoints(tmp_path: Path) -> None:
     saved.param_groups[0]["lr"] = 0.025
     built.load_state_dict(saved.state_dict())
     told = now.apply(written(before, tmp_path))
-    assert told == (["optimizer 0 (AdamW): weight_decay 0 -> 0.5"], [])
+    assert told == RestoredSettings(["optimizer 0 (AdamW): weight_decay 0 -> 0.5"])
     assert (built.param_groups[0]["lr"], built.param_groups[0]["weight_decay"]) == (0.025, 0.5)
 
 
@@ -131,7 +138,7 @@ def test_nothing_changes_if_nothing_was_changed(tmp_path: Path, value: Any) -> N
     (saved, before), (built, now) = ((each, settings_of(each)) for each in (trial(), trial()))
     saved[0][0].param_groups[0]["lr"] = 0.7
     built[0][0].load_state_dict(saved[0][0].state_dict())
-    assert now.apply(written(before, tmp_path)) == ([], [])
+    assert now.apply(written(before, tmp_path)) == RestoredSettings()
     assert repr(built[0][0].state_dict()) == repr(saved[0][0].state_dict())
 
 
@@ -144,7 +151,7 @@ def test_a_rate_in_a_tensor_stays_in_it(tmp_path: Path) -> None:
     assert rate.item() == 0.25
 
 
-@pytest.mark.parametrize("value", [torch.zeros(2), {"a": 1}, print, [torch.zeros(2)], 1j])
+@pytest.mark.parametrize("value", [torch.zeros(2), print, [torch.zeros(2)], 1j])
 def test_a_value_that_is_no_setting_is_left_out(tmp_path: Path, value: Any) -> None:
     """A group may hold anything."""
     for one, other in ((1, value), (value, 1)):
@@ -194,6 +201,26 @@ def test_values_that_are_kept(tmp_path: Path, keep: str) -> None:
     assert built.param_groups[0]["eps"] == (0.01 if keep == "optimizer" else 0.02)
     assert bool(new) is (keep == "optimizer.lr")
     assert "lr stays 0.1 (not 0.2)" in kept[0]
+
+
+def test_a_keep_without_effect_is_told(tmp_path: Path) -> None:
+    """Of a setting that has not changed, or is a schedule's."""
+    trials = [scheduled("StepLR", 8, lr) for lr in (0.1, 0.2)]
+    new, not_kept = resumed(tmp_path, *trials, keep=("optimizer.lr", "scaler"))
+    assert new == ["scheduler 0 (StepLR): lr 0.1 -> 0.2"]
+    assert not_kept == [
+        f"{each}, because it has not changed" for each in ("optimizer.lr", "scaler")
+    ]
+
+
+def test_another_number_of_groups_is_refused(tmp_path: Path) -> None:
+    """Each has a state of its own."""
+    saved, built = (
+        SGD([{"params": parameters()} for _ in range(count)], lr=0.1) for count in (2, 3)
+    )
+    file = written(settings_of(([saved], [])), tmp_path)
+    with pytest.raises(CheckpointError, match=r"optimizer 0 .* 2 parameter groups .* with 3 now"):
+        settings_of(([built], [])).require_same_types(file)
 
 
 @pytest.mark.parametrize("kind", ["optimizer", "scheduler"])
@@ -265,12 +292,61 @@ def test_a_schedule_that_was_not_changed_goes_on(tmp_path: Path, name: str) -> N
     assert step(uninterrupted, 8) == step(resumed_trial, 8)
 
 
+@pytest.mark.parametrize("has_object", [False, True])
+def test_what_a_schedule_keeps_in_mappings_counts_too(tmp_path: Path, has_object: bool) -> None:
+    """The phases of a OneCycleLR; the values in an object that is a LambdaLR's function."""
+
+    class Decay:
+        def __init__(self, factor: float) -> None:
+            self.factor = factor
+
+        def __call__(self, at: int) -> float:
+            return self.factor**at
+
+    def trial(share: float) -> Trial:
+        optimizer = AdamW(parameters(), lr=0.1)
+        if has_object:
+            return [optimizer], [LambdaLR(optimizer, Decay(share))]
+        return [optimizer], [OneCycleLR(optimizer, 0.1, total_steps=16, pct_start=share)]
+
+    resumed_trial = trial(0.6)
+    (told,), kept = resumed(tmp_path, trial(0.3), resumed_trial, steps=6)
+    assert ("object" if has_object else "phases") in told
+    assert not kept
+    uninterrupted = trial(0.6)
+    assert step(uninterrupted, 6)[-1] == groups_of(resumed_trial)
+    assert step(uninterrupted, 8) == step(resumed_trial, 8)
+
+
+def test_a_schedule_that_is_given_its_epoch_keeps_its_constants(tmp_path: Path) -> None:
+    """Its own steps would not lead to where it is."""
+    (saved, before), (built, now) = (
+        (each, settings_of(each))
+        for each in (scheduled("CosineAnnealingWarmRestarts", length) for length in (4, 6))
+    )
+    for part in range(1, 8):
+        saved[1][0].step(part / 4)
+    built[1][0].load_state_dict(saved[1][0].state_dict())
+    (told,) = now.apply(written(before, tmp_path)).kept
+    assert "T_0 stays 4 (not 6)" in told
+    assert "because the trial itself gives it its epoch" in told
+
+
+def test_a_checkpoint_cannot_have_a_schedule_step_for_ever(tmp_path: Path) -> None:
+    """The storage is not trusted."""
+    saved, built = scheduled("StepLR", 8), scheduled("StepLR", 16)
+    before, now = settings_of(saved), settings_of(built)
+    built[1][0].load_state_dict({**saved[1][0].state_dict(), "last_epoch": 10**18})
+    (told,) = now.apply(written(before, tmp_path)).kept
+    assert "because it has stepped more than 10,000,000 times" in told
+
+
 def test_a_schedule_that_is_over_keeps_its_length(tmp_path: Path) -> None:
     """A OneCycleLR that is made shorter than it has come cannot be brought to its step."""
     trial = scheduled("OneCycleLR", 4)
     new, (kept,) = resumed(tmp_path, scheduled("OneCycleLR", 8), trial, steps=6)
     assert new == []
-    assert kept.startswith("scheduler 0 (OneCycleLR): total_steps stays 8 (not 4), because ")
+    assert kept.startswith("scheduler 0 (OneCycleLR): total_steps stays 8 (not 4), phases, because")
     uninterrupted = scheduled("OneCycleLR", 8)
     step(uninterrupted, 6)
     assert step(uninterrupted, 1) == step(trial, 1)
@@ -308,7 +384,7 @@ def test_a_schedule_that_the_trial_keeps_to_itself_has_moved_on(tmp_path: Path) 
     saved.step()
     schedule.step()
     built.load_state_dict(saved.state_dict())
-    assert now.apply(written(before, tmp_path)) == ([], [])
+    assert now.apply(written(before, tmp_path)) == RestoredSettings()
 
 
 # ----------------------------------------------------------------------------------- other parts
@@ -322,7 +398,7 @@ def test_a_scaler_keeps_its_scale(tmp_path: Path) -> None:
     saved.update(32.0)
     built.load_state_dict(saved.state_dict())
     told = parts[1].apply(written(parts[0], tmp_path))
-    assert told == (["scaler 0 (GradScaler): growth_interval 100 -> 50"], [])
+    assert told == RestoredSettings(["scaler 0 (GradScaler): growth_interval 100 -> 50"])
     assert (built.get_scale(), built.get_growth_interval()) == (32.0, 50)
 
 
