@@ -320,7 +320,7 @@ def tried(
 def _compared(result: TrialResult) -> str:
     """What a resume would change."""
     at = f"checkpoint {result.checkpoint_uuid} (batch {result.batches_trained})"
-    return result.changes or f"{at}: nothing has changed since it was saved"
+    return "\n".join(result.changes) or f"{at}: nothing has changed since it was saved"
 
 
 def _tested(result: TrialResult) -> str:

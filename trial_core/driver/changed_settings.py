@@ -46,8 +46,8 @@ def changes_since_checkpoint(
     config: ExperimentConfig,
     versions: Mapping[str, str],
     settings: RestoredSettings,
-) -> str | None:
-    """Return a text of all that has changed since the checkpoint; None without any change.
+) -> list[str]:
+    """Return sentences that tell all that has changed since the checkpoint; none without a change.
 
     Args:
         versions: those of this run's software; empty if they are not known.
@@ -55,7 +55,7 @@ def changes_since_checkpoint(
     """
     saved = point.checkpoint
     if saved is None or point.restore == "weights":
-        return None
+        return []
     if point.restore == "everything" and saved.config:  # it is recorded
         changes = _changes(saved.config, config.digested())
         changes += _changes(saved.versions, versions or saved.versions)
@@ -65,12 +65,9 @@ def changes_since_checkpoint(
         changes = _changes(
             {"hyperparameters": saved.hyperparameters}, {"hyperparameters": config.hyperparameters}
         )
-    if not changes and not settings.new and not settings.kept and not settings.not_kept:
-        return None
-    at = saved.progress.batches_trained
-    told = [f"checkpoint {saved.uuid} (batch {at})"]
+    told = []
     if changes:
-        told[0] += f": changed since it was saved: {first_few(changes, SHOWN)}"
+        told.append(f"changed since it was saved: {first_few(changes, SHOWN)}")
     if settings.new:
         told.append(f"The new values count: {first_few(settings.new, SHOWN, '; ')}")
     if settings.kept:
@@ -82,7 +79,10 @@ def changes_since_checkpoint(
             "The checkpoint has no record of the settings of its optimizers and schedulers, so "
             "their values stay"
         )
-    return ". ".join(told)
+    if told:
+        at = saved.progress.batches_trained
+        told[0] = f"checkpoint {saved.uuid} (batch {at}): {told[0]}"
+    return told
 
 
 def _changes(saved: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:

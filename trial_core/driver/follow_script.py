@@ -98,7 +98,8 @@ def follow_script(launch: Launch, uploads: Uploads) -> TrialResult:
         launch.has_saved(event.steps_completed)
     uploads.finish()
     if run.keep and fitted is None:
-        launch.warn([f"keep has no effect ({', '.join(run.keep)}): the script restores its state"])
+        names = ", ".join(run.keep)
+        launch.warn([f"keep has no effect ({names}): the script restores its state itself"])
     run.throughput.note_memory([rank.peak_memory_bytes for rank in event])
     launch.answers.writes_run_files = any(rank.writes_run_files for rank in event)
     was_preempted = any(rank.was_preempted for rank in event)

@@ -32,8 +32,8 @@ class TrialResult:
         throughput: the run's average over its train-workloads: batches_per_second,
             samples_per_second, tokens_per_second, mfu; and peak_memory_bytes, by rank. None if
             unknown.
-        changes: what had changed since the checkpoint that the run resumed, and which values count;
-            None if nothing had.
+        changes: what had changed since the checkpoint that the run resumed, and which values count,
+            as sentences.
         config: the flow run's experiment, with which later flows and tasks find the checkpoint.
     """
 
@@ -54,7 +54,7 @@ class TrialResult:
     trial_stop_reason: str | None = None
     checkpoint_at: int | None = None
     throughput: dict[str, Any] | None = None
-    changes: str | None = None
+    changes: list[str] = field(default_factory=list)
     config: ExperimentConfig | None = field(default=None, repr=False)
 
 

@@ -165,7 +165,7 @@ class RankAnswers:
         writes_run_files: True if a rank writes files for TensorBoard.
         keep: settings that stay as in the checkpoint.
         earlier_changes: those that the checkpoint tells, see `Manifest.changes`.
-        changes: what has changed since the checkpoint; None without any change.
+        changes: what has changed since the checkpoint, as sentences.
     """
 
     hooks: frozenset[str] = frozenset()
@@ -182,12 +182,13 @@ class RankAnswers:
     writes_run_files: bool = False
     keep: list[str] = field(default_factory=list)
     earlier_changes: list[str] = field(default_factory=list)
-    changes: str | None = None
+    changes: list[str] = field(default_factory=list)
 
     @property
     def all_changes(self) -> list[str]:
         """The changes of the trial, for the manifest."""
-        return [*self.earlier_changes, *filter(None, [self.changes])][-CHANGES:]
+        own = [". ".join(self.changes)] if self.changes else []
+        return [*self.earlier_changes, *own][-CHANGES:]
 
 
 @dataclass

@@ -35,7 +35,7 @@ def told(
         versions={"torch": "1"},
     )  # fmt: skip
     point = ResumePoint(checkpoint=manifest, restore=restore)
-    return changes_since_checkpoint(point, now, {"torch": torch}, settings) or ""
+    return ". ".join(changes_since_checkpoint(point, now, {"torch": torch}, settings))
 
 
 def experiment(batches: int, hyperparameters: dict[str, Any]) -> ExperimentConfig:
@@ -93,7 +93,7 @@ def test_without_a_change_nothing_is_said(saved: dict[str, Any], given: dict[str
 
 def test_the_trial_may_build_its_optimizer_otherwise() -> None:
     """Its code has changed, or it takes a value from elsewhere."""
-    assert told({}, {}, RestoredSettings([NEW])).endswith(f"(batch 4). The new values count: {NEW}")
+    assert told({}, {}, RestoredSettings([NEW])).endswith(f"(batch 4): The new values count: {NEW}")
 
 
 def test_a_checkpoint_without_a_record() -> None:
@@ -108,8 +108,7 @@ def test_a_new_trial_with_anothers_state() -> None:
     text = told({"lr": 0.1}, {"lr": 0.2}, restore="state", lengths=(4, 8))
     assert text.endswith("changed since it was saved: hyperparameters.lr 0.1 -> 0.2")
     assert told({"lr": 0.1}, {"lr": 0.2}, restore="weights") == ""
-    nothing = changes_since_checkpoint(ResumePoint(), experiment(4, {}), {}, RestoredSettings())
-    assert nothing is None
+    assert not changes_since_checkpoint(ResumePoint(), experiment(4, {}), {}, RestoredSettings())
 
 
 def test_what_may_be_kept() -> None:

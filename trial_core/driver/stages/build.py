@@ -158,16 +158,15 @@ def tell_changes(launch: Launch, point: ResumePoint, settings: RestoredSettings)
     run, answers, saved = launch.run, launch.answers, point.checkpoint
     told = changes_since_checkpoint(point, run.config, answers.versions, settings)
     # A script is told of its experiment at its start, before it calls `fit`.
-    rest = None if told is None else told.removeprefix(answers.changes or "").lstrip(". ")
+    news = [each for each in told if each not in answers.changes]
     answers.changes = told
     answers.earlier_changes = saved.changes if saved and point.restore == "everything" else []
-    if not rest:
-        return
     if settings.kept or settings.not_kept or not settings.is_known:
-        launch.warn([rest])
-    else:
-        run.logger.info("%s", rest)
-        run.observer.notice(rest)
+        launch.warn(news)
+        return
+    for each in news:
+        run.logger.info("%s", each)
+        run.observer.notice(each)
 
 
 @stage("build-loaders", "@{point.progress.batches_trained}")
