@@ -301,8 +301,10 @@ class BuiltSettings:
             kept.add(index, part, before, asked, "you asked for it (keep)")
             changed = [names - those for names, those in zip(differing, asked, strict=True)]
             if part.kind == "optimizer":
-                pairs = zip(part.groups, changed, strict=False)
-                of_state = [{x for x in each if _shapes_state(x, of[x])} for of, each in pairs]
+                of_state = [
+                    {x for x in names if _shapes_state(x, now[x], then[x])}
+                    for now, then, names in zip(part.groups, before.groups, changed, strict=True)
+                ]
                 changed = [names - those for names, those in zip(changed, of_state, strict=True)]
                 kept.add(index, part, before, of_state, "the optimizer's state depends on it")
             if any(changed):
@@ -456,9 +458,11 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, float, str)) else _OTHER
 
 
-def _shapes_state(name: str, value: Any) -> bool:
-    """True for a setting that decides what an optimizer's state has, such as ``amsgrad``."""
-    return isinstance(value, bool) or name in ("momentum", "initial_accumulator_value")
+def _shapes_state(name: str, now: Any, then: Any) -> bool:
+    """True for a change of what an optimizer's state has, such as ``amsgrad`` turned on."""
+    if name == "momentum":
+        return not (now and then)
+    return isinstance(now, bool) or name == "initial_accumulator_value"
 
 
 def _differing(now: Mapping[str, Any], then: Mapping[str, Any]) -> set[str]:

@@ -415,6 +415,15 @@ def test_a_switch_that_shapes_the_state_stays(tmp_path: Path) -> None:
     assert "amsgrad stays False (not True), because the optimizer's state depends" in kept[0]
 
 
+@pytest.mark.parametrize("counts", [True, False])
+def test_a_momentum_counts_if_there_was_one(tmp_path: Path, counts: bool) -> None:
+    """Without one, the state has no momentum."""
+    saved, built = (SGD(parameters(), 0.1, each) for each in (0.9 if counts else 0, 0.5))
+    new, kept = resumed(tmp_path, ([saved], []), ([built], []))
+    assert (bool(new), bool(kept)) == (counts, not counts)
+    assert built.param_groups[0]["momentum"] == (0.5 if counts else 0)
+
+
 def test_another_size_of_batches_is_refused() -> None:
     """The place in the data is counted in batches. Another order or length is told."""
     saved = SavedSettings([], {"batch size": 24, "samples": 240, "seed": 1})
