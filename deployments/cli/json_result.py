@@ -119,5 +119,6 @@ class JsonResult:
             "run_dir": str(run_dir) if run_dir and run_dir.exists() else None,
             "flow_run_id": self.flow_run_id,
             "throughput": self.run_status.run_throughput.to_json(),
+            "changes": [],
             "ledger": ledger.to_json() if ledger and ledger.runs else None,
         }

@@ -248,7 +248,8 @@ class _TrialRun:
                 f"--dry-run: there is nothing to resume: no checkpoint of experiment {name} is in "
                 f"{self.store.url}"
             )
-        return tried(self.experiment, self.observer, continued=continued, keep=wanted.keep).result
+        ended = tried(self.experiment, self.observer, continued=continued, keep=wanted.keep)
+        return replace(ended.result, trial=continued, checkpoint_at=ended.result.batches_trained)
 
     def note_what_is_left(
         self, committed_at: int | None, was_interrupted: bool, is_mistake: bool

@@ -180,7 +180,7 @@ def try_trial(
         ExitStack() as at_end,
     ):
         run = Run(
-            config.model_copy(update={"max_restarts": 0}), trial, run_dir, store,
+            config, trial, run_dir, store,
             test_mode=test_mode or ("keep nothing" if joining else "restore"), **vars(given),
         )  # fmt: skip
 
@@ -273,7 +273,7 @@ class Driver:
     ) -> None:
         self._run = run
         self._placement = placement
-        self._policy = FailurePolicy(placement, run.config.max_restarts)
+        self._policy = FailurePolicy(placement, 0 if run.test_mode else run.config.max_restarts)
         self._last_checkpoint = last_checkpoint
         self._story: deque[str] = deque(maxlen=STORY)
         self._stored_code: TrialCode | None = None

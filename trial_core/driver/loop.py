@@ -94,9 +94,10 @@ class Loop:
         call_hook(
             launch, "on_trial_startup", begin, first_batch_idx=begin, checkpoint_uuid=start.uuid
         )
-        epoch = self._build_loaders(start)
         if only_compares:
+            build_loaders(launch, start)
             return self._result(start, progress, stopped_early=True)
+        epoch = self._build_loaders(start)
         call_hook(launch, "on_training_start", begin)
         launch.may_save()  # from here on a stop request saves first
         first = next_workload(progress, self._schedule, epoch)
