@@ -15,6 +15,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from typing_extensions import Self
 
+from trial_core.common.text_format import first_few, plural
 from trial_core.common.unknown_names import SaysWhatToUse
 from trial_core.deepspeed.config_check import check_engine_config, is_zero_3
 from trial_core.deepspeed.ds_config import overwrite_deepspeed_config
@@ -33,6 +34,7 @@ from trial_core.deepspeed.pretrained import (
 from trial_core.errors import TrialError, TrialTypeError, TrialValueError
 from trial_core.rank.collectives.distributed import DistributedContext, is_launched
 from trial_core.rank.collectives.rendezvous import host_single_rank
+from trial_core.rank.state_files.compiled_names import COMPILED, name_as_uncompiled
 from trial_core.rank.trial.context import RunInfo
 from trial_core.rank.trial.torch_context import TorchTrialContext
 
@@ -100,6 +102,7 @@ class DeepSpeedTrialContext(SaysWhatToUse, TorchTrialContext):
             logger.warning("wrap_model_engine got the same engine twice; it is registered once")
             return model
         check_engine_config(model, warns=self.distributed.get_rank() == 0)
+        _name_as_uncompiled(model)
         if self.models:
             self._warn_of_differences(model)
         self.use_pipeline_parallel |= isinstance(model, PipelineEngine)
@@ -225,6 +228,27 @@ class DeepSpeedTrialContext(SaysWhatToUse, TorchTrialContext):
                 size,
                 first_size,
             )
+
+
+def _name_as_uncompiled(engine: DeepSpeedEngine) -> None:
+    """Name an engine's parameters as if its model were not compiled, also in what it saves.
+
+    Raises TrialError if DeepSpeed has removed parameters of a compiled module: ZeRO-3 replaces the
+    dict of a module's own parameters, which torch then sets in the module that is compiled.
+    """
+    name_as_uncompiled(engine.module)
+    present = set(engine.module.parameters())
+    names = [name for each, name in engine.param_names.items() if each not in present]
+    if lost := [name.replace(COMPILED, "") for name in names if COMPILED in name]:
+        raise TrialError(
+            f"DeepSpeed's ZeRO-3 has taken {plural(len(lost), 'parameter')} from modules that "
+            f"torch.compile has wrapped: {first_few(lost)}. Compile with module.compile(...) or "
+            "engine.compile(...), which wrap nothing"
+        )
+    # Its optimizer has the same dict, and has made a mapping by name of it.
+    engine.param_names.update({each: name for name, each in engine.module.named_parameters()})
+    if getattr(engine.optimizer, "_param_slice_mappings", None) is not None:
+        engine.optimizer._param_slice_mappings = engine.optimizer._create_param_mapping()
 
 
 @contextmanager

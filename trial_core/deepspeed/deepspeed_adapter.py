@@ -40,6 +40,7 @@ from trial_core.deepspeed.trial import DeepSpeedTrial
 from trial_core.errors import CheckpointError, TrialError, TrialValueError
 from trial_core.processes.machine.memory_files import MemoryFiles
 from trial_core.rank.state_files.built_settings import SettingsPart
+from trial_core.rank.state_files.compiled_names import name_as_uncompiled
 from trial_core.rank.state_files.optimizer_load import optimizers_loaded_in_place
 from trial_core.rank.state_files.safe_load import Reader
 from trial_core.rank.trial.trial_adapter import TrialAdapter, accepts
@@ -211,6 +212,8 @@ class DeepSpeedTrialAdapter(TrialAdapter):
         hook_state: Mapping[str, Any],
     ) -> None:
         engines = self._context.models
+        for module in self.modules:  # a part may be compiled since
+            name_as_uncompiled(module)
         with snapshot_checkpoint_engines(engines, folder, memory_files=memory_files, reader=reader):
             self._trial.save(self._context, folder)
         for i, engine in enumerate(engines):

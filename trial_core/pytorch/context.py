@@ -90,7 +90,8 @@ class PyTorchTrialContext(TorchTrialContext):
         """
         if not isinstance(model, nn.Module):
             raise TrialError(f"wrap_model takes a torch.nn.Module, got {kind_of(model)}")
-        if any(unwrapped(wrapped) is unwrapped(model) for wrapped in self.models):
+        itself = unwrapped(model)
+        if any(unwrapped(wrapped) is itself for wrapped in self.models):
             raise TrialError("wrap_model was called twice with the same model; wrap each one once")
         chosen = sharding or self._settings.sharding
         if chosen not in SHARDINGS:
@@ -156,7 +157,11 @@ class PyTorchTrialContext(TorchTrialContext):
                 "wrap_optimizer: backward_passes_per_step is a positive int, got "
                 f"{backward_passes_per_step!r}"
             )
-        known = {id(each) for model in self.models for each in model.parameters()}
+        known = {
+            id(each): name
+            for model in self.models
+            for name, each in unwrapped(model).named_parameters()
+        }
         foreign = sum(id(each) not in known for each in parameters_of(optimizer))
         shards = any(is_sharded(model) for model in self.models)
         if foreign and shards:
@@ -173,6 +178,10 @@ class PyTorchTrialContext(TorchTrialContext):
                 foreign,
                 len(self.optimizers),
             )
+        for group in optimizer.param_groups:
+            if "param_names" in group:  # of a replica or a compiled model, they have prefixes
+                named = zip(group["params"], group["param_names"], strict=True)
+                group["param_names"] = [known.get(id(each), name) for each, name in named]
         self.optimizers.append(optimizer)
         self._averaging.overlaps &= len(self.optimizers) == 1 and backward_passes_per_step == 1
         by_default = self._settings.gradient_compression

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trial_core.errors import TrialError
+from trial_core.rank.state_files.compiled_names import name_as_uncompiled, original
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +115,7 @@ _OF_CONTAINERS = ("__getitem__", "__len__", "__iter__", "__contains__")
 
 def replica_of(module: nn.Module, device: torch.device) -> DistributedModel:
     """A model's replica on this rank. Collective."""
-    is_container = any(hasattr(type(module), name) for name in _OF_CONTAINERS)
+    is_container = any(hasattr(type(original(module)), name) for name in _OF_CONTAINERS)
     return (DistributedContainer if is_container else DistributedModel)(module, device)
 
 
@@ -128,8 +129,13 @@ def pass_error(model: str, seen: str) -> TrialError:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model itself, whose parameters have the same names with one rank and with many."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
+    """The model itself, whose parameters have the same names with one rank and with many.
+
+    They have the same names if it is compiled, or a part of it, and it may be compiled at any time.
+    """
+    itself = model.module if isinstance(model, DistributedDataParallel) else model
+    name_as_uncompiled(itself)
+    return itself
 
 
 def broadcast_buffers(models: Iterable[nn.Module]) -> None:

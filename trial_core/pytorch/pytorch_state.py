@@ -43,6 +43,7 @@ from trial_core.pytorch.sharded_state import (
     require_joined,
     write_parts,
 )
+from trial_core.rank.state_files.compiled_names import COMPILED
 from trial_core.rank.state_files.frozen_files import (
     KeyPath,
     frozen_names,
@@ -348,6 +349,8 @@ def _averaged(
 
 
 def _load_model(index: int, model: nn.Module, saved: Mapping[str, Any]) -> None:
+    if any(COMPILED in name for name in saved):  # Determined's
+        saved = {name.replace(COMPILED, ""): value for name, value in saved.items()}
     if saved and all(name.startswith(_PREFIX) for name in saved):
         own = model.state_dict()
         if not any(name.startswith(_PREFIX) for name in own):

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from trial_core.errors import TrialError
 from trial_core.pytorch.distributed_model import broadcast_model
+from trial_core.rank.state_files.compiled_names import original
 
 SHARDINGS = ("none", "fsdp2")
 """The values of ``optimizations.sharding`` and of `wrap_model`'s argument."""
@@ -34,8 +35,9 @@ def shard(model: nn.Module, mesh: DeviceMesh, compress: bool) -> None:
     """
     if not _has_forward(model):
         raise TrialError(
-            f"wrap_model cannot shard a {type(model).__name__}, which has no forward method: FSDP2 "
-            "gathers parameters when a module is called. Wrap a model that calls its parts"
+            f"wrap_model cannot shard a {type(original(model)).__name__}, which has no forward "
+            "method: FSDP2 gathers parameters when a module is called. Wrap a model that calls its "
+            "parts"
         )
     broadcast_model(model)
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float16 if compress else None)
@@ -99,7 +101,7 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 
 def _elements(module: nn.Module) -> Iterator[nn.Module]:
     """The elements of the outermost ModuleLists and Sequentials."""
-    is_list = isinstance(module, (nn.ModuleList, nn.Sequential))
+    is_list = isinstance(original(module), (nn.ModuleList, nn.Sequential))
     for child in module.children():
         if is_list and _has_forward(child):
             yield child
@@ -108,7 +110,7 @@ def _elements(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _has_forward(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward
+    return type(original(module)).forward is not nn.Module.forward
 
 
 def _uses(module: nn.Module) -> Counter[int]:

@@ -38,9 +38,9 @@ def net(*, frozen: bool = False) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("prefix", ["", "module."])
+@pytest.mark.parametrize("prefix", ["", "module.", "module._orig_mod."])
 def test_states_with_and_without_the_prefix(prefix: str) -> None:
-    """Determined's own files of several ranks have it."""
+    """Determined's own files of several ranks, and of compiled models, have it."""
     saved, other = context_of(net()), context_of(net())
     state = state_of(saved)
     weights = state["models_state_dict"][0]

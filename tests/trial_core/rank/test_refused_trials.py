@@ -52,6 +52,12 @@ REFUSED = {
         "DeepSpeed rejects the trial's configuration: Type fp16 is not supported on your device.",
         hparams={"ds_config": {"fp16": {"enabled": True}}},
     ),
+    "a compiled part": Case(
+        "compiled_trials:CompiledEngine", "build",
+        "DeepSpeed's ZeRO-3 has taken 4 parameters from modules that torch.compile has wrapped: ",
+        contains=("blocks.0.scale, ", "engine.compile(...)"),
+        hparams={"compiled": "parts", "ds_config": {"zero_optimization": {"stage": 3}}},
+    ),
     "a removed key": Case(
         "engine_trials:OwnConfig", "build", "DeepSpeed has removed amp: use fp16, bf16 or ",
         hparams={"ds_config": {"amp": {"enabled": True}}},

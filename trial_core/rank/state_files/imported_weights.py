@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from trial_core.checkpoint import layout
 from trial_core.errors import CheckpointDamaged, CheckpointError
+from trial_core.rank.state_files.compiled_names import COMPILED
 from trial_core.rank.state_files.safe_load import Reader
 
 _STATE_KEYS = ("state_dict", "model_state_dict", "module", "model")
@@ -85,6 +86,7 @@ def _renamed(weights: Mapping[str, torch.Tensor], own: Collection[str]) -> dict[
     Raises:
         CheckpointError: several prefixes fit; the same on every rank.
     """
+    weights = {name.replace(COMPILED, ""): tensor for name, tensor in weights.items()}
     names = set(own)
     if not weights or weights.keys() <= names:
         return dict(weights)
