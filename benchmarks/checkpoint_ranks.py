@@ -121,7 +121,7 @@ class SaveMethods:
 
     def fingerprints(self) -> Remaining:
         """A part of `ours`: the fingerprints of the model's tensors."""
-        record_fingerprints([self._trial.engine], self._folder, self._rank, False)
+        record_fingerprints([self._trial.engine], self._folder, self._rank, [False])
         return lambda: None
 
     def deepspeed_boto3(self) -> Remaining:

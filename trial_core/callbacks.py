@@ -150,7 +150,8 @@ class ExponentialMovingAverage(TrialCallback):
     """Averages the weights over optimizer steps, and validates the averages.
 
     After each step, ``average = decay * average + (1 - decay) * weight``, in float32 at least, from
-    the weights before training. Validations, with their hooks, run with the averages. Training, and
+    the weights before training; of a weight that is frozen at first, from its first step on.
+    Validations, with their hooks, run with the averages. Training, and
     the buffers of models, are not affected.
 
     A checkpoint of a `PyTorchTrial` holds the averages as its models, so that `trialflow export`,
@@ -187,14 +188,16 @@ class ExponentialMovingAverage(TrialCallback):
     def averages(self) -> list[dict[str, torch.Tensor]]:
         """For each wrapped model or engine, the averages by the names of its ``state_dict``."""
         if self._averages is None:
-            self._averages = [
-                {
-                    name: each.detach().clone().to(torch.promote_types(each.dtype, torch.float32))
-                    for name, each in weights.items()
-                }
-                for weights in self._weights
-            ]
+            self._averages = [{} for _ in self.context.models]
+            self._begin_averages()
         return self._averages
+
+    def _begin_averages(self) -> None:
+        """Begin the averages of weights that are trained, as far as they have none."""
+        for averages, weights in zip(self.averages, self._weights, strict=True):
+            for name, weight in weights.items():
+                if weight.requires_grad and name not in averages:
+                    averages[name] = _first_average(weight)
 
     def on_training_start(self) -> None:
         self._steps_seen = self._steps_made
@@ -205,6 +208,7 @@ class ExponentialMovingAverage(TrialCallback):
         steps, self._steps_seen = self._steps_seen, self._steps_made
         if steps == self._steps_seen:
             return
+        self._begin_averages()
         for averages, weights in zip(self.averages, self._weights, strict=True):
             for name, average in averages.items():
                 average.lerp_(weights[name].to(average.dtype), 1 - self.decay)
@@ -230,9 +234,13 @@ class ExponentialMovingAverage(TrialCallback):
     @torch.no_grad()
     def load_averages(self, saved: list[Mapping[str, torch.Tensor]]) -> None:
         """Continue from the averages that a checkpoint has, by the names of a ``state_dict``."""
-        for averages, values in zip(self.averages, saved, strict=True):
-            for name, average in averages.items():
-                average.copy_(values[name])
+        for averages, values, weights in zip(self.averages, saved, self._weights, strict=True):
+            for name, weight in weights.items():
+                value = values.get(name)
+                if value is None or not (name in averages or _differs(value, weight)):
+                    continue
+                # It may be of a weight that the trial builds as frozen.
+                averages.setdefault(name, _first_average(weight)).copy_(value)
 
     def state_dict(self) -> dict[str, Any]:
         return {"averages": self.averages} if self._engines else {}
@@ -248,11 +256,8 @@ class ExponentialMovingAverage(TrialCallback):
 
     @property
     def _weights(self) -> list[dict[str, nn.Parameter]]:
-        """The trained parameters of each model, once each."""
-        return [
-            {name: each for name, each in unwrapped(model).named_parameters() if each.requires_grad}
-            for model in self.context.models
-        ]
+        """The parameters of each model, once each."""
+        return [dict(unwrapped(model).named_parameters()) for model in self.context.models]
 
     @property
     def _steps_made(self) -> int:
@@ -261,6 +266,14 @@ class ExponentialMovingAverage(TrialCallback):
 
     def _note_step(self, *_: Any) -> None:
         self._steps += 1
+
+
+def _differs(value: torch.Tensor, weight: torch.Tensor) -> bool:
+    return value.dtype != weight.dtype or not torch.equal(value.to(weight.device), weight)
+
+
+def _first_average(weight: nn.Parameter) -> torch.Tensor:
+    return weight.detach().clone().to(torch.promote_types(weight.dtype, torch.float32))
 
 
 class ThroughputAndMemory(TrialCallback):

@@ -288,8 +288,8 @@ class CheckpointingConfig(Section):
     exclude_frozen_parameters: Flag = Field(
         default=False,
         title="Leave out frozen parameters",
-        description="Whether checkpoints omit frozen weights; a resumed run uses the weights that "
-        "the trial builds. Only for trials that do not override save.",
+        description="Whether checkpoints omit frozen weights that are as the trial has built them; "
+        "a resumed run builds them again. Only for trials that do not override save.",
     )
     verify_first: Flag | None = Field(
         default=None,

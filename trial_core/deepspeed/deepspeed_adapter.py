@@ -6,7 +6,7 @@ import copy
 import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,9 @@ class DeepSpeedTrialAdapter(TrialAdapter):
         check_mpu(context.mpu, context.distributed)
         super().__init__(trial, context)
         self.modules = [engine.module for engine in context.models]
+        self._note_frozen()
+        parameters = (each for module in self.modules for each in module.parameters())
+        self._required_grad = [(each, each.requires_grad) for each in parameters]
         self.optimizers = list(_base_optimizers(context.models))
         of_engines = (engine.lr_scheduler for engine in context.models)
         self.schedulers = [each for each in of_engines if each is not None]
@@ -214,7 +217,10 @@ class DeepSpeedTrialAdapter(TrialAdapter):
         engines = self._context.models
         for module in self.modules:  # a part may be compiled since
             name_as_uncompiled(module)
-        with snapshot_checkpoint_engines(engines, folder, memory_files=memory_files, reader=reader):
+        with (
+            self._trained_as_built(),
+            snapshot_checkpoint_engines(engines, folder, memory_files=memory_files, reader=reader),
+        ):
             self._trial.save(self._context, folder)
         for i, engine in enumerate(engines):
             if dist.get_rank(group=engine.seq_data_parallel_group) == 0:
@@ -233,6 +239,7 @@ class DeepSpeedTrialAdapter(TrialAdapter):
     ) -> None:
         engines = self._context.models
         with ExitStack() as stack:
+            stack.enter_context(self._trained_as_built())
             stack.enter_context(snapshot_checkpoint_engines(engines, folder, reader=reader))
             stack.enter_context(optimizers_loaded_in_place(_base_optimizers(engines)))
             if reshape or self._is_ordered_otherwise(folder, reader):
@@ -244,6 +251,22 @@ class DeepSpeedTrialAdapter(TrialAdapter):
             self._trial.load(self._context, folder)
         if reshape and not self._context.has_loaded_engines:
             raise self._own_format_error("load")
+
+    @contextmanager
+    def _trained_as_built(self) -> Iterator[None]:
+        """Inside the block, parameters that the trial has frozen or thawed since are as built.
+
+        DeepSpeed takes a parameter's present `requires_grad` to say whether its optimizer has it,
+        and so where its weight is saved. But the optimizer has those that it was built with.
+        """
+        now = [each.requires_grad for each, _ in self._required_grad]
+        try:
+            for parameter, as_built in self._required_grad:
+                parameter.requires_grad_(as_built)
+            yield
+        finally:
+            for (parameter, _), present in zip(self._required_grad, now, strict=True):
+                parameter.requires_grad_(present)
 
     def _own_format_error(self, method: str) -> CheckpointError:
         return CheckpointError(

@@ -11,7 +11,6 @@ record it. Types and sizes that differ are not compared.
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -33,6 +32,7 @@ from deepspeed.utils import groups
 from trial_core.common.text_format import first_few
 from trial_core.errors import CheckpointError
 from trial_core.rank.collectives.distributed import DistributedContext
+from trial_core.rank.state_files.bit_sum import bit_sum
 
 FILE_PREFIX = "trialflow/fingerprints-"
 _VERSION = 1
@@ -42,11 +42,6 @@ _PARTITIONED = {
     BF16_Optimizer: ("bf16", "fp32_groups_flat_partition"),
 }
 """Prefix of the names of groups and flat buffers, and name of the fp32 weights."""
-_WORD_BYTES = 8
-_COLUMNS = 256
-_ROW_BYTES = _COLUMNS * _WORD_BYTES
-_CPU_WORDS, _DEVICE_WORDS = 2**17, 2**22
-"""Words at a time: bounds the memory. On a CPU, more would leave its cache."""
 _logger = logging.getLogger(__name__)
 
 
@@ -91,14 +86,16 @@ class _Tensor:
 
 
 def record_fingerprints(
-    engines: Sequence[DeepSpeedEngine], folder: Path, rank: int, exclude_frozen: bool
+    engines: Sequence[DeepSpeedEngine], folder: Path, rank: int, excludes_frozen: Sequence[bool]
 ) -> None:
     """Write the fingerprints of the engines' tensors. Collective: every rank calls this.
+
+    `excludes_frozen`: of each engine, whether its frozen parameters are not saved.
 
     Each tensor is in the file of one rank: the first one that shares it.
     """
     recorded: list[dict[str, Any]] = []
-    for engine in engines:
+    for engine, exclude_frozen in zip(engines, excludes_frozen, strict=True):
         tensors = _tensors(engine, exclude_frozen)
         own = {
             name: each.fingerprint(bits)
@@ -190,47 +187,6 @@ def fingerprints_of(
                 for name, values in each["tensors"].items():
                     found.setdefault(name, set()).add(Fingerprint(*values))
     return {name: each.pop() for name, each in found.items() if len(each) == 1}
-
-
-def bit_sum(part: torch.Tensor, first: int = 0, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A number for the bits of a tensor, which the numbers of its parts add up to.
-
-    The bytes of the flattened tensor are read as 64-bit words, the last one filled up with zeros.
-    Word k counts 2k + 1 times, so that an exchange of elements is seen, too. The sum is modulo
-    2**64. The words are the rows of a matrix: its sums by row and by column need no product with
-    each word, which takes twice as long.
-
-    Args:
-        part: consecutive elements of the flattened tensor.
-        first: index of the first of them.
-        dtype: cast the elements to this type before.
-
-    Returns:
-        An integer on the part's device. Waits for no device.
-    """
-    flat, dtype = part.detach().reshape(-1), dtype or part.dtype
-    words = _CPU_WORDS if part.device.type == "cpu" else _DEVICE_WORDS
-    size = words * _WORD_BYTES // dtype.itemsize
-    columns = _odd_numbers(part.device, _COLUMNS)
-    twice_row = _odd_numbers(part.device, words // _COLUMNS + 1) - 1
-    total = torch.zeros((), dtype=torch.int64, device=part.device)
-    for begin in range(0, flat.numel(), size):
-        content = flat[begin : begin + size].to(dtype).view(torch.uint8)
-        word, before = divmod((first + begin) * dtype.itemsize, _WORD_BYTES)
-        rows = -(-(before + content.numel()) // _ROW_BYTES)
-        if before or content.storage_offset() % _WORD_BYTES or content.numel() % _ROW_BYTES:
-            filled = content.new_zeros(rows * _ROW_BYTES)
-            filled[before : before + content.numel()] = content
-            content = filled
-        matrix = content.view(torch.int64).view(rows, _COLUMNS)
-        total = total + (matrix.sum(0) * columns).sum()
-        total = total + (matrix.sum(1) * (twice_row[:rows] * _COLUMNS + 2 * word)).sum()
-    return total
-
-
-@functools.cache
-def _odd_numbers(device: torch.device, count: int) -> torch.Tensor:
-    return 2 * torch.arange(count, device=device) + 1
 
 
 # ------------------------------------------------------------------------------ the live engine

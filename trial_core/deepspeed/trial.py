@@ -13,10 +13,12 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from trial_core.deepspeed.checkpoint_engine import reader_of
 from trial_core.deepspeed.context import DeepSpeedTrialContext
-from trial_core.deepspeed.fingerprints import bit_sum, check_loaded, record_fingerprints
+from trial_core.deepspeed.fingerprints import check_loaded, record_fingerprints
 from trial_core.deepspeed.load_engine import load_engine, load_weights
 from trial_core.errors import TrialError
 from trial_core.pytorch.trial import TorchTrial
+from trial_core.rank.state_files.bit_sum import bit_sum
+from trial_core.rank.state_files.frozen_files import frozen_names
 from trial_core.rank.state_files.state_guard import persistent_buffers
 
 
@@ -126,15 +128,13 @@ class DeepSpeedTrial(TorchTrial):
         not write different content under one name. An override that adds files calls this, so that
         the checkpoint can be resharded.
         """
-        settings, rank = context.run_info.checkpointing, context.distributed.get_rank()
+        rank, excludes = context.distributed.get_rank(), _excludes_frozen(context)
         for i, engine in enumerate(context.models):
             engine.save_checkpoint(
-                str(path),
-                tag=f"model{i}",
-                exclude_frozen_parameters=settings.exclude_frozen_parameters,
+                str(path), tag=f"model{i}", exclude_frozen_parameters=excludes[i]
             )
         _record_buffers(context.models, path, rank)
-        record_fingerprints(context.models, path, rank, settings.exclude_frozen_parameters)
+        record_fingerprints(context.models, path, rank, excludes)
 
     def load(self, context: DeepSpeedTrialContext, load_path: Path) -> None:
         """Restore from the files below `load_path`. Collective: every rank calls this.
@@ -162,6 +162,22 @@ class DeepSpeedTrial(TorchTrial):
         for i, engine in enumerate(context.models):
             load_weights(engine, load_path, tag=f"model{i}")
         check_loaded(context.models, load_path, context.distributed)
+
+
+def _excludes_frozen(context: DeepSpeedTrialContext) -> list[bool]:
+    """Of each engine, whether its checkpoint leaves out the frozen parameters. Collective.
+
+    All of them or none: DeepSpeed restores them together, so one that has changed keeps the others.
+    """
+    excludes = [False] * len(context.models)
+    if context.run_info.checkpointing.exclude_frozen_parameters:
+        built = context.frozen_as_built
+        excludes = [not each for each in built.changed()] if built else [True] * len(excludes)
+    context.left_out = [
+        frozen_names(engine.module) if excluded else set[str]()
+        for engine, excluded in zip(context.models, excludes, strict=True)
+    ]
+    return excludes
 
 
 def _record_buffers(engines: Sequence[DeepSpeedEngine], folder: Path, rank: int) -> None:

@@ -71,6 +71,7 @@ class PyTorchTrialAdapter(TrialAdapter):
                 )
         super().__init__(trial, context)
         self.modules = [unwrapped(model) for model in context.models]
+        self._note_frozen()
         self.optimizers = context.optimizers
         self.schedulers = [each.scheduler for each in context.lr_schedulers]
         self.data_parallel_rank = context.distributed.get_rank()

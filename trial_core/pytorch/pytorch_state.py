@@ -71,16 +71,16 @@ _PREFIX = "module."
 
 
 def state_of(context: PyTorchTrialContext) -> dict[str, Any]:
-    """The state of all that the trial has wrapped, by Determined's names.
+    """The state of all that the trial has wrapped, by Determined's names. Collective.
 
     Raises TrialError if an optimizer divides its state in another way than its parameters.
     """
     for index, optimizer in enumerate(context.optimizers):
         _require_divided_alike(index, optimizer)
-    excludes_frozen = context.run_info.checkpointing.exclude_frozen_parameters
     models = [unwrapped(model) for model in context.models]
+    context.left_out = _left_out(context, models)
     state: dict[str, Any] = {
-        MODELS: [_model_state(model, excludes_frozen) for model in models],
+        MODELS: [_model_state(*each) for each in zip(models, context.left_out, strict=True)],
         OPTIMIZERS: [optimizer.state_dict() for optimizer in context.optimizers],
         SCHEDULERS: [scheduler.state_dict() for scheduler in context.lr_schedulers],
     }
@@ -329,11 +329,19 @@ def _is_divided_alike(value: torch.Tensor, parameter: Any) -> bool:
     return value.shape == parameter.shape and bool(value.placements == parameter.placements)
 
 
-def _model_state(model: nn.Module, excludes_frozen: bool) -> dict[str, Any]:
+def _left_out(context: PyTorchTrialContext, models: Sequence[nn.Module]) -> list[set[str]]:
+    """Of each model, the names of the parameters that a checkpoint leaves out. Collective."""
+    if not context.run_info.checkpointing.exclude_frozen_parameters:
+        return [set() for _ in models]
+    frozen, built = [frozen_names(model) for model in models], context.frozen_as_built
+    changed = built.changed() if built is not None else [set[str]() for _ in models]
+    return [names - of_model for names, of_model in zip(frozen, changed, strict=True)]
+
+
+def _model_state(model: nn.Module, left_out: set[str]) -> dict[str, Any]:
     state = model.state_dict()
-    if excludes_frozen:
-        for name in frozen_names(model):
-            state.pop(name, None)
+    for name in left_out:
+        state.pop(name, None)
     return state
 
 

@@ -55,7 +55,7 @@ def load_back(
             failed.
     """
     rank, verify = distributed.get_rank(), settings.verify_first
-    guard = StateGuard(adapter.modules, adapter.optimizers, not settings.exclude_frozen_parameters)
+    guard = StateGuard(adapter.modules, adapter.optimizers, adapter.left_out)
     staged = _staged(adapter, distributed, staging, verify, guard)
     every = distributed.allgather(staged)
     reasons = [each for each in every if isinstance(each, str)]

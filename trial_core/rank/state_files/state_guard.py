@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,18 +18,18 @@ class StateGuard:
     """The state of modules and optimizers on this rank, to be put back after a load.
 
     Tensors without memory and sparse tensors are left out: no checkpoint holds their bits. Of
-    sharded modules, this rank's part is kept. `has_frozen` is True if the checkpoint has frozen
-    parameters.
+    sharded modules, this rank's part is kept. `left_out` has the names of each module's parameters
+    that the checkpoint leaves out.
     """
 
     def __init__(
         self,
         modules: Sequence[nn.Module],
         optimizers: Sequence[Optimizer],
-        has_frozen: bool = True,
+        left_out: Sequence[Collection[str]] = (),
     ) -> None:
         self._modules = modules
-        self._has_frozen = has_frozen
+        self._left_out = [*left_out, *[()] * (len(modules) - len(left_out))]
         # A load gives an optimizer a new state and new groups. It fills the tensors that it finds.
         # By reference: SAM and Lookahead share their groups with the optimizers that they wrap.
         self._attributes = [(each, dict(vars(each))) for each in with_inner(optimizers)]
@@ -79,21 +79,22 @@ class StateGuard:
                     live.copy_(kept)
         return changed
 
-    def _saved_by_name(self, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        """The parameters and buffers that a checkpoint holds, each once."""
+    def _saved_by_name(self, index: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """The parameters and buffers of a module that a checkpoint holds, each once."""
+        module = self._modules[index]
         for name, parameter in module.named_parameters():
-            if parameter.requires_grad or self._has_frozen:
+            if name not in self._left_out[index]:
                 yield name, parameter
         yield from persistent_buffers(module)
 
     def _named(self) -> Iterator[tuple[str, Any]]:
         """All present tensors, this rank's parts of them, and numbers, by a name for people."""
         named: set[int] = set()
-        for i, module in enumerate(self._modules):
-            for name, tensor in self._saved_by_name(module):
+        for i in range(len(self._modules)):
+            for name, tensor in self._saved_by_name(i):
                 named.add(id(tensor))
                 if _has_bits(tensor):
-                    yield _of_model(name, i), _own_part(tensor)
+                    yield _of_model(name, i), own_part(tensor)
         for i, (optimizer, _) in enumerate(self._attributes):
             numbers: dict[Any, int] = {}
             for j, group in enumerate(optimizer.param_groups):
@@ -102,7 +103,7 @@ class StateGuard:
                 for parameter in group["params"]:
                     name = f"parameter {numbers.setdefault(parameter, len(numbers))}"
                     if id(parameter) not in named and _has_bits(parameter):  # ZeRO's own
-                        yield f"{name} of optimizer {i}", _own_part(parameter)
+                        yield f"{name} of optimizer {i}", own_part(parameter)
             for j, (owner, values) in enumerate(optimizer.state.items()):
                 of = f"parameter {numbers[owner]}" if owner in numbers else f"entry {j}"
                 yield from _leaves(values, f"{of} of optimizer {i}")
@@ -127,7 +128,7 @@ def _of_model(name: str, index: int) -> str:
 def _leaves(value: Any, of: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, torch.Tensor):
         if _has_bits(value):
-            yield of, _own_part(value)
+            yield of, own_part(value)
     elif isinstance(value, Mapping):
         for key, each in value.items():
             yield from _leaves(each, f"{key} of {of}")
@@ -138,7 +139,7 @@ def _leaves(value: Any, of: str) -> Iterator[tuple[str, Any]]:
         yield of, value
 
 
-def _own_part(tensor: torch.Tensor) -> torch.Tensor:
+def own_part(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor that FSDP2 or ZeRO-3 has divided."""
     if isinstance(tensor, DTensor):
         return tensor.to_local().detach()

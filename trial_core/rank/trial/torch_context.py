@@ -12,6 +12,7 @@ from deepspeed.accelerator import get_accelerator
 
 from trial_core.errors import TrialTypeError
 from trial_core.rank.collectives.distributed import DistributedContext
+from trial_core.rank.state_files.frozen_as_built import FrozenAsBuilt
 from trial_core.rank.trial.context import RunInfo, TrialContext
 from trial_core.rank.trial.custom_reducers import FunctionReducer, MetricReducer, ReducerRegistry
 from trial_core.rank.trial.device_transfer import to_device
@@ -27,6 +28,8 @@ class TorchTrialContext(TrialContext):
         reducers: the custom reducers that the trial has wrapped.
         reproducible_loaders: True if loaders must be `trial_core.pytorch.DataLoader`s.
         tokenizer_files: on rank 0, the files of the tokenizer that `set_tokenizer` got.
+        frozen_as_built: the frozen parameters when the trial was built; None if they do not matter.
+        left_out: of each model, the names of the parameters that the last checkpoint left out.
     """
 
     def __init__(self, info: RunInfo, distributed: DistributedContext) -> None:
@@ -35,6 +38,8 @@ class TorchTrialContext(TrialContext):
         self.reducers = ReducerRegistry()
         self.reproducible_loaders = True
         self.tokenizer_files: dict[str, bytes] = {}
+        self.frozen_as_built: FrozenAsBuilt | None = None
+        self.left_out: list[set[str]] = []
         self._warned_types: set[type] = set()
 
     def disable_dataset_reproducibility_checks(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from trial_core.errors import TrialError
 from trial_core.processes.machine.memory_files import MemoryFiles
 from trial_core.rank.collectives.accelerator import has_accelerator
 from trial_core.rank.state_files.built_settings import OptimizerPart, SchedulePart, SettingsPart
+from trial_core.rank.state_files.frozen_as_built import FrozenAsBuilt
 from trial_core.rank.state_files.safe_load import Reader
 from trial_core.rank.trial.callback import PyTorchCallback, built_callbacks
 from trial_core.rank.trial.custom_reducers import ReducerRegistry
@@ -76,6 +77,11 @@ class TrialAdapter(ABC):
         self.reducers: ReducerRegistry = context.reducers
         self.requires_reproducible_loaders: bool = context.reproducible_loaders
 
+    def _note_frozen(self) -> None:
+        """Note the frozen parameters of `modules`, as far as checkpoints may leave them out."""
+        if self._context.run_info.checkpointing.exclude_frozen_parameters:
+            self._context.frozen_as_built = FrozenAsBuilt(self.modules, self._context.distributed)
+
     def _overrides(self, name: str) -> bool:
         return getattr(type(self._trial), name) is not getattr(self._base, name)
 
@@ -120,6 +126,12 @@ class TrialAdapter(ABC):
         The same on every rank.
         """
         return True
+
+    @property
+    def left_out(self) -> Sequence[Collection[str]]:
+        """Of each module, the names of the parameters that the last `save` left out."""
+        left_out: list[set[str]] = self._context.left_out
+        return left_out
 
     def setting_parts(self) -> list[SettingsPart]:
         """The parts whose settings a restore compares, as they are now. See `BuiltSettings`."""
