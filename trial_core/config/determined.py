@@ -20,7 +20,6 @@ from trial_core.config.error_text import (
     validation_errors,
     warn_ignored,
 )
-from trial_core.config.search_ranges import is_search_range
 from trial_core.config.values import to_plain_data
 from trial_core.schedule.command import (
     COMMAND_PATTERN,
@@ -213,28 +212,23 @@ def with_max_length(searcher: Any) -> Any:
 
 
 def hyperparameters(value: Any) -> Any:
-    """Plain values: ``{type: const, val: x}`` becomes x; a search range is refused."""
-    ranges: list[Problem] = []
+    """Plain values and search ranges: ``{type: const, val: x}`` becomes x."""
     problems: list[Problem] = []
     # In this order: plain data are not too deep to walk through.
-    values = _constants_resolved(to_plain_data(value, (), problems), (), ranges)
-    if ranges or problems:
-        raise validation_errors([*ranges, *problems])
+    values = _constants_resolved(to_plain_data(value, (), problems))
+    if problems:
+        raise validation_errors(problems)
     return values
 
 
-def _constants_resolved(value: Any, path: Location, problems: list[Problem]) -> Any:
-    if isinstance(value, (list, tuple)):
-        return [_constants_resolved(inner, (*path, i), problems) for i, inner in enumerate(value)]
+def _constants_resolved(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_constants_resolved(inner) for inner in value]
     if not isinstance(value, Mapping):
         return value
     if value.get("type") == "const" and set(value) == {"type", "val"}:
         return value["val"]
-    if is_search_range(value):
-        kind = value["type"]
-        problem = f'is a search range (type "{kind}"), but a run trains one trial; give one value'
-        problems.append((path, problem))
-    return {key: _constants_resolved(inner, (*path, key), problems) for key, inner in value.items()}
+    return {key: _constants_resolved(inner) for key, inner in value.items()}
 
 
 _DEVICES = ("cpu", "rocm", "gpu", "cuda")

@@ -38,6 +38,7 @@ from trial_core.config.parsing import (
 )
 from trial_core.config.resources_section import ResourcesConfig
 from trial_core.config.retraining_section import RetrainingConfig
+from trial_core.config.search_ranges import draw
 from trial_core.config.section_base import Section
 from trial_core.config.sections import (
     CheckpointingConfig,
@@ -163,7 +164,10 @@ class ExperimentConfig(Section):
         "the folder of the experiment file, else the current folder.",
     )
     hyperparameters: Annotated[dict[str, Any], BeforeValidator(determined.hyperparameters)] = Field(
-        default={}, title="Hyperparameters", description="The trial reads them from its context."
+        default={},
+        title="Hyperparameters",
+        description="The trial reads them from its context. Of a search range, as in Determined, "
+        "it gets one value, which reproducibility.experiment_seed draws.",
     )
     data: PlainMapping = Field(
         default={},
@@ -305,6 +309,13 @@ class ExperimentConfig(Section):
         except ValidationError as error:
             prefix = f"{source}: " if source else ""
             raise ConfigError("\n".join(prefix + line for line in error_lines(error))) from None
+
+    @model_validator(mode="after")
+    def _draw_from_search_ranges(self) -> Self:
+        """Gives each hyperparameter one value. Needs the seed, so it comes after all fields."""
+        drawn = draw(self.hyperparameters, self.reproducibility.experiment_seed)
+        self.__dict__["hyperparameters"] = drawn  # the model is frozen
+        return self
 
     @model_validator(mode="after")
     def _check_stages(self) -> Self:

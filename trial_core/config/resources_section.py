@@ -19,7 +19,7 @@ from pydantic import (
 from typing_extensions import Self
 
 from trial_core.config import determined
-from trial_core.config.error_text import format_value, validation_error
+from trial_core.config.error_text import format_value, validation_error, warn
 from trial_core.config.section_base import Section
 from trial_core.config.values import MAX_SECONDS, Flag, Seconds, Text
 
@@ -31,23 +31,23 @@ def _slots(value: Any) -> Any:
     return value if value == "auto" else _slot_count(value, ' or "auto"')
 
 
-def _slot_count(value: Any, alternative: str = "") -> int:
+def _slot_count(value: Any, alternative: str = "", advice: str = "") -> int:
     if type(value) is int and value > MAX_SLOTS:
         raise validation_error(f"expected at most {MAX_SLOTS}, got {format_value(value)}")
     if type(value) is int and value > 0:
         return value
-    advice = "; a slot is a CPU process where there is no accelerator" if value == 0 else ""
     raise validation_error(
         f"expected a positive integer{alternative}, got {format_value(value)}{advice}"
     )
 
 
-_SLOTS_SCHEMA = {
-    "anyOf": [
-        {"type": "integer", "minimum": 1, "maximum": MAX_SLOTS},
+def _slots_schema(minimum: int) -> list[dict[str, Any]]:
+    return [
+        {"type": "integer", "minimum": minimum, "maximum": MAX_SLOTS},
         {"type": "string", "const": "auto"},
     ]
-}
+
+
 _RANGE_SCHEMA = {
     "type": "object",
     "properties": {"min": {"type": "integer", "minimum": 1}, "max": {"type": "integer"}},
@@ -95,8 +95,11 @@ class SlotRange(Section):
 
 
 def _slots_or_range(value: Any) -> Any:
-    is_range = isinstance(value, (Mapping, SlotRange))
-    return SlotRange.model_validate(value) if is_range else _slots(value)
+    if isinstance(value, (Mapping, SlotRange)):
+        return SlotRange.model_validate(value)
+    if value == "auto":
+        return value
+    return _slot_count(value, ' or "auto"', "; 0 is one rank on the CPU")
 
 
 def _plain_slots(value: int | str | SlotRange) -> Any:
@@ -168,13 +171,14 @@ class ResourcesConfig(Section):
         int | Literal["auto"] | SlotRange,
         PlainValidator(_slots_or_range),
         PlainSerializer(_plain_slots),
-        WithJsonSchema({"anyOf": [*_SLOTS_SCHEMA["anyOf"], _RANGE_SCHEMA]}),
+        WithJsonSchema({"anyOf": [*_slots_schema(0), _RANGE_SCHEMA]}),
     ] = Field(
         default=1,
         title="Slots per trial",
         description='Rank processes, each with one accelerator if the machine has any. "auto": one '
         "per accelerator of this machine, or two on the CPU if it has none. {min: 8, max: 32}: as "
-        "many as there are, with the same batches; more or fewer when machines come and leave.",
+        "many as there are, with the same batches; more or fewer when machines come and leave. 0, as "
+        "in Determined: one rank on the CPU.",
     )
     accelerator: Literal["auto", "cpu"] = Field(
         default="auto",
@@ -204,7 +208,7 @@ class ResourcesConfig(Section):
         "TRIALFLOW_ENGINE names, else slurm in an allocation of several nodes, else local.",
     )
     slots_per_node: Annotated[
-        int | Literal["auto"], PlainValidator(_slots), WithJsonSchema(_SLOTS_SCHEMA)
+        int | Literal["auto"], PlainValidator(_slots), WithJsonSchema({"anyOf": _slots_schema(1)})
     ] = Field(
         default="auto",
         title="Slots per node",
@@ -250,6 +254,16 @@ class ResourcesConfig(Section):
     ray: RayConfig = Field(
         default=RayConfig(), title="Ray", description="The Ray cluster of engine: ray."
     )
+
+    @classmethod
+    def prepare(cls, data: Any) -> dict[str, Any]:
+        """Reads Determined's 0 slots, which is a trial without an accelerator."""
+        given = super().prepare(data)
+        slots = given.get("slots_per_trial")
+        if type(slots) is int and slots == 0:
+            warn("resources.slots_per_trial: 0 is read as one rank on the CPU, as in Determined")
+            given |= {"slots_per_trial": 1, "accelerator": "cpu"}
+        return given
 
     @property
     def min_slots(self) -> int | Literal["auto"]:

@@ -1,62 +1,78 @@
-"""Search ranges of hyperparameters, as Determined's YAML files have them."""
+"""Search ranges of hyperparameters, as Determined's YAML files have them.
+
+A run trains one trial, so one value is drawn from each range, as by Determined's searcher `single`.
+"""
 
 from __future__ import annotations
 
-import logging
+import math
 from collections.abc import Mapping
 from random import Random
 from typing import Any
 
-from trial_core.config.error_text import format_value
-from trial_core.errors import ConfigError
-
-logger = logging.getLogger(__name__)
+from trial_core.config.error_text import (
+    Location,
+    Problem,
+    format_path,
+    format_value,
+    validation_errors,
+    warn,
+)
 
 _TYPES = ("int", "double", "log", "categorical")
+_SECTION = "hyperparameters"
 
 
-def is_search_range(value: Mapping[str, Any]) -> bool:
+def _is_search_range(value: Mapping[str, Any]) -> bool:
     """Return whether `value` is a range such as ``{type: int, minval: 1, maxval: 4}``."""
     return value.get("type") in _TYPES and not {"minval", "maxval", "vals"}.isdisjoint(value)
 
 
 def draw(values: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """`values` with a value drawn at random in place of each search range, and constants resolved.
+    """Plain hyperparameters with a value drawn at random in place of each search range.
 
-    The same seed draws the same values, so that all ranks agree. The log names the values.
+    The seed and a range's place decide: all ranks and attempts draw the same value, whatever the
+    other hyperparameters are. A warning names each value.
 
     Raises:
-        ConfigError: a range is not complete, or is empty.
+        ValidationError: a range is not complete, or is empty.
     """
-    drawn: dict[str, Any] = _drawn(values, "hyperparameters", Random(seed))
+    problems: list[Problem] = []
+    drawn: dict[str, Any] = _drawn(values, (_SECTION,), seed, problems)
+    if problems:
+        raise validation_errors(problems)
     return drawn
 
 
-def _drawn(value: Any, path: str, random: Random) -> Any:
-    if isinstance(value, (list, tuple)):
-        return [_drawn(inner, f"{path}.{i}", random) for i, inner in enumerate(value)]
+def _drawn(value: Any, path: Location, seed: int, problems: list[Problem]) -> Any:
+    if isinstance(value, list):
+        return [_drawn(inner, (*path, i), seed, problems) for i, inner in enumerate(value)]
     if not isinstance(value, Mapping):
         return value
-    if value.get("type") == "const" and set(value) == {"type", "val"}:
-        return value["val"]
-    if not is_search_range(value):
-        return {key: _drawn(inner, f"{path}.{key}", random) for key, inner in value.items()}
+    if not _is_search_range(value):
+        return {key: _drawn(inner, (*path, key), seed, problems) for key, inner in value.items()}
+    place = format_path(path)
     try:
-        drawn = _draw_from(value, random)
+        drawn = _draw_from(value, Random(f"{seed} {place}"))
     except (KeyError, TypeError, ValueError, IndexError, ArithmeticError):
-        raise ConfigError(
-            f"{path}: cannot draw a value from {format_value(dict(value))}; expected type "
+        problem = (
+            f'cannot draw a value from this search range of type "{value["type"]}"; expected '
             '"categorical" with a list vals, or "int", "double" or "log" with numbers minval and '
-            "maxval (and base)"
-        ) from None
-    logger.info("%s: %s is drawn from its search range", path, format_value(drawn))
-    return drawn
+            "maxval (and base); or give one value"
+        )
+        problems.append((path, problem))
+        return None
+    warn(
+        f"{place}: {format_value(drawn)} is drawn from its search range, by "
+        f"reproducibility.experiment_seed={seed}; give one value to choose it"
+    )
+    return _drawn(drawn, (*path, "vals"), seed, problems)  # a choice may have ranges of its own
 
 
 def _draw_from(search_range: Mapping[str, Any], random: Random) -> Any:
     type_ = search_range["type"]
     if type_ == "categorical":
-        if not isinstance(search_range["vals"], (list, tuple)):
+        if not isinstance(search_range["vals"], list):
             raise TypeError  # text has elements, too
         return random.choice(search_range["vals"])
     lowest, highest = search_range["minval"], search_range["maxval"]
@@ -65,9 +81,7 @@ def _draw_from(search_range: Mapping[str, Any], random: Random) -> Any:
     if lowest > highest:
         raise ValueError
     number = random.uniform(lowest, highest)
-    if type_ == "double":
-        return number
-    base = search_range.get("base", 10.0)
-    if base <= 0:
+    base = 1.0 if type_ == "double" else search_range.get("base", 10.0)
+    if base <= 0 or not math.isfinite(number):
         raise ValueError  # the power of a negative number may be a complex one
-    return base**number
+    return number if type_ == "double" else base**number

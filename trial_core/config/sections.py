@@ -22,7 +22,7 @@ def _single(value: Any) -> Any:
     if value != "single":
         raise validation_error(
             f'expected "single" (a run trains one trial), got {format_value(value)}; '
-            "give every hyperparameter one value"
+            "with single, one value is drawn from each search range"
         )
     return value
 

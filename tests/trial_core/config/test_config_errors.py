@@ -71,7 +71,7 @@ def problems(**fields: Any) -> list[str]:
         (
             {"searcher": {"name": "adaptive_asha"}},
             'searcher.name: expected "single" (a run trains one trial), got "adaptive_asha"; '
-            "give every hyperparameter one value",
+            "with single, one value is drawn from each search range",
         ),
         (
             {"searcher": {"smaller_is_better": "yes"}},
@@ -143,9 +143,9 @@ def problems(**fields: Any) -> list[str]:
             "got 2147483648",
         ),
         (
-            {"resources": {"slots_per_trial": 0}},
-            'resources.slots_per_trial: expected a positive integer or "auto", got 0; '
-            "a slot is a CPU process where there is no accelerator",
+            {"resources": {"slots_per_trial": -1}},
+            'resources.slots_per_trial: expected a positive integer or "auto", got -1; '
+            "0 is one rank on the CPU",
         ),
         ({"resources": [1]}, "resources: expected a mapping, got a list"),
         (

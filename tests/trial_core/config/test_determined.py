@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from trial_core.checkpoint.retention_policy import RetentionPolicy
-from trial_core.config import ExperimentConfig, IgnoredFieldWarning, load_config
+from trial_core.config import ExperimentConfig, ExperimentWarning, IgnoredFieldWarning, load_config
 from trial_core.errors import ConfigError
 from trial_core.rank.collectives.distributed import DistributedContext
 from trial_core.rank.trial.context import RunInfo, TrialContext
@@ -178,20 +178,11 @@ def test_a_command_without_a_trial_or_a_script_is_refused(command: object) -> No
     assert problem.startswith('entrypoint: expected "module:Class", such as "model_def:MyTrial"')
 
 
-@pytest.mark.parametrize(
-    "search",
-    [
-        {"type": "int", "minval": 1, "maxval": 3},
-        {"type": "categorical", "vals": [1, 2]},
-    ],
-)
-def test_a_search_range_is_refused_with_its_path(search: dict[str, Any]) -> None:
-    """At any depth, and together with the other mistakes in the hyperparameters."""
-    assert problems(hyperparameters={"model": {"lr": search}, "x": float("nan")}) == [
-        f'hyperparameters.model.lr: is a search range (type "{search["type"]}"), '
-        "but a run trains one trial; give one value",
-        "hyperparameters.x: nan cannot be stored as JSON; write it as text, in quotes",
-    ]
+def test_no_slots_are_one_rank_on_the_cpu() -> None:
+    """As in Determined, on a machine with accelerators, too."""
+    with pytest.warns(ExperimentWarning, match="0 is read as one rank on the CPU"):
+        config = experiment(resources={"slots_per_trial": 0})
+    assert (config.resources.slots_per_trial, config.resources.accelerator) == (1, "cpu")
 
 
 def test_a_users_type_is_not_a_search_range() -> None:

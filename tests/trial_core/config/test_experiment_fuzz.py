@@ -37,7 +37,9 @@ EVERY_FIELD: dict[str, Any] = {
     "labels": ["b"],
     "entrypoint": "model_def:MyTrial",
     "code": ".",
-    "hyperparameters": {"lr": 0.1, "layers": [1, {"type": "const", "val": 2}]},
+    "hyperparameters": {"lr": 0.1, "layers": [1, {"type": "const", "val": 2}],
+                        "width": {"type": "log", "base": 2, "minval": 1, "maxval": 9.5},
+                        "depth": {"type": "int", "minval": 1, "maxval": 2**40}},
     "data": {"begin": "{{ scheduled_time }}"},
     "resources": {"slots_per_trial": 2},
     "searcher": {

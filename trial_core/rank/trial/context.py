@@ -116,9 +116,13 @@ class TrialContext:
         if not isinstance(given, Mapping):
             raise ConfigError(f"hyperparameters: expected a mapping, got {format_value(given)}")
         try:
-            info.experiment["hyperparameters"] = hyperparameters(draw(given, info.experiment_seed))
+            plain = hyperparameters(given)
         except ValidationError as error:
             raise ConfigError(f"hyperparameters: {'; '.join(error_lines(error))}") from error
+        try:
+            info.experiment["hyperparameters"] = draw(plain, info.experiment_seed)
+        except ValidationError as error:
+            raise ConfigError("; ".join(error_lines(error))) from error
         return cls(info, DistributedContext.from_environment())
 
     @property
