@@ -22,6 +22,7 @@ from trial_core.pytorch.mixed_precision import MixedPrecision, apex_scaler, shar
 from trial_core.pytorch.sharded_model import SHARDINGS, is_sharded, require_all_ranks, shard
 from trial_core.rank.collectives.distributed import DistributedContext
 from trial_core.rank.trial.context import RunInfo
+from trial_core.rank.trial.custom_reducers import MetricReducer
 from trial_core.rank.trial.torch_context import TorchTrialContext
 
 logger = logging.getLogger(__name__)
@@ -438,15 +439,10 @@ class PyTorchTrialContext(TorchTrialContext):
 
 
 class PyTorchExperimentalContext:
-    """`PyTorchTrialContext.experimental`. Follows ``determined.pytorch``'s class of that name.
-
-    `wrap_reducer` and `disable_dataset_reproducibility_checks` are those of `PyTorchTrialContext`.
-    """
+    """`PyTorchTrialContext.experimental`. Follows ``determined.pytorch``'s class of that name."""
 
     def __init__(self, parent: PyTorchTrialContext) -> None:
         self._parent = parent
-        self.wrap_reducer = parent.wrap_reducer
-        self.disable_dataset_reproducibility_checks = parent.disable_dataset_reproducibility_checks
 
     def use_amp(self, dtype: torch.dtype | None = None) -> None:
         """Train and validate in mixed precision, without further calls.
@@ -466,6 +462,37 @@ class PyTorchExperimentalContext:
     def disable_auto_to_device(self) -> None:
         """Leave batches where the loaders put them; the trial calls ``context.to_device``."""
         self._parent.moves_batches = False
+
+    def disable_dataset_reproducibility_checks(self) -> None:
+        """Allow loaders of any class: `PyTorchTrialContext.disable_dataset_reproducibility_checks`.
+
+        Determined has the method here alone.
+        """
+        self._parent.disable_dataset_reproducibility_checks()
+
+    def wrap_reducer(
+        self,
+        reducer: Callable[[list[Any]], Any] | MetricReducer,
+        name: str | None = None,
+        for_training: bool = True,
+        for_validation: bool = True,
+    ) -> Any:
+        """Register a metric of all ranks' values, as `PyTorchTrialContext.wrap_reducer` does.
+
+        Older releases of Determined have the method here.
+
+        Args:
+            reducer: a `MetricReducer`, or a function of the list of all values.
+            name: the metric's name; None if the reducer returns a dict of metrics.
+            for_training, for_validation: report the metric after workloads of this kind.
+
+        Returns:
+            The `MetricReducer`; for a function, an object with ``update(value)``.
+
+        Raises:
+            TrialError: as `PyTorchTrialContext.wrap_reducer`.
+        """
+        return self._parent.wrap_reducer(reducer, name, for_training, for_validation)
 
 
 def _is_trained(model: nn.Module) -> bool:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import copy
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from trial_core.errors import TrialError, TrialTypeError, TrialValueError
+from trial_core.errors import TrialError, TrialflowError, TrialTypeError, TrialValueError
 from trial_core.messages import MetricsKind
 from trial_core.rank.trial.metric_values import for_callbacks
 
@@ -119,6 +120,33 @@ class _Wrapped:
             return f"reducer function {getattr(function, '__name__', repr(function))}()"
         return f"MetricReducer {type(reducer).__name__}"
 
+    @contextmanager
+    def naming(
+        self, step: str, kind: MetricsKind, values: list[Any] | None = None
+    ) -> Iterator[None]:
+        """Have an error of the user's code in the block say which reducer it comes from.
+
+        Args:
+            step: the method that the block calls.
+            values: what the ranks have contributed, if the block reduces it.
+
+        Raises:
+            TrialError: the block has raised an error that is not ours.
+        """
+        try:
+            yield
+        except TrialflowError:
+            raise
+        except Exception as error:
+            has_values = isinstance(self.reducer, FunctionReducer) and any(values or ())
+            advice = ""
+            if kind == "training" and self.for_validation and not has_values:
+                advice = "; if train_batch does not update it, wrap it with for_training=False"
+            raise TrialError(
+                f"{self.label} (name={self.name!r}) raised {type(error).__name__} in {step}, for "
+                f"{kind} metrics: {error}{advice}"
+            ) from error
+
 
 class ReducerRegistry:
     """The reducers that a trial has wrapped, in the order of wrapping."""
@@ -156,7 +184,8 @@ class ReducerRegistry:
         """Reset the reducers for workloads of this kind. Called before each one, on every rank."""
         for wrapped in self._wrapped:
             if wrapped.serves(kind):
-                wrapped.reducer.reset()
+                with wrapped.naming("reset", kind):
+                    wrapped.reducer.reset()
 
     def names(self, kind: MetricsKind) -> list[str] | None:
         """Metric names for this kind of workload; None if a reducer was wrapped without a name."""
@@ -166,11 +195,14 @@ class ReducerRegistry:
 
     def contribution(self, kind: MetricsKind) -> list[Any]:
         """A copy of the present values of this rank's reducers, for `reduce`."""
-        return [
-            copy.deepcopy(wrapped.reducer.per_slot_reduce())
-            for wrapped in self._wrapped
-            if wrapped.serves(kind)
-        ]
+        return [copy.deepcopy(value) for value in self._per_slot(kind)]
+
+    def _per_slot(self, kind: MetricsKind) -> Iterator[Any]:
+        for wrapped in self._wrapped:
+            if wrapped.serves(kind):
+                with wrapped.naming("per_slot_reduce", kind):
+                    value = wrapped.reducer.per_slot_reduce()
+                yield value
 
     def reduce(
         self,
@@ -189,16 +221,14 @@ class ReducerRegistry:
             contribution: an earlier result of `contribution`; None for the present values.
 
         Raises:
-            TrialError: ranks have wrapped different reducers, or a reducer's result does not match
-                its wrapping, or two reducers return a metric of the same name.
+            TrialError: ranks have wrapped different reducers, or a reducer raises, or its result
+                does not match its wrapping, or two return a metric of the same name.
         """
         serving = [wrapped for wrapped in self._wrapped if wrapped.serves(kind)]
         if not serving:
             return {}
         labels = [f"{wrapped.label} (name={wrapped.name!r})" for wrapped in serving]
-        values = contribution
-        if values is None:
-            values = [wrapped.reducer.per_slot_reduce() for wrapped in serving]
+        values = list(self._per_slot(kind)) if contribution is None else contribution
         gathered = allgather((labels, values if counts else None))
         for rank, (other_labels, _) in enumerate(gathered):
             if other_labels != labels:
@@ -209,7 +239,9 @@ class ReducerRegistry:
         metrics: dict[str, Any] = {}
         for index, wrapped in enumerate(serving):
             per_slot = [rank_values[index] for _, rank_values in gathered if rank_values]
-            result = _named(wrapped, wrapped.reducer.cross_slot_reduce(per_slot))
+            with wrapped.naming("cross_slot_reduce", kind, per_slot):
+                reduced = wrapped.reducer.cross_slot_reduce(per_slot)
+            result = _named(wrapped, reduced)
             duplicates = sorted(result.keys() & metrics.keys())
             if duplicates:
                 raise TrialError(

@@ -185,6 +185,31 @@ def test_ranks_must_wrap_the_same() -> None:
         registry.reduce("training", lambda mine: [mine, (["other"], [1])])
 
 
+def test_an_error_in_a_reducer_names_it() -> None:
+    """And says what to do if only evaluate_batch updates it: by default it serves both."""
+    registry, advice = ReducerRegistry(), "; if train_batch does not update it, wrap it with for_tr"
+    registry.wrap(Mean(), name="mean").reset()
+    with pytest.raises(
+        TrialError, match=f"^MetricReducer Mean .*'mean'.* ZeroDiv.*{advice}"
+    ) as seen:
+        registry.reduce("training", alone)
+    assert isinstance(seen.value.__cause__, ZeroDivisionError)
+    with pytest.raises(
+        TrialError, match=r"in cross_slot_reduce, for validation metrics: \D+ zero$"
+    ):
+        registry.reduce("validation", alone)
+    registry = ReducerRegistry()
+    longest = registry.wrap(max, name="longest")
+    with pytest.raises(TrialError, match=rf"^reducer function max\(\) .*longest.*{advice}"):
+        registry.reduce("training", alone)
+    longest.update(1)
+    longest.update("a")
+    with pytest.raises(
+        TrialError, match=r"TypeError in cross_slot_reduce.* instances of '\w+' and '\w+'$"
+    ):
+        registry.reduce("training", alone)
+
+
 def test_wrapping_twice_is_refused() -> None:
     """One object cannot hold the values of two metrics."""
     registry, mean = ReducerRegistry(), Mean()
