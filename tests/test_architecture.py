@@ -77,6 +77,7 @@ ROOMS = (
     Room("trial_core.checkpoint.retention", "which checkpoints stay, and deletion"),
     Room("trial_core.checkpoint.transfer", "files to and from the storage"),
     Room("trial_core.processes.slots", "rank processes and the channel to them"),
+    Room("trial_core.util", "what scripts use of Determined's util"),
     Room("trial_core.config", "the experiment file"),
     Room("trial_core.processes.machine", "a machine's folders, memory, accelerators, children"),
     Room("trial_core.messages", "messages between driver and ranks"),

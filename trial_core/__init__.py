@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING
 from trial_core.common.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from trial_core import core, deepspeed, errors, experimental, pytorch, transformers
+    from trial_core import core, deepspeed, errors, experimental, pytorch, transformers, util
     from trial_core.checkpoint.store import CheckpointStore
     from trial_core.cluster_info import ClusterInfo, TrialInfo, get_cluster_info
     from trial_core.errors import InvalidHP
     from trial_core.rank.collectives.distributed import DistributedContext
     from trial_core.rank.core_api.init import init
+    from trial_core.trainer.load_trial import import_from_path
 
 __all__ = [
     "CheckpointStore",
@@ -33,9 +34,11 @@ __all__ = [
     "errors",
     "experimental",
     "get_cluster_info",
+    "import_from_path",
     "init",
     "pytorch",
     "transformers",
+    "util",
 ]
 
 LOG_FORMAT = "%(levelname)s: [%(process)s] %(name)s: %(message)s"
@@ -48,6 +51,7 @@ _HOMES = {
     "InvalidHP": "trial_core.errors",
     "TrialInfo": "trial_core.cluster_info",
     "get_cluster_info": "trial_core.cluster_info",
+    "import_from_path": "trial_core.trainer.load_trial",
     "init": "trial_core.rank.core_api.init",
 }
 

@@ -21,8 +21,12 @@ from libcst.metadata import (
 from trial_core.errors import ConfigError
 
 _OLD, _NEW = "determined", "trial_core"
-_MOVED_FROM = re.compile(rf"^{_OLD}(\.pytorch(?=\.deepspeed\b))?")
-"""The beginning of a name of Determined; `_NEW` takes its place."""
+_MOVED = {
+    rf"^{_OLD}\.pytorch\.deepspeed\b": f"{_NEW}.deepspeed",
+    rf"^{_OLD}\.pytorch\.dsat\b": f"{_NEW}.deepspeed.dsat",
+    rf"^{_OLD}\b": _NEW,
+}
+"""The beginnings of names of Determined, and what takes their place: the first that fits."""
 _DOTTED = re.compile(r"[\w.\s]+")
 _MODULE_IN_TEXT = re.compile(rf"{_OLD}(\.[A-Za-z_]\w*)+")
 
@@ -168,4 +172,5 @@ def _is_determined(name: str) -> bool:
 
 def _moved(name: str) -> str:
     """Return trialflow's name for a name of Determined, whether it exists or not."""
-    return _MOVED_FROM.sub(_NEW, name)
+    pattern, place = next(each for each in _MOVED.items() if re.match(each[0], name))
+    return re.sub(pattern, place, name)

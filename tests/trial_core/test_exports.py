@@ -13,6 +13,7 @@ import trial_core.core
 import trial_core.deepspeed
 import trial_core.experimental.client
 import trial_core.pytorch
+from trial_core.deepspeed import dsat
 
 
 @pytest.mark.parametrize(
@@ -45,6 +46,7 @@ def test_unknown_names_are_refused(module: object) -> None:
         (trial_core.experimental.client, "create_experiment", "use trialflow train"),
         (trial_core.pytorch, "CheckpointLoadContext", "use trial_core.pytorch.PyTorchTrialContext"),
         (trial_core.pytorch, "Dataloader", "did you mean 'DataLoader'?"),
+        (dsat, "dsat_reporting_context", "use nothing: only Determined's autotuner needs it"),
         (trial_core.deepspeed, "DataLoader", "use trial_core.pytorch.DataLoader"),
         (trial_core.deepspeed, "DeepspeedTrial", "did you mean 'DeepSpeedTrial'?"),
     ],
@@ -71,6 +73,8 @@ from trial_core.pytorch import experimental; experimental.torch_batch_process
 from trial_core.pytorch.experimental import TorchBatchProcessor, TorchBatchProcessorContext
 from trial_core.experimental import client, Determined; client.get_checkpoint
 import trial_core.transformers; det.transformers.DetCallback
+from trial_core.pytorch import dsat; dsat.get_ds_config_from_hparams; det.pytorch.dsat
+from trial_core import util; util.merge_dicts; det.util.merge_dicts; det.import_from_path
 det.core.init; det.core.DistributedContext; det.init
 from trial_core import core; core.PreemptMode.WorkersAskChief; core.DownloadMode.NoSharedDownload
 """

@@ -7,7 +7,6 @@ from typing import NoReturn
 
 _CLUSTER = "nothing: there is no Determined cluster"
 _STORED = "metadata of store_path: a checkpoint never changes"
-_TUNER = "DeepSpeed's own autotuner"
 
 _INSTEAD = {
     "trial_core": {
@@ -21,10 +20,13 @@ _INSTEAD = {
         "ClipGradsL2Norm": "context.step_optimizer(optimizer, clip_grads=...)",
         "ClipGradsL2Value": "context.step_optimizer(optimizer, clip_grads=...)",
         "lightning": "trial_core.pytorch.PyTorchTrial",
-        "dsat": _TUNER,
+    },
+    "trial_core.deepspeed.dsat": {
+        "dsat_reporting_context": "nothing: only Determined's autotuner needs it",
+        "get_hf_args_with_overwrites": "the arguments as they are, or get_ds_config_from_hparams",
+        "autotune": "DeepSpeed's own autotuner",
     },
     "trial_core.deepspeed": {
-        "dsat": _TUNER,
         "PyTorchTrial": "trial_core.pytorch.PyTorchTrial",
         "DataLoader": "trial_core.pytorch.DataLoader",
     },

@@ -177,8 +177,8 @@ class ResourcesConfig(Section):
         title="Slots per trial",
         description='Rank processes, each with one accelerator if the machine has any. "auto": one '
         "per accelerator of this machine, or two on the CPU if it has none. {min: 8, max: 32}: as "
-        "many as there are, with the same batches; more or fewer when machines come and leave. 0, as "
-        "in Determined: one rank on the CPU.",
+        "many as there are, with the same batches; more or fewer when machines come and leave. 0: "
+        "one rank on the CPU, as in Determined.",
     )
     accelerator: Literal["auto", "cpu"] = Field(
         default="auto",

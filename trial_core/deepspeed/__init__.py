@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from trial_core.common.lazy_names import lazy_names
 
 if TYPE_CHECKING:
+    from trial_core.deepspeed import dsat
     from trial_core.deepspeed.context import DeepSpeedTrialContext
     from trial_core.deepspeed.ds_config import overwrite_deepspeed_config
     from trial_core.deepspeed.mpu import (
@@ -39,6 +40,7 @@ __all__ = [
     "DeepSpeedTrialController",
     "ModelParallelUnit",
     "Trainer",
+    "dsat",
     "init",
     "load_trial_from_checkpoint_path",
     "make_data_parallel_mpu",

@@ -13,6 +13,7 @@ from trial_core.common.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from trial_core import deepspeed
+    from trial_core.deepspeed import dsat
     from trial_core.pytorch import experimental, samplers
     from trial_core.pytorch.context import PyTorchExperimentalContext, PyTorchTrialContext
     from trial_core.pytorch.lr_scheduler import LRScheduler
@@ -45,6 +46,7 @@ _HOMES = {
     "Trainer": "trial_core.trainer.trainer",
     "adapt_batch_sampler": "trial_core.rank.data.samplers",
     "deepspeed": "trial_core:deepspeed",  # for ``from determined.pytorch import deepspeed``
+    "dsat": "trial_core.deepspeed:dsat",
     "init": "trial_core.trainer.init:pytorch_init",
     "data_length": "trial_core.rank.data.batch_length",
     "to_device": "trial_core.rank.trial.device_transfer",
@@ -68,6 +70,7 @@ __all__ = [
     "adapt_batch_sampler",
     "data_length",
     "deepspeed",
+    "dsat",
     "experimental",
     "init",
     "load_trial_from_checkpoint_path",

@@ -8,7 +8,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from trial_core.checkpoint.transfer.checkpoint_source import CheckpointSource, open_checkpoint
 from trial_core.checkpoint.transfer.trial_code import code_of_checkpoint
 from trial_core.deepspeed.mpu import forget_model_parallelism
-from trial_core.errors import TrialError
+from trial_core.errors import TrialError, TrialValueError
 from trial_core.rank.rank_state import seed_everything
 from trial_core.rank.state_files.safe_load import Reader
 from trial_core.schedule.command import is_command
@@ -137,7 +137,7 @@ def importing_from(folder: Path) -> Iterator[None]:
     block: this process may have other versions of the same code. The others stay imported, and
     modules that the folder's code imports later are found there, after all else.
     """
-    names = {path.stem if path.suffix == ".py" else path.name for path in folder.iterdir()}
+    names = _names_in(folder)
     set_aside = _taken_out(_replaceable(names))
     place, before = str(folder), os.getcwd()
     sys.path.insert(0, place)
@@ -156,6 +156,42 @@ def importing_from(folder: Path) -> Iterator[None]:
     finally:
         sys.modules.update(set_aside)
         os.chdir(before)
+
+
+@contextmanager
+def import_from_path(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Import modules from the folder `path` during the block. Follows Determined's function::
+
+        with trial_core.import_from_path(checkpoint_folder):
+            import model_def as old_model_def
+
+    Modules of this process with the same names are set aside meanwhile, and are back after the
+    block. The folder's modules are forgotten then, so the next block imports them again. The
+    current folder stays, and no compiled files are written.
+
+    Raises:
+        TrialValueError: `path` is not a folder.
+    """
+    folder, writes_no_bytecode = Path(path).absolute(), sys.dont_write_bytecode
+    if not folder.is_dir():
+        raise TrialValueError(f"import_from_path: expected a folder with modules, got {path!r}")
+    names = _replaceable(_names_in(folder))
+    set_aside = _taken_out(names)
+    sys.path.insert(0, str(folder))
+    sys.dont_write_bytecode = True
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        _taken_out(names)
+        sys.modules.update(set_aside)
+        sys.dont_write_bytecode = writes_no_bytecode
+        with suppress(ValueError):  # the block may have changed the path itself
+            sys.path.remove(str(folder))
+
+
+def _names_in(folder: Path) -> set[str]:
+    return {path.stem if path.suffix == ".py" else path.name for path in folder.iterdir()}
 
 
 def _replaceable(names: set[str]) -> set[str]:

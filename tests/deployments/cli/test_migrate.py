@@ -96,7 +96,9 @@ def test_names_without_a_counterpart_are_listed_and_their_imports_stay(
     text = """\
         import determined as det
         from determined import keras
-        from determined.pytorch import DataLoader, dsat
+        from determined.pytorch import DataLoader, lightning
+        from determined.pytorch.dsat import get_ds_config_from_hparams
+        det.pytorch.dsat.autotune
         det.keras.TFKerasTrial
         run(["python3", "-m", "determined.launch.wrap_rank"])
         """
@@ -105,14 +107,18 @@ def test_names_without_a_counterpart_are_listed_and_their_imports_stay(
         keras = "use trial_core.pytorch; only PyTorch and DeepSpeed trials exist"
         assert listed(capsys) == [
             f"model_def.py:2: determined.keras: {keras}",
-            "model_def.py:3: determined.pytorch.dsat: use DeepSpeed's own autotuner",
-            f"model_def.py:4: determined.keras.TFKerasTrial: {keras}",
-            "model_def.py:5: the text determined.launch.wrap_rank: use what it starts: trialflow "
+            "model_def.py:3: determined.pytorch.lightning: use trial_core.pytorch.PyTorchTrial",
+            "model_def.py:5: determined.pytorch.dsat.autotune: use DeepSpeed's own autotuner",
+            f"model_def.py:6: determined.keras.TFKerasTrial: {keras}",
+            "model_def.py:7: the text determined.launch.wrap_rank: use what it starts: trialflow "
             "runs the script once in each slot",
         ]
     lines = after.splitlines()
     assert lines[:2] == ["import trial_core as det", "from determined import keras"]
-    assert lines[2] == "from trial_core.pytorch import DataLoader, dsat"
+    assert lines[2:4] == [
+        "from trial_core.pytorch import DataLoader, lightning",
+        "from trial_core.deepspeed.dsat import get_ds_config_from_hparams",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -162,9 +168,12 @@ def test_mistakes_of_an_experiment_are_listed(
         searcher: {name: adaptive_asha, metric: loss}
         """
     moved(tmp_path, experiment, "adaptive.yaml")
-    first, second = listed(capsys)
-    assert first.startswith("adaptive.yaml:2: hyperparameters.lr: is a search range")
-    assert second.startswith('adaptive.yaml:4: searcher.name: expected "single"')
+    (line,) = listed(capsys)
+    assert line.startswith('adaptive.yaml:4: searcher.name: expected "single"')
+    moved(tmp_path, experiment.replace("adaptive_asha", "single"), "adaptive.yaml")
+    (line,) = listed(capsys)
+    assert line.startswith("adaptive.yaml:2: hyperparameters.lr: ")
+    assert "is drawn from its search range" in line
 
 
 def test_a_difference_is_printed_and_no_file_is_changed(

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from trial_core.deepspeed import overwrite_deepspeed_config
+from trial_core.deepspeed.dsat import get_ds_config_from_hparams
 from trial_core.errors import TrialError
+from trial_core.util import merge_dicts
 
 BASE: dict[str, Any] = {
     "train_batch_size": 32,
@@ -132,3 +134,23 @@ def test_the_folder_of_a_relative_path_is_named(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(TrialError, match=re.escape(f"conf/ds.json in the folder {tmp_path}/conf:")):
         overwrite_deepspeed_config("conf/ds.json", {})
+
+
+def test_the_config_that_hyperparameters_name(tmp_path: Path) -> None:
+    """As Determined's dsat reads it: a file below a folder, and what they change in it."""
+    (tmp_path / "ds.json").write_text(json.dumps(BASE))
+    hparams: dict[str, Any] = {"deepspeed_config": "ds.json"}
+    assert get_ds_config_from_hparams(hparams, tmp_path) == BASE
+    hparams["overwrite_deepspeed_args"] = {"zero_optimization": {"stage": 2}}
+    assert get_ds_config_from_hparams(hparams, tmp_path)["zero_optimization"] == {"stage": 2}
+    with pytest.raises(TrialError, match=r'expected "deepspeed_config", .* got None; .* are: lr$'):
+        get_ds_config_from_hparams({"lr": 1}, tmp_path)
+
+
+def test_merged_dicts_are_new() -> None:
+    """Neither argument changes, at any depth."""
+    base: dict[str, Any] = {"a": {"b": [1]}, "c": 2}
+    merged = merge_dicts(base, {"a": {"d": 3}, "c": {"e": 4}})
+    assert merged == {"a": {"b": [1], "d": 3}, "c": {"e": 4}}
+    merged["a"]["b"].append(5)
+    assert base == {"a": {"b": [1]}, "c": 2}

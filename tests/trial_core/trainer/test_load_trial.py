@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from trial_core.checkpoint.transfer.trial_code import upload_code
 from trial_core.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, TrialError
 from trial_core.processes.slots.slot_group import SlotGroup
 from trial_core.pytorch import load_trial_from_checkpoint_path
+from trial_core.trainer.load_trial import import_from_path
 
 Warm = Callable[[int], SlotGroup]
 
@@ -185,3 +188,24 @@ def test_a_downloaded_checkpoint_that_was_altered(
     (folder / altered).write_bytes(b"altered")
     with pytest.raises(CheckpointDamaged, match=f"{altered} is missing or differs"):
         check_downloaded(folder, manifest.uuid, manifest.files)
+
+
+def test_an_older_version_of_a_module_is_imported_beside_the_present_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With import_from_path, as in Determined; nothing is left behind, and nothing is written."""
+    folders = [tmp_path / name for name in ("now", "old", "older")]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "some_model.py").write_text(f"NAME = {folder.name!r}")
+    monkeypatch.syspath_prepend(folders[0])
+    now = importlib.import_module("some_model")
+    seen, path = [], list(sys.path)
+    for folder in folders[1:]:
+        with import_from_path(folder):
+            seen.append(importlib.import_module("some_model").NAME)
+        assert list(folder.iterdir()) == [folder / "some_model.py"]
+    assert (seen, now.NAME, sys.path) == (["old", "older"], "now", path)
+    assert sys.modules.pop("some_model") is now
+    with pytest.raises(TrialError, match=r"expected a folder with modules, got .*some_model.py"):
+        import_from_path(folders[1] / "some_model.py").__enter__()
