@@ -45,6 +45,7 @@ ROOMS = (
     Room("trialflow.flows.server", "Prefect's server: found, started, guarded"),
     Room("trialflow.tasks", "the stages of a flow as Prefect tasks"),
     Room("trial_core.experimental", "Determined's client"),
+    Room("trial_core.experimental.core_v2", "the Core API as a module", is_of_ranks=True),
     Room("trial_core.transformers", "callbacks for Hugging Face's Trainer", is_of_ranks=True),
     Room("trial_core.callbacks", "callbacks for trials", is_of_ranks=True),
     Room("trial_core.core", "the Core API's public names", is_of_ranks=True),

@@ -12,6 +12,7 @@ import trial_core
 import trial_core.core
 import trial_core.deepspeed
 import trial_core.experimental.client
+import trial_core.experimental.core_v2
 import trial_core.pytorch
 from trial_core.deepspeed import dsat
 
@@ -42,7 +43,7 @@ def test_unknown_names_are_refused(module: object) -> None:
     [
         (trial_core, "TrialContext", "use trial_core.deepspeed.DeepSpeedTrialContext"),
         (trial_core.core, "DummyTrainContext", "did you mean 'TrainContext'?"),
-        (trial_core.experimental, "core_v2", "use trial_core.init(exp_conf=...)"),
+        (trial_core.experimental.core_v2, "url_reverse_webui_exp_view", "use the report in the"),
         (trial_core.experimental.client, "create_experiment", "use trialflow train"),
         (trial_core.pytorch, "CheckpointLoadContext", "use trial_core.pytorch.PyTorchTrialContext"),
         (trial_core.pytorch, "Dataloader", "did you mean 'DataLoader'?"),

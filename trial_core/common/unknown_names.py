@@ -30,7 +30,9 @@ _INSTEAD = {
         "PyTorchTrial": "trial_core.pytorch.PyTorchTrial",
         "DataLoader": "trial_core.pytorch.DataLoader",
     },
-    "trial_core.experimental": {"core_v2": "trial_core.init(exp_conf=...)"},
+    "trial_core.experimental.core_v2": {
+        "url_reverse_webui_exp_view": "the report in the run's folder: there is no web UI",
+    },
     "trial_core.experimental.client": {
         "create_experiment": "trialflow train",
         "create_model": "trialflow models promote",
