@@ -291,7 +291,7 @@ MARKS = ("<!-- rooms: python -m tests.test_architecture -->\n", "<!-- end of roo
 
 API = {
     "callbacks", "cluster_info", "core", "deepspeed", "experimental", "pytorch", "trackers",
-    "trainer", "transformers",
+    "trainer", "transformers", "util",
 }  # fmt: skip
 """The packages and modules of `trial_core` that users import."""
 

@@ -45,7 +45,7 @@ InvalidExperimentException = TrialError
 
 _TRIAL_MISTAKES = frozenset(
     each.__name__ for each in (TrialError, TrialTypeError, TrialValueError, InvalidHP)
-) | {"CheckpointUnrestorable"}
+) | {"CheckpointRefused", "CheckpointUnrestorable"}
 
 
 class SlotsError(TrialflowError):
@@ -109,6 +109,10 @@ class CheckpointError(TrialflowError, RuntimeError):
 
 class StorageError(CheckpointError):
     """The checkpoint storage cannot be reached, read or written."""
+
+
+class CheckpointRefused(CheckpointError):
+    """The files that ranks have written cannot be one checkpoint; it is not committed."""
 
 
 class CheckpointUnrestorable(CheckpointError):

@@ -51,6 +51,7 @@ def test_rank_failed_keeps_all_its_arguments() -> None:
     [
         ("TrialError", True, True),
         ("CheckpointUnrestorable", True, True),
+        ("CheckpointRefused", True, True),
         ("TrialTypeError", True, True),
         ("TrialValueError", True, True),
         ("InvalidHP", True, True),

@@ -14,6 +14,7 @@ Slots, restarts, stops, checkpoints and the report work as in every run.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, replace
 
 from trial_core.checkpoint.resume_point import ResumePoint
@@ -26,7 +27,7 @@ from trial_core.driver.run import Launch, Run
 from trial_core.driver.stages.build import attach_trial, tell_changes
 from trial_core.driver.stages.script import RunningScript, ScriptReports, UploadEnded, run_script
 from trial_core.driver.uploads import Uploads
-from trial_core.errors import ConfigError
+from trial_core.errors import CheckpointRefused, ConfigError
 from trial_core.messages import (
     Done,
     EndFit,
@@ -45,7 +46,8 @@ def follow_script(launch: Launch, uploads: Uploads) -> TrialResult:
 
     Raises:
         RankFailed: the script raised, or exited with another code than 0.
-        CheckpointError: a checkpoint of the script could not be stored.
+        CheckpointError: a checkpoint of the script could not be stored. `CheckpointRefused` is
+            the script's own error, unless the script has ended.
         ConfigError: neither the experiment nor the script's `fit` says how long to train.
     """
     run, metrics = launch.run, launch.answers.metrics
@@ -69,8 +71,8 @@ def follow_script(launch: Launch, uploads: Uploads) -> TrialResult:
     script = RunningScript(launch, ask)
     script.start()
     fitted: TrialResult | None = None
-    newest = start.uuid if start.restore == "everything" else None
-    launch.status.saved_at = begin if newest else None
+    stored = _Newest(launch, start.uuid if start.restore == "everything" else None)
+    launch.status.saved_at = begin if stored.uuid else None
     while not isinstance(
         event := run_script(launch, script, progress, launch.status.batches_trained), list
     ):
@@ -79,7 +81,7 @@ def follow_script(launch: Launch, uploads: Uploads) -> TrialResult:
             progress.progress = progress.progress.after_training(fitted.batches_trained)
             continue
         if isinstance(event, UploadEnded):
-            uploads.poll()
+            stored.settle(uploads.poll)
             continue
         launch.status.batches_trained = event.steps_completed
         launch.status.has_trained = True
@@ -88,13 +90,13 @@ def follow_script(launch: Launch, uploads: Uploads) -> TrialResult:
             continue
         at = progress.stored(event.steps_completed)
         folders = _folders(launch, event.uuid)
-        uploads.finish()  # of the checkpoint before this one: the script has waited for it
+        stored.settle(uploads.finish)  # the one before this: the script has waited for it
+        stored.begin(event.uuid)
         uploads.start(StagedCheckpoint.now(event.uuid, at, progress.metrics, folders))
-        if event.waits:
-            uploads.finish()
-        else:
+        if not event.waits:
             uploads.call_at_end(lambda: launch.script_events.put(UploadEnded()))
-        newest = event.uuid
+        elif not stored.settle(uploads.finish):
+            continue
         launch.has_saved(event.steps_completed)
     uploads.finish()
     if run.keep and fitted is None:
@@ -114,10 +116,43 @@ def follow_script(launch: Launch, uploads: Uploads) -> TrialResult:
         training_metrics=progress.metrics.get("training", {}),
         validation_metrics=progress.metrics.get("validation", {}),
         validated_at=progress.progress.validated_at,
-        checkpoint_uuid=newest,
+        checkpoint_uuid=stored.uuid,
         checkpoint_at=launch.status.saved_at,
-        checkpoint_url=run.store.files_url(newest) if newest else None,
+        checkpoint_url=run.store.files_url(stored.uuid) if stored.uuid else None,
     )
+
+
+class _Newest:
+    """A script's newest checkpoint: the one in upload, unless that is refused.
+
+    Attributes:
+        uuid: None if there is none yet.
+    """
+
+    def __init__(self, launch: Launch, uuid: str | None) -> None:
+        self._launch = launch
+        self.uuid = uuid
+        self._before = uuid, launch.status.saved_at
+
+    def begin(self, uuid: str) -> None:
+        """Note that the upload of a checkpoint begins."""
+        self._before = self.uuid, self._launch.status.saved_at
+        self.uuid = uuid
+
+    def settle(self, finish: Callable[[], None]) -> bool:
+        """Finish the upload. False if it is refused: the script gets the error, and may go on.
+
+        Raises:
+            CheckpointError: the upload failed for another reason.
+        """
+        try:
+            finish()
+        except CheckpointRefused as refused:
+            uuid, (self.uuid, self._launch.status.saved_at) = str(self.uuid), self._before
+            self._launch.run.logger.warning("checkpoint %s is not committed: %s", uuid, refused)
+            self._launch.ask(ReleaseStaging(uuid=uuid, refusal=str(refused)), Done)
+            return False
+        return True
 
 
 def follow_fit(

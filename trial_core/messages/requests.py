@@ -294,11 +294,16 @@ class Persisted(Result):
 
 
 class ReleaseStaging(Request):
-    """Delete the staged files of checkpoint `uuid`, which is committed."""
+    """Delete the staged files of checkpoint `uuid`, which is committed, or was refused.
+
+    Attributes:
+        refusal: why it cannot be committed, for the script that has stored it; empty if it is.
+    """
 
     lane: ClassVar[Lane] = "io"
     stage: ClassVar[str] = "checkpoint-upload"
     uuid: str
+    refusal: str = ""
 
 
 class RunHook(Request):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import trial_core
 from trial_core import core
+from trial_core.errors import CheckpointRefused
 
 
 def note(folder: Path, rank: int, **what: Any) -> None:
@@ -29,6 +30,24 @@ def break_once(hparams: dict[str, Any], rank: int, step: int) -> None:
     if hparams["do"] == "raise":
         raise ValueError(f"the script broke at step {step}")
     sys.exit(int(hparams["do"]))
+
+
+def refused(
+    context: core.Context, step: int, folder: Path, rank: int, hparams: dict[str, Any]
+) -> None:
+    """Store different files under one name, and note the error."""
+    waits = hparams["waits"]
+    try:
+        metadata = {"steps_completed": step}
+        with context.checkpoint.store_path(metadata, shard=True, wait=waits) as (path, _):
+            (path / "same").write_text(str(rank))
+        if not waits:  # the next one waits, and has the error
+            with context.checkpoint.store_path(metadata, shard=True):
+                pass
+    except CheckpointRefused as error:
+        note(folder, rank, refused=str(error))
+        if not hparams.get("catches", True):
+            raise
 
 
 def main(context: core.Context, hparams: dict[str, Any], steps: int) -> None:
@@ -60,6 +79,8 @@ def main(context: core.Context, hparams: dict[str, Any], steps: int) -> None:
                     (path / f"part-{rank}").write_text(str(step))
                     if rank == 0:
                         torch.save({"total": total, "step": step}, path / "state.pt")
+        if step == hparams.get("refused_at"):
+            refused(context, step, folder, rank, hparams)
         break_once(hparams, rank, step)
         if context.preempt.should_preempt():
             note(folder, rank, preempted=step)

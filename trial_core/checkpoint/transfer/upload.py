@@ -13,7 +13,7 @@ from trial_core.checkpoint.storage.parallel import CancelSignal, in_parallel
 from trial_core.checkpoint.storage.storage_errors import ErrorTranslator
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.transfer.staging import StagedFile, staged_files
-from trial_core.errors import CheckpointError
+from trial_core.errors import CheckpointRefused
 
 UPLOAD_THREADS = 4
 """Files that one rank reads and hashes at once. The storage's buffer pool bounds their memory."""
@@ -100,14 +100,14 @@ def merge_entries(per_rank: Mapping[int, Iterable[FileEntry]]) -> list[FileEntry
     """The files of all ranks, sorted by path. Of equal files, the lowest rank's entry is kept.
 
     Raises:
-        CheckpointError: several ranks wrote different files under one name.
+        CheckpointRefused: several ranks wrote different files under one name.
     """
     merged: dict[str, FileEntry] = {}
     for rank in sorted(per_rank):
         for entry in per_rank[rank]:
             first = merged.setdefault(entry.path, entry)
             if (first.size_bytes, first.digest) != (entry.size_bytes, entry.digest):
-                raise CheckpointError(
+                raise CheckpointRefused(
                     f"ranks {first.rank} and {entry.rank} both saved a file {entry.path!r} with "
                     "different contents, and one would overwrite the other: put the rank into the "
                     "file's name in the trial's save, or write the file on one rank only "

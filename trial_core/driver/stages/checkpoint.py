@@ -22,7 +22,7 @@ from trial_core.common.any_logger import AnyLogger
 from trial_core.common.text_format import plural, size
 from trial_core.driver.run import Launch
 from trial_core.driver.stages.declared_stage import parallel_stage, stage
-from trial_core.errors import CheckpointError, SlotsError, StorageError
+from trial_core.errors import CheckpointRefused, SlotsError, StorageError
 from trial_core.messages import (
     Done,
     PersistCheckpoint,
@@ -66,7 +66,7 @@ def checkpoint_upload(launch: Launch, staged: StagedCheckpoint) -> Manifest:
 
     Raises:
         StorageError: the storage failed on a rank or here. The staged files are kept.
-        CheckpointError: ranks wrote different files under one name, or a rank's files cannot be
+        CheckpointRefused: ranks wrote different files under one name, or a rank's files cannot be
             part of a checkpoint. A retry would not help.
         Superseded: another run has taken over the trial.
     """
@@ -135,7 +135,7 @@ def _upload(
         if result.problem:
             raise StorageError(prefix_rank(rank, result.problem))
         if result.mistake:
-            raise CheckpointError(prefix_rank(rank, result.mistake))
+            raise CheckpointRefused(prefix_rank(rank, result.mistake))
     return {rank: result.files for rank, result in enumerate(persisted)}
 
 

@@ -17,7 +17,7 @@ from trial_core.checkpoint.retention.pruning import delete_checkpoint
 from trial_core.checkpoint.storage.base import MAX_OBJECT_BYTES
 from trial_core.checkpoint.storage.local_files import READ_BYTES, atomic_file
 from trial_core.checkpoint.transfer.fetch import fetch_files
-from trial_core.errors import StorageError, TrialError, TrialValueError
+from trial_core.errors import CheckpointRefused, StorageError, TrialError, TrialValueError
 from trial_core.rank.collective_errors import run_on_all_ranks
 from trial_core.rank.core_api.script_host import ScriptHost
 
@@ -71,7 +71,10 @@ class CheckpointContext:
             TrialError: `metadata` has no ``steps_completed``, is not plain data, or is too large,
                 or ranks give different values under one name; or a rank other than 0 calls this
                 without `shard`.
-            CheckpointError: the checkpoint could not be stored.
+            CheckpointRefused: ranks have written different files under one name, or what is no
+                file. On every rank that stores; the script may go on without this checkpoint. If
+                not `wait`, the next call raises it, and stores nothing.
+            CheckpointError: the checkpoint could not be stored, and the run ends.
         """
         host, rank = self._host, self._host.distributed.get_rank()
         source = "checkpoint.store_path"
@@ -96,7 +99,11 @@ class CheckpointContext:
             raise
         if rank == 0:
             (folder / METADATA).write_text(text)
-        host.commit(uuid, steps_completed, shard, wait)
+        try:
+            host.commit(uuid, steps_completed, shard, wait)
+        except CheckpointRefused:
+            shutil.rmtree(folder, ignore_errors=True)  # if the refused one is that before this
+            raise
 
     @contextmanager
     def restore_path(

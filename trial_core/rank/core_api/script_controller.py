@@ -228,7 +228,7 @@ class ScriptController:
         script = self._script
         script.files.release(request.uuid)
         if script.host is not None:
-            script.host.released(request.uuid)
+            script.host.released(request.uuid, request.refusal)
         return Done()
 
     def refuse_fit(self, request: AttachTrial) -> NoReturn:

@@ -12,7 +12,7 @@ from typing import Any
 from trial_core.cluster_info import ClusterInfo
 from trial_core.config.lengths import named_length
 from trial_core.driver.result import TrialResult
-from trial_core.errors import SlotsError
+from trial_core.errors import CheckpointRefused, SlotsError
 from trial_core.messages import (
     Activity,
     BatchesTrained,
@@ -86,7 +86,7 @@ class ScriptHost:
         self._error: BaseException | None = None
         self._emit = emit
         self._stop_barrier = stop_barrier
-        self._released: set[str] = set()
+        self._released: dict[str, str] = {}  # why a checkpoint was refused, or nothing
         self._uploading: str | None = None
         self._has_released = threading.Condition()
 
@@ -157,7 +157,11 @@ class ScriptHost:
             self._note_trained(steps_completed)  # last: the wait is not training
 
     def wait_for_upload(self) -> None:
-        """Wait until the last checkpoint is committed. If the run has failed, raises its error."""
+        """Wait until the last checkpoint is committed. If the run has failed, raises its error.
+
+        Raises:
+            CheckpointRefused: it cannot be committed; the script may go on without it.
+        """
         uuid, self._uploading = self._uploading, None
         with self._has_released:
             # Not collective: an upload may last longer than the deadline of collectives.
@@ -165,6 +169,8 @@ class ScriptHost:
                 lambda: uuid is None or uuid in self._released or self._error is not None
             )
         self._raise_error()
+        if uuid is not None and (refusal := self._released.pop(uuid)):
+            raise CheckpointRefused(f"checkpoint {uuid} is not committed: {refusal}")
 
     def failed(self, error: BaseException) -> None:
         """Have the script's next call raise this: the run has failed elsewhere. For any thread."""
@@ -197,10 +203,10 @@ class ScriptHost:
             self._serve_fit(controller)
         return TrialResult(**(controller.fit_result or {}))
 
-    def released(self, uuid: str) -> None:
-        """Note that the driver has committed a checkpoint. Called in the I/O lane."""
+    def released(self, uuid: str, refusal: str = "") -> None:
+        """Note that the driver has committed or refused a checkpoint. Called in the I/O lane."""
         with self._has_released:
-            self._released.add(uuid)
+            self._released[uuid] = refusal
             self._has_released.notify_all()
 
 
