@@ -19,6 +19,7 @@ from trial_core.errors import CheckpointError, TrialError, TrialflowError
 from trial_core.rank.core_api.context import Context
 from trial_core.rank.core_api.init import init
 from trial_core.rank.core_api.script_host import current_slot
+from trial_core.rank.core_api.searcher import SearcherOperation
 
 try:
     from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -253,6 +254,12 @@ class DetCallback(TrialflowCallback):
         super().__init__(filter_metrics=filter_metrics, user_data=user_data)
         self.core_context = core_context
         self.load_last_checkpoint(args)
+
+    @property
+    def current_op(self) -> SearcherOperation | None:
+        """The run's one operation; None if the experiment has no ``searcher.max_length``."""
+        searcher = self.core_context.searcher
+        return next(searcher.operations()) if searcher.get_configured_units() else None
 
     def load_last_checkpoint(self, args: TrainingArguments) -> None:
         """Fetch the checkpoint that the run resumes from. Collective: every rank calls this."""

@@ -47,7 +47,7 @@ def test_unknown_names_are_refused(module: object) -> None:
         (trial_core.experimental.client, "create_experiment", "use trialflow train"),
         (trial_core.pytorch, "CheckpointLoadContext", "use trial_core.pytorch.PyTorchTrialContext"),
         (trial_core.pytorch, "Dataloader", "did you mean 'DataLoader'?"),
-        (dsat, "dsat_reporting_context", "use nothing: only Determined's autotuner needs it"),
+        (dsat, "autotune", "use DeepSpeed's own autotuner"),
         (trial_core.deepspeed, "DataLoader", "use trial_core.pytorch.DataLoader"),
         (trial_core.deepspeed, "DeepspeedTrial", "did you mean 'DeepSpeedTrial'?"),
     ],

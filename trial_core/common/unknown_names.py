@@ -22,8 +22,6 @@ _INSTEAD = {
         "lightning": "trial_core.pytorch.PyTorchTrial",
     },
     "trial_core.deepspeed.dsat": {
-        "dsat_reporting_context": "nothing: only Determined's autotuner needs it",
-        "get_hf_args_with_overwrites": "the arguments as they are, or get_ds_config_from_hparams",
         "autotune": "DeepSpeed's own autotuner",
     },
     "trial_core.deepspeed": {

@@ -12,7 +12,11 @@ from typing import Any
 import pytest
 
 from trial_core.deepspeed import overwrite_deepspeed_config
-from trial_core.deepspeed.dsat import get_ds_config_from_hparams
+from trial_core.deepspeed.dsat import (
+    dsat_reporting_context,
+    get_ds_config_from_hparams,
+    get_hf_args_with_overwrites,
+)
 from trial_core.errors import TrialError
 from trial_core.util import merge_dicts
 
@@ -145,6 +149,20 @@ def test_the_config_that_hyperparameters_name(tmp_path: Path) -> None:
     assert get_ds_config_from_hparams(hparams, tmp_path)["zero_optimization"] == {"stage": 2}
     with pytest.raises(TrialError, match=r'expected "deepspeed_config", .* got None; .* are: lr$'):
         get_ds_config_from_hparams({"lr": 1}, tmp_path)
+
+
+def test_the_arguments_of_a_script_of_hugging_face_have_the_changes(tmp_path: Path) -> None:
+    """As JSON, which its Trainer reads as a config; without changes they stay."""
+    (tmp_path / "ds.json").write_text(json.dumps(BASE))
+    arguments = ["--do_train", "--deepspeed", str(tmp_path / "ds.json"), "--fp16"]
+    changes = {"overwrite_deepspeed_args": {"train_batch_size": 8}}
+    assert get_hf_args_with_overwrites(arguments, {}) == arguments
+    assert get_hf_args_with_overwrites(["--deepspeed"], changes) == ["--deepspeed"]
+    changed = get_hf_args_with_overwrites(arguments, changes)
+    assert json.loads(changed.pop(2)) == {**BASE, "train_batch_size": 8}
+    assert changed == ["--do_train", "--deepspeed", "--fp16"]
+    with dsat_reporting_context(None, op=None):
+        pass
 
 
 def test_merged_dicts_are_new() -> None:
