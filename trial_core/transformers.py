@@ -253,13 +253,14 @@ class DetCallback(TrialflowCallback):
     ) -> None:
         super().__init__(filter_metrics=filter_metrics, user_data=user_data)
         self.core_context = core_context
+        self._searcher = core_context.searcher
         self.load_last_checkpoint(args)
 
     @property
     def current_op(self) -> SearcherOperation | None:
         """The run's one operation; None if the experiment has no ``searcher.max_length``."""
-        searcher = self.core_context.searcher
-        return next(searcher.operations()) if searcher.get_configured_units() else None
+        has_length = self._searcher.get_configured_units() is not None
+        return next(self._searcher.operations()) if has_length else None
 
     def load_last_checkpoint(self, args: TrainingArguments) -> None:
         """Fetch the checkpoint that the run resumes from. Collective: every rank calls this."""
