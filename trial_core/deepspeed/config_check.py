@@ -74,6 +74,14 @@ def refusals(config: Mapping[str, Any]) -> list[str]:
         for key, why in REFUSED.items()
         if _is_on(_value(config, key))
     ]
+    is_reordered = _is_on(_value(config, "zero_optimization.round_robin_gradients"))
+    is_zero_12 = _value(config, "zero_optimization.stage") in (1, 2)
+    if is_reordered and is_zero_12 and _is_on(_value(config, "checkpoint.load_universal")):
+        found.append(
+            "the DeepSpeed config's zero_optimization.round_robin_gradients is not supported: with "
+            "checkpoint.load_universal, DeepSpeed gives weights the values of others on several "
+            "ranks; remove it"
+        )
     offload = _value(config, "zero_optimization.offload_optimizer")
     if is_zero_3(config) and isinstance(offload, Mapping):  # without effect on other stages
         if offload.get("device") == "nvme":

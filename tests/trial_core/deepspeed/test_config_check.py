@@ -51,6 +51,11 @@ def offloading(stage: int, **options: Any) -> dict[str, Any]:
     }
 
 
+def reordering(stage: int) -> dict[str, Any]:
+    """A config with another order of parameters."""
+    return {"zero_optimization": {"stage": stage, "round_robin_gradients": True}}
+
+
 @pytest.mark.parametrize(
     ("config", "key"),
     [
@@ -62,6 +67,10 @@ def offloading(stage: int, **options: Any) -> dict[str, Any]:
         ),
         ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "zero_optimization.zenflow"),
         (offloading(stage=3, super_offload=True), f"{OFFLOAD}.super_offload"),
+        (
+            {"checkpoint": {"load_universal": True}, **reordering(stage=1)},
+            "zero_optimization.round_robin_gradients",
+        ),
     ],
 )
 def test_what_cannot_be_resumed_is_refused(config: dict[str, Any], key: str) -> None:
@@ -81,6 +90,8 @@ def test_what_cannot_be_resumed_is_refused(config: dict[str, Any], key: str) -> 
         {"zero_optimization": {"zenflow": None}},
         offloading(stage=3, super_offload=False),
         offloading(stage=2, super_offload=True),  # without effect
+        {"checkpoint": {"load_universal": False}, **reordering(stage=1)},
+        {"checkpoint": {"load_universal": True}, **reordering(stage=3)},  # without effect
     ],
 )
 def test_what_is_switched_off_is_not_refused(config: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from tests.support.slots import Driven, build, drive
 from tests.support.tensors import differing
 from tests.trial_core.deepspeed.reshard.resharding import config, files, resharded, restore
 from trial_core.config import ExperimentConfig
+from trial_core.deepspeed.export.deepspeed_folder import write_universal
 from trial_core.deepspeed.fingerprints import (
     FILE_PREFIX,
     bit_sum,
@@ -63,6 +65,18 @@ def moments(stored: Path) -> dict[str, torch.Tensor]:
     }
 
 
+def universal(stored: Path, into: Path) -> dict[str, torch.Tensor]:
+    """The weights and moments of the export for DeepSpeed, by name."""
+    copied = shutil.copytree(stored, into / "copied")
+    write_universal(copied, 0, into / "universal", "tag", READER)
+    folders = into / "universal" / "tag" / "zero"
+    return {
+        file.relative_to(folders).with_suffix("").as_posix(): torch.load(file)["param"]
+        for file in folders.glob("*/*.pt")
+        if file.stem != "step"
+    }
+
+
 def recorded(stored: Path) -> set[str]:
     """The names that have a fingerprint."""
     (file,) = stored.glob(f"{FILE_PREFIX}*")
@@ -86,7 +100,7 @@ def test_round_robin_gradients_mix_up_no_names(
     stage: int,
 ) -> None:  # fmt: skip
     """DeepSpeed then orders its flat buffers otherwise, by the number of ranks: weights and moments
-    are still each parameter's own, also if the setting changes on the same ranks."""
+    are still each parameter's own, in exports and if the setting changes on the same ranks."""
 
     def settings(is_on: bool, **hparams: Any) -> ExperimentConfig:
         zero = {"round_robin_gradients": is_on}
@@ -96,6 +110,10 @@ def test_round_robin_gradients_mix_up_no_names(
     stored = files(tmp_path, first.checkpoints[-1])
     expected = saved_module(stored)
     assert differing(expected, export_weights(stored)) == []
+    by_name = {f"{name}/fp32": tensor for name, tensor in expected.items()} | moments(stored)
+    converted = universal(stored, tmp_path)
+    assert differing({name: by_name[name] for name in converted}, converted) == []
+    assert converted.keys() >= moments(stored).keys()
     away = resharded(warm_slots(other_ranks), settings(other_is_on, seed=9), tmp_path / "o", first)
     after = files(tmp_path, away.checkpoints[-1])
     assert differing(expected, saved_module(after)) == []

@@ -5,15 +5,19 @@ from __future__ import annotations
 import re
 import shutil
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from deepspeed.checkpoint.constants import AUTOEP_EXPERT_KEY_PREFIX
 from deepspeed.checkpoint.ds_to_universal import main as convert
+from deepspeed.utils.tensor_fragment import fragment_address
 
 from trial_core.deepspeed.fingerprints import check_exported, fingerprints_of
+from trial_core.deepspeed.reshard.partitions import Partitions
+from trial_core.deepspeed.reshard.saved_state import MODEL_STATES, OPTIMIZER_STATES, rank_files
 from trial_core.errors import CheckpointError
 from trial_core.rank.state_files.frozen_files import frozen_path, is_frozen_path
 from trial_core.rank.state_files.safe_load import Reader
@@ -54,30 +58,32 @@ def write_universal(folder: Path, engine: int, target: Path, tag: str, reader: R
     """
     saved, source = folder / f"model{engine}", folder / f"converted{engine}"
     source.mkdir()
+    contents: dict[str, Any] = {}
     for file in sorted(saved.glob("*.pt")):
         if not is_frozen_path(file):
-            content = reader.load_mapped(file)
-            _require_names_within(file.name, content)
-            torch.save(content, source / file.name)
-    shutil.rmtree(saved)  # nothing that was not read is left where a name could lead
-    target.mkdir()
+            contents[file.name] = reader.load_mapped(file)
+            _require_names_within(file.name, contents[file.name])
     # DeepSpeed's converter looks for the optimizer's states in files of ZeRO alone.
-    if not any(source.glob("*zero_pp_rank_*_optim_states.pt")):
+    if not any(OPTIMIZER_STATES.fullmatch(name) for name in contents):
         raise CheckpointError(
             f"engine {engine} was trained without ZeRO, whose states alone DeepSpeed converts; "
             "export --format deepspeed"
         )
+    with _is_known(engine):
+        for rank in {int(match[2]) for match in map(MODEL_STATES.fullmatch, contents) if match}:
+            models = [contents[each.name] for _, each in rank_files(saved, MODEL_STATES, rank)]
+            shards = [contents[each.name] for _, each in rank_files(saved, OPTIMIZER_STATES, rank)]
+            _correct_places(models[0], [each["optimizer_state_dict"] for each in shards])
+    for name, content in contents.items():
+        torch.save(content, source / name)
+    shutil.rmtree(saved)  # nothing that was not read is left where a name could lead
+    target.mkdir()
     options = Namespace(
         input_folder=str(source), output_folder=str(target / tag), num_extract_workers=1,
         num_merge_workers=1, keep_temp_folder=False, strict=True, inject_missing_state=True,
     )  # fmt: skip
-    try:
+    with _is_known(engine):
         convert(options)
-    except _NOT_CONVERTED as error:
-        raise CheckpointError(
-            f"DeepSpeed cannot convert engine {engine} to a universal checkpoint "
-            f"({type(error).__name__}: {error}); export --format deepspeed"
-        ) from error
     recorded = fingerprints_of(folder, engine)
     weights = list((target / tag / "zero").rglob("fp32.pt"))
     for file in weights:
@@ -86,6 +92,41 @@ def write_universal(folder: Path, engine: int, target: Path, tag: str, reader: R
         name = file.parent.relative_to(target / tag / "zero").as_posix()
         check_exported(recorded, {name: tensor})
     return len(weights)
+
+
+@contextmanager
+def _is_known(engine: int) -> Iterator[None]:
+    """Inside the block, a state that DeepSpeed's converter does not know is a CheckpointError."""
+    try:
+        yield
+    except _NOT_CONVERTED as error:
+        raise CheckpointError(
+            f"DeepSpeed cannot convert engine {engine} to a universal checkpoint "
+            f"({type(error).__name__}: {error}); export --format deepspeed"
+        ) from error
+
+
+def _correct_places(model: Mapping[str, Any], shards: Sequence[Any]) -> None:
+    """Correct where each parameter is in the shards, if they have ``round_robin_gradients``.
+
+    ZeRO 1 and 2 then lay out the parameters in another order, but DeepSpeed 0.19.8 saves the places
+    that they would have without it, unless each has a padding.
+    """
+    zero = model.get("ds_config", {}).get("zero_optimization")
+    is_on = isinstance(zero, Mapping) and zero.get("round_robin_gradients")
+    paddings = shards[0].get("param_alignment_paddings")  # of ZeRO 1 and 2 alone
+    if not is_on or paddings is None:
+        return
+    partitions = Partitions(model["param_shapes"], paddings, len(shards), is_zero3=False)
+    sizes = [flat.numel() for flat in shards[0]["single_partition_of_fp32_groups"]]
+    for rank, shard in enumerate(shards):
+        shard["param_slice_mappings"] = [
+            {
+                each.name: fragment_address(numel=each.count, start=each.offset)
+                for each in partitions.fragments(buffer, rank, size)
+            }
+            for buffer, size in enumerate(sizes)
+        ]
 
 
 def _require_names_within(file: str, content: Any) -> None:
