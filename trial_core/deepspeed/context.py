@@ -17,6 +17,7 @@ from typing_extensions import Self
 
 from trial_core.common.text_format import first_few, plural
 from trial_core.common.unknown_names import SaysWhatToUse
+from trial_core.deepspeed.auto_values import fill_auto_values, filled
 from trial_core.deepspeed.config_check import check_engine_config, is_zero_3
 from trial_core.deepspeed.ds_config import overwrite_deepspeed_config
 from trial_core.deepspeed.mpu import (
@@ -61,6 +62,7 @@ class DeepSpeedTrialContext(SaysWhatToUse, TorchTrialContext):
         self.use_pipeline_parallel = False
         self.has_loaded_engines = False
         self._mpu_was_set = False
+        fill_auto_values(self)
         self.set_deepspeed_config(named_config(self.get_hparams()))
 
     @classmethod
@@ -132,6 +134,10 @@ class DeepSpeedTrialContext(SaysWhatToUse, TorchTrialContext):
         """
         divide_no_more()
         read = {} if config is None else overwrite_deepspeed_config(config, {})
+        # A trial may complete the rest later.
+        read, _, left = filled(read, self.get_hparams())
+        for section in {key[0] for key in left}:
+            del read[section]
         self._divides_pretrained = divide_pretrained(read) if is_zero_3(read) else None
 
     def set_mpu(self, mpu: ModelParallelUnit) -> None:
