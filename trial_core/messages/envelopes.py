@@ -269,7 +269,7 @@ def decoding(kind: Any) -> Callable[[bytes], Any]:
     def decode(data: bytes) -> Any:
         try:
             return decoder.decode(data)
-        except (UnicodeDecodeError, RecursionError) as error:
+        except (UnicodeDecodeError, RecursionError, TypeError) as error:
             raise msgspec.DecodeError(str(error)) from error
 
     return decode
