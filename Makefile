@@ -1,4 +1,5 @@
-# Everything happens in .venv, which is made when first needed. The words: run, test, test-long, features, check, docs, bench, release, clean.
+# Everything happens in .venv, which is made when first needed. The words: run, test, test-long, test-lowest, test-newest, features, check, docs,
+# bench, release, clean.
 
 PYTHON ?= python3
 VENV := .venv
@@ -7,13 +8,13 @@ HOME_OF_RUNS ?= trialflow-runs
 # Many containers set it. Every process would compile our sources again: some hundred start in the tests.
 unexport PYTHONDONTWRITEBYTECODE
 export TRIALFLOW_HOME ?= $(abspath $(HOME_OF_RUNS))
-PYTEST := $(BIN)/python -m pytest -n 4 --dist loadgroup --no-loadscope-reorder
+PYTEST = $(BIN)/python -m pytest -n 4 --dist loadgroup --no-loadscope-reorder
 PART ?= 1/1
 
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 
-.PHONY: run test test-long features check docs bench release clean
+.PHONY: run test test-long test-lowest test-newest features check docs bench release clean
 
 # Trains the example through the whole DAG, then shows what it has learnt.
 run: $(VENV)/.installed
@@ -31,6 +32,12 @@ test-long: $(VENV)/.installed-dev
 	@echo "part $(PART) of the long tests; each part takes many minutes"
 	@$(PYTEST) -m long --splits $(lastword $(subst /, ,$(PART))) --group $(firstword $(subst /, ,$(PART))) \
 	  --splitting-algorithm least_duration $(ARGS)
+
+# The default tests with the oldest or newest versions that pyproject.toml admits, in environments of their own: build/lowest and build/newest.
+test-lowest test-newest: test-%: build/%/.installed
+	@$(PYTEST) $(ARGS)
+test-lowest: BIN := build/lowest/bin
+test-newest: BIN := build/newest/bin
 
 # Each feature of DeepSpeed, and the page of their results; make features ARGS="-k 'zero 3'" for some rows.
 features: $(VENV)/.installed-dev
@@ -62,6 +69,24 @@ release: $(VENV)/.installed-release
 
 clean:
 	rm -rf $(VENV) build *.egg-info
+
+UV := build/uv/bin/uv
+build/lowest.txt: RESOLUTION := lowest-direct
+build/newest.txt: RESOLUTION := highest
+
+# The newest ones change without a change here: `make clean` forgets them.
+build/lowest.txt build/newest.txt: pyproject.toml $(UV)
+	@$(UV) pip compile -q --resolution $(RESOLUTION) --extra dev pyproject.toml -o $@
+
+build/%/.installed: build/%.txt
+	@echo "installing the $* versions that pyproject.toml admits into build/$*, once"
+	@$(PYTHON) -m venv --clear build/$*
+	@$(UV) pip install -q --python build/$*/bin/python -r $< -e .
+	@touch $@
+
+$(UV):
+	@$(PYTHON) -m venv build/uv
+	@build/uv/bin/pip install -q --disable-pip-version-check uv
 
 # What pip does, in few lines: large downloads, and how far it has unpacked.
 PIP_LINES := $(BIN)/python .ci/pip_lines.py
