@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from trial_core.common import text_format
@@ -74,6 +76,30 @@ class FlowRun(Generic[Result]):
             return console.exit_code(failure, self._display.has_trained)
         self.result = result
         return 0
+
+    def note_unsent(self, config: Path, storage: str | None) -> None:
+        """Print which trackers lack records of the trained trial, and the command that sends them.
+
+        Args:
+            config, storage: as the command was given them.
+        """
+        from msgspec import MsgspecError
+
+        from trial_core.observe.trackers.sender import unsent
+        from trial_core.observe.trackers.tracking import trackers_of
+        from trial_core.processes.machine.run_dirs import run_dir_of
+
+        trial, trackers = self._display.trial, trackers_of(self._experiment)
+        if trial is None or not trackers:
+            return
+        place = f" --storage {shlex.quote(storage)}" if storage else ""
+        with suppress(OSError, MsgspecError):  # the run's log says so
+            for name, count in unsent(run_dir_of(trial), [*trackers]).items():
+                console.warning(
+                    f"tracker {name} has not got {text_format.plural(count, 'record')}; the "
+                    "trial's next run sends them, or: "
+                    f"trialflow runs sync {trial} --config {shlex.quote(str(config))}{place}"
+                )
 
     def _run_alone(self, call: Callable[[StateHook], Result]) -> Result:
         with self._display, contextlib.redirect_stdout(sys.stderr):

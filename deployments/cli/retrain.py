@@ -88,6 +88,7 @@ def retrain(
             print_json(_as_data(run.result, skipped))
         else:
             print("\n".join(_summary_lines(run.result, skipped, run.later_ui)))
+    run.note_unsent(config, storage)
     return exit_code
 
 

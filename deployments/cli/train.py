@@ -182,6 +182,7 @@ def train(
                 end=None if display.had_batches_left else display.total_batches,
             )  # fmt: skip
             print("\n".join(summary), file=outcome.stream, flush=True)
+            run.note_unsent(config, storage)
             return exit_code
         if run.failure is not None:
             outcome.failed(run.failure, exit_code)
@@ -191,6 +192,7 @@ def train(
             trial_run.note_what_is_left(
                 display.committed_at, run.stopped_by is not None, _is_mistake(run.failure)
             )
+            run.note_unsent(config, storage)
         return exit_code
 
 

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from trial_core.errors import ConfigError
+from trial_core.observe.trackers.mlflow_database import create_database
 from trial_core.observe.trackers.records import (
     AnyRecord,
     Began,
@@ -84,6 +85,7 @@ class MlflowTracker(Tracker):
 
     @cached_property
     def _client(self) -> MlflowClient:
+        create_database(place_of(self.options), self.run.trial)
         return quiet_client(self.options)
 
     def open(self, known: str) -> str:
@@ -233,6 +235,11 @@ def quiet_client(options: Mapping[str, Any]) -> MlflowClient:
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     from mlflow.tracking import MlflowClient
 
+    return MlflowClient(place_of(options))
+
+
+def place_of(options: Mapping[str, Any]) -> str:
+    """Where MLflow's server or database is. ConfigError if neither says it."""
     variable = os.environ.get(VARIABLE, "")
     place = str(options.get("tracking_uri") or variable)
     if without_user(variable) == without_user(place):
@@ -243,7 +250,7 @@ def quiet_client(options: Mapping[str, Any]) -> MlflowClient:
             "MLflow's server or database is. (What a trial's storage says of it counts only if it "
             "is a server, or what MLFLOW_TRACKING_URI says, too)"
         )
-    return MlflowClient(place)
+    return place
 
 
 def _name(text: str) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
+from mlflow.tracking import MlflowClient
 
 from tests.support.driving import TRIAL
 from tests.support.flow import one_slot
@@ -127,6 +128,28 @@ def test_a_sender_survives_its_driver(order: SenderOrder) -> None:
     os.close(said)
     points = LinesTracker.points(Path(order.run_dir) / "lines", "training/loss")
     assert [step for step, _ in points] == [8, 12]
+
+
+def test_a_sender_that_dies_while_mlflow_makes_its_tables(
+    order: SenderOrder, tmp_path: Path
+) -> None:
+    """As one whose time is over, on a slow machine: the next one finds no half of a database."""
+    folder = tmp_path / "mlflow"
+    order.trackers = {"mlflow": {"tracking_uri": f"sqlite:///{folder}/new.db"}}
+    order.patience_seconds = 120.0
+    sender, process = started(order)
+    sender.wake()
+    until(lambda: any(each.stat().st_size for each in folder.glob("*new.db*")), "its first tables")
+    process.kill()
+    sender.end(lambda has_ended: has_ended(60.0))
+    assert not (folder / "new.db").exists()
+
+    sender, _ = started(order)
+    sender.end(lambda has_ended: has_ended(120.0))
+    assert [each.name for each in folder.iterdir()] == ["new.db"]
+    client = MlflowClient(order.trackers["mlflow"]["tracking_uri"])
+    (run,) = client.search_runs([client.get_experiment_by_name("toy").experiment_id])
+    assert run.data.metrics == {"training/loss": 1 / 12}
 
 
 class DeadSender:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -15,11 +16,12 @@ import psutil
 import pytest
 
 from tests.support.browser import Browser
-from tests.support.cli import ROOT, trialflow
+from tests.support.cli import ROOT, trialflow, write_experiment
 from tests.support.driving import TRIAL, drive
 from tests.support.flow import breaking, one_slot
 from tests.support.mlflow_server import MlflowServer
 from tests.support.own_lines_tracker import CHILD, LinesTracker
+from tests.support.prefect import PrefectServer
 from tests.support.slots import TOY
 from tests.support.trackers import in_tensorboard, in_trackio, in_wandb
 from trial_core.checkpoint.store import CheckpointStore
@@ -235,6 +237,26 @@ def test_sync_waits_as_long_as_it_is_told(
     with locked_run_dir(TRIAL) as folder:
         before, after = sync_trackers(store, TRIAL, folder, 60.0, print, logging.getLogger())
     assert (before.keys(), after) == ({"lines"}, {})
+
+
+@pytest.mark.server
+def test_the_last_line_names_a_tracker_that_lacks_records(
+    here: Path, own_package: Path, prefect_server: PrefectServer
+) -> None:
+    """On the terminal, with the command that sends them, which then does."""
+    lines, down = here / "lines", here / "down"
+    down.touch()
+    path = write_experiment(here, trackers=[{"lines": {"file": str(lines), "down": str(down)}}])
+    variables = {**prefect_server.environment, "PYTHONPATH": f"{ROOT}:{own_package}"}
+    done = trialflow(here, "train", str(path), "--quiet", variables=variables)
+    assert done.returncode == 0, done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert re.match(r"warning: tracker lines has not got \d+ records; the trial's next run", last)
+    down.unlink()
+    command = last.partition("trialflow ")[2].split()
+    sent = trialflow(here, *command, variables=variables)
+    assert (sent.returncode, sent.stderr) == (0, "")
+    assert [step for step, _ in LinesTracker.points(lines, "training/loss")] == [4, 8]
 
 
 @pytest.mark.long
