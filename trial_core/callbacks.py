@@ -10,6 +10,7 @@ They find the trial's context themselves. A resumed run continues their state ex
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -28,6 +29,8 @@ from trial_core.rank.trial.callback import TrialCallback
 from trial_core.rank.trial.custom_reducers import MetricReducer
 
 __all__ = ["EarlyStopping", "ExponentialMovingAverage", "StopOnNonFinite", "ThroughputAndMemory"]
+
+_logger = logging.getLogger(__name__)
 
 ZERO_STAGE_WEIGHTS = 3
 GIB = 2**30
@@ -58,7 +61,8 @@ class EarlyStopping(_Counts):
 
     Raises:
         TrialValueError: `patience` is less than 1, or `min_delta` less than 0.
-        TrialError: the experiment names no searcher metric, or validations do not report `metric`.
+        TrialError: the experiment names no searcher metric, or two validations in a row do not
+            report `metric`.
     """
 
     def __init__(
@@ -78,7 +82,7 @@ class EarlyStopping(_Counts):
         self.min_delta = min_delta
         self.smaller_is_better = smaller_is_better
         self._is_searchers = metric is None
-        self._state = {"best": None, "best_at": 0, "waited": 0}
+        self._state = {"best": None, "best_at": 0, "waited": 0, "lacked": False}
 
     def attach(self, context: Any) -> None:
         super().attach(context)
@@ -94,15 +98,21 @@ class EarlyStopping(_Counts):
         if isinstance(given, bool) or not isinstance(given, Real):
             if self._is_searchers:
                 return  # the driver says so, once the run has saved
-            raise TrialError(
+            missing = (
                 f'EarlyStopping: metric "{self.metric}" must be a number, but the validation '
                 f"reports {', '.join(sorted(metrics))}"
             )
+            if self._state.get("lacked"):
+                raise TrialError(missing)
+            _logger.warning("%s; a second such validation in a row ends the run", missing)
+            self._state["lacked"] = True
+            return
+        self._state["lacked"] = False
         value, state, batch = float(given), self._state, self.context.run_info.batches_trained
         gain, best = math.inf, state["best"]
-        if best is not None:
+        if best is not None and math.isfinite(best):  # in an old state it may be infinite
             gain = best - value if self.smaller_is_better else value - best
-        if gain > self.min_delta and not math.isnan(value):
+        if gain > self.min_delta and math.isfinite(value):
             state.update(best=value, best_at=batch, waited=0)
             return
         state["waited"] += 1

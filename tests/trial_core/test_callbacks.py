@@ -132,7 +132,7 @@ def test_a_loss_that_stays_nan_ends_the_run_before_it_saves_it(
 
 def test_early_stopping_continues_its_count() -> None:
     """Resumed after any validation, it stops at the same one, with the same reason."""
-    values = [5.0, 4.0, 4.5, 3.95, float("nan"), 1.0]
+    values = [5.0, 4.0, 4.5, float("-inf"), float("nan"), 1.0]
 
     def reason_after(resumed_at: int) -> tuple[int, str | None]:
         state = None
@@ -165,6 +165,8 @@ def test_early_stopping_takes_what_it_is_not_told_from_the_searcher() -> None:
         EarlyStopping().attach(context())
     other = EarlyStopping(metric="f1")
     other.attach(context(metric="accuracy"))
+    for metrics in ({"accuracy": 0.5}, {"f1": 0.5}, {"accuracy": 0.5}):
+        other.on_validation_end(metrics)  # one validation may lack it
     with pytest.raises(TrialError, match=r'metric "f1" must be a number.*accuracy'):
         other.on_validation_end({"accuracy": 0.5})
 

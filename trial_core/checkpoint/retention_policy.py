@@ -10,13 +10,13 @@ older one, and its new checkpoints must not be deleted in favour of the damaged 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, cast
 
 from trial_core.checkpoint.manifest import Manifest
+from trial_core.common.text_format import is_finite_number
 from trial_core.schedule.units import Batch, TrainUnit
 
 RESUME_ORDER = attrgetter("resume_order")
@@ -94,11 +94,9 @@ def decide(
 
 
 def own_metric(manifest: Manifest, metric: str) -> float | None:
-    """The validation metric of this checkpoint's own state; None if it has no comparable one."""
+    """The validation metric of this checkpoint's own state; None if that is not a finite number."""
     value = manifest.metrics.get("validation", {}).get(metric)
-    if isinstance(value, bool):
-        return None
-    return value if isinstance(value, (int, float)) and not math.isnan(value) else None
+    return value if is_finite_number(value) else None
 
 
 def best_of_trial(manifests: Collection[Manifest]) -> Manifest | None:

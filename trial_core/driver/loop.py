@@ -70,6 +70,7 @@ class Loop:
         self._uploads = uploads
         self._schedule = schedule or launch.run.config.schedule()
         self._fetched = fetched
+        self._lacked_metric = False
         self._mistake: TrialError | None = None
 
     def run(self) -> TrialResult:
@@ -217,7 +218,10 @@ class Loop:
         return progress.after_training(reached)
 
     def _validate(self, progress: Progress) -> Progress:
-        """Validate and report. A mistake is raised later, once the run has saved."""
+        """Validate and report. A mistake is raised later, once the run has saved.
+
+        A validation without the searcher metric is only warned of, unless the last one was so, too.
+        """
         launch, own, trained = self._launch, self._uploads.own, progress.batches_trained
         if not validate(launch, trained):  # ended early by a stop request
             return progress
@@ -227,8 +231,12 @@ class Loop:
         try:
             metric = report_validation(launch, trained)
         except TrialError as mistake:
-            self._mistake = own.mistake or mistake
-        else:
+            if self._lacked_metric or own.mistake or self._run.test_mode:
+                self._mistake = own.mistake or mistake
+            else:
+                launch.warn([f"this validation does not count as the best: {mistake}"])
+        self._lacked_metric = self._run.metric is not None and metric is None
+        if self._mistake is None:
             own.start_beside("validate", trained)
         return progress.after_validation(metric, self._schedule.smaller_is_better)
 

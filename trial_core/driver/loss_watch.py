@@ -69,13 +69,20 @@ class LossWatch:
             if f"training {name}" not in self._warned
         ]
 
-    def validated(self, batches_trained: int, metrics: Mapping[str, Any]) -> list[str]:
+    def validated(
+        self, batches_trained: int, metrics: Mapping[str, Any], searcher_metric: str | None = None
+    ) -> list[str]:
         """Note validation metrics. Returns warnings, as `trained`."""
+        effect = "; such a validation never counts as the best"
         return [
-            self._warning("validation", name, f"{number(metrics[name])} at batch {batches_trained}")
+            self._warning(
+                "validation", name,
+                f"{number(metrics[name])} at batch {batches_trained}"
+                f"{effect if name == searcher_metric else ''}",
+            )
             for name in _non_finite(metrics)
             if f"validation {name}" not in self._warned
-        ]
+        ]  # fmt: skip
 
     def stepped(self, trained: Trained) -> list[str]:
         """Note the steps of a workload. Returns a warning, once, if a scaler skips them all."""

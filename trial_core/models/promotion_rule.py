@@ -28,7 +28,7 @@ class PromotionRule:
 
     def best_checkpoint(self, manifests: Sequence[Manifest]) -> Manifest | None:
         """The checkpoint with the best metric in its validation; the latest of equal ones. None if
-        no checkpoint has a number; see `explain_no_best`."""
+        no checkpoint has a finite one; see `explain_no_best`."""
 
         def order(manifest: Manifest) -> tuple[float, int, str]:
             value = own_metric(manifest, self.metric) or 0.0
@@ -49,7 +49,7 @@ class PromotionRule:
         value = last.metrics.get("validation", {}).get(self.metric)
         if value is None:
             return f"the challenger's validation has no metric {self.metric}"
-        return f"the challenger's {self.metric} is {value}, not a number"
+        return f"the challenger's {self.metric} is {value}, not a finite number"
 
     def compare(self, champion: float | None, challenger: float) -> Verdict:
         """Compare metrics measured on the same data.
@@ -61,8 +61,8 @@ class PromotionRule:
         seen = f"the challenger's {self.metric} {_shown(challenger, champion)}"
         if champion is None:
             return Verdict(True, f"{seen}, and there was no champion")
-        if math.isnan(champion):
-            return Verdict(True, f"{seen}, and the champion's is not a number")
+        if not math.isfinite(champion):
+            return Verdict(True, f"{seen}, and the champion's is {champion}, not finite")
         values = f"{seen} against the champion's {_shown(champion, challenger)}"
         decrease = Decimal(repr(champion)) - Decimal(repr(challenger))
         gain = decrease if self.smaller_is_better else -decrease

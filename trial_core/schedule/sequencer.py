@@ -90,19 +90,19 @@ class Progress:
         return replace(self, batches_trained=batches_trained)
 
     def after_validation(self, metric: float | None, smaller_is_better: bool) -> Progress:
-        """The progress after a validation; NaN and None are never an improvement."""
+        """The progress after a validation; only a finite number is an improvement."""
+        best = self.best_metric
+        if best is not None and not math.isfinite(best):  # of an earlier version
+            best = None
         improved = (
             metric is not None
-            and not math.isnan(metric)
-            and (
-                self.best_metric is None
-                or (metric < self.best_metric if smaller_is_better else metric > self.best_metric)
-            )
+            and math.isfinite(metric)
+            and (best is None or (metric < best if smaller_is_better else metric > best))
         )
         return replace(
             self,
             validated_at=self.batches_trained,
-            best_metric=metric if improved else self.best_metric,
+            best_metric=metric if improved else best,
             improved=improved,
             # A checkpoint saved before this validation does not contain it.
             checkpointed_at=(

@@ -118,4 +118,4 @@ def _late(manifest: Manifest) -> tuple[Any, ...]:
 
 def _comparable(manifest: Manifest) -> float | None:
     value = manifest.metrics.get("validation", {}).get("loss")
-    return None if value is None or isinstance(value, str) or math.isnan(value) else value
+    return None if value is None or isinstance(value, str) or not math.isfinite(value) else value

@@ -45,6 +45,7 @@ class Recorded(Observer):
         stops_at: the trial requests a stop once so many batches are trained.
         interrupted_at: the validation after so many batches ends early, with a stop request.
         reports: the names of the validation metrics.
+        lacks_metric_at: validations after so many batches report other metrics.
         names: those that a batch of the validation set tells before training; None: it cannot.
         may_add_metrics: a callback may add metrics.
         fails_at: the losses are not finite once so many batches are trained, and end the run.
@@ -58,6 +59,8 @@ class Recorded(Observer):
         self.uploads_until = self.stops_at = self.fails_at = 10**6
         self.interrupted_at: int | None = None
         self.reports = ["loss"]
+        self.lacks_metric_at: set[int] = set()
+        self.notices: list[str] = []
         self.names: list[str] | None = None
         self.may_add_metrics = False
         self.points: list[ResumePoint] = [ResumePoint()]
@@ -84,7 +87,7 @@ class Recorded(Observer):
             failure=lambda is_last, saved_at: MISTAKE if self._has_failed else None,
             withholds_checkpoint=lambda is_last: self._has_failed,
             since=0,
-            validated=lambda batches, metrics: [],
+            validated=lambda *_: [],
         )
         launch.answers.hooks = HOOKS
         launch.answers.writes_run_files = True
@@ -148,10 +151,14 @@ class Recorded(Observer):
 
     def validate(self, launch: Launch, batches: int) -> bool:
         self.calls.append(f"validate {batches}")
-        launch.answers.validated = dict.fromkeys(self.reports, -batches)
+        reports = ["other"] if batches in self.lacks_metric_at else self.reports
+        launch.answers.validated = dict.fromkeys(reports, -batches)
         if batches == self.interrupted_at:
             launch.answers.stop_requested = True
         return batches != self.interrupted_at
+
+    def notice(self, text: str) -> None:
+        self.notices.append(text)
 
     def metrics_reported(self, kind: Any, batches: int, metrics: Any) -> None:
         self.calls.append(f"report {batches}")
@@ -252,29 +259,20 @@ def test_a_validation_that_ends_early_has_no_hook(tmp_path: Path) -> None:
     assert "on_validation_end 4" not in stages.calls
 
 
-@pytest.mark.parametrize(
-    ("step_zero", "calls"),
-    [
-        (
-            False,
-            [
-                "name metrics", "train 0 5", "train 5 6", "validate 6", "report 6", "save 6",
-                "uploaded uuid-6", "finish",
-            ],
-        ),
-        (True, ["validate 0", "report 0", "finish"]),
-    ],
-)  # fmt: skip
-def test_a_missing_searcher_metric_costs_no_training(
-    tmp_path: Path, step_zero: bool, calls: list[str]
-) -> None:
-    """The run saves what it has trained and shuts the trial down before it raises the error."""
-    stages = Recorded(tmp_path, "accuracy", step_zero_validation=step_zero)
+def test_a_validation_without_the_searcher_metric_is_warned_of(tmp_path: Path) -> None:
+    """The run trains on. Two in a row end it, after it has saved and shut the trial down."""
+    stages = Recorded(tmp_path, "loss", max_length=Batch(16), validation_period=Batch(3))
+    stages.lacks_metric_at = {3, 9, 12}
     with pytest.raises(TrialError, match="is not among the validation metrics"):
         stages.follow()
-    seen = [call for call in stages.calls if not call.startswith("on_")]
-    assert seen == ["build loaders 0", *calls]
-    assert stages.calls[-2].startswith("on_trial_shutdown")
+    seen = [call for call in stages.calls if call.startswith(("validate", "save", "on_trial_sh"))]
+    assert seen == [
+        "validate 3", "validate 6", "save 6", "validate 9", "validate 12", "save 12",
+        "on_trial_shutdown 12",
+    ]  # fmt: skip
+    assert [text.partition(":")[0] for text in stages.notices] == [
+        "this validation does not count as the best"
+    ] * 2
 
 
 def test_a_metric_that_no_validation_reports_is_found_before_training(tmp_path: Path) -> None:

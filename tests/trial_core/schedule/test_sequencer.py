@@ -241,9 +241,11 @@ def test_the_checkpoint_policy(
     assert at(list(simulate(schedule, metric=metrics.__getitem__)), Checkpoint) == saved
 
 
-@pytest.mark.parametrize("bad", [float("nan"), None])
-def test_a_metric_that_is_not_a_number_is_never_best(bad: float | None) -> None:
-    """NaN and None do not replace the best metric."""
+@pytest.mark.parametrize("bad", [float("nan"), float("-inf"), None])
+def test_a_metric_that_is_not_a_finite_number_is_never_best(bad: float | None) -> None:
+    """Else no later validation would be better than -inf. Nor is it kept from an old checkpoint."""
+    progress = Progress(best_metric=bad).after_validation(2.0, smaller_is_better=True)
+    assert (progress.improved, progress.best_metric) == (True, 2.0)
     progress = Progress(batches_trained=1).after_validation(bad, smaller_is_better=True)
     assert (progress.improved, progress.best_metric) == (False, None)
     good = progress.after_validation(2.0, smaller_is_better=True)

@@ -34,7 +34,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         ),
         "test": run(folder / "test", {"test_mode": True}),
         "stop": run(folder / "stop", every(5, 50), at_batch=7, do="stop"),
-        "metric": run(folder / "metric", every(5, 5)),
+        "metric": run(folder / "metric", {**every(5, 5), "validation_period": {"batches": 2}}),
         "straight": run(folder / "straight", every(4, 9), **HPARAMS),
         "first": run(folder / "parts", every(4, 4), **HPARAMS),
         "rest": run(folder / "parts", {**every(4, 9), "latest_checkpoint": "latest"}, **HPARAMS),
@@ -152,7 +152,8 @@ def test_other_machines_cannot_connect_to_a_script(alone: dict[str, Any]) -> Non
 def test_a_missing_searcher_metric(alone: dict[str, Any]) -> None:
     """The message lists the metrics that the trial reports.
 
-    The trial's callback could have added it in on_validation_end, so it is missed after that.
+    The trial's callback could have added it in on_validation_end, so it is missed after the
+    second validation.
     """
     assert alone["metric"]["error"] == (
         'TrialError: searcher.metric "accuracy" is not among the validation metrics that the trial '

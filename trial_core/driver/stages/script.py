@@ -130,7 +130,7 @@ def _note(launch: Launch, progress: ScriptReports, event: MetricsReported) -> No
     if kind == "training":
         launch.warn(losses.trained(losses.reached or at.batches_trained, steps, metrics))
     else:
-        launch.warn(losses.validated(steps, metrics))
+        launch.warn(losses.validated(steps, metrics, progress.metric))
     at.has_trained = at.has_trained or steps > at.batches_trained
     at.batches_trained = steps
     run.clock.batches_trained(steps)

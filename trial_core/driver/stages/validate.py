@@ -49,6 +49,6 @@ def report_validation(launch: Launch, batches_trained: int) -> float | None:
     metrics = answers.validated
     run.logger.info("validated at %d: %s", batches_trained, metrics_line(metrics))
     run.observer.metrics_reported("validation", batches_trained, metrics)
-    launch.warn(launch.losses.validated(batches_trained, metrics))
+    launch.warn(launch.losses.validated(batches_trained, metrics, run.metric))
     answers.metrics["validation"] = metrics
     return None if run.metric is None else searcher_metric(metrics, run.metric)
