@@ -43,6 +43,7 @@ from trial_core.rank.state_files.built_settings import SettingsPart
 from trial_core.rank.state_files.compiled_names import name_as_uncompiled
 from trial_core.rank.state_files.optimizer_load import optimizers_loaded_in_place
 from trial_core.rank.state_files.safe_load import Reader
+from trial_core.rank.trial.optimizer_modes import with_modes
 from trial_core.rank.trial.trial_adapter import TrialAdapter, accepts
 
 logger = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ class DeepSpeedTrialAdapter(TrialAdapter):
         parameters = (each for module in self.modules for each in module.parameters())
         self._required_grad = [(each, each.requires_grad) for each in parameters]
         self.optimizers = list(_base_optimizers(context.models))
+        _check_modes(self.optimizers, self.modules)
         of_engines = (engine.lr_scheduler for engine in context.models)
         self.schedulers = [each for each in of_engines if each is not None]
         first = context.models[0]
@@ -392,6 +394,25 @@ def _base_optimizers(engines: Sequence[DeepSpeedEngine]) -> Iterator[torch.optim
     for engine in engines:
         if isinstance(engine.basic_optimizer, torch.optim.Optimizer):
             yield engine.basic_optimizer
+
+
+def _check_modes(optimizers: Sequence[Any], modules: Sequence[torch.nn.Module]) -> None:
+    """Refuse an optimizer whose modes would switch DeepSpeed's copies, and not the weights."""
+    weights = {id(each) for module in modules for each in module.parameters()}
+    for each in with_modes(optimizers):
+        parameters = [one for group in each.param_groups for one in group["params"]]
+        if not parameters or any(id(one) not in weights for one in parameters):
+            raise TrialError(
+                f"{type(each).__name__} has train and eval modes, but DeepSpeed gives it copies of "
+                "the weights (ZeRO stages 1 to 3, bf16, fp16), so that validations would not see "
+                "the weights of its eval mode; train with ZeRO stage 0 in fp32, with a "
+                "PyTorchTrial, or with another optimizer"
+            )
+        logger.warning(
+            "%s: validations use the weights of its eval mode; checkpoints of a DeepSpeedTrial, "
+            "their exports and evaluations have those of its train mode",
+            type(each).__name__,
+        )
 
 
 def _is_managed(engine: DeepSpeedEngine) -> bool:

@@ -38,6 +38,7 @@ from trial_core.pytorch.trial import PyTorchTrial
 from trial_core.rank.rank_state import STATE_FOLDER
 from trial_core.rank.state_files.built_settings import ScalerPart, SettingsPart
 from trial_core.rank.state_files.safe_load import Reader
+from trial_core.rank.trial.optimizer_modes import to_training_mode
 from trial_core.rank.trial.trial_adapter import TrialAdapter
 
 
@@ -144,6 +145,8 @@ class PyTorchTrialAdapter(TrialAdapter):
         reader: Reader,
         hook_state: Mapping[str, Any],
     ) -> None:
+        # `hook_state` has the trained weights themselves, and on_checkpoint_save_start may switch.
+        to_training_mode(self.optimizers)
         write_state(self._context, folder, memory_files, reader, hook_state)
         if self._context.distributed.get_rank() == 0:
             for i, model in enumerate(self._context.models):

@@ -55,6 +55,11 @@ from trial_core.rank.state_files.optimizer_load import optimizers_loaded_in_plac
 from trial_core.rank.state_files.safe_load import Reader
 from trial_core.rank.state_files.safe_save import readable
 from trial_core.rank.state_files.tensor_files import write_tensors
+from trial_core.rank.trial.optimizer_modes import (
+    optimizers_evaluating,
+    to_training_mode,
+    with_modes,
+)
 
 STATE_FILE = "state_dict.pth"
 FROZEN_FILE = frozen_path(Path(STATE_FILE)).name
@@ -77,6 +82,7 @@ def state_of(context: PyTorchTrialContext) -> dict[str, Any]:
     """
     for index, optimizer in enumerate(context.optimizers):
         _require_divided_alike(index, optimizer)
+    to_training_mode(context.optimizers)
     models = [unwrapped(model) for model in context.models]
     context.left_out = _left_out(context, models)
     state: dict[str, Any] = {
@@ -84,8 +90,8 @@ def state_of(context: PyTorchTrialContext) -> dict[str, Any]:
         OPTIMIZERS: [optimizer.state_dict() for optimizer in context.optimizers],
         SCHEDULERS: [scheduler.state_dict() for scheduler in context.lr_schedulers],
     }
-    if context.averages is not None:
-        state[WEIGHTS], averages = state[MODELS], context.averages.averages
+    if (averages := _validated_weights(context)) is not None:
+        state[WEIGHTS] = state[MODELS]
         state[MODELS] = [
             _averaged(*each) for each in zip(models, state[WEIGHTS], averages, strict=True)
         ]
@@ -343,6 +349,27 @@ def _model_state(model: nn.Module, left_out: set[str]) -> dict[str, Any]:
     for name in left_out:
         state.pop(name, None)
     return state
+
+
+def _validated_weights(context: PyTorchTrialContext) -> list[dict[str, torch.Tensor]] | None:
+    """For each model, the parameters that validations see in place of the trained ones, by name.
+
+    None if validations see the trained ones.
+    """
+    if context.averages is not None:
+        return context.averages.averages
+    if not with_modes(context.optimizers):
+        return None
+    with optimizers_evaluating(context.optimizers) as parameters:
+        switched = {id(each) for each in parameters}
+        return [
+            {
+                name: each.detach().clone()
+                for name, each in unwrapped(model).named_parameters()
+                if id(each) in switched
+            }
+            for model in context.models
+        ]
 
 
 def _averaged(

@@ -24,6 +24,7 @@ from trial_core.rank.trial.metric_reduction import (
     calls_over_ranks,
     combine,
 )
+from trial_core.rank.trial.optimizer_modes import to_training_mode
 from trial_core.rank.trial.trial_adapter import TrialAdapter, accepts
 from trial_core.schedule.units import EpochLength
 
@@ -85,6 +86,7 @@ class TrainingLoop:
         metrics = BatchMetrics()
         adapter.reducers.reset("training")
         adapter.set_training(True)
+        to_training_mode(adapter.optimizers)
         ready_made = trial_callbacks(adapter.callbacks)
         while info.batches_trained < until and stop_barrier.may_begin_step():
             batch_idx = info.current_batch = info.batches_trained

@@ -22,6 +22,7 @@ from trial_core.rank.rank_state import capture_rng, restore_rng
 from trial_core.rank.training import BatchReporter, with_custom
 from trial_core.rank.trial.callback import overridden_hooks, trial_callbacks
 from trial_core.rank.trial.metric_reduction import BatchMetrics, Reducer, combine
+from trial_core.rank.trial.optimizer_modes import optimizers_evaluating
 from trial_core.rank.trial.trial_adapter import TrialAdapter
 
 # With these hooks, evaluating one batch does not tell the metrics' names.
@@ -36,9 +37,10 @@ class _Interrupted(Exception):
 
 @contextmanager
 def evaluating(adapter: TrialAdapter) -> Iterator[None]:
-    """Inside the block, models are in evaluation mode, and torch records no gradients."""
+    """Inside the block, models and optimizers are in evaluation mode, without gradients."""
     adapter.set_training(False)
     with ExitStack() as stack:
+        stack.enter_context(optimizers_evaluating(adapter.optimizers))
         for callback in trial_callbacks(adapter.callbacks):
             stack.enter_context(callback.evaluating())
         stack.callback(adapter.set_training, True)
