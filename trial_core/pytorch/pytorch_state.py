@@ -357,7 +357,8 @@ def _validated_weights(context: PyTorchTrialContext) -> list[dict[str, torch.Ten
     None if validations see the trained ones.
     """
     if context.averages is not None:
-        return context.averages.averages
+        averages: list[dict[str, torch.Tensor]] = context.averages.averages
+        return averages
     if not with_modes(context.optimizers):
         return None
     with optimizers_evaluating(context.optimizers) as parameters:
