@@ -109,6 +109,10 @@ class DeepSpeedTrialAdapter(TrialAdapter):
         self.evaluates_in_lockstep = is_pipeline or partitions_weights or splits_model
         self.whole_models = [] if self.evaluates_in_lockstep else context.models
         self.pads_evaluation = not is_pipeline
+        self.takes_smaller_micro_batches = not any(
+            isinstance(engine, PipelineEngine) and not engine.dynamic_shape
+            for engine in context.models
+        )
         self.evaluates_full_dataset = self._full_dataset_is_evaluated(
             "its engine's forward pass needs the other ranks (ZeRO stage 3, pipeline or model "
             "parallelism)"

@@ -175,12 +175,14 @@ class ReadyToTrain(Result):
         loads_micro_batches: True if the training loader has the engine's micro-batch size, which
             may then be changed; None on a rank that needs no data.
         settings: the settings that have changed since the checkpoint.
+        warnings: about the data, for people.
     """
 
     epoch: EpochLength | None
     restore_seconds: float = 0.0
     loads_micro_batches: bool | None = None
     settings: RestoredSettings = RestoredSettings()
+    warnings: list[str] = []
 
 
 class TrainBatches(Request):

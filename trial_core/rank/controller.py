@@ -330,6 +330,7 @@ class Controller:
             restore_seconds=restore_seconds,
             loads_micro_batches=loaders.loads_micro_batches,
             settings=told,
+            warnings=[each for each in (loaders.validation.warning,) if each],
         )
 
     def train(self, request: TrainBatches) -> Trained:

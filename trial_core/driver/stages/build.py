@@ -188,6 +188,7 @@ def build_loaders(launch: Launch, point: ResumePoint) -> EpochLength | None:
     )
     ranks = launch.ask(request, ReadyToTrain)
     launch.run.clock.count_as("restore", max(rank.restore_seconds for rank in ranks))
+    launch.warn(ranks[0].warnings)
     tell_changes(launch, point, ranks[0].settings)
     launch.answers.epoch = ranks[0].epoch
     launch.answers.loads_micro_batches = all(r.loads_micro_batches is not False for r in ranks)

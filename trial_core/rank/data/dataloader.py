@@ -17,7 +17,7 @@ from torch.utils import data
 
 from trial_core.errors import TrialError
 from trial_core.rank.data.iterable import ShardedIterable, micro_batches_in
-from trial_core.rank.data.micro_batch_seeds import SeededBatches
+from trial_core.rank.data.micro_batch_seeds import SeededBatches, epoch_setters
 from trial_core.rank.data.samplers import adapt_batch_sampler
 from trial_core.rank.data.seekable_samplers import length_of
 from trial_core.rank.trial.seeding import generator_for
@@ -39,6 +39,10 @@ class DataLoader:
     * with ``num_workers=0`` they draw from the global generators, which checkpoints restore;
     * with workers, augmentations of a map-style dataset draw from the worker's global generators,
       which are seeded for each micro-batch by (seed, its position in the sequence of all ranks).
+
+    In training, the ``set_epoch`` of a map-style dataset (or of those in a ``Subset`` or
+    ``ConcatDataset``) is called with the number of each epoch before it is loaded, in the workers
+    too. It needs the same conditions as the seeds of workers.
 
     Not reproducible are generators that a dataset or ``worker_init_fn`` creates itself and that
     advance from sample to sample. With workers there are three more cases: a ``batch_size`` of
@@ -166,9 +170,13 @@ class DataLoader:
         if isinstance(self.dataset, data.IterableDataset):
             return self._iterable_loader(repeat, skip, num_replicas, rank, seed, epoch)
         chain = adapt_batch_sampler(self._order(), repeat, skip, num_replicas, rank, seed=seed)
-        if self.num_workers:
-            first = skip * num_replicas + rank
-            chain = SeededBatches(chain, seed, first, num_replicas)
+        setters = epoch_setters(self.dataset) if repeat else []
+        if self.num_workers or setters:
+            first, per_epoch = skip * num_replicas + rank, self.num_micro_batches
+            chain = SeededBatches(
+                chain, seed, first, num_replicas,
+                per_epoch if setters else None, () if self.num_workers else setters,
+            )  # fmt: skip
         chain.set_epoch(epoch)
         options = self._loading_options(seed, rank, skip)
         if self.batch_sampler is None:

@@ -1,4 +1,4 @@
-"""Random numbers of a micro-batch that depend on its position alone.
+"""Random numbers of a micro-batch that depend on its position alone, and its dataset's epoch.
 
 Augmentations do not depend on when a loader worker was started: otherwise its generators would
 depend on the samples loaded since then, which no checkpoint records. Here each micro-batch carries
@@ -15,11 +15,12 @@ generators, seeded for each micro-batch.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import get_worker_info
+from torch.utils.data import Dataset, get_worker_info
 
 from trial_core.rank.collectives.distributed import DistributedContext
 from trial_core.rank.data.seekable_samplers import SamplerWrapper, SeekableSampler
@@ -39,19 +40,53 @@ def seed_micro_batch(seed: int, epoch: int, position: int) -> None:
         seed_globals(derive_seed(seed, "micro-batch", epoch, position))
 
 
-class SeededIndices(list[int]):
-    """Indices of a micro-batch; iterating over them seeds the worker."""
+_told: tuple[int, int] | None = None
+"""The last epoch that this worker has told its dataset, after its process id: workers are forks."""
 
-    def __init__(self, indices: Iterable[int], seed: int, epoch: int, position: int) -> None:
+
+def epoch_setters(dataset: Any) -> list[Callable[[int], object]]:
+    """``set_epoch`` of a map-style dataset, or of the datasets in a ``Subset`` and the like."""
+    if callable(setter := getattr(dataset, "set_epoch", None)):
+        return [setter]
+    inner = [getattr(dataset, "dataset", None), *(getattr(dataset, "datasets", None) or ())]
+    return [each for part in inner if isinstance(part, Dataset) for each in epoch_setters(part)]
+
+
+class SeededIndices(list[int]):
+    """Indices of a micro-batch; iterating over them seeds the worker.
+
+    Attributes:
+        of_epoch: the epoch that the worker's dataset is told; None to tell it nothing.
+    """
+
+    def __init__(
+        self,
+        indices: Iterable[int],
+        seed: int,
+        epoch: int,
+        position: int,
+        of_epoch: int | None = None,
+    ) -> None:
         super().__init__(indices)
         self.seed = seed
         self.epoch = epoch
         self.position = position
+        self.of_epoch = of_epoch
 
     def __iter__(self) -> Iterator[int]:
         # torch's fetcher (and nearly every __getitems__) iterates over them in the worker.
         seed_micro_batch(self.seed, self.epoch, self.position)
+        self._tell_epoch()
         return super().__iter__()
+
+    def _tell_epoch(self) -> None:
+        global _told  # a worker has one dataset
+        worker = get_worker_info()
+        if worker is None or self.of_epoch is None or _told == (os.getpid(), self.of_epoch):
+            return
+        _told = (os.getpid(), self.of_epoch)
+        for tell in epoch_setters(worker.dataset):
+            tell(self.of_epoch)
 
 
 class SeededBatches(SamplerWrapper[Any]):
@@ -59,19 +94,40 @@ class SeededBatches(SamplerWrapper[Any]):
 
     In the sequence that all ranks share, `first` is the position of the first batch, and `stride`
     the distance between two of the rank's batches.
+
+    Args:
+        per_epoch: batches of all ranks in an epoch, if workers tell the dataset the epoch.
+        tell_here: called with the epoch, if this process loads the batches itself.
     """
 
-    def __init__(self, batches: SeekableSampler[Any], seed: int, first: int, stride: int) -> None:
+    def __init__(
+        self,
+        batches: SeekableSampler[Any],
+        seed: int,
+        first: int,
+        stride: int,
+        per_epoch: int | None = None,
+        tell_here: Iterable[Callable[[int], object]] = (),
+    ) -> None:
         super().__init__(batches)
         self._seed = seed
         self._first = first
         self._stride = stride
+        self._per_epoch = per_epoch
+        self._tell_here = [*tell_here]
 
     def iterate(self, epoch: int, start: int = 0, step: int = 1) -> Iterator[Any]:
         position = self._first + start * self._stride
+        told = of_epoch = None
         for batch in self.base.iterate(epoch, start, step):
+            if self._per_epoch:
+                of_epoch = epoch + position // self._per_epoch
+                if of_epoch != told:
+                    for tell in self._tell_here:  # the batch is loaded next, here
+                        tell(of_epoch)
+                    told = of_epoch
             if type(batch) is list:
-                batch = SeededIndices(batch, self._seed, epoch, position)
+                batch = SeededIndices(batch, self._seed, epoch, position, of_epoch)
             yield batch
             position += step * self._stride
 

@@ -63,6 +63,7 @@ class ValidationSet:
         own_evaluations: `evaluate_batch` calls that the shard has data for; None if unknown.
         agreed_evaluations: calls of all ranks in lockstep; None if unknown. Ranks then exchange
             before each call whether they have data.
+        warning: what is left out of each validation, for people; empty without that.
         limit: maximum number of calls.
     """
 
@@ -75,6 +76,7 @@ class ValidationSet:
     pads: bool
     own_evaluations: int | None
     agreed_evaluations: int | None
+    warning: str = ""
     limit: int | None = None
 
     def begin(self) -> PeekableIterator | None:
@@ -151,8 +153,8 @@ def validation_set(
     """Shard the validation loader and agree on calls that count. Collective: every rank calls it.
 
     Raises:
-        TrialError: on all ranks, if a loader is an iterator without a length; or if a shard has no
-            whole group of micro-batches, and groups cannot be padded.
+        TrialError: on all ranks, if a loader is an iterator without a length; or, with pipeline
+            parallelism, if a shard has no whole group of micro-batches, or one has fewer samples.
     """
     shard, group_size = loader, adapter.micro_batches_per_evaluation
     if isinstance(loader, DataLoader):  # a custom loader is this rank's shard already
@@ -164,7 +166,10 @@ def validation_set(
     if shard is not None:
         shard = with_shared_rng(shard, adapter, distributed, seed)
     unusable = type(loader).__name__ if may_be_endless else None
-    ranks = distributed.allgather((shard is not None, own, adapter.data_parallel_rank, unusable))
+    sizes = None if adapter.pads_evaluation else _sizes(loader)
+    ranks = distributed.allgather(
+        (shard is not None, own, adapter.data_parallel_rank, sizes, unusable)
+    )
     for *_, name in ranks:
         if name is not None:
             raise TrialError(
@@ -173,18 +178,21 @@ def validation_set(
                 "whose __iter__ begins a new pass, such as a DataLoader or a list, or give the "
                 "iterator a __len__"
             )
-    lengths = [(length, rank) for has_data, length, rank, _ in ranks if has_data]
+    lengths = [(length, rank) for has_data, length, rank, *_ in ranks if has_data]
     known = [length for length, _ in lengths if length is not None]
     has_unknown = len(known) < len(lengths)
     if shard is None:  # a rank without data counts as the ranks of the same shard do
         peers = [length for length, rank in lengths if rank == adapter.data_parallel_rank]
         own = next((length for length in peers if length is not None), None)
-    agreed = None
+    agreed, warning = None, ""
     if adapter.evaluates_in_lockstep and known and not has_unknown:
         counts = [length // group_size for length in known]
         agreed = max(counts) if adapter.pads_evaluation else min(counts)
         if not adapter.pads_evaluation:
-            _check_left_out(known, agreed, group_size, distributed)
+            warning = _left_out(known, agreed, group_size)
+            if not adapter.takes_smaller_micro_batches:
+                for *_, each, _ in ranks:
+                    _require_equal(each, adapter.data_parallel_size, agreed * group_size)
     return ValidationSet(
         loader=loader,
         shard=shard,
@@ -195,6 +203,7 @@ def validation_set(
         pads=adapter.pads_evaluation,
         own_evaluations=None if own is None else own // group_size,
         agreed_evaluations=agreed,
+        warning=warning,
     )
 
 
@@ -207,18 +216,48 @@ def _too_small_error(group_size: int, seen: str) -> TrialError:
     )
 
 
-def _check_left_out(
-    lengths: list[int], agreed: int, group_size: int, distributed: DistributedContext
-) -> None:
+def _left_out(lengths: list[int], agreed: int, group_size: int) -> str:
+    """What a pipeline leaves out, for people. Raises TrialError if that is all."""
     if agreed == 0:
         raise _too_small_error(group_size, f"{min(lengths)} on some rank")
     left_out = max(lengths) - agreed * group_size
-    if left_out and distributed.get_rank() == 0:
-        logger.warning(
-            "with pipeline parallelism, validation takes whole groups of "
-            "gradient_accumulation_steps = %d micro-batches: up to %d of %d micro-batches of a "
-            "data-parallel rank are left out",
-            group_size,
-            left_out,
-            max(lengths),
-        )
+    if not left_out:
+        return ""
+    return (
+        "with pipeline parallelism, validation takes whole groups of gradient_accumulation_steps "
+        f"= {group_size} micro-batches: up to {left_out} of {max(lengths)} micro-batches of a "
+        "data-parallel rank are left out of each validation"
+    )
+
+
+def _sizes(loader: Any) -> tuple[int, int] | None:
+    """The samples of a loader, and of a micro-batch; None if its micro-batches may have any size.
+
+    None as well if all have the same.
+    """
+    if not isinstance(loader, DataLoader) or loader.batch_size is None or loader.drop_last:
+        return None
+    samples = length_of(loader.sampler)
+    if samples is None or samples % loader.batch_size == 0:
+        return None
+    return samples, loader.batch_size
+
+
+def _require_equal(sizes: tuple[int, int] | None, ranks: int, taken: int) -> None:
+    """Check that a pipeline takes no smaller micro-batch: its stages agree on one shape.
+
+    Args:
+        ranks: the number of data-parallel ranks.
+        taken: micro-batches of each that are evaluated.
+    """
+    if sizes is None:
+        return
+    samples, per_micro_batch = sizes
+    if samples // per_micro_batch // ranks >= taken:  # the last one is left out
+        return
+    raise TrialError(
+        f"the validation set has {samples} samples in micro-batches of {per_micro_batch}, so its "
+        f"last one has {samples % per_micro_batch}: the stages of a pipeline exchange activations "
+        "of one shape. Give build_validation_data_loader a batch size that divides the samples, "
+        "or drop_last=True; or build the PipelineModule with dynamic_shape=True"
+    )

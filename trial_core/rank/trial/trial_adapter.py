@@ -66,6 +66,7 @@ class TrialAdapter(ABC):
     micro_batches_per_evaluation: int
     evaluates_in_lockstep: bool
     pads_evaluation: bool
+    takes_smaller_micro_batches: bool = True
     evaluates_full_dataset: bool
     chief_hooks: frozenset[str] = frozenset()
     checkpoint_classes: Sequence[Any]

@@ -61,6 +61,18 @@ class NoLength(data.Dataset[int]):
         return index
 
 
+class ByEpoch(Numbers):
+    """Each sample is the epoch that the dataset was told last."""
+
+    epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> int:
+        return self.epoch
+
+
 def take(loader: Any, count: int) -> list[Any]:
     return [batch.tolist() for batch in itertools.islice(iter(loader), count)]
 
@@ -129,6 +141,25 @@ def test_workers_augment_the_same_after_resuming() -> None:
     whole = batches(workers=2, skip=0)
     assert batches(workers=2, skip=4) == whole[4:]
     assert batches(workers=1, skip=0) == whole
+
+
+@pytest.mark.parametrize("wrap", [lambda of: of, lambda of: data.Subset(of, range(9))])
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
+def test_a_dataset_is_told_each_epoch(workers: int, persistent: bool, wrap: Any) -> None:
+    """In the workers too, and after a resume in a later epoch. Other passes tell it nothing."""
+    own = ByEpoch(9)
+    loader = DataLoader(
+        wrap(own), batch_size=3, shuffle=True, num_workers=workers, persistent_workers=persistent
+    )
+
+    def epochs(skip: int = 0) -> list[int]:
+        repeated = loader.get_data_loader(True, skip, num_replicas=2, rank=1)
+        return [batch[0] for batch in take(repeated, 6 - skip)]
+
+    assert epochs() == [0, 1, 1, 2, 3, 3]  # of the micro-batches 1, 3, 5, 7, 9, 11
+    assert epochs(skip=4) == [3, 3]
+    own.set_epoch(7)
+    assert {each for (each, *_) in take(loader.get_data_loader(), 3)} == {7}
 
 
 def test_augmentations_differ() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +27,8 @@ class Ranks:
         self.sizes = sizes
 
     def allgather(self, mine: Any) -> list[Any]:
-        return [(True, size, rank, None) for rank, size in enumerate(self.sizes)]
+        *_, loader, unusable = mine
+        return [(True, size, rank, loader, unusable) for rank, size in enumerate(self.sizes)]
 
     def get_rank(self) -> int:
         return 0
@@ -46,6 +46,7 @@ def one_rank(
         micro_batches_per_evaluation=group,
         evaluates_in_lockstep=lockstep,
         pads_evaluation=pads,
+        takes_smaller_micro_batches=pads,
     )
     ranks: Any = Ranks(sizes)
     validation = validation_set(adapter, DataLoader(dataset, batch_size=2), 0, ranks)
@@ -79,11 +80,21 @@ def test_groups_end_with_the_shortest_shard(sizes: list[int], group: int) -> Non
             assert calls == [True] * (min(sizes) // group)
 
 
-def test_left_out_micro_batches_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_left_out_micro_batches_are_told() -> None:
     """7 and 6 micro-batches in groups of 4: 3 of 7 are left out."""
-    with caplog.at_level(logging.WARNING):
-        one_rank(samples(26), 0, [7, 6], group=4, lockstep=True, pads=False)
-    assert "up to 3 of 7 micro-batches of a data-parallel rank are left out" in caplog.text
+    validation, _ = one_rank(samples(26), 0, [7, 6], group=4, lockstep=True, pads=False)
+    assert "up to 3 of 7 micro-batches of a data-parallel rank are left out" in validation.warning
+    whole, _ = one_rank(samples(24), 0, [6, 6], group=3, lockstep=True, pads=False)
+    assert whole.warning == ""
+
+
+@pytest.mark.parametrize(("count", "sizes"), [(7, [4]), (15, [4, 4])])
+def test_a_pipeline_takes_no_smaller_micro_batch(count: int, sizes: list[int]) -> None:
+    """Its stages agree on one shape. One that is left out harms nothing."""
+    with pytest.raises(TrialError, match=rf"{count} samples .* of 2, .* last one has 1.*drop_last"):
+        one_rank(samples(count), 0, sizes, group=2, lockstep=True, pads=False)
+    one_rank(samples(count), 0, sizes, group=3, lockstep=True, pads=False)
+    one_rank(samples(count + 1), 0, sizes, group=2, lockstep=True, pads=False)
 
 
 def test_a_limit_ends_every_rank_alike() -> None:
