@@ -39,10 +39,10 @@ from trial_core.deepspeed.restore_files import (
 from trial_core.deepspeed.trial import DeepSpeedTrial
 from trial_core.errors import CheckpointError, TrialError, TrialValueError
 from trial_core.processes.machine.memory_files import MemoryFiles
-from trial_core.rank.state_files.built_settings import SettingsPart
 from trial_core.rank.state_files.compiled_names import name_as_uncompiled
 from trial_core.rank.state_files.optimizer_load import optimizers_loaded_in_place
 from trial_core.rank.state_files.safe_load import Reader
+from trial_core.rank.state_files.settings_parts import SettingsPart
 from trial_core.rank.trial.optimizer_modes import with_modes
 from trial_core.rank.trial.trial_adapter import TrialAdapter, accepts
 

@@ -11,7 +11,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from trial_core.rank.state_files.built_settings import (
+from trial_core.rank.state_files.settings_parts import (
     OptimizerPart,
     SavedPart,
     SchedulePart,

@@ -36,8 +36,8 @@ from trial_core.pytorch.sharded_model import is_sharded, mesh_shape, reshard
 from trial_core.pytorch.sharded_state import files_of_parts
 from trial_core.pytorch.trial import PyTorchTrial
 from trial_core.rank.rank_state import STATE_FOLDER
-from trial_core.rank.state_files.built_settings import ScalerPart, SettingsPart
 from trial_core.rank.state_files.safe_load import Reader
+from trial_core.rank.state_files.settings_parts import ScalerPart, SettingsPart
 from trial_core.rank.trial.optimizer_modes import to_training_mode
 from trial_core.rank.trial.trial_adapter import TrialAdapter
 

@@ -15,9 +15,9 @@ from trial_core.checkpoint.resume_point import Restore
 from trial_core.errors import TrialError
 from trial_core.processes.machine.memory_files import MemoryFiles
 from trial_core.rank.collectives.accelerator import has_accelerator
-from trial_core.rank.state_files.built_settings import OptimizerPart, SchedulePart, SettingsPart
 from trial_core.rank.state_files.frozen_as_built import FrozenAsBuilt
 from trial_core.rank.state_files.safe_load import Reader
+from trial_core.rank.state_files.settings_parts import OptimizerPart, SchedulePart, SettingsPart
 from trial_core.rank.trial.callback import PyTorchCallback, built_callbacks
 from trial_core.rank.trial.custom_reducers import ReducerRegistry
 from trial_core.rank.trial.metric_reduction import Reducer

@@ -41,13 +41,15 @@ from trial_core.messages import (
 from trial_core.processes.slots.slot_group import SlotGroup
 from trial_core.rank.state_files.built_settings import (
     BuiltSettings,
-    OptimizerPart,
     SavedSettings,
+    changes_of_data,
+    read_settings,
+)
+from trial_core.rank.state_files.settings_parts import (
+    OptimizerPart,
     ScalerPart,
     SchedulePart,
     SettingsPart,
-    changes_of_data,
-    read_settings,
 )
 
 Trial = tuple[list[Any], list[Any]]
