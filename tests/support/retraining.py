@@ -34,7 +34,7 @@ from trialflow.flows.evaluate import EvaluateResult
 from trialflow.flows.server.embedded_server import flush
 from trialflow.flows.train import TrialResult
 
-WAIT_SECONDS = 60.0
+WAIT_SECONDS = 300.0
 
 
 class Killed(BaseException):
