@@ -146,7 +146,6 @@ def _run_to_its_end(
         report_path=str(report.path),
         run_dir=str(run.run_dir),
         throughput=run.throughput.throughput.to_json(),
-        changes=launch.answers.changes,
     )
 
 
@@ -196,9 +195,6 @@ def try_trial(
         if run.test_mode == "restore":
             at_end.push(forget)
         ended = driver.drive()
-        if run.test_mode == "compare":
-            changes = ended.launch.answers.changes
-            return replace(ended, result=replace(ended.result, changes=changes))
         if run.test_mode == "restore" and ended.result.checkpoint_uuid is not None:
             clear_rank_files(run_dir)
             clear_kept(run_dir)  # else the restore would not read the storage

@@ -119,6 +119,7 @@ def follow_script(launch: Launch, uploads: Uploads) -> TrialResult:
         checkpoint_uuid=stored.uuid,
         checkpoint_at=launch.status.saved_at,
         checkpoint_url=run.store.files_url(stored.uuid) if stored.uuid else None,
+        changes=launch.answers.changes,
     )
 
 

@@ -145,6 +145,7 @@ class Loop:
             checkpoint_uuid=uuid,
             checkpoint_at=self._launch.status.saved_at,
             checkpoint_url=self._run.store.files_url(uuid) if uuid else None,
+            changes=self._launch.answers.changes,
         )
 
     # ------------------------------------------------------------------------- before training
