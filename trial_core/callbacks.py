@@ -199,12 +199,12 @@ class ExponentialMovingAverage(TrialCallback):
         """For each wrapped model or engine, the averages by the names of its ``state_dict``."""
         if self._averages is None:
             self._averages = [{} for _ in self.context.models]
-            self._begin_averages()
+            self._begin_averages(self._weights)
         return self._averages
 
-    def _begin_averages(self) -> None:
+    def _begin_averages(self, of_models: list[dict[str, nn.Parameter]]) -> None:
         """Begin the averages of weights that are trained, as far as they have none."""
-        for averages, weights in zip(self.averages, self._weights, strict=True):
+        for averages, weights in zip(self.averages, of_models, strict=True):
             for name, weight in weights.items():
                 if weight.requires_grad and name not in averages:
                     averages[name] = _first_average(weight)
@@ -218,8 +218,9 @@ class ExponentialMovingAverage(TrialCallback):
         steps, self._steps_seen = self._steps_seen, self._steps_made
         if steps == self._steps_seen:
             return
-        self._begin_averages()
-        for averages, weights in zip(self.averages, self._weights, strict=True):
+        of_models = self._weights
+        self._begin_averages(of_models)
+        for averages, weights in zip(self.averages, of_models, strict=True):
             for name, average in averages.items():
                 average.lerp_(weights[name].to(average.dtype), 1 - self.decay)
 

@@ -169,12 +169,10 @@ def train(
         exit_code = run.run(call, has_server=not test and not dry)
         if run.result is not None:
             outcome.completed(run.result)
-            if dry:
-                print(_compared(run.result), file=outcome.stream, flush=True)
-                return exit_code
-            if test:
+            if dry or test:
                 took = text_format.duration(time.monotonic() - began)
-                print(f"{_tested(run.result)} ({took})", file=outcome.stream, flush=True)
+                said = _compared(run.result) if dry else f"{_tested(run.result)} ({took})"
+                print(said, file=outcome.stream, flush=True)
                 return exit_code
             summary = _summary(
                 run.result, time.monotonic() - began, run.later_ui, continuation.option,

@@ -49,6 +49,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "schedule": ("scheduled", {"schedule": "other"}),
 }
 """Each of these changes is alone: a resume with it fails."""
+KEPT = {"kept": ["optimizer.lr", "scaler"]}
 
 
 @dataclass
@@ -174,14 +175,14 @@ class InScripts(Study):
         runs = [self._fit(name, 4 if name in SAVED else 8, of) for name, of in first.items()]
         ended = fit_toys("python", self.folder / "a", *runs, ranks=1)
         fitted = dict(zip(first, ended, strict=True))
-        then, runs = {**RESUMED, **REFUSED, **ACCUMULATED}, []
+        then, runs = {**RESUMED, **REFUSED, **ACCUMULATED, "kept": ("saved", SETTINGS)}, []
         if not self.is_torch:
             del then["accumulated"]
         for name, (of, changes) in then.items():
             # A store of its own: each continues the trial from batch 4.
             shutil.copytree(self.folder / of / "checkpoints", self.folder / name / "checkpoints")
             latest = {"latest_checkpoint": fitted[of][0]["checkpoint_uuid"]}
-            runs.append(self._fit(name, 8, changes, **latest))
+            runs.append(self._fit(name, 8, changes, keep=KEPT.get(name, []), **latest))
         ended = fit_toys("python", self.folder / "b", *runs, ranks=1)
         fitted |= dict(zip(then, ended, strict=True))
         for name, (result,) in fitted.items():

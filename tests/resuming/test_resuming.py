@@ -72,6 +72,16 @@ def test_what_counts(study: Callable[[str], Study], way: str, key: str) -> None:
     assert OBSERVED[key](runs) == getattr(ROWS[key], column)
 
 
+@pytest.mark.xdist_group("resuming script")
+def test_a_fit_keeps_what_it_is_asked_to_keep(study: Callable[[str], Study]) -> None:
+    """One setting of an optimizer; the others are the new ones. What keeps nothing is told."""
+    kept = study("script")["kept"]
+    assert kept.values("lr") == [OLD["lr"]] * 4
+    assert kept.values("weight_decay") == [SETTINGS["weight_decay"]] * 4
+    assert "lr stays 0.01 (not 0.02), because you asked for it (keep)" in kept.told
+    assert "Not kept: scaler, because it has not changed" in kept.told
+
+
 def test_the_page_has_the_table() -> None:
     """Else: ``python -m tests.resuming.table``."""
     page = PAGE.read_text()

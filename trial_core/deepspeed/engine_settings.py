@@ -11,6 +11,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from trial_core.common.text_format import is_finite_number
 from trial_core.rank.state_files.settings_parts import (
     OptimizerPart,
     SavedPart,
@@ -95,8 +96,12 @@ class _Engine(SettingsPart):
         self._engine = engine
         super().__init__(engine, [{"gradient_clipping": float(engine.gradient_clipping())}])
 
-    def keep(self, saved: SavedPart) -> None:
-        self._clip(saved.groups[0]["gradient_clipping"])
+    def keep(self, saved: SavedPart) -> str | None:
+        norm = saved.groups[0]["gradient_clipping"]
+        if not is_finite_number(norm):
+            return "the checkpoint's gradient_clipping is not a number"
+        self._clip(norm)
+        return None
 
     def apply(self, changed: Sequence[Collection[str]]) -> None:
         self._clip(self.groups[0]["gradient_clipping"])

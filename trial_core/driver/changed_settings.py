@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trial_core.checkpoint.resume_point import ResumePoint
-from trial_core.common.text_format import first_few, flat, setting, told_apart
+from trial_core.common.text_format import first_few, flat, one_line, setting, told_apart
 from trial_core.config import ExperimentConfig
 from trial_core.errors import ConfigError
 from trial_core.messages import RestoredSettings
@@ -91,10 +91,11 @@ def _changes(saved: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
     found = []
     for name in {**before, **now}:
         old, new = before.get(name, _ABSENT), now.get(name, _ABSENT)
+        shown = one_line(name)  # it may come from the storage
         if new is _ABSENT:
-            found.append(f"{name} {setting(old)}, which is gone")
+            found.append(f"{shown} {setting(old)}, which is gone")
         elif old is _ABSENT:
-            found.append(f"{name} {setting(new)}, which is new")
+            found.append(f"{shown} {setting(new)}, which is new")
         elif old != new:
-            found.append(f"{name} {' -> '.join(told_apart(old, new))}")
+            found.append(f"{shown} {' -> '.join(told_apart(old, new))}")
     return found

@@ -70,6 +70,12 @@ def test_how_changes_are_named(saved: dict[str, Any], given: dict[str, Any], tex
     assert told(saved, given).endswith(f"changed since it was saved: hyperparameters.{text}")
 
 
+def test_names_out_of_a_storage_are_cleaned() -> None:
+    """They are printed to terminals."""
+    text = told({"a\x1b[31m\nb": 1}, {})
+    assert text.endswith("hyperparameters.a 1, which is gone")
+
+
 def test_of_many_changes_the_first_are_named() -> None:
     """And how many more there are."""
     text = told({str(i): 0 for i in range(20)}, {str(i): 1 for i in range(20)})

@@ -6,6 +6,7 @@ its process ends meanwhile, nothing can open the file any more, not even ``mlflo
 
 from __future__ import annotations
 
+import glob
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -23,7 +24,7 @@ def create_database(place: str, trial: str) -> None:
     from sqlalchemy.engine import make_url
 
     new = path.with_name(f".{path.name}.{trial}.part")
-    for left in new.parent.glob(f"{new.name}*"):  # by a process that has ended
+    for left in new.parent.glob(f"{glob.escape(new.name)}*"):  # by a process that has ended
         left.unlink()
     whole = make_url(place).set(database=str(new))
     MlflowClient(whole.render_as_string(hide_password=False)).search_experiments(max_results=1)

@@ -38,6 +38,8 @@ def name_as_uncompiled(model: nn.Module) -> None:
     Each compiled module in it then shares its parts with the module that it compiles, instead of
     holding that module. It computes as before.
     """
+    if not _may_have_compiled():  # asked for often
+        return
     for compiled in [each for each in model.modules() if _is_compiled(each)]:
         own = vars(compiled)
         if _WITHIN not in own["_modules"]:
@@ -52,9 +54,14 @@ def name_as_uncompiled(model: nn.Module) -> None:
         own["named_modules"] = partial(_named_modules, compiled)
 
 
+def _may_have_compiled() -> bool:
+    return "torch._dynamo.eval_frame" in sys.modules  # imported when a module is compiled
+
+
 def _is_compiled(module: nn.Module) -> bool:
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # imported when a module is compiled
-    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+    return _may_have_compiled() and isinstance(
+        module, sys.modules["torch._dynamo.eval_frame"].OptimizedModule
+    )
 
 
 def _named_modules(

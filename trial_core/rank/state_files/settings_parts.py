@@ -154,7 +154,7 @@ class SchedulePart(SettingsPart):
         steps = _steps_done(self._scheduler)
         if steps is None or self._first is None:
             return "it does not tell how often it has stepped"
-        if getattr(self._scheduler, "T_cur", 0) % 1:
+        if isinstance(at := getattr(self._scheduler, "T_cur", None), float) and not at.is_integer():
             return "the trial itself gives it its epoch"
         if steps - self._first > _MAX_STEPS:
             return f"it has stepped more than {_MAX_STEPS:,} times"

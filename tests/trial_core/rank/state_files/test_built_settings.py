@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,6 +48,7 @@ from trial_core.rank.state_files.built_settings import (
 )
 from trial_core.rank.state_files.settings_parts import (
     OptimizerPart,
+    SavedPart,
     ScalerPart,
     SchedulePart,
     SettingsPart,
@@ -455,6 +457,28 @@ def test_deepspeeds_classes_of_one_optimizer_continue_each_other() -> None:
         assert part.continues(name)
     for name in ("SGD", "DeepSpeedCPULion", "FusedLamb", "Adagrad"):
         assert not part.continues(name)
+
+
+@pytest.mark.parametrize("saved_norm", [1.0, "much"])
+def test_clipping_is_kept_where_deepspeed_does_not_restore_it(
+    tmp_path: Path, saved_norm: Any
+) -> None:
+    """As without ZeRO and with stage 3. What is in a checkpoint need not be a number."""
+    from trial_core.deepspeed.engine_settings import engine_parts
+
+    config, optimizer = SimpleNamespace(gradient_clipping=0.5), SimpleNamespace(clip_grad=0.5)
+    engine: Any = SimpleNamespace(
+        _config=config, optimizer=optimizer, fp16_enabled=lambda: False,
+        gradient_clipping=lambda: config.gradient_clipping,
+    )  # fmt: skip
+    now = BuiltSettings(engine_parts([engine], []))
+    saved = SavedPart("engine", "SimpleNamespace", [{"gradient_clipping": saved_norm}])
+    told = now.apply(SavedSettings([saved]), keep=["engine"])
+    is_kept = saved_norm == 1.0
+    assert (config.gradient_clipping, optimizer.clip_grad) == (
+        (1.0, 1.0) if is_kept else (0.5, 0.5)
+    )
+    assert (bool(told.kept), bool(told.not_kept)) == (is_kept, not is_kept)
 
 
 @pytest.mark.slots
