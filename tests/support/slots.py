@@ -106,12 +106,13 @@ def toy_config(folder: Path, batches: int = 10, **changes: Any) -> ExperimentCon
 class Driven:
     """The progress, stages, metrics and checkpoints of a run.
 
-    `metric_names`: those found before training.
+    `metric_names`: those found before training. `warnings`: about the data, from rank 0.
     """
 
     progress: Progress
     topology: Topology | None = None
     metric_names: list[str] | None = None
+    warnings: list[str] = field(default_factory=list)
     stages: list[str] = field(default_factory=list)
     training: list[dict[str, Any]] = field(default_factory=list)
     validation: list[dict[str, Any]] = field(default_factory=list)
@@ -145,6 +146,7 @@ def drive(
     resume: Driven | None = None,
     persist: bool = False,
     names_metrics: bool = False,
+    compares: bool = True,
 ) -> Driven:
     """Run a whole schedule with all hooks like the flow, but without Prefect and manifests.
 
@@ -154,12 +156,13 @@ def drive(
         resume: an earlier run; continue from its last checkpoint, which must be persisted.
         persist: whether to upload checkpoints.
         names_metrics: whether to look for the names of the validation metrics before training.
+        compares: whether settings are compared with the checkpoint's.
     """
     ranks = build_on_ranks(slots, config, run_dir)
     driver = _Driver(slots, config, {hook for rank in ranks for hook in rank.hooks}, persist)
     driver.run.topology = ranks[0].topology
     driver.run.progress = resume.progress.stopping(False) if resume else Progress()
-    schedule, epoch = config.schedule(), driver.start(resume)
+    schedule, epoch = config.schedule(), driver.start(resume, compares)
     if names_metrics:
         driver.run.metric_names = slots.request(NameMetrics(), MetricsNamed)[0].names
     while not isinstance(work := next_workload(driver.run.progress, schedule, epoch), Finish):
@@ -260,7 +263,7 @@ class _Driver:
         self._hooks = frozenset(hooks)
         self._persist = persist
 
-    def start(self, resume: Driven | None) -> EpochLength | None:
+    def start(self, resume: Driven | None, compares: bool) -> EpochLength | None:
         """Fetch the checkpoint of `resume` and build the loaders; the length of an epoch."""
         begin, uuid_to_restore = self.run.progress.batches_trained, None
         if resume is not None:
@@ -272,11 +275,15 @@ class _Driver:
         self.hook("on_trial_startup", first_batch_idx=begin, checkpoint_uuid=uuid_to_restore)
         saved_by = resume.topology if resume else None
         loaders = BuildLoadersAndRestore(
-            batches_trained=begin, checkpoint=uuid_to_restore, saved_by=saved_by
+            batches_trained=begin,
+            checkpoint=uuid_to_restore,
+            saved_by=saved_by,
+            compares=compares,
         )
-        epoch = self._slots.request(loaders, ReadyToTrain)[0].epoch
+        ready = self._slots.request(loaders, ReadyToTrain)[0]
+        self.run.warnings = ready.warnings
         self.hook("on_training_start")
-        return epoch
+        return ready.epoch
 
     def train(self, until: int) -> None:
         trained = self.run.progress.batches_trained

@@ -79,6 +79,7 @@ _NOT_IN_DIGEST: dict[str, Any] = {
         "channel", "ray",
         "shrink_micro_batches", "peak_flops",
     },
+    "reproducibility": {"compare_data"},
 }  # fmt: skip
 
 

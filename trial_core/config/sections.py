@@ -152,6 +152,12 @@ class ReproducibilityConfig(Section):
         title="Seed",
         description="Seeds Python, NumPy, torch and the order of the training data.",
     )
+    compare_data: Flag = Field(
+        default=True,
+        title="Compare data",
+        description="Whether a warning tells that ranks, or a checkpoint and the run that resumes "
+        "it, have other data: lists of names, labels and indices in their datasets are compared.",
+    )
 
 
 class OptimizationsConfig(Section):

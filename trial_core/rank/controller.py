@@ -288,7 +288,7 @@ class Controller:
         began = time.monotonic()
         state = trial.snapshots.read_state(request.checkpoint, request.restore, remap)
         restore_seconds = time.monotonic() - began
-        loaders = build_loaders(adapter, self._distributed, seed)
+        loaders = build_loaders(adapter, self._distributed, seed, info.compares_data)
         hooks = overridden_hooks(adapter.callbacks)
         wants_batch_metrics = any(  # of any rank: all ranks must exchange the same
             self._distributed.allgather("on_training_workload_end" in hooks)
@@ -296,10 +296,11 @@ class Controller:
         loaders.validation.limit = request.validation_limit
         info.epoch = loaders.epoch
         told = RestoredSettings()
-        trial.snapshots.data_settings = loaders.settings()
+        snapshots, warnings = trial.snapshots, [*loaders.warnings]
+        snapshots.data_settings, snapshots.sample_lists = loaders.settings(), loaders.sample_lists
         if request.checkpoint is not None:
             began = time.monotonic()
-            told = trial.snapshots.restore(
+            told = snapshots.restore(
                 request.checkpoint,
                 state,
                 remap,
@@ -308,6 +309,8 @@ class Controller:
                 request.compares,
             )
             restore_seconds += time.monotonic() - began
+            if request.restore == "everything":
+                warnings += snapshots.differing_data(request.checkpoint, request.compares)
         # After restore: the trial's on_checkpoint_load_start may change any part of the state.
         own = (state if request.restore == "everything" else None) or {}
         loaders.begin(own.get("training_data"))
@@ -320,7 +323,7 @@ class Controller:
             wants_batch_metrics,
             self._stop_barrier,
             progress=self._reporter(BatchesTrained),
-            on_first_batch=trial.snapshots.rehearse,
+            on_first_batch=snapshots.rehearse,
             on_stop_requested=self._request_stop,
         )
         if info.tensorboard_logging:
@@ -330,7 +333,7 @@ class Controller:
             restore_seconds=restore_seconds,
             loads_micro_batches=loaders.loads_micro_batches,
             settings=told,
-            warnings=[each for each in (loaders.validation.warning,) if each],
+            warnings=warnings,
         )
 
     def train(self, request: TrainBatches) -> Trained:

@@ -21,6 +21,7 @@ from trial_core.processes.machine.memory_files import GIB, MemoryFiles, free_byt
 from trial_core.processes.slots.kept_memory import drop_kept
 from trial_core.rank.checkpoint_files import CheckpointFiles
 from trial_core.rank.collectives.distributed import DistributedContext
+from trial_core.rank.data.sample_lists import SampleLists, differing_checkpoint
 from trial_core.rank.first_checkpoint import load_back
 from trial_core.rank.rank_state import (
     STATE_FOLDER,
@@ -40,6 +41,7 @@ class Snapshots:
 
     Attributes:
         data_settings: the settings of its training data, once the loaders are built.
+        sample_lists: of its training data.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Snapshots:
         self._settings = settings
         self._built = built
         self.data_settings: dict[str, Any] = {}
+        self.sample_lists: SampleLists = {}
         self._verifies = settings.verify_first is not False
         self._reader = Reader(settings.trusted, adapter.checkpoint_classes)
         self._memory: MemoryFiles | None = None
@@ -102,7 +105,7 @@ class Snapshots:
         memory.end()
         write_rank_state(folder, self._distributed.get_rank(), state, self._reader)
         if self._built is not None and self._distributed.get_rank() == 0:
-            self._built.write(folder / STATE_FOLDER, self.data_settings)
+            self._built.write(folder / STATE_FOLDER, self.data_settings, self.sample_lists)
         if self._verifies:
             load_back(adapter, self._distributed, self._reader, folder, self._settings)
             self._verifies = False  # the others are saved and loaded in the same way
@@ -171,6 +174,18 @@ class Snapshots:
             told = msgspec.structs.replace(told, new=told.new + of_data)
         restore_callbacks(state, adapter.callbacks)  # what a callback sets counts
         return told
+
+    def differing_data(self, uuid: str, compares: bool) -> list[str]:
+        """Warnings if a fetched checkpoint was saved with other training data.
+
+        Args:
+            compares: as for `restore`, which tells another number of samples.
+        """
+        saved, now = read_settings(self._files.restored(uuid) / STATE_FOLDER), self.data_settings
+        if saved is None or (compares and saved.data.get("samples") != now.get("samples")):
+            return []
+        found = differing_checkpoint(saved.sample_lists, self.sample_lists)
+        return [] if found is None else [found]
 
     def _memory_files(self) -> MemoryFiles:
         # Not created before training: only then is known how much memory it leaves free.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +27,20 @@ class Noisy(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         inputs, label = self.dataset[index]
         return inputs + 0.1 * torch.rand(2), label
+
+
+class Listed(Noisy):
+    """Samples whose names are the lines of a file, as they may be those of a folder."""
+
+    def __init__(self, dataset: Any, file: Path) -> None:
+        super().__init__(dataset)
+        self.names = file.read_text().split()
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().__getitem__(int(self.names[index]))
 
 
 class Stream(IterableDataset[Any]):
@@ -58,6 +73,17 @@ class Epochs(ToyTrial):
             shuffle=self.hparams["shuffle"] and not is_iterable,
             num_workers=self.hparams.get("workers", 0),
             persistent_workers=self.hparams.get("persistent_workers", False),
+        )
+
+
+class ByName(ToyTrial):
+    """Each rank has the names of the samples in a file of its own."""
+
+    def build_training_data_loader(self) -> DataLoader:
+        file = Path(self.hparams["record"], f"names-{self.context.distributed.get_rank()}")
+        everything = samples(self.hparams["train_samples"])
+        return DataLoader(
+            Listed(everything, file), batch_size=self.hparams["micro_batch_size"], shuffle=True
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -73,6 +73,34 @@ def test_on_checkpoint_load_start_may_change_any_part_of_the_state(
         samples = [line[2:] for line in lines(tmp_path, "samples", rank)]
         assert samples[4:] == samples[:3]
         assert lines(tmp_path, "state", rank)[4:] == [[7, False]] * 3
+
+
+@pytest.mark.slots
+def test_data_in_another_order_are_told(warm_slots: Warm, tmp_path: Path) -> None:
+    """Of another rank, and of a checkpoint although neither experiment nor code has changed."""
+
+    def warnings(
+        of_rank: Sequence[Sequence[int]], resume: Driven | None = None, **kept: Any
+    ) -> Any:
+        for rank, names in enumerate(of_rank):
+            (tmp_path / f"names-{rank}").write_text(" ".join(map(str, names)))
+        config = toy_config(
+            tmp_path, 2 if resume is None else 3, entrypoint="loader_trials:ByName",
+            hyperparameters={"train_samples": 40, "record": str(tmp_path)}, **kept,
+        )  # fmt: skip
+        run = drive(warm_slots(2), config, tmp_path, resume=resume, persist=True, compares=False)
+        return run, run.warnings
+
+    ordered, other = range(40), range(39, -1, -1)
+    run, told = warnings([ordered, ordered])
+    assert told == []
+    assert warnings([ordered, ordered], run)[1] == []
+    (of_checkpoint,) = warnings([other, other], run)[1]
+    assert "the training data are not those of the checkpoint: Listed.names" in of_checkpoint
+    (of_ranks,) = warnings([ordered, other], run)[1]
+    assert "not the same on all ranks: rank 0 has Listed.names" in of_ranks
+    assert warnings([range(30), range(30)], run)[1] != []
+    assert warnings([other, ordered], run, reproducibility={"compare_data": False})[1] == []
 
 
 # --------------------------------------------------------------------------- on a single rank

@@ -6,8 +6,8 @@ import copy
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
@@ -15,6 +15,7 @@ from trial_core.errors import TrialError
 from trial_core.rank.collectives.distributed import DistributedContext
 from trial_core.rank.data.dataloader import DataLoader
 from trial_core.rank.data.micro_batch_seeds import with_shared_rng
+from trial_core.rank.data.sample_lists import SampleLists, differing_ranks, sample_lists
 from trial_core.rank.data.seekable_samplers import length_of
 from trial_core.rank.data.validation_set import ValidationSet, validation_set
 from trial_core.rank.trial.trial_adapter import TrialAdapter
@@ -97,6 +98,8 @@ class Loaders:
     Attributes:
         training_loader: the trial's own.
         epoch: the length of an epoch, the same on every rank; None if it is unknown.
+        sample_lists: of the training data, for a comparison; empty if there is none.
+        warnings: about the data, for people.
         training: micro-batches without end, after `begin`.
     """
 
@@ -106,6 +109,8 @@ class Loaders:
     training_loader: Any
     validation: ValidationSet
     epoch: EpochLength | None
+    sample_lists: SampleLists = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
     training: MicroBatches | None = None
 
     def begin(self, saved: Mapping[str, Any] | None = None) -> None:
@@ -176,8 +181,13 @@ class Loaders:
         return {**self.training.state_dict(), "ranks": ranks, "pass": passes}
 
 
-def build_loaders(adapter: TrialAdapter, distributed: DistributedContext, seed: int) -> Loaders:
+def build_loaders(
+    adapter: TrialAdapter, distributed: DistributedContext, seed: int, compares_data: bool = True
+) -> Loaders:
     """Build both loaders. Collective: every rank calls this. Call `Loaders.begin` next.
+
+    Args:
+        compares_data: find out whether all ranks have the same data.
 
     Raises:
         TrialError: a loader has the wrong type, is empty, or is missing on a rank that needs data;
@@ -190,11 +200,16 @@ def build_loaders(adapter: TrialAdapter, distributed: DistributedContext, seed: 
         adapter, adapter.validation_loader() if needed else None, "validation"
     )
     # All ranks know all lengths before any refuses one, so that all raise the same error.
-    lengths = distributed.allgather(
-        (_micro_batches_of_all(adapter, training), _micro_batches_of_all(adapter, validation))
-    )
-    training_length = _common_length([length for length, _ in lengths], "training")
-    _common_length([length for _, length in lengths], "validation")
+    found = [
+        sample_lists(each) if compares_data and isinstance(each, DataLoader) else None
+        for each in (training, validation)
+    ]
+    lengths = [_micro_batches_of_all(adapter, each) for each in (training, validation)]
+    of_ranks = distributed.allgather((*lengths, *found))
+    lengths_of_training, lengths_of_validation, *lists = zip(*of_ranks, strict=True)
+    training_length = _common_length(lengths_of_training, "training")
+    _common_length(lengths_of_validation, "validation")
+    differing = [*map(differing_ranks, lists, ("training", "validation"))]
 
     epoch = None
     if training_length is not None:
@@ -202,7 +217,8 @@ def build_loaders(adapter: TrialAdapter, distributed: DistributedContext, seed: 
             training_length, adapter.micro_batches_per_batch * adapter.data_parallel_size
         )
     shards = validation_set(adapter, validation, seed, distributed)
-    return Loaders(adapter, distributed, seed, training, shards, epoch)
+    warnings = [each for each in (*differing, shards.warning) if each]
+    return Loaders(adapter, distributed, seed, training, shards, epoch, found[0] or {}, warnings)
 
 
 def _require_usable(adapter: TrialAdapter, loader: Any, which: str) -> Any:
@@ -235,7 +251,7 @@ def _micro_batches_of_all(adapter: TrialAdapter, loader: Any) -> int | None:
     return None if own is None else own * adapter.data_parallel_size
 
 
-def _common_length(lengths: list[int | None], which: str) -> int | None:
+def _common_length(lengths: Sequence[int | None], which: str) -> int | None:
     known = [length for length in lengths if length is not None and length >= 0]
     if 0 in known:
         raise TrialError(

@@ -36,10 +36,12 @@ class SavedSettings(msgspec.Struct, frozen=True):
     Attributes:
         parts: of optimizers and the like.
         data: of the training data; empty if they are not known.
+        sample_lists: digests of the lists in its dataset; see `sample_lists`.
     """
 
     parts: list[SavedPart]
     data: Settings = {}
+    sample_lists: dict[str, str] = {}
 
 
 class BuiltSettings:
@@ -54,9 +56,15 @@ class BuiltSettings:
             [{"kind": each.kind, "type": each.type, "groups": each.groups} for each in self._parts]
         )
 
-    def write(self, folder: Path, data: Mapping[str, Any]) -> None:
+    def write(
+        self, folder: Path, data: Mapping[str, Any], sample_lists: Mapping[str, str] | None = None
+    ) -> None:
         """Write them, and those of the training data, to `FILE` in a folder of a checkpoint."""
-        content = {"parts": json.loads(self.to_json()), "data": data}
+        content = {
+            "parts": json.loads(self.to_json()),
+            "data": data,
+            "sample_lists": sample_lists or {},
+        }
         (folder / FILE).write_text(json.dumps(content, indent=1))
 
     def require_same_types(self, saved: SavedSettings) -> None:

@@ -66,6 +66,10 @@ class RunInfo:
         return ReproducibilityConfig.unchecked(self.experiment).experiment_seed
 
     @property
+    def compares_data(self) -> bool:
+        return ReproducibilityConfig.unchecked(self.experiment).compare_data
+
+    @property
     def checkpointing(self) -> CheckpointingConfig:
         return CheckpointingConfig.unchecked(self.experiment)
 
