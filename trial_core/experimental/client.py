@@ -17,6 +17,7 @@ from trial_core.checkpoint.retention.pruning import delete_checkpoint
 from trial_core.checkpoint.retention_policy import best_of_trial
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.transfer.fetch import download
+from trial_core.checkpoint.verified_read import read_verified
 from trial_core.cluster_info import trial_number
 from trial_core.common.lazy_names import lazy_names
 from trial_core.common.unknown_names import SaysWhatToUse
@@ -49,9 +50,9 @@ class StoredCheckpoint(SaysWhatToUse):
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """What a Core API script has stored with it."""
+        """What a Core API script has stored with it. Raises CheckpointDamaged."""
         entry = self.manifest.file("metadata.json")
-        stored = entry and self.store.storage.read(entry.key(self.uuid))
+        stored = entry and read_verified(self.store.storage, self.uuid, entry)
         return dict(json.loads(stored or "{}"))
 
     def download(self, path: str | None = None, mode: Any = None) -> str:

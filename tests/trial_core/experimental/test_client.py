@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.manifests import FILES, commit_files
+from tests.support.manifests import FILES, commit_files, put_files
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.errors import CheckpointNotFound, ModelNotFound
+from trial_core.errors import CheckpointDamaged, CheckpointNotFound, ModelNotFound
 from trial_core.experimental import Determined, client
 from trial_core.experimental.client import TrialMetrics
 from trial_core.models.registry import Registry
@@ -48,6 +48,22 @@ def test_a_checkpoint_is_found_and_downloaded(store: CheckpointStore, tmp_path: 
     found.delete()
     with pytest.raises(CheckpointNotFound):
         client.get_checkpoint(uuid)
+
+
+def test_metadata_that_differ_from_the_manifest_are_refused(tmp_path: Path) -> None:
+    """Of the same length, too."""
+    stored = CheckpointStore(str(tmp_path / "stored"))
+    manifest = put_files(stored, 3, {"metadata.json": b'{"steps_completed": 3}'})
+    stored.commit(manifest)
+    found = client.StoredCheckpoint(stored, manifest)
+    assert found.metadata == {"steps_completed": 3}
+    key = manifest.all_files[0].key(manifest.uuid)
+    stored.storage.write(key, b'{"steps_completed": 9}')
+    with pytest.raises(CheckpointDamaged, match=r"metadata.json.* has digest sha256:"):
+        assert found.metadata
+    stored.storage.remove(key)
+    with pytest.raises(CheckpointDamaged, match=r"metadata.json.* is missing"):
+        assert found.metadata
 
 
 @pytest.mark.parametrize("reference", [TRIAL, NUMBER])

@@ -23,6 +23,8 @@ _USER_AND_PASSWORD = re.compile(
     r"(?<=://)[^/@:\[]*:(?!\d{1,5}/[^@]*(?:\?|@[^/]*$))([^/]*(?=@)|[^@]*)@"
 )
 
+_USER, _QUERY = re.compile(r"(?<=://)[^/\s]*@"), re.compile(r"\?[^\s)'\"]*=[^\s)'\"]*")
+
 
 def without_credentials(url: str) -> str:
     """The URL without user and password, and without its query, which may be a signature.
@@ -34,6 +36,16 @@ def without_credentials(url: str) -> str:
         return url  # a path: no character has a special meaning
     address = _USER_AND_PASSWORD.sub("", url)
     return address.partition("?")[0] if "://" in address else address
+
+
+def without_users(text: str, shown: str = "") -> str:
+    """A text whose URLs have `shown` in place of a user and password."""
+    return _USER.sub(shown, text)
+
+
+def without_url_secrets(text: str) -> str:
+    """A message whose URLs have no users, passwords and queries, which may be keys."""
+    return _QUERY.sub("?…", without_users(text, "***@"))
 
 
 def secrets_in(url: str, options: Mapping[str, Any]) -> list[str]:

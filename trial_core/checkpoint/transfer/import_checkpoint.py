@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import re
+import stat
 import tempfile
 import zipfile
 import zlib
@@ -24,6 +26,7 @@ import fsspec
 
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.manifest import FileEntry, Manifest, Topology, utc_now
+from trial_core.checkpoint.storage.local_files import local_digest
 from trial_core.checkpoint.storage.parallel import CancelSignal, in_parallel
 from trial_core.checkpoint.storage.storage_errors import ErrorTranslator
 from trial_core.checkpoint.store import CheckpointStore
@@ -35,17 +38,27 @@ from trial_core.schedule.sequencer import Progress
 EXPERIMENT = "imported"
 _ENGINE = "model0"
 
-_MODEL_STATES = re.compile(r"(zero_pp_rank_(?P<data>\d+)_)?mp_rank_(?P<part>\d+)_model_states\.pt")
-_SHARD = re.compile(r"(bf16_)?zero_pp_rank_(?P<data>\d+)_mp_rank_(?P<part>\d+)_optim_states\.pt")
+_MODEL_STATES = re.compile(
+    r"(zero_pp_rank_(?P<data>\d{1,6})_)?mp_rank_(?P<part>\d{1,6})_model_states\.pt"
+)
+_SHARD = re.compile(
+    r"(bf16_)?zero_pp_rank_(?P<data>\d{1,6})_mp_rank_(?P<part>\d{1,6})_optim_states\.pt"
+)
 _LAYER = re.compile(r"layer_\d+-model_states\.pt")
 _UNIVERSAL = re.compile(r"zero/.+/fp32\.pt")
 _WEIGHTS = re.compile(r".+\.(safetensors|pt|pth|bin|ckpt)")
-_STEP = re.compile(r"global_step(\d+)")
+_STEP = re.compile(r"global_step(\d{1,15})(?!\d)")
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _WHOLE = ("model.safetensors", "pytorch_model.bin")
 _LATEST = "latest"
-_STAMPS = ("size", "etag", "mtime", "lastmodified", "last_modified", "last_commit", "blob_id")
-"""File details that change with the content, as file systems name them."""
+_STAMPS = (
+    "etag", "mtime", "lastmodified", "last_modified", "last-modified", "last_commit", "blob_id",
+)  # fmt: skip
+"""File details that change with the content, as file systems name them, besides the size."""
+_MAX_FILES, _MAX_TEXT = 100_000, 64 * 2**20
+"""More files, or longer lists of files, are no checkpoint that anybody has written."""
+_TENSORS = (b"PK", b"\x80")
+"""How files of torch.save begin: archives, and pickles of its earlier versions."""
 _ONE_RANK = Topology(world_size=1, data_parallel_size=1)
 _BAD_ARCHIVE = (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, ValueError)
 """The errors of zipfile for damaged headers and content; RuntimeError if it seems encrypted."""
@@ -78,7 +91,8 @@ def import_checkpoint(
     """
     source = _Source(url, options or {})
     found = _recognised(source)
-    stamps = sorted((path, name, source.stamps[path]) for path, name in found.files.items())
+    before = {path: source.stamp(path) for path in found.files}
+    stamps = sorted((path, name, before[path]) for path, name in found.files.items())
     digest = uuid5(NAMESPACE_URL, json.dumps([source.shown, stamps])).hex
     trial, uuid = f"{EXPERIMENT}-{digest[:12]}", str(uuid4())
     if (imported := store.newest(trial)) is not None:
@@ -90,7 +104,7 @@ def import_checkpoint(
         stop.check()
         name = found.files[path]
         with source.local(path) as file:
-            _check_archive(file, f"{source.shown}: {path}")
+            _check_file(file, PurePosixPath(path).suffix, f"{source.shown}: {path}")
             size, digest = store.storage.upload(file, layout.file_key(uuid, name), stop)
         rank = found.rank_of(PurePosixPath(name).name)
         return FileEntry(path=name, size_bytes=size, digest=digest, rank=rank)
@@ -98,8 +112,23 @@ def import_checkpoint(
     try:
         files = sorted(in_parallel(copy, found.files, UPLOAD_THREADS), key=lambda each: each.path)
         now = _Source(url, options or {})
-        if any(now.stamps.get(path) != source.stamps[path] for path in found.files):
+        if any(path not in now.names or now.stamp(path) != before[path] for path in found.files):
             raise CheckpointDamaged(f"{source.shown} changed while it was copied; start again")
+        manifest = Manifest(
+            uuid=uuid,
+            trial=trial,
+            experiment=EXPERIMENT,
+            writer=EXPERIMENT,
+            created_at=utc_now(),
+            progress=Progress(found.batches),
+            metrics={},
+            topology=found.topology,
+            versions={},
+            config_digest="",
+            files=files,
+            entrypoint=source.shown,
+            hyperparameters={},
+        )
     except BaseException:
         with contextlib.suppress(StorageError):
             _discard(store, trial, uuid)
@@ -107,21 +136,6 @@ def import_checkpoint(
     if (imported := store.newest(trial)) is not None:  # by another run, meanwhile
         _discard(store, trial, uuid)
         return imported
-    manifest = Manifest(
-        uuid=uuid,
-        trial=trial,
-        experiment=EXPERIMENT,
-        writer=EXPERIMENT,
-        created_at=utc_now(),
-        progress=Progress(found.batches),
-        metrics={},
-        topology=found.topology,
-        versions={},
-        config_digest="",
-        files=files,
-        entrypoint=source.shown,
-        hyperparameters={},
-    )
     store.commit(manifest)
     return manifest
 
@@ -133,8 +147,7 @@ def _discard(store: CheckpointStore, trial: str, uuid: str) -> None:
 
 
 class _Source:
-    """The files at a URL. `shown`: that without credentials; `stamps`: the size and other signs of
-    a change of each file, by its path below the URL."""
+    """The files at a URL. `shown`: that without credentials; `names`: the files' paths below it."""
 
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
         self._errors = ErrorTranslator(url, dict(options))
@@ -144,26 +157,50 @@ class _Source:
             found = self._fs.find(root, detail=True)
         if not found:
             raise CheckpointNotFound(f"there is no checkpoint at {self.shown}; expected {_KINDS}")
+        if len(found) > _MAX_FILES:
+            raise CheckpointNotFound(
+                f"there are {len(found):,} files at {self.shown}; expected the folder of one "
+                f"checkpoint, {_KINDS}"
+            )
         is_file = list(found) == [root]
         self._root = root.rpartition("/")[0] if is_file else root.rstrip("/")
-        self.stamps = {
-            str(path).removeprefix(f"{self._root}/"): [
-                f"{key}={value}" for key, value in sorted(details.items()) if key.lower() in _STAMPS
-            ]
-            for path, details in found.items()
+        self._details = {
+            str(path).removeprefix(f"{self._root}/"): details for path, details in found.items()
         }
-        if odd := [path for path in self.stamps if {"..", "."} & {*PurePosixPath(path).parts}]:
+        self.names = self._details.keys()
+        self._is_local = "file" in self._fs.protocol
+        if odd := [path for path in self.names if {"..", "."} & {*PurePosixPath(path).parts}]:
             raise CheckpointDamaged(f"{self.shown} holds {odd[0]!r}, which leads out of it")
 
-    def read(self, path: str) -> bytes:
+    def stamp(self, path: str) -> list[str]:
+        """What changes with a file's content: its size and time, or what the file system says of
+        it; if it says nothing, its digest."""
+        if self._is_local:
+            # Of a link's target: where it leads stays the same when that is written again.
+            seen = self._regular(path)
+            return [f"size={seen.st_size}", f"mtime={seen.st_mtime_ns}"]
+        details = self._details[path]
+        signs = [f"{key}={details[key]}" for key in sorted(details) if key.lower() in _STAMPS]
+        if not signs:
+            with self.local(path) as file:
+                signs = [local_digest(file, file.stat().st_size, CancelSignal())]
+        return [f"size={details.get('size')}", *signs]
+
+    def text(self, path: str) -> bytes:
+        """The content of a list of files."""
+        if self._is_local:
+            self._regular(path)
         with self._errors.translated(f"read {path} of"):
-            content: bytes = self._fs.cat_file(f"{self._root}/{path}")
+            content: bytes = self._fs.cat_file(f"{self._root}/{path}", 0, _MAX_TEXT + 1)
+        if len(content) > _MAX_TEXT:
+            raise CheckpointDamaged(f"{self.shown}: {path} has more than {_MAX_TEXT:,} bytes")
         return content
 
     @contextlib.contextmanager
     def local(self, path: str) -> Iterator[Path]:
         """The file on this machine: itself, or a copy that is deleted at the end of the block."""
-        if "file" in self._fs.protocol:
+        if self._is_local:
+            self._regular(path)
             yield Path(self._root) / path
             return
         with tempfile.TemporaryDirectory(prefix="trialflow-import-") as folder:
@@ -171,6 +208,14 @@ class _Source:
             with self._errors.translated(f"read {path} of"):
                 self._fs.get_file(f"{self._root}/{path}", str(file))
             yield file
+
+    def _regular(self, path: str) -> os.stat_result:
+        """The details of a file, or of a link's target. Raises CheckpointDamaged for a pipe."""
+        with self._errors.translated(f"read {path} of"):
+            seen = os.stat(Path(self._root) / path)
+        if not stat.S_ISREG(seen.st_mode):
+            raise CheckpointDamaged(f"{self.shown}: {path} is no regular file; expected {_KINDS}")
+        return seen
 
 
 @dataclass(frozen=True)
@@ -194,9 +239,9 @@ class _Found:
 
 def _recognised(source: _Source) -> _Found:
     """Recognise the files of a source. Raises CheckpointNotFound if they are of no known kind."""
-    names = set(source.stamps)
+    names = set(source.names)
     if _LATEST in names:
-        tag = source.read(_LATEST).decode(errors="replace").strip()
+        tag = source.text(_LATEST).decode(errors="replace").strip()
         below = [name for name in names if name.startswith(f"{tag}/")]
         inside = {name: name.removeprefix(f"{tag}/") for name in below}
         if found := _of_deepspeed(inside, source.shown, tag):
@@ -230,10 +275,10 @@ def _of_deepspeed(files: Mapping[str, str], shown: str, tag: str) -> _Found | No
     shards = [match for name in files.values() if (match := _SHARD.fullmatch(name))]
     parts = 1 + max(int(match["part"]) for match in models)
     ranks = 1 + max((int(match["data"]) for match in shards), default=0)
-    grid = {(data, part) for data in range(ranks) for part in range(parts)}
     seen = {(int(match["data"]), int(match["part"])) for match in shards}
     of_models = {(int(match["data"]), int(match["part"])) for match in models if match["data"]}
-    if (shards and seen != grid) or (of_models and of_models != grid):
+    # Each has a place in the grid of ranks and parts, which names may say to be huge.
+    if any(places and len(places) != ranks * parts for places in (seen, of_models)):
         raise CheckpointDamaged(
             f"{shown} has {len(shards)} of the files *_optim_states.pt; expected {parts * ranks}, "
             f"of {ranks} data-parallel and {parts} model-parallel ranks: copy those of all nodes"
@@ -255,12 +300,12 @@ def _of_deepspeed(files: Mapping[str, str], shown: str, tag: str) -> _Found | No
 def _listed(source: _Source, index: str) -> list[str]:
     """The files that an index of Hugging Face lists. Raises CheckpointDamaged if one is missing."""
     try:
-        listed = sorted(set(json.loads(source.read(index))["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        listed = sorted(set(json.loads(source.text(index))["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise CheckpointDamaged(
             f"{source.shown}: {index} is no index of weights: {error}"
         ) from None
-    if missing := [name for name in listed if name not in source.stamps]:
+    if missing := [name for name in listed if name not in source.names]:
         raise CheckpointDamaged(f"{source.shown}: {index} lists {missing[0]}, which is not there")
     return listed
 
@@ -269,9 +314,27 @@ def _as_weights(paths: Iterable[str]) -> dict[str, str]:
     return {path: f"{layout.IMPORTED}/{path}" for path in paths}
 
 
-def _check_archive(file: Path, shown: str) -> None:
-    """Check a file of `torch.save` by its checksums. Raises CheckpointDamaged if one differs."""
-    if file.suffix == ".safetensors" or not zipfile.is_zipfile(file):
+def _check_file(file: Path, suffix: str, shown: str) -> None:
+    """Check that a file is one of torch.save, by its checksums, or of safetensors.
+
+    A stranger's folder may have links to anything on this machine: only tensors are copied.
+
+    Raises:
+        CheckpointDamaged: it is not, or a checksum differs.
+    """
+    with file.open("rb") as content:
+        start = content.read(9)
+    is_archive = zipfile.is_zipfile(file)
+    if suffix == ".safetensors":
+        is_known = start[8:] == b"{"
+    else:
+        is_known = is_archive or start.startswith(_TENSORS)
+    if not is_known:
+        raise CheckpointDamaged(
+            f"{shown} is no file of {'safetensors' if suffix == '.safetensors' else 'torch.save'}: "
+            "copy it once more"
+        )
+    if suffix == ".safetensors" or not is_archive:
         return
     try:
         with zipfile.ZipFile(file) as archive:

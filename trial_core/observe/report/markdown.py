@@ -47,6 +47,11 @@ def code(text: str) -> str:
     return f"`{line}`"
 
 
+def code_in_cell(text: str) -> str:
+    """`code` in a table, where a bar would end it."""
+    return code(text.replace("|", "¦"))
+
+
 def _metric(value: Any) -> str:
     return "" if value is None else shortened(text_format.number(value))
 
@@ -59,6 +64,7 @@ def _value(value: Any) -> str:
 
 FILTERS: Mapping[str, Callable[..., str]] = {
     "code": code,
+    "code_in_cell": code_in_cell,
     "duration": lambda seconds: "" if seconds is None else text_format.duration(seconds),
     "escaped": lambda value: escaped(str(value)),
     "metric": _metric,

@@ -21,6 +21,7 @@ from opentelemetry.sdk.resources import SERVICE_NAME, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
+from trial_core.checkpoint.storage.credentials import without_url_secrets
 from trial_core.common.any_logger import AnyLogger
 from trial_core.schedule.ending import Ending
 
@@ -79,12 +80,15 @@ class FirstFailure(logging.Filter):
         return False
 
     def warn(self, why: str) -> None:
+        """Warn once. The URLs in `why` may have keys, which are not shown."""
         with self._lock:
             if self._has_warned:
                 return
             self._has_warned = True
         self._logger.warning(
-            "OpenTelemetry gets no %s (logged once; training continues): %s", self._signal, why
+            "OpenTelemetry gets no %s (logged once; training continues): %s",
+            self._signal,
+            without_url_secrets(why),
         )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +12,11 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, ClassVar
 
-from trial_core.checkpoint.storage.credentials import without_credentials
+from trial_core.checkpoint.storage.credentials import (
+    without_credentials,
+    without_url_secrets,
+    without_users,
+)
 from trial_core.common import text_format
 from trial_core.config.error_text import did_you_mean, format_value
 from trial_core.errors import ConfigError
@@ -31,7 +34,6 @@ BUILT_IN = {
 }
 
 LONGEST_ERROR = 300
-_USER, _QUERY = re.compile(r"(?<=://)[^/\s]*@"), re.compile(r"\?[^\s)'\"]*=[^\s)'\"]*")
 _logger = logging.getLogger(__name__)
 
 
@@ -186,13 +188,13 @@ def find_tracker(name: str) -> type[Tracker]:
 
 def without_user(place: str) -> str:
     """A tracker's place without possible secrets: a user, a password, a token, a query."""
-    return _USER.sub("", without_credentials(place))
+    return without_users(without_credentials(place))
 
 
 def describe(error: BaseException) -> str:
     """An error in one line, not too long, without the secrets that URLs may have."""
     text = text_format.one_line(f"{type(error).__name__}: {error}")
-    return text_format.shortened(_QUERY.sub("?…", _USER.sub("***@", text)), LONGEST_ERROR)
+    return text_format.shortened(without_url_secrets(text), LONGEST_ERROR)
 
 
 EXPECTED = {str: "text", bool: "true or false", dict: "a mapping", list: "a list"}

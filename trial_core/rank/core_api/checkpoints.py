@@ -17,6 +17,7 @@ from trial_core.checkpoint.retention.pruning import delete_checkpoint
 from trial_core.checkpoint.storage.base import MAX_OBJECT_BYTES
 from trial_core.checkpoint.storage.local_files import READ_BYTES, atomic_file
 from trial_core.checkpoint.transfer.fetch import fetch_files
+from trial_core.checkpoint.verified_read import read_verified
 from trial_core.errors import CheckpointRefused, StorageError, TrialError, TrialValueError
 from trial_core.rank.collective_errors import run_on_all_ranks
 from trial_core.rank.core_api.script_host import ScriptHost
@@ -210,8 +211,8 @@ class CheckpointContext:
 
         Raises:
             CheckpointNotFound: no such checkpoint exists.
-            CheckpointDamaged: the metadata is too large to be read without a fetch, or its manifest
-                is damaged.
+            CheckpointDamaged: the metadata differs from the manifest, or is too large to be read
+                without a fetch, or the manifest is damaged.
             StorageError: the storage failed.
         """
         if storage_id in self._fetched:
@@ -221,7 +222,8 @@ class CheckpointContext:
             self._refuse_unseen(storage_id)
             manifest = self._store.open(storage_id)
             entry = manifest.file(METADATA)
-            data = None if entry is None else self._store.storage.read(entry.key(manifest.uuid))
+            store, uuid = self._store.storage, manifest.uuid
+            data = None if entry is None else read_verified(store, uuid, entry)
         found: dict[str, Any] = json.loads(data or "{}")
         return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -409,3 +410,93 @@ def test_pickles_of_strangers_are_not_read(tmp_path: Path) -> None:
     weights = imported_weights(tmp_path, ["model.a"], Reader(trusted=True))
     assert weights is not None
     assert list(weights) == ["model.a"]
+
+
+def huge_rank(folder: Path) -> None:
+    (folder / "mp_rank_00_model_states.pt").touch()
+    (folder / "zero_pp_rank_999999_mp_rank_00_optim_states.pt").touch()
+
+
+def pipe(folder: Path) -> None:
+    os.mkfifo(folder / "pytorch_model.bin")
+
+
+def link_to_credentials(folder: Path) -> None:
+    secret = folder.parent / "credentials"
+    secret.write_text("aws_secret_access_key = abc\n")
+    (folder / "pytorch_model.bin").symlink_to(secret)
+
+
+def link_named_safetensors(folder: Path) -> None:
+    link_to_credentials(folder)
+    (folder / "pytorch_model.bin").rename(folder / "model.safetensors")
+
+
+def deep_index(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text("[" * 200_000)
+
+
+def long_index(folder: Path) -> None:
+    with (folder / "model.safetensors.index.json").open("wb") as file:
+        file.truncate(2**30)
+
+
+@pytest.mark.parametrize(
+    ("fill", "text"),
+    [
+        (huge_rank, "has 1 of the files .*expected 1000000"),
+        (pipe, "pytorch_model.bin is no regular file"),
+        (link_to_credentials, "pytorch_model.bin is no file of torch.save"),
+        (link_named_safetensors, "model.safetensors is no file of safetensors"),
+        (deep_index, "index.json is no index of weights"),
+        (long_index, "index.json has more than"),
+    ],
+)
+def test_a_strangers_folder_can_do_no_harm(
+    store: CheckpointStore, tmp_path: Path, fill: Callable[[Path], None], text: str
+) -> None:
+    """It neither hangs nor takes all memory, and no other file of this machine is copied."""
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    fill(folder)
+    with pytest.raises(CheckpointError, match=text):
+        import_checkpoint(store, str(folder))
+    assert stored_keys(store) == set()
+
+
+def test_a_step_that_no_run_reaches_is_none(store: CheckpointStore, tmp_path: Path) -> None:
+    """A tag says how many batches were trained, within reason."""
+    tag = tmp_path / "theirs" / f"global_step{'9' * 30}"
+    tag.mkdir(parents=True)
+    torch.save({"module": {}}, tag / "mp_rank_00_model_states.pt")
+    (tag.parent / "latest").write_text(tag.name)
+    assert import_checkpoint(store, str(tag.parent)).progress.batches_trained == 0
+
+
+def test_a_links_target_that_is_written_again_is_imported(
+    store: CheckpointStore, tmp_path: Path
+) -> None:
+    """Links stay as they are, as that of the latest model."""
+    file, latest = state_dict_file({"a": torch.zeros(2)}, tmp_path), tmp_path / "latest"
+    latest.mkdir()
+    (latest / "pytorch_model.bin").symlink_to(file)
+    first = import_checkpoint(store, str(latest))
+    assert import_checkpoint(store, str(latest)) == first
+    torch.save({"a": torch.ones(2)}, file)
+    os.utime(file, ns=(1, 1))
+    again = import_checkpoint(store, str(latest))
+    assert again.files[0].digest != first.files[0].digest
+
+
+def test_a_file_is_known_by_its_digest_where_nothing_else_tells(
+    store: CheckpointStore, tmp_path: Path
+) -> None:
+    """As in memory, or of a web server without times."""
+    place = fsspec.filesystem("memory")
+    digests = []
+    for value in (0.0, 1.0, 1.0):
+        file = state_dict_file({"a": torch.full((2,), value)}, tmp_path)
+        place.pipe("/digests/weights.pt", file.read_bytes())
+        digests.append(import_checkpoint(store, "memory://digests/weights.pt").files[0].digest)
+    assert digests[0] != digests[1] == digests[2]
+    assert len(store.list()) == 2

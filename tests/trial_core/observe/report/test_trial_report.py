@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from itertools import pairwise
 
@@ -12,7 +13,7 @@ from tests.trial_core.observe.ledger.test_time_ledger import run_time
 from trial_core.observe.events.run_status import RunStatus
 from trial_core.observe.events.throughput import Throughput
 from trial_core.observe.ledger.time_ledger import TimeLedger
-from trial_core.observe.report.history import MAX_CHECKPOINTS, SavedCheckpoint
+from trial_core.observe.report.history import MAX_CHECKPOINTS, Event, Point, SavedCheckpoint
 from trial_core.observe.report.trial_report import TrialFacts
 
 
@@ -199,3 +200,16 @@ def test_text_from_outside_is_escaped(facts: TrialFacts) -> None:
     assert r"| a\|b&lt;c> | 1.0 s | 100.0 % |" in text
     assert r"| training | 10 | a\|b&lt;c> | \*x\* |" in text
     assert "**failed: &lt;lambda> took\ttoo long**" in text
+
+
+def test_a_stored_history_is_text_from_outside(facts: TrialFacts) -> None:
+    """Whoever may write to the storage writes no markup into the report of a resumed run."""
+    evil = "a` | 1 |\n\n<script>alert(1)</script> ![pixel](http://host/p.png)"
+    facts.history.checkpoints = [SavedCheckpoint(uuid=evil, batches=1, total_bytes=1, metric=0.5)]
+    facts.history.events = [Event(at="<img src=//e.x/p>", batches=1, what="resumed")]
+    points = [Point(batches, {"x\n```\n<b>": 1.0}) for batches in (1, 2)]
+    facts.history.curves = {"speed": points}
+    text = facts.render()
+    assert "| `a' ¦ 1 ¦` |" in text
+    assert "| &lt;img src=//e.x/p> |" in text
+    assert not {"<script>", "<img", "<b>"} & {*re.findall("<[a-z]+>?", text)}

@@ -294,10 +294,11 @@ def test_an_otlp_receiver_gets_both_signals_of_a_run(
 def test_a_backend_that_is_down_is_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """For each signal; OpenTelemetry's own lines are left out."""
+    """For each signal; OpenTelemetry's own lines are left out, and keys in an endpoint's URL."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    monkeypatch.setenv(ENDPOINT, f"http://127.0.0.1:{port}")
+    for variable in (f"{ENDPOINT[:-8]}TRACES_ENDPOINT", f"{ENDPOINT[:-8]}METRICS_ENDPOINT"):
+        monkeypatch.setenv(variable, f"http://127.0.0.1:{port}/v1?api-key=hidden-0123")
     report(tmp_path)
     warnings = [record.getMessage() for record in caplog.records]
     assert len(warnings) == 2
@@ -305,6 +306,7 @@ def test_a_backend_that_is_down_is_one_warning(
         (warning,) = [each for each in warnings if f"gets no {signal}" in each]
         assert "training continues" in warning
         assert "refused" in warning
+        assert "hidden" not in warning
 
 
 def test_the_end_of_a_run_does_not_wait_for_a_backend_that_fails(
