@@ -7,7 +7,9 @@ supervisor's signals. An engine whose supervisor is gone knows that its worker w
 `stop_monitor` then requests a stop, and the saved run goes back into its queue.
 
 An engine that was killed is started again at once (`restarted_engine`): the worker and the server
-do not notice it, and would need a quarter of a minute.
+do not notice it, and would need a quarter of a minute. If engines end in the same way soon after
+their start, as where memory is short, the supervisor pauses, then gives up: the worker reports a
+crash, and Prefect's automation decides.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from types import FrameType
 
 from rich.console import Console
@@ -27,6 +31,9 @@ RESTARTED_ENGINE = "trialflow.flows.lifecycle.restarted_engine"
 KILLED = {
     signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE
 }  # fmt: skip
+SOON_SECONDS = 60.0
+PAUSES_SECONDS = (0.0, 1.0, 4.0, 15.0)
+"""Before each start after engines that ended soon; after the last one the supervisor gives up."""
 # Prefect's connection to the worker, which accepts one engine only.
 _CONTROL = ("PREFECT__CONTROL_PORT", "PREFECT__CONTROL_TOKEN")
 # Removed from the environment: child processes of this one have another parent.
@@ -63,17 +70,30 @@ class Supervisor:
     def __init__(self, arguments: list[str]) -> None:
         self._arguments = arguments
         self._asked: int | None = None  # the last signal that came
+        self._is_asked = threading.Event()
         self._engine: subprocess.Popen[bytes] | None = None
 
     def run(self) -> int:
         """Run engines until one ends for good; return its exit code, as a shell reports it."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._forward)
-        code = self._ended(ENGINE)
+        soon = 0
+        began, code = time.monotonic(), self._ended(ENGINE)
         while -code in KILLED and self._asked is None:
+            soon = soon + 1 if time.monotonic() - began < SOON_SECONDS else 0
+            if soon > len(PAUSES_SECONDS):
+                print(
+                    f"the run's process was ended by {signal.Signals(-code).name} {soon} times, "
+                    f"each within {SOON_SECONDS:g} s of its start; it is not started again here "
+                    "(SIGKILL: also if the machine is out of memory)",
+                    file=sys.stderr,
+                )
+                break
+            if self._is_asked.wait(PAUSES_SECONDS[soon - 1] if soon else 0.0):
+                break
             for name in _CONTROL:
                 os.environ.pop(name, None)
-            code = self._ended(RESTARTED_ENGINE, str(-code))
+            began, code = time.monotonic(), self._ended(RESTARTED_ENGINE, str(-code))
         return code if code >= 0 else 128 - code
 
     def _ended(self, module: str, *arguments: str) -> int:
@@ -89,6 +109,7 @@ class Supervisor:
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         self._asked = number
+        self._is_asked.set()
         if self._engine is not None:
             self._engine.send_signal(number)
 

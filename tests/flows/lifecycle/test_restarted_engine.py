@@ -147,3 +147,27 @@ def test_an_engine_that_was_asked_to_end_does_not_begin_again() -> None:
         finally:
             supervisor.kill()
             kill(engine)
+
+
+def test_engines_that_are_killed_while_they_start_are_given_up(tmp_path: Path) -> None:
+    """Before they can look at the run, as where memory is short; the worker reports the crash."""
+    starts = tmp_path / "starts"
+    (tmp_path / "killed_at_once.py").write_text(
+        f"import os; open({str(starts)!r}, 'a').write('x'); os.kill(os.getpid(), 9)"
+    )
+    program = (
+        "import sys; from trialflow.flows.lifecycle import detached_engine as it; "
+        "it.ENGINE = it.RESTARTED_ENGINE = 'killed_at_once'; it.PAUSES_SECONDS = (0.0, 0.1); "
+        "sys.exit(it.Supervisor([]).run())"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 128 + signal.SIGKILL
+    assert starts.read_text() == "xxx"
+    assert "ended by SIGKILL 3 times, each within 60 s of its start" in ended.stderr
