@@ -62,7 +62,7 @@ def decode_json(data: bytes, kind: type[Record], where: str = "") -> Record | No
     """
     try:
         return decode(data, kind)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except msgspec.MsgspecError as error:
         if where:
             _logger.warning(
                 "%s is not a readable %s, and what it may protect is kept; delete it if no run is "

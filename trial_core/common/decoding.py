@@ -21,11 +21,11 @@ def decode(data: bytes, kind: type[T]) -> T:
     """The value of type `kind` in a JSON document.
 
     Raises:
-        msgspec.MsgspecError, RecursionError: it is not.
+        msgspec.MsgspecError: it is not, or it is nested too deeply.
     """
     try:
         value: T = decoder(kind).decode(data)
-    except UnicodeDecodeError as error:
+    except (UnicodeDecodeError, RecursionError) as error:
         raise msgspec.DecodeError(str(error)) from error
     return value
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.retention.pruning import delete_checkpoint
@@ -23,6 +25,7 @@ from trial_core.common.lazy_names import lazy_names
 from trial_core.common.unknown_names import SaysWhatToUse
 from trial_core.config import StorageConfig
 from trial_core.driver.choose_resume_point import find_trial
+from trial_core.errors import CheckpointDamaged
 from trial_core.models.registry import Registry
 from trial_core.observe.report.history import ReportHistory
 
@@ -93,9 +96,18 @@ class Trial(SaysWhatToUse):
         return None if best is None else StoredCheckpoint(self.store, best)
 
     def iter_metrics(self, group: str) -> Iterator[TrialMetrics]:
-        """The points of the report's curves, ``"training"`` or ``"validation"``, in order."""
-        stored = self.store.storage.read(layout.run_file_key(self.name, "report.json"))
-        curves: Mapping[Any, Any] = ReportHistory.from_json(stored).curves if stored else {}
+        """The points of the report's curves, ``"training"`` or ``"validation"``, in order.
+
+        Raises:
+            CheckpointDamaged: the stored report is not readable.
+        """
+        key = layout.run_file_key(self.name, "report.json")
+        stored = self.store.storage.read(key)
+        try:
+            curves: Mapping[Any, Any] = ReportHistory.from_json(stored).curves if stored else {}
+        except msgspec.MsgspecError as error:
+            url = f"{self.store.url}/{key}"
+            raise CheckpointDamaged(f"{url} is not a readable report: {error}") from None
         for point in curves.get(group, []):
             yield TrialMetrics(self.id, point.batches, point.values, group)
 

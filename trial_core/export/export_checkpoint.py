@@ -135,7 +135,7 @@ def _check_export(folder: Path) -> None:
     the files that would be lost."""
     try:
         mark = decode((folder / MARK).read_bytes(), _Mark)
-    except (OSError, msgspec.MsgspecError, RecursionError):
+    except (OSError, msgspec.MsgspecError):
         raise ConfigError(
             f"--to {folder} is not an exported folder (it has no readable {MARK}), and --force "
             "would delete what is in it; give the name of a new folder"

@@ -121,7 +121,7 @@ class NumberedLog(Generic[Entry]):
             if data is None:
                 return None
             entry = decode(data, self._kind)
-        except (msgspec.MsgspecError, RecursionError, CheckpointDamaged) as error:
+        except (msgspec.MsgspecError, CheckpointDamaged) as error:
             raise RegistryError(f"{url} cannot be read: {error}; {_RESTORE_ADVICE}") from error
         if entry.number != number:
             raise RegistryError(

@@ -7,6 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
+import pytest
+
+from trial_core.common.decoding import decode
+
 ROOT = Path(__file__).parents[3]
 
 TYPES = """
@@ -69,3 +74,15 @@ def test_no_other_module_decodes_types() -> None:
                 if is_typed or name in ("msgspec.convert", "msgspec.json.Decoder"):
                     found.add(str(path.relative_to(ROOT)))
     assert found == {"trial_core/common/decoding.py"}
+
+
+class Plain(msgspec.Struct):
+    """It has no fields."""
+
+
+def test_what_is_nested_too_deeply_is_an_error_like_others() -> None:
+    """Also in a field that a type does not have: a stored object ends no run by its depth."""
+    deep = b'{"more":' + b"[" * 200_000 + b"]" * 200_000 + b"}"
+    for kind in (Plain, object):
+        with pytest.raises(msgspec.MsgspecError):
+            decode(deep, kind)

@@ -111,3 +111,10 @@ def test_a_client_is_of_one_storage(store: CheckpointStore, tmp_path: Path) -> N
     assert Determined(str(tmp_path / "another")).store.list() == []
     with pytest.raises(AttributeError, match=r"no attribute 'load'; use trial_core\.pytorch"):
         client.get_checkpoint(store.list()[0].uuid).load()
+
+
+def test_a_damaged_report_is_named(store: CheckpointStore) -> None:
+    """Whoever wrote it, and whatever is wrong with it."""
+    store.storage.write(layout.run_file_key(TRIAL, "report.json"), b'{"a":' + b"[" * 200_000)
+    with pytest.raises(CheckpointDamaged, match=r"report.json is not a readable report"):
+        list(client.get_trial(TRIAL).iter_metrics("training"))

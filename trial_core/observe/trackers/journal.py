@@ -136,7 +136,7 @@ def set_damaged_aside(folder: Path) -> str | None:
 
 def read_state(path: Path) -> State:
     """A tracker's state; the initial one if the file is missing or damaged."""
-    with suppress(OSError, msgspec.MsgspecError, RecursionError):
+    with suppress(OSError, msgspec.MsgspecError):
         return decode(path.read_bytes(), State)
     return State()
 

@@ -40,7 +40,7 @@ def adopt_stored(store: CheckpointStore, trial: str, run_dir: Path, logger: AnyL
         _set_damaged_aside(folder, logger)
         if not store.is_process_local and _has_adopted(store, trial, folder):
             _set_damaged_aside(folder, logger)
-    except (OSError, TrialflowError, msgspec.MsgspecError, RecursionError) as error:
+    except (OSError, TrialflowError, msgspec.MsgspecError) as error:
         logger.warning(
             "what trial %s has told its trackers before is not known, so they may get it twice: %s",
             trial, error,
@@ -82,7 +82,7 @@ def _has_adopted(store: CheckpointStore, trial: str, folder: Path) -> bool:
 
 def _adopted(file: Path, stored: bytes) -> bytes:
     """The stored order, marked as adopted; this machine's own if both name the same trackers."""
-    with suppress(OSError, msgspec.MsgspecError, RecursionError):
+    with suppress(OSError, msgspec.MsgspecError):
         order = decode(stored, SenderOrder)
         stored = msgspec.json.encode(msgspec.structs.replace(order, is_adopted=True))
         own = file.read_bytes()
@@ -146,7 +146,7 @@ def sync_trackers(
         )
     try:
         earlier = decode(file.read_bytes(), SenderOrder)
-    except (msgspec.MsgspecError, RecursionError) as damage:
+    except msgspec.MsgspecError as damage:
         raise ConfigError(
             f"{file} does not say which trackers trial {trial} had: {damage}; its next run does"
         ) from None
