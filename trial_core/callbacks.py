@@ -164,9 +164,10 @@ class ExponentialMovingAverage(TrialCallback):
     Validations, with their hooks, run with the averages. Training, and
     the buffers of models, are not affected.
 
-    A checkpoint of a `PyTorchTrial` holds the averages as its models, so that `trialflow export`,
-    `trialflow evaluate` and a warm start take the validated weights. It also holds the trained
-    weights, from which a resumed run continues; an export of a `DeepSpeedTrial` has these.
+    A checkpoint holds the averages, too, so that `trialflow export`, `trialflow evaluate` and a
+    warm start with weights take the validated weights. A resumed run continues from the trained
+    ones. Of a model that a `DeepSpeedTrial` divides over ranks (pipelines, experts, model
+    parallelism), exports and evaluations have the trained weights.
 
     Args:
         decay: less than 1; the nearer to it, the longer the average.
@@ -189,7 +190,7 @@ class ExponentialMovingAverage(TrialCallback):
         super().attach(context)
         for optimizer in getattr(context, "optimizers", ()):
             optimizer.register_step_post_hook(self._note_step)
-            context.averages = self
+        context.averages = self
         for engine in self._engines:
             if engine.zero_optimization_stage() == ZERO_STAGE_WEIGHTS:
                 raise TrialError("ExponentialMovingAverage: use ZeRO stage 2 at most, not 3")

@@ -65,6 +65,9 @@ CODE_NAME = "trial-code.tar"
 IMPORTED = "imported"
 """The folder of a checkpoint's files with weights alone that another program has written."""
 
+VALIDATED = "validated"
+"""Begins the folders of a checkpoint's files with the weights that validations saw, by engine."""
+
 MAX_NUMBER = 10**18 - 1
 """The greatest number that a key has. A few more digits would not fit into a stored record."""
 

@@ -37,13 +37,14 @@ from trial_core.deepspeed.restore_files import (
     files_for_ranks,
 )
 from trial_core.deepspeed.trial import DeepSpeedTrial
+from trial_core.deepspeed.validated_weights import check_modes, copies_of_modes
 from trial_core.errors import CheckpointError, TrialError, TrialValueError
 from trial_core.processes.machine.memory_files import MemoryFiles
 from trial_core.rank.state_files.compiled_names import name_as_uncompiled
 from trial_core.rank.state_files.optimizer_load import optimizers_loaded_in_place
 from trial_core.rank.state_files.safe_load import Reader
 from trial_core.rank.state_files.settings_parts import SettingsPart
-from trial_core.rank.trial.optimizer_modes import with_modes
+from trial_core.rank.trial.optimizer_modes import to_training_mode
 from trial_core.rank.trial.trial_adapter import TrialAdapter, accepts
 
 logger = logging.getLogger(__name__)
@@ -77,9 +78,6 @@ class DeepSpeedTrialAdapter(TrialAdapter):
         parameters = (each for module in self.modules for each in module.parameters())
         self._required_grad = [(each, each.requires_grad) for each in parameters]
         self.optimizers = list(_base_optimizers(context.models))
-        _check_modes(self.optimizers, self.modules)
-        of_engines = (engine.lr_scheduler for engine in context.models)
-        self.schedulers = [each for each in of_engines if each is not None]
         first = context.models[0]
         is_pipeline = context.use_pipeline_parallel
         self.data_parallel_rank = context.mpu.data_parallel_rank
@@ -108,6 +106,8 @@ class DeepSpeedTrialAdapter(TrialAdapter):
         splits_model = self.data_parallel_size < context.distributed.get_size()
         self.evaluates_in_lockstep = is_pipeline or partitions_weights or splits_model
         self.whole_models = [] if self.evaluates_in_lockstep else context.models
+        check_modes(context.models)
+        self.weight_copies = copies_of_modes(context.models)
         self.pads_evaluation = not is_pipeline
         self.takes_smaller_micro_batches = not any(
             isinstance(engine, PipelineEngine) and not engine.dynamic_shape
@@ -197,6 +197,11 @@ class DeepSpeedTrialAdapter(TrialAdapter):
             return self._trial.evaluate_batch(micro_batches, batch_idx)
         return self._trial.evaluate_batch(micro_batches)  # type: ignore[call-arg]  # older form
 
+    @property
+    def schedulers(self) -> list[Any]:
+        of_engines = (engine.lr_scheduler for engine in self._context.models)
+        return [each for each in of_engines if each is not None]
+
     def setting_parts(self) -> list[SettingsPart]:
         optimizers = [EngineOptimizer(each, self.schedulers) for each in self.optimizers]
         return [*optimizers, *engine_parts(self._context.models, self.schedulers)]
@@ -223,6 +228,7 @@ class DeepSpeedTrialAdapter(TrialAdapter):
         engines = self._context.models
         for module in self.modules:  # a part may be compiled since
             name_as_uncompiled(module)
+        to_training_mode(self.optimizers, self.weight_copies)  # a hook may have switched
         with (
             self._trained_as_built(),
             snapshot_checkpoint_engines(engines, folder, memory_files=memory_files, reader=reader),
@@ -398,25 +404,6 @@ def _base_optimizers(engines: Sequence[DeepSpeedEngine]) -> Iterator[torch.optim
     for engine in engines:
         if isinstance(engine.basic_optimizer, torch.optim.Optimizer):
             yield engine.basic_optimizer
-
-
-def _check_modes(optimizers: Sequence[Any], modules: Sequence[torch.nn.Module]) -> None:
-    """Refuse an optimizer whose modes would switch DeepSpeed's copies, and not the weights."""
-    weights = {id(each) for module in modules for each in module.parameters()}
-    for each in with_modes(optimizers):
-        parameters = [one for group in each.param_groups for one in group["params"]]
-        if not parameters or any(id(one) not in weights for one in parameters):
-            raise TrialError(
-                f"{type(each).__name__} has train and eval modes, but DeepSpeed gives it copies of "
-                "the weights (ZeRO stages 1 to 3, bf16, fp16), so that validations would not see "
-                "the weights of its eval mode; train with ZeRO stage 0 in fp32, with a "
-                "PyTorchTrial, or with another optimizer"
-            )
-        logger.warning(
-            "%s: validations use the weights of its eval mode; checkpoints of a DeepSpeedTrial, "
-            "their exports and evaluations have those of its train mode",
-            type(each).__name__,
-        )
 
 
 def _is_managed(engine: DeepSpeedEngine) -> bool:

@@ -18,6 +18,7 @@ from trial_core.checkpoint.weights.weights import SavedWeight
 from trial_core.deepspeed.checkpoint_engine import reader_of
 from trial_core.deepspeed.export.engine_weights import saved_weights
 from trial_core.deepspeed.reshard.saved_state import MODEL_STATES
+from trial_core.deepspeed.validated_weights import read_validated
 from trial_core.errors import CheckpointError, TrialError
 from trial_core.rank.state_files.frozen_files import frozen_names
 from trial_core.rank.state_files.imported_weights import imported_weights
@@ -89,15 +90,31 @@ def load_weights(engine: DeepSpeedEngine, folder: Path, tag: str) -> None:
         raise _not_found("weights", tag, folder, "load_weights")
 
 
-def _load_by_parts(engine: DeepSpeedEngine, weights: Mapping[str, SavedWeight]) -> None:
+def load_validated(engine: DeepSpeedEngine, folder: Path, index: int) -> None:
+    """Load the weights that validations saw, if the checkpoint's are others. Collective.
+
+    Raises:
+        CheckpointError: the weights are another model's.
+    """
+    saved = read_validated(folder, index, reader_of(engine))
+    weights = {
+        name: SavedWeight(each.shape, each.dtype, each.clone) for name, each in saved.items()
+    }
+    if weights:
+        _load_by_parts(engine, weights, has_all=False)
+
+
+def _load_by_parts(
+    engine: DeepSpeedEngine, weights: Mapping[str, SavedWeight], has_all: bool = True
+) -> None:
     """`load_by_parts`, and the optimizer's own copies of the weights."""
     if not engine.zero_optimization_partition_weights():
-        load_by_parts(engine.module, weights)
+        load_by_parts(engine.module, weights, has_all)
         if hasattr(engine.optimizer, "refresh_fp32_params"):
             engine.optimizer.refresh_fp32_params()
         return
     engine.optimizer.checkpoint_event_prologue()
-    load_by_parts(engine.module, weights)
+    load_by_parts(engine.module, weights, has_all)
     engine.optimizer._restore_from_bit16_weights()
     with _secondary_copies_renewed(engine):
         engine.optimizer.checkpoint_event_epilogue()
@@ -156,8 +173,12 @@ def _load_checkpoint(engine: DeepSpeedEngine, folder: Path, tag: str, **options:
     return found
 
 
-def load_by_parts(module: torch.nn.Module, weights: Mapping[str, SavedWeight]) -> None:
+def load_by_parts(
+    module: torch.nn.Module, weights: Mapping[str, SavedWeight], has_all: bool = True
+) -> None:
     """Load a module's weights, each submodule's own after the other's.
+
+    Without `has_all`, weights that are missing stay as they are.
 
     ZeRO-3's parameters are gathered for that. The first of the ranks that share them reads them;
     the others receive them. Collective: every rank calls this.
@@ -166,7 +187,7 @@ def load_by_parts(module: torch.nn.Module, weights: Mapping[str, SavedWeight]) -
         CheckpointError: the weights are another model's; raised on every rank, before any is read.
     """
     own = _state_tensors(module)
-    _require_same_model(module, own, weights)
+    _require_same_model(module, own, weights, has_all)
     saved = {id(tensor): weights[name] for name, tensor in own.items() if name in weights}
     for part in module.modules():
         parameters = list(part.parameters(recurse=False))
@@ -205,12 +226,15 @@ def _load_module(src: Mapping[str, Any], dst: torch.nn.Module) -> None:
 
 
 def _require_same_model(
-    module: torch.nn.Module, own: Mapping[str, torch.Tensor], weights: Mapping[str, SavedWeight]
+    module: torch.nn.Module,
+    own: Mapping[str, torch.Tensor],
+    weights: Mapping[str, SavedWeight],
+    has_all: bool,
 ) -> None:
     """Check the names and shapes of saved weights. Raises CheckpointError if they differ."""
     saved = {id(own[name]) for name in own.keys() & weights.keys()}
     missing = {name for name, tensor in own.items() if id(tensor) not in saved}  # none that is tied
-    _require_same_names(module, missing, weights.keys() - own.keys())
+    _require_same_names(module, missing if has_all else set(), weights.keys() - own.keys())
     shapes = {name: getattr(each, "ds_shape", each.shape) for name, each in own.items()}
     for name, weight in weights.items():
         if weight.shape != shapes[name]:

@@ -17,6 +17,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from trial_core.checkpoint.manifest import FileEntry, Topology
 from trial_core.deepspeed.export.pipeline_weights import LAYER
 from trial_core.deepspeed.load_engine import needs_optimizer_shards
+from trial_core.deepspeed.validated_weights import is_validated
 
 _SHARD = re.compile(
     r"(?:.*/)?(?:bf16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_\d+_(?P<kind>model|optim)_states(?:_frozen)?\.pt"
@@ -46,7 +47,7 @@ def files_for_load(
     now: Topology,
 ) -> list[FileEntry]:
     """The files that `DeepSpeedTrial.load` reads on some of `ranks`."""
-    unread: set[str] = set()
+    unread = {file.path for file in files if is_validated(file.path, range(len(engines)))}
     for i, engine in enumerate(engines):
         unread |= _layers_of_other_stages(i, engine, files, ranks)
     needed = files_for_ranks(files, saved_by, ranks, now)

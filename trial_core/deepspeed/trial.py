@@ -14,7 +14,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from trial_core.deepspeed.checkpoint_engine import reader_of
 from trial_core.deepspeed.context import DeepSpeedTrialContext
 from trial_core.deepspeed.fingerprints import check_loaded, record_fingerprints
-from trial_core.deepspeed.load_engine import load_engine, load_weights
+from trial_core.deepspeed.load_engine import load_engine, load_validated, load_weights
+from trial_core.deepspeed.validated_weights import write_validated
 from trial_core.errors import TrialError
 from trial_core.pytorch.trial import TorchTrial
 from trial_core.rank.state_files.bit_sum import bit_sum
@@ -135,6 +136,8 @@ class DeepSpeedTrial(TorchTrial):
             )
         _record_buffers(context.models, path, rank)
         record_fingerprints(context.models, path, rank, excludes)
+        averages = None if context.averages is None else context.averages.averages
+        write_validated(context.models, path, averages)
 
     def load(self, context: DeepSpeedTrialContext, load_path: Path) -> None:
         """Restore from the files below `load_path`. Collective: every rank calls this.
@@ -150,7 +153,7 @@ class DeepSpeedTrial(TorchTrial):
         check_loaded(context.models, load_path, context.distributed)
 
     def load_weights(self, context: DeepSpeedTrialContext, load_path: Path) -> None:
-        """Load only the models' weights from the files below `load_path`.
+        """Load only the models' weights from the files below `load_path`: the validated ones.
 
         For a trial that starts with the weights of another (``searcher.source_weights_only``). A
         trial that overrides `save` must override this too. Collective: every rank calls this.
@@ -162,6 +165,8 @@ class DeepSpeedTrial(TorchTrial):
         for i, engine in enumerate(context.models):
             load_weights(engine, load_path, tag=f"model{i}")
         check_loaded(context.models, load_path, context.distributed)
+        for i, engine in enumerate(context.models):
+            load_validated(engine, load_path, i)
 
 
 def _excludes_frozen(context: DeepSpeedTrialContext) -> list[bool]:

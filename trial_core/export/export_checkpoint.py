@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import msgspec
 
+from trial_core.checkpoint import layout
 from trial_core.common import text_format
 from trial_core.common.decoding import decode
 from trial_core.errors import CheckpointError, ConfigError
@@ -329,7 +330,7 @@ def _files_of(manifest: Manifest, engine: int) -> list[FileEntry]:
     from trial_core.schedule.command import is_command
 
     facts = f"export{engine}/"
-    names: tuple[str, ...] = (f"model{engine}/", facts)
+    names: tuple[str, ...] = (f"model{engine}/", f"{layout.VALIDATED}{engine}/", facts)
     entries = [entry for entry in manifest.files if entry.path.startswith(names)]
     if any(entry.path.endswith("model_states.pt") for entry in entries):
         return [*entries, *(each for each in manifest.files if each.path.startswith(FINGERPRINTS))]

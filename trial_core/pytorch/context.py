@@ -38,7 +38,6 @@ class PyTorchTrialContext(TorchTrialContext):
     Attributes:
         models, optimizers, lr_schedulers: the wrapped ones, in the order of wrapping.
         scaler: the loss scaler that checkpoints hold, or None.
-        averages: the callback whose averages of the weights checkpoints hold, or None.
         aggregation_frequency: optimizers step once in this many batches
             (``optimizations.aggregation_frequency``).
         experimental: less common settings.
@@ -51,7 +50,6 @@ class PyTorchTrialContext(TorchTrialContext):
         self.optimizers: list[Optimizer] = []
         self.lr_schedulers: list[LRScheduler] = []
         self.scaler: Any = None
-        self.averages: Any = None
         self.aggregation_frequency = self._settings.aggregation_frequency
         self.experimental = PyTorchExperimentalContext(self)
         self.moves_batches = True

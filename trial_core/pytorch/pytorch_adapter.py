@@ -74,7 +74,6 @@ class PyTorchTrialAdapter(TrialAdapter):
         self.modules = [unwrapped(model) for model in context.models]
         self._note_frozen()
         self.optimizers = context.optimizers
-        self.schedulers = [each.scheduler for each in context.lr_schedulers]
         self.data_parallel_rank = context.distributed.get_rank()
         self.data_parallel_size = context.distributed.get_size()
         averages = context.run_info.optimizations.average_training_metrics
@@ -127,6 +126,10 @@ class PyTorchTrialAdapter(TrialAdapter):
             model.train(training)
             if training:
                 reshard(model)
+
+    @property
+    def schedulers(self) -> list[Any]:
+        return [each.scheduler for each in self._context.lr_schedulers]
 
     def setting_parts(self) -> list[SettingsPart]:
         scaler = self._context.scaler

@@ -40,7 +40,7 @@ def evaluating(adapter: TrialAdapter) -> Iterator[None]:
     """Inside the block, models and optimizers are in evaluation mode, without gradients."""
     adapter.set_training(False)
     with ExitStack() as stack:
-        stack.enter_context(optimizers_evaluating(adapter.optimizers))
+        stack.enter_context(optimizers_evaluating(adapter.optimizers, adapter.weight_copies))
         for callback in trial_callbacks(adapter.callbacks):
             stack.enter_context(callback.evaluating())
         stack.callback(adapter.set_training, True)

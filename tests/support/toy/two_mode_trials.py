@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import deepspeed
@@ -9,6 +10,7 @@ import torch
 from pytorch_trials import Small
 from toy_trial import ToyTrial
 
+from trial_core.callbacks import ExponentialMovingAverage
 from trial_core.deepspeed import DeepSpeedTrialContext
 from trial_core.pytorch import PyTorchCallback
 
@@ -84,17 +86,42 @@ class TwoModes(Small):
 
 
 class TwoModesEngine(ToyTrial):
-    """Its engine's optimizer has two modes. Hyperparameter: `zero_stage`."""
+    """Its engine's optimizer has two modes. Records the weights that validations see.
+
+    Hyperparameters: `zero_stage`, `batch_size`, `precision` (``bf16``), `switches`,
+    `averages` (with an ExponentialMovingAverage).
+    """
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
         super().__init__(context)
-        model = torch.nn.Sequential(torch.nn.Linear(2, 2))
-        config = {
+        model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2))
+        config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 2,
+            **self._batch(),
             "zero_optimization": {"stage": self.hparams["zero_stage"]},
             "zero_allow_untested_optimizer": True,
         }
-        optimizer = ScheduleFreeSGD(model.parameters())
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        if precision := self.hparams.get("precision"):
+            config[precision] = {"enabled": True}
+        self.optimizer = ScheduleFreeSGD(model.parameters())
+        self.optimizer.train()  # as its authors say
+        engine, *_ = deepspeed.initialize(model=model, optimizer=self.optimizer, config=config)
         context.models.clear()
         self.engine = context.wrap_model_engine(engine)
+
+    def _loss(self, inputs: Any, index: Any) -> Any:
+        dtype = next(self.engine.module.parameters()).dtype
+        outputs = self.engine(inputs.to(dtype)).float().sum(1, keepdim=True)
+        return torch.nn.functional.mse_loss(outputs, index / 64)
+
+    def evaluate_batch(self, dataloader_iter: Any, batch_idx: int) -> dict[str, Any]:
+        weights = self.engine.module.named_parameters()
+        seen = {name: each.detach().float().tolist() for name, each in weights}
+        with self._file("validated").open("a") as file:
+            file.write(json.dumps(seen) + "\n")
+        return super().evaluate_batch(dataloader_iter, batch_idx)
+
+    def build_callbacks(self) -> dict[str, PyTorchCallback]:
+        if self.hparams.get("averages"):
+            return {"average": ExponentialMovingAverage(decay=0.5)}
+        return {"modes": SwitchesItself(self.optimizer)} if self.hparams.get("switches") else {}

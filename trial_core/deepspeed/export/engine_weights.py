@@ -37,6 +37,7 @@ from trial_core.deepspeed.export.pipeline_weights import LAYER, not_joined, pipe
 from trial_core.deepspeed.fingerprints import check_exported, fingerprints_of
 from trial_core.deepspeed.reshard.parameter_state import ParameterState
 from trial_core.deepspeed.reshard.saved_state import MODEL_STATES, OPTIMIZER_STATES, rank_files
+from trial_core.deepspeed.validated_weights import read_validated, with_validated
 from trial_core.errors import CheckpointError
 from trial_core.rank.state_files.safe_load import Reader
 
@@ -47,7 +48,10 @@ _logger = logging.getLogger(__name__)
 def checked_weights(
     folder: Path, engine: int, dtype: Precision, reader: Reader
 ) -> dict[str, SavedWeight]:
-    """Like `saved_weights`; each weight is compared with its fingerprint when it is read."""
+    """Like `saved_weights`; each weight is compared with its fingerprint when it is read.
+
+    Where validations saw other weights than those of training, theirs.
+    """
     known = fingerprints_of(folder, engine)
 
     def read(name: str, weight: SavedWeight) -> torch.Tensor:
@@ -60,7 +64,8 @@ def checked_weights(
     for name, weight in saved.items():
         if weight not in checked:
             checked[weight] = replace(weight, read=partial(read, name, weight))
-    return {name: checked[weight] for name, weight in saved.items()}
+    trained = {name: checked[weight] for name, weight in saved.items()}
+    return with_validated(trained, read_validated(folder, engine, reader), dtype)
 
 
 def saved_weights(

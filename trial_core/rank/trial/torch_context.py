@@ -29,6 +29,7 @@ class TorchTrialContext(TrialContext):
         reproducible_loaders: True if loaders must be `trial_core.pytorch.DataLoader`s.
         tokenizer_files: on rank 0, the files of the tokenizer that `set_tokenizer` got.
         frozen_as_built: the frozen parameters when the trial was built; None if they do not matter.
+        averages: the callback whose averages of the weights validations see, or None.
         left_out: of each model, the names of the parameters that the last checkpoint left out.
     """
 
@@ -39,6 +40,7 @@ class TorchTrialContext(TrialContext):
         self.reproducible_loaders = True
         self.tokenizer_files: dict[str, bytes] = {}
         self.frozen_as_built: FrozenAsBuilt | None = None
+        self.averages: Any = None
         self.left_out: list[set[str]] = []
         self._warned_types: set[type] = set()
 

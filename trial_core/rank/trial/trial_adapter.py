@@ -21,6 +21,7 @@ from trial_core.rank.state_files.settings_parts import OptimizerPart, SchedulePa
 from trial_core.rank.trial.callback import PyTorchCallback, built_callbacks
 from trial_core.rank.trial.custom_reducers import ReducerRegistry
 from trial_core.rank.trial.metric_reduction import Reducer
+from trial_core.rank.trial.optimizer_modes import WeightCopies
 
 
 class TrialAdapter(ABC):
@@ -29,7 +30,8 @@ class TrialAdapter(ABC):
     Attributes:
         modules: the trained modules, without wrappers.
         optimizers: torch's optimizers; DeepSpeed's engines have wrapped theirs.
-        schedulers: torch's or DeepSpeed's.
+        weight_copies: of optimizers with train and eval modes, where the models compute with copies
+            of their parameters.
         shares_buffers: True if all ranks get rank 0's buffers before each batch and validation.
         whole_models: the models that are whole on this rank, so that their forward passes wait for
             no other rank.
@@ -53,7 +55,7 @@ class TrialAdapter(ABC):
 
     modules: Sequence[torch.nn.Module]
     optimizers: Sequence[torch.optim.Optimizer]
-    schedulers: Sequence[Any]
+    weight_copies: Sequence[WeightCopies] = ()
     shares_buffers: bool = False
     whole_models: Sequence[Any]
     data_parallel_rank: int
@@ -127,6 +129,14 @@ class TrialAdapter(ABC):
         The same on every rank.
         """
         return True
+
+    @property
+    @abstractmethod
+    def schedulers(self) -> Sequence[Any]:
+        """The learning-rate schedulers of torch's kind or DeepSpeed's, as far as they are known.
+
+        A trial may wrap some as late as in `build_training_data_loader`.
+        """
 
     @property
     def left_out(self) -> Sequence[Collection[str]]:
