@@ -237,16 +237,13 @@ class Controller:
         if self._attached is not None:
             self._attached.close()
         info.batch_samples = adapter.batch_samples
-        settings_here = BuiltSettings(adapter.setting_parts())
-        is_common = len(set(self._distributed.allgather(settings_here.to_json()))) == 1
-        built = settings_here if is_common else None  # a pipeline's stages may differ
         settings = info.checkpointing
         files = CheckpointFiles(run_dir, store, self._distributed, settings)
         self._attached = _AttachedTrial(
             adapter,
             info,
             files,
-            Snapshots(adapter, files, self._distributed, settings, built),
+            Snapshots(adapter, files, self._distributed, settings),
             RunFileUpload(info, store, run_dir),
             ForwardClock(adapter.whole_models if self._distributed.get_size() > 1 else ()),
         )
@@ -297,6 +294,9 @@ class Controller:
         info.epoch = loaders.epoch
         told = RestoredSettings()
         snapshots, warnings = trial.snapshots, [*loaders.warnings]
+        settings_here = BuiltSettings(adapter.setting_parts())
+        is_common = len(set(self._distributed.allgather(settings_here.to_json()))) == 1
+        snapshots.built = settings_here if is_common else None  # a pipeline's stages may differ
         snapshots.data_settings, snapshots.sample_lists = loaders.settings(), loaders.sample_lists
         if request.checkpoint is not None:
             began = time.monotonic()

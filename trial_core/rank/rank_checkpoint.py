@@ -40,6 +40,7 @@ class Snapshots:
     """Stages the trial's state on this rank, and restores it.
 
     Attributes:
+        built: the settings of its optimizers and the like; None if ranks have different ones.
         data_settings: the settings of its training data, once the loaders are built.
         sample_lists: of its training data.
     """
@@ -50,13 +51,12 @@ class Snapshots:
         files: CheckpointFiles,
         distributed: DistributedContext,
         settings: CheckpointingConfig,
-        built: BuiltSettings | None,
     ) -> None:
         self._adapter = adapter
         self._files = files
         self._distributed = distributed
         self._settings = settings
-        self._built = built
+        self.built: BuiltSettings | None = None
         self.data_settings: dict[str, Any] = {}
         self.sample_lists: SampleLists = {}
         self._verifies = settings.verify_first is not False
@@ -104,8 +104,8 @@ class Snapshots:
         adapter.save(folder, memory, self._reader, _taken_out(state, of_adapter))
         memory.end()
         write_rank_state(folder, self._distributed.get_rank(), state, self._reader)
-        if self._built is not None and self._distributed.get_rank() == 0:
-            self._built.write(folder / STATE_FOLDER, self.data_settings, self.sample_lists)
+        if self.built is not None and self._distributed.get_rank() == 0:
+            self.built.write(folder / STATE_FOLDER, self.data_settings, self.sample_lists)
         if self._verifies:
             load_back(adapter, self._distributed, self._reader, folder, self._settings)
             self._verifies = False  # the others are saved and loaded in the same way
@@ -157,7 +157,7 @@ class Snapshots:
         if state is None:
             adapter.load_weights(folder, self._reader)
             return RestoredSettings()
-        built, saved = self._built, read_settings(folder / STATE_FOLDER) if compares else None
+        built, saved = self.built, read_settings(folder / STATE_FOLDER) if compares else None
         if saved is not None and built is not None:
             built.require_same_types(saved)
             of_data = changes_of_data(saved, self.data_settings) if continues else []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from pytorch_trials import Small, net
 
-from trial_core.pytorch import LRScheduler
+from trial_core.pytorch import DataLoader, LRScheduler
 
 
 class Decaying(Small):
@@ -16,5 +16,19 @@ class Decaying(Small):
         self.optimizer = self.context.wrap_optimizer(
             torch.optim.SGD(self.model.parameters(), self.hparams["lr"])
         )
+        self.wrap_schedule()
+
+    def wrap_schedule(self) -> None:
         schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, self.hparams["gamma"])
         self.context.wrap_lr_scheduler(schedule, LRScheduler.StepMode.STEP_EVERY_BATCH)
+
+
+class DecayingLate(Decaying):
+    """Wraps its schedule where it builds its data, because a schedule may need their length."""
+
+    def wrap_schedule(self) -> None:
+        """Not yet."""
+
+    def build_training_data_loader(self) -> DataLoader:
+        super().wrap_schedule()
+        return super().build_training_data_loader()

@@ -133,9 +133,9 @@ def files_of(folder: Path, rank: int = 0, ranks: int = 1, **settings: Any) -> Ch
 def snapshots(folder: Path, rank: int = 0, ranks: int = 1, **settings: Any) -> Snapshots:
     adapter: Any = SimpleNamespace(checkpoint_classes=())
     files = files_of(folder, rank, ranks, **settings)
-    return Snapshots(
-        adapter, files, one_of(rank, ranks), CheckpointingConfig(**settings), BuiltSettings(())
-    )
+    found = Snapshots(adapter, files, one_of(rank, ranks), CheckpointingConfig(**settings))
+    found.built = BuiltSettings(())
+    return found
 
 
 @pytest.mark.parametrize("rehearses", [True, False])
