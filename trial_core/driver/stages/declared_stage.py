@@ -15,7 +15,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
 
 from trial_core.checkpoint.storage.retrying import retry_storage
 from trial_core.driver.run import Launch
-from trial_core.errors import TrialflowError
+from trial_core.errors import CheckpointNotFound, CheckpointRefused, TrialflowError
 from trial_core.processes.machine.background import in_background
 
 P = ParamSpec("P")
@@ -25,6 +25,11 @@ T_co = TypeVar("T_co", covariant=True)
 
 class OwnStageFailed(TrialflowError):
     """A stage of the user's own has failed. The run may continue."""
+
+
+_SURVIVED = (OwnStageFailed, CheckpointRefused, CheckpointNotFound)
+"""Errors of a stage after which a launch may continue. After others, it ends with all its stages,
+or the stage begins again."""
 
 
 class Pending(Protocol[T_co]):
@@ -80,7 +85,7 @@ class DeclaredStage(Generic[P, T]):
         try:
             with launch.stage(self.name, detail):
                 yield
-        except OwnStageFailed:
+        except _SURVIVED:
             launch.run.observer.stage_failed(self.name, detail)
             raise
 

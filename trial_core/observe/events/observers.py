@@ -61,7 +61,8 @@ class Observer:
         """A stage has succeeded."""
 
     def stage_failed(self, stage: str, detail: str) -> None:
-        """A stage of the user's own has failed. The run may continue without it."""
+        """A stage has failed, and the run may continue without it: one of the user's own, an upload
+        that is refused, a fetch of a deleted checkpoint."""
 
     def stage_takes_long(self, activity: str) -> None:
         """Rank 0's activity in a stage that takes long, and the time that it has taken."""
