@@ -37,7 +37,6 @@ from trial_core.deepspeed.deepspeed_adapter import DeepSpeedTrialAdapter
 from trial_core.deepspeed.fingerprints import record_fingerprints
 from trial_core.rank.checkpoint_files import CheckpointFiles
 from trial_core.rank.rank_checkpoint import Snapshots
-from trial_core.rank.state_files.built_settings import BuiltSettings
 
 WIDTH = 1024
 Remaining = Callable[[], Any]
@@ -80,9 +79,7 @@ class SaveMethods:
             for name, options in job["stores"].items()
         }  # fmt: skip
         self._ours = {
-            name: Snapshots(
-                self._adapter, files, context.distributed, CheckpointingConfig(), BuiltSettings(())
-            )
+            name: Snapshots(self._adapter, files, context.distributed, CheckpointingConfig())
             for name, files in self._files.items()
         }
         options = job["stores"]["fast"]

@@ -311,6 +311,7 @@ class Controller:
             restore_seconds += time.monotonic() - began
             if request.restore == "everything":
                 warnings += snapshots.differing_data(request.checkpoint, request.compares)
+                warnings += snapshots.unknown_batches(request.checkpoint, remap)
         # After restore: the trial's on_checkpoint_load_start may change any part of the state.
         own = (state if request.restore == "everything" else None) or {}
         loaders.begin(own.get("training_data"))

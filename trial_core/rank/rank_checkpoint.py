@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from trial_core.checkpoint.resume_point import Restore
+from trial_core.common.text_format import plural
 from trial_core.config.sections import CheckpointingConfig
 from trial_core.messages import RestoredSettings
 from trial_core.processes.machine.memory_files import GIB, MemoryFiles, free_bytes
@@ -157,10 +158,15 @@ class Snapshots:
         if state is None:
             adapter.load_weights(folder, self._reader)
             return RestoredSettings()
-        built, saved = self.built, read_settings(folder / STATE_FOLDER) if compares else None
+        built, saved = self.built, read_settings(folder / STATE_FOLDER)
+        of_data: list[str] = []
+        if saved is not None and continues and (compares or remap is not None):
+            # Another number of ranks may make other batches of the same experiment.
+            of_data = changes_of_data(saved, self.data_settings)
+        if not compares:
+            saved = None
         if saved is not None and built is not None:
             built.require_same_types(saved)
-            of_data = changes_of_data(saved, self.data_settings) if continues else []
         of_adapter = adapter.read_hook_state(folder, self._reader)
         state.update(of_adapter)
         for callback in adapter.callbacks.values():
@@ -186,6 +192,25 @@ class Snapshots:
             return []
         found = differing_checkpoint(saved.sample_lists, self.sample_lists)
         return [] if found is None else [found]
+
+    def unknown_batches(self, uuid: str, remap: RankRemap | None) -> list[str]:
+        """Warnings if it is unknown whether a batch has as many samples as on the saving ranks."""
+        if remap is None or remap.keeps_data_shards or not self._adapter.needs_data:
+            return []
+        saved = read_settings(self._files.restored(uuid) / STATE_FOLDER)
+        of_data = {} if saved is None else saved.data
+        if "batch size" in of_data and "batch size" in self.data_settings:
+            return []  # `restore` compares them
+        if remap.saved.batch_samples and remap.now.batch_samples:
+            return []  # they are equal, or the driver would have refused the checkpoint
+        then, now = remap.saved.data_parallel_size, remap.now.data_parallel_size
+        return [
+            f"the place in the training data was counted on {plural(then, 'data-parallel rank')}, "
+            f"and the run now has {now}: it is right if a batch of all ranks still has as many "
+            "samples, which the loader does not tell. If each rank takes as many as before, "
+            f"samples of this epoch are left out or come twice: resume on {plural(then, 'rank')}, "
+            "or divide the size of a batch by the number of ranks (get_per_slot_batch_size)"
+        ]
 
     def _memory_files(self) -> MemoryFiles:
         # Not created before training: only then is known how much memory it leaves free.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import torch
-from pytorch_trials import Small, net
+from pytorch_trials import Small, net, samples
+from torch.utils.data import BatchSampler, SequentialSampler
 
 from trial_core.pytorch import DataLoader, LRScheduler
 
@@ -32,3 +33,16 @@ class DecayingLate(Decaying):
     def build_training_data_loader(self) -> DataLoader:
         super().wrap_schedule()
         return super().build_training_data_loader()
+
+
+class FixedBatches(Small):
+    """A rank's batches have two samples on any number of ranks.
+
+    Hyperparameter: `sampled`, to have them from a sampler that does not tell it.
+    """
+
+    def build_training_data_loader(self) -> DataLoader:
+        data = samples(self.hparams["train_samples"])
+        if not self.hparams.get("sampled"):
+            return DataLoader(data, batch_size=2)
+        return DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(data), 2, False))
