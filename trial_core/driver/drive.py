@@ -224,7 +224,7 @@ def launch_slots(launch: Launch, placement: Placement) -> SlotGroup:
         on_batches=launch.note_batches,
         on_log=run.observer.rank_logged,
         on_activity=launch.note_activity,
-        on_script=launch.script_events.put,
+        on_script=launch.note_script_event,
         on_stop_signal=run.stopping.ask,
         should_abort=lambda: run.stopping.request is not None,
     )

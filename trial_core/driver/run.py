@@ -23,7 +23,15 @@ from trial_core.config import ExperimentConfig
 from trial_core.driver.choose_resume_point import resume_points
 from trial_core.driver.loss_watch import LossWatch
 from trial_core.errors import RankFailed
-from trial_core.messages import AnyRequest, FitBegun, MayStop, Result
+from trial_core.messages import (
+    AnyRequest,
+    FitBegun,
+    MayStop,
+    MetricsReported,
+    ReportTaken,
+    Result,
+    ScriptEvent,
+)
 from trial_core.observe.events.observers import Observer
 from trial_core.observe.events.throughput import ThroughputMeter
 from trial_core.observe.ledger.run_clock import RunClock
@@ -354,6 +362,12 @@ class Launch:
         """Tell people about the progress of a long stage. Called in the channel's thread."""
         self.run.logger.info("%s", text)
         self.run.observer.stage_takes_long(text)
+
+    def note_script_event(self, event: ScriptEvent) -> None:
+        """Queue a script's event, and then send the receipt. Called in the channel's thread."""
+        self.script_events.put(event)
+        if isinstance(event, MetricsReported) and event.receipt:
+            self.slots.tell(ReportTaken(receipt=event.receipt))
 
     @contextmanager
     def stage(self, name: str, detail: str) -> Iterator[None]:

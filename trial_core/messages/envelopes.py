@@ -178,9 +178,11 @@ class LogLines(Message):
 
 
 class MetricsReported(Message):
-    """Metrics that a Core API script has reported on rank 0.
+    """Metrics that a Core API script has reported on a rank.
 
     Attributes:
+        group: the script's own, to which training metrics belong; empty without one.
+        receipt: the id of the `ReportTaken` that the rank waits for; empty if it does not wait.
         steps, seconds: the steps since its last report, validation or checkpoint, and their
             duration. Both are 0 unless these are training metrics of a script that states its work.
         work: of a step, on all ranks.
@@ -190,10 +192,25 @@ class MetricsReported(Message):
     kind: MetricsKind
     steps_completed: int
     metrics: dict[str, Any]
+    group: str = ""
+    rank: int = 0
+    receipt: str = ""
     steps: int = 0
     seconds: float = 0.0
     work: Work = Work()
     device: str = ""
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        return f"{self.group or self.kind} metrics at {self.steps_completed}"
+
+
+class ReportTaken(Message):
+    """The driver has received a report: all that a rank sends from now on comes after it. Sent to
+    all ranks; one waits for it."""
+
+    receipt: str
 
 
 class CheckpointWritten(Message):
@@ -230,7 +247,7 @@ class FitBegun(Message):
 
 
 ScriptEvent = MetricsReported | CheckpointWritten | FitBegun
-"""A script's events, from rank 0."""
+"""A script's events. All but reports of metrics are from rank 0."""
 
 FromRank = (
     Answer
@@ -244,7 +261,7 @@ FromRank = (
     | StacksDumped
     | BytesWritten
 )
-FromDriver = Envelope | PauseSteps | ResumeUntil | Abort | DumpStacks | Logged
+FromDriver = Envelope | PauseSteps | ResumeUntil | Abort | DumpStacks | Logged | ReportTaken
 
 
 @dataclass(frozen=True)

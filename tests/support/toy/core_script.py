@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,8 @@ def break_once(hparams: dict[str, Any], rank: int, step: int) -> None:
     Path(hparams["once"]).touch()
     if hparams["do"] == "raise":
         raise ValueError(f"the script broke at step {step}")
+    if hparams["do"] == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
     sys.exit(int(hparams["do"]))
 
 
@@ -50,10 +54,18 @@ def refused(
             raise
 
 
+def slow_down(context: core.Context, seconds: float) -> None:
+    """Let what this rank sends arrive late."""
+    send = context.host._emit
+    context.host._emit = lambda message: threading.Timer(seconds, send, [message]).start()
+
+
 def main(context: core.Context, hparams: dict[str, Any], steps: int) -> None:
     rank, folder = context.distributed.rank, Path(hparams["record"])
     total = torch.zeros(1)
-    first = 0
+    first, reports = 0, rank == hparams.get("reporter", 0)
+    if rank != 0 and "slow_seconds" in hparams:
+        slow_down(context, hparams["slow_seconds"])
     latest = context.info.latest_checkpoint
     if latest is not None:
         with context.checkpoint.restore_path(latest) as path:
@@ -66,11 +78,11 @@ def main(context: core.Context, hparams: dict[str, Any], steps: int) -> None:
         dist.all_reduce(mine := torch.tensor([float(step * (rank + 1))]))
         total += mine
         note(folder, rank, step=step, total=total.item())
-        if rank == 0:
+        if reports:
             nan = {"loss": float("nan")} if step >= hparams.get("nan_at", step + 1) else {}
             context.train.report_training_metrics(step, {"total": total, **nan})
         if step % hparams["store_every"] == 0:
-            if rank == 0:
+            if reports:
                 context.train.report_validation_metrics(step, {"loss": 1 / step})
             shard = hparams.get("shard", False)
             if shard or rank == 0:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from trial_core.common.text_format import metrics_line
+from trial_core.driver.rank_reports import RankReports
 from trial_core.driver.run import Launch
 from trial_core.driver.stages.declared_stage import stage
 from trial_core.errors import SlotsError, TrialError
 from trial_core.messages import (
     CheckpointWritten,
     FitBegun,
-    MetricsKind,
     MetricsReported,
     RunScript,
     ScriptEnded,
@@ -28,37 +27,74 @@ from trial_core.schedule.sequencer import Progress, searcher_metric
 class ScriptReports:
     """The progress of a Core API script, in steps for batches, and its last metrics of each kind.
 
-    Attributes:
-        has_warned: True after the warning that the script does not report the searcher metric.
+    Any rank may report. A report of another rank than 0 may come late, after those of later steps.
+    Rank 0's cannot: the script has gone back to an earlier step.
     """
 
     metric: str | None
     smaller_is_better: bool
     progress: Progress = field(default_factory=Progress)
     metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
-    has_warned: bool = False
+    _ranks: RankReports = field(default_factory=RankReports)
+    _metrics_at: dict[str, int] = field(default_factory=dict)
+    _stored_at: int = -1
+    _warned: set[str] = field(default_factory=set)
 
-    def reported(
-        self, kind: MetricsKind, steps_completed: int, metrics: Mapping[str, Any]
-    ) -> TrialError | None:
-        """Note a report. Return the error if a validation lacks the searcher metric."""
-        self.progress = self.progress.after_training(steps_completed)
-        self.metrics[kind] = dict(metrics)
-        if kind == "training":
-            return None
-        value = mistake = None
-        if self.metric is not None:
-            try:
-                value = searcher_metric(metrics, self.metric)
-            except TrialError as error:
-                mistake = error
-        self.progress = self.progress.after_validation(value, self.smaller_is_better)
-        return mistake
+    def counts(self, report: MetricsReported) -> bool:
+        """Return whether a report is the first of its step. Raises as `RankReports.counts`."""
+        return self._ranks.counts(report)
+
+    def reported(self, report: MetricsReported) -> list[str]:
+        """Note a report. Return warnings, each once."""
+        kind, steps, reached = report.kind, report.steps_completed, self.progress.batches_trained
+        last = self._metrics_at.get(kind)
+        if report.rank == 0 or last is None or steps >= last:
+            # Groups of training metrics may come from several ranks, in any order.
+            others = self.metrics[kind] if kind == "training" and steps == last else {}
+            self.metrics[kind] = {**others, **report.metrics}
+            self._metrics_at[kind] = steps
+        self.progress = self.progress.after_training(steps)
+        warnings = self._validated(report) if kind == "validation" else []
+        if report.rank != 0:
+            self.progress = self.progress.after_training(max(steps, reached))
+        return warnings
+
+    def repeated(self, report: MetricsReported) -> list[str]:
+        """Return the warning, once, that a report does not count."""
+        return self._once(
+            "repeated",
+            f"several ranks report the same metrics ({report.title}), which count once: report "
+            "them on one rank; another rank than 0 waits for the driver each time",
+        )
 
     def stored(self, steps_completed: int) -> Progress:
         """Note a checkpoint. Return the progress there."""
+        self._stored_at = steps_completed
         self.progress = self.progress.after_training(steps_completed).after_checkpoint()
         return self.progress
+
+    def _validated(self, report: MetricsReported) -> list[str]:
+        value, steps, warnings = None, report.steps_completed, []
+        if self.metric is not None:
+            try:
+                value = searcher_metric(report.metrics, self.metric)
+            except TrialError as error:
+                warnings += self._once("metric", f"no checkpoint counts as the best: {error}")
+        self.progress = self.progress.after_validation(value, self.smaller_is_better)
+        if report.rank != 0 and steps <= self._stored_at:
+            warnings += self._once(
+                "order",
+                f"the checkpoint at {self._stored_at} does not have the {report.title}, because "
+                f"rank {report.rank} reported them later: report first, and let all ranks meet "
+                "(context.distributed.allgather(None)) before rank 0 stores",
+            )
+        return warnings
+
+    def _once(self, what: str, warning: str) -> list[str]:
+        if what in self._warned:
+            return []
+        self._warned.add(what)
+        return [warning]
 
 
 class UploadEnded:
@@ -83,7 +119,7 @@ class RunningScript:
         self._thread.start()
 
     def next_event(self) -> ScriptEvent | UploadEnded | list[ScriptEnded]:
-        """Wait for the script's next event: a report of its rank 0, or the end of all ranks.
+        """Wait for the script's next event: a report, or the end of all ranks.
 
         Raises:
             RankFailed: the script raised, or exited with another code than 0.
@@ -125,15 +161,18 @@ def run_script(
 
 def _note(launch: Launch, progress: ScriptReports, event: MetricsReported) -> None:
     run, at = launch.run, launch.status
-    kind, steps, metrics = event.kind, event.steps_completed, event.metrics
-    mistake, losses = progress.reported(kind, steps, metrics), launch.losses
+    kind, steps, metrics, losses = event.kind, event.steps_completed, event.metrics, launch.losses
+    if launch.world_size > 1 and not progress.counts(event):
+        launch.warn(progress.repeated(event))
+        return
+    warnings = progress.reported(event)
     if kind == "training":
         launch.warn(losses.trained(losses.reached or at.batches_trained, steps, metrics))
     else:
         launch.warn(losses.validated(steps, metrics, progress.metric))
     at.has_trained = at.has_trained or steps > at.batches_trained
-    at.batches_trained = steps
-    run.clock.batches_trained(steps)
+    at.batches_trained = progress.progress.batches_trained
+    run.clock.batches_trained(at.batches_trained)
     run.logger.info("%s metrics at %d: %s", kind, steps, metrics_line(metrics))
     if event.steps and event.seconds > 0:
         now, whole_run = run.throughput.measured(
@@ -141,8 +180,6 @@ def _note(launch: Launch, progress: ScriptReports, event: MetricsReported) -> No
         )
         run.observer.throughput_measured(steps, now, whole_run)
     run.observer.metrics_reported(kind, steps, metrics)
-    if mistake is not None and not progress.has_warned:
-        progress.has_warned = True
-        launch.warn([f"no checkpoint counts as the best: {mistake}"])
+    launch.warn(warnings)
     if (failure := losses.failure(is_last=False, saved_at=at.saved_at)) is not None:
         raise failure

@@ -100,6 +100,7 @@ class JoinedRank:
         )  # fmt: skip
         self.send = self._server.send
         self.stop_barrier = self._server.stop_barrier
+        self.receipts = self._server.receipts
         self._workloads: _EndableWorkloads | None = None
         self._on_failure: Callable[[TrialflowError], None] = lambda error: None
         self._signals = RankSignals(self._handle_signal)

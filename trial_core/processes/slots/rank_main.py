@@ -152,8 +152,8 @@ class Rank(Workloads):
         with self._announcer.activity("importing PyTorch"):
             from trial_core.rank.core_api.script_controller import ScriptController, run_in_slot
 
-        barrier = self._server.stop_barrier
-        return ScriptController(self.send, barrier, run_in_slot, self.serve_fit)
+        barrier, receipts = self._server.stop_barrier, self._server.receipts
+        return ScriptController(self.send, barrier, receipts, run_in_slot, self.serve_fit)
 
 
 def end_rank(reason: str) -> None:

@@ -35,6 +35,7 @@ from trial_core.messages import (
     PauseSteps,
     Ping,
     RankError,
+    ReportTaken,
     ResumeUntil,
     Shutdown,
     StacksDumped,
@@ -44,6 +45,7 @@ from trial_core.messages import (
 )
 from trial_core.processes.slots.connection import RankConnection
 from trial_core.processes.slots.framing import ProtocolError
+from trial_core.processes.slots.receipts import Receipts
 from trial_core.processes.slots.stacks import current_stacks
 from trial_core.processes.slots.stop_barrier import Position, StopBarrier
 
@@ -97,6 +99,7 @@ class RankServer:
             for name, work in (("channel", self._receive), ("io-lane", self._serve_io))
         ]
         self.stop_barrier = StopBarrier()
+        self.receipts = Receipts()
         self.raised: BaseException | None = None
         """The last exception of a workload."""
 
@@ -176,6 +179,8 @@ class RankServer:
             self._on_end(message.error)
         elif isinstance(message, Logged):
             self._on_log(message.level, message.text)
+        elif isinstance(message, ReportTaken):
+            self.receipts.note(message.receipt)
         elif isinstance(message, DumpStacks):
             self.send(StacksDumped(text=current_stacks()))
         else:

@@ -41,6 +41,7 @@ from trial_core.messages import (
     Message,
     PauseSteps,
     Peer,
+    ReportTaken,
     Result,
     ResumeUntil,
     ScriptEvent,
@@ -88,7 +89,7 @@ class SlotGroup(Listener):
         on_batches: called with the number of trained batches, a few times a second.
         on_log: called with new lines of a rank's log, which the rank rate-limits.
         on_activity: called with rank 0's activity, if that takes long.
-        on_script: called with the reports of a Core API script on rank 0.
+        on_script: called with what a Core API script reports.
         on_stop_signal: called when a rank has received a signal to stop; None calls `stop`.
         should_abort: asked while the ranks start; True to give up.
 
@@ -291,9 +292,9 @@ class SlotGroup(Listener):
         """Kill the ranks; pending requests raise `Stopped` with this reason."""
         self._end_with(Stopped(reason))
 
-    def tell(self, line: Logged) -> None:
-        """Have rank 0 log a line, if it has joined. Returns at once."""
-        self._send(line)
+    def tell(self, what: Logged | ReportTaken) -> None:
+        """Tell the ranks something that needs no answer. Returns at once."""
+        self._send(what)
 
     def _send(self, message: Message) -> None:
         if self._connections is not None:

@@ -63,7 +63,11 @@ class TrainContext(SaysWhatToUse):
         metrics: Mapping[str, Any],
         batch_metrics: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
-        """Report training metrics. Call it on rank 0 alone.
+        """Report training metrics. Call it on one rank: any, and not always the same.
+
+        On rank 0 it does not wait. On another rank it returns when the driver has the report, so
+        what the ranks do after a barrier comes after it. Equal reports of several ranks for one
+        step count once, with a warning. Different ones end the run with an error.
 
         Args:
             steps_completed: steps (batches, as a rule) trained since the start of the trial.
@@ -71,12 +75,15 @@ class TrainContext(SaysWhatToUse):
             batch_metrics: accepted as in Determined, but not kept.
 
         Raises:
-            TrialError: an argument is invalid, or a rank other than 0 calls this.
+            TrialError: an argument is invalid.
         """
         self._report("training", steps_completed, metrics)
 
     def report_validation_metrics(self, steps_completed: int, metrics: Mapping[str, Any]) -> None:
-        """Report validation metrics. Call it on rank 0 alone, before the step's checkpoint.
+        """Report validation metrics, on one rank, as `report_training_metrics`.
+
+        Report them before the step's checkpoint is stored. If rank 0 stores it alone, and another
+        rank reports, a barrier between the two is needed; with ``shard=True`` it is not.
 
         Args:
             steps_completed: steps trained since the start of the trial.
@@ -84,7 +91,7 @@ class TrainContext(SaysWhatToUse):
                 it decides which checkpoint is best.
 
         Raises:
-            TrialError: an argument is invalid, or a rank other than 0 calls this.
+            TrialError: an argument is invalid.
         """
         self._report("validation", steps_completed, metrics)
 
@@ -93,11 +100,11 @@ class TrainContext(SaysWhatToUse):
 
         Metrics of any other group are reported as training metrics, under ``group/name``.
         """
-        if group not in ("training", "validation") and isinstance(metrics, Mapping):
-            metrics = {f"{group}/{name}": value for name, value in metrics.items()}
-        self._report(
-            "validation" if group == "validation" else "training", steps_completed, metrics
-        )
+        own = "" if group in ("training", "validation") else str(group)
+        if own and isinstance(metrics, Mapping):
+            metrics = {f"{own}/{name}": value for name, value in metrics.items()}
+        kind: MetricsKind = "validation" if group == "validation" else "training"
+        self._report(kind, steps_completed, metrics, own)
 
     def report_progress(self, progress: float) -> None:
         """Show how far the script is, from 0 to 1. Only rank 0's calls count."""
@@ -110,7 +117,8 @@ class TrainContext(SaysWhatToUse):
         self.set_status(f"ends early: {EarlyExitReason(reason).name.lower()}")
 
     def get_experiment_best_validation(self) -> float | None:
-        """The best ``searcher.metric`` that this trial has reported, on rank 0, or None."""
+        """The best ``searcher.metric``, or None: of the checkpoint that the script starts from, and
+        of this rank's own reports."""
         return self._host.best_validation
 
     def set_work_per_step(
@@ -122,9 +130,9 @@ class TrainContext(SaysWhatToUse):
     ) -> None:
         """Set the work in one step on all ranks, so that the run shows its throughput.
 
-        Call it before the steps, or again if it changes. Only rank 0's calls count. The run then
-        measures from one report of training metrics to the next, and leaves out the time before a
-        report of validation metrics and for storing a checkpoint.
+        Call it before the steps, or again if it changes, on the rank that reports training metrics.
+        The run then measures from one of its reports to the next, and leaves out the time before
+        its reports of validation metrics and for storing a checkpoint.
 
         Args:
             samples, tokens: the number in one step; None if unknown.
@@ -155,16 +163,12 @@ class TrainContext(SaysWhatToUse):
         """
         self._host.run.tensorboard.automatic = True
 
-    def _report(self, kind: MetricsKind, steps_completed: int, metrics: Mapping[str, Any]) -> None:
+    def _report(
+        self, kind: MetricsKind, steps_completed: int, metrics: Mapping[str, Any], group: str = ""
+    ) -> None:
         source = f"train.report_{kind}_metrics"
-        rank = self._host.distributed.get_rank()
-        if rank != 0:
-            raise TrialError(
-                f"{source} was called on rank {rank}: reduce the metrics over the ranks, and "
-                "report them on rank 0 alone (if context.distributed.rank == 0)"
-            )
         steps = checked_steps(steps_completed, source)
-        self._host.report(kind, steps, plain_metrics(metrics, source))
+        self._host.report(kind, steps, plain_metrics(metrics, source), group)
 
 
 class PreemptContext:

@@ -177,6 +177,7 @@ class _ScriptInBlock:
         self._controller = ScriptController(
             joined.send,
             joined.stop_barrier,
+            joined.receipts,
             self._run,
             distributed=ranks,
             run_dir_of=self._run_dir,

@@ -35,6 +35,7 @@ from trial_core.messages import (
     TrialBuilt,
 )
 from trial_core.processes.machine.run_dirs import rank_run_dir
+from trial_core.processes.slots.receipts import Receipts
 from trial_core.processes.slots.stop_barrier import StopBarrier
 from trial_core.rank.checkpoint_files import CheckpointFiles
 from trial_core.rank.collectives.accelerator import peak_memory_bytes
@@ -119,6 +120,7 @@ class ScriptController:
         self,
         emit: Callable[[ScriptMessage], None],
         stop_barrier: StopBarrier,
+        receipts: Receipts,
         run: Callable[[ScriptCommand, ScriptHost], None],
         serve_fit: Callable[[Controller], None] | None = None,
         distributed: DistributedContext | None = None,
@@ -131,6 +133,7 @@ class ScriptController:
         self._run_dir_of = run_dir_of
         self._on_first_question = on_first_question
         self._stop_barrier = stop_barrier
+        self._receipts = receipts
         self._distributed = distributed or DistributedContext.from_environment()
         self._prepared: _PreparedScript | None = None
         self._handlers: dict[type, Callable[[Any], AnyResult]] = {
@@ -197,8 +200,8 @@ class ScriptController:
             slots=ranks.local_size, machine=ranks.cross_rank, machines=ranks.cross_size,
         )  # fmt: skip
         script.host = host = ScriptHost(
-            info, ranks, run, script.files, self._emit,
-            self._stop_barrier, self._serve_fit, self._on_first_question, request.best_metric,
+            info, ranks, run, script.files, self._emit, self._stop_barrier, self._receipts,
+            self._serve_fit, self._on_first_question, request.best_metric,
         )  # fmt: skip
         self._stop_barrier.begin_workload()
         with published(info):

@@ -23,6 +23,7 @@ from trial_core.messages import (
     MetricsReported,
     StopRequested,
 )
+from trial_core.processes.slots.receipts import Receipts
 from trial_core.processes.slots.stop_barrier import StopBarrier
 from trial_core.rank.checkpoint_files import CheckpointFiles
 from trial_core.rank.collectives.accelerator import accelerator_name
@@ -65,6 +66,7 @@ class ScriptHost:
         files: CheckpointFiles,
         emit: Callable[[ScriptMessage], None],
         stop_barrier: StopBarrier,
+        receipts: Receipts,
         serve_fit: Callable[[Controller], None] | None = None,
         on_first_question: Callable[[], None] = lambda: None,
         best_validation: float | None = None,
@@ -86,13 +88,23 @@ class ScriptHost:
         self._error: BaseException | None = None
         self._emit = emit
         self._stop_barrier = stop_barrier
+        self._receipts = receipts
         self._released: dict[str, str] = {}  # why a checkpoint was refused, or nothing
         self._uploading: str | None = None
         self._has_released = threading.Condition()
 
-    def report(self, kind: MetricsKind, steps_completed: int, metrics: Mapping[str, Any]) -> None:
-        """Report metrics. Rank 0 alone calls this. Does not wait."""
-        message = MetricsReported(kind=kind, steps_completed=steps_completed, metrics=dict(metrics))
+    def report(
+        self, kind: MetricsKind, steps_completed: int, metrics: Mapping[str, Any], group: str = ""
+    ) -> None:
+        """Report metrics. Another rank than 0 waits until the driver has them.
+
+        Rank 0 announces the checkpoints, so its reports cannot be overtaken by one.
+        """
+        rank = self.distributed.get_rank()
+        message = MetricsReported(
+            kind=kind, steps_completed=steps_completed, metrics=dict(metrics), group=group,
+            rank=rank, receipt=self._receipts.expect() if rank != 0 else "",
+        )  # fmt: skip
         begin, began = self._training_since
         if kind == "training" and self._step_work is not None:
             message.steps = max(0, steps_completed - begin)
@@ -103,6 +115,9 @@ class ScriptHost:
             self._note_validation(metrics)
         self.run.tensorboard.report(kind, steps_completed, metrics)
         self._tell(message)
+        if message.receipt:
+            self._receipts.wait(message.receipt)
+            self._raise_error()
 
     def measure_steps(self, work: Work) -> None:
         """Measure how fast the script trains from now on; one step holds `work`."""
@@ -153,8 +168,7 @@ class ScriptHost:
         self._uploading = uuid
         if wait:
             self.wait_for_upload()
-        if self.distributed.get_rank() == 0:
-            self._note_trained(steps_completed)  # last: the wait is not training
+        self._note_trained(steps_completed)  # last: the wait is not training
 
     def wait_for_upload(self) -> None:
         """Wait until the last checkpoint is committed. If the run has failed, raises its error.
@@ -177,6 +191,7 @@ class ScriptHost:
         with self._has_released:
             self._error = error
             self._has_released.notify_all()
+        self._receipts.end()
 
     def _tell(self, message: ScriptMessage) -> None:
         self._raise_error()

@@ -21,15 +21,16 @@ WATCHED = SCRIPT.with_name("core_watched.py")
 COLLECTIVE_SECONDS = 10
 
 
-@pytest.mark.parametrize("mode", ["WORKERS_ASK_CHIEF", "CHIEF_ONLY"])
+@pytest.mark.parametrize(("mode", "reporter"), [("WORKERS_ASK_CHIEF", "1"), ("CHIEF_ONLY", "0")])
 def test_ranks_stop_at_one_step_store_their_parts_and_continue(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, reporter: str
 ) -> None:
     """SIGTERM to one rank stops all. Each stores its part, and each downloads all parts.
 
-    The rank that gets the signal is not the one that asks, if rank 0 alone does.
+    The rank that gets the signal is not the one that asks, if rank 0 alone does. Any rank reports.
     """
     monkeypatch.setenv("PREEMPT_MODE", mode)
+    monkeypatch.setenv("REPORTER", reporter)
     for _ in range(2):
         output = start("torchrun", tmp_path, 2, str(SCRIPT), str(tmp_path))
     (first, second), (other_first, other_second) = (lines(tmp_path, "seen", r) for r in (0, 1))

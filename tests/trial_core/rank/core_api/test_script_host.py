@@ -20,8 +20,9 @@ from trial_core.core import (
     PreemptMode,
     TensorboardMode,
 )
-from trial_core.errors import StorageError, TrialValueError
+from trial_core.errors import SlotsError, StorageError, TrialValueError
 from trial_core.messages import Activity, CheckpointWritten, MetricsReported
+from trial_core.processes.slots.receipts import Receipts
 from trial_core.processes.slots.stop_barrier import Position, StopBarrier
 from trial_core.rank.checkpoint_files import CheckpointFiles
 from trial_core.rank.collectives.distributed import DistributedContext
@@ -42,6 +43,7 @@ class Slot:
         self.sent: list[Any] = []
         self.barrier = StopBarrier()
         self.barrier.begin_workload()
+        self.receipts = Receipts()
         ranks = DistributedContext(
             rank=rank, size=2, local_rank=rank, local_size=2, cross_rank=0, cross_size=1
         )
@@ -50,7 +52,9 @@ class Slot:
         info = ClusterInfo.of("a-0b", experiment, latest_checkpoint="0a")
         run = RunInfo("a-0b", experiment, tensorboard=tensorboard_in(run_dir, rank))
         self.run = run
-        self.host = ScriptHost(info, ranks, run, files, self.sent.append, self.barrier)
+        self.host = ScriptHost(
+            info, ranks, run, files, self.sent.append, self.barrier, self.receipts
+        )
         self.context = Context(self.host)
 
 
@@ -98,7 +102,9 @@ def test_groups_progress_and_messages_are_sent(tmp_path: Path) -> None:
     slot.context.alert("look", "a spike", level="warn")
     assert slot.sent == [
         MetricsReported(kind="validation", steps_completed=3, metrics={"loss": 0.5}),
-        MetricsReported(kind="training", steps_completed=3, metrics={"inference/rate": 2}),
+        MetricsReported(
+            kind="training", steps_completed=3, metrics={"inference/rate": 2}, group="inference"
+        ),
         Activity(text="25%"), Activity(text="ends early: invalid_hp"),
         Activity(text="look: a spike"),
     ]  # fmt: skip
@@ -125,6 +131,39 @@ def test_files_for_tensorboard_are_stored_when_the_script_says_so(tmp_path: Path
     assert not slot.run.tensorboard.has_files_to_upload
     context.train.upload_tensorboard_files()
     assert slot.run.tensorboard.has_files_to_upload
+
+
+def test_another_rank_waits_until_the_driver_has_its_report(tmp_path: Path) -> None:
+    """Not for the receipt of yet another rank; and not when the run has failed."""
+    slot = Slot(tmp_path, rank=1)
+    raised: list[BaseException] = []
+
+    def report(step: int) -> threading.Thread:
+        def call() -> None:
+            try:
+                slot.context.train.report_training_metrics(step, {"loss": 0.5})
+            except SlotsError as error:
+                raised.append(error)
+
+        script = threading.Thread(target=call, daemon=True)
+        script.start()
+        while len(slot.sent) < step:
+            script.join(0.01)
+        return script
+
+    first = report(1)
+    slot.receipts.note("of another rank")
+    first.join(0.05)
+    assert first.is_alive()
+    assert slot.sent[0].rank == 1
+    slot.receipts.note(slot.sent[0].receipt)
+    first.join(5)
+    assert (first.is_alive(), raised) == (False, [])
+    second = report(2)
+    failure = SlotsError("the driver is gone")
+    slot.host.failed(failure)
+    second.join(5)
+    assert (second.is_alive(), raised) == (False, [failure])
 
 
 def test_the_status_of_another_rank_is_not_sent(tmp_path: Path) -> None:
