@@ -11,6 +11,7 @@ import pytest
 from tests.support.slots import toy_config
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.driver.run import Launch, Run
+from trial_core.messages import MetricsReported, ReportTaken
 
 
 @pytest.fixture
@@ -56,3 +57,16 @@ def test_before_training_there_is_nothing_to_save(launch: Launch) -> None:
     launch.status.can_save = False
     launch.move_now("node a drains")
     assert told(launch) == ["nothing to save: training had not begun"]
+
+
+def test_a_report_is_queued_before_its_rank_has_the_receipt(launch: Launch) -> None:
+    """Then another rank may send its checkpoint. Rank 0 needs no receipt."""
+    told: list[Any] = []
+    launch.slots.tell = lambda what: told.append((launch.script_events.qsize(), what))  # type: ignore[method-assign]
+    for rank, receipt in ((0, ""), (1, "0a")):
+        launch.note_script_event(
+            MetricsReported(
+                kind="training", steps_completed=1, metrics={}, rank=rank, receipt=receipt
+            )
+        )
+    assert told == [(2, ReportTaken(receipt="0a"))]
