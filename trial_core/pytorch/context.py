@@ -19,7 +19,7 @@ from trial_core.pytorch.distributed_model import broadcast_model, replica_of, un
 from trial_core.pytorch.gradient_averaging import GradientAveraging, parameters_of
 from trial_core.pytorch.lr_scheduler import LRScheduler
 from trial_core.pytorch.mixed_precision import MixedPrecision, apex_scaler, share_overflow
-from trial_core.pytorch.sharded_model import SHARDINGS, is_sharded, require_all_ranks, shard
+from trial_core.pytorch.sharded_model import SHARDINGS, check_sharded_by_trial, is_sharded, shard
 from trial_core.rank.collectives.distributed import DistributedContext
 from trial_core.rank.trial.context import RunInfo
 from trial_core.rank.trial.custom_reducers import MetricReducer
@@ -97,7 +97,7 @@ class PyTorchTrialContext(TorchTrialContext):
             raise TrialError(f'wrap_model: sharding is "none" or "fsdp2", got {chosen!r}')
         has_peers = self.distributed.get_size() > 1
         if is_sharded(model):
-            require_all_ranks(model, self.distributed.get_size())
+            check_sharded_by_trial(model, self.distributed.get_size())
         else:
             model = model.to(self.device)
             if has_peers and chosen == "fsdp2" and any(True for _ in model.parameters()):

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 import torch
+from packaging.version import Version
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -17,6 +18,10 @@ from trial_core.rank.state_files.compiled_names import original
 
 SHARDINGS = ("none", "fsdp2")
 """The values of ``optimizations.sharding`` and of `wrap_model`'s argument."""
+
+# Where FSDP2 asks for the mean of float32 or bfloat16 gradients, CPU ranks get their sum before
+# torch 2.9 (pytorch/pytorch#162338). Gradients of other types FSDP2 divides itself.
+CPU_RANKS_ADD_UP = Version(torch.__version__) < Version("2.9")
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, compress: bool) -> None:
@@ -40,7 +45,8 @@ def shard(model: nn.Module, mesh: DeviceMesh, compress: bool) -> None:
             "parts"
         )
     broadcast_model(model)
-    policy = MixedPrecisionPolicy(reduce_dtype=torch.float16 if compress else None)
+    sent_as = torch.float16 if compress else torch.float64 if _adds_up(mesh) else None
+    policy = MixedPrecisionPolicy(reduce_dtype=sent_as)
     for block in _blocks(model):
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
@@ -62,14 +68,25 @@ def mesh_shape(models: Iterable[nn.Module]) -> tuple[int, ...]:
     return next((tuple(mesh.shape) for mesh in meshes), ())
 
 
-def require_all_ranks(model: nn.Module, ranks: int) -> None:
-    """Check that a model that the trial has sharded itself is divided among all ranks."""
+def check_sharded_by_trial(model: nn.Module, ranks: int) -> None:
+    """Check that a model that the trial has sharded itself is divided among all ranks, and that
+    they average its gradients.
+    """
     for name, each in sharded_parameters(model).items():
-        if isinstance(each, DTensor) and each.device_mesh.size() != ranks:
+        if not isinstance(each, DTensor):
+            continue
+        if each.device_mesh.size() != ranks:
             raise TrialError(
                 f"{type(model).__name__}'s parameter {name} is sharded over "
                 f"{each.device_mesh.size()} of {ranks} ranks; pass fully_shard a device mesh of "
                 "all ranks"
+            )
+        if _adds_up(each.device_mesh):
+            raise TrialError(
+                f"{type(model).__name__} is sharded over CPU ranks by fully_shard, with which "
+                f"torch {torch.__version__} adds up gradients in place of their mean "
+                "(pytorch/pytorch#162338); install torch 2.9 or newer, or have wrap_model shard "
+                'the model: sharding="fsdp2"'
             )
 
 
@@ -83,6 +100,10 @@ def reshard(model: nn.Module) -> None:
     """Free the weights that a forward pass without gradients has gathered and left so."""
     for module in _sharded_modules(model):
         module.reshard()
+
+
+def _adds_up(mesh: DeviceMesh) -> bool:
+    return CPU_RANKS_ADD_UP and mesh.device_type == "cpu" and mesh.size() > 1
 
 
 def _sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:

@@ -14,6 +14,7 @@ from tests.support.ranks import run_ranks
 from tests.support.slots import TOY, toy_config
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.messages import BuildTrial
+from trial_core.pytorch.sharded_model import CPU_RANKS_ADD_UP
 
 pytestmark = pytest.mark.slots
 SCRIPT = TOY.with_name("scripts") / "refused.py"
@@ -250,6 +251,11 @@ REFUSED = {
         "parameter, of shape (", hparams=BATCH,
     ),
 }  # fmt: skip
+if CPU_RANKS_ADD_UP:
+    REFUSED["a model that is sharded by hand over CPU ranks that add up"] = Case(
+        "sharded_trials:ShardedByHand", "build",
+        "FSDPNet is sharded over CPU ranks by fully_shard, with which torch", hparams=BATCH,
+    )  # fmt: skip
 
 
 LONG = {
