@@ -92,7 +92,7 @@ $(UV):
 PIP_LINES := $(BIN)/python .ci/pip_lines.py
 
 $(VENV)/bin/python:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "trialflow needs Python 3.10 or newer, this is " + sys.version)'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "trialflow needs Python 3.11 or newer, this is " + sys.version)'
 	@echo "making a virtual environment in $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 

@@ -35,7 +35,7 @@ from trialflow.deployments.cli.tables import AsJson
 from trialflow.deployments.cli.waiting import waiting
 
 NEEDED = ("trialflow", "torch", "deepspeed", "prefect", "fsspec")
-OLDEST_PYTHON = (3, 10)
+OLDEST_PYTHON = (3, 11)
 FOR_OPERATORS = "for optimizers that DeepSpeed compiles: all but those of torch (torch_adam: true)"
 
 

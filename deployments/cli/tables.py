@@ -22,8 +22,7 @@ AsJson = Annotated[bool, Parameter(name="--json", negative=(), help="Print JSON.
 def local_time(created_at: str) -> str:
     """A manifest's UTC time in the local time zone; an impossible time as it is."""
     try:
-        # Python 3.10 does not parse the Z.
-        moment = datetime.fromisoformat(created_at.replace("Z", "+00:00")).astimezone()
+        moment = datetime.fromisoformat(created_at).astimezone()
     except (ValueError, OverflowError):  # no such date, or none in the local time zone
         return created_at
     return moment.strftime("%Y-%m-%d %H:%M:%S")

@@ -13,12 +13,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import tomllib
 from torch._appdirs import user_cache_dir
-
-try:
-    import tomllib
-except ModuleNotFoundError:  # Python 3.10
-    import tomli as tomllib
 
 ROOT = Path(__file__).parents[2]
 # The folder of the Python that runs the tests may not be on the path.

@@ -105,7 +105,7 @@ def user_at_host() -> str:
 def parse_time(at: str) -> datetime | None:
     """Parse a time (ISO 8601, with an offset or Z); None if it is not such a time."""
     try:
-        moment = datetime.fromisoformat(at.replace("Z", "+00:00"))  # Python 3.10 does not read Z
+        moment = datetime.fromisoformat(at)
     except ValueError:
         return None
     return None if moment.tzinfo is None else moment
