@@ -76,7 +76,7 @@ build/newest.txt: RESOLUTION := highest
 
 # The newest ones change without a change here: `make clean` forgets them.
 build/lowest.txt build/newest.txt: pyproject.toml $(UV)
-	@$(UV) pip compile -q --resolution $(RESOLUTION) --extra dev pyproject.toml -o $@
+	@$(UV) pip compile -q --python $(PYTHON) --resolution $(RESOLUTION) --extra dev pyproject.toml -o $@
 
 build/%/.installed: build/%.txt
 	@echo "installing the $* versions that pyproject.toml admits into build/$*, once"
