@@ -30,11 +30,6 @@ from trial_core.schedule.units import EpochLength
 
 SCHEMA_VERSION = 2
 
-SHARING_VERSION = 2
-"""The first version with shared files: a checkpoint may refer to files of earlier ones. An older
-trialflow cannot read it, so it deletes no such checkpoint. But its sweep may take files that a
-deleted checkpoint has left to others for orphans."""
-
 MAX_MANIFEST_BYTES = MAX_OBJECT_BYTES // 2
 """A deletion marker holds a manifest as a JSON string, which has at most twice the bytes."""
 
@@ -194,11 +189,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     def own_bytes(self) -> int:
         """Total size of the files that this checkpoint has stored itself."""
         return sum(file.size_bytes for file in self.all_files if not file.stored_at)
-
-    @property
-    def shares_files(self) -> bool:
-        """True if it and other checkpoints may refer to each other's files."""
-        return self.schema_version >= SHARING_VERSION
 
     def file(self, path: str) -> FileEntry | None:
         return next((file for file in self.all_files if file.path == path), None)

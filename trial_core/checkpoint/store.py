@@ -203,8 +203,6 @@ class CheckpointStore:
                 f"{self.url}/{manifest.name.key} is still there after it was deleted: "
                 f"{NOT_DELETED_ADVICE}"
             )
-        if not manifest.shares_files:
-            return self.storage.clear(layout.files_folder(manifest.uuid))
         others = self.references(manifest.trial)
         committed = [name.uuid for name in self._names()]
         return delete_files(self.storage, manifest, others, committed)

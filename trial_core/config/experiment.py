@@ -99,8 +99,8 @@ def _default_model(experiment: str) -> str:
         return stored
     raise ConfigError(
         f"missing; the default is the experiment's name, but {format_value(experiment)} is not "
-        "made of up to 60 lower case letters, digits and single dashes. Earlier versions changed "
-        f'it to "{stored}", as they did with other names: to use that model, set model: {stored}'
+        f"made of up to 60 lower case letters, digits and single dashes; set model, for example to "
+        f"{stored}"
     )
 
 

@@ -52,7 +52,7 @@ def test_a_name_that_others_would_share_is_no_default_model(name: str, stored: s
     """Two experiments never share a champion by accident. The message says how to go on."""
     (problem,) = problems(name=name, retraining={})
     assert problem.startswith("retraining.model: missing; the default is the experiment's name")
-    assert problem.endswith(f"to use that model, set model: {stored}")
+    assert problem.endswith(f"set model, for example to {stored}")
     for section in (None, RetrainingConfig()):
         with pytest.raises(ConfigError, match=r"^retraining\.model: missing; the default is"):
             experiment(name=name, retraining=section).effective_retraining()

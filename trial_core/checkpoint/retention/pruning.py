@@ -236,8 +236,6 @@ def _why_kept(store: CheckpointStore, manifest: Manifest) -> str | None:
     """Why a checkpoint stays in any case: it is protected, or others may refer to its files."""
     if why := protected(store, manifest.uuid).get(manifest.uuid):
         return why
-    if not manifest.shares_files:
-        return None
     for intent in intents(store.storage, manifest.trial):
         if intent.base == manifest.uuid or not intent.is_readable:
             return (

@@ -37,7 +37,7 @@ def announce_shared_upload(
     if base is not None and base.uuid == uuid:  # a retry: the commit had succeeded unnoticed
         store.announce_upload(trial, uuid, writer, fence)
         return "", [entry for entry in base.all_files if entry.stored_at]
-    if base is None or not base.shares_files:
+    if base is None:
         store.announce_upload(trial, uuid, writer, fence)
         return "", []
     store.announce_upload(trial, uuid, writer, fence, base.uuid)
