@@ -17,7 +17,7 @@ from unittest import mock
 
 from s3fs import S3FileSystem
 
-from tests.linearizability import protections, registry, trials
+from tests.linearizability import owners, protections, registry, trials
 from tests.linearizability.history import Recorder
 from trial_core.checkpoint.fencing import Fence
 from trial_core.checkpoint.retention import claims, deletion_markers
@@ -25,7 +25,7 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.models.records import NumberedLog
 
 SUBJECTS: Mapping[str, ModuleType] = {
-    "trials": trials, "protections": protections, "registry": registry
+    "trials": trials, "owners": owners, "protections": protections, "registry": registry
 }  # fmt: skip
 """What histories are about: a module each, with the model and the actor."""
 

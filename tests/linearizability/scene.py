@@ -76,7 +76,9 @@ def prepare(subject: str, store: CheckpointStore, name: str) -> list[str]:
     Args:
         name: of a trial or a model.
     """
-    if subject == "trials":
+    if subject == "owners":
+        commit_files(store, 7, files={"model": b"weights"}, trial=name)
+    if subject in ("trials", "owners"):
         return [name]
     made = [
         commit_files(store, batches, files={"model": b"weights"}, trial="gpt-1").uuid

@@ -26,10 +26,10 @@ def stage(ceph_s3: S3Server, tmp_path: Path) -> Iterator[Scene]:
 
 
 def test_histories_are_linearizable(stage: Scene) -> None:
-    """Of trials, of protections, and of the registry, with requests and replies that are lost."""
+    """Of trials, owners, protections and the registry, with requests and replies that are lost."""
     for seed, subject in enumerate(SUBJECTS):
         stage.play(subject, seed, operations=5)
-    assert stage.counts["histories"] == 4
+    assert stage.counts["histories"] == 5
     assert stage.counts["operations"] > 20
     assert stage.counts["cut request"] + stage.counts["lose reply"] + stage.counts["503"] > 0
 

@@ -34,6 +34,7 @@ def test_histories_are_linearizable(subject: str, seeds: range, tmp_path: Path) 
     ("subject", "mistake"),
     [
         ("trials", "no fence"),
+        ("owners", "no fence"),
         pytest.param("trials", "a sweep and no tombstone", marks=pytest.mark.long),
         ("protections", "a pin does not look for deletions"),
         ("protections", "a prune does not look again"),

@@ -10,7 +10,7 @@ checkpoints/{uuid}/{path}                       ranks, while they upload        
 checkpoints/{uuid}/trial-code.tar               driver, before the ranks upload         as the other files
 uploads/{trial}/{uuid}.json                     driver, before the upload (intent)      commit; sweep if never committed
 attempts/{trial}/{number:06d}.json              driver, to take over the trial          later attempts: the last 8 stay
-claims/{trial}.json                             driver, when it starts and restores     end of the run; ignored after 30 days
+claims/{trial}/{run}.json                       driver, when it starts and restores     end of the run, or the next run of the trial
 pins/{uuid}/pin-{unique}.json                   a person who pins                       a person who unpins, or pins again
 pins/{uuid}/{model}/{move:06d}-{unique}.json    registry, before a promotion (hold)     a later move of the model's aliases
 deletions/{uuid}/{unique}.json                  prune, before it deletes: one a prune   prune, when it has deleted
@@ -79,7 +79,7 @@ _NUMBER = r"(?P<number>[0-9]{6}|[1-9][0-9]{6,17})"
 _BATCHES = r"(?P<batches>[0-9]{10}|[1-9][0-9]{10,17})"
 _MANIFEST_KEY = re.compile(rf"{MANIFESTS}/(?P<trial>{_NAME})/{_BATCHES}-(?P<uuid>{_UUID})\.json")
 _INTENT_KEY = re.compile(rf"{UPLOADS}/(?P<trial>{_NAME})/(?P<uuid>{_UUID})\.json")
-_CLAIM_KEY = re.compile(rf"{CLAIMS}/(?P<trial>{_NAME})\.json")
+_CLAIM_KEY = re.compile(rf"{CLAIMS}/(?P<trial>{_NAME})(/(?P<owner>[0-9a-f]+))?\.json")
 _PROTECTION_KEY = re.compile(
     rf"{PINS}/(?P<uuid>{_UUID})/"
     rf"(pin(-(?P<pin>[0-9a-f]+))?|(?P<model>{_NAME})/{_NUMBER}-(?P<unique>[^/]+))\.json"
@@ -105,6 +105,13 @@ class IntentName(NamedTuple):
 
     trial: str
     uuid: str
+
+
+class ClaimName(NamedTuple):
+    """The parts of a claim's key. A claim without its run's id counts, too."""
+
+    trial: str
+    owner: str = ""
 
 
 class ProtectionName(NamedTuple):
@@ -196,14 +203,13 @@ def attempt_key(trial: str, number: int) -> str:
     return numbered_key(attempts_folder(trial), number)
 
 
-def claim_key(trial: str) -> str:
-    return f"{CLAIMS}/{checked_trial(trial)}.json"
+def claim_key(trial: str, owner: str = "") -> str:
+    return f"{CLAIMS}/{checked_trial(trial)}{owner and f'/{owner}'}.json"
 
 
-def parse_claim_key(key: str) -> str | None:
-    """The trial that a claim's key names."""
+def parse_claim_key(key: str) -> ClaimName | None:
     match = _CLAIM_KEY.fullmatch(key)
-    return match and match["trial"]
+    return match and ClaimName(match["trial"], match["owner"] or "")
 
 
 def run_folder(trial: str) -> str:

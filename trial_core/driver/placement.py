@@ -163,8 +163,7 @@ def _stored_object(run: Run) -> str | None:
     """Return the key of an object that the run has stored; None if there may be none yet."""
     if run.fence is not None:
         return layout.attempt_key(run.trial, run.fence.number)
-    has_claim = run.claim is not None and run.claim.is_written
-    return layout.claim_key(run.trial) if has_claim else None
+    return run.claim.key if run.claim is not None and run.claim.is_written else None
 
 
 @contextmanager

@@ -17,7 +17,7 @@ def test_keys_never_change() -> None:
     assert layout.file_key("u-2", "zero/0.pt") == "checkpoints/u-2/zero/0.pt"
     assert layout.intent_key("t-1", "u-2") == "uploads/t-1/u-2.json"
     assert layout.attempt_key("t-1", 7) == "attempts/t-1/000007.json"
-    assert layout.claim_key("t-1") == "claims/t-1.json"
+    assert layout.claim_key("t-1", "0a") == "claims/t-1/0a.json"
     pin, hold = layout.ProtectionName("u-2"), layout.ProtectionName("u-2", "hold", "gpt", 7, "0a")
     assert (pin.key, hold.key) == ("pins/u-2/pin.json", "pins/u-2/gpt/000007-0a.json")
     assert [layout.parse_protection_key(each.key) for each in (pin, hold)] == [pin, hold]

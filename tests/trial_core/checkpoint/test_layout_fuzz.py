@@ -19,7 +19,7 @@ PARTS = [
 FAMILIES: list[tuple[Callable[[str], Any], Callable[[Any], str]]] = [
     (layout.parse_manifest_key, lambda name: name.key),
     (layout.parse_intent_key, lambda name: layout.intent_key(*name)),
-    (layout.parse_claim_key, layout.claim_key),
+    (layout.parse_claim_key, lambda name: layout.claim_key(*name)),
     (layout.parse_protection_key, lambda name: name.key),
 ]
 FOLDERS = ["manifests", "uploads", "claims", "pins", "deletions", "attempts", "models"]

@@ -3,9 +3,12 @@
 A pruner on another machine learns of a run only from the storage. A run claims a checkpoint before
 it reads it, and then checks that it stays: see `deletion_markers.protect`.
 
-The driver deletes its claim when the run ends. The claim of a killed driver is ignored after
-`CLAIM_LIFETIME`. Until then it protects one or two checkpoints that no run needs. An intent also
-shows that a trial runs.
+The driver deletes its claim when the run ends. The claim of a killed driver goes when the trial
+runs again, and is ignored after `CLAIM_LIFETIME`. Until then it protects one or two checkpoints
+that no run needs. An intent also shows that a trial runs.
+
+Each run's claim has its own key, which only later runs of the trial delete. A run that was taken
+over may write, renew or delete its claim late, and must not touch its successor's.
 
 Claims are separate from the records of attempts (see `checkpoint.fencing`). Those records stay when
 the run ends. A prune reads all claims of a storage, so there must be only one for each run.
@@ -16,7 +19,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid as uuids
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -52,7 +55,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         at: when the claim was last written: ISO 8601, UTC.
         needs: uuids, or prefixes of uuids, of the checkpoints that the run has started from.
-        owner: id of the run. Another run may have claimed the same trial since.
+        owner: id of the run.
         process: the driver's `this_process`.
     """
 
@@ -73,37 +76,59 @@ class RunClaim:
     Args:
         source: uuid, or its prefix, of another trial's checkpoint that the run starts from. It is
             needed until the end: until the trial has saved, a restart starts from it again.
+        check: raises if another run has taken over the trial: the claims of others stay then.
 
     Attributes:
         is_written: True if the claim is certainly in the storage.
     """
 
-    def __init__(self, store: CheckpointStore, trial: str, source: str | None = None) -> None:
+    def __init__(
+        self,
+        store: CheckpointStore,
+        trial: str,
+        source: str | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         self._store = store
         self._trial = trial
         self._needs = [] if source is None else [source]
+        self._check = check
         self._owner = uuids.uuid4().hex
+        self.key = layout.claim_key(trial, self._owner)
         self.is_written = False
 
     def __enter__(self) -> RunClaim:
-        """Write the claim. Only warns if the storage fails: training continues without a claim."""
+        """Write the claim, and delete those of earlier runs, which were killed or taken over.
+
+        Only warns if the storage fails: training continues without a claim.
+        """
+        earlier: list[str] = []
         with self._warning():
-            self._store.storage.write(layout.claim_key(self._trial), self._claim())
+            self._store.storage.write(self.key, self._claim())
             self.is_written = True
+            names = named_keys(self._store.storage, layout.CLAIMS, layout.parse_claim_key)
+            earlier += [key for key, name in names if name.trial == self._trial and key != self.key]
+        try:
+            self._check()  # after the list, so that no later run's claim is in it
+        except BaseException:
+            self._remove(self.key)
+            raise
+        self._remove(*earlier)
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Delete the claim at the end of the run. Another run's claim stays."""
-        key = layout.claim_key(self._trial)
-        try:
-            claim = read_json(self._store.storage, key, Claim, is_silent=True)
-            if claim is not None and claim.owner == self._owner:
+        """Delete the claim at the end of the run."""
+        self._remove(self.key)
+
+    def _remove(self, *keys: str) -> None:
+        for key in keys:
+            try:
                 self._store.storage.remove(key)
-        except StorageError as error:
-            _logger.warning(
-                "the claim %s is not deleted, and counts for %d days: %s",
-                key, CLAIM_LIFETIME.days, error,
-            )  # fmt: skip
+            except StorageError as error:
+                _logger.warning(
+                    "the claim %s is not deleted, and counts for %d days: %s",
+                    key, CLAIM_LIFETIME.days, error,
+                )  # fmt: skip
 
     def renew(self, name: layout.ManifestName) -> None:
         """Claim a checkpoint besides the source. Afterwards it is there, and no prune deletes it.
@@ -115,11 +140,10 @@ class RunClaim:
             CheckpointNotFound: the checkpoint has just been deleted.
             CommitConflict: it is being deleted, and the deletion does not end.
         """
-        key = layout.claim_key(self._trial)
         with self._warning():
             for seconds_left in range(DELETION_WAIT_SECONDS, -1, -1):
                 try:
-                    protect(self._store, name, key, self._claim(name.uuid))
+                    protect(self._store, name, self.key, self._claim(name.uuid))
                 except CommitConflict as conflict:
                     if not seconds_left:
                         raise
@@ -146,25 +170,27 @@ class RunClaim:
             )  # fmt: skip
 
 
-def claims(store: CheckpointStore, last_saved: Mapping[str, str] | None = None) -> list[Claim]:
-    """All claims that count. An unreadable claim counts, and needs no checkpoint.
+def claims(
+    store: CheckpointStore, trial: str | None = None, last_saved: Mapping[str, str] | None = None
+) -> list[Claim]:
+    """All claims that count, or those of a trial. An unreadable one needs no checkpoint.
 
     Args:
         last_saved: the time of each trial's last checkpoint, if known: the trial ran then.
     """
-    trials = named_keys(store.storage, layout.CLAIMS, layout.parse_claim_key)
-    found = (claim_of(store, trial, (last_saved or {}).get(trial, "")) for _, trial in trials)
-    return [claim for claim in found if claim is not None]
-
-
-def claim_of(store: CheckpointStore, trial: str, last_saved: str = "") -> Claim | None:
-    """The claim of one trial, if it counts; `last_saved` as of `claims`. One request."""
-    key = layout.claim_key(trial)
-    unknown = Claim(trial=trial, by="unknown", at=utc_now(), needs=[], owner="", process="")
-    claim = read_json(store.storage, key, Claim, unknown)
-    if claim is None or is_older(max(claim.at, last_saved), CLAIM_LIFETIME):
-        return None
-    return msgspec.structs.replace(claim, trial=trial)
+    found = []
+    for key, name in named_keys(store.storage, layout.CLAIMS, layout.parse_claim_key):
+        if trial not in (None, name.trial):
+            continue
+        unknown = Claim(
+            trial=name.trial, by="unknown", at=utc_now(), needs=[], owner=name.owner, process=""
+        )
+        claim = read_json(store.storage, key, Claim, unknown)
+        if claim is None:  # it has just been deleted, maybe for another that the list lacks
+            return claims(store, trial, last_saved)
+        if not is_older(max(claim.at, (last_saved or {}).get(name.trial, "")), CLAIM_LIFETIME):
+            found.append(msgspec.structs.replace(claim, trial=name.trial))
+    return found
 
 
 def claimed_checkpoints(claims: Iterable[Claim], manifests: Collection[Manifest]) -> dict[str, str]:

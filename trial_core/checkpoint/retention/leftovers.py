@@ -35,7 +35,7 @@ from trial_core.checkpoint.intents import Intent, SweptUpload, intent_names, int
 from trial_core.checkpoint.json_objects import age_of, warn_of_foreign_object
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.references import why_unknown
-from trial_core.checkpoint.retention.claims import CLAIM_LIFETIME, Claim, claim_of, claims
+from trial_core.checkpoint.retention.claims import CLAIM_LIFETIME, Claim, claims
 from trial_core.checkpoint.retention.protections import protected
 from trial_core.checkpoint.storage.base import StoredObject
 from trial_core.checkpoint.store import CheckpointStore
@@ -303,13 +303,14 @@ def _read_activity(store: CheckpointStore, trial: str) -> _TrialActivity:
         if record is None or not record.attempt.startswith(SWEEPER):
             times.append(record.at if record is not None else "")
             break
+    found = claims(store, trial, {each.trial: each.created_at for each in manifests})
     return _TrialActivity(
         trial=trial,
         begun=[intent for intent in begun if intent.uuid not in committed],
         newest_attempt=max(numbers, default=0),
         times=times,
         experiment=manifests[-1].experiment if manifests else None,
-        claim=claim_of(store, trial, manifests[-1].created_at if manifests else ""),
+        claim=found[0] if found else None,
     )
 
 

@@ -31,13 +31,13 @@ class PruningPlan:
     Attributes:
         decisions: oldest checkpoint first.
         running: the trials that count as running, so that their newest checkpoints stay; and for
-            each the run that has claimed it (`Claim.owner`), empty if none has.
+            each the runs that have claimed it (`Claim.owner`).
     """
 
     experiment: str
     policy: RetentionPolicy
     decisions: tuple[RetentionDecision, ...]
-    running: Mapping[str, str]
+    running: Mapping[str, Collection[str]]
 
     @property
     def deletions(self) -> list[RetentionDecision]:
@@ -111,8 +111,9 @@ def plan_pruning(
     trials = {name for name in named if is_alone or named[name] == experiment}
     manifests = [manifest for manifest in manifests if manifest.trial in trials]
     found = claims(store, last_saved={each.trial: each.created_at for each in manifests})
-    all_running = dict.fromkeys([*running, *uploading_trials(store)], "")
-    all_running.update({claim.trial: claim.owner for claim in found})
+    all_running: dict[str, list[str]] = {each: [] for each in (*running, *uploading_trials(store))}
+    for claim in found:
+        all_running.setdefault(claim.trial, []).append(claim.owner)
     decisions = decide(
         manifests,
         policy,
@@ -215,7 +216,7 @@ def _experiments_of_trials(manifests: Iterable[Manifest]) -> dict[str, str]:
 
 
 def _why_needed_now(
-    store: CheckpointStore, manifest: Manifest, running: Mapping[str, str]
+    store: CheckpointStore, manifest: Manifest, running: Mapping[str, Collection[str]]
 ) -> str | None:
     """Why a checkpoint that is about to be deleted must stay; None if it need not.
 
@@ -224,8 +225,8 @@ def _why_needed_now(
     if why := _why_kept(store, manifest):
         return why
     found = claims(store)
-    owners = [claim.owner for claim in found if claim.trial == manifest.trial]
-    has_new_owner = any(owner != running.get(manifest.trial) for owner in owners)
+    owners = {claim.owner for claim in found if claim.trial == manifest.trial}
+    has_new_owner = not owners.issubset(running.get(manifest.trial, ()))
     has_started = manifest.trial not in running and uploading_trials(store, manifest.trial)
     if has_new_owner or has_started:
         return "its trial has started to run since the plan was made"

@@ -18,9 +18,10 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from trial_core.checkpoint.fencing import AttemptRecord, Fence, newest_attempts
-from trial_core.checkpoint.retention.claims import RunClaim, claim_of
+from trial_core.checkpoint.retention.claims import RunClaim, claims
 from trial_core.checkpoint.retention.leftovers import SWEEPER
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointNotFound, TrialflowError
@@ -84,9 +85,9 @@ def own_trial(
     # Not later than the check: of two runs that found the trial free, one gets it.
     after = None if continues or take_over else number
     fence = store.take_over(trial, attempt, after, mark)
-    with RunClaim(store, trial, source) as claim:
-        # A run that looked before this claim was there has the trial: nothing is lost yet.
-        fence.check(f"trial {trial} is not trained")
+    # A run that looked before this claim was there has the trial: nothing is lost yet.
+    check = partial(fence.check, f"trial {trial} is not trained")
+    with RunClaim(store, trial, source, check) as claim:
         yield claim, fence
 
 
@@ -115,22 +116,20 @@ def _last_attempt(
 
 def _check_not_live(store: CheckpointStore, trial: str) -> None:
     newest = store.newest(trial)
-    claim = claim_of(store, trial, newest.created_at if newest is not None else "")
-    if claim is None:
-        return
-    place = ""
-    if claim.by.rpartition("@")[2] == socket.gethostname():
-        if claim.process == this_process() or not is_alive(claim.process):
-            return
-        if not is_local(claim.process):
-            place = (
-                ", on another machine or container of this name, or before this machine was "
-                "restarted"
-            )
     saved = f", its last checkpoint is of {newest.created_at}" if newest else ""
-    raise TrialflowError(
-        f"trial {trial} may be running: {claim.by} claimed it at {claim.at}{place}{saved}. "
-        "Continuing it here would end that run. Wait until it has ended or stop it; if it "
-        "cannot end any more, give --take-over (take_over=True in a flow or in fit); or "
-        "start a new trial"
-    )
+    for claim in claims(store, trial, {trial: newest.created_at} if newest else {}):
+        place = ""
+        if claim.by.rpartition("@")[2] == socket.gethostname():
+            if claim.process == this_process() or not is_alive(claim.process):
+                continue
+            if not is_local(claim.process):
+                place = (
+                    ", on another machine or container of this name, or before this machine was "
+                    "restarted"
+                )
+        raise TrialflowError(
+            f"trial {trial} may be running: {claim.by} claimed it at {claim.at}{place}{saved}. "
+            "Continuing it here would end that run. Wait until it has ended or stop it; if it "
+            "cannot end any more, give --take-over (take_over=True in a flow or in fit); or "
+            "start a new trial"
+        )

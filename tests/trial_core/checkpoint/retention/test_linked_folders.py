@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.manifests import commit_files, put_files
 from trial_core.checkpoint import layout
-from trial_core.checkpoint.retention.claims import RunClaim, claim_of
+from trial_core.checkpoint.retention.claims import RunClaim, claims
 from trial_core.checkpoint.retention.leftovers import find_leftovers, sweep_leftovers
 from trial_core.checkpoint.retention.pruning import delete_checkpoint
 from trial_core.checkpoint.storage.base import Storage
@@ -132,10 +132,10 @@ def test_a_claim_on_a_disk_that_is_not_mounted_is_not_missing(
     """Else the upload of a run that lives would be swept."""
     RunClaim(local_store, TRIAL).__enter__()
     target = moved(root / "claims")
-    assert claim_of(local_store, TRIAL) is not None
+    assert claims(local_store, TRIAL)
     target.rename(target.with_name("away"))
     with pytest.raises(StorageError, match="leads nowhere: mount its disk"):
-        claim_of(local_store, TRIAL)
+        claims(local_store, TRIAL)
 
 
 @pytest.mark.parametrize("link", ["", "/link"])
