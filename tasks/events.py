@@ -6,7 +6,6 @@ are sent by an observer of its driver, in the background: they neither stop nor 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 from uuid import NAMESPACE_URL, uuid5
@@ -89,7 +88,7 @@ def champion_event(registry: Registry, move: Move) -> Event:
             "previous": move.previous, "checkpoint": version.checkpoint, "trial": version.trial,
             "experiment": version.experiment, "batches": version.batches_trained,
             "files": registry.store.files_url(version.checkpoint), "metric": version.metric,
-            "value": _number(version.value), "why": move.why, "by": move.by, "at": move.at,
+            "value": version.value, "why": move.why, "by": move.by, "at": move.at,
         },
     )  # fmt: skip
 
@@ -143,7 +142,7 @@ class RunEvents(Observer):
 
     def metrics_reported(self, kind: MetricsKind, batches: int, metrics: Mapping[str, Any]) -> None:
         if kind == "validation":
-            self._validations[batches] = numbers(metrics)
+            self._validations[batches] = text_format.finite_numbers(metrics)
             if len(self._validations) > MAX_PENDING:
                 del self._validations[next(iter(self._validations))]
 
@@ -177,15 +176,6 @@ class RunEvents(Observer):
         resource = _named(f"trialflow.trial.{self._trial}", self._trial)
         related = _related(experiment=self._experiment)
         _emit(Event(event=event, resource=resource, related=related, payload=payload))
-
-
-def numbers(metrics: Mapping[str, Any]) -> dict[str, float | None]:
-    """Return the metrics that are single numbers, for JSON: a number that is not finite is None."""
-    return {name: _number(value) for name, value in metrics.items() if text_format.is_number(value)}
-
-
-def _number(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
 
 
 def _emit(event: Event) -> None:

@@ -61,7 +61,7 @@ def _read(store: CheckpointStore, trial: str) -> StoredTrial:
         CheckpointDamaged: none of its manifests can be read.
     """
     from trial_core.checkpoint import layout
-    from trial_core.checkpoint.json_objects import decode_json
+    from trial_core.checkpoint.json_objects import read_json
     from trial_core.checkpoint.retention_policy import best_of_trial
     from trial_core.observe.report.history import ReportHistory
     from trial_core.observe.report.live_report import HISTORY
@@ -73,8 +73,8 @@ def _read(store: CheckpointStore, trial: str) -> StoredTrial:
             f"no checkpoint of trial {trial} in {store.url}; trials there: {there}"
         )
     newest, best = saved[0], best_of_trial(saved)
-    data = store.storage.read(layout.run_file_key(trial, HISTORY)) or b""
-    history = decode_json(data, ReportHistory) or ReportHistory()
+    key = layout.run_file_key(trial, HISTORY)
+    history = read_json(store.storage, key, ReportHistory, is_silent=True) or ReportHistory()
     settings = dict(flat({**newest.config, "hyperparameters": newest.hyperparameters}))
     metric = str(settings.get("searcher.metric"))
     results = {

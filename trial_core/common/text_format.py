@@ -73,7 +73,20 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 def is_finite_number(value: Any) -> TypeGuard[float]:
     """Return whether a metric's value is a single number, neither NaN nor infinite."""
-    return is_number(value) and math.isfinite(value)
+    return is_number(value) and finite(value) is not None
+
+
+def finite(value: float) -> float | None:
+    """The number, or None if it is NaN, infinite or too large for a float."""
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # a whole number of hundreds of digits
+        return None
+
+
+def finite_numbers(metrics: Mapping[str, Any]) -> dict[str, float | None]:
+    """The metrics that are single numbers, for JSON; None for one that is not `finite`."""
+    return {name: finite(value) for name, value in metrics.items() if is_number(value)}
 
 
 def main_metric(metrics: Mapping[str, Any], preferred: Iterable[str]) -> tuple[str, Any] | None:

@@ -66,16 +66,22 @@ class RunFiles:
                 if self._uploaded.get(path) != (stamp := _stamp(path))
             }
         for path, stamp in changed.items():
-            # Upload a copy, because the trial may write to the file meanwhile.
             inner = path.relative_to(self._folder).as_posix()
             key = layout.run_file_key(self._trial, f"{self._into}/{inner}")
             with ErrorTranslator(str(self._scratch)).translated("copy the files to upload into"):
-                self._scratch.mkdir(parents=True, exist_ok=True)
-                with tempfile.TemporaryDirectory(dir=self._scratch, prefix="run-files-") as folder:
-                    copy = Path(shutil.copyfile(path, Path(folder) / path.name))
-                    self._store.storage.upload(copy, key, CancelSignal())
+                upload_copy(self._store, path, key, self._scratch, CancelSignal())
             self._uploaded[path] = stamp
         return len(changed)
+
+
+def upload_copy(
+    store: CheckpointStore, path: Path, key: str, scratch: Path, stop: CancelSignal
+) -> None:
+    """Upload a copy of a file: it is being written, and an upload must be of one state."""
+    scratch.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=scratch, prefix="upload-") as folder:
+        copy = Path(shutil.copyfile(path, Path(folder) / path.name))
+        store.storage.upload(copy, key, stop)
 
 
 def _files_in(folder: Path) -> Iterator[Path]:

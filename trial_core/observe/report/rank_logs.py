@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-import shutil
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +19,7 @@ from trial_core.checkpoint import layout
 from trial_core.checkpoint.storage.local_files import replace_file
 from trial_core.checkpoint.storage.parallel import CancelSignal, WorkCancelled
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.checkpoint.transfer.run_files import TENSORBOARD, tensorboard_url
+from trial_core.checkpoint.transfer.run_files import TENSORBOARD, tensorboard_url, upload_copy
 from trial_core.observe.report.run_updates import PROGRESS
 
 BURST_LINES = 500
@@ -151,13 +149,14 @@ class StoredLogs:
             return
         with self._storing, contextlib.suppress(WorkCancelled):  # the rest stays on this machine
             # Small ones first: a run that stops has only seconds for them.
-            for path, key in sorted(self._files(), key=lambda file: file[0].stat().st_size):
+            for path, name in sorted(self._files(), key=lambda file: file[0].stat().st_size):
                 status = path.stat()
                 size_bytes, uploaded = status.st_size, self._uploaded.get(path, (0, 0))
                 version = (size_bytes, status.st_mtime_ns)
                 has_grown = size_bytes <= SMALL_BYTES or size_bytes >= uploaded[0] * GROWTH
                 if size_bytes and version != uploaded and (has_grown or is_final):
-                    self._upload(path, key, stop)
+                    key = layout.run_file_key(self._trial, name)
+                    upload_copy(self._store, path, key, self._run_dir / "staging", stop)
                     self._uploaded[path] = version
 
     def _files(self) -> Iterator[tuple[Path, str]]:
@@ -167,14 +166,6 @@ class StoredLogs:
         for path in sorted(self._logs.glob("*.log")):
             if layout.is_file_path(path.name):
                 yield path, f"{self._folder}/{path.name}"
-
-    def _upload(self, path: Path, name: str, stop: CancelSignal) -> None:
-        # A copy: the file is being written, and an upload must be of one state.
-        scratch = self._run_dir / "staging"
-        scratch.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=scratch, prefix="logs-") as folder:
-            copy = Path(shutil.copyfile(path, Path(folder) / path.name))
-            self._store.storage.upload(copy, layout.run_file_key(self._trial, name), stop)
 
 
 def stored_name(run_dir: Path, file: Path) -> str | None:

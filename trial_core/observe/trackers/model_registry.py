@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from trial_core.checkpoint import layout
-from trial_core.checkpoint.json_objects import decode_json
+from trial_core.checkpoint.json_objects import read_json
 from trial_core.models.registry import Registry
 from trial_core.observe.trackers.in_mlflow import MlflowTracker, quiet_client
 from trial_core.observe.trackers.journal import FOLDER, ORDER, State
@@ -75,5 +75,5 @@ def _version(
 
 
 def _stored(registry: Registry, trial: str, name: str, kind: type[Any]) -> Any:
-    data = registry.store.storage.read(layout.run_file_key(trial, f"{FOLDER}/{name}"))
-    return None if data is None else decode_json(data, kind)
+    key = layout.run_file_key(trial, f"{FOLDER}/{name}")
+    return read_json(registry.store.storage, key, kind, is_silent=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 import time
@@ -226,10 +225,7 @@ class Tracking(Observer):
         self._measured(self._batches, values)
 
     def _measured(self, batches: int, values: Mapping[str, Any]) -> None:
-        numbers = {
-            name: finite(value) for name, value in values.items() if text_format.is_number(value)
-        }
-        if numbers:
+        if numbers := text_format.finite_numbers(values):
             self._append(Metrics(
                 at=time.time(), batches=batches, samples=batches * self._batch_samples,
                 attempt=self._attempt, values=numbers,
@@ -282,14 +278,6 @@ class Tracking(Observer):
             if not self._has_warned:
                 self._logger.warning("trial %s: %s: %s", self._trial, what, error)
             self._has_warned = True
-
-
-def finite(value: float) -> float | None:
-    """The number, or None if JSON cannot hold it."""
-    try:
-        return float(value) if math.isfinite(value) else None
-    except OverflowError:  # a whole number of hundreds of digits
-        return None
 
 
 def parameters(config: ExperimentConfig) -> dict[str, str | int | float | bool | None]:

@@ -162,9 +162,7 @@ def test_the_final_upload_can_be_cut_short(
             logs.cut_short()
         return copy(source, to)
 
-    monkeypatch.setattr(
-        "trial_core.observe.report.rank_logs.shutil.copyfile", copy_until_the_deadline
-    )
+    monkeypatch.setattr(shutil, "copyfile", copy_until_the_deadline)
     logs.store_final()
     assert stored(store) == {"report.md": 8}
 
