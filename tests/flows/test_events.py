@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from trial_core.models.registry import Registry
 from trial_core.observe.events.observers import Observer, Observers
 from trialflow.flows.server.embedded_server import flush
 from trialflow.tasks.checkpoint_use import promote, store_of
-from trialflow.tasks.events import CHAMPION, COMMITTED, RESTARTING, STALLED, numbers
+from trialflow.tasks.events import CHAMPION, COMMITTED, RESTARTING, STALLED
 
 pytestmark = [pytest.mark.slots, pytest.mark.server]
 
@@ -89,12 +88,6 @@ def test_checkpoints_are_assets(here: Path, prefect_server: PrefectServer) -> No
     }
     assert sources == {"s3://data/train", first.checkpoint_url}
     assert event["payload"]["checkpoint"] == result.checkpoint_uuid
-
-
-def test_numbers_of_metrics() -> None:
-    """What JSON does not have is left out, or null."""
-    metrics = {"loss": 0.5, "nan": math.nan, "inf": math.inf, "flag": True, "table": [1, 2], "n": 3}
-    assert numbers(metrics) == {"loss": 0.5, "nan": None, "inf": None, "n": 3}
 
 
 def test_observers_get_every_call() -> None:

@@ -25,10 +25,11 @@ import uuid as uuids
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from trial_core.checkpoint.json_objects import user_at_host
+from trial_core.checkpoint.json_objects import encode_json, user_at_host
 from trial_core.checkpoint.layout import ManifestName
 from trial_core.checkpoint.manifest import utc_now
-from trial_core.checkpoint.retention.protections import Protection, place, protections
+from trial_core.checkpoint.retention.deletion_markers import protect
+from trial_core.checkpoint.retention.protections import Protection, protections
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import (
     CheckpointDamaged,
@@ -190,8 +191,9 @@ def _hold(store: CheckpointStore, request: PromotionRequest, move: Move) -> Prot
         by=move.by,
         at=move.at,
     )
+    name = ManifestName(version.trial, version.batches_trained, version.checkpoint)
     try:
-        place(store, ManifestName(version.trial, version.batches_trained, version.checkpoint), hold)
+        protect(store, name, hold.key, encode_json(hold))
     except CommitConflict as error:
         raise PromotionRefused(f"{request.refusal}: {error}") from error
     except CheckpointNotFound as error:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from itertools import combinations
 
 from hypothesis import given, settings, strategies as st
 
-from trial_core.common.text_format import number, rate, unique_slug
+from trial_core.common.text_format import finite_numbers, number, rate, unique_slug
 
 
 def test_a_key_that_needs_no_change_stays() -> None:
@@ -48,6 +49,16 @@ def test_numbers_have_the_digits_that_mean_something() -> None:
     assert [number(value) for value in (float("nan"), float("-inf"), 7, "x")] == [
         "nan", "-inf", "7", "x",
     ]  # fmt: skip
+
+
+def test_json_has_only_finite_numbers() -> None:
+    """Others are null, also a whole one that no float can hold; what is no number is left out."""
+    metrics = {
+        "loss": 0.5, "nan": math.nan, "inf": math.inf, "flag": True, "table": [1, 2], "n": 3,
+        "huge": 10**400,
+    }  # fmt: skip
+    finite = {"loss": 0.5, "nan": None, "inf": None, "n": 3, "huge": None}
+    assert finite_numbers(metrics) == finite
 
 
 def test_rates_have_few_digits() -> None:

@@ -60,19 +60,8 @@ class Protection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return f"pinned by {self.by}{f': {self.reason}' if self.reason else ''}"
 
 
-def place(store: CheckpointStore, name: layout.ManifestName, made: Protection) -> None:
-    """Protect a checkpoint. Afterwards the checkpoint is there and no rule deletes it.
-
-    Raises:
-        CheckpointNotFound: the checkpoint has just been deleted.
-        CommitConflict: the checkpoint is being deleted.
-        StorageError: the storage failed. The checkpoint may be protected.
-    """
-    protect(store, name, made.key, encode_json(made))
-
-
 def pin(store: CheckpointStore, uuid: str, reason: str = "", by: str | None = None) -> Protection:
-    """Pin a checkpoint. Raises as `place`, also if no checkpoint matches.
+    """Pin a checkpoint. Raises as `protect`, also if no checkpoint matches.
 
     Args:
         uuid: the checkpoint's, or an unambiguous prefix of it. An earlier pin is replaced.
@@ -87,7 +76,7 @@ def pin(store: CheckpointStore, uuid: str, reason: str = "", by: str | None = No
         uuid=manifest.uuid, by=by or user_at_host(), at=utc_now(), reason=reason,
         unique=uuids.uuid4().hex,
     )  # fmt: skip
-    place(store, manifest.name, made)
+    protect(store, manifest.name, made.key, encode_json(made))
     for each in earlier:
         store.storage.remove(each.key)
     return made
