@@ -155,8 +155,8 @@ class MlflowTracker(Tracker):
 
         metrics = []
         for record in records:
-            for name, value in record.values.items():
-                key, number = _name(name), math.nan if value is None else value
+            for name, number in record.numbers.items():
+                key = _name(name)
                 if not self._has(key, record.batches, number):
                     metrics.append(Metric(key, number, round(record.at * 1000), record.batches))
         self._log_batches("metrics", metrics, MOST_METRICS)

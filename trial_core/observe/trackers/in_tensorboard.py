@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -63,8 +62,8 @@ class TensorBoardTracker(Tracker):
             event = Event(step=record.batches + 1, session_log=start)
         elif isinstance(record, Metrics):
             values = [
-                Summary.Value(tag=name, simple_value=math.nan if value is None else value)
-                for name, value in record.values.items()
+                Summary.Value(tag=name, simple_value=value)
+                for name, value in record.numbers.items()
             ]
             event = Event(step=record.batches, summary=Summary(value=values))
         elif isinstance(record, Described):

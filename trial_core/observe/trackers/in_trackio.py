@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -38,8 +37,7 @@ class TrackioTracker(Tracker):
     def send(self, records: Sequence[AnyRecord]) -> None:
         for record in records:
             if isinstance(record, Metrics):
-                values = {name: math.nan if v is None else v for name, v in record.values.items()}
-                shown = {**values, "samples": record.samples, "attempt": record.attempt}
+                shown = {**record.numbers, "samples": record.samples, "attempt": record.attempt}
                 self._run.log(shown, step=record.batches)
             elif isinstance(record, Described):
                 self._run.config.update({**record.parameters, **record.tags})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -70,11 +69,10 @@ class WandbTracker(Tracker):
 
         run = self._run
         if isinstance(record, Metrics):
-            values = {name: math.nan if v is None else v for name, v in record.values.items()}
             place = {
                 "batches": record.batches, "samples": record.samples, "attempt": record.attempt,
             }  # fmt: skip
-            run.log({**values, **place, "_timestamp": record.at})
+            run.log({**record.numbers, **place, "_timestamp": record.at})
         elif isinstance(record, Described):
             run.config.update({**record.parameters, "tags": record.tags}, allow_val_change=True)
         elif isinstance(record, Began):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 
@@ -52,6 +54,11 @@ class Metrics(Record, frozen=True, kw_only=True):
     samples: int
     attempt: int
     values: dict[str, float | None]
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """The values, with NaN in place of None."""
+        return {name: math.nan if value is None else value for name, value in self.values.items()}
 
 
 class Committed(Record, frozen=True, kw_only=True):
