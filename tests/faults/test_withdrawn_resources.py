@@ -15,6 +15,7 @@ import pytest
 
 from tests.support.faults.withdrawn import BATCHES, FIRST, NAMESPACES, run_twice, withdrawn
 from tests.support.s3 import S3Server
+from tests.support.s3_user import s3_user
 from tests.support.slots import toy_config
 from trial_core.checkpoint.storage import retrying
 
@@ -112,6 +113,24 @@ def test_a_gateway_that_refuses(
     assert re.match(r"StorageError: (rank \d: )?cannot ", outcome.error), outcome.error
     assert says in outcome.error
     assert (outcome.committed, outcome.checkpoints) == ([FIRST], ALL)
+
+
+@pytest.mark.gateway
+def test_a_key_that_another_program_replaces(tmp_path: Path, ceph_s3: S3Server) -> None:
+    """The run goes on with the file's new key: its driver, ranks and their persisters."""
+    with s3_user(ceph_s3, tmp_path) as user:
+        config = toy_config(
+            tmp_path, BATCHES, scheduling_unit=FIRST, min_checkpoint_period={"batches": FIRST},
+            checkpoint_storage={"url": user.url, "options": user.options},
+        )  # fmt: skip
+
+        def replace_key() -> None:
+            user.rotate()
+            user.write_file()
+
+        outcome = run_twice(replace_key, lambda: None, config)
+    assert (outcome.error, outcome.restarts) == ("", [])
+    assert outcome.committed == ALL
 
 
 @pytest.mark.usefixtures("namespaces")

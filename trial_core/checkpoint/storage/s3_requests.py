@@ -14,6 +14,7 @@ from typing import Any
 from s3fs.core import _error_wrapper
 
 from trial_core.checkpoint.storage.base import RangeRead
+from trial_core.checkpoint.storage.s3_credentials import credentials_of, has_other_credentials
 from trial_core.checkpoint.storage.storage_errors import is_foreign_404, service_code
 
 _STEP_BYTES = 256 * 2**10
@@ -66,11 +67,24 @@ class S3Requests:
         self._bucket = bucket
 
     async def call(self, method: str, **arguments: Any) -> dict[str, Any]:
-        """Send a request without a body, or with a small one; return the reply."""
+        """Send a request; return the reply. If its credentials have been rewritten, send it again.
+
+        A body can be read again from its beginning.
+        """
         await self._fs.set_session()
-        events = (await self._fs.get_s3(self._bucket)).meta.events
+        client = await self._fs.get_s3(self._bucket)
+        events = client.meta.events
         events.register_last("before-call.s3", _remove_expect, unique_id="trialflow-remove-expect")
         events.register("needs-retry.s3", _pause_after_404, unique_id="trialflow-foreign-404")
+        credentials = credentials_of(client)
+        try:
+            return await self._send(method, **arguments)
+        except OSError as error:
+            if not await has_other_credentials(self._fs, client, credentials, error):
+                raise
+        return await self._send(method, **arguments)
+
+    async def _send(self, method: str, **arguments: Any) -> dict[str, Any]:
         # Older releases of s3fs do not add `req_kw` (requester pays) by themselves.
         reply: dict[str, Any] = await self._fs._call_s3(
             method, self._fs.req_kw, Bucket=self._bucket, **arguments
