@@ -16,10 +16,19 @@ from pathlib import Path
 from typing import Any
 
 from trial_core.errors import CheckpointError, TrialError, TrialflowError
+from trial_core.messages import RestoredSettings
 from trial_core.rank.core_api.context import Context
 from trial_core.rank.core_api.init import init
 from trial_core.rank.core_api.script_host import current_slot
 from trial_core.rank.core_api.searcher import SearcherOperation
+from trial_core.rank.core_api.trainer_arguments import (
+    TrainerRecord,
+    changes,
+    read_record,
+    record_of,
+    require_same_place,
+    require_same_types,
+)
 
 try:
     from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -58,6 +67,8 @@ class TrialflowCallback(TrainerCallback):
     Raises:
         TrialError: by ``train``: the run has trained before, or its latest checkpoint is not a
             Trainer's. Otherwise as `trial_core.init`.
+        CheckpointError: by ``train``: the checkpoint was made with another class of optimizer, or
+            with another number of samples a step, and is in the middle of an epoch.
     """
 
     core_context: Context | None = None
@@ -81,6 +92,8 @@ class TrialflowCallback(TrainerCallback):
         self._reported: dict[str, tuple[int, dict[str, Any]]] = {}
         self._stored: dict[str, str] = {}  # uuids, by the names of the folders
         self._is_stopping = self._is_save_due = False
+        self._given: TrainerRecord | None = None
+        self._before: TrainerRecord | None = None  # of the checkpoint
 
     # ----------------------------------------------------------------------- the run of a train
 
@@ -133,6 +146,19 @@ class TrialflowCallback(TrainerCallback):
                 logger.warning("the best checkpoint so far is not fetched: %s", error)
         self._stored.update(best or {})
 
+    def compare(self, trainer: Any, resume_from: Any) -> None:
+        """Compare the Trainer's arguments with those of the folder that it resumes from.
+
+        Raises:
+            CheckpointError: the optimizer or the schedule is of another class.
+        """
+        own = type(trainer).create_optimizer is not Trainer.create_optimizer
+        self._given = record_of(trainer, built_by_transformers=not own)
+        if isinstance(resume_from, (str, os.PathLike)):
+            self._before = read_record(Path(resume_from))
+        if self._before is not None:
+            require_same_types(self._before, self._given)
+
     @property
     def _context(self) -> Context:
         if self.core_context is None:
@@ -152,6 +178,20 @@ class TrialflowCallback(TrainerCallback):
             )
         if state.global_step >= state.max_steps and (state.epoch or 0) < state.num_train_epochs:
             raise _HasEnded
+        if self._given is not None:
+            self._given = self._given.with_loader(kwargs.get("train_dataloader"), args, state)
+            if self._before is not None:
+                require_same_place(self._before, self._given, args, state.global_step)
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Tell what has changed since the checkpoint. What callbacks set at the start counts."""
+        before, self._before = self._before, None  # once
+        if before is None or self._given is None:
+            return
+        parts = kwargs.get("optimizer"), kwargs.get("lr_scheduler")
+        told = changes(before, self._given, args, state.global_step, *parts)
+        if told != RestoredSettings():
+            self._context.host.settings_restored(told)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Report the Trainer's logs: all validation metrics of a step together."""
@@ -221,6 +261,8 @@ class TrialflowCallback(TrainerCallback):
                 shutil.copytree(saved, folder / saved.name, copy_function=_link_or_copy)
             if ranks.get_rank() == 0 and self.user_data is not None:
                 (folder / saved.name / "my_data.json").write_text(json.dumps(self.user_data))
+            if ranks.get_rank() == 0 and self._given is not None:
+                self._given.write(folder / saved.name)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Wait until the last checkpoint is committed."""
@@ -296,8 +338,10 @@ def _open_runs_in_train() -> None:
         if callback is None:
             return train(trainer, resume_from_checkpoint, *args, **kwargs)
         with callback.run_opened(trainer.args) as folder:
+            begin = folder or resume_from_checkpoint
+            callback.compare(trainer, begin)
             try:
-                return train(trainer, folder or resume_from_checkpoint, *args, **kwargs)
+                return train(trainer, begin, *args, **kwargs)
             except _HasEnded:
                 return _end(trainer)
 

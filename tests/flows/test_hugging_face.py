@@ -17,7 +17,7 @@ from trial_core.checkpoint import layout
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.transfer.fetch import download
-from trial_core.errors import StorageError
+from trial_core.errors import StorageError, TrialflowError
 
 pytestmark = [pytest.mark.slots, pytest.mark.server]
 pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
@@ -77,9 +77,10 @@ def content(here: Path, trial: str, step: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("way", ["-", pytest.param("det", marks=pytest.mark.long)])
 def test_a_trainer_reports_stores_and_resumes(here: Path, way: str) -> None:
-    """Metrics and checkpoints are the run's. It resumes at the step of its last one."""
+    """Metrics and checkpoints are the run's. It resumes at the step of its last one, and says what
+    the Trainer makes of changed arguments."""
     first = train(hf_config(here, STEPS, "--max_steps 4", way=way))
-    assert first.batches_trained == 4
+    assert (first.batches_trained, first.changes) == (4, [])
     assert {"loss", "learning_rate", "batches", "epochs"} <= first.training_metrics.keys()
     assert "eval_loss" in first.validation_metrics
     stored = saved(here, first.trial)
@@ -93,9 +94,55 @@ def test_a_trainer_reports_stores_and_resumes(here: Path, way: str) -> None:
 
     (here / "out" / "checkpoint-9").mkdir()  # left by a run that was killed before its upload
     shutil.rmtree(here / "out" / "checkpoint-4")
-    second = train(hf_config(here, STEPS, "--max_steps 6", way=way), trial=first.trial)
+    changed = "--max_steps 6 --learning_rate 0.001"
+    second = train(hf_config(here, STEPS, changed, way=way), trial=first.trial)
     assert second.batches_trained == 6
     assert steps_of(here) == [0, 1, 2, 3, 4, 5]
+    later = "its schedule after the next step and with the checkpoint's base rate: max_steps 4 -> 6"
+    stays = "learning_rate stays 5e-05 (not 0.001), because it restores its optimizer"
+    noted, report = saved(here, first.trial)[6].changes[-1], Path(second.report_path).read_text()
+    for text in (f"The new values count: Trainer, {later}", f"Trainer: {stays}"):
+        assert all(text in told for told in (". ".join(second.changes), noted, report))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ("--gradient_accumulation_steps 2", "4 samples of the epoch are left out"),
+        ("--optim sgd", r"the optimizer \(optim\) was torch.AdamW .* and is torch.SGD now"),
+        ("--lr_scheduler_type reduce_lr_on_plateau", "lr_scheduler_type was linear when"),
+    ],
+)
+def test_what_would_train_wrongly_is_refused_before_the_first_step(
+    here: Path, changed: str, says: str
+) -> None:
+    """By name, with the way to do it."""
+    first = train(hf_config(here, "--max_steps 4 --save_steps 4"))
+    with pytest.raises(TrialflowError, match=says) as refused:
+        train(hf_config(here, "--max_steps 6 --save_steps 4", STEPS, changed), trial=first.trial)
+    assert "or begin a new trial with the checkpoint's weights" in str(refused.value)
+    assert steps_of(here) == [0, 1, 2, 3]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stage", [2, 3])
+def test_deepspeeds_own_rules_are_told(here: Path, stage: int) -> None:
+    """Its schedule takes the new rate, and its optimizer is asked which values it has."""
+    (here / "ds.json").write_text(json.dumps({**ZERO, "zero_optimization": {"stage": stage}}))
+    given = [f"--deepspeed {here}/ds.json --save_steps 4 --warmup_steps 2 --logging_steps 1"]
+    before = "--max_steps 4 --learning_rate 0.001 --max_grad_norm 0.5 --weight_decay 0.1"
+    first = train(hf_config(here, *given, before))
+    after = "--max_steps 8 --learning_rate 0.01 --max_grad_norm 0.25 --weight_decay 0.3"
+    second = train(hf_config(here, *given, after), trial=first.trial)
+    [_, new, kept] = second.changes
+    schedule = "Trainer, its schedule after the next step: max_steps 4 -> 8, learning_rate 0.001 ->"
+    assert schedule in new
+    assert second.training_metrics["learning_rate"] == pytest.approx(0.01)
+    # ZeRO 2 restores its clipping, ZeRO 3 does not.
+    clipping = "max_grad_norm stays 0.5 (not 0.25)" if stage == 2 else "max_grad_norm 0.5 -> 0.25"
+    assert clipping in (kept if stage == 2 else new)
+    assert "not used by the optimizer: weight_decay 0.1 -> 0.3 (it has 0.01)" in kept  # ds.json
 
 
 @pytest.mark.long

@@ -1,6 +1,7 @@
 """What Hugging Face's Trainer makes of changed arguments, as docs/guides/resuming.md says.
 
-`TrialflowCallback` gives it the folder to resume from; the restore is its own.
+`TrialflowCallback` gives it the folder to resume from, and says what counts; the restore is the
+Trainer's own. A run's own words are compared with what is measured.
 """
 
 from __future__ import annotations
@@ -11,6 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+
+from trial_core.errors import CheckpointError
+from trial_core.messages import RestoredSettings
+from trial_core.rank.core_api.trainer_arguments import (
+    changes,
+    read_record,
+    record_of,
+    require_same_place,
+    require_same_types,
+)
 
 pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
 pytestmark = pytest.mark.long
@@ -52,7 +63,7 @@ def fit(tmp_path_factory: pytest.TempPathFactory) -> Fit:
     folder = tmp_path_factory.mktemp("out")
     shape = {"vocab_size": 16, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 1}
 
-    def train(latest: Path | None, **arguments: Any) -> Batches:
+    def train(latest: Path | None, sets_rate: float | None = None, **arguments: Any) -> Batches:
         samples, batches = _Samples(), []
 
         class Notes(TrainerCallback):
@@ -71,9 +82,38 @@ def fit(tmp_path_factory: pytest.TempPathFactory) -> Fit:
         torch.manual_seed(1)
         given = TrainingArguments(**{**GIVEN, "output_dir": str(folder), **arguments})
         model = GPT2LMHeadModel(GPT2Config(**shape))
-        trainer = Trainer(model, given, train_dataset=samples, callbacks=[Notes()])
+        trainer = Trainer(
+            model, given, train_dataset=samples, eval_dataset=samples, callbacks=[Notes()]
+        )
+        record, before, refusal = record_of(trainer, True), latest and read_record(latest), ""
+        told = RestoredSettings()
+
+        class Sets(TrainerCallback):
+            def on_train_begin(self, *_: Any, optimizer: Any, lr_scheduler: Any, **__: Any) -> None:
+                if sets_rate is not None:
+                    lr_scheduler.base_lrs = [sets_rate] * len(optimizer.param_groups)
+
+        class Compares(TrainerCallback):
+            """As `TrialflowCallback`, which refuses."""
+
+            def on_epoch_begin(self, args: Any, state: Any, _: Any, **parts: Any) -> None:
+                nonlocal record, told, refusal
+                record = record.with_loader(parts["train_dataloader"], args, state)
+                if before is not None:
+                    now = state.global_step, parts["optimizer"], parts["lr_scheduler"]
+                    told = changes(before, record, args, *now)
+                    refusal = _refusal(require_same_place, before, record, args, now[0])
+
+            def on_save(self, args: Any, state: Any, _: Any, **__: Any) -> None:
+                record.write(folder / f"checkpoint-{state.global_step}")
+
+        trainer.add_callback(Sets())
+        trainer.add_callback(Compares())
+        if before is not None and (refused := _refusal(require_same_types, before, record)):
+            batches.append({"refusal": refused})
+            return batches
         trainer.train(resume_from_checkpoint=latest and str(latest))
-        batches.append({"drawn": samples.drawn})
+        batches.append({"drawn": samples.drawn, "told": told, "refusal": refusal})
         return batches
 
     train(None, save_strategy="steps", save_steps=4)
@@ -82,6 +122,14 @@ def fit(tmp_path_factory: pytest.TempPathFactory) -> Fit:
         return train(folder / "checkpoint-4" if resumes else None, **arguments)
 
     return of
+
+
+def _refusal(check: Callable[..., None], *given: Any) -> str:
+    try:
+        check(*given)
+    except CheckpointError as error:
+        return str(error)
+    return ""
 
 
 def rates(batches: Batches) -> list[float]:
@@ -93,6 +141,7 @@ def test_nothing_is_changed(fit: Fit) -> None:
     whole, resumed = fit(resumes=False), fit()
     assert resumed[:-1] == whole[4:-1]
     assert whole[-1]["drawn"][16:] == resumed[-1]["drawn"]
+    assert (resumed[-1]["told"], resumed[-1]["refusal"]) == (RestoredSettings(), "")
 
 
 def test_the_optimizer_is_the_checkpoints(fit: Fit) -> None:
@@ -102,6 +151,17 @@ def test_the_optimizer_is_the_checkpoints(fit: Fit) -> None:
         assert [each[name] for each in changed[:-1]] == [each[name] for each in same[:-1]]
     clipped = [each["max_grad_norm"] for each in changed[:-1]]
     assert clipped == pytest.approx([0.25] * 4, rel=1e-3)
+    stay = ", ".join(f"{name} stays {GIVEN[name]:g} (not {SETTINGS[name]:g})" for name in SETTINGS)
+    why = "because it restores its optimizer and schedule whole"
+    assert changed[-1]["told"] == RestoredSettings(
+        new=["Trainer: max_grad_norm 0.5 -> 0.25"], kept=[f"Trainer: {stay}, {why}"]
+    )
+
+
+def test_what_a_callback_sets_at_the_start_counts(fit: Fit) -> None:
+    """It is not told as the checkpoint's."""
+    told = fit(learning_rate=0.02, sets_rate=0.02)[-1]["told"]
+    assert told == RestoredSettings(new=["Trainer: learning_rate 0.01 -> 0.02"])
 
 
 @pytest.mark.parametrize(
@@ -112,6 +172,10 @@ def test_the_schedule_is_new_one_step_late(fit: Fit, changed: dict[str, Any]) ->
     seen, start = rates(fit(**changed, learning_rate=0.02)), rates(fit(resumes=False, **changed))
     assert seen[0] == rates(fit())[0]
     assert seen[1:] == pytest.approx(start[5:])
+    [text] = fit(**changed)[-1]["told"].new
+    subject = "Trainer, its schedule after the next step and with the checkpoint's base rate"
+    [(name, value)] = changed.items()
+    assert text == f"{subject}: {name} {GIVEN.get(name, 'linear')} -> {value}"
 
 
 @pytest.mark.parametrize(
@@ -123,16 +187,48 @@ def test_another_batch_begins_elsewhere_in_the_data(
 ) -> None:
     """It skips as many batches of the new size as it had trained of the old one."""
     whole = fit(resumes=False, max_steps=20)[-1]["drawn"]
-    assert fit(**changed)[-1]["drawn"][:4] == whole[drawn : drawn + 4]
+    seen = fit(**changed)[-1]
+    assert seen["drawn"][:4] == whole[drawn : drawn + 4]
+    what = "8 samples of the epoch come twice" if drawn < 16 else "16 samples of the epoch are left"
+    assert what in seen["refusal"]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
+        {"per_device_train_batch_size": 2, "ignore_data_skip": True},
+    ],
+)
+def test_a_batch_that_loses_no_sample_is_not_refused(fit: Fit, changed: dict[str, Any]) -> None:
+    """As many samples a step, or an epoch that begins anew."""
+    seen = fit(**changed)[-1]
+    assert seen["refusal"] == ""
+    begin = 0 if "ignore_data_skip" in changed else 16
+    whole = fit(resumes=False)[-1]["drawn"]
+    assert seen["drawn"][:8] == whole[begin : begin + 8]
 
 
 def test_another_seed_is_new_at_once(fit: Fit) -> None:
     """Also for the rest of the epoch."""
     seen, start = fit(seed=7)[-1]["drawn"], fit(resumes=False, seed=7)[-1]["drawn"]
     assert seen == start[16:]
+    told = fit(seed=7)[-1]["told"]
+    assert told.new == ["training data, also for the rest of this epoch: seed 42 -> 7"]
 
 
-def test_another_class_of_optimizer_ends_in_the_first_step(fit: Fit) -> None:
-    """With a KeyError of torch's."""
-    with pytest.raises(KeyError):
-        fit(optim="sgd")
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"optim": "sgd"}, "the optimizer (optim) was torch.AdamW"),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"}, "was linear"),
+    ],
+)
+def test_another_class_is_refused(fit: Fit, changed: dict[str, Any], says: str) -> None:
+    """The Trainer would end in its first step, with a KeyError of torch's; or be at a loss."""
+    assert says in fit(**changed)[-1]["refusal"]
+
+
+def test_another_kind_of_the_same_class_is_not_refused(fit: Fit) -> None:
+    """Such as the fused one, which another release of transformers has as its default."""
+    assert fit(optim="adamw_torch_fused")[-1]["told"] == RestoredSettings()

@@ -36,6 +36,7 @@ from trial_core.messages import (
     ReleaseStaging,
     RestoredSettings,
     RunScript,
+    SettingsRestored,
 )
 from trial_core.schedule.sequencer import Schedule
 from trial_core.schedule.units import Batch, Epoch, TrainUnit
@@ -82,6 +83,9 @@ def follow_script(launch: Launch, uploads: Uploads) -> TrialResult:
             continue
         if isinstance(event, UploadEnded):
             stored.settle(uploads.poll)
+            continue
+        if isinstance(event, SettingsRestored):
+            tell_changes(launch, start, event.settings)
             continue
         launch.status.batches_trained = event.steps_completed
         launch.status.has_trained = True

@@ -11,7 +11,7 @@ import msgspec
 
 from trial_core import errors
 from trial_core.errors import RankFailed, SlotsError, Stalled, TrialflowError
-from trial_core.messages.requests import AnyRequest, AnyResult, Message
+from trial_core.messages.requests import AnyRequest, AnyResult, Message, RestoredSettings
 from trial_core.schedule.sequencer import CheckpointPolicy
 from trial_core.schedule.stop_requests import StopReason
 from trial_core.schedule.work import Work
@@ -246,7 +246,13 @@ class FitBegun(Message):
     keep: list[str] = msgspec.field(default_factory=list)
 
 
-ScriptEvent = MetricsReported | CheckpointWritten | FitBegun
+class SettingsRestored(Message):
+    """A library in a Core API script has restored a checkpoint, and says which settings count."""
+
+    settings: RestoredSettings
+
+
+ScriptEvent = MetricsReported | CheckpointWritten | FitBegun | SettingsRestored
 """A script's events. All but reports of metrics are from rank 0."""
 
 FromRank = (

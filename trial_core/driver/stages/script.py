@@ -19,6 +19,7 @@ from trial_core.messages import (
     RunScript,
     ScriptEnded,
     ScriptEvent,
+    SettingsRestored,
 )
 from trial_core.schedule.sequencer import Progress, searcher_metric
 
@@ -101,8 +102,11 @@ class UploadEnded:
     """Event: an upload that the script did not wait for has ended."""
 
 
-WhatHappened = CheckpointWritten | FitBegun | UploadEnded | list[ScriptEnded]
+WhatHappened = CheckpointWritten | FitBegun | SettingsRestored | UploadEnded | list[ScriptEnded]
 """An event that `run_script` ends with: mostly one that the script waits for."""
+
+_NOT_TRAINED = (FitBegun, SettingsRestored, UploadEnded)
+"""Events after which a test of the script goes on."""
 
 
 class RunningScript:
@@ -128,7 +132,7 @@ class RunningScript:
         event: ScriptEvent | UploadEnded | list[ScriptEnded] | SlotsError = self._happened.get()
         if isinstance(event, SlotsError):
             raise event
-        if self._launch.run.test_mode and not isinstance(event, (FitBegun, UploadEnded)):
+        if self._launch.run.test_mode and not isinstance(event, _NOT_TRAINED):
             self._launch.slots.stop()  # a test needs only one event
         return event
 
@@ -147,7 +151,7 @@ def run_script(
 
     Returns:
         The checkpoint that it has written, or the fit that it has begun, for which it waits; the
-        end of an upload; or how the script ended on each rank.
+        settings that it has restored; the end of an upload; or how the script ended on each rank.
     """
     began = time.monotonic()
     while isinstance(event := script.next_event(), MetricsReported):

@@ -21,6 +21,8 @@ from trial_core.messages import (
     FitBegun,
     MetricsKind,
     MetricsReported,
+    RestoredSettings,
+    SettingsRestored,
     StopRequested,
 )
 from trial_core.processes.slots.receipts import Receipts
@@ -37,6 +39,7 @@ ScriptMessage = (
     | CheckpointWritten
     | MetricsReported
     | FitBegun
+    | SettingsRestored
     | BatchesTrained
     | BatchesValidated
     | StopRequested
@@ -135,6 +138,11 @@ class ScriptHost:
         if isinstance(value, (int, float)) and math.isfinite(value):
             better = min if searcher.get("smaller_is_better", True) else max
             self.best_validation = float(value if best is None else better(value, best))
+
+    def settings_restored(self, settings: RestoredSettings) -> None:
+        """Tell people what counts after a restore. Every rank may call this; rank 0's counts."""
+        if self.distributed.get_rank() == 0:
+            self._tell(SettingsRestored(settings=settings))
 
     def set_status(self, text: str) -> None:
         """Rank 0 alone calls this."""
