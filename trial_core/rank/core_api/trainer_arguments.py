@@ -16,7 +16,14 @@ from typing import Any
 import msgspec
 
 from trial_core.common.decoding import convert
-from trial_core.common.text_format import clean, is_finite_number, plural, setting, told_apart
+from trial_core.common.text_format import (
+    clean,
+    is_finite_number,
+    plural,
+    setting,
+    shortened,
+    told_apart,
+)
 from trial_core.errors import CheckpointError
 from trial_core.messages import RestoredSettings
 
@@ -121,7 +128,7 @@ def require_same_types(then: TrainerRecord, now: TrainerRecord) -> None:
         kinds.append(("lr_scheduler_type", schedules[0], schedules[1]))
     for kind, before, given in kinds:
         if before is not None and given is not None and before != given:
-            was = clean(str(before))
+            was = shortened(str(before), 60)
             raise CheckpointError(
                 f"{kind} was {was} when the checkpoint was saved, and is {given} now: they have "
                 f"different states. Resume with {was}, {_NEW_TRIAL}"
@@ -213,7 +220,7 @@ def _line(subject: str, texts: list[str], end: str = "") -> Iterator[str]:
 
 def _skipped(then: TrainerRecord, now: TrainerRecord, args: Any, step: int) -> str | None:
     """How far the Trainer's place in the epoch is from the right one; None if it is right."""
-    if then.epoch_steps is None or now.epoch_steps is None or args.ignore_data_skip:
+    if not then.epoch_steps or not now.epoch_steps or args.ignore_data_skip:
         return None
     if args.auto_find_batch_size or then.step_samples == now.step_samples:
         return None  # the Trainer itself takes the checkpoint's size of batches
