@@ -186,8 +186,8 @@ class InScripts(Study):
         ended = fit_toys("python", self.folder / "b", *runs, ranks=1)
         fitted |= dict(zip(then, ended, strict=True))
         for name, (result,) in fitted.items():
-            told = "; ".join(result.get("changes") or [])
-            self._seen[name] = seen_in(self.folder / name, 1, told)
+            told = " ".join(result.get("changes") or [])
+            self._seen[name] = seen_in(self.folder / name, 1, told.partition("values count: ")[2])
             self._seen[name].error = result.get("error", "")
             assert name in REFUSED or not self._seen[name].error, (name, result)
 
