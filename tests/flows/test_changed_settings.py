@@ -10,9 +10,11 @@ import yaml
 
 from tests.support.flow import one_slot, train
 from tests.support.slots import toy_config
+from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.errors import TrialflowError
+from trial_core.schedule.units import EpochLength
 from trialflow.deployments.cli.main import main
 
 pytestmark = [pytest.mark.slots, pytest.mark.server]
@@ -72,6 +74,28 @@ def test_what_a_person_has_changed_counts_and_is_told(
     assert GAMMA in noted[1]
     with pytest.raises(TrialflowError, match="a batch had 4 samples"):
         report(12, trial, global_batch_size=6)
+
+
+@pytest.mark.long
+def test_batches_have_another_size_from_an_epochs_end_on(here: Path) -> None:
+    """48 samples, by 4 in the first epoch and then by 8: as the error says that it can be done."""
+
+    def resumed(batches: int, size: int) -> Manifest:
+        config = decaying(here, batches, global_batch_size=size)
+        store, trials = CheckpointStore(config.checkpoint_storage.url), [*trial]
+        trial[:] = [train(config, *trials).trial]
+        return store.list(*trial)[-1]
+
+    trial: list[str] = []
+    resumed(6, 4)
+    with pytest.raises(TrialflowError, match=r"24 samples of .* max_length of 12 batches"):
+        resumed(20, 10)
+    resumed(12, 4)
+    for batches, counted in ((16, "batch size 4 -> 8"), (20, "max_length.batches 16 -> 20")):
+        saved = resumed(batches, 8)
+        assert counted in saved.changes[-1]
+        assert saved.epoch == EpochLength(6, 1, first_epoch=1, first_batch=12)
+        assert saved.progress.batches_trained * 8 + saved.progress.extra_samples == 8 * batches - 48
 
 
 @pytest.mark.parametrize("keep", [None, ["optimizer"]])

@@ -41,9 +41,10 @@ RESUMED: dict[str, tuple[str, dict[str, Any]]] = {
     "settings": ("saved", {**SETTINGS, **OTHERS}),
     "by hand": ("saved", {**OTHERS, "by_hand": SETTINGS}),
     "rescheduled": ("scheduled", RESCHEDULED),
+    "smaller": ("saved", {"global_batch_size": 8}),
 }
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
-    "batch": ("saved", {"global_batch_size": 8, "micro_batch": 2}),
+    "batch": ("saved", {"global_batch_size": 24}),
     "optimizer": ("saved", {"optimizer": "SGD"}),
     "groups": ("saved", {"groups": 2}),
     "schedule": ("scheduled", {"schedule": "other"}),
@@ -149,7 +150,7 @@ class OnSlots(Study):
             fetch = FetchCheckpoint(uuid=uuid, files=saved.files[uuid], saved_by=saved.topology)
             assert slots.request(fetch, Fetched) == [Fetched()] * self.ranks
             restore = BuildLoadersAndRestore(
-                batches_trained=4, checkpoint=uuid, saved_by=saved.topology
+                batches_trained=4, checkpoint=uuid, saved_by=saved.topology, epoch=saved.epoch
             )
             ready = slots.request(restore, ReadyToTrain)
             slots.request(TrainBatches(until=8), Trained)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.resuming.studies import OTHERS, SETTINGS, InScripts, OnSlots, Study
+from tests.resuming.studies import OTHERS, SETTINGS, InScripts, OnSlots, Seen, Study
 from tests.resuming.table import KEPT, NEW, NONE, PAGE, REFUSED, ROWS, SAME, with_table
 from tests.support.slots import SlotGroup
 
@@ -160,6 +160,20 @@ def micro(runs: Study) -> str:
     return counting(sizes == {OTHERS["micro_batch"]}, sizes == {4})
 
 
+def smaller(runs: Study) -> str:
+    """The same samples as in batches of the old size: two batches make up one of those."""
+    assert "batch size 16 -> 8" in runs["smaller"].told
+    halves, whole = in_batches(runs["smaller"]), in_batches(runs["whole"])
+    assert [len(each) for each in halves] == [8] * 4
+    seen = [sorted(halves[i] + halves[i + 1]) for i in (0, 2)]
+    return counting(seen == [sorted(each) for each in whole[4:6]], halves == whole[4:])
+
+
+def in_batches(run: Seen) -> list[list[float]]:
+    """The samples of each batch, of all ranks."""
+    return [[each for rank in ranks for each in rank] for ranks in zip(*run.samples(), strict=True)]
+
+
 def seed(runs: Study) -> str:
     """The samples of a run that has had the seed from its start."""
     assert "seed 1 -> 5" in runs["rescheduled"].told
@@ -216,6 +230,7 @@ OBSERVED: dict[str, Callable[[Study], str]] = {
     "length": length,
     "schedule": refused("schedule", "scheduler 0 was of "),
     "scale": scale,
+    "smaller": smaller,
     "batch": refused("batch", "a batch had 16 samples"),
     "micro": micro,
     "seed": seed,

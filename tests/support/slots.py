@@ -104,13 +104,14 @@ def toy_config(folder: Path, batches: int = 10, **changes: Any) -> ExperimentCon
 
 @dataclass
 class Driven:
-    """The progress, stages, metrics and checkpoints of a run.
+    """The progress, stages, metrics and checkpoints of a run, and the length of its epochs.
 
     `metric_names`: those found before training. `warnings`: about the data, from rank 0.
     """
 
     progress: Progress
     topology: Topology | None = None
+    epoch: EpochLength | None = None
     metric_names: list[str] | None = None
     warnings: list[str] = field(default_factory=list)
     stages: list[str] = field(default_factory=list)
@@ -278,10 +279,11 @@ class _Driver:
             batches_trained=begin,
             checkpoint=uuid_to_restore,
             saved_by=saved_by,
+            epoch=resume.epoch if resume else None,
             compares=compares,
         )
         ready = self._slots.request(loaders, ReadyToTrain)[0]
-        self.run.warnings = ready.warnings
+        self.run.warnings, self.run.epoch = ready.warnings, ready.epoch
         self.hook("on_training_start")
         return ready.epoch
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from trial_core.checkpoint.manifest import Manifest, Topology
@@ -54,6 +54,15 @@ class ResumePoint:
         latest = {**self.checkpoint.metrics, "validation": self.checkpoint.last_validation}
         return {kind: dict(values) for kind, values in latest.items() if values}
 
+    def at_batches_of(self, samples: int) -> Progress:
+        """The progress that training begins with in batches of so many samples; 0 if unknown."""
+        saved = self.saved_by
+        before = saved.batch_samples if saved and self.restore == "everything" else 0
+        if not samples or before in (0, samples):
+            return self.progress
+        extra = self.progress.batches_trained * (before - samples)
+        return replace(self.progress, extra_samples=self.progress.extra_samples + extra)
+
     def require_convertible(self, now: Topology) -> None:
         """Check that ranks of topology `now` can restore the checkpoint.
 
@@ -82,7 +91,8 @@ class ResumePoint:
                 "learning rates and the position in the data are counted in batches, and would "
                 f"change. Resume with train_batch_size={saved.batch_samples} in DeepSpeed's "
                 "configuration (micro-batch size x gradient_accumulation_steps x data-parallel "
-                f"slots), or with {saved.world_size} slots"
+                f"slots), or with {saved.world_size} slots. If both are meant, change one after "
+                "the other, the batches at the end of an epoch"
             )
         else:
             return

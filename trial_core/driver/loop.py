@@ -98,7 +98,7 @@ class Loop:
         if only_compares:
             build_loaders(launch, start)
             return self._result(start, progress, stopped_early=True)
-        epoch = self._build_loaders(start)
+        epoch = self._build_loaders(start, progress)
         call_hook(launch, "on_training_start", begin)
         launch.may_save()  # from here on a stop request saves first
         first = next_workload(progress, self._schedule, epoch)
@@ -163,20 +163,22 @@ class Loop:
         return start
 
     def _progress_at(self, start: ResumePoint) -> Progress:
-        progress, has_metric = start.progress, self._run.metric is not None
+        progress = start.at_batches_of(self._launch.answers.batch_samples)
+        has_metric = self._run.metric is not None
         is_validated = progress.validated_at == progress.batches_trained
         if has_metric and progress.best_metric is None and is_validated:
             # That validation lacked the searcher metric, which may have been corrected.
             return replace(progress, validated_at=None)
         return progress
 
-    def _build_loaders(self, start: ResumePoint) -> EpochLength | None:
-        launch, begin = self._launch, start.progress.batches_trained
+    def _build_loaders(self, start: ResumePoint, progress: Progress) -> EpochLength | None:
+        launch, begin = self._launch, progress.batches_trained
         epoch = build_loaders(launch, start)
         self._uploads.own.check_periods(epoch)
         continues = start.checkpoint is not None and start.restore == "everything"
         launch.status.saved_at = begin if continues else None
         end = launch.status.end = in_batches(self._schedule.max_length, epoch)
+        self._run.observer.batches_resized(progress.extra_samples)
         self._run.observer.run_started(self._run.trial, end, begin, launch.answers.batch_samples)
         if self._saves_continuously:  # nothing of this launch is durable yet
             launch.slots.break_training()

@@ -136,6 +136,7 @@ class BuildLoadersAndRestore(Request):
         batches_trained: where training begins or continues.
         checkpoint: uuid of a checkpoint that has been fetched.
         saved_by: the topology that saved it; None for the present one.
+        epoch: the length of its epochs; None if that is not known.
         validation_limit: maximum `evaluate_batch` calls per validation; None for no limit.
         keep: settings that stay as in the checkpoint: ``optimizer``, ``optimizer.lr``.
         compares: False if neither the experiment nor the code has changed since the checkpoint.
@@ -146,6 +147,7 @@ class BuildLoadersAndRestore(Request):
     checkpoint: str | None
     restore: Restore = "everything"
     saved_by: Topology | None = None
+    epoch: EpochLength | None = None
     validation_limit: int | None = None
     keep: list[str] = []
     compares: bool = True

@@ -291,6 +291,11 @@ class Controller:
             self._distributed.allgather("on_training_workload_end" in hooks)
         )
         loaders.validation.limit = request.validation_limit
+        resized = ""
+        if request.checkpoint is not None and request.restore == "everything":
+            samples = trial.snapshots.batch_samples(request.checkpoint)
+            position = (state or {}).get("training_data")
+            resized = loaders.count_on(request.epoch, request.batches_trained, samples, position)
         info.epoch = loaders.epoch
         told = RestoredSettings()
         snapshots, warnings = trial.snapshots, [*loaders.warnings]
@@ -308,6 +313,7 @@ class Controller:
                 request.restore == "everything",
                 request.compares,
             )
+            told = replace(told, new=[*told.new, resized] if resized else told.new)
             restore_seconds += time.monotonic() - began
             if request.restore == "everything":
                 warnings += snapshots.differing_data(request.checkpoint, request.compares)

@@ -134,6 +134,11 @@ class Snapshots:
             return read_rank_state(folder, rank, self._reader)
         return read_remapped_state(folder, rank, self._reader, remap, restore)
 
+    def batch_samples(self, uuid: str) -> int | None:
+        """Samples of a batch when a fetched checkpoint was saved; None if they are not known."""
+        saved = read_settings(self._files.restored(uuid) / STATE_FOLDER)
+        return None if saved is None else saved.batch_samples
+
     def restore(
         self,
         uuid: str,

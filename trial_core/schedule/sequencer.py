@@ -76,6 +76,8 @@ class Progress:
         improved: True if the last validation was the best so far.
         postponed_at: `batches_trained` when an upload last kept a checkpoint from being saved; None
             if the last one that was due is saved.
+        extra_samples: samples trained beyond `batches_trained` times the samples of a batch: not 0
+            if batches have had another size, negative if a smaller one.
     """
 
     batches_trained: int = 0
@@ -85,6 +87,7 @@ class Progress:
     improved: bool = False
     stop_requested: bool = False
     postponed_at: int | None = None
+    extra_samples: int = 0
 
     def after_training(self, batches_trained: int) -> Progress:
         return replace(self, batches_trained=batches_trained)

@@ -9,6 +9,7 @@ Comparing a `Batch` to an `Epoch` raises `TypeError`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
@@ -23,10 +24,15 @@ class EpochLength:
         micro_batches: micro-batches in one pass over the data, on all data-parallel ranks together.
         micro_batches_per_batch: micro-batches in one batch, on all ranks together
             (gradient accumulation steps x data-parallel ranks).
+        first_epoch, first_batch: epochs are counted from here: epoch `first_epoch` begins with
+            batch `first_batch`. Not 0 if batches have had another size before. Had they only in
+            the first part of that epoch, it is where the epoch would have begun with this size.
     """
 
     micro_batches: int
     micro_batches_per_batch: int
+    first_epoch: int = 0
+    first_batch: int = 0
 
     def __post_init__(self) -> None:
         if self.micro_batches < 1 or self.micro_batches_per_batch < 1:
@@ -37,15 +43,27 @@ class EpochLength:
 
     def batches_until(self, epochs: int) -> int:
         """Batches trained at the end of epoch number `epochs`."""
-        return -(-epochs * self.micro_batches // self.micro_batches_per_batch)
+        micro_batches = (epochs - self.first_epoch) * self.micro_batches
+        return self.first_batch + -(-micro_batches // self.micro_batches_per_batch)
 
     def epoch_of(self, batch_idx: int) -> int:
         """The epoch in which batch `batch_idx` (0-based) begins."""
-        return batch_idx * self.micro_batches_per_batch // self.micro_batches
+        return self.place(batch_idx)[0]
 
     def epochs_completed(self, batches_trained: int) -> int:
         """Whole epochs trained after `batches_trained` batches."""
-        return batches_trained * self.micro_batches_per_batch // self.micro_batches
+        return self.place(batches_trained)[0]
+
+    def place(self, batches_trained: int) -> tuple[int, int]:
+        """Whole epochs trained after so many batches, and micro-batches of the next one."""
+        micro_batches = (batches_trained - self.first_batch) * self.micro_batches_per_batch
+        epochs, rest = divmod(micro_batches, self.micro_batches)
+        return self.first_epoch + epochs, rest
+
+    def next_whole(self, batches_trained: int) -> int:
+        """The next batch that ends exactly with an epoch, no sample of the next one trained."""
+        period = self.micro_batches // math.gcd(self.micro_batches, self.micro_batches_per_batch)
+        return batches_trained + period - (batches_trained - self.first_batch) % period
 
 
 class _TrainUnit:

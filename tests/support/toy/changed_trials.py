@@ -35,7 +35,7 @@ DEFAULTS = {
     "lr": 0.01, "weight_decay": 0.1, "betas": [0.9, 0.99], "eps": 1e-8, "clip": 0.5, "ema": 0.5,
     "optimizer": "AdamW", "groups": 1, "schedule": "", "length": 6, "shuffle": True,
     "global_batch_size": 16, "micro_batch": 4, "growth_interval": 100,
-    "zero_stage": 1, "own": True, "bf16": False,
+    "zero_stage": 1, "own": True, "bf16": False, "samples": 128,
 }  # fmt: skip
 
 
@@ -93,12 +93,13 @@ class _Noting:
                 local = each.to_local() if hasattr(each, "to_local") else each
                 self.squares += float(local.double().square().sum())
 
-    def before_step(self, batch_idx: int) -> dict[str, Any]:
+    def before_step(self, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
         self.squares, group = 0.0, self.optimizer.param_groups[0]
         if batch_idx == 4:
             for each in self.optimizer.param_groups:
                 each.update(self.hparams.get("by_hand", {}))
-        return {"batch": batch_idx, **{name: group.get(name) for name in OPTIMIZER}}
+        place = {"epoch": epoch_idx, "batch": batch_idx}
+        return {**place, **{name: group.get(name) for name in OPTIMIZER}}
 
     def after_step(self, noted: dict[str, Any], index: torch.Tensor, weights: Any) -> None:
         squares = torch.tensor(self.squares, dtype=torch.float64)
@@ -123,7 +124,9 @@ class _Noting:
         return 100 * nn.functional.mse_loss(output.float().sum(1, keepdim=True), 1 + index / 64)
 
     def loader(self, batch_size: int) -> DataLoader:
-        return DataLoader(samples(128), batch_size=batch_size, shuffle=self.hparams["shuffle"])
+        return DataLoader(
+            samples(self.hparams["samples"]), batch_size=batch_size, shuffle=self.hparams["shuffle"]
+        )
 
     def build_validation_data_loader(self) -> DataLoader:
         return DataLoader(samples(4), batch_size=2)
@@ -151,7 +154,7 @@ class Torch(_Noting, PyTorchTrial):
     def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
         inputs, index = batch
         loss = self.loss(self.model(inputs), index)
-        noted = self.before_step(batch_idx)
+        noted = self.before_step(epoch_idx, batch_idx)
         noted |= {"scale": self.scaler.get_scale(), "grows": self.scaler.get_growth_interval()}
         self.context.backward(self.scaler.scale(loss))
         self.context.step_optimizer(self.optimizer, self._clip, scaler=self.scaler)
@@ -225,7 +228,7 @@ class Deep(_Noting, DeepSpeedTrial):
         parameters = [*self.engine.module.parameters()]
         loss = self.loss(self.engine(inputs.to(parameters[0].dtype)), index)
         self.engine.backward(loss)
-        noted = self.before_step(batch_idx)
+        noted = self.before_step(epoch_idx, batch_idx)
         self.engine.step()
         with deepspeed.zero.GatheredParameters(parameters):
             weights = [each.detach().clone() for each in parameters]

@@ -82,6 +82,14 @@ def test_another_batch_size_on_other_ranks_is_refused() -> None:
         ResumePoint.continuing(SAVED).require_convertible(topology(4, batch_samples=16))
 
 
+def test_samples_are_counted_on_in_batches_of_another_size() -> None:
+    """60 batches of 8 and then of 16: at batch 80 they are 800, 480 fewer than 80 of 16."""
+    start = ResumePoint.continuing(new_manifest(60, topology=topology(2)))
+    assert start.at_batches_of(8).extra_samples == start.at_batches_of(0).extra_samples == 0
+    assert start.at_batches_of(16).extra_samples == -480
+    assert ResumePoint().at_batches_of(16).extra_samples == 0
+
+
 def test_a_refused_warm_start_may_restore_only_weights() -> None:
     """The error names the setting."""
     now = topology(4, data_parallel_size=1, pipeline_parallel_size=4)

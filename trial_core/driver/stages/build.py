@@ -182,6 +182,7 @@ def build_loaders(launch: Launch, point: ResumePoint) -> EpochLength | None:
         checkpoint=point.uuid,
         restore=point.restore,
         saved_by=point.saved_by,
+        epoch=point.checkpoint.epoch if point.checkpoint else None,
         validation_limit=1 if launch.run.test_mode else None,
         keep=launch.answers.keep or [*launch.run.keep],
         compares=not _is_unchanged(launch, point),

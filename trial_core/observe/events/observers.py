@@ -33,6 +33,10 @@ class Observer:
             batch_samples: samples in one batch on all ranks; 0 if unknown.
         """
 
+    def batches_resized(self, extra_samples: int) -> None:
+        """Just before `run_started`: so many more samples have been trained than `begins_at` times
+        `batch_samples`. Not 0 if batches have had another size; negative if a smaller one."""
+
     def trial_owned(self, attempt: int, earlier: Sequence[RunTime] = ()) -> None:
         """The run has taken its trial, as the first or a later attempt at it. Called once a run.
 

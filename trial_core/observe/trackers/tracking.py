@@ -78,7 +78,7 @@ class Tracking(Observer):
         self._ledger = ledger
         self._ending = ending
         self._logger = logger
-        self._batches = self._batch_samples = 0
+        self._batches = self._batch_samples = self._extra_samples = 0
         self._status = ""
         self._journal: JournalWriter | None = None
         self._sender: SenderProcess | None = None
@@ -140,6 +140,9 @@ class Tracking(Observer):
         given = {name: text for name, text in tags.items() if text}
         self._append(Described(at=time.time(), parameters=parameters(self._config), tags=given))
 
+    def batches_resized(self, extra_samples: int) -> None:
+        self._extra_samples = extra_samples
+
     def run_started(
         self, trial: str, total_batches: int, begins_at: int, batch_samples: int
     ) -> None:
@@ -150,7 +153,7 @@ class Tracking(Observer):
         self._batches = batches
         values = {f"{kind}/{name}": value for name, value in metrics.items()}
         if kind == "training" and self._batch_samples:
-            values["progress/samples"] = batches * self._batch_samples
+            values["progress/samples"] = self._samples(batches)
         self._measured(batches, values)
 
     def learning_rates_read(self, batches: int, learning_rates: Sequence[float | None]) -> None:
@@ -224,10 +227,13 @@ class Tracking(Observer):
         }
         self._measured(self._batches, values)
 
+    def _samples(self, batches: int) -> int:
+        return batches * self._batch_samples + self._extra_samples if self._batch_samples else 0
+
     def _measured(self, batches: int, values: Mapping[str, Any]) -> None:
         if numbers := text_format.finite_numbers(values):
             self._append(Metrics(
-                at=time.time(), batches=batches, samples=batches * self._batch_samples,
+                at=time.time(), batches=batches, samples=self._samples(batches),
                 attempt=self._attempt, values=numbers,
             ))  # fmt: skip
 

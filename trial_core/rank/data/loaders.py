@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
@@ -15,6 +15,7 @@ from trial_core.errors import TrialError
 from trial_core.rank.collectives.distributed import DistributedContext
 from trial_core.rank.data.dataloader import DataLoader
 from trial_core.rank.data.micro_batch_seeds import with_shared_rng
+from trial_core.rank.data.resized_batches import counted_on
 from trial_core.rank.data.sample_lists import SampleLists, differing_ranks, sample_lists
 from trial_core.rank.data.seekable_samplers import length_of
 from trial_core.rank.data.validation_set import ValidationSet, validation_set
@@ -98,6 +99,7 @@ class Loaders:
     Attributes:
         training_loader: the trial's own.
         epoch: the length of an epoch, the same on every rank; None if it is unknown.
+        batch_samples: samples of a batch, as the loader of some rank has it; None if it is unknown.
         sample_lists: of the training data, for a comparison; empty if there is none.
         warnings: about the data, for people.
         training: micro-batches without end, after `begin`.
@@ -111,7 +113,41 @@ class Loaders:
     epoch: EpochLength | None
     sample_lists: SampleLists = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    batch_samples: int | None = None
     training: MicroBatches | None = None
+    _first_epoch: int = 0
+    _resized_at: int | None = None
+
+    def count_on(
+        self,
+        then: EpochLength | None,
+        batches_trained: int,
+        samples_then: int | None,
+        saved: Mapping[str, Any] | None,
+    ) -> str:
+        """Count epochs on from a checkpoint, also if its batches had another size. Before `begin`.
+
+        Args:
+            then: the checkpoint's length of an epoch.
+            samples_then: its samples of a batch; None if they are not known.
+            saved: see `begin`.
+
+        Returns:
+            The change of the size, for people; empty without one.
+
+        Raises:
+            CheckpointError: batches of the present size cannot begin here: see `counted_on`.
+        """
+        samples, epoch = self.batch_samples, self.epoch
+        if samples is not None and samples_then is not None and samples != samples_then:
+            sizes = (samples_then, samples)
+            self.epoch = counted_on(epoch, then, sizes, batches_trained, saved)
+            self._resized_at = batches_trained
+            return f"training data: batch size {samples_then} -> {samples}, from the next batch on"
+        if then is not None and epoch is not None:
+            first = (then.first_epoch, then.first_batch)
+            self.epoch = replace(epoch, first_epoch=first[0], first_batch=first[1])
+        return ""
 
     def begin(self, saved: Mapping[str, Any] | None = None) -> None:
         """Set the training data to the position of `saved`, a `state_dict`; None is the beginning.
@@ -124,7 +160,11 @@ class Loaders:
             return
         per_batch, ranks = adapter.micro_batches_per_batch, adapter.data_parallel_size
         drawn = 0
-        if saved is not None:
+        if saved is not None and self._resized_at is not None and self.epoch is not None:
+            self._first_epoch = self.epoch.first_epoch
+            drawn = (self._resized_at - self.epoch.first_batch) * per_batch
+        elif saved is not None:
+            self._first_epoch = int(saved.get("first_epoch", 0))
             warns = adapter.data_parallel_rank == 0
             drawn = micro_batches_drawn(saved, per_batch, ranks, self.epoch, warns)
         endless: Iterable[Any]
@@ -135,10 +175,13 @@ class Loaders:
                 num_replicas=ranks,
                 rank=adapter.data_parallel_rank,
                 seed=self.seed,
+                epoch=self._first_epoch,
             )
         else:
             endless = _repeat(loader, _rest_of_pass(adapter, loader, drawn, saved))
-        endless = with_shared_rng(endless, adapter, self.distributed, self.seed, drawn)
+        endless = with_shared_rng(
+            endless, adapter, self.distributed, self.seed, self._first_epoch, drawn
+        )
         own = None if isinstance(loader, DataLoader) or not _saves_state(loader) else loader
         loaded = None if own is None or saved is None else saved["loader"]
         self.training = MicroBatches(iter(endless), per_batch, drawn, own, loaded)
@@ -155,7 +198,7 @@ class Loaders:
 
     def settings(self) -> dict[str, Any]:
         """The settings of the training data, as far as they are known."""
-        loader, adapter = self.training_loader, self.adapter
+        loader = self.training_loader
         if not isinstance(loader, DataLoader):
             return {}
         found: dict[str, Any] = {
@@ -163,9 +206,7 @@ class Loaders:
             "order": type(loader.sampler).__qualname__,
             "seed": self.seed if loader.generator is None else loader.generator.initial_seed(),
         }
-        if loader.batch_size is not None:
-            ranks, per_batch = adapter.data_parallel_size, adapter.micro_batches_per_batch
-            found["batch size"] = loader.batch_size * per_batch * ranks
+        found["batch size"] = self.batch_samples
         return {name: value for name, value in found.items() if value is not None}
 
     @property
@@ -178,7 +219,8 @@ class Loaders:
             return None
         passes = None if self.epoch is None else self.epoch.micro_batches
         ranks = self.adapter.data_parallel_size
-        return {**self.training.state_dict(), "ranks": ranks, "pass": passes}
+        position = {"ranks": ranks, "pass": passes, "first_epoch": self._first_epoch}
+        return {**self.training.state_dict(), **position}
 
 
 def build_loaders(
@@ -205,8 +247,8 @@ def build_loaders(
         for each in (training, validation)
     ]
     lengths = [_micro_batches_of_all(adapter, each) for each in (training, validation)]
-    of_ranks = distributed.allgather((*lengths, *found))
-    lengths_of_training, lengths_of_validation, *lists = zip(*of_ranks, strict=True)
+    of_ranks = distributed.allgather((*lengths, _batch_samples(adapter, training), *found))
+    lengths_of_training, lengths_of_validation, sizes, *lists = zip(*of_ranks, strict=True)
     training_length = _common_length(lengths_of_training, "training")
     _common_length(lengths_of_validation, "validation")
     differing = [*map(differing_ranks, lists, ("training", "validation"))]
@@ -218,7 +260,17 @@ def build_loaders(
         )
     shards = validation_set(adapter, validation, seed, distributed)
     warnings = [each for each in (*differing, shards.warning) if each]
-    return Loaders(adapter, distributed, seed, training, shards, epoch, found[0] or {}, warnings)
+    samples = max((each for each in sizes if each is not None), default=None)
+    return Loaders(
+        adapter, distributed, seed, training, shards, epoch, found[0] or {}, warnings, samples
+    )
+
+
+def _batch_samples(adapter: TrialAdapter, loader: Any) -> int | None:
+    """Samples of a batch on all ranks, if the loader tells them."""
+    if not isinstance(loader, DataLoader) or loader.batch_size is None:
+        return None
+    return loader.batch_size * adapter.micro_batches_per_batch * adapter.data_parallel_size
 
 
 def _require_usable(adapter: TrialAdapter, loader: Any, which: str) -> Any:

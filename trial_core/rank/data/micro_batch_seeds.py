@@ -137,18 +137,20 @@ def with_shared_rng(
     adapter: TrialAdapter,
     distributed: DistributedContext,
     seed: int,
+    epoch: int = 0,
     skipped: int = 0,
 ) -> Iterable[Any]:
     """`micro_batches`, loaded with the same random numbers on all ranks that share a data shard.
 
     Returns `micro_batches` itself if every rank has its own shard. `skipped` micro-batches of this
-    rank came before these.
+    rank came before these, from the beginning of `epoch`.
     """
     if adapter.data_parallel_size == distributed.get_size():
         return micro_batches
     return _SharedRngLoader(
         micro_batches,
         seed,
+        epoch,
         first=skipped * adapter.data_parallel_size + adapter.data_parallel_rank,
         stride=adapter.data_parallel_size,
     )
@@ -158,6 +160,7 @@ def with_shared_rng(
 class _SharedRngLoader:
     source: Iterable[Any]
     seed: int
+    epoch: int
     first: int
     stride: int
 
@@ -167,7 +170,7 @@ class _SharedRngLoader:
     def _seeded(self) -> Iterator[Any]:
         source = iter(self.source)
         for position in itertools.count(self.first, self.stride):
-            seed_globals(derive_seed(self.seed, "micro-batch", 0, position))
+            seed_globals(derive_seed(self.seed, "micro-batch", self.epoch, position))
             try:
                 micro_batch = next(source)
             except StopIteration:

@@ -43,6 +43,12 @@ class SavedSettings(msgspec.Struct, frozen=True):
     data: Settings = {}
     sample_lists: dict[str, str] = {}
 
+    @property
+    def batch_samples(self) -> int | None:
+        """Samples of a batch; None if they are not known."""
+        samples = self.data.get("batch size")
+        return samples if isinstance(samples, int) else None
+
 
 class BuiltSettings:
     """The settings of all parts of a trial. Make it when the trial is built."""
@@ -175,20 +181,10 @@ _NAMES = {"base_lrs": "lr", "_schedule_phases": "phases", "lr_lambdas": "object"
 def changes_of_data(saved: SavedSettings, now: Mapping[str, Any]) -> list[str]:
     """What has changed of the training data of a trial that continues, as text.
 
-    Raises:
-        CheckpointError: the size of a batch has: the place in the data is counted in batches.
+    Another size of batches is told, or refused, by `Loaders.count_on`.
     """
-    before, name = saved.data, "batch size"
-    if name in before and name in now and before[name] != now[name]:
-        was = clean(str(before[name]))
-        raise CheckpointError(
-            f"a batch had {was} samples when the checkpoint was saved, and has "
-            f"{now[name]} now: the place in the data, schedules and the length of training are "
-            "counted in batches, so samples would be left out or come twice. Resume with "
-            f"{was} samples a batch; or begin a new trial with the checkpoint's weights: "
-            "searcher.source_checkpoint_uuid and searcher.source_weights_only=true"
-        )
-    differing = [each for each in now if each in _differing(now, before)]
+    before = saved.data
+    differing = [each for each in now if each in _differing(now, before) - {"batch size"}]
     told = (f"{each} {' -> '.join(told_apart(before[each], now[each]))}" for each in differing)
     text = ", ".join(told)
     return [f"training data: {text}, also for the rest of this epoch"] if text else []
