@@ -295,7 +295,13 @@ class Controller:
         if request.checkpoint is not None and request.restore == "everything":
             samples = trial.snapshots.batch_samples(request.checkpoint)
             position = (state or {}).get("training_data")
-            resized = loaders.count_on(request.epoch, request.batches_trained, samples, position)
+            resized = loaders.count_on(
+                request.epoch,
+                request.batches_trained,
+                samples,
+                position,
+                has_other_ranks=remap is not None and not remap.keeps_data_shards,
+            )
         info.epoch = loaders.epoch
         told = RestoredSettings()
         snapshots, warnings = trial.snapshots, [*loaders.warnings]

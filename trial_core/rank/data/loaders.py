@@ -15,7 +15,7 @@ from trial_core.errors import TrialError
 from trial_core.rank.collectives.distributed import DistributedContext
 from trial_core.rank.data.dataloader import DataLoader
 from trial_core.rank.data.micro_batch_seeds import with_shared_rng
-from trial_core.rank.data.resized_batches import counted_on
+from trial_core.rank.data.resized_batches import another_size, counted_on
 from trial_core.rank.data.sample_lists import SampleLists, differing_ranks, sample_lists
 from trial_core.rank.data.seekable_samplers import length_of
 from trial_core.rank.data.validation_set import ValidationSet, validation_set
@@ -124,6 +124,7 @@ class Loaders:
         batches_trained: int,
         samples_then: int | None,
         saved: Mapping[str, Any] | None,
+        has_other_ranks: bool = False,
     ) -> str:
         """Count epochs on from a checkpoint, also if its batches had another size. Before `begin`.
 
@@ -131,6 +132,7 @@ class Loaders:
             then: the checkpoint's length of an epoch.
             samples_then: its samples of a batch; None if they are not known.
             saved: see `begin`.
+            has_other_ranks: it was saved on another number of data-parallel ranks.
 
         Returns:
             The change of the size, for people; empty without one.
@@ -141,6 +143,8 @@ class Loaders:
         samples, epoch = self.batch_samples, self.epoch
         if samples is not None and samples_then is not None and samples != samples_then:
             sizes = (samples_then, samples)
+            if has_other_ranks:
+                raise another_size(sizes, "the number of slots has changed, too")
             self.epoch = counted_on(epoch, then, sizes, batches_trained, saved)
             self._resized_at = batches_trained
             return f"training data: batch size {samples_then} -> {samples}, from the next batch on"

@@ -37,7 +37,7 @@ def counted_on(
     """
     before, now = sizes
     if epoch is None or then is None:
-        raise _another_size(sizes, "the length of an epoch is not known")
+        raise another_size(sizes, "the length of an epoch is not known")
     epochs, micro_batches = then.place(batches_trained)
     trained = micro_batches * before // then.micro_batches_per_batch
     if trained % now:
@@ -45,15 +45,15 @@ def counted_on(
             f"{plural(trained, 'sample')} of this epoch have been trained on, and make up no whole "
             f"number of batches of {now}"
         )
-        raise _another_size(sizes, why, then.next_whole(batches_trained))
+        raise another_size(sizes, why, then.next_whole(batches_trained))
     drawn = (batches_trained - then.first_batch) * then.micro_batches_per_batch
     if saved is not None and int(saved["drawn"]) * int(saved["ranks"]) != drawn:
         why = "its batches have not always taken the micro-batches that make up a batch"
-        raise _another_size(sizes, why)
+        raise another_size(sizes, why)
     return replace(epoch, first_epoch=epochs, first_batch=batches_trained - trained // now)
 
 
-def _another_size(sizes: tuple[int, int], why: str, whole: int | None = None) -> CheckpointError:
+def another_size(sizes: tuple[int, int], why: str, whole: int | None = None) -> CheckpointError:
     """The error; `whole` is the next batch that ends with an epoch, if that would help."""
     before, now = sizes
     way = f"{plural(before, 'sample')} a batch"
