@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.linearizability.checker import NEVER
+from tests.linearizability.checker import NEVER, Operation, check
 from trial_core.errors import CheckpointError, RegistryError, StorageError
 
 ANOTHER_STORAGE = "is not the storage with which"
@@ -105,3 +105,13 @@ def read_events(paths: Iterable[Path]) -> Iterator[Event]:
                 call = calls[line["id"]]
                 calls[line["id"]] = call._replace(outcome=line["outcome"], returned=line["at"])
         yield from calls.values()
+
+
+def check_by(model: Any, key: str, events: Iterable[Event]) -> None:
+    """Check the history of a key by a model, which has `initial` and `parts`. Raises as `check`."""
+    operations = [
+        Operation(f"{event} {name}", steps, event.called, event.returned)
+        for event in events
+        for name, steps in model.parts(event)
+    ]
+    check(model.initial(key), operations)

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import NamedTuple
 
-from tests.linearizability.checker import Operation, Steps
+from tests.linearizability.checker import Steps
 from tests.linearizability.history import Event, Recorder
 from trial_core.checkpoint.retention.claims import RunClaim, claims
 from trial_core.checkpoint.store import CheckpointStore
@@ -43,13 +43,8 @@ def initial(key: str) -> Owned:
     return Owned()
 
 
-def operations(event: Event) -> Iterator[Operation]:
+def parts(event: Event) -> Iterable[tuple[str, Steps]]:
     """The moments of an operation."""
-    for name, steps in _parts(event):
-        yield Operation(f"{event} {name}", steps, event.called, event.returned)
-
-
-def _parts(event: Event) -> Iterable[tuple[str, Steps]]:
     if event.name == "own":
         return [("(take over)", partial(_take_over, event)), ("", partial(_claim, event))]
     if event.name == "leave":

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import NamedTuple
 
-from tests.linearizability.checker import Operation, Steps
+from tests.linearizability.checker import Steps
 from tests.linearizability.history import Event, Recorder
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.retention.claims import RunClaim
@@ -60,13 +60,8 @@ def initial(key: str) -> Kept:
     return Kept()
 
 
-def operations(event: Event) -> Iterator[Operation]:
+def parts(event: Event) -> Iterable[tuple[str, Steps]]:
     """The moments of an operation."""
-    for name, steps in _parts(event):
-        yield Operation(f"{event} {name}", steps, event.called, event.returned)
-
-
-def _parts(event: Event) -> Iterable[tuple[str, Steps]]:
     if event.name in ("prune", "delete"):
         parts: list[tuple[str, Steps]] = [("(mark)", partial(_mark, event))]
         if event.outcome != "spared":

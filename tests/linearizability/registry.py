@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
-from tests.linearizability.checker import Operation, Steps
+from tests.linearizability.checker import Steps
 from tests.linearizability.history import Event, Recorder
 from tests.linearizability.protections import KEEP_NONE
 from trial_core.checkpoint.retention.pruning import plan_pruning, prune
@@ -58,13 +58,8 @@ def initial(key: str) -> Model:
     return Model()
 
 
-def operations(event: Event) -> Iterator[Operation]:
+def parts(event: Event) -> Iterable[tuple[str, Steps]]:
     """The moments of an operation."""
-    for name, steps in _parts(event):
-        yield Operation(f"{event} {name}", steps, event.called, event.returned)
-
-
-def _parts(event: Event) -> Iterable[tuple[str, Steps]]:
     if event.name == "register":
         return [("", partial(_register, event))]
     if event.name in ("promote", "rollback"):

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.linearizability.actor import SUBJECTS
-from tests.linearizability.checker import check
-from tests.linearizability.history import Event, read_events
+from tests.linearizability.history import Event, check_by, read_events
 from tests.support.faults.plan import Fault, Plan, Seen
 from tests.support.faults.s3 import FaultyS3, faulty_s3
 from tests.support.manifests import commit_files
@@ -100,8 +99,7 @@ def check_histories(subject: str, events: Mapping[str, list[Event]]) -> None:
     """Check the history of each key. Raises as `checker.check`."""
     model = SUBJECTS[subject]
     for key, of_key in events.items():
-        operations = [each for event in of_key for each in model.operations(event)]
-        check(model.initial(key), operations)
+        check_by(model, key, of_key)
 
 
 @dataclass

@@ -10,7 +10,7 @@ import pytest
 
 from tests.linearizability import checker, protections, registry, trials
 from tests.linearizability.checker import NEVER, NotLinearizable, Operation, Undecided, check
-from tests.linearizability.history import Event
+from tests.linearizability.history import Event, check_by
 
 
 def read(value: int, called: float, returned: float) -> Operation:
@@ -153,12 +153,7 @@ def wrong_histories() -> Iterator[object]:
 def test_a_broken_promise_is_no_history(model: object, events: list[object]) -> None:
     """Each model refuses what is not promised, and all that precedes it is allowed."""
     *before, last = story(*events)  # type: ignore[arg-type]
-
-    def verify(history: list[Event]) -> None:
-        operations = [each for event in history for each in model.operations(event)]  # type: ignore[attr-defined]
-        check(model.initial("key"), operations)  # type: ignore[attr-defined]
-
     if before:
-        verify(before)
+        check_by(model, "key", before)
     with pytest.raises(NotLinearizable):
-        verify([*before, last])
+        check_by(model, "key", [*before, last])

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import NamedTuple
 
-from tests.linearizability.checker import Operation, Steps
+from tests.linearizability.checker import Steps
 from tests.linearizability.history import Event, Recorder
 from tests.support.manifests import put_files
 from trial_core.checkpoint.fencing import Fence
@@ -53,13 +53,8 @@ def initial(key: str) -> Trial:
     return Trial()
 
 
-def operations(event: Event) -> Iterator[Operation]:
+def parts(event: Event) -> Iterable[tuple[str, Steps]]:
     """The moments of an operation."""
-    for name, steps in _parts(event):
-        yield Operation(f"{event} {name}", steps, event.called, event.returned)
-
-
-def _parts(event: Event) -> Iterable[tuple[str, Steps]]:
     number = event.arguments.get("number", 0)
     if event.name == "upload":
         return []

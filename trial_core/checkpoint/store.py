@@ -23,7 +23,15 @@ from trial_core.checkpoint.references import ReferenceReader, References, delete
 from trial_core.checkpoint.storage.base import NOT_DELETED_ADVICE, DeletedFiles, StorageSpec
 from trial_core.checkpoint.storage.open_storage import open_storage
 from trial_core.checkpoint.storage.parallel import read_all
-from trial_core.checkpoint.verified_read import Damage, OnRead, damage_error, find_damage, unheard
+from trial_core.checkpoint.verified_read import (
+    Damage,
+    OnRead,
+    damage_error,
+    find_damage,
+    note_damage,
+    read_verified,
+    unheard,
+)
 from trial_core.common.text_format import slug
 from trial_core.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, StorageError
 
@@ -321,6 +329,22 @@ class CheckpointStore:
         After finding damage in an unclaimed checkpoint, call `raise_if_deleted`.
         """
         return find_damage(self.storage, uuid, entries, on_read)
+
+    def read_file(self, manifest: Manifest, path: str) -> bytes | None:
+        """The content of a small file of a checkpoint, verified; None if it has none of that name.
+
+        Raises:
+            CheckpointNotFound: the checkpoint has just been deleted.
+            CheckpointDamaged: the file is missing, large, or differs from the manifest.
+        """
+        if (entry := manifest.file(path)) is None:
+            return None
+        content = read_verified(self.storage, manifest.uuid, entry)
+        if isinstance(content, bytes):
+            return content
+        self.raise_if_deleted(manifest.uuid)
+        note_damage(self.storage, manifest.uuid, [content])
+        raise damage_error(self.storage, manifest.uuid, [content])
 
     def raise_if_deleted(self, uuid: str) -> None:
         """Call after finding damage in an unclaimed checkpoint: a concurrent prune deletes the

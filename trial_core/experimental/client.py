@@ -19,7 +19,6 @@ from trial_core.checkpoint.retention.pruning import delete_checkpoint
 from trial_core.checkpoint.retention_policy import best_of_trial
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.transfer.fetch import download
-from trial_core.checkpoint.verified_read import read_verified
 from trial_core.cluster_info import trial_number
 from trial_core.common.lazy_names import lazy_names
 from trial_core.common.unknown_names import SaysWhatToUse
@@ -54,9 +53,7 @@ class StoredCheckpoint(SaysWhatToUse):
     @property
     def metadata(self) -> dict[str, Any]:
         """What a Core API script has stored with it. Raises CheckpointDamaged."""
-        entry = self.manifest.file("metadata.json")
-        stored = entry and read_verified(self.store.storage, self.uuid, entry)
-        return dict(json.loads(stored or "{}"))
+        return dict(json.loads(self.store.read_file(self.manifest, "metadata.json") or "{}"))
 
     def download(self, path: str | None = None, mode: Any = None) -> str:
         """Fetch and verify all files into a folder, by default ``checkpoints/UUID``; returns it."""

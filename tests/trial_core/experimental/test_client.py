@@ -64,6 +64,9 @@ def test_metadata_that_differ_from_the_manifest_are_refused(tmp_path: Path) -> N
     stored.storage.remove(key)
     with pytest.raises(CheckpointDamaged, match=r"metadata.json.* is missing"):
         assert found.metadata
+    found.delete()
+    with pytest.raises(CheckpointNotFound, match="has been deleted meanwhile"):
+        assert found.metadata
 
 
 @pytest.mark.parametrize("reference", [TRIAL, NUMBER])

@@ -43,6 +43,9 @@ from trial_core.processes.machine.process_identity import this_process
 CLAIM_LIFETIME = timedelta(days=30)
 """How long a claim, or an intent, shows that its trial runs."""
 
+_LISTS = 5
+"""The maximum number of lists until all claims of one are still there."""
+
 DELETION_WAIT_SECONDS = 30
 """How long a run waits for the end of a deletion of the checkpoint that it needs."""
 
@@ -173,24 +176,34 @@ class RunClaim:
 def claims(
     store: CheckpointStore, trial: str | None = None, last_saved: Mapping[str, str] | None = None
 ) -> list[Claim]:
-    """All claims that count, or those of a trial. An unreadable one needs no checkpoint.
+    """All claims that count, or those of a trial. An unreadable one needs no checkpoint, nor does
+    one that is listed time and again without being there.
 
     Args:
         last_saved: the time of each trial's last checkpoint, if known: the trial ran then.
     """
-    found = []
-    for key, name in named_keys(store.storage, layout.CLAIMS, layout.parse_claim_key):
-        if trial not in (None, name.trial):
-            continue
-        unknown = Claim(
-            trial=name.trial, by="unknown", at=utc_now(), needs=[], owner=name.owner, process=""
-        )
-        claim = read_json(store.storage, key, Claim, unknown)
-        if claim is None:  # it has just been deleted, maybe for another that the list lacks
-            return claims(store, trial, last_saved)
-        if not is_older(max(claim.at, (last_saved or {}).get(name.trial, "")), CLAIM_LIFETIME):
-            found.append(msgspec.structs.replace(claim, trial=name.trial))
-    return found
+    found: list[Claim] = []
+    for _ in range(_LISTS):
+        names = named_keys(store.storage, layout.CLAIMS, layout.parse_claim_key)
+        found, is_complete = [], True
+        for key, name in names:
+            if trial not in (None, name.trial):
+                continue
+            unknown = Claim(
+                trial=name.trial, by="unknown", at=utc_now(), needs=[], owner=name.owner, process=""
+            )
+            claim = read_json(store.storage, key, Claim, unknown)
+            is_complete = is_complete and claim is not None
+            found.append(msgspec.structs.replace(claim or unknown, trial=name.trial))
+        if is_complete:
+            break
+        # One has just been deleted, maybe for another that the list lacks.
+    saved = last_saved or {}
+    return [
+        each
+        for each in found
+        if not is_older(max(each.at, saved.get(each.trial, "")), CLAIM_LIFETIME)
+    ]
 
 
 def claimed_checkpoints(claims: Iterable[Claim], manifests: Collection[Manifest]) -> dict[str, str]:

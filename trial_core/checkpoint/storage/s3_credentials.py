@@ -53,12 +53,8 @@ async def has_other_credentials(fs: Any, client: Any, refused: Any, error: OSErr
         return True  # another request has found them
     try:
         found = await AioSession(**fs.kwargs).get_credentials()
-    except (
-        BotoCoreError,
-        ClientError,
-        OSError,
-    ):  # the file is being written; the caller has `error`
-        return False
+    except (BotoCoreError, ClientError, OSError):
+        return False  # the file is being written; the caller has `error`
     if found is None or _are_equal(found, refused):
         return False
     client._request_signer._credentials = found

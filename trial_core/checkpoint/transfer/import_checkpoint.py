@@ -188,12 +188,11 @@ class _Source:
 
     def text(self, path: str) -> bytes:
         """The content of a list of files."""
-        if self._is_local:
-            self._regular(path)
-        with self._errors.translated(f"read {path} of"):
-            content: bytes = self._fs.cat_file(f"{self._root}/{path}", 0, _MAX_TEXT + 1)
-        if len(content) > _MAX_TEXT:
+        size = self._regular(path).st_size if self._is_local else self._details[path].get("size")
+        if size is not None and size > _MAX_TEXT:
             raise CheckpointDamaged(f"{self.shown}: {path} has more than {_MAX_TEXT:,} bytes")
+        with self._errors.translated(f"read {path} of"):
+            content: bytes = self._fs.cat_file(f"{self._root}/{path}")
         return content
 
     @contextlib.contextmanager

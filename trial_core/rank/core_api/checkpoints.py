@@ -17,7 +17,6 @@ from trial_core.checkpoint.retention.pruning import delete_checkpoint
 from trial_core.checkpoint.storage.base import MAX_OBJECT_BYTES
 from trial_core.checkpoint.storage.local_files import READ_BYTES, atomic_file
 from trial_core.checkpoint.transfer.fetch import fetch_files
-from trial_core.checkpoint.verified_read import read_verified
 from trial_core.errors import CheckpointRefused, StorageError, TrialError, TrialValueError
 from trial_core.rank.collective_errors import run_on_all_ranks
 from trial_core.rank.core_api.script_host import ScriptHost
@@ -220,10 +219,7 @@ class CheckpointContext:
             data = path.read_bytes() if path.is_file() else None
         else:
             self._refuse_unseen(storage_id)
-            manifest = self._store.open(storage_id)
-            entry = manifest.file(METADATA)
-            store, uuid = self._store.storage, manifest.uuid
-            data = None if entry is None else read_verified(store, uuid, entry)
+            data = self._store.read_file(self._store.open(storage_id), METADATA)
         found: dict[str, Any] = json.loads(data or "{}")
         return found
 

@@ -55,6 +55,15 @@ def test_an_unreadable_claim_counts(local_store: CheckpointStore) -> None:
     assert [claim.trial for claim in claims(local_store)] == ["gpt-1"]
 
 
+def test_a_claim_that_is_listed_and_never_there_counts(
+    local_store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a link that leads nowhere. The search for another claim ends."""
+    local_store.storage.write(claim_key("gpt-1", "ab"), b"{}")
+    monkeypatch.setattr(local_store.storage, "read", lambda key: None)
+    assert [(claim.trial, claim.by) for claim in claims(local_store)] == [("gpt-1", "unknown")]
+
+
 def test_a_claim_that_cannot_be_written_is_a_warning(
     local_store: CheckpointStore, caplog: pytest.LogCaptureFixture
 ) -> None:
