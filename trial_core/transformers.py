@@ -24,11 +24,11 @@ from trial_core.rank.core_api.searcher import SearcherOperation
 from trial_core.rank.core_api.trainer_arguments import (
     TrainerRecord,
     changes,
-    read_record,
     record_of,
     require_same_place,
     require_same_types,
 )
+from trial_core.rank.state_files.built_settings import read_resume_file
 
 try:
     from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -155,7 +155,7 @@ class TrialflowCallback(TrainerCallback):
         own = type(trainer).create_optimizer is not Trainer.create_optimizer
         self._given = record_of(trainer, built_by_transformers=not own)
         if isinstance(resume_from, (str, os.PathLike)):
-            self._before = read_record(Path(resume_from))
+            self._before = read_resume_file(Path(resume_from), TrainerRecord)
         if self._before is not None:
             require_same_types(self._before, self._given)
 

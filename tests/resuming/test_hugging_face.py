@@ -16,12 +16,13 @@ import torch
 from trial_core.errors import CheckpointError
 from trial_core.messages import RestoredSettings
 from trial_core.rank.core_api.trainer_arguments import (
+    TrainerRecord,
     changes,
-    read_record,
     record_of,
     require_same_place,
     require_same_types,
 )
+from trial_core.rank.state_files.built_settings import read_resume_file
 
 pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
 pytestmark = pytest.mark.long
@@ -85,7 +86,8 @@ def fit(tmp_path_factory: pytest.TempPathFactory) -> Fit:
         trainer = Trainer(
             model, given, train_dataset=samples, eval_dataset=samples, callbacks=[Notes()]
         )
-        record, before, refusal = record_of(trainer, True), latest and read_record(latest), ""
+        before = latest and read_resume_file(latest, TrainerRecord)
+        record, refusal = record_of(trainer, True), ""
         told = RestoredSettings()
 
         class Sets(TrainerCallback):

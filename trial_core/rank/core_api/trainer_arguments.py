@@ -15,7 +15,6 @@ from typing import Any
 
 import msgspec
 
-from trial_core.common.decoding import convert
 from trial_core.common.text_format import (
     clean,
     is_finite_number,
@@ -26,9 +25,7 @@ from trial_core.common.text_format import (
 )
 from trial_core.errors import CheckpointError
 from trial_core.messages import RestoredSettings
-
-FILE = "resume.json"
-"""The record's file, in the Trainer's folder of a checkpoint."""
+from trial_core.rank.state_files.built_settings import FILE
 
 _OF_OPTIMIZER = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 _OF_SCHEDULE = ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio")
@@ -100,20 +97,6 @@ def record_of(trainer: Any, built_by_transformers: bool) -> TrainerRecord:
         rank_samples,
         of_all(args) if of_all else rank_samples * args.world_size,
     )
-
-
-def read_record(folder: Path) -> TrainerRecord | None:
-    """Read the record of a Trainer's folder of a checkpoint; None if it has none.
-
-    Raises:
-        CheckpointError: the file is not a record.
-    """
-    try:
-        return convert(json.loads((folder / FILE).read_bytes()), TrainerRecord)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (ValueError, RecursionError) as error:  # also msgspec's
-        raise CheckpointError(f"the checkpoint's {FILE} is not trialflow's: {error}") from error
 
 
 def require_same_types(then: TrainerRecord, now: TrainerRecord) -> None:

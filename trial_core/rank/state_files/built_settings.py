@@ -14,7 +14,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -25,6 +25,8 @@ from trial_core.messages import RestoredSettings
 from trial_core.rank.state_files.settings_parts import SavedPart, Settings, SettingsPart
 
 FILE = "resume.json"
+
+Record = TypeVar("Record", bound=msgspec.Struct)
 
 _SHOWN = 6
 """The maximum number of settings named for one optimizer or scheduler."""
@@ -192,9 +194,18 @@ def changes_of_data(saved: SavedSettings, now: Mapping[str, Any]) -> list[str]:
 
 def read_settings(folder: Path) -> SavedSettings | None:
     """Read what `BuiltSettings.write` wrote in a folder of a checkpoint; None if it has none."""
+    return read_resume_file(folder, SavedSettings)
+
+
+def read_resume_file(folder: Path, kind: type[Record]) -> Record | None:
+    """Read the `FILE` in a folder of a checkpoint; None if it has none.
+
+    Raises:
+        CheckpointError: it is not of that kind.
+    """
     try:
-        return convert(json.loads((folder / FILE).read_bytes()), SavedSettings)
-    except FileNotFoundError:
+        return convert(json.loads((folder / FILE).read_bytes()), kind)
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, RecursionError) as error:  # also msgspec's
         raise CheckpointError(f"the checkpoint's {FILE} is not trialflow's: {error}") from error

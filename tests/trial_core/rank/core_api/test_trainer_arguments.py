@@ -14,10 +14,10 @@ from trial_core.rank.core_api.trainer_arguments import (
     FILE,
     TrainerRecord,
     changes,
-    read_record,
     require_same_place,
     require_same_types,
 )
+from trial_core.rank.state_files.built_settings import read_resume_file
 
 
 def record(
@@ -72,9 +72,9 @@ def test_another_class_of_optimizer_is_refused_by_name() -> None:
 
 def test_a_record_is_what_was_written(tmp_path: Path) -> None:
     """A checkpoint without one is not compared, and a damaged one is named."""
-    assert read_record(tmp_path) is None
+    assert read_resume_file(tmp_path, TrainerRecord) is None
     record().write(tmp_path)
-    assert read_record(tmp_path) == record()
+    assert read_resume_file(tmp_path, TrainerRecord) == record()
     (tmp_path / FILE).write_text('{"arguments": 1}')
     with pytest.raises(CheckpointError, match=f"the checkpoint's {FILE} is not trialflow's"):
-        read_record(tmp_path)
+        read_resume_file(tmp_path, TrainerRecord)
