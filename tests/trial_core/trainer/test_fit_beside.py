@@ -41,7 +41,7 @@ def test_a_rank_that_cannot_store_its_part_ends_all_ranks(folder: Path) -> None:
     """Every rank raises its error, and nothing is committed."""
     first, second = outcomes(folder, "refused")
     assert first == second
-    assert first["error"].startswith("CheckpointError: rank 1 saved a file ")
+    assert first["error"].startswith("CheckpointRefused: rank 1 saved a file ")
     assert "two\\nlines" in first["error"]
     store = CheckpointStore(f"file://{folder}/checkpoints")
     assert {manifest.experiment for manifest in store.list()} == {"beside", "rest"}
