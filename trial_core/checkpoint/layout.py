@@ -285,7 +285,12 @@ def moves_folder(model: str) -> str:
 
 
 def retraining_key(model: str, run: str, path: str) -> str:
-    """The key of a file that a retraining of a model, with the id `run`, writes."""
+    """The key of a file that a retraining of a model, with the id `run`, writes.
+
+    Raises RegistryError if the id is invalid.
+    """
+    if not is_name(run):
+        raise RegistryError(f"{run!r} cannot be the id of a retraining: {_NAME_RULE}")
     return f"{model_folder(model)}/retrainings/{run}/{path}"
 
 

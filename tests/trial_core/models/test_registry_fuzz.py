@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
+import fsspec
 import msgspec
 import pytest
 from hypothesis import strategies as st
@@ -96,8 +97,9 @@ def test_no_object_stops_the_registry_with_a_foreign_error(
             register(store, commit(store, batches))
         if promoted:
             Registry(store).promote(MODEL, 1)
+        root = store.url.removeprefix("memory:/")
         for key, data in found.items():
-            store.storage.write(key, data)
+            fsspec.filesystem("memory").pipe_file(f"{root}/{key}", data)
         read = store.storage.read
         before = {key: read(key) for key in store.storage.sizes(layout.MODELS)}
         use(store)

@@ -30,7 +30,7 @@ from trial_core.checkpoint.storage.storage_errors import (
     statuses,
     storage_exceptions,
 )
-from trial_core.errors import CheckpointDamaged, StorageError
+from trial_core.errors import CheckpointDamaged, CheckpointError, StorageError
 
 PROBES = "probes"
 """The folder of objects that are written and deleted to test a storage."""
@@ -219,7 +219,7 @@ class Storage:
         return {
             key: StoredObject(int(found[name]["size"]), _modified_at(found[name]))
             for key, name in keys.items()
-            if key.startswith(f"{folder}/")
+            if key.startswith(f"{folder}/") and _is_plain(key)  # no request can be for another
         }
 
     def now(self) -> datetime | None:
@@ -389,6 +389,12 @@ class Storage:
         return "its server"
 
     def _path(self, key: str) -> str:
+        """The full name of an object or a folder. No key leads out of the storage: texts that are
+        stored there are in some keys."""
+        if key and not _is_plain(key):
+            raise CheckpointError(
+                f"{key!r} cannot be a key of {self.url}: it would lead out of a folder"
+            )
         return f"{self._root}/{key}"
 
     def _find(self, path: str) -> dict[str, dict[str, Any]]:
@@ -481,6 +487,11 @@ class Storage:
 def protocols_of(fs: Any) -> tuple[str, ...]:
     """The protocols of an fsspec file system; its `protocol` is a string or a tuple."""
     return (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)
+
+
+def _is_plain(key: str) -> bool:
+    """Return whether a key stays below the folders that it names."""
+    return {"", ".", ".."}.isdisjoint(key.split("/"))
 
 
 def _modified_at(details: Mapping[str, Any]) -> datetime | None:
