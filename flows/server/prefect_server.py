@@ -99,6 +99,8 @@ class PrefectServerProcess:
     def __enter__(self) -> PrefectServerProcess:
         """Start the server, wait until it answers, and configure Prefect to use it.
 
+        A server that is killed meanwhile is started again, twice at most.
+
         Raises:
             PrefectServerError: the server was not started, ended, or did not answer in time.
         """
@@ -113,7 +115,10 @@ class PrefectServerProcess:
                     " that can be written: set PREFECT_HOME to one"
                 ) from error
             stack.callback(self._stop)
-            self._wait_until_ready(self._process)
+            for is_last in (False, False, True):
+                if self._is_ready(self._process, is_last):
+                    break
+                self.restart()
             # Removed before the server ends: until then no other server has the port.
             stack.enter_context(self.login.stored())
             stack.enter_context(using_server(self.api_url, self.login.password))
@@ -177,7 +182,8 @@ class PrefectServerProcess:
         if self._process is not None:
             self._process.end(STOP_TIMEOUT_SECONDS)
 
-    def _wait_until_ready(self, process: Child) -> None:
+    def _is_ready(self, process: Child, is_last: bool) -> bool:
+        """Wait until the server answers. False if a signal has ended it, unless that `is_last`."""
         limit_seconds = self._start_timeout_seconds
         deadline = time.monotonic() + limit_seconds
         # The kernel accepts the connection at once; the answer comes when the server is ready. A
@@ -194,8 +200,10 @@ class PrefectServerProcess:
                         f" {log_tail(self.log_path)}"
                     )
             if process.lives() and _is_ok(connection):
-                return
+                return True
         process.end(STOP_TIMEOUT_SECONDS)
+        if not is_last and (process.exit_code or 0) < 0:
+            return False
         raise PrefectServerError(
             f"the Prefect server ended with exit code {process.exit_code} during its start;"
             f" {log_tail(self.log_path)}"

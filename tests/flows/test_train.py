@@ -197,7 +197,8 @@ def test_an_exception_before_training_is_not_retried(here: Path) -> None:
 def test_a_damaged_checkpoint_gives_way_to_an_older_one(here: Path) -> None:
     """A flipped bit in the newest checkpoint is found before training.
 
-    The batches since the older one are trained again, and the ledger counts them as redone.
+    The batches since the older one are trained again, and the ledger counts them as redone. The
+    terminal and the report say so.
     """
     config = one_slot(here, 8, hyperparameters={"record": str(here)})
     first = train(config)

@@ -151,6 +151,19 @@ def intents(storage: Storage, trial: str | None, number: int | None = None) -> l
     return [each for each in found if each and (number is None or each.number <= number)]
 
 
+def uploads(storage: Storage, trial: str | None = None) -> list[Intent]:
+    """The intents of a trial, or all, whose checkpoint is not committed.
+
+    A late duplicate of its write may bring an intent back after the commit. A sweep deletes it.
+    """
+    begun = intents(storage, trial)
+    committed: set[tuple[str, str]] = set()
+    for each in {intent.trial for intent in begun}:
+        uuids = {intent.uuid for intent in begun if intent.trial == each}
+        committed |= {(each, uuid) for uuid in _committed(storage, each, uuids)}
+    return [each for each in begun if (each.trial, each.uuid) not in committed]
+
+
 def _committed(storage: Storage, trial: str, uuids: Collection[str]) -> set[str]:
     """The uuids of the checkpoints that are committed.
 

@@ -80,18 +80,22 @@ def find_damage(
     files = [StoredFile(entry, entry.key(uuid)) for entry in wanted if entry.path not in missing]
     read_files(storage, files, found.append, on_read)
     note_damage(storage, uuid, found)
+    damaged = {damage.entry.path for damage in found}
+    _forget_damage(storage, uuid, [each for each in wanted if each.path not in damaged])
     place = {entry.path: index for index, entry in enumerate(wanted)}
     return sorted(found, key=lambda damage: place[damage.entry.path])
 
 
 def read_verified(storage: Storage, uuid: str, entry: FileEntry) -> bytes | Damage:
     """The content of a small file of a checkpoint. Raises CheckpointDamaged if it is large."""
-    content = storage.read(entry.key(uuid))
-    if content is None:
-        return Damage(entry, None)
-    seen = f"sha256:{hashlib.sha256(content).hexdigest()}"
-    if seen == entry.digest:
-        return content
+    seen = ""
+    for _ in range(2):  # as `read_files`
+        content = storage.read(entry.key(uuid))
+        if content is None:
+            return Damage(entry, None)
+        seen = f"sha256:{hashlib.sha256(content).hexdigest()}"
+        if seen == entry.digest:
+            return content
     return Damage(entry, len(content), seen if len(content) == entry.size_bytes else None)
 
 
@@ -122,6 +126,15 @@ def note_damage(storage: Storage, uuid: str, damage: Iterable[Damage]) -> None:
             storage.write(layout.damage_key(*each.entry.place(uuid)), note)
         except StorageError as error:
             _logger.warning("later checkpoints may refer to a damaged file: %s", error)
+
+
+def _forget_damage(storage: Storage, uuid: str, whole: Iterable[FileEntry]) -> None:
+    """Delete the notes on files that have just been found whole. Only warns, as `note_damage`."""
+    try:
+        for entry in noted_damage(storage, uuid, whole):
+            storage.remove(layout.damage_key(*entry.place(uuid)))
+    except StorageError as error:
+        _logger.warning("later checkpoints store the content of a whole file anew: %s", error)
 
 
 def noted_damage(storage: Storage, uuid: str, entries: Iterable[FileEntry]) -> list[FileEntry]:
@@ -200,6 +213,10 @@ class StoredFile:
         if self.damage is not None:
             on_damage(self.damage)
 
+    def again(self) -> StoredFile:
+        """The same file, of which nothing is read."""
+        return StoredFile(self.entry, self.key, self._target)
+
     def close(self) -> None:
         """Delete the local file if it was not verified."""
         if self._part is not None:
@@ -237,9 +254,27 @@ def read_files(
 ) -> None:
     """Read whole files, each byte once; write the files that have a target.
 
+    A file with another digest is read a second time: a bit may have flipped in transit.
+
     Args:
         on_damage: called once for each damaged file; may raise to end all reads.
     """
+
+    def refuse_unless_in_transit(damage: Damage) -> None:
+        if damage.seen_digest is None:
+            on_damage(damage)
+
+    _read_once(storage, files, refuse_unless_in_transit, on_read)
+    if again := [file.again() for file in files if file.damage and file.damage.seen_digest]:
+        _read_once(storage, again, on_damage)
+
+
+def _read_once(
+    storage: Storage,
+    files: Sequence[StoredFile],
+    on_damage: Callable[[Damage], None],
+    on_read: OnRead = unheard,
+) -> None:
     buffers, lock, done = storage.buffers, Lock(), 0
     total = sum(file.entry.size_bytes for file in files)
     ranges = (each for file in files for each in file.ranges())

@@ -43,7 +43,10 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def server(
     folder: Path, does: str, timeout_seconds: float = TIMEOUT_SECONDS
 ) -> PrefectServerProcess:
-    """A stand-in that will "answer" requests, "hang", or "end" or "accept" a connection and end."""
+    """A stand-in that will "answer" requests, "hang", or "end" or "accept" a connection and end.
+
+    Or "die" of SIGKILL; with a file, only until that file is there.
+    """
     settings = {"STAND_IN_SERVER": does}
     return PrefectServerProcess(folder / "log", timeout_seconds, settings=settings)
 
@@ -94,6 +97,18 @@ def test_a_server_that_ends_during_its_start(tmp_path: Path, does: str) -> None:
     with (
         pytest.raises(PrefectServerError, match="ended with exit code 3 during its start"),
         server(tmp_path, does),
+    ):
+        pass
+
+
+def test_a_server_that_is_killed_during_its_start_is_started_again(tmp_path: Path) -> None:
+    """As one that is killed later. One that is killed each time is an error, which says by what."""
+    with server(tmp_path, f"die {tmp_path / 'once'}") as running, request(running.port) as sent:
+        assert sent.getresponse().status == 200
+    assert (tmp_path / "once").read_text() == "1"
+    with (
+        pytest.raises(PrefectServerError, match="ended with exit code -9 during its start"),
+        server(tmp_path, "die"),
     ):
         pass
 

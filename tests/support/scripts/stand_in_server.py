@@ -5,8 +5,13 @@ import select
 import signal
 import socket
 import sys
+from pathlib import Path
 
-DOES = os.environ["STAND_IN_SERVER"]
+DOES, _, ONCE = os.environ["STAND_IN_SERVER"].partition(" ")
+if DOES == "die" and not (ONCE and Path(ONCE).exists()):
+    if ONCE:
+        Path(ONCE).write_text("1")
+    os.kill(os.getpid(), signal.SIGKILL)
 if DOES == "end":
     sys.exit(3)
 if DOES == "hang":

@@ -17,7 +17,7 @@ from trial_core.checkpoint.storage.buffer_pool import BufferPool
 from trial_core.checkpoint.storage.parallel import CancelSignal
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.transfer.fetch import fetch_files
-from trial_core.checkpoint.verified_read import find_damage
+from trial_core.checkpoint.verified_read import find_damage, noted_damage
 from trial_core.errors import CheckpointDamaged
 
 PIECE = 100
@@ -166,3 +166,81 @@ def test_a_file_truncated_after_the_listing_is_damage(
     monkeypatch.setattr(Storage, "sizes", truncate_then_say)
     damage = s3_store.find_damage(manifest.uuid, manifest.files)
     assert [(each.entry.path, each.seen_bytes) for each in damage] == [("big", 130)]
+
+
+def garble(
+    monkeypatch: pytest.MonkeyPatch, store: CheckpointStore, manifest: Manifest
+) -> list[int]:
+    """Flip a bit in transit, in so many reads of the start of ``big`` as the list's number says."""
+    key, left = layout.file_key(manifest.uuid, "big"), [0]
+    read_into, read = store.storage.read_into, store.storage.read
+
+    def read_into_garbled(
+        of: str, start: int, view: memoryview, stop: CancelSignal, version: str | None = None
+    ) -> RangeRead:
+        piece = read_into(of, start, view, stop, version)
+        if of == key and start == 0 and left[0]:
+            left[0] -= 1
+            view[0] ^= 1
+        return piece
+
+    def read_garbled(of: str) -> bytes | None:
+        data = read(of)
+        if of != key or not data or not left[0]:
+            return data
+        left[0] -= 1
+        return bytes([data[0] ^ 1]) + data[1:]
+
+    monkeypatch.setattr(store.storage, "read_into", read_into_garbled)
+    monkeypatch.setattr(store.storage, "read", read_garbled)
+    return left
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("reader", ["fetch", "verify", "read a file"])
+def test_a_bit_that_flips_in_transit_is_no_damage(
+    local_store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: str
+) -> None:
+    """The file is read a second time. What differs twice is damage, and noted."""
+    manifest = upload_whole(local_store, tmp_path, {"big": BIG, "other": b"1"})
+    local_store.commit(manifest)
+    seen: dict[str, bytes | None] = {}
+
+    def find() -> None:
+        if reader == "fetch":
+            fetch_files(local_store, manifest.uuid, manifest.files, tmp_path / "target")
+            seen.update(stored_files(tmp_path / "target"))
+        elif reader == "verify":
+            local_store.verify(manifest.uuid)
+        else:
+            seen["big"] = local_store.read_file(manifest, "big")
+
+    left = garble(monkeypatch, local_store, manifest)
+    left[0] = 2
+    with pytest.raises(CheckpointDamaged, match="big, written by rank 3, has digest"):
+        find()
+    note = layout.damage_key(manifest.uuid, "big")
+    assert [*local_store.storage.sizes(layout.DAMAGES)] == [note]
+    left[0] = 1
+    find()
+    assert left == [0]
+    assert seen.get("big", BIG) == BIG
+
+
+def test_a_note_of_damage_goes_when_verify_finds_the_file_whole(
+    local_store: CheckpointStore, tmp_path: Path
+) -> None:
+    """A file was put back, or its reader's memory was at fault. Notes of other files stay."""
+    manifest = upload_whole(local_store, tmp_path, {"big": BIG, "other": b"1"})
+    local_store.commit(manifest)
+    keys = [layout.file_key(manifest.uuid, path) for path in ("big", "other")]
+    for key in keys:
+        local_store.storage.write(key, bytes(local_store.storage.sizes("checkpoints")[key]))
+    with pytest.raises(CheckpointDamaged):
+        local_store.verify(manifest.uuid)
+    assert len(noted_damage(local_store.storage, manifest.uuid, manifest.files)) == 2
+    local_store.storage.write(keys[0], BIG)
+    with pytest.raises(CheckpointDamaged, match="other, written"):
+        local_store.verify(manifest.uuid)
+    noted = noted_damage(local_store.storage, manifest.uuid, manifest.files)
+    assert [each.path for each in noted] == ["other"]

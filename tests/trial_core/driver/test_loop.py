@@ -394,6 +394,11 @@ def test_a_resumed_run_continues_from_the_first_intact_checkpoint(tmp_path: Path
     assert stages.calls[0] == f"on_trial_startup 4 4 {older.uuid}"
     assert stages.calls[3] == "train 4 5"
     assert (result.validated_at, result.validation_metrics) == (3, {"loss": 0.5})
+    (notice,) = stages.notices
+    assert notice == (
+        f"training continues from batch 4, checkpoint {older.uuid}: checkpoint {newer.uuid} at "
+        "batch 6 cannot be used: it lacks a file"
+    )
 
 
 def test_metrics_of_lost_batches_are_forgotten(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ the run ends. A prune reads all claims of a storage, so there must be only one f
 from __future__ import annotations
 
 import logging
+import socket
 import time
 import uuid as uuids
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -26,7 +27,7 @@ from datetime import timedelta
 import msgspec
 
 from trial_core.checkpoint import layout
-from trial_core.checkpoint.intents import intents
+from trial_core.checkpoint.intents import uploads
 from trial_core.checkpoint.json_objects import (
     encode_json,
     is_older,
@@ -38,7 +39,7 @@ from trial_core.checkpoint.manifest import Manifest, Timestamp, utc_now
 from trial_core.checkpoint.retention.deletion_markers import protect
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CommitConflict, StorageError
-from trial_core.processes.machine.process_identity import this_process
+from trial_core.processes.machine.process_identity import is_alive, this_process
 
 CLAIM_LIFETIME = timedelta(days=30)
 """How long a claim, or an intent, shows that its trial runs."""
@@ -68,6 +69,16 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     needs: list[str]
     owner: str
     process: str
+
+    @property
+    def is_of_this_host(self) -> bool:
+        """True if a machine or container with this one's name wrote it."""
+        return self.by.rpartition("@")[2] == socket.gethostname()
+
+    @property
+    def has_ended(self) -> bool:
+        """True if its driver is known to have ended: on its machine, until that is restarted."""
+        return self.is_of_this_host and not is_alive(self.process)
 
     def __str__(self) -> str:
         return f"trial {self.trial} runs, by {self.by}, and has started from it"
@@ -219,5 +230,5 @@ def claimed_checkpoints(claims: Iterable[Claim], manifests: Collection[Manifest]
 
 def uploading_trials(store: CheckpointStore, trial: str | None = None) -> set[str]:
     """The trials, or only this one, with an upload in progress: an intent not too old."""
-    found = intents(store.storage, trial)
+    found = uploads(store.storage, trial)
     return {each.trial for each in found if not is_older(each.created_at, CLAIM_LIFETIME)}

@@ -4,7 +4,8 @@ A run that dies during an upload leaves an intent, files and partial uploads. Th
 sweeps them (see `checkpoint.intents`). If the trial never runs again, a prune does.
 
 An upload in progress must not be swept. A trial that runs, or may run, shows it by a claim, or by
-an attempt, a checkpoint or an intent younger than a number of days.
+an attempt, a checkpoint or an intent younger than a number of days. If the newest attempt's claim
+names a driver that is known to have ended, on this machine, no age is waited for.
 
 The sweep first takes over the trial, from the newest attempt that it has seen. So a run that starts
 at the same time wins, and a presumed-dead run that wakes up can no longer commit.
@@ -260,6 +261,8 @@ class _TrialActivity:
         newest_attempt: its number, 0 if there is none.
         times: when the trial was active; empty text if unreadable.
         experiment: of its last checkpoint.
+        claim: of a run that may be alive.
+        ended: the claim of its newest attempt, if that attempt's driver is known to have ended.
     """
 
     trial: str
@@ -268,14 +271,18 @@ class _TrialActivity:
     times: list[str]
     experiment: str | None
     claim: Claim | None
+    ended: Claim | None
 
     def why_alive(self, age: timedelta) -> str | None:
         """Why the trial must be presumed alive; None if it is presumed dead."""
         if self.claim is not None:
             return (
                 f"its trial runs, by {self.claim.by} since {self.claim.at}; if its driver was "
-                f"killed, run the trial again or wait {CLAIM_LIFETIME.days} days"
+                "killed, prune there, run the trial again or wait "
+                f"{CLAIM_LIFETIME.days} days"
             )
+        if self.ended is not None:
+            return None
         ages = [age_of(at) for at in self.times]
         if None in ages:
             return "its trial's last activity is unreadable: run the trial again"
@@ -297,26 +304,33 @@ def _read_activity(store: CheckpointStore, trial: str) -> _TrialActivity:
     committed = {manifest.uuid for manifest in manifests}
     times = [intent.created_at for intent in begun]
     times += [manifest.created_at for manifest in manifests]
-    numbers = []
+    numbers, last = [], None
     for number, record in newest_attempts(store.storage, trial):
         numbers.append(number)
         if record is None or not record.attempt.startswith(SWEEPER):
             times.append(record.at if record is not None else "")
+            last = record
             break
     found = claims(store, trial, {each.trial: each.created_at for each in manifests})
+    alive = [claim for claim in found if not claim.has_ended]
+    newest = max(found, key=lambda claim: claim.at, default=None)
+    if alive or last is None or newest is None or newest.by != last.by or newest.at < last.at:
+        newest = None
     return _TrialActivity(
         trial=trial,
         begun=[intent for intent in begun if intent.uuid not in committed],
         newest_attempt=max(numbers, default=0),
         times=times,
         experiment=manifests[-1].experiment if manifests else None,
-        claim=found[0] if found else None,
+        claim=alive[0] if alive else None,
+        ended=newest,
     )
 
 
 def _leftovers(store: CheckpointStore, activity: _TrialActivity, age: timedelta) -> list[Leftover]:
     reason = activity.why_alive(age)
-    why = reason or f"never committed; its trial was last active at {activity.last_active}"
+    ended = f"its driver, {activity.ended.by}, has ended; " if activity.ended else ""
+    why = reason or f"never committed; {ended}its trial was last active at {activity.last_active}"
     found = []
     for intent in activity.begun:
         sizes = store.storage.sizes(layout.files_folder(intent.uuid))

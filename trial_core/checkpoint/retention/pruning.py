@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from trial_core.checkpoint.intents import intents
+from trial_core.checkpoint.intents import uploads
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.references import why_unknown
 from trial_core.checkpoint.retention.claims import claimed_checkpoints, claims, uploading_trials
@@ -237,7 +237,7 @@ def _why_kept(store: CheckpointStore, manifest: Manifest) -> str | None:
     """Why a checkpoint stays in any case: it is protected, or others may refer to its files."""
     if why := protected(store, manifest.uuid).get(manifest.uuid):
         return why
-    for intent in intents(store.storage, manifest.trial):
+    for intent in uploads(store.storage, manifest.trial):
         if intent.base == manifest.uuid or not intent.is_readable:
             return (
                 f"checkpoint {intent.uuid}, whose upload has begun, may refer to its files; delete "

@@ -15,7 +15,6 @@ claim, and nothing tells this from a machine that cannot be reached.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -25,7 +24,7 @@ from trial_core.checkpoint.retention.claims import RunClaim, claims
 from trial_core.checkpoint.retention.leftovers import SWEEPER
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointNotFound, TrialflowError
-from trial_core.processes.machine.process_identity import is_alive, is_local, this_process
+from trial_core.processes.machine.process_identity import is_local, this_process
 
 
 @contextmanager
@@ -119,14 +118,13 @@ def _check_not_live(store: CheckpointStore, trial: str) -> None:
     saved = f", its last checkpoint is of {newest.created_at}" if newest else ""
     for claim in claims(store, trial, {trial: newest.created_at} if newest else {}):
         place = ""
-        if claim.by.rpartition("@")[2] == socket.gethostname():
-            if claim.process == this_process() or not is_alive(claim.process):
-                continue
-            if not is_local(claim.process):
-                place = (
-                    ", on another machine or container of this name, or before this machine was "
-                    "restarted"
-                )
+        if claim.has_ended or (claim.is_of_this_host and claim.process == this_process()):
+            continue
+        if claim.is_of_this_host and not is_local(claim.process):
+            place = (
+                ", on another machine or container of this name, or before this machine was "
+                "restarted"
+            )
         raise TrialflowError(
             f"trial {trial} may be running: {claim.by} claimed it at {claim.at}{place}{saved}. "
             "Continuing it here would end that run. Wait until it has ended or stop it; if it "

@@ -12,7 +12,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Collection, Iterator, Mapping
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +34,9 @@ from trial_core.errors import CheckpointDamaged, CheckpointError, StorageError
 
 PROBES = "probes"
 """The folder of objects that are written and deleted to test a storage."""
+
+PROBE_LIFETIME = timedelta(days=7)
+"""The age of a probe that a killed check must have left, so that the next check deletes it."""
 
 MAX_OBJECT_BYTES = 32 * 2**20
 """The size of the largest object that is read whole: a manifest, a record, a report."""
@@ -325,9 +328,13 @@ class Storage:
                 f"{self.url} does not return what was written to it ({key}: wrote {data!r}, read "
                 f"{seen!r}): choose another storage for checkpoints"
             )
-        written = self.objects(PROBES).get(key)
+        probes = self.objects(PROBES)
+        now = probes[key].modified_at if key in probes else None
         self.delete(key)
-        self.check_clock(began, written.modified_at if written is not None else None)
+        self.check_clock(began, now)
+        for other, probe in probes.items():  # of checks that were killed
+            if now and probe.modified_at and now - probe.modified_at > PROBE_LIFETIME:
+                self.remove(other)
         self.check_create_only()
 
     def check_clock(self, began: datetime, written_at: datetime | None) -> None:

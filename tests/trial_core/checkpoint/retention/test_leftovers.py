@@ -14,13 +14,16 @@ from tests.support.interleaving import FailingStore
 from tests.support.manifests import FILES, LONG_AGO, keys_of, new_manifest, stored_keys, upload
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.fencing import Fence
-from trial_core.checkpoint.manifest import Manifest
-from trial_core.checkpoint.retention.claims import RunClaim
+from trial_core.checkpoint.json_objects import encode_json, user_at_host
+from trial_core.checkpoint.manifest import Manifest, utc_now
+from trial_core.checkpoint.retention.claims import Claim, RunClaim
 from trial_core.checkpoint.retention.leftovers import find_leftovers, sweep_leftovers
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import ConfigError, StorageError, Superseded
+from trial_core.processes.machine.process_identity import this_process
 
 TRIAL = "gpt-0123abcd"
+OURS = user_at_host()
 
 
 def leave_upload(
@@ -190,3 +193,60 @@ def test_an_age_out_of_range_is_refused(
     """A short one would delete an upload in progress; no date is so long ago."""
     with pytest.raises(ConfigError, match=expected):
         find_leftovers(local_store, after_days=days)
+
+
+# --------------------------------------------------------- a driver that is known to have ended
+
+DEAD = "4194303@1"  # no machine has so old a process
+
+
+def killed(
+    store: CheckpointStore, folder: Path, *, by: str = OURS, process: str = DEAD
+) -> Manifest:
+    """What a run leaves that was just killed during its first upload: also its claim."""
+    manifest = upload(store, folder, trial=TRIAL)
+    fence = store.take_over(TRIAL, manifest.writer)
+    claim = Claim(trial=TRIAL, by=by, at=utc_now(), needs=[], owner="ab", process=process)
+    store.storage.write(layout.claim_key(TRIAL, "ab"), encode_json(claim))
+    store.announce_upload(TRIAL, manifest.uuid, manifest.writer, fence)
+    return manifest
+
+
+def test_leftovers_of_a_driver_that_has_ended_are_swept_at_once(
+    store: CheckpointStore, tmp_path: Path
+) -> None:
+    """On the machine that tells it; the claim does not keep them, and no age is waited for."""
+    manifest = killed(store, tmp_path / "lost")
+    (found,) = find_leftovers(store)
+    assert not found.keep
+    assert found.why.startswith(f"never committed; its driver, {OURS}, has ended; its trial was")
+    swept = sweep_leftovers(store, [found])
+    assert [each.uuid for each in swept.swept] == [manifest.uuid]
+    assert find_leftovers(store) == []
+    assert stored_keys(store) == set()
+
+
+@pytest.mark.parametrize(
+    "theirs", [{"by": "ann@far"}, {"process": this_process()}, {"process": f"{DEAD}/boot/1"}]
+)
+def test_leftovers_of_a_driver_that_may_live_stay(
+    local_store: CheckpointStore, tmp_path: Path, theirs: dict[str, str]
+) -> None:
+    """It lives, or is of another machine, of another container or from before a restart."""
+    killed(local_store, tmp_path / "lost", **theirs)
+    assert [each.keep for each in find_leftovers(local_store)] == [True]
+
+
+@pytest.mark.parametrize("later", [attempt, half_an_attempt, claim])
+def test_a_later_run_than_the_driver_that_has_ended_keeps_leftovers(
+    local_store: CheckpointStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    later: Callable[[CheckpointStore, Manifest], None],
+) -> None:
+    """It may run although it could not write its claim: the older claim says nothing of it."""
+    with monkeypatch.context() as patch:
+        patch.setattr(f"{__name__}.utc_now", lambda: LONG_AGO)
+        manifest = killed(local_store, tmp_path / "lost")
+    later(local_store, manifest)
+    assert [each.keep for each in find_leftovers(local_store)] == [True]

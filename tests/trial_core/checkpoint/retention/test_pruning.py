@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from tests.support.manifests import (
     leave_unfinished_upload,
     new_manifest,
     stored_keys,
+    upload,
 )
 from tests.support.storage_clock import shift_clock
 from trial_core.checkpoint import layout
@@ -293,3 +295,23 @@ def test_two_concurrent_prunes(step: int) -> None:
             assert not isinstance(outcome, Exception), outcome
         assert store.list() == manifests[2:]
         assert_clean(store)
+
+
+def test_an_intent_that_comes_back_after_the_commit_keeps_nothing(
+    local_store: CheckpointStore, tmp_path: Path
+) -> None:
+    """A late duplicate of its write, as a network may deliver: the upload has ended."""
+    first = commit_files(local_store, 7)
+    second = upload(local_store, tmp_path / "second", trial=first.trial)
+    intent = layout.intent_key(first.trial, second.uuid)
+    local_store.announce_upload(first.trial, second.uuid, second.writer, base=first.uuid)
+    duplicate = local_store.storage.read(intent)
+    assert duplicate is not None
+    assert apply(local_store, KEEP_NONE) == []
+    local_store.commit(second, base=first.uuid)
+    local_store.storage.write(intent, duplicate)
+    assert sorted(each.uuid for each in apply(local_store, KEEP_NONE)) == sorted(
+        [first.uuid, second.uuid]
+    )
+    (leftover,) = find_leftovers(local_store)
+    assert (leftover.uuid, leftover.files) == (second.uuid, 0)

@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 
 from tests.support.storage_clock import shift_clock
-from trial_core.checkpoint.storage.base import PROBES, Storage
+from trial_core.checkpoint.storage.base import PROBES, Storage, StoredObject
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import StorageError
 
@@ -55,3 +55,25 @@ def test_the_clock_of_a_storage_that_cannot_be_written_is_not_compared(
     monkeypatch.setattr(Storage, "write", refuse)
     local_store.check_clock()
     assert "is not compared" in caplog.text
+
+
+def test_probes_of_killed_checks_are_deleted(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the next check, once they are a week old by the storage's clock; not those of others."""
+    store.storage.write(f"{PROBES}/of-a-killed-prune", b"")
+    store.check_writable()
+    assert [*store.storage.sizes(PROBES)] == [f"{PROBES}/of-a-killed-prune"]
+    real = type(store.storage).objects
+
+    def aged(self: Storage, folder: str) -> dict[str, StoredObject]:
+        return {
+            key: each._replace(modified_at=each.modified_at - timedelta(days=7, minutes=1))
+            if "killed" in key and each.modified_at is not None
+            else each
+            for key, each in real(self, folder).items()
+        }
+
+    monkeypatch.setattr(type(store.storage), "objects", aged)
+    store.check_writable()
+    assert store.storage.sizes(PROBES) == {}
