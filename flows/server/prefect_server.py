@@ -118,7 +118,7 @@ class PrefectServerProcess:
             for is_last in (False, False, True):
                 if self._is_ready(self._process, is_last):
                     break
-                self.restart()
+                self._process = self._start()
             # Removed before the server ends: until then no other server has the port.
             stack.enter_context(self.login.stored())
             stack.enter_context(using_server(self.api_url, self.login.password))

@@ -198,7 +198,7 @@ def test_a_damaged_checkpoint_gives_way_to_an_older_one(here: Path) -> None:
     """A flipped bit in the newest checkpoint is found before training.
 
     The batches since the older one are trained again, and the ledger counts them as redone. The
-    terminal and the report say so.
+    report says so.
     """
     config = one_slot(here, 8, hyperparameters={"record": str(here)})
     first = train(config)
@@ -209,6 +209,7 @@ def test_a_damaged_checkpoint_gives_way_to_an_older_one(here: Path) -> None:
     longer = one_slot(here, 12, hyperparameters={"record": str(here)})
     result = train(longer, first.trial)
     assert result.batches_trained == 12
+    assert "training continues from batch 4, checkpoint" in Path(result.report_path).read_text()
     assert [line[0] for line in lines(here, "samples", 0)] == [*range(8), *range(4, 12)]
     once, again = result.ledger["runs"]
     assert once["slot_seconds"]["redone"] == 0 < again["slot_seconds"]["redone"]

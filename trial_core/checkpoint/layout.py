@@ -20,7 +20,7 @@ runs/{trial}/ledger/{number:06d}.json           driver, each minute and at the e
 models/{model}/versions/{number:06d}.json       registry, to register; create-only      nothing
 models/{model}/moves/{number:06d}.json          registry, to move aliases; create-only  nothing
 models/{model}/retrainings/{run}/{path}         a retraining: its journal, its report   nothing
-probes/{uuid}                                   a check of the storage                  the same check
+probes/{uuid}                                   a check of the storage                  the same check, or one after 7 days
 trialflow-storage.json                          the first run: the storage's mark        nothing
 ==============================================  ======================================  ==================================================
 
