@@ -88,15 +88,15 @@ def find_damage(
 
 def read_verified(storage: Storage, uuid: str, entry: FileEntry) -> bytes | Damage:
     """The content of a small file of a checkpoint. Raises CheckpointDamaged if it is large."""
-    seen = ""
+    seen, seen_bytes = "", 0
     for _ in range(2):  # as `read_files`
         content = storage.read(entry.key(uuid))
         if content is None:
             return Damage(entry, None)
-        seen = f"sha256:{hashlib.sha256(content).hexdigest()}"
+        seen, seen_bytes = f"sha256:{hashlib.sha256(content).hexdigest()}", len(content)
         if seen == entry.digest:
             return content
-    return Damage(entry, len(content), seen if len(content) == entry.size_bytes else None)
+    return Damage(entry, seen_bytes, seen if seen_bytes == entry.size_bytes else None)
 
 
 def wrong_sizes(storage: Storage, uuid: str, entries: Iterable[FileEntry]) -> list[Damage]:

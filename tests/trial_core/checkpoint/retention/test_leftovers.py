@@ -205,7 +205,9 @@ def killed(
 ) -> Manifest:
     """What a run leaves that was just killed during its first upload: also its claim."""
     manifest = upload(store, folder, trial=TRIAL)
-    fence = store.take_over(TRIAL, manifest.writer)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trial_core.checkpoint.fencing.user_at_host", lambda: by)
+        fence = store.take_over(TRIAL, manifest.writer)
     claim = Claim(trial=TRIAL, by=by, at=utc_now(), needs=[], owner="ab", process=process)
     store.storage.write(layout.claim_key(TRIAL, "ab"), encode_json(claim))
     store.announce_upload(TRIAL, manifest.uuid, manifest.writer, fence)
