@@ -302,7 +302,7 @@ def test_an_intent_that_comes_back_after_the_commit_keeps_nothing(
 ) -> None:
     """A late duplicate of its write, as a network may deliver: the upload has ended."""
     first = commit_files(local_store, 7)
-    second = upload(local_store, tmp_path / "second", trial=first.trial)
+    second = upload(local_store, tmp_path / "second", batches=11, trial=first.trial)
     intent = layout.intent_key(first.trial, second.uuid)
     local_store.announce_upload(first.trial, second.uuid, second.writer, base=first.uuid)
     duplicate = local_store.storage.read(intent)
