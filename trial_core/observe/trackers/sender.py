@@ -27,7 +27,7 @@ from trial_core.observe.trackers.journal import (
     FOLDER,
     JOURNAL,
     SENDER_LOG,
-    JournalReader,
+    age,
     read_state,
 )
 from trial_core.observe.trackers.outbox import Outbox
@@ -151,13 +151,9 @@ def _outbox(order: SenderOrder, name: str, say: Callable[[str], None]) -> Outbox
 
 def unsent(run_dir: Path, trackers: Sequence[str]) -> dict[str, int]:
     """The number of records that each tracker lacks, for trackers that lack some."""
-    journal = JournalReader(run_dir / FOLDER / JOURNAL)
-    while journal.read(1000):
-        pass
-    left = {
-        name: journal.count - read_state(run_dir / FOLDER / f"{name}.json").sent
-        for name in trackers
-    }
+    journal = run_dir / FOLDER / JOURNAL
+    _, count = age(journal.read_bytes()) if journal.exists() else (0, 0)
+    left = {name: count - read_state(run_dir / FOLDER / f"{name}.json").sent for name in trackers}
     return {name: count for name, count in left.items() if count > 0}
 
 

@@ -13,7 +13,7 @@ from trial_core.checkpoint.storage.local_files import replace_file
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.common.any_logger import AnyLogger
 from trial_core.common.decoding import decode
-from trial_core.errors import ConfigError, TrialflowError
+from trial_core.errors import CheckpointDamaged, ConfigError, TrialflowError
 from trial_core.observe.report.rank_logs import stored_name
 from trial_core.observe.trackers.journal import (
     DRIVER_EVENTS,
@@ -23,6 +23,7 @@ from trial_core.observe.trackers.journal import (
     SENDER_LOG,
     State,
     age,
+    first_line,
     read_state,
     set_damaged_aside,
 )
@@ -74,10 +75,25 @@ def _has_adopted(store: CheckpointStore, trial: str, folder: Path) -> bool:
                 states[file] = data
     # The journal first: a state behind the journal sends twice; one ahead of it loses records.
     if ours != theirs:
+        _take_segments(store, stored, folder, journal)
         replace_file(local, journal)
     for file, data in states.items():
         replace_file(file, data)
     return ours != theirs
+
+
+def _take_segments(store: CheckpointStore, stored: str, folder: Path, journal: bytes) -> None:
+    """Fetch the segments that this machine lacks, without damaged ones: readers miss those."""
+    with suppress(msgspec.MsgspecError):  # readers see that, too
+        for segment in first_line(journal)[0].segments:
+            file = folder / segment.name
+            if file.exists() and segment.matches(file.read_bytes()):
+                continue
+            file.unlink(missing_ok=True)
+            with suppress(CheckpointDamaged):
+                data = store.storage.read(f"{stored}/{segment.name}")
+                if data is not None and segment.matches(data):
+                    replace_file(file, data)
 
 
 def _adopted(file: Path, stored: bytes) -> bytes:
@@ -111,14 +127,23 @@ def _store(store: CheckpointStore, trial: str, run_dir: Path, is_end: bool) -> N
         stored = store.storage.read(layout.run_file_key(trial, f"{FOLDER}/{JOURNAL}"))
         if stored is not None and age(stored) > age(journal.read_bytes()):
             return
-    # The journal after the states: a state must not be ahead of it.
-    files = [*sorted((run_dir / FOLDER).glob("*.json")), journal]
+    files = sorted((run_dir / FOLDER).glob("*.json"))
     if is_end:  # the sender's writes after the report's last upload
         files += [*sorted((run_dir / DRIVER_EVENTS).glob("*")), run_dir / SENDER_LOG]
     for file in filter(Path.exists, files):
         name = stored_name(run_dir, file.relative_to(run_dir))
         if name and (data := file.read_bytes()):  # at once: it is being written
             store.storage.write(layout.run_file_key(trial, name), data)
+    # The journal after the states: a state must not be ahead of it. Before it its segments, which
+    # never change.
+    if journal.exists() and (data := journal.read_bytes()):
+        folder = layout.run_file_key(trial, FOLDER)
+        segments = [*journal.parent.glob("journal-*.jsonl")]
+        there = store.storage.sizes(folder) if segments else {}
+        for file in segments:
+            if there.get(key := f"{folder}/{file.name}") != file.stat().st_size:
+                store.storage.write(key, file.read_bytes())
+        store.storage.write(f"{folder}/{JOURNAL}", data)
 
 
 def sync_trackers(
