@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +23,10 @@ FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0
 # After the end of the run, for a tracker that fails.
 LAST_PAUSE_SECONDS, LAST_TRIES_SECONDS = 0.5, 5.0
 REOPENS_AFTER_FAILURES = 3
+
+# A point is new if it is not there, or has another value.
+_NEW_POINT = """INSERT INTO points VALUES (?, ?, ?) ON CONFLICT DO UPDATE
+SET value = excluded.value WHERE value IS NOT excluded.value"""
 
 
 class Outbox:
@@ -47,8 +52,10 @@ class Outbox:
         self._state = read_state(state)
         self._tracker: Tracker | None = None
         self._pending: list[AnyRecord] = []
-        # Values of points after the last checkpoint, by batches and name: they may come again.
-        self._points: dict[tuple[int, str], float | None] = {}
+        self._checkpoints: list[Committed | Deleted] = []  # sent
+        # Values of points after the last checkpoints, which may come again. They are in a temporary
+        # file, of which SQLite holds some pages in memory: a run without checkpoints has millions.
+        self._points = _new_points()
         self._batches = self._samples = self._attempt = 0
         self._committed = 0
         self._at_once = AT_ONCE
@@ -73,6 +80,7 @@ class Outbox:
                 f"tracker {self.name} has refused {text_format.plural(self._refused, 'record')}, "
                 "which are left out"
             )
+        self._points.close()
 
     def _send_all(self) -> None:
         pause, gives_up_at = 0.0, math.inf
@@ -118,10 +126,10 @@ class Outbox:
     def _send_next(self) -> bool:
         """Send some records; return whether there may be more."""
         if self._tracker is None:
-            had = self._skip_sent()
+            self._skip_sent()
             tracker = self._new_tracker()
             self._state.run = tracker.open(self._state.run)
-            tracker.recall(had)
+            tracker.recall(self._checkpoints)
             self._tracker = tracker
             write_state(self._path, self._state)
         self._pending = self._pending or self._journal.read(AT_ONCE)
@@ -132,11 +140,8 @@ class Outbox:
             self._tracker.send([self._system.measure(self._batches, self._samples, self._attempt)])
         return False
 
-    def _skip_sent(self) -> list[Committed | Deleted]:
-        """Read the sent records, for their points; return the ones about checkpoints."""
-        found: list[Committed | Deleted] = []
-        self._journal = JournalReader(self._journal.path)
-        self._pending, self._points, self._committed = [], {}, 0
+    def _skip_sent(self) -> None:
+        """Read the sent records, for their points and checkpoints; each once in this process."""
         while self._journal.count < self._state.sent:
             records = self._journal.read(min(AT_ONCE, self._state.sent - self._journal.count))
             if not records:
@@ -144,17 +149,18 @@ class Outbox:
                 break
             for record in records:
                 self._note(record)
-            found += [each for each in records if isinstance(each, (Committed, Deleted))]
-        return found
+            self._checkpoints += _checkpoints(records)
+        self._points.commit()
 
     def _send(self, tracker: Tracker, records: Sequence[AnyRecord]) -> None:
-        before = self._points.copy(), self._committed
+        before = self._committed
         try:
             if new := [kept for each in records if (kept := self._note(each, tracker))]:
                 tracker.send(new)
         except RecordRefused as refusal:
             if len(records) > 1:
-                (self._points, self._committed), self._at_once = before, 1  # to find the culprit
+                self._points.rollback()
+                self._committed, self._at_once = before, 1  # to find the culprit
                 return
             self._refused += 1
             if self._refused == 1:
@@ -163,12 +169,15 @@ class Outbox:
                     f"{describe(refusal)}"
                 )
         except Exception:
-            self._points, self._committed = before
+            self._points.rollback()
+            self._committed = before
             raise
         self._pending = self._pending[len(records) :]
         if not self._pending:
             self._at_once = AT_ONCE
+        self._checkpoints += _checkpoints(records)
         self._state.sent += len(records)
+        self._points.commit()
         write_state(self._path, self._state)
 
     def _note(self, record: AnyRecord, tracker: Tracker | None = None) -> AnyRecord | None:
@@ -178,17 +187,14 @@ class Outbox:
             self._attempt = record.attempt
             new = {}
             for name, value in record.values.items():
-                place = record.batches, name
-                if place not in self._points or self._points[place] != value:
+                if self._points.execute(_NEW_POINT, (record.batches, name, value)).rowcount:
                     new[name] = value
-                self._points[place] = value
             if tracker is None or tracker.replaces_points:
                 return record
             return msgspec.structs.replace(record, values=new) if new else None
         if isinstance(record, Committed):
             # A resume goes back to it; or to the one before, if it is damaged.
-            for place in [each for each in self._points if each[0] <= self._committed]:
-                del self._points[place]
+            self._points.execute("DELETE FROM points WHERE batches <= ?", [self._committed])
             self._committed = record.batches
         return record
 
@@ -198,3 +204,17 @@ class Outbox:
             with suppress(Exception):
                 self._tracker.close()
             self._tracker = None
+
+
+def _checkpoints(records: Sequence[AnyRecord]) -> list[Committed | Deleted]:
+    return [each for each in records if isinstance(each, (Committed, Deleted))]
+
+
+def _new_points() -> sqlite3.Connection:
+    """A table for points in a file without a name, which ends with this process."""
+    points = sqlite3.connect("", check_same_thread=False)
+    points.execute(
+        "CREATE TABLE points (batches INTEGER, name TEXT, value REAL, PRIMARY KEY (batches, name)) "
+        "WITHOUT ROWID"
+    )
+    return points

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Annotated
 
 import msgspec
+
+Batches = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class Record(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -50,7 +53,7 @@ class Metrics(Record, frozen=True, kw_only=True):
         values: by names such as ``validation/loss``; None if not finite.
     """
 
-    batches: int
+    batches: Batches
     samples: int
     attempt: int
     values: dict[str, float | None]
@@ -69,7 +72,7 @@ class Committed(Record, frozen=True, kw_only=True):
         digest: of its manifest.
     """
 
-    batches: int
+    batches: Batches
     uuid: str
     url: str
     size_bytes: int

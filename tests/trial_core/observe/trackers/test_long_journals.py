@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import subprocess
 import sys
 import tracemalloc
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from trial_core.checkpoint import layout
 from trial_core.checkpoint.storage.base import MAX_OBJECT_BYTES
 from trial_core.checkpoint.storage.local import LocalStorage
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.observe.trackers import journal as module
+from trial_core.observe.trackers import journal as module, outbox as outbox_module
 from trial_core.observe.trackers.journal import (
     FOLDER,
     JOURNAL,
@@ -35,7 +36,7 @@ from trial_core.observe.trackers.journal import (
     write_state,
 )
 from trial_core.observe.trackers.outbox import AT_ONCE, Outbox
-from trial_core.observe.trackers.records import AnyRecord, Began, Metrics
+from trial_core.observe.trackers.records import AnyRecord, Began, Committed, Deleted, Metrics
 from trial_core.observe.trackers.sender import END, SenderOrder, unsent
 from trial_core.observe.trackers.stored_journal import adopt_stored, keep
 from trial_core.observe.trackers.tracker import Tracker
@@ -53,6 +54,10 @@ def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 def report(batches: int, attempt: int = 1, metrics: int = 5) -> Metrics:
     values: dict[str, float | None] = {f"training/{i}": 0.5 + batches + i for i in range(metrics)}
     return Metrics(at=1.0, batches=batches, samples=0, attempt=attempt, values=values)
+
+
+def committed(uuid: str) -> Committed:
+    return Committed(at=1.0, batches=0, uuid=uuid, url="file:///u", size_bytes=1, digest="d")
 
 
 def write(run_dir: Path, batches: Sequence[int], attempt: int = 1) -> None:
@@ -117,11 +122,11 @@ def written(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 def test_a_journal_larger_than_the_limit_of_objects_is_read_back(machines: Machines) -> None:
     """On another machine, with the states: the run continues there, and nothing is sent twice."""
-    line = len(msgspec.json.encode(report(1, metrics=60))) + 1
-    count = MAX_OBJECT_BYTES // line + 1000
+    line = len(msgspec.json.encode(report(1, metrics=600))) + 1
+    count = MAX_OBJECT_BYTES // line + 200
     with closing(JournalWriter(machines.first / FOLDER / JOURNAL)) as journal:
         for batches in range(count):
-            journal.append(report(batches, metrics=60))
+            journal.append(report(batches, metrics=600))
     state = State(run="there", sent=count - 100)
     write_state(machines.first / FOLDER / "noting.json", state)
     machines.keep(machines.first, is_end=False)
@@ -175,19 +180,24 @@ def test_a_report_needs_as_much_memory_as_the_first(tmp_path: Path) -> None:
     tracker = Nothing()
     outbox = Outbox("nothing", lambda: tracker, tmp_path / JOURNAL, tmp_path / "a.json", print)
     needed, batches = [], 0
-    for target in (FEW, MANY // 5):
+    for target in (FEW, MANY):
         while batches < target:
             batches += 1
-            outbox._note(report(batches), tracker)
+            outbox._note(report(batches, metrics=1), tracker)
         tracemalloc.start()
         for _ in range(20):
             batches += 1
-            outbox._pending = [report(batches)]
+            outbox._pending = [report(batches, metrics=1)]
             outbox._send(tracker, outbox._pending)
         needed.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
-    print(f"peak of bytes for 20 reports after {FEW:,} and {MANY // 5:,}: {needed}")
+    print(f"peak of bytes for 20 reports after {FEW:,} and {MANY:,}: {needed}")
+    outbox._points.close()
     assert needed[1] < 2 * needed[0]
+
+
+MEASURED = """import sys; from pathlib import Path; from trial_core.observe.trackers import sender
+sender.main(); Path(sys.argv[1]).write_text(Path("/proc/self/status").read_text())"""
 
 
 def sender_bytes(folder: Path, count: int) -> int:
@@ -197,22 +207,19 @@ def sender_bytes(folder: Path, count: int) -> int:
         trial=TRIAL, experiment="toy", run_dir=str(folder), patience_seconds=300.0, measures=False,
         trackers={"lines": {"file": str(folder / "lines")}},
     )  # fmt: skip
-    given, told = os.pipe()
-    os.write(told, msgspec.json.encode(order) + b"\n" + END)
-    os.close(told)
-    command = [sys.executable, "-m", "trial_core.observe.trackers.sender"]
-    moved = [(os.POSIX_SPAWN_DUP2, given, 0)]
-    pid = os.posix_spawn(sys.executable, command, os.environ, file_actions=moved)
-    os.close(given)
-    _, status, usage = os.wait4(pid, 0)
-    assert status == 0
+    given = msgspec.json.encode(order) + b"\n" + END
+    subprocess.run(
+        [sys.executable, "-c", MEASURED, str(folder / "status")], input=given, check=True
+    )
     assert read_state(folder / FOLDER / "lines.json").sent == count + 1
-    return usage.ru_maxrss * 1024
+    status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
+    return int(status["VmHWM"].split()[0]) * 1024
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("own_package")
 def test_a_sender_of_many_reports_is_as_large_as_one_of_few(tmp_path: Path) -> None:
-    """Without a checkpoint, which lets points be forgotten. 500,000 points took 150 MB."""
+    """Without a checkpoint, which lets points be forgotten. 500,000 points took 92 MB."""
     few, many = (sender_bytes(tmp_path / str(count), count) for count in (FEW, MANY))
     print(f"bytes of a sender of {FEW:,} and of {MANY:,} reports: {few:,} and {many:,}")
     assert many - few < 16 * 2**20
@@ -404,3 +411,59 @@ def test_a_disk_that_is_full_when_a_segment_is_completed(
     lines = (tmp_path / FOLDER / JOURNAL).read_bytes().split(b"\n", 1)[1]
     assert len(lines) < 2 * 700
     assert set_damaged_aside(tmp_path / FOLDER) is None
+
+
+class Recalling(Nothing):
+    """Fails for some time, and remembers what it was told when it was opened."""
+
+    def __init__(self, fails: int) -> None:
+        super().__init__()
+        self.fails = fails
+        self.recalled: list[list[Committed | Deleted]] = []
+
+    def recall(self, records: Sequence[Committed | Deleted]) -> None:
+        self.recalled.append([*records])
+
+    def send(self, records: Sequence[AnyRecord]) -> None:
+        self.fails -= 1
+        if self.fails >= 0:
+            raise ConnectionError("down")
+        super().send(records)
+
+
+def test_a_tracker_that_is_down_does_not_have_the_journal_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though it is opened again and again; each time it learns the checkpoints that it has."""
+    monkeypatch.setattr(outbox_module, "FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(outbox_module, "LONGEST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(outbox_module, "LAST_PAUSE_SECONDS", 0.001)
+    decoded = []
+    decode = module._record
+
+    def counting(line: bytes) -> AnyRecord:
+        decoded.append(line)
+        return decode(line)
+
+    monkeypatch.setattr(module, "_record", counting)
+    sent = [committed("a"), *map(report, range(FEW)), committed("b"), Deleted(at=1.0, uuid="a")]
+    new = [report(FEW), committed("c"), report(FEW + 1)]
+    with closing(JournalWriter(tmp_path / JOURNAL)) as journal:
+        for record in [*sent, *new]:
+            journal.append(record)
+    write_state(tmp_path / "a.json", State(run="run", sent=len(sent)))
+    tracker = Recalling(fails=4 * outbox_module.REOPENS_AFTER_FAILURES)
+    outbox = Outbox("nothing", lambda: tracker, tmp_path / JOURNAL, tmp_path / "a.json", print)
+    decoded.clear()
+    outbox.thread.start()
+    outbox.end()
+    outbox.thread.join(60)
+    assert tracker.count == len(new)
+    assert tracker.recalled == [[sent[0], sent[-2], sent[-1]]] * 5
+    assert len(decoded) == len(sent) + len(new)
+
+
+def test_a_number_that_no_run_reaches_is_damage(tmp_path: Path) -> None:
+    """It would stop the sender of each tracker for ever."""
+    (tmp_path / JOURNAL).write_bytes(msgspec.json.encode(report(2**63)) + b"\n")
+    assert "is damaged" in (set_damaged_aside(tmp_path) or "")
