@@ -1,5 +1,5 @@
 # Everything happens in .venv, which is made when first needed. The words: run, test, test-long, test-lowest, test-newest, features, check, docs,
-# bench, release, clean.
+# mutate, bench, release, clean.
 
 PYTHON ?= python3
 VENV := .venv
@@ -14,7 +14,7 @@ PART ?= 1/1
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 
-.PHONY: run test test-long test-lowest test-newest features check docs bench release clean
+.PHONY: run test test-long test-lowest test-newest features check docs mutate bench release clean
 
 # Trains the example through the whole DAG, then shows what it has learnt.
 run: $(VENV)/.installed
@@ -43,6 +43,10 @@ test-newest: BIN := build/newest/bin
 features: $(VENV)/.installed-dev
 	-@$(PYTEST) -m "long or not long" tests/trial_core/deepspeed/features --junitxml=build/features.xml $(ARGS)
 	$(BIN)/python -m tests.trial_core.deepspeed.features.page build/features.xml
+
+# Takes the checks of a room out, one at a time, and prints those that no test near it misses: make mutate ROOM=checkpoint/retention
+mutate: $(VENV)/.installed-dev
+	@$(BIN)/python -m tests.mutate $(ROOM) $(ARGS)
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -38,9 +38,12 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has 
 
 
 @contextmanager
-def reaper(program: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def reaper(
+    program: str, parent_pid: int | None = None
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A reaper that runs `program`; its process, and the program's first line."""
-    command = [process_reaper.__file__, str(os.getpid()), sys.executable, "-c", program]
+    parent = str(parent_pid or os.getpid())
+    command = [process_reaper.__file__, parent, sys.executable, "-c", program]
     with subprocess.Popen(
         [sys.executable, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -70,3 +73,15 @@ def test_ended_orphans_are_reaped() -> None:
     with reaper(ORPHAN) as (process, _):
         children = psutil.Process(process.pid).children
         until(lambda: len(children(recursive=True)) <= 1, "no orphan", GONE_SECONDS)
+
+
+def test_a_parent_that_has_ended_is_noticed_by_its_pid() -> None:
+    """Also while another process, such as a child of the parent, holds the pipe open."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as parent:
+        parent.wait()
+    with reaper(WORKER, parent.pid) as (process, line):
+        try:
+            process.wait(GONE_SECONDS)
+            assert not line or wait_until_gone([int(line)], GONE_SECONDS) == []
+        finally:
+            process.kill()

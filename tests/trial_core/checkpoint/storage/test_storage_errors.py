@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from botocore.exceptions import ClientError
 from s3fs import S3FileSystem
 
 from tests.support.manifests import stage
 from tests.support.s3 import S3Server
 from trial_core.checkpoint.storage.open_storage import open_storage
-from trial_core.checkpoint.storage.storage_errors import ErrorTranslator
+from trial_core.checkpoint.storage.storage_errors import ErrorTranslator, is_refusal
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.transfer.upload import upload_files
 from trial_core.errors import StorageError
@@ -126,3 +127,17 @@ def test_the_cause_is_kept_if_it_holds_no_credentials() -> None:
     with pytest.raises(StorageError) as caught, ErrorTranslator("s3://b").translated("write to"):
         raise PermissionError("no")
     assert isinstance(caught.value.__cause__, PermissionError)
+
+
+@pytest.mark.parametrize(
+    ("status", "expected"),
+    [
+        (400, True), (403, True), (404, True), (408, False), (425, False), (429, False),
+        (500, False), (501, True), (503, False),
+    ],
+)  # fmt: skip
+def test_a_busy_server_has_not_refused(status: int, expected: bool) -> None:
+    """It may accept the same request later; other requests that it answers with 4xx, it never
+    will."""
+    reply = {"Error": {"Code": "Failed"}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    assert is_refusal(ClientError(reply, "PutObject")) == expected

@@ -14,6 +14,7 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFile
 from pydantic import ValidationError
 from safetensors.torch import save_file
 
@@ -441,9 +442,15 @@ def long_index(folder: Path) -> None:
         file.truncate(2**30)
 
 
+def incomplete_index(folder: Path) -> None:
+    index = {"weight_map": {"a": "missing.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
 @pytest.mark.parametrize(
     ("fill", "text"),
     [
+        (incomplete_index, "index.json lists missing.safetensors, which is not there"),
         (huge_rank, "has 1 of the files .*expected 1000000"),
         (pipe, "pytorch_model.bin is no regular file"),
         (link_to_credentials, "pytorch_model.bin is no file of torch.save"),
@@ -462,6 +469,16 @@ def test_a_strangers_folder_can_do_no_harm(
     with pytest.raises(CheckpointError, match=text):
         import_checkpoint(store, str(folder))
     assert stored_keys(store) == set()
+
+
+def test_names_that_lead_out_of_a_source_are_refused(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An object storage may have such keys; no path of a checkpoint is made of them."""
+    files = fsspec.filesystem("memory")
+    monkeypatch.setattr(type(files), "store", {"/theirs/../../model.pt": MemoryFile(data=b"x")})
+    with pytest.raises(CheckpointDamaged, match=r"'\.\./\.\./model\.pt', which leads out of it"):
+        import_checkpoint(store, "memory://theirs")
 
 
 def test_a_step_that_no_run_reaches_is_none(store: CheckpointStore, tmp_path: Path) -> None:

@@ -166,3 +166,12 @@ def test_values_have_no_exponent() -> None:
     assert values == [2.5e-07, 2e-07]
     text = "\n".join(charts(CurveFigure([MeasuredLine("loss", "", [(1, 2.5e-07), (2, 2e-07)])])))
     assert "line [0.00000025, 0.0000002]" in text
+
+
+def test_quotes_in_a_name_do_not_end_a_title() -> None:
+    """Mermaid has no escape for them, and would read what follows as a statement."""
+    made = history(training={10: {'a" x-axis "b': 4.0}, 20: {'a" x-axis "b': 2.0}})
+    (title,) = re.findall(
+        r"^  title (.*)$", "\n".join(charts(figures(made, "loss")[0])), re.MULTILINE
+    )
+    assert title == "\"a' x-axis 'b: training (blue) 2\""

@@ -72,6 +72,9 @@ def test_the_page_needs_no_network(facts: TrialFacts) -> None:
     ]
     assert policy.startswith("default-src 'none';")
     assert "http" not in policy
+    scripts = [found for tag, found in page.tags if tag == "script" and "nonce" in found]
+    (nonce,) = {found["nonce"] for found in scripts}
+    assert f"; script-src 'nonce-{nonce}'; " in policy  # no script without it
 
 
 def test_it_has_the_facts_of_the_report(facts: TrialFacts) -> None:

@@ -204,3 +204,28 @@ def test_a_stored_order_names_servers_alone(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:////own.db")
     kept = MlflowTracker.without_paths({"tracking_uri": place, "experiment": "a"})
     assert kept == {"experiment": "a", **({"tracking_uri": place} if is_kept else {})}
+
+
+def test_a_superseded_run_does_not_replace_the_stored_journal(copies: Copies) -> None:
+    """At its end, when the journal of the run that superseded it is there."""
+    copies.write_local(LINE % 1)
+    copies.write_stored(LINE % 2)
+    keep(copies.store, TRIAL, copies.run_dir, LOGGER)
+    stored = layout.run_file_key(TRIAL, FOLDER)
+    assert copies.store.storage.read(f"{stored}/{JOURNAL}") == LINE % 2
+    assert b"there" in (copies.store.storage.read(f"{stored}/noting.json") or b"")
+    (copies.local / JOURNAL).write_bytes(LINE % 3)
+    keep(copies.store, TRIAL, copies.run_dir, LOGGER)
+    assert copies.store.storage.read(f"{stored}/{JOURNAL}") == LINE % 3
+
+
+@pytest.mark.parametrize(("sent_here", "taken"), [(1, "there"), (2, "here"), (3, "here")])
+def test_a_state_is_not_replaced_by_an_older_one(
+    copies: Copies, sent_here: int, taken: str
+) -> None:
+    """Of one journal, the state that has sent more counts: the other would send it again."""
+    copies.write_local(LINE % 1)
+    write_state(copies.state_file, State(run="here", sent=sent_here))
+    copies.write_stored(LINE % 1)
+    copies.adopt()
+    assert read_state(copies.state_file).run == taken

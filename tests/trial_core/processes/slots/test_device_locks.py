@@ -170,3 +170,16 @@ def test_an_unusable_folder_of_locks_is_an_error(
         reserve_devices(1, {"PATH": "/"}, lambda: None),
     ):
         pass
+
+
+def test_a_link_in_the_folder_of_locks_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every user may write to that folder: another one must not choose which file is opened."""
+    folder, target = tmp_path / "common", tmp_path / "target"
+    folder.mkdir()
+    target.write_text("own")
+    (folder / "device.lock").symlink_to(target)
+    monkeypatch.setenv(LOCKS_VARIABLE, str(folder))
+    with pytest.raises(LaunchError, match="cannot lock device device"):
+        _lock("device")
