@@ -20,6 +20,7 @@ from prefect.states import Cancelling, Running, Suspended
 
 from tests.flows.lifecycle.conftest import TIMEOUT_SECONDS, Stage, set_state, state_of
 from trial_core.schedule.stop_requests import StopHandler
+from trialflow.flows.lifecycle.parent_runs import ParentRuns
 from trialflow.flows.train import train
 
 pytestmark = pytest.mark.server
@@ -163,6 +164,36 @@ def test_a_resumed_parent_continues_its_trainings(
     with get_client(sync_client=True) as client:
         again = client.read_flow_run(trainings.parent.id)
     assert {*run_flow(trainings.outer, flow_run=again)} == before
+
+
+def test_another_attempt_at_a_parent_supersedes_its_trainings(
+    stage: Stage, configs: list[Any]
+) -> None:
+    """They end at once and save nothing: the new attempt trains the same trials."""
+    asked: list[Any] = []
+
+    @flow
+    def outer() -> None:
+        train(configs[0])
+
+    with get_client(sync_client=True) as client:
+        parent = client.create_flow_run(outer)
+
+        def act(run: UUID, stopping: StopHandler) -> None:
+            call = client.read_flow_run(run).parent_task_run_id
+            parents = ParentRuns(call)
+            asked.append(parents.stop())
+            client.set_flow_run_state(parent.id, Running(), force=True)
+            asked.append(parents.stop())
+
+        stage.act = act
+        run_flow(outer, flow_run=parent)
+    first, second = asked
+    assert first is None
+    assert (second.flow_run_id, second.reason, second.is_superseded) == (
+        parent.id, "cancelled", True
+    )  # fmt: skip
+    assert second.detail.startswith("another attempt at its parent run")
 
 
 def test_a_signal_reaches_trainings_in_tasks(stage: Stage, configs: list[Any]) -> None:

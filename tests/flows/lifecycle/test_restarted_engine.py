@@ -14,12 +14,14 @@ from uuid import UUID
 
 import pytest
 from prefect.client.orchestration import get_client
-from prefect.states import Pending
+from prefect.client.schemas.objects import State
+from prefect.states import Completed, Pending, Running
 
 from tests.support.prefect import ROOT, PrefectServer
 from tests.support.prefect_worker import kill
 from tests.support.waiting import ask
 from trialflow.deployments.automations import automations
+from trialflow.flows.lifecycle import restarted_engine
 from trialflow.flows.lifecycle.crash_limit import RESTART_CRASHED, TAG
 
 pytestmark = pytest.mark.server
@@ -126,6 +128,28 @@ def test_a_run_that_is_not_restarted(
         assert run.supervised() == 128 + signal.SIGKILL
     assert len(run.attempts()) == 1
     assert run.states() == ["Scheduled", "Pending", "Running"]
+
+
+@pytest.mark.parametrize(
+    ("attempts", "last", "begins"),
+    [(2, None, True), (3, None, False), (1, Completed(), False)],
+    ids=["the last attempt", "too many attempts", "has ended"],
+)
+def test_only_a_running_run_with_attempts_left_is_taken_again(
+    prefect_server: PrefectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    attempts: int, last: State[Any] | None, begins: bool,
+) -> None:  # fmt: skip
+    """Others keep their state."""
+    monkeypatch.setattr(restarted_engine, "MAX_ATTEMPTS", 2)
+    with restarting(prefect_server), get_client(sync_client=True) as client:
+        run = Run(prefect_server, tmp_path, times=1)
+        for _ in range(attempts):
+            client.set_flow_run_state(UUID(run.id), Running(), force=True)
+        if last is not None:
+            client.set_flow_run_state(UUID(run.id), last, force=True)
+        before = run.states()
+        assert (restarted_engine.take_again(UUID(run.id)) is not None) == begins
+    assert run.states() == [*before, *(["Pending"] if begins else [])]
 
 
 def test_an_engine_that_was_asked_to_end_does_not_begin_again() -> None:
