@@ -45,16 +45,19 @@ class Mutant:
     Attributes:
         lines: the first and the last line of the check.
         taken: its source.
+        instead: what is in its place; ``{}`` is the check.
         source: the file's source without it.
     """
 
     path: Path
     lines: tuple[int, int]
     taken: str
+    instead: str
     source: bytes
 
     def __str__(self) -> str:
-        return f"{self.path}:{self.lines[0]}: {' '.join(self.taken.split())}"
+        taken = self.instead.format(" ".join(self.taken.split()))
+        return f"{self.path}:{self.lines[0]}: {taken}"
 
 
 def mutants(path: Path, source: bytes) -> Iterator[Mutant]:
@@ -70,8 +73,11 @@ def mutants(path: Path, source: bytes) -> Iterator[Mutant]:
         begin = starts[node.lineno - 1] + node.col_offset
         end = starts[node.end_lineno - 1] + node.end_col_offset
         taken = source[begin:end].decode()
-        mutated = source[:begin] + template.format(taken).encode() + source[end:]
-        yield Mutant(path, (node.lineno, node.end_lineno), taken, mutated)
+        if isinstance(node, ast.expr) and not _is_source_of(taken, node):
+            continue  # in an f-string, where Python 3.11 gives other positions
+        instead = template.partition("  #")[0].format(taken)
+        mutated = source[:begin] + instead.encode() + source[end:]
+        yield Mutant(path, (node.lineno, node.end_lineno), taken, template, mutated)
 
 
 def _checks(tree: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
@@ -89,9 +95,16 @@ def _checks(tree: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
                 for each in filters:
                     yield each, "(({}) or True)"
             case ast.ExceptHandler(body=[first, *_]) if not isinstance(first, ast.Raise):
-                yield first, "raise"
+                yield first, "raise  # {}"
             case ast.Expr(value=ast.Call(func=func)) if "_logger" not in _text(func):
-                yield node, "pass"
+                yield node, "pass  # {}"
+
+
+def _is_source_of(text: str, node: ast.expr) -> bool:
+    try:
+        return _text(ast.parse(f"({text})", mode="eval")) == _text(node)
+    except SyntaxError:
+        return False
 
 
 def _text(node: ast.AST) -> str:

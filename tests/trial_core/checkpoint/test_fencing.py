@@ -450,3 +450,20 @@ def test_a_commit_may_be_repeated(local_store: CheckpointStore, tmp_path: Path) 
     local_store.commit(manifest, fence)
     assert local_store.list() == [manifest]
     assert stored_keys(local_store) == keys_of([manifest])
+
+
+def test_an_old_record_that_stays_stops_no_take_over(
+    local_store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A warning names the cause; the next take-over deletes it."""
+
+    def refuse(key: str) -> None:
+        raise StorageError("access was refused")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(local_store.storage, "remove", refuse)
+        fences = [local_store.take_over(TRIAL, str(i)) for i in range(ATTEMPTS_KEPT + 1)]
+    assert fences[-1].is_newest()
+    assert "stays recorded until the next take-over: access was refused" in caplog.text
+    local_store.take_over(TRIAL, "last")
+    assert len(local_store.storage.sizes(layout.attempts_folder(TRIAL))) == ATTEMPTS_KEPT
