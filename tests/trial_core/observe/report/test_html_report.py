@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.browser import chromium
 from trial_core.observe.report.history import SavedCheckpoint
-from trial_core.observe.report.html_report import render_html
+from trial_core.observe.report.html_report import _markdown, render_html
 from trial_core.observe.report.trial_report import TrialFacts
 
 EVIL = "</script><script>window.injected = 1</script><img src=x onerror=window.injected=1>"
@@ -235,3 +235,8 @@ def test_all_columns_of_the_tables_fit_a_phone(facts: TrialFacts, tmp_path: Path
         assert hidden == [0] * len(hidden)
         assert len(hidden) == 3
         assert "700.0 MiB" in browser.text or "700 MiB" in browser.text
+
+
+def test_markup_that_was_not_escaped_is_text_too() -> None:
+    """The page's renderer passes no HTML on, also where a template forgets to escape a name."""
+    assert "<" not in _markdown().render(f"A {EVIL}").replace("<p>", "").replace("</p>", "")
