@@ -254,6 +254,8 @@ def tests_near(room: Path) -> list[str]:
 
 def main() -> None:
     """Print each survivor; end with exit code 1 if there is one."""
+    if len(sys.argv) < 2:
+        sys.exit("say which room: make mutate ROOM=checkpoint/retention")
     room = room_of(sys.argv[1])
     options = sys.argv[2:]
     if not any(each.startswith("tests") for each in options):
