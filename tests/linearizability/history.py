@@ -53,6 +53,9 @@ class Recorder:
 
     def __init__(self, path: Path, process: str) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self._start(process)
+
+    def _start(self, process: str) -> None:
         self._process = process
         self._numbers = itertools.count()
 
@@ -91,20 +94,24 @@ class Recorder:
 def read_events(paths: Iterable[Path]) -> Iterator[Event]:
     """All operations that the processes have recorded."""
     for path in paths:
-        calls: dict[str, Event] = {}
-        for text in path.read_text().splitlines(keepends=True):
-            if not text.endswith("\n"):
-                continue  # the process was killed
-            line = json.loads(text)
-            if "name" in line:
-                calls[line["id"]] = Event(
-                    line["id"], line["key"], line["name"], line["arguments"], None, line["at"],
-                    NEVER,
-                )  # fmt: skip
-            else:
-                call = calls[line["id"]]
-                calls[line["id"]] = call._replace(outcome=line["outcome"], returned=line["at"])
-        yield from calls.values()
+        yield from events_of(path.read_text().splitlines(keepends=True))
+
+
+def events_of(lines: Iterable[str]) -> Iterator[Event]:
+    """The operations that one process has recorded, or several in the order of their times."""
+    calls: dict[str, Event] = {}
+    for text in lines:
+        if not text.endswith("\n"):
+            continue  # the process was killed
+        line = json.loads(text)
+        if "name" in line:
+            calls[line["id"]] = Event(
+                line["id"], line["key"], line["name"], line["arguments"], None, line["at"], NEVER
+            )
+        else:
+            call = calls[line["id"]]
+            calls[line["id"]] = call._replace(outcome=line["outcome"], returned=line["at"])
+    yield from calls.values()
 
 
 def check_by(model: Any, key: str, events: Iterable[Event]) -> None:

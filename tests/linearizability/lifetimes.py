@@ -1,0 +1,351 @@
+"""Whole lives of checkpoints: runs that save, retry and are taken over, prunes, sweeps, readers.
+
+Not a model of single operations as the other subjects, but what must hold whatever happens:
+
+- A checkpoint whose commit returned is restorable byte for byte until a prune or a person has begun
+  to delete it; and a run never resumes from an older one than that.
+- A commit does not return if a later attempt had swept before the manifest was written.
+- No file is deleted that a stored manifest refers to.
+- Once nothing fails any more, sweeps and prunes delete all that belongs to no checkpoint.
+
+A commit that is superseded and killed, or whose write comes twice, may leave a manifest without
+files (see `checkpoint.commit`): then it is no checkpoint whose commit returned.
+"""
+
+from __future__ import annotations
+
+import random
+import uuid as uuids
+from contextlib import ExitStack, suppress
+from typing import TYPE_CHECKING
+
+from tests.linearizability.protections import KEEP_NONE
+from tests.support.manifests import entry, new_manifest
+from trial_core.checkpoint import layout
+from trial_core.checkpoint.fencing import Fence
+from trial_core.checkpoint.intents import SweptUpload
+from trial_core.checkpoint.manifest import FileEntry, Manifest, is_tombstone, utc_now
+from trial_core.checkpoint.retention.leftovers import find_leftovers, sweep_leftovers
+from trial_core.checkpoint.retention.protections import pin, unpin
+from trial_core.checkpoint.retention.pruning import (
+    delete_checkpoint,
+    plan_pruning,
+    prune,
+    prune_trial,
+)
+from trial_core.checkpoint.retention.shared_files import announce_shared_upload
+from trial_core.checkpoint.retention.trial_owner import own_trial
+from trial_core.checkpoint.retention_policy import RetentionPolicy
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.errors import CheckpointDamaged, CheckpointNotFound, StorageError, TrialflowError
+
+if TYPE_CHECKING:
+    from tests.linearizability.simulation import Simulation
+
+DAY = 86_400.0
+TRIALS = ("gpt-1", "gpt-2")
+POLICY = RetentionPolicy(save_trial_best=0, save_trial_latest=2)
+COMMON = {f"layer-{number}": b"frozen" * number for number in (1, 2)}
+"""Files that all checkpoints have with the same content, so that later ones refer to earlier."""
+
+
+class _Store(CheckpointStore):
+    """A client that tells the judge what has returned."""
+
+    judge: Judge
+
+    def sweep(self, trial: str, fence: Fence | None = None) -> list[SweptUpload]:
+        swept = super().sweep(trial, fence)
+        if fence is not None:
+            self.judge.has_swept(trial, fence.number)
+        return swept
+
+    def commit(self, manifest: Manifest, fence: Fence | None = None, base: str = "") -> None:
+        wipes = self.judge.wipes
+        super().commit(manifest, fence, base)
+        assert fence is not None
+        if wipes == self.judge.wipes:
+            self.judge.has_committed(manifest, fence.number)
+
+
+class Judge:
+    """Sees all effects in the storage, and what has returned to its clients.
+
+    Attributes:
+        committed: the checkpoints that must be restorable, by uuid.
+        doomed: uuids of checkpoints whose deletion has begun.
+        wipes: how often everything was deleted.
+    """
+
+    def __init__(self, simulation: Simulation) -> None:
+        self.simulation = simulation
+        self.committed: dict[str, Manifest] = {}
+        self.doomed: set[str] = set()
+        self.wipes = 0
+        self._swept: dict[str, int] = {}
+        self._swept_before: dict[str, int] = {}
+        self._stored: dict[str, Manifest] = {}
+        simulation.on_write, simulation.on_delete = self._on_write, self._on_delete
+
+    def store(self) -> CheckpointStore:
+        """A client of a process."""
+        made = self.simulation.store(_Store)
+        assert isinstance(made, _Store)
+        made.judge = self
+        return made
+
+    def has_swept(self, trial: str, number: int) -> None:
+        """A sweep has returned."""
+        self._swept[trial] = max(self._swept.get(trial, 0), number)
+
+    def has_committed(self, manifest: Manifest, number: int) -> None:
+        """A commit has returned."""
+        swept = self._swept_before.get(manifest.uuid, 0)
+        assert swept <= number, (
+            f"checkpoint {manifest.uuid} of attempt {number} was committed after the sweep of "
+            f"attempt {swept} had returned"
+        )
+        self.simulation.counts["committed"] += 1
+        self.committed[manifest.uuid] = manifest
+
+    def newest(self, trial: str) -> Manifest | None:
+        """The checkpoint that a run which begins now may not fall behind."""
+        found = [
+            each
+            for each in self.committed.values()
+            if each.trial == trial and each.uuid not in self.doomed
+        ]
+        return max(found, key=lambda each: each.resume_order, default=None)
+
+    def wipe(self) -> None:
+        """A person deletes everything, or the storage forgets."""
+        self.wipes += 1
+        for state in (self.committed, self._swept, self._stored, self.simulation.objects):
+            state.clear()
+
+    def _on_write(self, key: str, data: bytes) -> None:
+        family, _, rest = key.partition("/")
+        if family == layout.DELETIONS:
+            self.doomed.add(rest.split("/")[0])
+        if family == layout.MANIFESTS and not is_tombstone(data):
+            self._stored[key] = made = Manifest.from_json(data)
+            self._swept_before.setdefault(made.uuid, self._swept.get(made.trial, 0))
+
+    def _on_delete(self, key: str) -> None:
+        self._stored.pop(key, None)
+        if key.startswith(f"{layout.CHECKPOINTS}/"):
+            for each in self._stored.values():
+                refers = any(file.key(each.uuid) == key for file in each.all_files)
+                assert not refers, f"{key} is deleted, to which {each.name.key} refers"
+
+    def check_end(self) -> None:
+        """Nothing fails any more, and time passes: what is left?"""
+        store = self.store()
+        for each in self.committed.values():
+            if each.uuid in self.doomed:
+                continue
+            assert store.verify(each.uuid) == each, f"{each.uuid} is not restorable"
+        for _ in range(2):
+            self.simulation.seconds += 40 * DAY
+            for manifest in store.list():
+                try:
+                    store.verify(manifest.uuid)
+                except CheckpointDamaged:
+                    self.simulation.counts["without files"] += 1
+                    self.doomed.add(manifest.uuid)
+                    delete_checkpoint(store, manifest)
+            sweep_leftovers(store, find_leftovers(store))
+            prune(store, plan_pruning(store, POLICY, "gpt"))
+        self._check_left(store)
+        for manifest in store.list():
+            with suppress(CheckpointNotFound):
+                unpin(store, manifest.uuid)
+        prune(store, plan_pruning(store, KEEP_NONE, "gpt"))
+        assert store.list() == [], "a prune that keeps none has kept some"
+        self.simulation.seconds += 40 * DAY
+        sweep_leftovers(store, find_leftovers(store))
+        self._check_left(store)
+
+    def _check_left(self, store: CheckpointStore) -> None:
+        """Check that each object belongs to a checkpoint."""
+        listed = store.list()
+        needed = {file.key(each.uuid) for each in listed for file in each.all_files}
+        needed |= {each.name.key for each in listed}
+        uuids = {each.uuid for each in listed}
+        # What comes twice may stay: a tombstone for ever, the intent of a checkpoint until its
+        # trial runs again.
+        for key, (data, _) in self.simulation.objects.items():
+            name = layout.parse_manifest_key(key)
+            if name is not None and is_tombstone(data):
+                self.simulation.counts["tombstones left"] += 1
+                uuids.add(name.uuid)
+                needed.add(key)
+        families = (layout.MANIFESTS, layout.CHECKPOINTS, layout.UPLOADS, layout.DELETIONS)
+        left = {key for key in self.simulation.objects if key.startswith(families)} - needed
+        left = {key for key in left if not any(uuid in key for uuid in uuids)}
+        assert not left, f"these belong to no checkpoint and stay: {sorted(left)}"
+
+
+class _Run:
+    """A run of a trial, whose driver is this process."""
+
+    def __init__(self, store: CheckpointStore, trial: str, fence: Fence, stack: ExitStack) -> None:
+        self.store, self.trial, self.fence, self.stack = store, trial, fence, stack
+        self.batches = 0
+
+
+class Actor:
+    """A process: a driver now and then, else a person with the commands."""
+
+    def __init__(self, judge: Judge, choose: random.Random, name: str) -> None:
+        self._judge, self._choose, self._name = judge, choose, name
+        self._simulation = judge.simulation
+        self._store = judge.store()
+        self._trials = TRIALS[: random.Random(self._simulation.seed).choice((1, 2))]
+        self._run: _Run | None = None
+
+    def act(self) -> None:
+        """Do one thing."""
+        kinds = [self._save] * 6 + [self._end] if self._run else [self._begin] * 4
+        others = [self._prune, self._read, self._delete, self._pin, self._sweep, self._pass_time]
+        rare = [self._break] if self._choose.random() < 0.02 else []
+        try:
+            self._choose.choice([*kinds, *others, *rare])()
+        except TrialflowError as error:
+            self._simulation.counts[type(error).__name__] += 1
+
+    # ------------------------------------------------------------------------------ a run
+
+    def _begin(self) -> None:
+        trial = self._choose.choice(self._trials)
+        take_over = self._choose.random() < 0.7
+        with ExitStack() as stack:
+            claim, fence = stack.enter_context(
+                own_trial(self._store, trial, str(uuids.uuid4()), take_over=take_over)
+            )
+            self._store.sweep(trial, fence)
+            run = _Run(self._store, trial, fence, stack)
+            wipes = self._judge.wipes
+            at_least = self._judge.newest(trial)
+            found = self._resume_point(trial)
+            if found is not None:
+                claim.renew(found.name)
+                run.batches = found.progress.batches_trained
+            if (
+                at_least is not None
+                and wipes == self._judge.wipes
+                and at_least.uuid not in self._judge.doomed
+            ):
+                assert found is not None, f"{trial} begins, and {at_least.uuid} is not seen"
+                assert found.resume_order >= at_least.resume_order, (
+                    f"{trial} resumes from {found.uuid}, not from {at_least.uuid}"
+                )
+            self._run = run
+            run.stack = stack.pop_all()
+            self._simulation.kept.append(run.stack)
+
+    def _resume_point(self, trial: str) -> Manifest | None:
+        """As a run looks for it."""
+        while True:
+            for manifest in self._store.resume_candidates(trial):
+                try:
+                    return self._store.verify(manifest.uuid)
+                except CheckpointNotFound:
+                    break  # deleted since: look again
+                except CheckpointDamaged:
+                    assert manifest.uuid not in self._judge.committed or (
+                        manifest.uuid in self._judge.doomed
+                    ), f"{manifest.uuid} is damaged"
+            else:
+                return None
+
+    def _save(self) -> None:
+        """As the stage ``checkpoint-upload``, which Prefect repeats after a StorageError."""
+        run = self._run
+        assert run is not None
+        run.batches += self._choose.choice((1, 5, 10))
+        uuid, saved_at = str(uuids.uuid4()), utc_now()
+        for tries_left in (2, 1, 0):
+            try:
+                self._upload(run, uuid, saved_at)
+                break
+            except StorageError:
+                if not tries_left:
+                    self._end()
+                    raise
+                self._simulation.counts["retries"] += 1
+            except TrialflowError:
+                self._end()  # superseded
+                raise
+        if self._choose.random() < 0.7:
+            prune_trial(self._store, POLICY, "gpt", run.trial, _Silent())
+
+    def _upload(self, run: _Run, uuid: str, saved_at: str) -> None:
+        base, shared = announce_shared_upload(
+            self._store, run.trial, uuid, f"launch-{self._name}", run.fence, _Silent()
+        )
+        there = {each.path: each for each in shared}
+        files: list[FileEntry] = []
+        for path, data in {"rank-0": uuid.encode(), **COMMON}.items():
+            made, old = entry(path, data), there.get(path)
+            if old is not None and old.digest == made.digest:
+                files.append(old)
+                continue
+            self._store.storage.write(layout.file_key(uuid, path), data)
+            files.append(made)
+        manifest = new_manifest(
+            run.batches, uuid=uuid, trial=run.trial, writer=f"launch-{self._name}", files=files,
+            created_at=saved_at,
+        )  # fmt: skip
+        self._store.commit(manifest, run.fence, base)
+
+    def _end(self) -> None:
+        run, self._run = self._run, None
+        assert run is not None
+        run.stack.close()
+
+    # ---------------------------------------------------------------------------- a person
+
+    def _prune(self) -> None:
+        policy = self._choose.choice((POLICY, POLICY, KEEP_NONE))
+        prune(self._store, plan_pruning(self._store, policy, "gpt"))
+
+    def _read(self) -> None:
+        self._resume_point(self._choose.choice(self._trials))
+
+    def _delete(self) -> None:
+        if found := self._store.list():
+            delete_checkpoint(self._store, self._choose.choice(found))
+
+    def _pin(self) -> None:
+        if found := self._store.list():
+            act = self._choose.choice((pin, unpin))
+            act(self._store, self._choose.choice(found).uuid)
+
+    def _sweep(self) -> None:
+        sweep_leftovers(self._store, find_leftovers(self._store))
+
+    def _pass_time(self) -> None:
+        if self._simulation.weather.sleeps:
+            hours = self._choose.choice((0.1, 2.0, 24.0, 8 * 24.0, 31 * 24.0))
+            self._simulation.sleep(hours * 3600)
+
+    def _break(self) -> None:
+        """A disk is replaced, or a person deletes what is not his."""
+        objects, kind = self._simulation.objects, self._choose.random()
+        if kind < 0.3:
+            self._judge.wipe()
+        elif kind < 0.6:
+            objects.pop(layout.MARK, None)
+        else:
+            for key in [each for each in objects if each.startswith(layout.ATTEMPTS)]:
+                del objects[key]
+
+
+class _Silent:
+    """A logger."""
+
+    def info(self, *_: object) -> None:
+        pass
+
+    warning = debug = error = info

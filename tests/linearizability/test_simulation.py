@@ -1,0 +1,107 @@
+"""Histories in a simulation: what is promised holds, and the histories reach what they must.
+
+``SEED=7 pytest tests/linearizability/test_simulation.py -k lifetimes`` plays one history again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+from tests.linearizability.actor import MISTAKES, SUBJECTS
+from tests.linearizability.checker import NotLinearizable
+from tests.linearizability.play import play
+from tests.linearizability.reach import ROOT, Reach
+
+ALL = (*SUBJECTS, "lifetimes")
+MISTAKE_SEEDS = 1000
+SEED = os.environ.get("SEED")
+LONG = pytest.mark.long
+FAULTS = ("cut request", "lose reply", "late", "twice", "slow", "kill before", "kill after")
+FOUND = [("lifetimes", 33)]
+"""Seeds that have found a defect: 33, the intent of a committed checkpoint kept its base."""
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [range(25), pytest.param(range(25, 2000), marks=LONG)] if SEED is None else [[int(SEED)]],
+    ids=len,
+)
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("subject", ALL)
+def test_what_is_promised_holds(subject: str, seeds: range) -> None:
+    """Whatever happens to requests, and in whatever order they arrive."""
+    counts: Counter[str] = Counter()
+    for seed in seeds:
+        counts += play(subject, seed)
+    print(subject, dict(counts))
+    assert SEED is not None or counts["requests"] > 50 * len(seeds)
+
+
+@pytest.mark.parametrize(("subject", "seed"), FOUND)
+def test_a_seed_that_has_found_a_defect(subject: str, seed: int) -> None:
+    """Finds none any more."""
+    play(subject, seed)
+
+
+@LONG
+@pytest.mark.timeout(3600)
+def test_all_branches_are_reached() -> None:
+    """Each line of commit, fencing, sweep and prune, and each fault, by 1,000 seeds."""
+    reach, counts = Reach(), Counter[str]()
+    with reach:
+        for seed in range(1000):
+            counts += play("lifetimes", seed)
+    assert reach.missed() == []
+    assert [each for each in FAULTS if not counts[each]] == [], counts
+
+
+@pytest.mark.parametrize("subject", ALL)
+def test_a_seed_gives_one_history(subject: str) -> None:
+    """Also in another process, where Python's hashes differ."""
+    code = (
+        "from tests.linearizability.play import play\n"
+        f"for seed in range(4): play({subject!r}, seed, print)"
+    )
+    digests = {
+        hashlib.sha256(
+            subprocess.run(
+                [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True,
+                env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": hashes},
+            ).stdout
+        ).hexdigest()
+        for hashes in ("1", "2")
+    }  # fmt: skip
+    assert len(digests) == 1
+
+
+@pytest.mark.parametrize(
+    ("subject", "mistake"),
+    [
+        ("trials", "no fence"),
+        ("owners", "no fence"),
+        pytest.param("trials", "a sweep and no tombstone", marks=LONG),
+        ("protections", "a pin does not look for deletions"),
+        ("protections", "a prune does not look again"),
+        ("registry", "an append overwrites"),
+        ("lifetimes", "no fence"),
+        ("lifetimes", "a sweep and no tombstone"),
+        ("lifetimes", "a deletion does not look for references"),
+        ("lifetimes", "a commit does not look for swept files"),
+    ],
+)
+def test_a_planted_mistake_is_found(subject: str, mistake: str) -> None:
+    """Within so many histories, mostly the first few."""
+
+    def play_all() -> None:
+        for seed in range(MISTAKE_SEEDS):
+            play(subject, seed)
+
+    with MISTAKES[mistake](), pytest.raises((NotLinearizable, AssertionError)) as caught:
+        play_all()
+    assert "To repeat it: SEED=" in caught.value.__notes__[0]
