@@ -14,6 +14,7 @@ files (see `checkpoint.commit`): then it is no checkpoint whose commit returned.
 
 from __future__ import annotations
 
+import logging
 import random
 import uuid as uuids
 from contextlib import ExitStack, suppress
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from tests.linearizability.simulation import Simulation
 
 DAY = 86_400.0
+_SILENT = logging.getLogger("simulated")
 TRIALS = ("gpt-1", "gpt-2")
 POLICY = RetentionPolicy(save_trial_best=0, save_trial_latest=2)
 COMMON = {f"layer-{number}": b"frozen" * number for number in (1, 2)}
@@ -74,7 +76,7 @@ class Judge:
     Attributes:
         committed: the checkpoints that must be restorable, by uuid.
         doomed: uuids of checkpoints whose deletion has begun.
-        wipes: how often everything was deleted.
+        wipes: how often everything, or all records of attempts, were deleted.
     """
 
     def __init__(self, simulation: Simulation) -> None:
@@ -119,9 +121,18 @@ class Judge:
 
     def wipe(self) -> None:
         """A person deletes everything, or the storage forgets."""
-        self.wipes += 1
-        for state in (self.committed, self._swept, self._stored, self.simulation.objects):
+        self.forget_attempts()
+        for state in (self.committed, self._stored, self.simulation.objects):
             state.clear()
+
+    def forget_attempts(self) -> None:
+        """A person deletes who has run: numbers begin again, and say nothing of earlier ones."""
+        self.wipes += 1
+        self._swept.clear()
+        self._swept_before = dict.fromkeys(self._swept_before, 0)
+        objects = self.simulation.objects
+        for key in [each for each in objects if each.startswith(layout.ATTEMPTS)]:
+            del objects[key]
 
     def _on_write(self, key: str, data: bytes) -> None:
         family, _, rest = key.partition("/")
@@ -278,11 +289,11 @@ class Actor:
                 self._end()  # superseded
                 raise
         if self._choose.random() < 0.7:
-            prune_trial(self._store, POLICY, "gpt", run.trial, _Silent())
+            prune_trial(self._store, POLICY, "gpt", run.trial, _SILENT)
 
     def _upload(self, run: _Run, uuid: str, saved_at: str) -> None:
         base, shared = announce_shared_upload(
-            self._store, run.trial, uuid, f"launch-{self._name}", run.fence, _Silent()
+            self._store, run.trial, uuid, f"launch-{self._name}", run.fence, _SILENT
         )
         there = {each.path: each for each in shared}
         files: list[FileEntry] = []
@@ -338,14 +349,4 @@ class Actor:
         elif kind < 0.6:
             objects.pop(layout.MARK, None)
         else:
-            for key in [each for each in objects if each.startswith(layout.ATTEMPTS)]:
-                del objects[key]
-
-
-class _Silent:
-    """A logger."""
-
-    def info(self, *_: object) -> None:
-        pass
-
-    warning = debug = error = info
+            self._judge.forget_attempts()

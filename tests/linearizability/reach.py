@@ -21,8 +21,6 @@ ROOMS = {
     "retention/shared_files": (),
 }
 """Modules of `trial_core.checkpoint`, and their functions that only show something."""
-UNREACHED: tuple[str, ...] = ()
-"""Lines that no history can reach, by a part of their text; why is said beside each."""
 
 
 class Reach:
@@ -57,9 +55,7 @@ class Reach:
         """The lines that were not reached: ``file:line: text``."""
         left = self._lines.keys() - self._seen
         return [
-            f"{Path(path).name}:{line}: {self._lines[path, line]}"
-            for path, line in sorted(left)
-            if not any(text in self._lines[path, line] for text in UNREACHED)
+            f"{Path(path).name}:{line}: {self._lines[path, line]}" for path, line in sorted(left)
         ]
 
     def _call(self, frame: FrameType, event: str, _: Any) -> Any:

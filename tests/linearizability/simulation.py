@@ -25,7 +25,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-from greenlet import GreenletExit, getcurrent, greenlet
+from greenlet import GreenletExit, getcurrent, greenlet  # type: ignore[import-untyped]
 
 from tests.linearizability.history import Event, Recorder, events_of
 from trial_core.checkpoint import json_objects, manifest, store
@@ -41,7 +41,7 @@ LIMIT = 20_000
 ROOT = "simulated"
 
 
-class Killed(GreenletExit):
+class Killed(GreenletExit):  # type: ignore[misc]
     """Ends a process. As after SIGKILL, nothing that its code does at its end has an effect."""
 
 
@@ -342,7 +342,8 @@ class _Requests:
         self._simulation.request("delete", key, effect, writes=True)
 
     def find(self, path: str) -> dict[str, dict[str, Any]]:
-        folder, found, is_end = f"{_key(path)}/", {}, False
+        found: dict[str, dict[str, Any]] = {}
+        folder, is_end = f"{_key(path)}/", False
         while not is_end:
             after = _key(max(found)) if found else ""
             effect = partial(self._simulation.listed, folder, after)
