@@ -158,7 +158,7 @@ def uploads(storage: Storage, trial: str | None = None) -> list[Intent]:
     """
     begun = intents(storage, trial)
     committed: set[tuple[str, str]] = set()
-    for each in {intent.trial for intent in begun}:
+    for each in sorted({intent.trial for intent in begun}):
         uuids = {intent.uuid for intent in begun if intent.trial == each}
         committed |= {(each, uuid) for uuid in _committed(storage, each, uuids)}
     return [each for each in begun if (each.trial, each.uuid) not in committed]
