@@ -8,9 +8,9 @@ depends on it changes. Each mutant runs the tests that reach its line, quickest 
 `BUDGET_SECONDS`: those of the room's folder in `tests/`, or the paths in the options.
 
 Everything happens in a copy of the tree, in `build/mutate`. A test runs in a fork of this process,
-which has imported torch once; processes that a test starts read the mutant too. mutmut (no operator
-takes a statement's check out) and cosmic-ray (a new interpreter and all tests for each mutant) were
-tried first.
+which has imported torch once; processes that a test starts read the mutant too. Not mutmut, no
+operator of which takes a statement's check out, nor cosmic-ray, which starts a new interpreter and
+all tests for each mutant.
 """
 
 from __future__ import annotations
