@@ -51,6 +51,8 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         path: relative POSIX path below the checkpoint's folder.
         stored_at: ``{uuid}/{path}`` of the earlier checkpoint that has stored the same bytes, which
             may be deleted since; empty if this checkpoint has stored them.
+        copy_at: likewise for a second copy of the same bytes; empty if there is none. The next
+            checkpoint refers to that copy first.
     """
 
     path: str
@@ -58,6 +60,7 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     digest: Digest
     rank: NonNegative
     stored_at: str = ""
+    copy_at: str = ""
 
     def place(self, uuid: str) -> tuple[str, str]:
         """The checkpoint that has stored this file of checkpoint `uuid`, and its path there."""
@@ -67,6 +70,12 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def key(self, uuid: str) -> str:
         """The key of the file, which checkpoint `uuid` lists."""
         return layout.file_key(*self.place(uuid))
+
+    @property
+    def copies(self) -> list[FileEntry]:
+        """This entry, and one for the second copy, if there is one."""
+        second = msgspec.structs.replace(self, stored_at=self.copy_at, copy_at="")
+        return [self, second] if self.copy_at else [self]
 
 
 class Topology(msgspec.Struct, frozen=True, kw_only=True):
@@ -313,11 +322,12 @@ def _check_names(manifest: Manifest, where: str) -> None:
             f"{layout.MAX_NUMBER}"
         )
     for file in manifest.all_files:
-        if file.stored_at and not layout.is_place(file.stored_at):
-            raise CheckpointDamaged(
-                f"{where} says that {file.path} is stored at {file.stored_at!r}; expected the uuid "
-                "of a checkpoint and a path below it: the manifest may be hostile, do not use it"
-            )
+        for place in filter(None, (file.stored_at, file.copy_at)):
+            if not layout.is_place(place):
+                raise CheckpointDamaged(
+                    f"{where} says that {file.path} is stored at {place!r}; expected the uuid of a "
+                    "checkpoint and a path below it: the manifest may be hostile, do not use it"
+                )
     paths = Counter(file.path for file in manifest.all_files)
     if twice := sorted(path for path, count in paths.items() if count > 1):
         raise CheckpointDamaged(f"{where} lists these files twice: {', '.join(twice)}")

@@ -1,8 +1,9 @@
 """Files that checkpoints of one trial share, and when such a file may be deleted.
 
 A checkpoint may refer to files that its base, an earlier one of its trial, has stored or refers to.
-A file is stored once, under the folder of the checkpoint that stored it, and never written again.
-It stays there when that checkpoint is deleted, as long as another one refers to it. A save and a
+A file is stored twice, by two checkpoints, each in its folder. Checkpoints in a row use the two
+copies in turn, and refer to both, so damage to one copy leaves the previous checkpoint intact.
+A copy stays when the checkpoint that stored it is deleted, as long as another one refers to it. A save and a
 deletion may meet::
 
     save of N, from base E                          deletion of X
@@ -85,7 +86,10 @@ class ReferenceReader:
             if manifest is None:
                 return name, frozenset()
             self._known[name] = frozenset(
-                file.key(manifest.uuid) for file in manifest.all_files if file.stored_at
+                copy.key(manifest.uuid)
+                for file in manifest.all_files
+                for copy in file.copies
+                if copy.stored_at
             )
         return name, self._known[name]
 
@@ -106,7 +110,8 @@ def delete_files(
     if (why := why_unknown(storage, others)) is not None:
         raise CheckpointDamaged(f"files of checkpoint {manifest.uuid} are not deleted: {why}")
     notes = {layout.damage_key(*key.split("/", 2)[1:]) for key in others.keys}
-    owners = {file.place(manifest.uuid)[0] for file in manifest.all_files} - {*committed}
+    copies = (copy for file in manifest.all_files for copy in file.copies)
+    owners = {copy.place(manifest.uuid)[0] for copy in copies} - {*committed}
     deleted = []
     for owner in dict.fromkeys([manifest.uuid, *sorted(owners)]):
         deleted.append(storage.clear(layout.files_folder(owner), others.keys))

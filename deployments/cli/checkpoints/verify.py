@@ -40,13 +40,15 @@ class Verified:
     Attributes:
         manifest: the checkpoint's manifest, or None if it cannot be read.
         problem: why the manifest cannot be read.
-        damage: files that differ from the manifest.
+        damage: files that differ from the manifest, without the repaired ones.
+        repaired: files that were stored again, from intact copies.
     """
 
     name: ManifestName
     manifest: Manifest | None
     problem: str | None = None
     damage: tuple[Damage, ...] = ()
+    repaired: tuple[Damage, ...] = ()
 
     @property
     def is_whole(self) -> bool:
@@ -64,6 +66,14 @@ def verify(
     ] = None,
     all_: Annotated[
         bool, Parameter(name="--all", help="Verify all checkpoints, or all of --trial.")
+    ] = False,
+    repair: Annotated[
+        bool,
+        Parameter(
+            negative="",
+            help="Store each damaged or missing file again, from an intact copy that another "
+            "checkpoint of the trial lists.",
+        ),
     ] = False,
     config: ConfigFile = None,
     storage: StorageOption = None,
@@ -86,7 +96,7 @@ def verify(
             names = [*dict.fromkeys(open_checkpoint(store, each).name for each in checkpoints)]
         else:
             names = _all(store, trial)
-    found = [*_verify(store, names)]
+    found = [*_verify(store, names, repair)]
     if json_:
         print(json.dumps([summary(each) for each in found], indent=2))
     else:
@@ -109,6 +119,7 @@ def summary(found: Verified) -> dict[str, Any]:
         "files": None if manifest is None else len(manifest.all_files),
         "total_bytes": None if manifest is None else manifest.total_bytes,
         "problem": found.problem,
+        "repaired": [damage.entry.path for damage in found.repaired],
         "damage": [
             {
                 "path": damage.entry.path,
@@ -139,7 +150,11 @@ def _all(store: CheckpointStore, trial: str | None) -> list[ManifestName]:
     return found
 
 
-def _verify(store: CheckpointStore, names: list[ManifestName]) -> Iterator[Verified]:
+def _verify(
+    store: CheckpointStore, names: list[ManifestName], is_repaired: bool
+) -> Iterator[Verified]:
+    from trial_core.checkpoint.retention.repair import repair
+
     for count, name in enumerate(names, start=1):
         try:
             with waiting(f"verifying {name.uuid} ({count} of {len(names)})") as wait:
@@ -148,6 +163,7 @@ def _verify(store: CheckpointStore, names: list[ManifestName]) -> Iterator[Verif
                 damage = store.find_damage(manifest.uuid, files, wait.bytes_read)
                 if damage:
                     store.raise_if_deleted(manifest.uuid)
+                left = repair(store, manifest, damage) if damage and is_repaired else damage
         except StorageError:
             raise
         except CheckpointNotFound:
@@ -155,7 +171,8 @@ def _verify(store: CheckpointStore, names: list[ManifestName]) -> Iterator[Verif
         except CheckpointError as error:
             yield Verified(name, None, str(error))
         else:
-            yield Verified(name, manifest, damage=tuple(damage))
+            repaired = tuple(each for each in damage if each not in left)
+            yield Verified(name, manifest, damage=tuple(left), repaired=repaired)
 
 
 def _print(store: CheckpointStore, found: list[Verified]) -> None:
@@ -166,6 +183,9 @@ def _print(store: CheckpointStore, found: list[Verified]) -> None:
     columns = ("state", "uuid", "trial", "batches", "files", "size")
     print_table(columns, (_cells(each, length) for each in found))
     damaged = [each for each in found if not each.is_whole]
+    for each in found:
+        for repaired in each.repaired:
+            print(f"\nrepaired, in {each.name.uuid}: {text_format.clean(str(repaired))}")
     for each in damaged:
         problems = [each.problem] if each.problem else map(str, each.damage)
         print(f"\n{each.name.uuid} of {each.name.trial} is damaged:")

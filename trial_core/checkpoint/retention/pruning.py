@@ -51,12 +51,16 @@ class PruningPlan:
     def freed_bytes(self) -> int:
         """Total size of the files to delete: the files that no kept checkpoint lists."""
         files = {
-            file.key(each.manifest.uuid): file.size_bytes
+            copy.key(each.manifest.uuid): copy.size_bytes
             for each in self.deletions
             for file in each.manifest.all_files
+            for copy in file.copies
         }
         needed = {
-            file.key(each.manifest.uuid) for each in self.kept for file in each.manifest.all_files
+            copy.key(each.manifest.uuid)
+            for each in self.kept
+            for file in each.manifest.all_files
+            for copy in file.copies
         }
         return sum(size for key, size in files.items() if key not in needed)
 

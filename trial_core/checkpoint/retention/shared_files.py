@@ -27,8 +27,8 @@ def announce_shared_upload(
 ) -> tuple[str, list[FileEntry]]:
     """As `CheckpointStore.announce_upload`; return the base's uuid, and its files that are there.
 
-    Warns of files of the base that are missing or damaged, and leaves them out: their content is
-    stored anew. Each entry says where its file is.
+    Warns of files of the base that are missing or damaged. Each entry says where its copies are;
+    without `stored_at`, the checkpoint stores the second copy.
 
     Returns:
         `base` for `CheckpointStore.commit`, and `shared` for `upload_staged`.
@@ -36,7 +36,7 @@ def announce_shared_upload(
     base = store.newest(trial)
     if base is not None and base.uuid == uuid:  # a retry: the commit had succeeded unnoticed
         store.announce_upload(trial, uuid, writer, fence)
-        return "", [entry for entry in base.all_files if entry.stored_at]
+        return "", [entry for entry in base.all_files if entry.stored_at or entry.copy_at]
     if base is None:
         store.announce_upload(trial, uuid, writer, fence)
         return "", []
@@ -49,23 +49,30 @@ def announce_shared_upload(
 
 
 def _intact(store: CheckpointStore, base: Manifest, logger: AnyLogger) -> list[FileEntry]:
+    copies = [copy for entry in base.all_files for copy in entry.copies]
     problems = {
-        damage.entry.path: str(damage)
-        for damage in wrong_sizes(store.storage, base.uuid, base.all_files)
+        damage.entry.key(base.uuid): str(damage)
+        for damage in wrong_sizes(store.storage, base.uuid, copies)
     }
-    for entry in noted_damage(store.storage, base.uuid, base.all_files):
-        problems.setdefault(entry.path, f"{entry.path} was found damaged")
-    own = [entry.path for entry in base.all_files if not entry.stored_at]
-    if own and all(path in problems for path in own):
+    for entry in noted_damage(store.storage, base.uuid, copies):
+        key = entry.key(base.uuid)
+        problems.setdefault(key, f"{entry.path}, at {key}, was found damaged")
+    own = [entry.key(base.uuid) for entry in base.all_files if not entry.stored_at]
+    if own and all(key in problems for key in own):
         # Its upload was swept, and its manifest is about to be removed.
         return []
     for problem in problems.values():
         logger.warning(
-            "%s, of checkpoint %s in %s: its content is stored anew, and %s is not whole",
-            problem, base.uuid, store.url, base.uuid,
+            "%s, of checkpoint %s in %s: its content is stored again. Earlier checkpoints with this "
+            "file are not whole; to repair them: `trialflow checkpoints verify --trial %s --repair`",
+            problem, base.uuid, store.url, base.trial,
         )  # fmt: skip
-    return [
-        msgspec.structs.replace(entry, stored_at="/".join(entry.place(base.uuid)))
-        for entry in base.all_files
-        if entry.path not in problems
-    ]
+    found = []
+    for entry in base.all_files:
+        intact = [copy for copy in entry.copies if copy.key(base.uuid) not in problems]
+        if intact:
+            # The base's own copy comes last: two checkpoints in a row use different copies.
+            first, *second = ["/".join(copy.place(base.uuid)) for copy in reversed(intact)]
+            places = (first, second[0]) if second else ("", first)
+            found.append(msgspec.structs.replace(entry, stored_at=places[0], copy_at=places[1]))
+    return found

@@ -143,7 +143,10 @@ def copy_into(store: CheckpointStore, place: str, fence: Fence | None) -> Manife
             f"checkpoint {manifest.uuid} is not copied: {', '.join(changed)} changed meanwhile; "
             "download the checkpoint again"
         )
-    own = {entry.path: msgspec.structs.replace(entry, stored_at="") for entry in manifest.all_files}
+    own = {
+        entry.path: msgspec.structs.replace(entry, stored_at="", copy_at="")
+        for entry in manifest.all_files
+    }
     copied = msgspec.structs.replace(
         manifest,
         writer=fence.attempt,

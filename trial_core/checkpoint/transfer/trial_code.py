@@ -130,10 +130,10 @@ def upload_code(
     if archive is None:
         return None
     digest = f"sha256:{hashlib.sha256(archive).hexdigest()}"
-    places = (each.stored_at for each in shared if each.digest == digest)
+    there = next((each for each in shared if each.digest == digest), None)
     entry = FileEntry(
         path=layout.CODE_NAME, size_bytes=len(archive), digest=digest, rank=0,
-        stored_at=next(places, ""),
+        stored_at=there.stored_at if there else "", copy_at=there.copy_at if there else "",
     )  # fmt: skip
     if not entry.stored_at:
         store.storage.write(layout.file_key(uuid, layout.CODE_NAME), archive)

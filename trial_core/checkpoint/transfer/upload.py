@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from threading import Lock
 
+import msgspec
+
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.manifest import FileEntry
 from trial_core.checkpoint.storage.local_files import local_digest
@@ -44,8 +46,9 @@ def upload_staged(
 
     Args:
         shared: stored files of an earlier checkpoint, with the places where they are. A file with
-            the bytes of one is not uploaded, and its entry refers to that place; except for the
-            smallest: a checkpoint must have a file of its own (see `checkpoint.commit`).
+            the bytes of one that has two copies is not uploaded, and its entry refers to them. If
+            there is one copy, the file is uploaded as the second. The smallest is always uploaded:
+            a checkpoint must have a file of its own (see `checkpoint.commit`).
         changing: paths of files that have changed since an earlier checkpoint. They are presumed to
             change again, and not hashed first. Gets the paths that are found now.
         stored: entries that an earlier attempt at this upload has stored, by path. They are
@@ -61,27 +64,34 @@ def upload_staged(
     files = list(files)
     own = min(files, key=lambda file: file.size_bytes, default=None)
     shared = list(shared)
-    places = {(entry.size_bytes, entry.digest): entry.stored_at for entry in shared}
-    shared_sizes = {size_bytes for size_bytes, _ in places}
+    by_copies = sorted(shared, key=lambda entry: (bool(entry.stored_at), bool(entry.copy_at)))
+    known = {(entry.size_bytes, entry.digest): entry for entry in by_copies}
+    shared_sizes = {size_bytes for (size_bytes, _), entry in known.items() if entry.stored_at}
     earlier = {entry.path: entry.digest for entry in shared}
     changing = set() if changing is None else changing
     lock = Lock()
+
+    def with_copy(file: StagedFile, entry: FileEntry) -> FileEntry:
+        there = known.get((entry.size_bytes, entry.digest))
+        is_second = there is not None and not there.stored_at and file is not own
+        return msgspec.structs.replace(entry, copy_at=there.copy_at if there and is_second else "")
 
     def upload(file: StagedFile, stop: CancelSignal) -> FileEntry:
         stop.check()
         key = layout.file_key(uuid, file.path)
         entry = (stored or {}).get(file.path)
         if entry is not None and entry.size_bytes == file.size_bytes == sizes.get(key):
-            return entry
+            return with_copy(file, entry)
         may_be_shared = file.size_bytes in shared_sizes and file.path not in changing
         if file is not own and may_be_shared:
             # Hashed before it may be sent: a file that has changed is hashed twice, once.
             with ErrorTranslator(file.file).translated("read"):
                 digest = local_digest(Path(file.file), file.size_bytes, stop)
-            if place := places.get((file.size_bytes, digest)):
+            there = known.get((file.size_bytes, digest))
+            if there is not None and there.stored_at:
                 return FileEntry(
                     path=file.path, size_bytes=file.size_bytes, digest=digest, rank=rank,
-                    stored_at=place,
+                    stored_at=there.stored_at, copy_at=there.copy_at,
                 )  # fmt: skip
             if file.path in earlier:
                 changing.add(file.path)
@@ -91,7 +101,7 @@ def upload_staged(
             changing.discard(file.path)
         with lock:
             on_stored(entry)
-        return entry
+        return with_copy(file, entry)
 
     return in_parallel(upload, files, UPLOAD_THREADS)
 

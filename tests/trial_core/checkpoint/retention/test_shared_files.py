@@ -19,7 +19,9 @@ from trial_core.checkpoint import layout
 from trial_core.checkpoint.manifest import FileEntry, Manifest
 from trial_core.checkpoint.retention.deletion_markers import mark_deletion
 from trial_core.checkpoint.retention.leftovers import find_orphaned_files, sweep_orphaned_files
+from trial_core.checkpoint.retention.protections import pins
 from trial_core.checkpoint.retention.pruning import delete_checkpoint, plan_pruning, prune
+from trial_core.checkpoint.retention.repair import repair
 from trial_core.checkpoint.retention.shared_files import announce_shared_upload
 from trial_core.checkpoint.retention_policy import RetentionPolicy
 from trial_core.checkpoint.storage.base import Storage
@@ -31,6 +33,7 @@ from trial_core.checkpoint.transfer.upload import upload_files
 from trial_core.errors import (
     CheckpointDamaged,
     CheckpointError,
+    CheckpointNotFound,
     CommitConflict,
     StorageError,
     Superseded,
@@ -64,8 +67,23 @@ def save(
 
 
 def references(manifest: Manifest) -> set[str]:
-    """Which of a checkpoint's files an earlier one has stored."""
-    return {file.path for file in manifest.all_files if file.stored_at}
+    """Which of a checkpoint's files have a copy that an earlier one has stored."""
+    return {file.path for file in manifest.all_files if file.stored_at or file.copy_at}
+
+
+def whole(store: CheckpointStore) -> list[int]:
+    """The batches of the checkpoints that are intact, in the order to resume from them."""
+    return [
+        each.progress.batches_trained
+        for each in store.resume_candidates(TRIAL)
+        if not store.find_damage(each.uuid, each.all_files)
+    ]
+
+
+def flip_a_bit(store: CheckpointStore, key: str) -> None:
+    data = bytearray(store.storage.read(key) or b"")
+    data[len(data) // 2] ^= 1
+    store.storage.write(key, bytes(data))
 
 
 def stored(store: CheckpointStore) -> set[str]:
@@ -74,8 +92,13 @@ def stored(store: CheckpointStore) -> set[str]:
 
 
 def listed(store: CheckpointStore) -> set[str]:
-    """The keys of all files that a committed checkpoint lists."""
-    return {file.key(each.uuid) for each in store.list() for file in each.all_files}
+    """The keys of all files that a committed checkpoint lists, second copies too."""
+    return {
+        copy.key(each.uuid)
+        for each in store.list()
+        for file in each.all_files
+        for copy in file.copies
+    }
 
 
 def pass_time(monkeypatch: pytest.MonkeyPatch, passed: timedelta) -> None:
@@ -87,7 +110,8 @@ def pass_time(monkeypatch: pytest.MonkeyPatch, passed: timedelta) -> None:
 def assert_sound(store: CheckpointStore) -> None:
     """Each checkpoint is whole, there are no other files, and no deletion is unfinished."""
     for each in store.list():
-        assert store.find_damage(each.uuid, each.all_files) == []
+        copies = [copy for file in each.all_files for copy in file.copies]
+        assert store.find_damage(each.uuid, copies) == []
     assert stored(store) == listed(store)
     assert store.storage.sizes(layout.DELETIONS) == {}
 
@@ -96,15 +120,19 @@ def assert_sound(store: CheckpointStore) -> None:
 
 
 def test_what_has_not_changed_is_not_stored_again(store: CheckpointStore, tmp_path: Path) -> None:
-    """Files and code of the second and third checkpoint are those of the first; they restore."""
+    """The first two checkpoints store files and code; later ones use the copies in turn."""
     first = save(store, tmp_path, 7, code=b"code")
     second = save(store, tmp_path, 11, code=b"code")
     third = save(store, tmp_path, 13, code=b"other code")
+    fourth, fifth = save(store, tmp_path, 17), save(store, tmp_path, 19)
     assert references(first) == set()
     assert references(second) == {*FROZEN, layout.CODE_NAME}
     assert references(third) == set(FROZEN)
-    assert {file.place(third.uuid)[0] for file in third.files} == {first.uuid, third.uuid}
-    assert second.own_bytes == len(b"11")
+    for each, owner in ((second, second), (third, first), (fourth, second), (fifth, first)):
+        assert {file.place(each.uuid)[0] for file in each.files} == {owner.uuid, each.uuid}
+    assert second.own_bytes == second.total_bytes
+    assert third.own_bytes == len(b"13") + len(b"other code")
+    assert fifth.own_bytes == len(b"19")
     assert stored(store) == listed(store)
     assert store.verify(third.uuid) == third
     assert download(store, third.uuid, tmp_path / "third") == third
@@ -124,6 +152,8 @@ def test_equal_content_under_another_name_is_shared(
     assert references(second) == {"moved.pt"}
     same = save(local_store, tmp_path, 11, frozen=renamed)
     assert references(same) == {"moved.pt"}  # not the smallest, which is equal as well
+    again = save(local_store, tmp_path, 11, frozen=renamed)
+    assert {file.path for file in again.files if file.stored_at} == {"moved.pt"}
 
 
 def test_an_earlier_schema_is_read_and_referred_to(
@@ -288,6 +318,11 @@ def is_of_protocol(verb: str, key: str) -> bool:
     )
 
 
+def is_pin(verb: str, key: str) -> bool:
+    """Whether the order matters most, of a repair."""
+    return verb in ("write", "remove") and key.startswith(f"{layout.PINS}/")
+
+
 Counts = Callable[[str, str], bool]
 
 
@@ -449,7 +484,7 @@ def test_damage_is_named_and_stored_anew(
     is_missing: bool,
 ) -> None:
     """Once a reader has found other bytes, or a file is gone, the next save has its own."""
-    first, second = save(local_store, tmp_path, 7), save(local_store, tmp_path, 11)
+    first, _, second = [save(local_store, tmp_path, batches) for batches in (7, 11, 12)]
     path = "base/frozen weights.pt"
     key, data = layout.file_key(first.uuid, path), FROZEN[path]
     if is_missing:
@@ -465,8 +500,10 @@ def test_damage_is_named_and_stored_anew(
         find()
     third = save(local_store, tmp_path, 13)
     assert path in caplog.text
-    assert "its content is stored anew" in caplog.text
-    assert references(third) == {"base/tokenizer.json"}
+    assert "its content is stored again" in caplog.text
+    assert {file.path for file in third.files if file.stored_at} == {"base/tokenizer.json"}
+    assert listed(local_store) - {key} == stored(local_store) - {key}
+    assert all(copy.key("") != key for file in third.files for copy in file.copies)
     assert local_store.verify(third.uuid) == third
     assert references(save(local_store, tmp_path, 17)) == set(FROZEN)
     prune(local_store, plan_pruning(local_store, LATEST, "gpt"))
@@ -474,11 +511,110 @@ def test_damage_is_named_and_stored_anew(
     assert local_store.storage.sizes(layout.DAMAGES) == {}
 
 
+@pytest.mark.parametrize("owner", [0, 1])
+def test_a_damaged_shared_file_leaves_the_previous_checkpoint_whole(
+    local_store: CheckpointStore, tmp_path: Path, owner: int
+) -> None:
+    """Two checkpoints in a row use different copies of a file that has not changed."""
+    saved = [save(local_store, tmp_path, batches) for batches in (7, 11, 13, 17, 19)]
+    flip_a_bit(local_store, layout.file_key(saved[owner].uuid, "base/frozen weights.pt"))
+    assert whole(local_store) == [[17, 11], [19, 13, 7]][owner]
+
+
+def test_the_newest_checkpoint_alone_keeps_both_copies(
+    local_store: CheckpointStore, tmp_path: Path
+) -> None:
+    """A prune of the others takes neither, so the next checkpoints use them in turn."""
+    for batches in (7, 11, 13):
+        save(local_store, tmp_path, batches)
+    prune(local_store, plan_pruning(local_store, LATEST, "gpt"))
+    assert_sound(local_store)
+    frozen = [key for key in stored(local_store) if key.endswith("frozen weights.pt")]
+    assert len(frozen) == 2
+    assert save(local_store, tmp_path, 17).own_bytes == len(b"17")
+
+
+@pytest.mark.parametrize("is_missing", [False, True])
+def test_a_shared_file_is_repaired(
+    local_store: CheckpointStore, tmp_path: Path, is_missing: bool
+) -> None:
+    """From an intact copy; what has no other copy stays damaged, and is returned."""
+    saved = [save(local_store, tmp_path, batches) for batches in (7, 11, 13)]
+    key = layout.file_key(saved[0].uuid, "base/frozen weights.pt")
+    flip_a_bit(local_store, layout.file_key(saved[2].uuid, "adapter.pt"))
+    flip_a_bit(local_store, key)
+    if is_missing:
+        local_store.storage.remove(key)
+    damage = local_store.find_damage(saved[2].uuid, saved[2].all_files)
+    left = repair(local_store, saved[2], damage)
+    assert [each.entry.path for each in left] == ["adapter.pt"]
+    assert whole(local_store) == [11, 7]
+    assert local_store.storage.read(key) == FROZEN["base/frozen weights.pt"]
+    assert [*local_store.storage.sizes(layout.DAMAGES)] == [
+        layout.damage_key(saved[2].uuid, "adapter.pt")
+    ]
+    assert pins(local_store) == {}
+
+
+def test_a_damaged_copy_repairs_nothing(local_store: CheckpointStore, tmp_path: Path) -> None:
+    """Each copy is read before it is stored in another place."""
+    saved = [save(local_store, tmp_path, batches) for batches in (7, 11)]
+    for each in saved:
+        flip_a_bit(local_store, layout.file_key(each.uuid, "base/frozen weights.pt"))
+    before = local_store.storage.read(key := saved[0].files[1].key(saved[0].uuid))
+    damage = local_store.find_damage(saved[0].uuid, saved[0].all_files)
+    assert repair(local_store, saved[0], damage) == damage != []
+    assert local_store.storage.read(key) == before
+
+
+def test_a_repair_overwrites_no_file_of_another_trial(
+    local_store: CheckpointStore, tmp_path: Path
+) -> None:
+    """A hostile manifest may name it, and have the bytes that would be written there."""
+    victim = save(local_store, tmp_path, 7)
+    place = f"{victim.uuid}/base/tokenizer.json"
+    own = upload_files(local_store, "evil", stage(tmp_path / "evil", {"own": b"evil"}), 0)
+    entry = FileEntry(
+        path="a", size_bytes=own[0].size_bytes, digest=own[0].digest, rank=0, stored_at=place
+    )
+    hostile = new_manifest(trial="evil-1", uuid="evil", files=[*own, entry])
+    local_store.storage.write(hostile.name.key, hostile.to_json())
+    damage = local_store.find_damage("evil", hostile.all_files)
+    assert repair(local_store, hostile, damage) == damage != []
+    assert local_store.verify(victim.uuid) == victim
+
+
+def test_a_repair_during_a_prune(scene: CheckpointStore, tmp_path: Path) -> None:
+    """In any order of requests: the checkpoint is whole and stays, or it is deleted with all."""
+    seen = set()
+    for order in all_orders(4, 4):
+        saved = [save(scene, tmp_path, batches) for batches in (7, 11, 13)]
+        key = layout.file_key(saved[0].uuid, "base/frozen weights.pt")
+        flip_a_bit(scene, key)
+        damage = scene.find_damage(saved[2].uuid, saved[2].all_files)
+        plan = plan_pruning(scene, KEEP_NONE, "gpt")
+        repaired, pruned = interleave_all(
+            scene.url,
+            [partial(repair, manifest=saved[2], damage=damage), partial(prune, plan=plan)],
+            order,
+            lambda verb, key: changes(verb, key) or is_pin(verb, key),
+        )
+        assert not isinstance(pruned, Exception), pruned
+        assert repaired == [] or isinstance(repaired, (CheckpointNotFound, CommitConflict))
+        assert pins(scene) == {}
+        if repaired == []:
+            assert scene.verify(saved[2].uuid) == saved[2]
+        assert_sound(scene)
+        seen.add(repaired == [])
+        clear_memory()
+    assert seen == {True, False}
+
+
 def test_a_shared_file_that_vanishes_during_an_upload_fails_it(
     local_store: CheckpointStore, tmp_path: Path
 ) -> None:
     """The commit names it; a retry of the upload stores it anew."""
-    first = save(local_store, tmp_path, 7)
+    first, _ = save(local_store, tmp_path, 7), save(local_store, tmp_path, 8)
     base, shared = announce_shared_upload(local_store, TRIAL, "new", "attempt", None, logger)
     staged = stage(tmp_path / "staged", {**FROZEN, "own": b"1"})
     files = upload_files(local_store, "new", staged, 0, shared=shared)
@@ -514,7 +650,7 @@ def test_an_upload_is_repeated_after_a_commit_that_was_not_answered(
 ) -> None:
     """It is not its own base: it gives the same manifest again, with what it referred to."""
     save(local_store, tmp_path, 7, code=b"code")
-    for uuid, code in (("new", b"code"), ("newer", b"other code")):
+    for uuid, code in (("new", b"code"), ("newer", b"other code"), ("newest", b"other code")):
         made = []
         staged = stage(tmp_path / uuid, {**FROZEN, "adapter.pt": b"11"})
         for _ in range(2):
