@@ -3,8 +3,8 @@
 A checkpoint may refer to files that its base, an earlier one of its trial, has stored or refers to.
 A file is stored twice, by two checkpoints, each in its folder. Checkpoints in a row use the two
 copies in turn, and refer to both, so damage to one copy leaves the previous checkpoint intact.
-A copy stays when the checkpoint that stored it is deleted, as long as another one refers to it. A save and a
-deletion may meet::
+A copy stays when the checkpoint that stored it is deleted, as long as another one refers to it. A
+save and a deletion may meet::
 
     save of N, from base E                          deletion of X
     S1  writes the intent, which names E            D1  writes a deletion marker of X

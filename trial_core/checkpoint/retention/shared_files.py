@@ -63,8 +63,8 @@ def _intact(store: CheckpointStore, base: Manifest, logger: AnyLogger) -> list[F
         return []
     for problem in problems.values():
         logger.warning(
-            "%s, of checkpoint %s in %s: its content is stored again. Earlier checkpoints with this "
-            "file are not whole; to repair them: `trialflow checkpoints verify --trial %s --repair`",
+            "%s, of checkpoint %s in %s: its content is stored again. Earlier checkpoints that use "
+            "this copy are not whole; repair: `trialflow checkpoints verify --trial %s --repair`",
             problem, base.uuid, store.url, base.trial,
         )  # fmt: skip
     found = []
