@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 
 from tests.deployments.cli.stored import UUIDS, run
+from tests.trial_core.checkpoint.retention.test_shared_files import save
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
+
+SHARED = "base/frozen weights.pt"
 
 
 def path_of(tmp_path: Path, manifest: Manifest, file: int) -> Path:
@@ -157,3 +160,26 @@ def test_a_named_checkpoint_deleted_meanwhile(
     printed = capsys.readouterr()
     assert f"{UUIDS[0]} was deleted meanwhile" in printed.err
     assert UUIDS[1][:8] in printed.out
+
+
+def test_a_repair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A shared file is stored again, and named; exit code 1 while another file stays damaged."""
+    store = CheckpointStore(str(tmp_path / "storage"))
+    first, _, third = [save(store, tmp_path / "staged", batches) for batches in (7, 11, 13)]
+    shared = path_of(tmp_path, first, [file.path for file in first.files].index(SHARED))
+    own = path_of(tmp_path, third, [file.path for file in third.files].index("adapter.pt"))
+    intact = own.read_bytes()
+    flip_a_bit(shared)
+    flip_a_bit(own)
+    arguments = ("--trial", first.trial, "--all")
+    code, found = verified(tmp_path, capsys, *arguments)
+    assert (code, [each["is_whole"] for each in found]) == (1, [False, True, False])
+    code, found = verified(tmp_path, capsys, *arguments, "--repair")
+    assert (code, [each["is_whole"] for each in found]) == (1, [True, True, False])
+    assert [each["repaired"] for each in found] == [[SHARED], [], []]
+    assert [each["path"] for each in found[2]["damage"]] == ["adapter.pt"]
+    own.write_bytes(intact)
+    flip_a_bit(shared)
+    assert run(tmp_path, "verify", *arguments, "--repair") == 0
+    assert f"repaired, in {first.uuid}: {SHARED}" in capsys.readouterr().out
+    assert run(tmp_path, "verify", *arguments) == 0

@@ -1,7 +1,7 @@
 """The code of a run's trial: the folder that its ranks start in, and the archive of that folder.
 
 The archive is one of a checkpoint's files, so it is verified, downloaded and deleted with it. Code
-that has not changed is stored once, as other files.
+that has not changed is stored by two checkpoints, as other files.
 """
 
 from __future__ import annotations
