@@ -91,14 +91,14 @@ def test_the_note_of_a_damaged_file_stays_with_the_file(
     local_store: CheckpointStore, tmp_path: Path
 ) -> None:
     """Its checkpoint is deleted; the next save stores the content anew."""
-    first, second = save(local_store, tmp_path, 7), save(local_store, tmp_path, 11)
+    first, _, second = [save(local_store, tmp_path, batches) for batches in (7, 11, 12)]
     path = "base/frozen weights.pt"
     local_store.storage.write(layout.file_key(first.uuid, path), b"X" + FROZEN[path][1:])
     with pytest.raises(CheckpointDamaged, match="has digest"):
         local_store.verify(second.uuid)
     local_store.delete(first)
     third = save(local_store, tmp_path, 13)
-    assert references(third) == set(FROZEN) - {path}
+    assert {file.path for file in third.files if file.stored_at} == set(FROZEN) - {path}
     assert local_store.verify(third.uuid) == third
 
 
@@ -131,8 +131,7 @@ def test_a_checkpoint_whose_own_files_are_gone_is_no_base(
     local_store: CheckpointStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its upload was swept, and its commit is about to fail: what it refers to is stored anew."""
-    save(local_store, tmp_path, 7)
-    second = save(local_store, tmp_path, 11)
+    _, _, second = [save(local_store, tmp_path, batches) for batches in (7, 11, 12)]
     local_store.storage.remove(layout.file_key(second.uuid, "adapter.pt"))
     base, shared = announce_shared_upload(local_store, TRIAL, "new", "a", None, logger)
     assert (base, shared) == (second.uuid, [])
