@@ -12,11 +12,13 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from trial_core.errors import CheckpointError, TrialError, TrialflowError
 from trial_core.messages import RestoredSettings
+from trial_core.rank.collective_errors import run_on_all_ranks
 from trial_core.rank.core_api.context import Context
 from trial_core.rank.core_api.init import init
 from trial_core.rank.core_api.script_host import current_slot
@@ -29,6 +31,7 @@ from trial_core.rank.core_api.trainer_arguments import (
     require_same_types,
 )
 from trial_core.rank.state_files.built_settings import read_resume_file
+from trial_core.rank.state_files.trainer_folder import require_safe
 
 try:
     from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -41,6 +44,7 @@ except ImportError as error:
 
 logger = logging.getLogger(__name__)
 
+_ENGINE = "trial_core.deepspeed.checkpoint_engine"  # imports DeepSpeed
 _SPEED = ("_runtime", "_per_second", "_compilation_time")
 
 
@@ -68,7 +72,8 @@ class TrialflowCallback(TrainerCallback):
         TrialError: by ``train``: the run has trained before, or its latest checkpoint is not a
             Trainer's. Otherwise as `trial_core.init`.
         CheckpointError: by ``train``: the checkpoint was made with another class of optimizer, or
-            with another number of samples a step, and is in the middle of an epoch.
+            with another number of samples a step, and is in the middle of an epoch; or one of its
+            files may run code, and ``checkpointing.trusted`` is not set.
     """
 
     core_context: Context | None = None
@@ -130,6 +135,7 @@ class TrialflowCallback(TrainerCallback):
             )
         if context.distributed.get_local_rank() == 0:  # the ranks of a machine share it
             stored.download(uuid, output)
+        self._require_safe(output / names[0])
         self._stored[names[0]] = uuid
         self._fetch_best(stored.get_metadata(uuid).get("best_checkpoint"), output)
         return str(output / names[0])
@@ -140,11 +146,26 @@ class TrialflowCallback(TrainerCallback):
         missing = [name for name in best or {} if not (output / name).is_dir()]
         if any(context.distributed.allgather(missing)):
             try:
-                for uuid in (best or {}).values():
+                for name, uuid in (best or {}).items():
                     context.checkpoint.download(uuid, output, selector=lambda path: "/" in path)
+                    self._require_safe(output / name)
             except CheckpointError as error:
                 logger.warning("the best checkpoint so far is not fetched: %s", error)
         self._stored.update(best or {})
+
+    def _require_safe(self, folder: Path) -> None:
+        """Refuse a fetched folder whose pickles may run code, unless trusted. Collective."""
+        context = self._context
+        if context.host.run.checkpointing.trusted:
+            return
+
+        def check() -> None:
+            if context.distributed.get_local_rank() == 0:
+                has_shards = any(folder.glob("*/*_states.pt"))
+                classes = import_module(_ENGINE).CHECKPOINT_CLASSES if has_shards else ()
+                require_safe(folder, classes)
+
+        run_on_all_ranks(context.distributed, check)
 
     def compare(self, trainer: Any, resume_from: Any) -> None:
         """Compare the Trainer's arguments with those of the folder that it resumes from.

@@ -6,17 +6,21 @@ import json
 import shutil
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
+import torch
+from msgspec.structs import replace
 from safetensors.torch import load_file
 
 from tests.support.fitting import start
 from tests.support.flow import train, train_until_stopped
 from tests.support.slots import TOY, toy_config
 from trial_core.checkpoint import layout
-from trial_core.checkpoint.manifest import Manifest
+from trial_core.checkpoint.manifest import Manifest, utc_now
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.transfer.fetch import download
+from trial_core.checkpoint.transfer.upload import upload_files
 from trial_core.errors import StorageError, TrialflowError
 
 pytestmark = [pytest.mark.slots, pytest.mark.server]
@@ -123,6 +127,34 @@ def test_what_would_train_wrongly_is_refused_before_the_first_step(
         train(hf_config(here, "--max_steps 6 --save_steps 4", STEPS, changed), trial=first.trial)
     assert "or begin a new trial with the checkpoint's weights" in str(refused.value)
     assert steps_of(here) == [0, 1, 2, 3]
+
+
+@pytest.mark.long
+def test_a_trainer_does_not_resume_from_hidden_code(here: Path, tmp_path: Path) -> None:
+    """DeepSpeed would unpickle the file without limits; the refusal names it before that."""
+    first = train(hf_config(here, "--max_steps 2"))
+    store, manifest = CheckpointStore(f"file://{here}/checkpoints"), saved(here, first.trial)[2]
+    download(store, manifest.uuid, tmp_path / "other")
+    inside = tmp_path / "other" / "checkpoint-2" / "global_step2"
+    inside.mkdir()
+    torch.save({"module": Trap(here / "sprung")}, inside / "mp_rank_00_model_states.pt")
+    uuid = str(uuid4())
+    store.announce_upload(first.trial, uuid, manifest.attempt)
+    files = upload_files(store, uuid, tmp_path / "other", 0)
+    store.commit(replace(manifest, uuid=uuid, files=files, created_at=utc_now()))
+    with pytest.raises(TrialflowError, match=r"global_step2/mp_rank_00_model_states\.pt"):
+        train(hf_config(here, "--max_steps 4"), trial=first.trial)
+    assert not (here / "sprung").exists()
+
+
+class Trap:
+    """Runs code when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
 
 
 @pytest.mark.long

@@ -32,7 +32,16 @@ from trial_core.rank.state_files.safe_load import Reader
 from trial_core.rank.state_files.safe_save import readable
 from trial_core.rank.state_files.tensor_files import write_tensors
 
-CHECKPOINT_CLASSES = (DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address)
+
+def _zero_stage(stage: int) -> ZeroStageEnum:
+    return ZeroStageEnum(stage)
+
+
+CHECKPOINT_CLASSES = (
+    DynamicLossScaler, LossScaler, fragment_address,
+    # By a function: a pickle that may name an enum's class can change its members' attributes.
+    (_zero_stage, f"{ZeroStageEnum.__module__}.{ZeroStageEnum.__qualname__}"),
+)  # fmt: skip
 """Classes of DeepSpeed that its shards contain. Constructing them runs no code of a checkpoint."""
 
 

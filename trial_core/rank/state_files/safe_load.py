@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import pathlib
 import pickle
+import struct
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,8 +25,25 @@ from trial_core.errors import CheckpointError
 from trial_core.rank.state_files.frozen_files import frozen_path, with_frozen
 from trial_core.rank.state_files.stored_arrays import with_arrays
 
+_MAX_RANGE = 1_000_000
+_MALFORMED = (
+    ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, EOFError,
+    AssertionError, NotImplementedError, MemoryError, BufferError, SyntaxError, struct.error,
+    zipfile.BadZipFile,
+)  # fmt: skip
+"""What torch raises for a file that is not a state, besides UnpicklingError."""
+
+
+def _short_range(*numbers: int) -> range:
+    """A range that is not so long that a set of it fills the memory."""
+    made = range(*numbers)
+    if made and (abs(made[-1] - made[0]) // abs(made.step)) >= _MAX_RANGE:
+        raise ValueError(f"a range of more than {_MAX_RANGE} numbers")
+    return made
+
+
 _PLAIN = (
-    frozenset, range, slice,
+    frozenset, (_short_range, "builtins.range"), slice,
     datetime.datetime, datetime.date, datetime.timedelta, datetime.timezone,
     pathlib.PosixPath, pathlib.PurePosixPath,
 )  # fmt: skip
@@ -60,7 +78,8 @@ class Reader:
             mapped: leave tensors in the file until they are used, if the file can be mapped.
 
         Raises:
-            CheckpointError: the file contains objects of a class not known to be safe.
+            CheckpointError: the file contains objects of a class not known to be safe, or is not
+                a state at all.
         """
         content = self._load(path, map_location, mapped)
         try:
@@ -87,7 +106,7 @@ class Reader:
         except pickle.UnpicklingError as error:
             try:
                 names = self.unsafe_classes(path)
-            except (pickle.UnpicklingError, ValueError, RuntimeError):  # torch's older format
+            except (pickle.UnpicklingError, *_MALFORMED):  # torch's older format, or not a pickle
                 names = []
             # Never numpy's: see `stored_arrays`.
             *_, cause = str(error).split("WeightsUnpickler error:")
@@ -107,6 +126,17 @@ class Reader:
                 "objects can run code. If you trust the writer of this checkpoint, set "
                 f"checkpointing.trusted: true (trialflow export: --trusted). {single}"
             ) from None
+        except torch.OutOfMemoryError:  # of an accelerator: not the file's fault
+            raise
+        except _MALFORMED as error:
+            first_line = str(error).strip().partition("\n")[0]
+            raise CheckpointError(
+                f"{path.name} cannot be read as a state: {type(error).__name__}: {first_line}; "
+                "verify the checkpoint with trialflow checkpoints verify"
+            ) from error
+        finally:
+            # torch keeps those of a file that it refuses, and would refuse the next file for them.
+            torch._utils._sparse_tensors_to_validate.clear()
 
     def load_mapped(self, path: Path) -> Any:
         """Like `load`, on the CPU; tensors stay in the file until they are used."""

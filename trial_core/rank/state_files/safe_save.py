@@ -63,7 +63,8 @@ class _Conversion:
 
     def __init__(self, reader: Reader) -> None:
         # Not mappings: their content needs a check, and a defaultdict has a factory.
-        known = [each for each in reader.classes if not issubclass(each, Mapping)]
+        types = [each for each in reader.classes if isinstance(each, type)]
+        known = [each for each in types if not issubclass(each, Mapping)]
         self._known = _LEAVES.union(known)
         self._allowed = frozenset(get_safe_globals())
         # By id, with the original: another object may get its id once it is gone.

@@ -1,0 +1,83 @@
+"""Random pickles over the names that the restricted reader allows."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.pickle_fuzz import archive
+from trial_core.errors import CheckpointError
+from trial_core.rank.state_files.safe_load import Reader
+
+
+def load(path: Path, content: bytes, reader: Reader | None = None) -> object:
+    path.write_bytes(archive(content))
+    return (reader or Reader()).load(path)
+
+
+@pytest.mark.parametrize(
+    ("first", "count"),
+    [(0, 2_000), pytest.param(1_000_000, 100_000, marks=pytest.mark.long)],
+)
+def test_a_pickle_is_read_or_refused(first: int, count: int) -> None:
+    """Nothing else: no other exception, no crash, no attribute of a class changed."""
+    program = [sys.executable, "-m", "tests.support.pickle_fuzz", str(first), str(count)]
+    ended = subprocess.run(program, capture_output=True, text=True, check=False, env=os.environ)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    counts = json.loads(ended.stdout.splitlines()[-1])
+    assert counts.keys() == {"returned", "refused", "malformed"}, counts
+    assert min(counts.values()) > count // 100, "the grammar reaches too little"
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\x80\x02", b"\x80\x02}u.", b"\x80\x02N)R.", b"\x80\x02h\x05."]
+)
+def test_what_is_not_a_pickle_is_refused(tmp_path: Path, content: bytes) -> None:
+    """With the file's name, whatever torch raises."""
+    with pytest.raises(CheckpointError, match=r"state\.pt"):
+        load(tmp_path / "state.pt", content)
+
+
+def test_a_short_pickle_cannot_fill_the_memory(tmp_path: Path) -> None:
+    """A set of a range of 10^15 numbers."""
+    size = b"\x8a\x07" + (10**15).to_bytes(7, "little")
+    content = b"\x80\x02cbuiltins\nset\n(cbuiltins\nrange\n(" + size + b"tRtR."
+    with pytest.raises(CheckpointError, match="range of more"):
+        load(tmp_path / "state.pt", content)
+
+
+def test_a_refused_file_does_not_spoil_the_next(tmp_path: Path) -> None:
+    """torch keeps the sparse tensors of a file that it could not read to its end."""
+    sparse = torch.sparse_coo_tensor(torch.tensor([[0]]), torch.tensor([1.0]), (1,))
+    file = tmp_path / "state.pt"
+    torch.save({"bad": sparse, "end": Path}, file)
+    with pytest.raises(CheckpointError):
+        Reader().load(file)
+    assert not torch._utils._sparse_tensors_to_validate
+    assert load(file, pickle.dumps({"a": 1}, 2)) == {"a": 1}
+
+
+def test_a_pickle_does_not_change_the_members_of_an_enum(tmp_path: Path) -> None:
+    """They are the process's: ZeRO's stage would be another one for all that follows."""
+    pytest.importorskip("deepspeed")
+    from trial_core.deepspeed.checkpoint_engine import CHECKPOINT_CLASSES, ZeroStageEnum
+
+    reader = Reader(classes=CHECKPOINT_CLASSES)
+    name = b"cdeepspeed.runtime.zero.config\nZeroStageEnum\n"
+    file = tmp_path / "state.pt"
+    assert load(file, b"\x80\x02" + name + b"K\x02\x85R.", reader) is ZeroStageEnum(2)
+    change = b"}X\x07\x00\x00\x00_value_K\x03sb."
+    with pytest.raises(CheckpointError):
+        load(file, b"\x80\x02" + name + b"K\x02\x85R" + change, reader)
+    rebuild = b"\x80\x02ctorch._tensor\n_rebuild_from_type_v2\n("
+    arguments = name + name + b"K\x02\x85}X\x07\x00\x00\x00_value_K\x03stR."
+    with pytest.raises(CheckpointError):
+        load(file, rebuild + arguments, reader)
+    assert [each.value for each in ZeroStageEnum] == [0, 1, 2, 3]

@@ -1,0 +1,96 @@
+"""What a checkpoint of Hugging Face's Trainer may contain before the Trainer reads it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.pickle_fuzz import archive
+from trial_core.errors import CheckpointError
+from trial_core.rank.state_files.trainer_folder import require_safe
+
+
+class Trap:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "checkpoint-5" / "global_step5").mkdir(parents=True)
+    return tmp_path / "checkpoint-5"
+
+
+def test_what_a_trainer_saves_is_accepted(folder: Path) -> None:
+    """numpy's random state, and arguments that the Trainer does not read."""
+    torch.save(
+        {"numpy": np.random.get_state(), "cpu": torch.get_rng_state()}, folder / "rng_state.pth"
+    )
+    torch.save(
+        {"module": {"weight": torch.ones(2)}}, folder / "global_step5/mp_rank_00_model_states.pt"
+    )
+    torch.save(Trap(folder / "sprung"), folder / "training_args.bin")
+    (folder / "latest").write_text("global_step5")
+    require_safe(folder, ())
+
+
+@pytest.mark.parametrize(
+    "name", ["optimizer.pt", "global_step5/mp_rank_00_model_states.pt", "rng_state.pth"]
+)
+def test_hidden_code_is_refused_by_name(folder: Path, name: str) -> None:
+    """Of the file and the class, with the way to allow it."""
+    torch.save({"module": Trap(folder / "sprung")}, folder / name)
+    with pytest.raises(CheckpointError, match=r"checkpointing\.trusted") as refusal:
+        require_safe(folder, ())
+    assert f"checkpoint-5/{name}" in str(refusal.value)
+    assert "pathlib.Path.touch" in str(refusal.value) or "getattr" in str(refusal.value)
+    assert not (folder / "sprung").exists()
+
+
+@pytest.mark.parametrize("name", ["pytorch_model_fsdp_0/.metadata", "optimizer_0/__0_0.distcp"])
+def test_a_distributed_checkpoint_needs_trust(folder: Path, name: str) -> None:
+    """torch unpickles it, and pickles in it."""
+    (folder / name).parent.mkdir()
+    (folder / name).write_bytes(b"anything")
+    with pytest.raises(CheckpointError, match="checkpointing.trusted"):
+        require_safe(folder, ())
+
+
+@pytest.mark.parametrize("tag", ["../other", "/any", "..", "a/b", ""])
+def test_deepspeeds_tag_is_a_folder_next_to_it(folder: Path, tag: str) -> None:
+    """Else files that were not read before would be."""
+    (folder / "latest").write_text(tag)
+    with pytest.raises(CheckpointError, match="global_step100"):
+        require_safe(folder, ())
+
+
+DTYPE = b"cnumpy\ndtype\n"
+OBJECT = DTYPE + b"(X\x01\x00\x00\x00O\x89\x88t"
+CORE = f"c{np.random.get_state()[1].__reduce__()[0].__module__}\n_reconstruct\n".encode()
+NEW = CORE + b"(cnumpy\nndarray\n(K\x00tccodecs\nencode\n".replace(b"ccodecs", b"c_codecs")
+NEW += b"(X\x01\x00\x00\x00bX\x06\x00\x00\x00latin1tRtR"
+
+
+@pytest.mark.parametrize(
+    ("program", "kind"),
+    [
+        (OBJECT + b"R", "dtype"), (OBJECT + b"\x81", "dtype"),
+        (NEW + b"(K\x01(K\x01t" + DTYPE + b"(X\x02\x00\x00\x00u4\x89\x88tR\x89Ntb", "array"),
+        (CORE + b"(cnumpy\nndarray\n(K\x05tNtR", "array"),
+    ],
+    ids=["call", "new object", "state", "size"],
+)  # fmt: skip
+def test_numpys_classes_make_nothing_but_a_random_state(
+    folder: Path, program: bytes, kind: str
+) -> None:
+    """The Trainer allows them in rng_state.pth, and numpy believes what a pickle says."""
+    (folder / "rng_state.pth").write_bytes(archive(b"\x80\x02" + program + b"."))
+    with pytest.raises(CheckpointError, match=f"expected the {kind} of a random state"):
+        require_safe(folder, ())

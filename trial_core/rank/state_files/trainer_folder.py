@@ -1,0 +1,96 @@
+"""Refuses a checkpoint of Hugging Face's Trainer that would run code when the Trainer reads it.
+
+DeepSpeed and torch's distributed checkpoints unpickle without limits, and the Trainer itself allows
+classes of numpy. So the restricted reader reads each pickle first: what it accepts contains the
+same calls for the other readers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trial_core.errors import CheckpointError
+from trial_core.rank.state_files.safe_load import Reader
+
+_PICKLES = (".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt")
+_DISTRIBUTED = (".metadata", ".distcp")
+"""Of torch.distributed.checkpoint: pickles within a format of its own."""
+_NOT_READ = "training_args.bin"  # written by the Trainer, not read by it
+_TAGS = ("latest", "latest_universal")
+"""DeepSpeed's files that name the folder to read."""
+_WAY_OUT = (
+    "If you trust the writers of the storage, set checkpointing.trusted: true; without an "
+    "experiment file, trial_core.init(checkpointing={'trusted': True})"
+)
+
+
+def require_safe(folder: Path, classes: Sequence[Any]) -> None:
+    """Refuse the folder if one of its files may run code when it is unpickled.
+
+    Args:
+        classes: as of `Reader`.
+
+    Raises:
+        CheckpointError: names the file, and the class.
+    """
+    reader = Reader(classes=[*classes, *_numpys_of_random_states()])
+    for file in sorted(each for each in folder.rglob("*") if each.is_file()):
+        name = file.relative_to(folder.parent)
+        if file.name.endswith(_DISTRIBUTED):
+            raise CheckpointError(
+                f"{name} is a part of a distributed checkpoint (FSDP's sharded state), which torch "
+                f"unpickles without limits. {_WAY_OUT}, or save with FULL_STATE_DICT"
+            )
+        if file.name in _TAGS and not re.fullmatch(r"\w[\w.-]*\s*", _beginning(file)):
+            raise CheckpointError(
+                f"{name} names {_beginning(file)!r}; expected a folder next to it, such as "
+                "global_step100"
+            )
+        if file.name.endswith(_PICKLES) and name.as_posix() != f"{folder.name}/{_NOT_READ}":
+            try:
+                reader.load_mapped(file)
+            except CheckpointError as error:
+                raise CheckpointError(f"{name}: {error}. {_WAY_OUT}") from error
+
+
+def _beginning(file: Path) -> str:
+    with file.open(errors="replace") as opened:
+        return opened.read(200)
+
+
+class _Dtype:
+    """What a pickle says of numpy's dtype of random states, without numpy."""
+
+    def __new__(cls, *arguments: object) -> _Dtype:  # not __init__: NEWOBJ does not call it
+        _require(arguments == ("u4", False, True), "dtype", arguments)
+        return super().__new__(cls)
+
+    def __setstate__(self, state: object) -> None:
+        _require(state == (3, "<", None, None, None, -1, -1, 0), "dtype", state)
+
+
+class _Words:
+    """What a pickle says of the array of 624 words in numpy's random state, without numpy."""
+
+    def __setstate__(self, state: Any) -> None:
+        is_known = type(state) is tuple and len(state) == 5 and type(state[2]) is _Dtype
+        is_known = is_known and type(state[4]) is bytes and len(state[4]) == 4 * 624
+        _require(is_known and (*state[:2], state[3]) == (1, (624,), False), "array", state)
+
+
+def _new_words(*arguments: Any) -> _Words:
+    _require(arguments == (_Words, (0,), b"b"), "array", arguments)
+    return _Words()
+
+
+def _require(is_known: bool, kind: str, given: object) -> None:
+    if not is_known:
+        raise ValueError(f"expected the {kind} of a random state of numpy's, got {given!r:.80}")
+
+
+def _numpys_of_random_states() -> list[Any]:
+    core = [(_new_words, f"numpy.{each}.multiarray._reconstruct") for each in ("core", "_core")]
+    return [*core, (_Words, "numpy.ndarray"), (_Dtype, "numpy.dtype")]
