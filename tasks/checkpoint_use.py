@@ -259,7 +259,7 @@ def promote(
                 logger.warning("this run has promoted %s, but since then: %s", version, last)
                 return move
     move = registry.promote(model, version.number, run=run, why=why)
-    tell_champion(registry, move)
+    tell_champion(registry, move, config)
     logger.info("checkpoint %s is %s, the champion", manifest.uuid, version)
     return move
 

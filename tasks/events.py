@@ -93,7 +93,7 @@ def champion_event(registry: Registry, move: Move) -> Event:
     )  # fmt: skip
 
 
-def tell_champion(registry: Registry, move: Move) -> None:
+def tell_champion(registry: Registry, move: Move, config: ExperimentConfig) -> None:
     """Report a move from a task: by an event, in the background, and in MLflow's registry.
 
     A failure to report does not undo the move.
@@ -105,8 +105,9 @@ def tell_champion(registry: Registry, move: Move) -> None:
         logger.warning("no event tells of the new champion: %s", error)
     else:
         _emit(event)
+    own = {name: options for entry in config.trackers for name, options in entry.items()}
     try:
-        if shown := show_champion(registry, move.model):
+        if shown := show_champion(registry, move.model, own):
             logger.info("MLflow's registry shows the champion: %s", shown)
     except (NotShown, TrialflowError) as error:
         logger.warning("%s: %s", NOT_SHOWN, error)

@@ -238,7 +238,7 @@ def promote_challenger(
     except (CheckpointDamaged, CheckpointNotFound, PromotionRefused) as error:
         why = f"the challenger's checkpoint cannot be used: {error}"
     else:
-        tell_champion(retraining.registry, move)
+        tell_champion(retraining.registry, move, retraining.config)
         return verdict
     get_run_logger().warning("version %d is not promoted: %s", challenger.version, why)
     return PromotionDecision(promoted=False, why=f"{why} (the verdict was: {verdict.why})")

@@ -140,6 +140,13 @@ def chosen_experiment(config_file: Path | None, storage: str | None) -> Path | N
     return config_file
 
 
+def own_trackers(config_file: Path | None, storage: str | None) -> dict[str, dict[str, Any]]:
+    """The trackers of `chosen_experiment`, with their options."""
+    experiment = chosen_experiment(config_file, storage)
+    entries = read_experiment(experiment, [], storage).trackers if experiment else []
+    return {name: options for entry in entries for name, options in entry.items()}
+
+
 def open_store(
     config_file: Path | None, storage: str | None, overrides: Sequence[str] = ()
 ) -> CheckpointStore:

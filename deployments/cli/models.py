@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
@@ -16,6 +16,7 @@ from trialflow.deployments.cli.experiment_options import (
     StorageOption,
     chosen_experiment,
     open_store,
+    own_trackers,
     read_experiment,
 )
 from trialflow.deployments.cli.model_view import LIST_COLUMNS, ModelView, listed
@@ -126,7 +127,7 @@ def promote(
         move = registry.promote(model, number, why=why)
     is_new = before is None or move.number > before.number
     if is_new:
-        _tell_server(registry, move)
+        _tell_server(registry, move, own_trackers(config, storage))
     _print_move(move, is_new, json_, _storage_options(config, storage))
     return 0
 
@@ -151,7 +152,7 @@ def rollback(
     registry = _registry(config, storage)
     with waiting(f"verifying the previous champion of model {model}"):
         move = registry.rollback(model, why=why)
-    _tell_server(registry, move)
+    _tell_server(registry, move, own_trackers(config, storage))
     _print_move(move, True, json_, _storage_options(config, storage))
     return 0
 
@@ -193,13 +194,13 @@ def _register(
     )  # fmt: skip
 
 
-def _tell_server(registry: Registry, move: Move) -> None:
+def _tell_server(registry: Registry, move: Move, trackers: dict[str, dict[str, Any]]) -> None:
     """Report a move to the Prefect server, if there is one, and to MLflow. It is made already."""
     from trial_core.observe.trackers.model_registry import NOT_SHOWN, NotShown, show_champion
 
     try:
         with waiting("asking MLflow's registry"):
-            show_champion(registry, move.model)
+            show_champion(registry, move.model, trackers)
     except (NotShown, TrialflowError) as error:
         console.warning(f"{NOT_SHOWN}: {error}")
     from trialflow.flows.server.prefect_settings import prepare_prefect

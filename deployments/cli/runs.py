@@ -18,7 +18,12 @@ from trial_core.common import text_format
 from trial_core.common.text_format import flat
 from trial_core.errors import CheckpointDamaged, CheckpointNotFound, ConfigError
 from trialflow.deployments.cli import console
-from trialflow.deployments.cli.experiment_options import ConfigFile, StorageOption, open_store
+from trialflow.deployments.cli.experiment_options import (
+    ConfigFile,
+    StorageOption,
+    open_store,
+    own_trackers,
+)
 from trialflow.deployments.cli.tables import AsJson, local_time, print_json, print_table
 from trialflow.deployments.cli.waiting import waiting
 
@@ -196,7 +201,13 @@ def sync(
     store = open_store(config, storage)
     with locked_run_dir(trial) as run_dir:
         before, after = sync_trackers(
-            store, trial, run_dir, wait_seconds, print, getLogger(__name__)
+            store,
+            trial,
+            run_dir,
+            wait_seconds,
+            print,
+            getLogger(__name__),
+            own_trackers(config, storage),
         )
     if not before:
         print(f"the trackers of {trial} have got everything")

@@ -19,7 +19,9 @@ class TrackioTracker(Tracker):
     """
 
     measures_the_system: ClassVar[bool] = True
-    place_variables: ClassVar[Mapping[str, str]] = {"space_id": "TRACKIO_SPACE_ID"}
+    place_variables: ClassVar[Mapping[str, str]] = {
+        "space_id": "TRACKIO_SPACE_ID", "server_url": "TRACKIO_SERVER_URL",
+    }  # fmt: skip
 
     _run: Any = None
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.json_objects import read_json
+from trial_core.errors import ConfigError
 from trial_core.models.registry import Registry
 from trial_core.observe.trackers.in_mlflow import MlflowTracker, quiet_client
 from trial_core.observe.trackers.journal import FOLDER, ORDER, State
@@ -27,17 +29,22 @@ class NotShown(Exception):
     """MLflow's registry does not show the champion; the text says why."""
 
 
-def show_champion(registry: Registry, model: str) -> str | None:
+def show_champion(
+    registry: Registry, model: str, own: Mapping[str, Mapping[str, Any]] | None = None
+) -> str | None:
     """Make the alias ``champion`` in MLflow's registry name the model's present champion.
 
     This is done if the experiment that trained the champion has ``registered_model`` below
     ``mlflow``. It may be repeated: the next call completes an unfinished one.
 
+    Args:
+        own: the trackers of the caller's experiment, with their options.
+
     Returns:
         The version there, as ``gpt version 3``; None if the experiment does not ask for it.
 
     Raises:
-        NotShown: MLflow cannot be reached, or refuses.
+        NotShown: MLflow cannot be reached, or refuses; or only the storage names its place.
         RegistryError, StorageError: our registry cannot be read.
     """
     champion = registry.champion(model)
@@ -48,8 +55,13 @@ def show_champion(registry: Registry, model: str) -> str | None:
     if not (name := options.get("registered_model")):
         return None
     state = _stored(registry, champion.trial, "mlflow.json", State) or State()
+    options = MlflowTracker.without_paths(options)
     try:
-        client = quiet_client(MlflowTracker.without_paths(options))
+        MlflowTracker.require_own_place("mlflow", options, (own or {}).get("mlflow", {}))
+    except ConfigError as error:  # not shortened: it says what to set
+        raise NotShown(str(error)) from error
+    try:
+        client = quiet_client(options)
         number = _version(client, model if name is True else str(name), registry, champion, state)
     except Exception as error:  # MLflow's own, and errors of its libraries
         raise NotShown(describe(error)) from error

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -149,19 +150,22 @@ def _store(store: CheckpointStore, trial: str, run_dir: Path, is_end: bool) -> N
 def sync_trackers(
     store: CheckpointStore, trial: str, run_dir: Path, patience_seconds: float,
     hear: Callable[[str], None], logger: AnyLogger,
+    own: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> tuple[dict[str, int], dict[str, int]]:  # fmt: skip
     """Send the records that the trackers lack, without a run: `trialflow runs sync`.
 
     Args:
         run_dir: the trial's folder on this machine, locked.
         hear: called with news for people.
+        own: the trackers of the caller's experiment, with their options.
 
     Returns:
         The numbers of records that each tracker lacked before and lacks still, without zeros.
 
     Raises:
         ConfigError: no run of the trial had trackers; or their list is unreadable; or one that
-            lacks records is not installed, or does not have an option that the run gave it.
+            lacks records is not installed, or does not have an option that the run gave it; or
+            only the storage names its place.
     """
     adopt_stored(store, trial, run_dir, logger)
     file = run_dir / FOLDER / ORDER
@@ -182,7 +186,10 @@ def sync_trackers(
     for name in before:
         kind, options = find_tracker(name), earlier.trackers[name]
         kind.check(options)
-        trackers[name] = kind.without_paths(options) if earlier.is_adopted else options
+        if earlier.is_adopted:
+            options = kind.without_paths(options)
+            kind.require_own_place(name, options, (own or {}).get(name, {}))
+        trackers[name] = options
     if before:
         # Only these: a run that is opened again is shown as running, or as ended well.
         order = msgspec.structs.replace(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -110,6 +111,30 @@ class Tracker:
         Writers to the storage must not choose where this machine reads and writes.
         """
         return dict(options)
+
+    @classmethod
+    def require_own_place(
+        cls, name: str, options: Mapping[str, Any], own: Mapping[str, Any]
+    ) -> None:
+        """Refuse options from a storage that name a place which the caller does not name.
+
+        Args:
+            own: options of the caller's experiment.
+
+        Raises:
+            ConfigError: shows the place, which would get the caller's credentials.
+        """
+        for option, variable in cls.place_variables.items():
+            place = options.get(option)
+            known = (own.get(option), without_user(os.environ.get(variable, "")))
+            if place is not None and place not in known:
+                shown = text_format.one_line(str(place))
+                raise ConfigError(
+                    f"trackers.{name}: the trial's storage names {option} {shown}, which neither "
+                    f"your experiment nor {variable} names; your credentials would be sent there. "
+                    f"If you trust it, set {variable} to it, or give an experiment (--config) "
+                    f"whose trackers.{name} has this {option}"
+                )
 
     @classmethod
     def check(cls, options: Mapping[str, Any]) -> None:

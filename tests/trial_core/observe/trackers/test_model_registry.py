@@ -44,17 +44,20 @@ def test_the_alias_follows_the_champion(
 
     for version in (first, second):
         registry.promote("gpt", version.number, why="")
-        assert show_champion(registry, "gpt") == f"shown-{here.name} version {version.number}"
+        assert (
+            show_champion(registry, "gpt", {"mlflow": tracker})
+            == f"shown-{here.name} version {version.number}"
+        )
         assert shown() == (version.checkpoint, store.files_url(version.checkpoint))
     registry.rollback("gpt", why="")
-    assert show_champion(registry, "gpt") == f"shown-{here.name} version 1"
+    assert show_champion(registry, "gpt", {"mlflow": tracker}) == f"shown-{here.name} version 1"
     assert shown()[0] == first.checkpoint
     registry.promote("gpt", third.number, why="")
     mlflow.kill()
     with pytest.raises(NotShown):
-        show_champion(registry, "gpt")
+        show_champion(registry, "gpt", {"mlflow": tracker})
     mlflow.start()
-    show_champion(registry, "gpt")
+    show_champion(registry, "gpt", {"mlflow": tracker})
     assert shown()[0] == third.checkpoint
 
 
@@ -86,3 +89,21 @@ def test_what_mlflow_says_is_shown_without_secrets(
     with pytest.raises(NotShown, match=r"127\.0\.0\.1") as problem:
         show_champion(registry, MODEL)
     assert "hunter22" not in str(problem.value)
+
+
+def test_a_server_that_only_the_storage_names_is_not_asked(local_store: CheckpointStore) -> None:
+    """It would get the caller's token."""
+    registry = new_registry(local_store, 1)
+    registry.promote(MODEL, 1, why="")
+    trial = registry.version(MODEL, 1).trial
+    options = {"registered_model": True, "tracking_uri": "http://127.0.0.1:9"}
+    order = SenderOrder(
+        trial=trial, experiment="gpt", run_dir="", patience_seconds=1.0,
+        trackers={"mlflow": options},
+    )  # fmt: skip
+    key = layout.run_file_key(trial, f"{FOLDER}/{ORDER}")
+    local_store.storage.write(key, msgspec.json.encode(order))
+    with pytest.raises(NotShown, match="set MLFLOW_TRACKING_URI"):
+        show_champion(registry, MODEL)
+    with pytest.raises(NotShown, match="127"):
+        show_champion(registry, MODEL, {"mlflow": options})

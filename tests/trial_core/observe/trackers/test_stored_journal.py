@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import msgspec
 import pytest
@@ -170,6 +172,51 @@ def test_no_stored_order_chooses_a_folder(copies: Copies, tmp_path: Path, is_own
     sync(copies)
     assert logdir.exists() == is_own
     assert (copies.run_dir / "tensorboard").exists() != is_own
+
+
+@pytest.mark.parametrize("is_named", ["by the storage", "by the variable", "by the experiment"])
+def test_a_place_that_only_the_storage_names_gets_no_token(
+    copies: Copies, monkeypatch: pytest.MonkeyPatch, is_named: str
+) -> None:
+    """It is shown, with what to set. One that the caller names gets it."""
+    got: list[str | None] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            got.append(self.headers.get("Authorization"))
+            self.send_error(401)
+
+        do_POST = do_GET
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    pytest.importorskip("mlflow")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    url = f"http://127.0.0.1:{server.server_address[1]}"
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "callers-token")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    own = {"mlflow": {"tracking_uri": url}} if is_named == "by the experiment" else {}
+    if is_named == "by the variable":
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", url)
+    copies.write_stored(LINE % 1)
+    key = layout.run_file_key(TRIAL, f"{FOLDER}/{ORDER}")
+    copies.store.storage.write(key, order(mlflow={"tracking_uri": url}))
+    copies.local.mkdir(parents=True)
+    try:
+        if is_named == "by the storage":
+            with pytest.raises(ConfigError, match="set MLFLOW_TRACKING_URI") as refusal:
+                sync_trackers(copies.store, TRIAL, copies.run_dir, 5.0, print, LOGGER, own)
+            assert url in str(refusal.value)
+        else:
+            sync_trackers(copies.store, TRIAL, copies.run_dir, 5.0, print, LOGGER, own)
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+    assert ("Bearer callers-token" in got) == (is_named != "by the storage")
 
 
 @pytest.mark.parametrize(

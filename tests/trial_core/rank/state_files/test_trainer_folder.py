@@ -59,7 +59,7 @@ def test_a_distributed_checkpoint_needs_trust(folder: Path, name: str) -> None:
     """torch unpickles it, and pickles in it."""
     (folder / name).parent.mkdir()
     (folder / name).write_bytes(b"anything")
-    with pytest.raises(CheckpointError, match="checkpointing.trusted"):
+    with pytest.raises(CheckpointError, match=r"checkpointing\.trusted"):
         require_safe(folder, ())
 
 
