@@ -133,9 +133,9 @@ class TrialflowCallback(TrainerCallback):
                 f"a Trainer cannot resume from checkpoint {uuid}: expected one folder "
                 f"checkpoint-<step> in it, got {names}; begin a new trial"
             )
+        self._require_safe(fetched)  # with the folders next to the Trainer's
         if context.distributed.get_local_rank() == 0:  # the ranks of a machine share it
             stored.download(uuid, output)
-        self._require_safe(output / names[0])
         self._stored[names[0]] = uuid
         self._fetch_best(stored.get_metadata(uuid).get("best_checkpoint"), output)
         return str(output / names[0])
@@ -146,9 +146,10 @@ class TrialflowCallback(TrainerCallback):
         missing = [name for name in best or {} if not (output / name).is_dir()]
         if any(context.distributed.allgather(missing)):
             try:
-                for name, uuid in (best or {}).items():
+                for uuid in (best or {}).values():
+                    with context.checkpoint.restore_path(uuid) as fetched:
+                        self._require_safe(fetched)
                     context.checkpoint.download(uuid, output, selector=lambda path: "/" in path)
-                    self._require_safe(output / name)
             except CheckpointError as error:
                 logger.warning("the best checkpoint so far is not fetched: %s", error)
         self._stored.update(best or {})
@@ -161,7 +162,7 @@ class TrialflowCallback(TrainerCallback):
 
         def check() -> None:
             if context.distributed.get_local_rank() == 0:
-                has_shards = any(folder.glob("*/*_states.pt"))
+                has_shards = any(folder.rglob("*_states.pt"))
                 classes = import_module(_ENGINE).CHECKPOINT_CLASSES if has_shards else ()
                 require_safe(folder, classes)
 

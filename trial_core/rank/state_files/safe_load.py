@@ -126,13 +126,17 @@ class Reader:
                 "objects can run code. If you trust the writer of this checkpoint, set "
                 f"checkpointing.trusted: true (trialflow export: --trusted). {single}"
             ) from None
-        except torch.OutOfMemoryError:  # of an accelerator: not the file's fault
-            raise
         except _MALFORMED as error:
+            if options["map_location"] != "cpu":
+                Reader(classes=self.classes)._load(path, "cpu", mapped)
+                raise  # the CPU can read it: the device is at fault
             first_line = str(error).strip().partition("\n")[0]
+            advice = "verify the checkpoint with trialflow checkpoints verify"
+            if isinstance(error, MemoryError) or "allocate memory" in first_line:
+                advice = f"it needs more memory than is free, or is malformed: {advice}"
             raise CheckpointError(
                 f"{path.name} cannot be read as a state: {type(error).__name__}: {first_line}; "
-                "verify the checkpoint with trialflow checkpoints verify"
+                f"{advice}"
             ) from error
         finally:
             # torch keeps those of a file that it refuses, and would refuse the next file for them.

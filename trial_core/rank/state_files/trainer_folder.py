@@ -23,14 +23,15 @@ _TAGS = ("latest", "latest_universal")
 """DeepSpeed's files that name the folder to read."""
 _WAY_OUT = (
     "If you trust the writers of the storage, set checkpointing.trusted: true; without an "
-    "experiment file, trial_core.init(checkpointing={'trusted': True})"
+    "experiment file, TrialflowCallback(exp_conf={'checkpointing': {'trusted': True}})"
 )
 
 
 def require_safe(folder: Path, classes: Sequence[Any]) -> None:
-    """Refuse the folder if one of its files may run code when it is unpickled.
+    """Refuse a checkpoint if one of its files may run code when it is unpickled.
 
     Args:
+        folder: holds the Trainer's folder, ``checkpoint-<step>``.
         classes: as of `Reader`.
 
     Raises:
@@ -38,7 +39,7 @@ def require_safe(folder: Path, classes: Sequence[Any]) -> None:
     """
     reader = Reader(classes=[*classes, *_numpys_of_random_states()])
     for file in sorted(each for each in folder.rglob("*") if each.is_file()):
-        name = file.relative_to(folder.parent)
+        name = file.relative_to(folder)
         if file.name.endswith(_DISTRIBUTED):
             raise CheckpointError(
                 f"{name} is a part of a distributed checkpoint (FSDP's sharded state), which torch "
@@ -49,7 +50,7 @@ def require_safe(folder: Path, classes: Sequence[Any]) -> None:
                 f"{name} names {_beginning(file)!r}; expected a folder next to it, such as "
                 "global_step100"
             )
-        if file.name.endswith(_PICKLES) and name.as_posix() != f"{folder.name}/{_NOT_READ}":
+        if file.name.endswith(_PICKLES) and name.parts[1:] != (_NOT_READ,):
             try:
                 reader.load_mapped(file)
             except CheckpointError as error:

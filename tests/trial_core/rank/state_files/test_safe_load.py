@@ -87,5 +87,5 @@ def test_tensors_arrive_on_the_cpu(
     on_another_device(monkeypatch)
     torch.save({"average": torch.tensor([1.5])}, path)
     assert Reader(trusted).load(path) == {"average": torch.tensor([1.5])}
-    with pytest.raises((AssertionError, CheckpointError), match="was loaded onto accelerator:1"):
+    with pytest.raises(AssertionError, match="was loaded onto accelerator:1"):
         Reader(trusted).load(path, map_location=None)

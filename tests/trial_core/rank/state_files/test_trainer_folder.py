@@ -38,18 +38,23 @@ def test_what_a_trainer_saves_is_accepted(folder: Path) -> None:
     )
     torch.save(Trap(folder / "sprung"), folder / "training_args.bin")
     (folder / "latest").write_text("global_step5")
-    require_safe(folder, ())
+    require_safe(folder.parent, ())
 
 
 @pytest.mark.parametrize(
-    "name", ["optimizer.pt", "global_step5/mp_rank_00_model_states.pt", "rng_state.pth"]
-)
+    "name",
+    [
+        "optimizer.pt", "global_step5/mp_rank_00_model_states.pt", "rng_state.pth",
+        "global_step5/training_args.bin", "../other/mp_rank_00_model_states.pt",
+    ],
+)  # fmt: skip
 def test_hidden_code_is_refused_by_name(folder: Path, name: str) -> None:
     """Of the file and the class, with the way to allow it."""
+    (folder.parent / "other").mkdir()
     torch.save({"module": Trap(folder / "sprung")}, folder / name)
     with pytest.raises(CheckpointError, match=r"checkpointing\.trusted") as refusal:
-        require_safe(folder, ())
-    assert f"checkpoint-5/{name}" in str(refusal.value)
+        require_safe(folder.parent, ())
+    assert str(refusal.value).startswith(f"checkpoint-5/{name}".replace("checkpoint-5/../", ""))
     assert "pathlib.Path.touch" in str(refusal.value) or "getattr" in str(refusal.value)
     assert not (folder / "sprung").exists()
 
@@ -60,7 +65,7 @@ def test_a_distributed_checkpoint_needs_trust(folder: Path, name: str) -> None:
     (folder / name).parent.mkdir()
     (folder / name).write_bytes(b"anything")
     with pytest.raises(CheckpointError, match=r"checkpointing\.trusted"):
-        require_safe(folder, ())
+        require_safe(folder.parent, ())
 
 
 @pytest.mark.parametrize("tag", ["../other", "/any", "..", "a/b", ""])
@@ -68,7 +73,7 @@ def test_deepspeeds_tag_is_a_folder_next_to_it(folder: Path, tag: str) -> None:
     """Else files that were not read before would be."""
     (folder / "latest").write_text(tag)
     with pytest.raises(CheckpointError, match="global_step100"):
-        require_safe(folder, ())
+        require_safe(folder.parent, ())
 
 
 DTYPE = b"cnumpy\ndtype\n"
@@ -93,4 +98,4 @@ def test_numpys_classes_make_nothing_but_a_random_state(
     """The Trainer allows them in rng_state.pth, and numpy believes what a pickle says."""
     (folder / "rng_state.pth").write_bytes(archive(b"\x80\x02" + program + b"."))
     with pytest.raises(CheckpointError, match=f"expected the {kind} of a random state"):
-        require_safe(folder, ())
+        require_safe(folder.parent, ())
