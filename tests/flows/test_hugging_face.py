@@ -138,10 +138,13 @@ def test_a_trainer_does_not_resume_from_hidden_code(here: Path, tmp_path: Path) 
     inside = tmp_path / "other" / "checkpoint-2" / "global_step2"
     inside.mkdir()
     torch.save({"module": Trap(here / "sprung")}, inside / "mp_rank_00_model_states.pt")
+    for reserved in (layout.MANIFEST_NAME, layout.CODE_NAME):
+        (tmp_path / "other" / reserved).unlink()
     uuid = str(uuid4())
-    store.announce_upload(first.trial, uuid, manifest.attempt)
+    store.announce_upload(first.trial, uuid, manifest.writer)
     files = upload_files(store, uuid, tmp_path / "other", 0)
-    store.commit(replace(manifest, uuid=uuid, files=files, created_at=utc_now()))
+    later = replace(manifest, uuid=uuid, files=files, code=None, created_at=utc_now())
+    store.commit(later)
     with pytest.raises(TrialflowError, match=r"global_step2/mp_rank_00_model_states\.pt"):
         train(hf_config(here, "--max_steps 4"), trial=first.trial)
     assert not (here / "sprung").exists()
