@@ -20,7 +20,6 @@ from s3fs import S3FileSystem
 from tests.linearizability import owners, protections, registry, trials
 from tests.linearizability.history import Recorder
 from trial_core.checkpoint.fencing import Fence
-from trial_core.checkpoint.references import References
 from trial_core.checkpoint.retention import claims, deletion_markers
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.models.records import NumberedLog
@@ -47,9 +46,6 @@ MISTAKES: Mapping[str, Callable[[], AbstractContextManager[Any]]] = {
     "a pin does not look for deletions": lambda: mock.patch.object(deletion_markers, "check_stays"),
     "a prune does not look again": lambda: mock.patch(
         "trial_core.checkpoint.retention.pruning._why_needed_now", return_value=None
-    ),
-    "a deletion does not look for references": lambda: mock.patch.object(
-        CheckpointStore, "references", return_value=References(frozenset(), ())
     ),
     "a commit does not look for swept files": lambda: mock.patch.object(
         Fence, "is_newest", return_value=True

@@ -83,7 +83,6 @@ def test_a_seed_gives_one_history(subject: str) -> None:
         ("registry", "an append overwrites"),
         ("lifetimes", "no fence"),
         pytest.param("lifetimes", "a sweep and no tombstone", marks=LONG),
-        ("lifetimes", "a deletion does not look for references"),
         ("lifetimes", "a commit does not look for swept files"),
     ],
 )
