@@ -25,6 +25,7 @@ from trial_core.models.records import Move
 from trial_core.models.registry import Registry
 from trial_core.observe.events.observers import Observer
 from trial_core.observe.trackers.model_registry import NOT_SHOWN, NotShown, show_champion
+from trial_core.observe.trackers.tracking import trackers_of
 
 PROMOTED = "trialflow.model.promoted"
 KEPT = "trialflow.model.kept"
@@ -105,9 +106,8 @@ def tell_champion(registry: Registry, move: Move, config: ExperimentConfig) -> N
         logger.warning("no event tells of the new champion: %s", error)
     else:
         _emit(event)
-    own = {name: options for entry in config.trackers for name, options in entry.items()}
     try:
-        if shown := show_champion(registry, move.model, own):
+        if shown := show_champion(registry, move.model, trackers_of(config)):
             logger.info("MLflow's registry shows the champion: %s", shown)
     except (NotShown, TrialflowError) as error:
         logger.warning("%s: %s", NOT_SHOWN, error)

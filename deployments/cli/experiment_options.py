@@ -143,8 +143,9 @@ def chosen_experiment(config_file: Path | None, storage: str | None) -> Path | N
 def own_trackers(config_file: Path | None, storage: str | None) -> dict[str, dict[str, Any]]:
     """The trackers of `chosen_experiment`, with their options."""
     experiment = chosen_experiment(config_file, storage)
-    entries = read_experiment(experiment, [], storage).trackers if experiment else []
-    return {name: options for entry in entries for name, options in entry.items()}
+    from trial_core.observe.trackers.tracking import trackers_of
+
+    return trackers_of(read_experiment(experiment, [], storage)) if experiment else {}
 
 
 def open_store(

@@ -14,30 +14,37 @@ _logger = logging.getLogger(__name__)
 
 
 def fetch_first_intact(
-    points: Iterable[ResumePoint], fetch: Callable[[ResumePoint], str | None]
+    points: Iterable[ResumePoint],
+    fetch: Callable[[ResumePoint], str | None],
+    tell: Callable[[str], None] = _logger.warning,
 ) -> ResumePoint:
     """Fetch the first of `points` that is neither damaged nor deleted in the meantime.
 
     Args:
         fetch: fetches a point's checkpoint, and describes the damage; None if intact.
+        tell: called with what a person has to know if a point could not be used.
 
     Raises:
         CheckpointDamaged: all checkpoints are damaged or deleted.
         StorageError: the storage failed. The checkpoint may be intact, so an older one is not used.
     """
     tried: list[ResumePoint] = []
+    unusable: list[str] = []
     damage = None
     for point in points:
-        if point.checkpoint is None:
-            return point
         try:
-            damage = fetch(point)
+            damage = None if point.checkpoint is None else fetch(point)
         except CheckpointNotFound as error:  # deleted since the points were listed
-            _logger.warning("the run resumes from an older checkpoint, if there is one: %s", error)
             damage = str(error)
         if damage is None:
+            if unusable:
+                start = f", checkpoint {point.uuid}" if point.checkpoint is not None else ""
+                begin = point.progress.batches_trained
+                tell(f"training continues from batch {begin}{start}: {'; '.join(unusable)}")
             return point
         tried.append(point)
+        at = point.progress.batches_trained
+        unusable.append(f"checkpoint {point.uuid} at batch {at} cannot be used: {damage}")
     raise no_intact_checkpoint(tried, str(damage))
 
 

@@ -54,7 +54,9 @@ def follow_script(launch: Launch, uploads: Uploads) -> TrialResult:
     run, metrics = launch.run, launch.answers.metrics
     uploads.own.check()
     # The script decides whether ranks can restore it, or it is known when its trial is attached.
-    start = fetch_first_intact(run.resume_points(), lambda point: fetch(launch, point))
+    start = fetch_first_intact(
+        run.resume_points(), lambda point: fetch(launch, point), run.observer.notice
+    )
     if start.checkpoint is not None:
         run.logger.info("the script starts from checkpoint %s", start.uuid)
     metrics.clear()  # earlier ranks' steps were lost

@@ -151,26 +151,14 @@ class Loop:
     # ------------------------------------------------------------------------- before training
 
     def _fetch_resume_point(self) -> ResumePoint:
-        unusable: list[str] = []
-
         def damage_of(point: ResumePoint) -> str | None:
             require_convertible(self._launch, point)
-            is_here = point is self._fetched
-            damage = None if is_here else fetch(self._launch, point)
-            if damage is not None:
-                at = point.progress.batches_trained
-                unusable.append(f"checkpoint {point.uuid} at batch {at} cannot be used: {damage}")
-            return damage
+            return None if point is self._fetched else fetch(self._launch, point)
 
         points = [self._fetched] if self._fetched else self._run.resume_points()
-        start = fetch_first_intact(points, damage_of)
+        start = fetch_first_intact(points, damage_of, self._run.observer.notice)
         if start.checkpoint is not None:
             self._run.logger.info("starting from checkpoint %s", start.uuid)
-        if unusable:
-            self._run.observer.notice(
-                f"training continues from batch {start.progress.batches_trained}, checkpoint "
-                f"{start.uuid}: {'; '.join(unusable)}"
-            )
         return start
 
     def _progress_at(self, start: ResumePoint) -> Progress:

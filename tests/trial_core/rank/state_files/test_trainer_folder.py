@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from tests.support.pickle_fuzz import archive
+from tests.trial_core.rank.state_files.test_safe_load import Trap
 from trial_core.errors import CheckpointError
 from trial_core.rank.state_files.trainer_folder import require_safe
-
-
-class Trap:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.path,)
 
 
 @pytest.fixture
