@@ -76,6 +76,17 @@ def test_a_script_that_breaks_resumes_from_its_checkpoint(here: Path) -> None:
 
 
 @pytest.mark.long
+def test_a_damaged_checkpoint_of_a_script_gives_way_to_an_older_one(here: Path) -> None:
+    """The report says so, as for a trial."""
+    first = train(script_config(here, 9))
+    part = Path(first.checkpoint_url.removeprefix("file://"), "state.pt")
+    part.write_bytes(part.read_bytes()[:-1] + b"!")
+    result = train(script_config(here, 11), trial=first.trial)
+    assert resumptions(here)[-1]["resumed"] == 4
+    assert "training continues from batch 4, checkpoint" in Path(result.report_path).read_text()
+
+
+@pytest.mark.long
 def test_a_stopped_script_stores_and_ends_and_resumes_on_other_slots(here: Path) -> None:
     """All ranks are told at the same step. Each wrote its part, and one rank reads all parts."""
     config = script_config(here, 10**6, store_every=1, shard=True)

@@ -14,10 +14,15 @@ SOURCE = new_manifest(3, trial="other-0000beef")
 
 
 def test_a_damaged_checkpoint_gives_way_to_the_next() -> None:
-    """The newest checkpoint is damaged: the run resumes from the one before it."""
+    """The newest checkpoint is damaged: the run resumes from the one before it, and says so."""
     newer, older = (ResumePoint.continuing(new_manifest(batches)) for batches in (8, 4))
     damage = {newer.uuid: "it lacks a file"}
-    assert fetch_first_intact([newer, older], lambda point: damage.get(point.uuid)) == older
+    told: list[str] = []
+    points = [newer, older]
+    assert fetch_first_intact(points, lambda point: damage.get(point.uuid), told.append) == older
+    (text,) = told
+    assert f"from batch 4, checkpoint {older.uuid}" in text
+    assert f"checkpoint {newer.uuid} at batch 8 cannot be used: it lacks a file" in text
 
 
 def test_a_deleted_checkpoint_gives_way_to_the_next() -> None:
@@ -28,7 +33,9 @@ def test_a_deleted_checkpoint_gives_way_to_the_next() -> None:
         if point is newer:
             raise CheckpointNotFound("it has just been deleted")
 
-    assert fetch_first_intact([newer, older], fetch) == older
+    told: list[str] = []
+    assert fetch_first_intact([newer, older], fetch, told.append) == older
+    assert "it has just been deleted" in told[0]
     with pytest.raises(CheckpointDamaged, match="it has just been deleted"):
         fetch_first_intact([newer], fetch)
 
