@@ -191,6 +191,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return [*self.files, self.code] if self.code is not None else self.files
 
     @property
+    def copies(self) -> list[FileEntry]:
+        """`all_files`, and an entry for each second copy."""
+        return [copy for file in self.all_files for copy in file.copies]
+
+    @property
     def total_bytes(self) -> int:
         return sum(file.size_bytes for file in self.all_files)
 

@@ -86,10 +86,7 @@ class ReferenceReader:
             if manifest is None:
                 return name, frozenset()
             self._known[name] = frozenset(
-                copy.key(manifest.uuid)
-                for file in manifest.all_files
-                for copy in file.copies
-                if copy.stored_at
+                copy.key(manifest.uuid) for copy in manifest.copies if copy.stored_at
             )
         return name, self._known[name]
 
@@ -110,8 +107,7 @@ def delete_files(
     if (why := why_unknown(storage, others)) is not None:
         raise CheckpointDamaged(f"files of checkpoint {manifest.uuid} are not deleted: {why}")
     notes = {layout.damage_key(*key.split("/", 2)[1:]) for key in others.keys}
-    copies = (copy for file in manifest.all_files for copy in file.copies)
-    owners = {copy.place(manifest.uuid)[0] for copy in copies} - {*committed}
+    owners = {copy.place(manifest.uuid)[0] for copy in manifest.copies} - {*committed}
     deleted = []
     for owner in dict.fromkeys([manifest.uuid, *sorted(owners)]):
         deleted.append(storage.clear(layout.files_folder(owner), others.keys))

@@ -50,18 +50,14 @@ class PruningPlan:
     @property
     def freed_bytes(self) -> int:
         """Total size of the files to delete: the files that no kept checkpoint lists."""
-        files = {
-            copy.key(each.manifest.uuid): copy.size_bytes
-            for each in self.deletions
-            for file in each.manifest.all_files
-            for copy in file.copies
-        }
-        needed = {
-            copy.key(each.manifest.uuid)
-            for each in self.kept
-            for file in each.manifest.all_files
-            for copy in file.copies
-        }
+        files, needed = (
+            {
+                copy.key(each.manifest.uuid): copy.size_bytes
+                for each in decisions
+                for copy in each.manifest.copies
+            }
+            for decisions in (self.deletions, self.kept)
+        )
         return sum(size for key, size in files.items() if key not in needed)
 
     def rows(self) -> list[dict[str, Any]]:

@@ -49,7 +49,7 @@ def _is_repaired(
     sources: dict[str, None] = {}
     trial = next((each.trial for each in listed if each.uuid == uuid), None)
     for each in listed:
-        for copy in (copy for file in each.all_files for copy in file.copies):
+        for copy in each.copies:
             is_equal = (copy.size_bytes, copy.digest) == (entry.size_bytes, entry.digest)
             if copy.key(each.uuid) != key:
                 if is_equal and each.trial == trial:

@@ -49,12 +49,11 @@ def announce_shared_upload(
 
 
 def _intact(store: CheckpointStore, base: Manifest, logger: AnyLogger) -> list[FileEntry]:
-    copies = [copy for entry in base.all_files for copy in entry.copies]
     problems = {
         damage.entry.key(base.uuid): str(damage)
-        for damage in wrong_sizes(store.storage, base.uuid, copies)
+        for damage in wrong_sizes(store.storage, base.uuid, base.copies)
     }
-    for entry in noted_damage(store.storage, base.uuid, copies):
+    for entry in noted_damage(store.storage, base.uuid, base.copies):
         key = entry.key(base.uuid)
         problems.setdefault(key, f"{entry.path}, at {key}, was found damaged")
     own = [entry.key(base.uuid) for entry in base.all_files if not entry.stored_at]

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.support.interleaving import FailingStore, all_orders, clear_memory, interleave_all
@@ -24,7 +25,7 @@ from trial_core.checkpoint.retention.protections import pins
 from trial_core.checkpoint.retention.pruning import delete_checkpoint, plan_pruning, prune
 from trial_core.checkpoint.retention.repair import repair
 from trial_core.checkpoint.retention.shared_files import announce_shared_upload
-from trial_core.checkpoint.retention_policy import RetentionPolicy
+from trial_core.checkpoint.retention_policy import RetentionDecision, RetentionPolicy
 from trial_core.checkpoint.storage.base import Storage
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.transfer.checkpoint_source import copy_into
@@ -94,12 +95,7 @@ def stored(store: CheckpointStore) -> set[str]:
 
 def listed(store: CheckpointStore) -> set[str]:
     """The keys of all files that a committed checkpoint lists, second copies too."""
-    return {
-        copy.key(each.uuid)
-        for each in store.list()
-        for file in each.all_files
-        for copy in file.copies
-    }
+    return {copy.key(each.uuid) for each in store.list() for copy in each.copies}
 
 
 def pass_time(monkeypatch: pytest.MonkeyPatch, passed: timedelta) -> None:
@@ -111,8 +107,7 @@ def pass_time(monkeypatch: pytest.MonkeyPatch, passed: timedelta) -> None:
 def assert_sound(store: CheckpointStore) -> None:
     """Each checkpoint is whole, there are no other files, and no deletion is unfinished."""
     for each in store.list():
-        copies = [copy for file in each.all_files for copy in file.copies]
-        assert store.find_damage(each.uuid, copies) == []
+        assert store.find_damage(each.uuid, each.copies) == []
     assert stored(store) == listed(store)
     assert store.storage.sizes(layout.DELETIONS) == {}
 
@@ -171,10 +166,12 @@ def test_an_earlier_schema_is_read_and_referred_to(
     assert_sound(local_store)
 
 
+@pytest.mark.parametrize("field", ["stored_at", "copy_at"])
 @pytest.mark.parametrize("place", ["../x", "uuid", "uuid/../../x", "/etc/passwd", "a b/c"])
-def test_a_place_outside_the_checkpoints_is_refused(place: str) -> None:
+def test_a_place_outside_the_checkpoints_is_refused(place: str, field: str) -> None:
     """A hostile manifest cannot have other objects read, or deleted with it."""
-    entry = FileEntry(path="a", size_bytes=1, digest="sha256:" + "0" * 64, rank=0, stored_at=place)
+    entry = FileEntry(path="a", size_bytes=1, digest="sha256:" + "0" * 64, rank=0)
+    entry = msgspec.structs.replace(entry, **{field: place})
     with pytest.raises(CheckpointDamaged, match="is stored at"):
         Manifest.from_json(new_manifest(files=[entry]).to_json())
 
@@ -229,6 +226,9 @@ def test_a_plan_tells_what_is_freed(local_store: CheckpointStore, tmp_path: Path
     pruned = prune(local_store, plan)
     assert len(pruned.deleted) == 2
     assert plan.freed_bytes == pruned.freed_bytes == len(b"7") + len(b"11")
+    (last,) = local_store.list()  # it alone lists both copies now
+    plan = replace(plan, decisions=(RetentionDecision(last, keep=False, why=""),))
+    assert plan.freed_bytes == sum(local_store.storage.sizes(layout.CHECKPOINTS).values())
 
 
 def test_leftovers_of_a_deleted_checkpoint_are_no_orphans(
