@@ -120,3 +120,10 @@ def test_two_attempts_have_one_plan() -> None:
         valid = interleave(url, plans(PLAN), plans(later), map(bool, order))
         stored = Journal(CheckpointStore(url), "gpt", "run-1").plan()
         assert valid == (stored, stored)
+
+
+@pytest.mark.parametrize("run", ["../../elsewhere", "/elsewhere", "a/b", ""])
+def test_an_id_that_leads_elsewhere_is_refused(tmp_path: Path, run: str) -> None:
+    """The registry's objects name the runs whose journals are read."""
+    with pytest.raises(RegistryError, match="cannot be the id of a retraining"):
+        open_journal(tmp_path, run).read("outcome", PromotionDecision)
