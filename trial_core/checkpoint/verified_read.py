@@ -134,7 +134,7 @@ def _forget_damage(storage: Storage, uuid: str, whole: Iterable[FileEntry]) -> N
         for entry in noted_damage(storage, uuid, whole):
             storage.remove(layout.damage_key(*entry.place(uuid)))
     except StorageError as error:
-        _logger.warning("later checkpoints store the content of a whole file anew: %s", error)
+        _logger.warning("later checkpoints store the content of a whole file again: %s", error)
 
 
 def noted_damage(storage: Storage, uuid: str, entries: Iterable[FileEntry]) -> list[FileEntry]:
