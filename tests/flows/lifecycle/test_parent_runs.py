@@ -5,6 +5,7 @@ With a stand-in for training.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -187,7 +188,8 @@ def test_another_attempt_at_a_parent_supersedes_its_trainings(
             asked.append(parents.stop())
 
         stage.act = act
-        run_flow(outer, flow_run=parent)
+        with contextlib.suppress(CancelledRun):  # if the training's own monitor looks in time
+            run_flow(outer, flow_run=parent)
     first, second = asked
     assert first is None
     assert (second.flow_run_id, second.reason, second.is_superseded) == (
