@@ -17,6 +17,7 @@ import trial_core.core
 import trial_core.deepspeed
 import trial_core.pytorch
 from tests.support.determined_names import NAMES
+from trial_core.common.python_source import without_collections
 
 TABLE = Path(__file__).parents[1] / "docs" / "reference" / "determined-names.md"
 ROWS = [
@@ -48,7 +49,8 @@ def exists(name: str) -> bool:
 @functools.cache
 def attributes(kind: type) -> set[str]:
     """The attributes of a class's instances."""
-    source = "".join(inspect.getsource(each) for each in kind.__mro__ if is_ours(each))
+    with without_collections():
+        source = "".join(inspect.getsource(each) for each in kind.__mro__ if is_ours(each))
     fields = re.findall(r"^    (\w+): ", source, re.MULTILINE)
     return {*re.findall(r"self\.(\w+)(?:: .+?)? = ", source), *fields}
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from trial_core.common.python_source import without_collections
 
 ROOT = Path(__file__).parents[1]
 # Trials that `trialflow init` copies: users' code, which trialflow itself never imports.
@@ -142,12 +145,12 @@ def is_rank_half(module: str) -> bool:
 
 def imported(module: str) -> set[str]:
     """Our own modules that `module` imports, also inside functions and for types alone."""
-    return _of_ours(ast.walk(ast.parse(MODULES[module].read_text()))) - {module}
+    return _of_ours(ast.walk(_tree(module))) - {module}
 
 
 def imported_at_load(module: str) -> set[str]:
     """Our own modules that `module` imports when it is loaded (not inside functions)."""
-    return _of_ours(_run_at_load(ast.parse(MODULES[module].read_text()).body)) - {module}
+    return _of_ours(_run_at_load(_tree(module).body)) - {module}
 
 
 def _of_ours(nodes: Iterable[ast.AST]) -> set[str]:
@@ -221,11 +224,18 @@ def test_names_of_deepspeeds_files_are_known_to_deepspeeds_room_alone() -> None:
     assert others == {"trial_core.checkpoint.transfer.import_checkpoint"}
 
 
+@functools.cache
+def _tree(module: str) -> ast.Module:
+    """A module's syntax tree."""
+    with without_collections():
+        return ast.parse(MODULES[module].read_text())
+
+
 def test_a_name_means_one_thing() -> None:
     """No two classes or aliases of types have one name, but for Determined's in its client."""
     homes = defaultdict(list)
     for module in MODULES.keys() - {"trial_core.experimental.client"}:
-        for node in ast.parse(MODULES[module].read_text()).body:
+        for node in _tree(module).body:
             if (name := _defined_type(node)) is not None:
                 homes[name].append(module)
     assert {name: where for name, where in homes.items() if len(where) > 1} == {}

@@ -14,6 +14,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
+from trial_core.common.python_source import without_collections
 from trial_core.schedule.command import command_of
 
 _MAKE_NAMES = frozenset((
@@ -88,7 +89,8 @@ def _names(spec: ModuleSpec) -> frozenset[str]:
     if spec.origin is None or not spec.origin.endswith(".py"):
         return frozenset() if spec.submodule_search_locations else _MAKE_NAMES
     try:
-        nodes = [*ast.walk(ast.parse(Path(spec.origin).read_bytes()))]
+        with without_collections():
+            nodes = [*ast.walk(ast.parse(Path(spec.origin).read_bytes()))]
     except OSError:
         return _MAKE_NAMES
     found = {getattr(node, kind, None) for node in nodes for kind in ("name", "asname", "id")}

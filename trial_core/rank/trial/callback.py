@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from trial_core.common.python_source import without_collections
 from trial_core.errors import TrialError
 
 
@@ -270,7 +271,8 @@ def may_change_metrics(callback: PyTorchCallback) -> bool:
     if not _overrides(callback, "on_validation_end"):
         return False
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(callback.on_validation_end)))
+        with without_collections():
+            tree = ast.parse(textwrap.dedent(inspect.getsource(callback.on_validation_end)))
     except (OSError, TypeError, SyntaxError):
         return True  # no source
     function = tree.body[0]

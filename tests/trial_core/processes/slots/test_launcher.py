@@ -7,16 +7,17 @@ import inspect
 
 from deepspeed.launcher import launch
 
+from trial_core.common.python_source import without_collections
 from trial_core.processes.slots.launcher import MachineShare, place_variables
 from trial_core.rank.collectives import rendezvous
 
 
 def of_deepspeeds_launcher() -> set[str]:
     """The variables that DeepSpeed's launcher always sets: ``current_env[NAME] = ...``."""
+    with without_collections():
+        tree = ast.parse(inspect.getsource(launch))
     (main,) = (
-        node
-        for node in ast.parse(inspect.getsource(launch)).body
-        if isinstance(node, ast.FunctionDef) and node.name == "main"
+        node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main"
     )
     names = {
         eval(ast.unparse(target.slice), vars(launch))  # a constant of DeepSpeed's
