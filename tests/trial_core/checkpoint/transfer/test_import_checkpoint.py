@@ -8,8 +8,11 @@ import pickle
 import shutil
 import subprocess
 import sys
+import threading
 import zipfile
 from collections.abc import Callable
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -491,6 +494,37 @@ def test_a_strangers_folder_can_do_no_harm(
     fill(folder)
     with pytest.raises(CheckpointError, match=text):
         import_checkpoint(store, str(folder))
+    assert stored_keys(store) == set()
+
+
+class _TellsNoSize(BaseHTTPRequestHandler):
+    """Serves a folder with a long list of files. An answer ends with its connection."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        is_list = self.path.endswith(".json")
+        with suppress(ConnectionError):  # the client has read enough
+            for _ in range(64 if is_list else 1):
+                page = b'<a href="model.safetensors.index.json">weights</a>'
+                self.wfile.write(b" " * 2**20 if is_list else page)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_a_list_of_files_of_a_server_that_tells_no_size(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is read up to the limit."""
+    monkeypatch.setattr("trial_core.checkpoint.transfer.import_checkpoint._MAX_TEXT", 2**16)
+    with ThreadingHTTPServer(("127.0.0.1", 0), _TellsNoSize) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            with pytest.raises(CheckpointDamaged, match=r"index\.json has more than 65,536"):
+                import_checkpoint(store, f"http://127.0.0.1:{server.server_port}/theirs/")
+        finally:
+            server.shutdown()
     assert stored_keys(store) == set()
 
 
