@@ -149,6 +149,7 @@ class Tracker:
 
         Args:
             known: the result of an earlier call, maybe on another machine; empty before the first.
+                It comes out of the storage, where others may write: check that it is the trial's.
 
         Returns:
             The id of the run there, which the trial's storage remembers.

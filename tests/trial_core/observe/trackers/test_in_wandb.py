@@ -10,6 +10,7 @@ from trial_core.observe.trackers.in_wandb import WandbTracker
 from trial_core.observe.trackers.journal import FOLDER, JOURNAL, SENDER_LOG, JournalWriter
 from trial_core.observe.trackers.records import Committed, Metrics
 from trial_core.observe.trackers.sender import SenderOrder, SenderProcess
+from trial_core.observe.trackers.tracker import TrackedRun
 
 
 def test_a_checkpoint_that_is_gone_holds_nothing_up(tmp_path: Path) -> None:
@@ -45,6 +46,13 @@ def send_checkpoints(run_dir: Path, url: str) -> None:
         trackers={"wandb": {"mode": "offline"}},
     )  # fmt: skip
     SenderProcess(order, {}, print).end(lambda has_ended: has_ended(120.0))
+
+
+def test_a_run_of_another_trial_is_not_continued(tmp_path: Path) -> None:
+    """The trial's storage says which run it had, and other people may write there."""
+    tracker = WandbTracker({"mode": "disabled"}, TrackedRun("toy-1", "toy", tmp_path, tmp_path))
+    with closing(tracker):
+        assert tracker.open("toy-2") == "toy-1"
 
 
 def test_sync_sends_to_the_runs_project() -> None:
