@@ -168,17 +168,13 @@ def _without_ties(own: Mapping[str, SavedWeight], facts: HFFacts) -> dict[str, S
     uses = Counter(own.values())
     stored = {}
     for name, weight in own.items():
-        if not _is_tied(name, facts):
+        if name not in facts.tied:
             stored[name] = weight
         elif uses[weight] > 1:
             uses[weight] -= 1
         else:
             return dict(own)
     return stored
-
-
-def _is_tied(name: str, facts: HFFacts) -> bool:
-    return name in facts.tied
 
 
 def _copy_files(files: Path, target: Path, but: str) -> None:
@@ -197,6 +193,6 @@ def _correct_config(file: Path, stored: Mapping[str, SavedWeight], facts: HFFact
     types = Counter(each.dtype for each in stored.values() if each.dtype.is_floating_point)
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     config[key] = str(max(types, key=types.__getitem__, default=torch.float32))[len("torch.") :]
-    if any(_is_tied(name, facts) for name in stored):
+    if any(name in facts.tied for name in stored):
         config["tie_word_embeddings"] = False  # an adapter has untied it
     file.write_text(json.dumps(config, indent=2) + "\n")
