@@ -382,7 +382,13 @@ def presumed_dead(flow_run: UUID, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def superseded_parent(flow_run: UUID, monkeypatch: pytest.MonkeyPatch) -> None:
-    stop = ParentStop(flow_run, "cancelled", "another attempt at its parent", is_superseded=True)
+    parent_stops(flow_run, monkeypatch, is_superseded=True)
+
+
+def parent_stops(
+    flow_run: UUID, monkeypatch: pytest.MonkeyPatch, is_superseded: bool = False
+) -> None:
+    stop = ParentStop(flow_run, "cancelled", "with its parent", is_superseded)
     monkeypatch.setattr(ParentRuns, "stop", lambda self: stop)
 
 
@@ -390,10 +396,22 @@ def lost_supervisor(flow_run: UUID, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trialflow.flows.lifecycle.stop_monitor, "has_lost_supervisor", lambda: True)
 
 
-@pytest.mark.parametrize("happens", [presumed_dead, superseded_parent, lost_supervisor])
+def crashes(flow_run: UUID, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_state(flow_run, Crashed())
+
+
+@pytest.mark.parametrize(
+    ("asks", "happens"),
+    [
+        (crashes, presumed_dead),
+        (parent_stops, superseded_parent),  # parents are not asked of a run that has crashed
+        (crashes, lost_supervisor),
+    ],
+)
 def test_what_ends_a_run_that_saves(
     stage: Stage,
     monkeypatch: pytest.MonkeyPatch,
+    asks: Callable[[UUID, pytest.MonkeyPatch], None],
     happens: Callable[[UUID, pytest.MonkeyPatch], None],
 ) -> None:
     """It has been asked to stop, and is then killed: another attempt trains, or its worker asks
@@ -401,7 +419,7 @@ def test_what_ends_a_run_that_saves(
     has_expired = threading.Event()
 
     def saving(flow_run: UUID, stopping: StopHandler) -> None:
-        set_state(flow_run, Crashed())
+        asks(flow_run, monkeypatch)
         assert stopping.wait(TIMEOUT_SECONDS)
         with stopping.subscribed(lambda: None, has_expired.set):
             happens(flow_run, monkeypatch)
