@@ -76,6 +76,7 @@ ROOMS = (
     Room("trial_core.observe.events", "a run's events, and who listens"),
     Room("trial_core.observe.ledger", "the ledger of a run's time"),
     Room("trial_core.models", "the model registry and promotion"),
+    Room("trial_core.search", "hyperparameter search: what to train next"),
     Room("trial_core.processes.nodes", "ranks on other machines"),
     Room("trial_core.checkpoint.weights", "weights for other programs", is_of_ranks=True),
     Room("trial_core.checkpoint.retention", "which checkpoints stay, and deletion"),

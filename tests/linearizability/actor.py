@@ -20,9 +20,9 @@ from s3fs import S3FileSystem
 from tests.linearizability import owners, protections, registry, trials
 from tests.linearizability.history import Recorder
 from trial_core.checkpoint.fencing import Fence
+from trial_core.checkpoint.numbered_log import NumberedLog
 from trial_core.checkpoint.retention import claims, deletion_markers
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.models.records import NumberedLog
 
 SUBJECTS: Mapping[str, ModuleType] = {
     "trials": trials, "owners": owners, "protections": protections, "registry": registry

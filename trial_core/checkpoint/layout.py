@@ -20,6 +20,7 @@ runs/{trial}/ledger/{number:06d}.json           driver, each minute and at the e
 models/{model}/versions/{number:06d}.json       registry, to register; create-only      nothing
 models/{model}/moves/{number:06d}.json          registry, to move aliases; create-only  nothing
 models/{model}/retrainings/{run}/{path}         a retraining: its journal, its report   nothing
+searches/{search}/{number:06d}.json             driver of a search; create-only         nothing
 probes/{uuid}                                   a check of the storage                  the same check, or one after 7 days
 trialflow-storage.json                          the first run: the storage's mark        nothing
 ==============================================  ======================================  ==================================================
@@ -48,8 +49,10 @@ DELETIONS = "deletions"
 DAMAGES = "damages"
 RUNS = "runs"
 MODELS = "models"
+SEARCHES = "searches"
 FAMILIES = (
-    MANIFESTS, CHECKPOINTS, UPLOADS, ATTEMPTS, CLAIMS, PINS, DELETIONS, DAMAGES, RUNS, MODELS
+    MANIFESTS, CHECKPOINTS, UPLOADS, ATTEMPTS, CLAIMS, PINS, DELETIONS, DAMAGES, RUNS, MODELS,
+    SEARCHES,
 )  # fmt: skip
 """The folders at the root of a storage."""
 
@@ -292,6 +295,14 @@ def retraining_key(model: str, run: str, path: str) -> str:
     if not is_name(run):
         raise RegistryError(f"{run!r} cannot be the id of a retraining: {_NAME_RULE}")
     return f"{model_folder(model)}/retrainings/{run}/{path}"
+
+
+# ---------------------------------------------------------------------------------- searches
+
+
+def search_folder(search: str) -> str:
+    """The folder of the log of a search, whose records are numbered."""
+    return f"{SEARCHES}/{checked_trial(search)}"
 
 
 # ------------------------------------------------------------------------------------- names

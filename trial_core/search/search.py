@@ -1,0 +1,164 @@
+"""A search that a driver continues: what to train next, and the record of what came of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+from uuid import NAMESPACE_URL, uuid5
+
+from trial_core.common.text_format import is_number, plural
+from trial_core.config import ExperimentConfig
+from trial_core.errors import ConfigError, SearchError
+from trial_core.processes.machine.run_dirs import trial_id
+from trial_core.schedule.units import Batch, Epoch, TrainUnit
+from trial_core.search.halving import Begin
+from trial_core.search.log import Begun, Changed, Exited, Opened, Reached, SearchLog
+from trial_core.search.samplers import Sampler, sampler_of
+from trial_core.search.settings import SearchExperiment
+from trial_core.search.state import SearchState, SearchTrial, last_settings, opened
+
+
+@dataclass(frozen=True)
+class Leg:
+    """A part of a trial's training: from where it is to a rung.
+
+    Attributes:
+        config: the trial's experiment.
+        until: where it waits.
+        is_last: True if training ends there.
+    """
+
+    trial: SearchTrial
+    rung: int
+    config: ExperimentConfig
+    until: TrainUnit
+    is_last: bool
+
+
+class Search:
+    """One search, in the driver that has it.
+
+    Args:
+        log: its records, to which this driver alone appends; empty for a new search.
+
+    Raises:
+        ConfigError: the experiment is not the one that the search began with.
+        SearchError: the log was altered, or the sampler cannot be used.
+    """
+
+    def __init__(self, experiment: SearchExperiment, log: SearchLog, search: str) -> None:
+        self.id = search
+        self.experiment = experiment
+        self._log = log
+        settings = experiment.searcher
+        recorded, began = experiment.recorded(), None
+        if not log.events:
+            log.append(Opened, **recorded)
+        else:
+            began = opened(log.events).searcher
+            last = last_settings(log.events)
+            experiment.check_continues(
+                {name: getattr(opened(log.events), name) for name in recorded}, last
+            )
+            if recorded["searcher"] != last:
+                log.append(Changed, searcher=recorded["searcher"])
+        self.state = SearchState(
+            experiment.plan(began), settings.name, settings.stop_once, settings.smaller_is_better
+        )
+        self.state.apply_all(log.events)
+        self._sampler: Sampler = sampler_of(experiment)
+        for trial in self.state.trials:
+            self._tell(trial)
+
+    def next(self, running: Collection[int]) -> Leg | None:
+        """What to train next, besides the trials that are running; None if nothing is due."""
+        for work in self.state.work:
+            if isinstance(work, Begin):
+                if not self._begin(work):
+                    return None
+                return self.next(running)
+            if work.trial not in running:
+                return self._leg(self.state.trials[work.trial])
+        return None
+
+    def reached(
+        self, leg: Leg, batches: int, metrics: Mapping[str, Any], checkpoint: str | None
+    ) -> None:
+        """Record that a trial has been trained to its rung.
+
+        Args:
+            metrics: of its validation there.
+
+        Raises:
+            SearchError: they lack the searcher metric.
+            Superseded: another driver has the search.
+        """
+        name = self.experiment.searcher.metric
+        if not is_number(metrics.get(name)):
+            raise SearchError(
+                f'searcher.metric "{name}" is not among the validation metrics of trial '
+                f"{leg.trial.number} ({leg.trial.id}): {', '.join(sorted(metrics)) or 'none'}"
+            )
+        value = float(metrics[name])
+        self._note(
+            Reached, trial=leg.trial.number, length=int(leg.until.value),  # type: ignore[arg-type]
+            batches=batches, metric=value if math.isfinite(value) else None, checkpoint=checkpoint,
+        )  # fmt: skip
+        self._tell(leg.trial)
+
+    def failed(self, leg: Leg, why: str, is_invalid: bool = False) -> None:
+        """Record that a trial has failed.
+
+        Args:
+            is_invalid: True if it cannot be trained with its hyperparameters (`InvalidHP`).
+
+        Raises:
+            SearchError: more trials have failed than `max_failed_trials`.
+            Superseded: another driver has the search.
+        """
+        self._note(Exited, trial=leg.trial.number, why=why, is_invalid=is_invalid)
+        self._tell(leg.trial)
+        most = self.experiment.searcher.max_failed_trials
+        if self.state.failed > most:
+            raise SearchError(
+                f"{plural(self.state.failed, 'trial')} of search {self.id} have failed, more than "
+                f"searcher.max_failed_trials={most}; the last: {why}. Correct the cause and "
+                "continue the search, or raise max_failed_trials"
+            )
+
+    def _note(self, kind: Any, **fields: Any) -> None:
+        self.state.apply(self._log.append(kind, **fields))
+
+    def _begin(self, work: Begin) -> bool:
+        """Begin a new trial; False if the sampler has no more hyperparameters now."""
+        number = len(self.state.trials)
+        hyperparameters = self._sampler.ask(number)
+        if hyperparameters is None:
+            return False
+        unique = uuid5(NAMESPACE_URL, f"{self.id}/{number}").hex
+        self._note(
+            Begun, trial=number, id=trial_id(self.experiment.name, unique), bracket=work.bracket,
+            hyperparameters=hyperparameters,
+        )  # fmt: skip
+        return True
+
+    def _leg(self, trial: SearchTrial) -> Leg:
+        unit = self.experiment.searcher.max_length.unit
+        length = self.state.length_due(trial)
+        is_last = trial.rung == len(self.state.rungs_of(trial)) - 1
+        until: TrainUnit = (Batch if unit == "batches" else Epoch)(length)
+        config = self.experiment.of_trial(trial.hyperparameters)
+        return Leg(trial, trial.rung, config, until, is_last)
+
+    def _tell(self, trial: SearchTrial) -> None:
+        try:
+            self._sampler.tell(trial)
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise SearchError(
+                f"the sampler {self.experiment.searcher.sampler} failed: {type(error).__name__}: "
+                f"{error}"
+            ) from error
