@@ -70,7 +70,11 @@ def follow_script(launch: Launch, uploads: Uploads) -> TrialResult:
     tell_changes(launch, start, RestoredSettings())  # the script restores what it stored itself
     launch.may_save()
     best = start.progress.best_metric
-    ask = RunScript(checkpoint=start.uuid, batches_trained=begin, best_metric=best)
+    pause = run.pause_at
+    ask = RunScript(
+        checkpoint=start.uuid, batches_trained=begin, best_metric=best,
+        pause_at=pause and Length(unit=pause.unit, value=pause.value),
+    )  # fmt: skip
     script = RunningScript(launch, ask)
     script.start()
     fitted: TrialResult | None = None
