@@ -7,13 +7,15 @@ import re
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from cyclopts import Parameter
 
 from trial_core.errors import ConfigError
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.waiting import waiting
+
+E = TypeVar("E", bound="ExperimentConfig")
 
 if TYPE_CHECKING:
     from trial_core.checkpoint.store import CheckpointStore
@@ -71,12 +73,19 @@ def read_experiment(
     path: Path, overrides: list[str], storage: str | None = None
 ) -> ExperimentConfig:
     """Read an experiment file, with warnings on stderr. Raises ConfigError, one mistake a line."""
+    from trial_core.config import ExperimentConfig
+
+    return read_as(ExperimentConfig, path, overrides, storage)
+
+
+def read_as(kind: type[E], path: Path, overrides: list[str], storage: str | None = None) -> E:
+    """Read an experiment file as an experiment of this kind. Raises as `read_experiment`."""
     from trial_core.config import ExperimentWarning, load_config
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ExperimentWarning)
         try:
-            experiment = load_config(path, overrides)
+            experiment = load_config(path, overrides, kind)
         except ConfigError as error:
             if path == DEFAULT_EXPERIMENT and not path.exists():
                 hint = "name the experiment's file: trialflow COMMAND FILE"

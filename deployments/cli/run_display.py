@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
     from trial_core.messages import MetricsKind
+    from trial_core.search.search import Search
+    from trial_core.search.state import SearchTrial
 
 REDRAWS_PER_SECOND = 8
 NARROWEST_BAR, WIDEST_BAR = 10, 40
@@ -96,6 +98,10 @@ class Display(RunStatus):
                 f"nothing is left to train: it is already at {begins_at} of "
                 f"{text_format.plural(total_batches, 'batch')}"
             )
+
+    def search_advanced(self, search: Search, trial: SearchTrial) -> None:
+        self.has_trained = True
+        self.say(search.news(trial))
 
     def moving(self, what: str) -> None:
         self.say(text_format.one_line(what))

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, get_args
+from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
 from pydantic import (
     AfterValidator,
@@ -480,9 +480,14 @@ def _beside(path: Path, folder: str) -> str:
         raise ConfigError(f"{path}: code: no such folder: {format_value(folder)}") from None
 
 
+E = TypeVar("E", bound=ExperimentConfig)
+
+
 def load_config(
-    path: str | os.PathLike[str], overrides: Sequence[str] | Mapping[str, Any] = ()
-) -> ExperimentConfig:
+    path: str | os.PathLike[str],
+    overrides: Sequence[str] | Mapping[str, Any] = (),
+    kind: type[E] = ExperimentConfig,  # type: ignore[assignment]
+) -> E:
     """Read an experiment file.
 
     `code` is relative to the file's folder, and defaults to it. Folders in `checkpoint_storage` are
@@ -491,6 +496,7 @@ def load_config(
     Args:
         overrides: ``"a.b.c=value"``, applied in turn before validation; values are YAML. Or a
             mapping: ``{"a.b.c": value}``, whose values are taken as they are, not as YAML.
+        kind: the class of the experiment: `SearchExperiment` for one that searches.
 
     Raises:
         ConfigError: one line per mistake.
@@ -505,7 +511,7 @@ def load_config(
     code = mapping.get("code")
     if code is None or isinstance(code, (str, Path)):
         mapping["code"] = _beside(path, str(code or "."))
-    config = ExperimentConfig.from_mapping(mapping, source=str(path))
+    config = kind.from_mapping(mapping, source=str(path))
     is_there = os.path.isdir(config.code)  # `Path.is_dir` raises if the name is too long
     if not is_there and config.environment.code != "from_checkpoint":
         raise ConfigError(f"{path}: code: no such folder: {config.code}")

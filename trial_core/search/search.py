@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 from uuid import NAMESPACE_URL, uuid5
 
-from trial_core.common.text_format import is_number, plural
+from trial_core.common.text_format import is_number, number, plural
 from trial_core.config import ExperimentConfig
 from trial_core.errors import ConfigError, SearchError
 from trial_core.processes.machine.run_dirs import trial_id
@@ -17,7 +17,7 @@ from trial_core.search.halving import Begin
 from trial_core.search.log import Begun, Changed, Exited, Opened, Reached, SearchLog
 from trial_core.search.samplers import Sampler, sampler_of
 from trial_core.search.settings import SearchExperiment
-from trial_core.search.state import SearchState, SearchTrial, last_settings, opened
+from trial_core.search.state import SearchState, SearchTrial, described, last_settings, opened
 
 
 @dataclass(frozen=True)
@@ -128,18 +128,32 @@ class Search:
                 "continue the search, or raise max_failed_trials"
             )
 
+    def news(self, trial: SearchTrial) -> str:
+        """What has just come of a trial, and the best so far, for people, on a line."""
+        settings, state = self.experiment.searcher, self.state
+        parts = [f"trial {trial.number}"]
+        if trial.reached and trial.status not in ("failed", "invalid"):
+            last = trial.reached[-1]
+            value = "not finite" if last.metric is None else number(last.metric)
+            parts = [f"trial {trial.number} at {last.length}: {settings.metric} {value}"]
+        parts.append(described(state, trial, settings.max_length.unit))
+        if state.best is not None:
+            best, result = state.best
+            parts.append(f"best: trial {best.number}, {number(result.metric)}")
+        return " · ".join(parts)
+
     def _note(self, kind: Any, **fields: Any) -> None:
         self.state.apply(self._log.append(kind, **fields))
 
     def _begin(self, work: Begin) -> bool:
         """Begin a new trial; False if the sampler has no more hyperparameters now."""
-        number = len(self.state.trials)
-        hyperparameters = self._sampler.ask(number)
+        trial = len(self.state.trials)
+        hyperparameters = self._sampler.ask(trial)
         if hyperparameters is None:
             return False
-        unique = uuid5(NAMESPACE_URL, f"{self.id}/{number}").hex
+        unique = uuid5(NAMESPACE_URL, f"{self.id}/{trial}").hex
         self._note(
-            Begun, trial=number, id=trial_id(self.experiment.name, unique), bracket=work.bracket,
+            Begun, trial=trial, id=trial_id(self.experiment.name, unique), bracket=work.bracket,
             hyperparameters=hyperparameters,
         )  # fmt: skip
         return True

@@ -16,6 +16,8 @@ if TYPE_CHECKING:  # it imports storages, which would delay the command line's h
     from trial_core.messages import MetricsKind
     from trial_core.observe.events.throughput import Throughput
     from trial_core.observe.ledger.time_ledger import RunTime
+    from trial_core.search.search import Search
+    from trial_core.search.state import SearchTrial
 
 
 class Observer:
@@ -32,6 +34,13 @@ class Observer:
             begins_at: batches already trained; not 0 for a resumed run.
             batch_samples: samples in one batch on all ranks; 0 if unknown.
         """
+
+    def of_trial(self, number: int, trial: str) -> Observer:
+        """The observer of a trial of a search, for one of its runs. Several trials may run."""
+        return Observer()
+
+    def search_advanced(self, search: Search, trial: SearchTrial) -> None:
+        """A trial of a search has reached a rung, or has failed."""
 
     def batches_resized(self, extra_samples: int) -> None:
         """Just before `run_started`: so many more samples have been trained than `begins_at` times
@@ -164,7 +173,7 @@ def _to_all(name: str) -> Callable[..., None]:
     return call
 
 
-for _name in [name for name in vars(Observer) if not name.startswith("_")]:
+for _name in [name for name in vars(Observer) if name not in {*vars(Observers), "of_trial"}]:
     setattr(Observers, _name, _to_all(_name))
 
 _no_observer = Observer()

@@ -19,6 +19,7 @@ from trial_core.messages import (
     BatchesValidated,
     CheckpointWritten,
     FitBegun,
+    Length,
     MetricsKind,
     MetricsReported,
     RestoredSettings,
