@@ -15,7 +15,7 @@ from trialflow.deployments.cli.experiment_options import (
     Overrides,
     StorageOption,
     open_store_of,
-    read_experiment,
+    read_any_experiment,
 )
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def config(
     For example: prefect deployment run train/train --params "$(trialflow config experiment.yaml)".
     The output includes any credentials in the experiment.
     """
-    experiment = read_experiment(config, set_ or [], storage)
+    experiment = read_any_experiment(config, set_ or [], storage)
     if code:
         _print_code(experiment)
     else:

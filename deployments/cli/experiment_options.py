@@ -78,6 +78,20 @@ def read_experiment(
     return read_as(ExperimentConfig, path, overrides, storage)
 
 
+def read_any_experiment(
+    path: Path, overrides: list[str], storage: str | None = None
+) -> ExperimentConfig:
+    """As `read_experiment`, for commands that train nothing: the experiment may be a search."""
+    from trial_core.config import ExperimentConfig
+    from trial_core.config.parsing import override, read_mapping
+    from trial_core.search.settings import SearchExperiment, searches
+
+    with contextlib.suppress(ConfigError):  # it is told below
+        if searches(override(read_mapping(path), overrides)):
+            return read_as(SearchExperiment, path, overrides, storage)
+    return read_as(ExperimentConfig, path, overrides, storage)
+
+
 def read_as(kind: type[E], path: Path, overrides: list[str], storage: str | None = None) -> E:
     """Read an experiment file as an experiment of this kind. Raises as `read_experiment`."""
     from trial_core.config import ExperimentWarning, load_config
@@ -154,7 +168,7 @@ def own_trackers(config_file: Path | None, storage: str | None) -> dict[str, dic
     experiment = chosen_experiment(config_file, storage)
     from trial_core.observe.trackers.tracking import trackers_of
 
-    return trackers_of(read_experiment(experiment, [], storage)) if experiment else {}
+    return trackers_of(read_any_experiment(experiment, [], storage)) if experiment else {}
 
 
 def open_store(
@@ -173,7 +187,7 @@ def open_store(
 
     if (experiment := chosen_experiment(config_file, storage)) is not None:
         try:
-            return open_store_of(read_experiment(experiment, [*overrides], storage))
+            return open_store_of(read_any_experiment(experiment, [*overrides], storage))
         except ConfigError as error:
             if config_file is None:
                 why = f"{experiment} is read because neither --config nor --storage is given"

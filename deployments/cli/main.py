@@ -31,6 +31,7 @@ from trialflow.deployments.cli import (
     models,
     retrain,
     runs,
+    search_command,
     train,
     tune_batch,
     up,
@@ -58,6 +59,7 @@ app = App(
 app.command(init.init)
 app.command(migrate.migrate)
 app.command(train.train)
+app.command(search_command.search)
 app.command(tune_batch.tune_batch)
 app.command(logs.logs)
 app.command(control.suspend)

@@ -17,7 +17,7 @@ from trialflow.deployments.cli.experiment_options import (
     chosen_experiment,
     open_store,
     own_trackers,
-    read_experiment,
+    read_any_experiment,
 )
 from trialflow.deployments.cli.model_view import LIST_COLUMNS, ModelView, listed
 from trialflow.deployments.cli.tables import AsJson, print_table
@@ -184,7 +184,7 @@ def _register(
     if config is None and versions:
         metric, smaller_is_better = versions[-1].metric, versions[-1].smaller_is_better
     elif (experiment := chosen_experiment(config, storage)) is not None:
-        searcher = read_experiment(experiment, []).searcher
+        searcher = read_any_experiment(experiment, []).searcher
         metric, smaller_is_better = searcher.metric, searcher.smaller_is_better
     else:
         metric, smaller_is_better = None, True

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from trial_core.search.plan import BracketPlan
 
 WORST = math.inf
+TO_ITS_END = "trained to its end"
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ class Bracket:
         actions: list[Action] = []
         if index == len(self._rungs) - 1:
             rung.insert(trial, value)
-            actions += self._end(trial, "trained to its end")
+            actions += self._end(trial, TO_ITS_END)
         else:
             promoted = self._promoted(index, trial, value)
             for each in promoted:
@@ -186,7 +187,7 @@ class Bracket:
     def _advance(self, trial: int, index: int) -> Advance:
         self._rung_of[trial] = index + 1
         self._rungs[index + 1].outstanding += 1
-        return Advance(trial, index + 1, f"{self.rank(trial, index)} at {self.plan.rungs[index]}")
+        return Advance(trial, index + 1, self.rank(trial, index))
 
     def _new(self, count: int) -> list[Action]:
         self._begun += count
@@ -204,13 +205,12 @@ class Bracket:
         if len(self._rungs[0].places) < self.plan.max_trials:
             return []
         actions: list[Action] = []
-        for index, rung in enumerate(self._rungs):
+        for rung in self._rungs:
             if rung.outstanding:
                 break
             for place in rung.places:
                 if not place.is_promoted:
-                    why = f"{rung.rank(place.trial)} at {self.plan.rungs[index]}"
-                    actions += self._end(place.trial, why)
+                    actions += self._end(place.trial, rung.rank(place.trial))
         return actions
 
 
@@ -226,8 +226,7 @@ class StoppingBracket(Bracket):
         is_good = place < max(int(len(rung.places) / self._divisor), 1)
         if is_good and not is_last and trial not in self._exited:
             return [self._advance(trial, index)]
-        at = self.plan.rungs[index]
-        why = "trained to its end" if is_last else f"{rung.rank(trial)} at {at}"
+        why = TO_ITS_END if is_last else rung.rank(trial)
         is_more = self._begun - self._invalid < self.plan.max_trials
         return [*self._end(trial, why), *self._new(1 if is_more else 0)]
 

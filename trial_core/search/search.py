@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from uuid import NAMESPACE_URL, uuid5
@@ -13,7 +13,7 @@ from trial_core.config import ExperimentConfig
 from trial_core.errors import ConfigError, SearchError
 from trial_core.processes.machine.run_dirs import trial_id
 from trial_core.schedule.units import Batch, Epoch, TrainUnit
-from trial_core.search.halving import Begin
+from trial_core.search.halving import Action, Advance, Begin
 from trial_core.search.log import Begun, Changed, Exited, Opened, Reached, SearchLog
 from trial_core.search.samplers import Sampler, sampler_of
 from trial_core.search.settings import SearchExperiment
@@ -68,6 +68,7 @@ class Search:
             experiment.plan(began), settings.name, settings.stop_once, settings.smaller_is_better
         )
         self.state.apply_all(log.events)
+        self._follows: Sequence[Action] = ()
         self._sampler: Sampler = sampler_of(experiment)
         for trial in self.state.trials:
             self._tell(trial)
@@ -135,15 +136,21 @@ class Search:
         if trial.reached and trial.status not in ("failed", "invalid"):
             last = trial.reached[-1]
             value = "not finite" if last.metric is None else number(last.metric)
-            parts = [f"trial {trial.number} at {last.length}: {settings.metric} {value}"]
-        parts.append(described(state, trial, settings.max_length.unit))
+            parts = [f"trial {trial.number}: {settings.metric} {value}"]
+        unit = settings.max_length.unit
+        parts.append(described(state, trial, unit))
+        for each in self._follows:
+            if isinstance(each, Advance) and each.trial != trial.number:
+                parts.append(
+                    f"trial {each.trial} {described(state, state.trials[each.trial], unit)}"
+                )
         if state.best is not None:
             best, result = state.best
             parts.append(f"best: trial {best.number}, {number(result.metric)}")
         return " · ".join(parts)
 
     def _note(self, kind: Any, **fields: Any) -> None:
-        self.state.apply(self._log.append(kind, **fields))
+        self._follows = self.state.apply(self._log.append(kind, **fields))
 
     def _begin(self, work: Begin) -> bool:
         """Begin a new trial; False if the sampler has no more hyperparameters now."""

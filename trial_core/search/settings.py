@@ -182,6 +182,19 @@ class SearchExperiment(ExperimentConfig):
             )  # fmt: skip
         return self
 
+    @model_validator(mode="after")
+    def _keep_what_waits(self) -> Self:
+        """Keeps each trial's latest checkpoint, from which it may continue."""
+        storage = self.checkpoint_storage
+        if storage.save_trial_latest == 0:
+            warn(
+                "checkpoint_storage.save_trial_latest: 0 is taken as 1, because a trial that waits "
+                "continues from its latest checkpoint"
+            )
+            kept = storage.model_copy(update={"save_trial_latest": 1})
+            self.__dict__["checkpoint_storage"] = kept  # the model is frozen
+        return self
+
     def plan(self, began: Mapping[str, Any] | None = None) -> list[BracketPlan]:
         """The brackets of the search.
 
@@ -210,7 +223,7 @@ class SearchExperiment(ExperimentConfig):
         return sample(self.hyperparameters, lambda place: Random(f"{seed} {trial} {place}"))
 
     def of_trial(self, hyperparameters: Mapping[str, Any]) -> ExperimentConfig:
-        """The experiment of one trial, as `train` takes it. Its newest checkpoint is always kept.
+        """The experiment of one trial, as `train` takes it.
 
         Raises:
             ConfigError: the hyperparameters cannot be stored.
@@ -220,16 +233,12 @@ class SearchExperiment(ExperimentConfig):
             {name: getattr(settings, name) for name in SearcherConfig.model_fields}
             | {"name": "single"}
         )
-        storage = self.checkpoint_storage
-        if storage.save_trial_latest == 0:
-            storage = storage.model_copy(update={"save_trial_latest": 1})
         fields = {name: getattr(self, name) for name in ExperimentConfig.model_fields}
         return ExperimentConfig.from_mapping(
             fields
             | {
                 "hyperparameters": dict(hyperparameters),
                 "searcher": searcher,
-                "checkpoint_storage": storage,
             }
         )
 
@@ -272,6 +281,12 @@ class SearchExperiment(ExperimentConfig):
         return {
             **plain, "experiment": self.name, "seed": self.reproducibility.experiment_seed,
         }  # fmt: skip
+
+
+def searches(experiment: Mapping[str, Any]) -> bool:
+    """Return whether an experiment, as plain data, names a searcher of several trials."""
+    searcher = experiment.get("searcher")
+    return isinstance(searcher, Mapping) and searcher.get("name") in NAMES
 
 
 def _number(value: Any) -> int:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from trial_core.common import text_format
 from trial_core.errors import SearchError
-from trial_core.search.halving import Action, Advance, Begin, Bracket, End, brackets
+from trial_core.search.halving import TO_ITS_END, Action, Advance, Begin, Bracket, End, brackets
 from trial_core.search.log import Begun, Changed, Event, Exited, Opened, Reached
 from trial_core.search.plan import BracketPlan
 
@@ -109,12 +109,13 @@ class SearchState:
         """The length to which a trial is to be trained, or has been."""
         return self.rungs_of(trial)[trial.rung]
 
-    def apply(self, event: Event) -> None:
-        """Take the next record.
+    def apply(self, event: Event) -> Sequence[Action]:
+        """Take the next record, and return what follows from it.
 
         Raises:
             SearchError: it does not follow from the records before it, so the log was altered.
         """
+        actions: Sequence[Action] = ()
         if isinstance(event, Begun):
             self._begin(event)
         elif isinstance(event, (Reached, Exited)):
@@ -125,13 +126,14 @@ class SearchState:
                 trial.status = "waits"
                 trial.reached.append(event)
                 actions = bracket.reached(trial.number, self._value(event))
-                trial.why = f"{bracket.rank(trial.number, trial.rung)} at {event.length}"
+                trial.why = bracket.rank(trial.number, trial.rung)
             else:
                 trial.status = "invalid" if event.is_invalid else "failed"
                 trial.why = text_format.one_line(event.why)
                 self.failed += not event.is_invalid
                 actions = bracket.exited(trial.number, event.is_invalid)
             self._follow(actions)
+        return actions
 
     def apply_all(self, events: Iterable[Event]) -> None:
         """Take several records. Raises as `apply`."""
@@ -185,12 +187,23 @@ class SearchState:
 
 
 def described(state: SearchState, trial: SearchTrial, unit: str) -> str:
-    """A trial's status, for people: ``waits: 2nd of 9 at 100 batches``."""
+    """A trial's status, for people: ``waits: 2nd of 9 at 100 batches``.
+
+    Args:
+        unit: of lengths: ``batches`` or ``epochs``.
+    """
+    if trial.status in ("failed", "invalid"):
+        return f"{trial.status}: {trial.why}"
+    at = f" at {in_unit(trial.reached[-1].length, unit)}" if trial.reached else ""
     if trial.status == "due":
-        why = f"promoted: {trial.why} {unit}" if trial.rung else trial.why
-        return f"to {state.length_due(trial)} {unit} ({why})"
-    at = f" {unit}" if trial.reached and trial.status in ("waits", "ended") else ""
-    return f"{trial.status}: {trial.why}{at if trial.why[-1:].isdigit() else ''}"
+        why = f"promoted: {trial.why}{at}" if trial.reached else trial.why
+        return f"to {in_unit(state.length_due(trial), unit)} ({why})"
+    return f"{trial.status}: {trial.why}{'' if trial.why == TO_ITS_END else at}"
+
+
+def in_unit(length: int, unit: str) -> str:
+    """A length, for people: ``1 epoch``, ``100 batches``."""
+    return text_format.plural(length, "batch" if unit == "batches" else "epoch")
 
 
 def opened(events: Sequence[Event]) -> Opened:

@@ -18,7 +18,7 @@ from trialflow.deployments.cli.experiment_options import (
     StorageOption,
     open_store,
     open_store_of,
-    read_experiment,
+    read_any_experiment,
 )
 from trialflow.deployments.cli.tables import AsJson, local_time, print_table, shortest_unique
 from trialflow.deployments.cli.waiting import print_above_the_wait, waiting
@@ -150,7 +150,7 @@ def prune(
         )
     if set_ and config is None:
         raise ConfigError("--set changes a field of --config: give --config as well")
-    of_config = None if config is None else read_experiment(config, set_ or [], storage)
+    of_config = None if config is None else read_any_experiment(config, set_ or [], storage)
     store = open_store(None, storage) if of_config is None else open_store_of(of_config)
     policy = (rules or Rules()).policy(of_config)
     if policy is None and not leftovers_only:

@@ -173,7 +173,7 @@ def _to_all(name: str) -> Callable[..., None]:
     return call
 
 
-for _name in [name for name in vars(Observer) if name not in {*vars(Observers), "of_trial"}]:
+for _name in [name for name in vars(Observer) if not name.startswith("_") and name != "of_trial"]:
     setattr(Observers, _name, _to_all(_name))
 
 _no_observer = Observer()
