@@ -139,11 +139,12 @@ class Search:
             parts = [f"trial {trial.number}: {settings.metric} {value}"]
         unit = settings.max_length.unit
         parts.append(described(state, trial, unit))
-        for each in self._follows:
-            if isinstance(each, Advance) and each.trial != trial.number:
-                parts.append(
-                    f"trial {each.trial} {described(state, state.trials[each.trial], unit)}"
-                )
+        others = [state.trials[each.trial] for each in self._follows if isinstance(each, Advance)]
+        parts += [
+            f"trial {other.number} {described(state, other, unit)}"
+            for other in others
+            if other is not trial
+        ]
         if state.best is not None:
             best, result = state.best
             parts.append(f"best: trial {best.number}, {number(result.metric)}")
