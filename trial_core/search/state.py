@@ -109,6 +109,10 @@ class SearchState:
         """The length to which a trial is to be trained, or has been."""
         return self.rungs_of(trial)[trial.rung]
 
+    def rank(self, trial: SearchTrial) -> str:
+        """A trial's rank among those that have reached its rung so far: ``2nd of 9``."""
+        return self._brackets[trial.bracket].rank(trial.number, trial.rung)
+
     def apply(self, event: Event) -> Sequence[Action]:
         """Take the next record, and return what follows from it.
 
@@ -126,7 +130,6 @@ class SearchState:
                 trial.status = "waits"
                 trial.reached.append(event)
                 actions = bracket.reached(trial.number, self._value(event))
-                trial.why = bracket.rank(trial.number, trial.rung)
             else:
                 trial.status = "invalid" if event.is_invalid else "failed"
                 trial.why = text_format.one_line(event.why)
@@ -198,6 +201,8 @@ def described(state: SearchState, trial: SearchTrial, unit: str) -> str:
     if trial.status == "due":
         why = f"promoted: {trial.why}{at}" if trial.reached else trial.why
         return f"to {in_unit(state.length_due(trial), unit)} ({why})"
+    if trial.status == "waits":
+        return f"waits: {state.rank(trial)}{at}"
     return f"{trial.status}: {trial.why}{'' if trial.why == TO_ITS_END else at}"
 
 
