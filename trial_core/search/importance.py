@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
 from trial_core.common.text_format import is_finite_number, setting
 from trial_core.search.view import SearchedName, SearchView
 
-ENOUGH = 20
-_GROUPS = 4
+ENOUGH, GROUPS = 20, 4
 
 
 def importance(view: SearchView) -> tuple[int, list[tuple[SearchedName, float]]] | None:
@@ -21,33 +20,26 @@ def importance(view: SearchView) -> tuple[int, list[tuple[SearchedName, float]]]
 
     Trials are compared by their ranks at one length, the one that most have reached. They are put
     in groups by a hyperparameter: by its choice, or numbers in four groups of equal size. The share
-    is the ranks' variance between the groups (epsilon squared), less what chance alone gives. What
-    two hyperparameters do together is not seen.
+    is the ranks' variance between the groups (epsilon squared), less what chance gives on average.
+    What two hyperparameters do together is not seen.
 
     Returns:
         The length, and the shares, the largest first; None of fewer than 20 results.
     """
-    results = [(trial, each) for trial in view.state.trials for each in trial.reached]
-    counts = Counter(each.length for _, each in results)
+    counts = Counter(each.length for trial in view.state.trials for each in trial.reached)
     length, count = max(counts.items(), key=lambda each: (each[1], -each[0]), default=(0, 0))
     if count < ENOUGH:
         return None
-    sign = 1 if view.experiment.searcher.smaller_is_better else -1
-    there = {trial.number: (trial, each) for trial, each in results if each.length == length}
-    ranks = _ranks([math.inf if r.metric is None else sign * r.metric for _, r in there.values()])
-    shares = [
-        (name, _share(_groups([name.of(trial) for trial, _ in there.values()]), ranks))
-        for name in view.names
-    ]
+    there = {
+        trial.number: (trial, math.inf if each.metric is None else view.sign * each.metric)
+        for trial in view.state.trials
+        for each in trial.reached
+        if each.length == length
+    }
+    ranks = _ranks([value for _, value in there.values()])
+    values = {name: [name.of(trial) for trial, _ in there.values()] for name in view.names}
+    shares = [(name, _share(each, ranks)) for name, each in values.items()]
     return length, sorted(shares, key=lambda each: -each[1])
-
-
-def _groups(values: Sequence[Any]) -> list[Hashable]:
-    """The group of each trial."""
-    if all(map(is_finite_number, values)) and len(set(values)) > _GROUPS:
-        ranks = _ranks(values)
-        return [min(int(_GROUPS * rank / len(values)), _GROUPS - 1) for rank in ranks]
-    return [setting(value) for value in values]
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
@@ -56,14 +48,16 @@ def _ranks(values: Sequence[float]) -> list[float]:
     return [(bisect_left(ordered, each) + bisect_right(ordered, each)) / 2 for each in values]
 
 
-def _share(groups: Sequence[Hashable], ranks: Sequence[float]) -> float:
-    inside: dict[Hashable, list[float]] = defaultdict(list)
+def _share(values: Sequence[Any], ranks: Sequence[float]) -> float:
+    groups: Sequence[Any] = [setting(value) for value in values]
+    if all(map(is_finite_number, values)) and len(set(values)) > GROUPS:
+        groups = [min(int(GROUPS * rank / len(values)), GROUPS - 1) for rank in _ranks(values)]
+    inside: dict[Any, list[float]] = defaultdict(list)
     for group, rank in zip(groups, ranks, strict=True):
         inside[group].append(rank)
-    mean = fmean(ranks)
-    total = sum((rank - mean) ** 2 for rank in ranks)
+    total = sum((rank - fmean(ranks)) ** 2 for rank in ranks)
     if not total or len(inside) in (1, len(ranks)):
         return 0.0
-    between = sum(len(each) * (fmean(each) - mean) ** 2 for each in inside.values())
+    between = sum(len(each) * (fmean(each) - fmean(ranks)) ** 2 for each in inside.values())
     by_chance = (len(ranks) - 1) / (len(ranks) - len(inside))
     return max(0.0, 1 - (1 - between / total) * by_chance)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -86,6 +87,20 @@ class SearchView:
         """Of lengths: ``batches`` or ``epochs``."""
         return str(self.experiment.searcher.max_length.unit)
 
+    @property
+    def sign(self) -> int:
+        """A metric times this is the smaller, the better it is."""
+        return 1 if self.experiment.searcher.smaller_is_better else -1
+
+    @property
+    def max_trials(self) -> int:
+        """How many trials it begins."""
+        return sum(plan.max_trials for plan in self.plans)
+
+    def bracket(self, trial: int) -> int:
+        """The bracket of a trial."""
+        return self.state.trials[trial].bracket
+
     @cached_property
     def plans(self) -> Sequence[BracketPlan]:
         """The brackets."""
@@ -111,31 +126,27 @@ class SearchView:
     @cached_property
     def ranked(self) -> Sequence[tuple[SearchTrial, Reached, float]]:
         """The trials that have a result, the best one first; each with its best, and its metric."""
-        sign = 1 if self.experiment.searcher.smaller_is_better else -1
         best = []
         for trial in self.state.trials:
-            values = [(sign * r.metric, r.number, r) for r in trial.reached if r.metric is not None]
-            if values:
-                best.append((*min(values, key=lambda each: each[:2]), trial))
-        return [
-            (trial, result, sign * value)
-            for value, _, result, trial in sorted(best, key=lambda each: each[:2])
-        ]
+            found = [
+                (self.sign * r.metric, r.number, r) for r in trial.reached if r.metric is not None
+            ]
+            best += [(*min(found, key=lambda each: each[:2]), trial)] if found else []
+        best.sort(key=lambda each: each[:2])
+        return [(trial, result, self.sign * value) for value, _, result, trial in best]
 
     @property
     def best_so_far(self) -> Sequence[tuple[int, float]]:
         """For each result: the batches that all trials had trained, and the best metric then."""
-        sign = 1 if self.experiment.searcher.smaller_is_better else -1
-        batches, before, best, points = 0, dict[int, int](), None, []
+        batches, best = dict[int, int](), math.inf
+        points = []
         for event in self.events:
             if isinstance(event, Reached):
-                batches += event.batches - before.get(event.trial, 0)
-                before[event.trial] = event.batches
+                batches[event.trial] = event.batches
                 if event.metric is not None:
-                    is_better = best is None or sign * event.metric < sign * best
-                    best = event.metric if is_better else best
-                if best is not None:
-                    points.append((batches, best))
+                    best = min(best, self.sign * event.metric)
+                if best < math.inf:
+                    points.append((sum(batches.values()), self.sign * best))
         return points
 
     def summary(self) -> dict[str, Any]:
@@ -148,7 +159,7 @@ class SearchView:
             "metric": self.metric,
             "smaller_is_better": self.experiment.searcher.smaller_is_better,
             "trials": len(self.state.trials),
-            "max_trials": sum(plan.max_trials for plan in self.plans),
+            "max_trials": self.max_trials,
             "failed": self.state.failed,
             "batches": self.batches,
             "best": best and best[1].metric,
@@ -161,35 +172,13 @@ class SearchView:
         }
 
     def details(self) -> dict[str, Any]:
-        """The search with its trials, as plain data. Lengths are in `unit`."""
+        """The search with its trials. Lengths are in `unit`; a rung is the index of a length."""
         return {
             **self.summary(),
             "unit": self.unit,
-            "brackets": [list(plan.rungs) for plan in self.plans],
-            "trials": [self._plain(trial) for trial in self.state.trials],
-            "promotions": [
-                {
-                    "trial": each.trial,
-                    "length": self._length(each.trial, each.rung),
-                    "was": each.why,
-                }
-                for each in self.state.promotions
-            ],
-        }
-
-    def _length(self, trial: int, rung: int) -> int:
-        return self.plans[self.state.trials[trial].bracket].rungs[rung]
-
-    def _plain(self, trial: SearchTrial) -> dict[str, Any]:
-        fields = ("length", "batches", "metric", "checkpoint", "at")
-        return {
-            "trial": trial.number,
-            "id": trial.id,
-            "bracket": trial.bracket,
-            "status": trial.status,
-            "why": trial.why,
-            "hyperparameters": trial.hyperparameters,
-            "results": [{name: getattr(each, name) for name in fields} for each in trial.reached],
+            "brackets": self.plans,
+            "trials": self.state.trials,
+            "promotions": self.state.promotions,
         }
 
 
