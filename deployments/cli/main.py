@@ -31,6 +31,7 @@ from trialflow.deployments.cli import (
     models,
     retrain,
     runs,
+    search,
     train,
     tune_batch,
     up,
@@ -68,6 +69,7 @@ app.command(retrain.retrain)
 app.command(config.config)
 app.command(commands.app)
 app.command(runs.app)
+app.command(search.app)
 app.command(models.app)
 app.command(export.export)
 app.command(up.up)

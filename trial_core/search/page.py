@@ -72,15 +72,13 @@ def _rungs(view: SearchView) -> ViewTable:
 
 
 def _trials(view: SearchView) -> ViewTable:
-    """The best trials, and the others that are due or have failed."""
-    best = [trial for trial, *_ in view.ranked[:SHOWN_ROWS]]
-    kept = {trial.number for trial in best}
-    others = [
-        trial
-        for trial in view.state.trials
-        if trial.number not in kept and trial.status in ("due", "failed", "invalid")
-    ]
-    shown = best + others[-SHOWN_OTHERS:]
+    """The best trials, and the newest others that are due or have failed."""
+    order = [trial for trial, *_ in view.ranked]
+    ranked = {trial.number for trial in order}
+    order += [trial for trial in view.state.trials if trial.number not in ranked]
+    shown, rest = order[:SHOWN_ROWS], order[SHOWN_ROWS:]
+    others = [trial for trial in rest if trial.status in ("due", "failed", "invalid")]
+    shown += sorted(others, key=lambda trial: trial.number)[-SHOWN_OTHERS:]
     lengths = sorted({each.length for trial in shown for each in trial.reached})[-SHOWN_LENGTHS:]
     names = view.names[:SHOWN_NAMES]
     rows = []
@@ -137,7 +135,7 @@ def headline(view: SearchView) -> str:
 
 
 def settings_line(view: SearchView) -> str:
-    """``asha: 16 trials of at most 900 batches; one in 4 continues; the smaller loss is better``."""
+    """``asha: 16 trials of at most 900 batches; one in 4 continues; …``."""
     settings = view.experiment.searcher
     trials = f"{plural(view.max_trials, 'trial')} of at most {settings.max_length.value}"
     some = f"; one in {settings.divisor:g} continues" if len(view.plans[0].rungs) > 1 else ""
@@ -197,7 +195,10 @@ def simulated_text(search: Search) -> str:
     lines += [
         f"{b:>7}  {length:<12} {n:>8}  {more:>8}" for b, length, n, more, _ in _rungs(view).rows
     ]
-    lines += ["", f"trained: {total} {view.unit}, {total / max(whole, 1):.1%} of all trials' ends"]
+    lines += [
+        "",
+        f"trained: {total} {view.unit}, {total / max(whole, 1):.1%} of every trial to its end",
+    ]
     lines += [f"best: {found or 'none'}", *(f"  {value}" for value in values)]
     lines += [f"promoted: {len(view.state.promotions)}"]
     lines += [f"  trial {trial} to {to}: {why}" for trial, to, why in promoted.rows]

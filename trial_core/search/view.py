@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from trial_core.checkpoint import layout
 from trial_core.checkpoint.storage.base import Storage
 from trial_core.common import text_format
 from trial_core.config.error_text import error_lines
@@ -195,7 +196,7 @@ def stored_view(storage: Storage, search: str) -> SearchView:
     Raises:
         SearchError: there is no such search, or its log was altered.
     """
-    events = SearchLog(storage, search).events
+    events = SearchLog(storage, search).events if layout.is_name(search) else []
     if not events:
         there = text_format.first_few(searches(storage), 10) or "none"
         raise SearchError(
