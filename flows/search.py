@@ -7,7 +7,9 @@ and writes down what came of it. So any later run of the flow continues the sear
 
 import os
 import queue
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from prefect import flow, runtime, task
@@ -33,9 +35,11 @@ from trial_core.errors import (
 )
 from trial_core.observe.events.observers import Observer, current_observer, observing
 from trial_core.processes.machine.accelerators import count_accelerators, resolve_slot_count
-from trial_core.processes.machine.run_dirs import trial_id
+from trial_core.processes.machine.run_dirs import run_dir_of, trial_id
 from trial_core.schedule.stop_requests import StopHandler, as_the_trial_asked
+from trial_core.search.figures import html
 from trial_core.search.log import SearchLog
+from trial_core.search.page import markdown
 from trial_core.search.search import Leg, Search
 from trial_core.search.settings import SearchExperiment
 from trialflow.flows.lifecycle.crash_limit import check_crash_limit
@@ -47,11 +51,14 @@ from trialflow.flows.lifecycle.stop_monitor import POLL_SECONDS, StopMonitor
 from trialflow.flows.lifecycle.storage_of_run import StorageLabel, storage_of_run
 from trialflow.flows.server.prefect_settings import prepare_temporary_server
 from trialflow.flows.train import PartOfTraining, train
+from trialflow.tasks.artifact import MarkdownArtifact
+from trialflow.tasks.client_retries import NO_ANSWER
 from trialflow.tasks.storage_block import with_credentials
 
 prepare_temporary_server()
 
 FLOW = "search"
+REPORT = "search.html"
 MAX_SIDE_BY_SIDE = 64
 
 
@@ -68,6 +75,8 @@ class SearchResult:
         hyperparameters: of that trial.
         metric: its best value of the searcher metric.
         checkpoint_uuid: the trial's checkpoint at that rung.
+        report_path: a page with figures, on this machine.
+        flow_run_id: Prefect's id of the flow run.
     """
 
     search: str
@@ -78,6 +87,7 @@ class SearchResult:
     hyperparameters: dict[str, Any] = field(default_factory=dict)
     metric: float | None = None
     checkpoint_uuid: str | None = None
+    report_path: str | None = None
     flow_run_id: str | None = None
 
 
@@ -178,6 +188,7 @@ class SearchRun:
         self._stopping = stopping
         self._observer = current_observer()
         self._logger = get_run_logger()
+        self._page = MarkdownArtifact(f"search-{search}", f"Search {search}")
         self._running: dict[int, Leg] = {}
         self._ended: queue.SimpleQueue[tuple[Leg, PrefectFuture[Outcome]] | None] = (
             queue.SimpleQueue()
@@ -199,9 +210,12 @@ class SearchRun:
             self._show(search)
             with self._stopping.subscribed(self._wake, self._wake):
                 self._train_what_is_due(search)
+            report = run_dir_of(self._id) / REPORT
+            report.parent.mkdir(parents=True, exist_ok=True)
+            report.write_text(html(view_of(search, self._store.url)), encoding="utf-8")
         if self._failure is not None:
             raise self._failure
-        return self._result(search)
+        return self._result(search, report)
 
     def _wake(self) -> None:
         self._ended.put(None)
@@ -259,15 +273,19 @@ class SearchRun:
         self._observer.search_advanced(search, leg.trial)
 
     def _show(self, search: Search) -> None:
-        """Show the search on its page."""
+        """Show the search on its page. A server that does not take it gets the next one."""
+        status = "" if search.state.is_over else "running"
+        with suppress(*NO_ANSWER):
+            self._page.write(markdown(view_of(search, self._store.url), status))
 
-    def _result(self, search: Search) -> SearchResult:
+    def _result(self, search: Search, report: Path) -> SearchResult:
         state, request = search.state, self._stopping.final_request()
         result = SearchResult(
             search=self._id,
             is_over=state.is_over,
             stop_reason=None if state.is_over or request is None else str(request),
             trials=len(state.trials),
+            report_path=str(report),
             flow_run_id=str(runtime.flow_run.id),
         )
         if state.best is None:

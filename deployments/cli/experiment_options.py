@@ -142,17 +142,20 @@ def with_engine(overrides: list[str] | None, engine: str | None) -> list[str]:
     return [*(overrides or []), *([f"resources.engine={engine}"] if engine is not None else [])]
 
 
-def named_trial(named: str, trials: Iterable[str]) -> str | None:
+def named_trial(named: str, trials: Iterable[str], kind: str = "trial") -> str | None:
     """Return the trial with an id, else the only one whose id begins so, or None.
+
+    Args:
+        kind: ``search`` if these are searches.
 
     Raises:
         ConfigError: several begin so; or the id is empty, like that of an unset shell variable.
     """
     if not named:
-        raise ConfigError("the id of the trial is empty: give it, or its first characters")
+        raise ConfigError(f"the id of the {kind} is empty: give it, or its first characters")
     found = sorted({trial for trial in trials if trial.startswith(named)})
     if len(found) > 1 and named not in found:
-        raise ConfigError(f"{named} is not one trial, but {len(found)}: {', '.join(found)}")
+        raise ConfigError(f"{named} is not one {kind}, but {len(found)}: {', '.join(found)}")
     return named if named in found else next(iter(found), None)
 
 

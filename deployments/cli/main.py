@@ -31,6 +31,7 @@ from trialflow.deployments.cli import (
     models,
     retrain,
     runs,
+    search,
     search_command,
     train,
     tune_batch,
@@ -59,7 +60,6 @@ app = App(
 app.command(init.init)
 app.command(migrate.migrate)
 app.command(train.train)
-app.command(search_command.search)
 app.command(tune_batch.tune_batch)
 app.command(logs.logs)
 app.command(control.suspend)
@@ -70,6 +70,8 @@ app.command(retrain.retrain)
 app.command(config.config)
 app.command(commands.app)
 app.command(runs.app)
+search.app.default(search_command.search)
+app.command(search.app)
 app.command(models.app)
 app.command(export.export)
 app.command(up.up)

@@ -18,6 +18,7 @@ from trialflow.deployments.cli.experiment_options import (
     Experiment,
     Overrides,
     StorageOption,
+    named_trial,
     open_store_of,
     read_as,
     refuse_what_cannot_run,
@@ -114,7 +115,6 @@ def search(
 
 def _simulate(experiment: SearchExperiment, curves: Path) -> int:
     from trial_core.search.page import simulated_text
-
     from trial_core.search.simulate import read_curves, simulate
 
     print(simulated_text(simulate(experiment, read_curves(curves))))
@@ -129,24 +129,28 @@ def _to_resume(
     Raises:
         ConfigError: there is no such search.
     """
-    from trial_core.search.log import searches
+    from trial_core.search.log import SearchLog, searches
+    from trial_core.search.state import opened
 
-    found = [each for each in searches(store.storage) if each.experiment == experiment.name]
+    storage, found = store.storage, {}
+    for name in searches(storage):
+        log = SearchLog(storage, name)
+        if opened(log.events).experiment == experiment.name:
+            found[name] = log.events[-1].at
     if named is not None:
-        matching = [each.search for each in found if each.search.startswith(named)]
-        if len(matching) != 1:
+        if (search := named_trial(named, found)) is None:
             raise ConfigError(
-                f"--search {named}: {len(matching)} searches of experiment {experiment.name} in "
-                f"{store.url} begin so; `trialflow search list` shows them"
+                f"--search {named}: no search of experiment {experiment.name} in {store.url} "
+                "begins so; `trialflow search list` shows them"
             )
-        return matching[0]
+        return search
     if not found:
         say(
             f"nothing to resume: no search of experiment {experiment.name} in {store.url}; "
             "beginning a new one"
         )
         return None
-    newest = max(found, key=lambda each: each.at).search
+    newest = max(found, key=found.__getitem__)
     say(f"continuing search {newest}")
     return newest
 
@@ -164,6 +168,7 @@ def _summary(result: SearchResult, experiment: SearchExperiment, later_ui: str |
         ("checkpoint", result.checkpoint_uuid),
         ("continue with", None if result.is_over else f"--resume --search {result.search}"),
         ("more", f"trialflow search show {result.search}"),
+        ("HTML report", result.report_path),
         ("UI", later_ui),
     ]
     shown = [(name, fact) for name, fact in facts if fact is not None]

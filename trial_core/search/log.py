@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from trial_core.checkpoint import layout
-from trial_core.checkpoint.json_objects import user_at_host
+from trial_core.checkpoint.json_objects import user_at_host, warn_of_foreign_object
 from trial_core.checkpoint.manifest import utc_now
 from trial_core.checkpoint.numbered_log import NumberedEntry, NumberedLog
 from trial_core.checkpoint.storage.base import Storage
@@ -112,3 +112,18 @@ class SearchLog:
             ) from None
         self.events.append(event)
         return event
+
+
+def searches(storage: Storage) -> list[str]:
+    """The searches in a storage that have records, sorted. Warns of foreign objects.
+
+    Raises StorageError.
+    """
+    names: set[str] = set()
+    for key in sorted(storage.sizes(layout.SEARCHES)):
+        name, _, path = key.removeprefix(f"{layout.SEARCHES}/").partition("/")
+        if not (path and layout.is_name(name)):
+            warn_of_foreign_object(storage, key)
+        elif layout.parse_numbered_key(layout.search_folder(name), key) is not None:
+            names.add(name)
+    return sorted(names)

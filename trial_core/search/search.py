@@ -14,7 +14,7 @@ from trial_core.errors import ConfigError, SearchError
 from trial_core.processes.machine.run_dirs import trial_id
 from trial_core.schedule.units import Batch, Epoch, TrainUnit
 from trial_core.search.halving import Action, Advance, Begin
-from trial_core.search.log import Begun, Changed, Exited, Opened, Reached, SearchLog
+from trial_core.search.log import Begun, Changed, Event, Exited, Opened, Reached, SearchLog
 from trial_core.search.samplers import Sampler, sampler_of
 from trial_core.search.settings import SearchExperiment
 from trial_core.search.state import SearchState, SearchTrial, described, last_settings, opened
@@ -72,6 +72,11 @@ class Search:
         self._sampler: Sampler = sampler_of(experiment)
         for trial in self.state.trials:
             self._tell(trial)
+
+    @property
+    def events(self) -> list[Event]:
+        """Its records so far, in order."""
+        return self._log.events
 
     def next(self, running: Collection[int]) -> Leg | None:
         """What to train next, besides the trials that are running; None if nothing is due."""

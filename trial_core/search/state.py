@@ -57,6 +57,7 @@ class SearchState:
     Attributes:
         trials: by number.
         work: what is due, in the order in which it came due: new trials, and trials to be trained.
+        promotions: who was to be trained further, to which rung and why, in order.
         failed: how many trials have failed, those with invalid hyperparameters not counted.
     """
 
@@ -69,6 +70,7 @@ class SearchState:
     ) -> None:
         self.trials: list[SearchTrial] = []
         self.work: list[Begin | Advance] = []
+        self.promotions: list[Advance] = []
         self.failed = 0
         self._smaller_is_better = smaller_is_better
         self._brackets: list[Bracket] = brackets(plans, kind, stops_once)
@@ -174,6 +176,8 @@ class SearchState:
             if isinstance(action, Advance):
                 trial = self.trials[action.trial]
                 trial.status, trial.rung, trial.why = "due", action.rung, action.why
+                if action.rung:
+                    self.promotions.append(action)
             self.work.insert(len(self.work) if place is None else place, action)
 
     def _value(self, result: Reached) -> float:
