@@ -42,6 +42,7 @@ from trial_core.search.log import SearchLog
 from trial_core.search.page import markdown
 from trial_core.search.search import Leg, Search
 from trial_core.search.settings import SearchExperiment
+from trial_core.search.view import view_of
 from trialflow.flows.lifecycle.crash_limit import check_crash_limit
 from trialflow.flows.lifecycle.parent_runs import identity_of_run
 from trialflow.flows.lifecycle.run_log import readable_task_log

@@ -1,8 +1,8 @@
 """trialflow: trains DeepSpeed models as Prefect flows, with sharded checkpoints in object storage.
 
 What flows of one's own are composed of: the flows `train`, `evaluate`, `search`, `retrain` and
-`prune`; the tasks `export`, `promote` and `fetch`; their results; and `server`. The experiment's configuration;
-what was stored: checkpoints and models; and the errors. The trial API is in
+`prune`; the tasks `export`, `promote` and `fetch`; their results; and `server`. The experiment's
+configuration; what was stored: checkpoints and models; and the errors. The trial API is in
 `trial_core.deepspeed` and `trial_core.pytorch`. Names are imported when they are first used, so
 that importing the package costs nothing.
 """

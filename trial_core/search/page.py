@@ -17,7 +17,7 @@ from trial_core.observe.report.trial_report import BAR_CELLS
 from trial_core.search.importance import importance
 from trial_core.search.search import Search
 from trial_core.search.simulate import trained
-from trial_core.search.state import described
+from trial_core.search.state import described, in_unit
 from trial_core.search.view import SearchView, view_of
 
 SHOWN_ROWS, SHOWN_OTHERS, SHOWN_NAMES, SHOWN_LENGTHS = 50, 200, 10, 8
@@ -62,7 +62,7 @@ def _rungs(view: SearchView) -> ViewTable:
             value, best = min(values, default=(0.0, None))
             rows.append(
                 (
-                    str(bracket + 1), f"{length} {view.unit}", str(len(there)),
+                    str(bracket + 1), in_unit(length, view.unit), str(len(there)),
                     "" if length == plan.rungs[-1] else str(promoted[bracket, rung]),
                     "" if best is None else f"{number(view.sign * value)} (trial {best})",
                 )
@@ -99,20 +99,18 @@ def _trials(view: SearchView) -> ViewTable:
 
 def _promotions(view: SearchView) -> ViewTable:
     """Who was trained further, and why: the newest first."""
-    rows = [
-        (
-            str(each.trial), f"{view.plans[view.bracket(each.trial)].rungs[each.rung]} {view.unit}",
-            f"{each.why} {view.unit}",
-        )
-        for each in reversed(view.state.promotions)
-    ]  # fmt: skip
+    rows = []
+    for each in reversed(view.state.promotions):
+        lengths = view.plans[view.bracket(each.trial)].rungs
+        here, there = (in_unit(lengths[each.rung - i], view.unit) for i in (0, 1))
+        rows.append((str(each.trial), here, f"{each.why} at {there}"))
     return _table("Promoted", ("trial", "trained to", "because it was"), rows)
 
 
 def _importance(view: SearchView) -> ViewTable:
     length, shares = importance(view) or (0, [])
     rows = [(_name(name.short), f"{share:.0%}") for name, share in shares]
-    title = f"Importance of hyperparameters at {length} {view.unit}"
+    title = f"Importance of hyperparameters at {in_unit(length, view.unit)}"
     return _table(title, ("hyperparameter", "explains of the differences"), rows)
 
 
@@ -148,7 +146,7 @@ def best_lines(view: SearchView) -> tuple[str, Sequence[str]]:
     if view.state.best is None:
         return "", []
     trial, result = view.state.best
-    what = f"{_name(view.metric)} {_number(result.metric)} at {result.length} {view.unit}"
+    what = f"{_name(view.metric)} {_number(result.metric)} at {in_unit(result.length, view.unit)}"
     values = [f"{_name(each.short)} {each.shown(trial)}" for each in view.names[:SHOWN_NAMES]]
     more = len(view.names) - len(values)
     return f"{what}, trial {trial.number}", [*values, *([f"{more} more"] if more else [])]
