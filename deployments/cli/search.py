@@ -140,15 +140,18 @@ def _print(view: SearchView) -> None:
     """Print the search as tables."""
     from trial_core.search import page
 
-    last = local_time(view.events[-1].at)
-    print(f"{view.id}: {page.headline(view)} · last record {last}\n{page.settings_line(view)}")
+    lines = [
+        f"{view.id}: {page.headline(view)} · last record {local_time(view.events[-1].at)}",
+        page.settings_line(view),
+    ]
     if view.state.best is not None:
         found, values = page.best_lines(view)
         trial, result = view.state.best
-        print(f"best: {found}, {trial.id}, checkpoint {result.checkpoint or 'none'}")
-        print(text_format.clean("  ".join(["     ", *values])))
+        lines.append(f"best: {found}, {trial.id}, checkpoint {result.checkpoint or 'none'}")
+        lines.append("  ".join(["     ", *values]))
+    print(text_format.clean("\n".join(lines)))
     for table in page.tables(view):
-        print(f"\n{text_format.clean(table.title)}\n")
+        print(f"\n{table.title}\n")
         print_table(table.columns, table.rows)
         if table.note:
             print(table.note)
