@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.browser import chromium
-from tests.support.searches import metric_of, search_experiment, searched
+from tests.support.searches import RANGES, metric_of, search_experiment, searched
 from tests.trial_core.observe.report.test_html_report import EVIL, Page
 from trial_core.checkpoint.storage.base import Storage
 from trial_core.checkpoint.storage.open_storage import open_storage
@@ -269,7 +269,12 @@ def test_figures_have_each_trial_and_result(storage: Storage) -> None:
 
 def test_importance_finds_what_matters(storage: Storage) -> None:
     """Also if the best value is in the middle of the range, where a correlation is 0."""
-    view = view_of(searched(storage, experiment=search_experiment(max_trials=100, name="random")))
+    noise = {
+        "type": "categorical",
+        "vals": [f"v{i}" for i in range(30)],
+    }  # a third, less what chance gives
+    experiment = search_experiment({**RANGES, "noise": noise}, max_trials=100, name="random")
+    view = view_of(searched(storage, experiment=experiment))
     found = importance(view)
     assert found is not None
     length, shares = found
