@@ -14,6 +14,7 @@ from trial_core.checkpoint.manifest import utc_now
 from trial_core.checkpoint.numbered_log import NumberedEntry, NumberedLog
 from trial_core.checkpoint.storage.base import Storage
 from trial_core.errors import SearchError, Superseded
+from trial_core.search.plan import BracketPlan
 
 
 class Record(NumberedEntry, frozen=True, kw_only=True, tag_field="event"):
@@ -38,9 +39,10 @@ class Opened(Record, frozen=True, kw_only=True, tag="opened"):
 
 
 class Changed(Record, frozen=True, kw_only=True, tag="changed"):
-    """The search continues with other maxima."""
+    """The search continues with other maxima: `plans` has all brackets, with these."""
 
     searcher: dict[str, Any]
+    plans: list[BracketPlan]
 
 
 class Begun(Record, frozen=True, kw_only=True, tag="begun"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 from uuid import NAMESPACE_URL, uuid5
@@ -16,7 +16,7 @@ from trial_core.schedule.units import Batch, Epoch, TrainUnit
 from trial_core.search.halving import Begin
 from trial_core.search.log import Begun, Changed, Exited, Opened, Reached, SearchLog
 from trial_core.search.samplers import Sampler, sampler_of
-from trial_core.search.settings import SearchExperiment
+from trial_core.search.settings import SearchExperiment, recorded_settings
 from trial_core.search.state import SearchState, SearchTrial, last_settings, opened
 
 
@@ -53,34 +53,46 @@ class Search:
         self.experiment = experiment
         self._log = log
         settings = experiment.searcher
-        recorded, began = experiment.recorded(), None
+        recorded = experiment.recorded()
         if not log.events:
             log.append(Opened, **recorded)
-        else:
-            began = opened(log.events).searcher
-            last = last_settings(log.events)
-            experiment.check_continues(
-                {name: getattr(opened(log.events), name) for name in recorded}, last
-            )
-            if recorded["searcher"] != last:
-                log.append(Changed, searcher=recorded["searcher"])
-        self.state = SearchState(
-            experiment.plan(began), settings.name, settings.stop_once, settings.smaller_is_better
+        began = {name: getattr(opened(log.events), name) for name in recorded}
+        began["searcher"], last = (
+            recorded_settings(each).model_dump(mode="json")
+            for each in (began["searcher"], last_settings(log.events))
         )
+        experiment.check_continues(began, last)
+        self.state = SearchState(
+            experiment.plan(began["searcher"]), settings.name, settings.stop_once,
+            settings.smaller_is_better,
+        )  # fmt: skip
         self.state.apply_all(log.events)
+        if recorded["searcher"] != last:
+            plans = experiment.extended_plan(self.state.plans)
+            self._note(Changed, searcher=recorded["searcher"], plans=plans)
         self._sampler: Sampler = sampler_of(experiment)
         for trial in self.state.trials:
             self._tell(trial)
 
     def next(self, running: Collection[int]) -> Leg | None:
-        """What to train next, besides the trials that are running; None if nothing is due."""
+        """What to train next, besides the trials that are running; None if nothing is due.
+
+        If no trial is running then, the search is over, also if a sampler has no more trials.
+
+        Raises:
+            SearchError: the sampler fails.
+            ConfigError: it gives hyperparameters that cannot be stored.
+            Superseded: another driver has the search.
+        """
+        has_more = True
         for work in self.state.work:
             if isinstance(work, Begin):
-                if not self._begin(work):
-                    return None
-                return self.next(running)
-            if work.trial not in running:
+                if has_more and self._begin(work):
+                    return self.next(running)
+                has_more = False
+            elif work.trial not in running:
                 return self._leg(self.state.trials[work.trial])
+        self.state.has_no_more = not has_more
         return None
 
     def reached(
@@ -134,9 +146,16 @@ class Search:
     def _begin(self, work: Begin) -> bool:
         """Begin a new trial; False if the sampler has no more hyperparameters now."""
         number = len(self.state.trials)
-        hyperparameters = self._sampler.ask(number)
+        hyperparameters = self._call(self._sampler.ask, number)
         if hyperparameters is None:
             return False
+        if not isinstance(hyperparameters, dict):
+            raise SearchError(
+                f"the sampler {self.experiment.searcher.sampler} gave "
+                f"{type(hyperparameters).__name__} for trial {number}, expected a dict of "
+                "hyperparameters, or None if there are no more"
+            )
+        self.experiment.of_trial(hyperparameters)  # raises before they are recorded
         unique = uuid5(NAMESPACE_URL, f"{self.id}/{number}").hex
         self._note(
             Begun, trial=number, id=trial_id(self.experiment.name, unique), bracket=work.bracket,
@@ -153,8 +172,11 @@ class Search:
         return Leg(trial, trial.rung, config, until, is_last)
 
     def _tell(self, trial: SearchTrial) -> None:
+        self._call(self._sampler.tell, trial)
+
+    def _call(self, method: Callable[[Any], Any], argument: Any) -> Any:
         try:
-            self._sampler.tell(trial)
+            return method(argument)
         except ConfigError:
             raise
         except Exception as error:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 from typing_extensions import Self
 
 from trial_core.config import ExperimentConfig, SearcherConfig
 from trial_core.config.determined import IGNORED_SEARCHER
-from trial_core.config.error_text import format_value, validation_error, warn
+from trial_core.config.error_text import error_lines, format_value, validation_error, warn
 from trial_core.config.search_ranges import check, grid, sample
 from trial_core.config.values import Count, Flag, Positive, Text
-from trial_core.errors import ConfigError
+from trial_core.errors import ConfigError, SearchError
 from trial_core.search.plan import BracketPlan, Mode, adaptive_asha, asha, extended
 
 NAMES = ("random", "grid", "asha", "adaptive_asha", "pasha", "custom")
@@ -152,8 +153,10 @@ class SearchSettings(SearcherConfig):
         return self.num_rungs or 1 if self.name == "custom" else 1
 
     def plan(self, grid_points: int = 0) -> list[BracketPlan]:
-        """The brackets of the search. `grid_points`: the number of trials of a grid."""
+        """The brackets of the search. `grid_points`: how many points the grid has."""
         length, trials = int(self.max_length.value), self.max_trials or grid_points  # type: ignore[arg-type]
+        if self.name == "grid":
+            trials = min(trials, grid_points)
         concurrent = self.max_concurrent_trials
         if self.name == "adaptive_asha":
             return adaptive_asha(
@@ -183,20 +186,29 @@ class SearchExperiment(ExperimentConfig):
         return self
 
     def plan(self, began: Mapping[str, Any] | None = None) -> list[BracketPlan]:
-        """The brackets of the search.
+        """The brackets of the search, as it begins.
 
         Args:
-            began: the section `searcher` with which the search began, if it continues: its rungs
-                stay.
+            began: the section `searcher` with which it began, if it continues.
+        """
+        settings = self.searcher if began is None else recorded_settings(began)
+        return settings.plan(self._points(settings))
+
+    def extended_plan(self, plans: Sequence[BracketPlan]) -> list[BracketPlan]:
+        """The brackets of a search that continues with this experiment.
+
+        Args:
+            plans: those that it has.
         """
         settings = self.searcher
-        points = len(self.grid()) if settings.name == "grid" else 0
-        if began is None:
-            return settings.plan(points)
-        first = SearchSettings.model_validate(dict(began))
-        old = first.plan(min(points, first.max_trials or points))
         longest = int(settings.max_length.value)  # type: ignore[arg-type]
-        return extended(old, settings.divisor, longest, settings.max_trials or points)
+        most = settings.max_trials or 0
+        if settings.name == "grid":
+            most = min(self._points(settings), most or MAX_TRIALS)
+        return extended(plans, settings.divisor, longest, most, settings.max_concurrent_trials)
+
+    def _points(self, settings: SearchSettings) -> int:
+        return len(grid(self.hyperparameters)) if settings.name == "grid" else 0
 
     def grid(self) -> list[dict[str, Any]]:
         """The points of the grid, in the order in which they are tried."""
@@ -272,6 +284,22 @@ class SearchExperiment(ExperimentConfig):
         return {
             **plain, "experiment": self.name, "seed": self.reproducibility.experiment_seed,
         }  # fmt: skip
+
+
+def recorded_settings(section: Mapping[str, Any]) -> SearchSettings:
+    """The section `searcher` of a log, of which the driver that wrote it has warned.
+
+    Raises:
+        SearchError: it was altered.
+    """
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            return SearchSettings.model_validate(dict(section))
+    except ValidationError as error:
+        raise SearchError(
+            "the log of the search was altered: its settings cannot be read: "
+            + "; ".join(error_lines(error))
+        ) from None
 
 
 def _number(value: Any) -> int:

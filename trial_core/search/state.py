@@ -58,6 +58,7 @@ class SearchState:
         trials: by number.
         work: what is due, in the order in which it came due: new trials, and trials to be trained.
         failed: how many trials have failed, those with invalid hyperparameters not counted.
+        has_no_more: True if the sampler has no hyperparameters for the trials that are due now.
     """
 
     def __init__(
@@ -70,6 +71,8 @@ class SearchState:
         self.trials: list[SearchTrial] = []
         self.work: list[Begin | Advance] = []
         self.failed = 0
+        self.has_no_more = False
+        self._applied = 0
         self._smaller_is_better = smaller_is_better
         self._brackets: list[Bracket] = brackets(plans, kind, stops_once)
         for bracket in self._brackets:
@@ -78,7 +81,12 @@ class SearchState:
     @property
     def is_over(self) -> bool:
         """True if nothing is due: no trial is begun or trained any more."""
-        return not self.work
+        return all(self.has_no_more and isinstance(each, Begin) for each in self.work)
+
+    @property
+    def plans(self) -> list[BracketPlan]:
+        """The brackets, with the maxima that count now."""
+        return [each.plan for each in self._brackets]
 
     @property
     def progress(self) -> float:
@@ -115,8 +123,14 @@ class SearchState:
         Raises:
             SearchError: it does not follow from the records before it, so the log was altered.
         """
+        self._applied += 1
+        if event.number != self._applied or isinstance(event, Opened) != (event.number == 1):
+            raise self._altered(event)
+        self.has_no_more = False
         if isinstance(event, Begun):
             self._begin(event)
+        elif isinstance(event, Changed):
+            self._change(event)
         elif isinstance(event, (Reached, Exited)):
             trial = self._trial(event)
             bracket = self._brackets[trial.bracket]
@@ -138,6 +152,20 @@ class SearchState:
         for event in events:
             self.apply(event)
 
+    def _change(self, event: Changed) -> None:
+        pairs = list(zip(event.plans, self._brackets, strict=False))
+        is_same = len(event.plans) == len(self._brackets)
+        if not is_same or not all(plan.continues(bracket.plan) for plan, bracket in pairs):
+            raise self._altered(event)
+        for plan, bracket in pairs:
+            actions = bracket.extend(plan)
+            for trial in self.trials:
+                is_of_bracket = trial.status == "ended" and trial.bracket == bracket.number
+                if is_of_bracket and not bracket.has_ended(trial.number):
+                    rank = bracket.rank(trial.number, trial.rung)
+                    trial.status, trial.why = "waits", f"{rank} at {self.length_due(trial)}"
+            self._follow(actions)
+
     def _begin(self, event: Begun) -> None:
         if event.trial != len(self.trials) or not 0 <= event.bracket < len(self._brackets):
             raise self._altered(event)
@@ -155,7 +183,8 @@ class SearchState:
         if not 0 <= event.trial < len(self.trials):
             raise self._altered(event)
         trial = self.trials[event.trial]
-        if trial.status != "due":
+        is_elsewhere = isinstance(event, Reached) and event.length != self.length_due(trial)
+        if trial.status != "due" or is_elsewhere:
             raise self._altered(event)
         return trial
 
