@@ -104,6 +104,10 @@ class ReferenceBracket:
         if chosen is None:
             return self._next() + self._close_rest()
         self.promoted[rung].add(chosen)
+        if chosen in self.closed:
+            # Its rung had been complete until a trial turned out to be invalid. Determined sends
+            # the closed trial a workload that it cannot do: a fault that is not to be repeated.
+            self.closed.remove(chosen)
         train = self._train(chosen, rung + 1)
         if chosen in self.exited:
             return self._result(chosen, NEVER)

@@ -200,6 +200,7 @@ class Bracket:
 
     def _advance(self, trial: int, index: int) -> Advance:
         self._rung_of[trial] = index + 1
+        self._ended -= {trial} - self._exited  # after a trial that was above it was invalid
         self._rungs[index + 1].outstanding += 1
         return Advance(trial, index + 1, f"{self.rank(trial, index)} at {self.plan.rungs[index]}")
 
@@ -264,6 +265,9 @@ class StoppingBracket(Bracket):
         at = self.plan.rungs[index]
         why = "trained to its end" if is_last else f"{rung.rank(trial)} at {at}"
         return [*self._end(trial, why), *self._fill()]
+
+    def _end_who_cannot_continue(self) -> list[Action]:
+        return []  # they have ended
 
     def _may_continue(self, last: int) -> set[int]:
         return {place.trial for place in self._rungs[last].places}
