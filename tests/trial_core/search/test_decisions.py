@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,10 +14,11 @@ import pytest
 
 from tests.support import halving_reference as reference
 from tests.support.halving_reference import ReferenceBracket
+from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config.search_ranges import grid
-from trial_core.errors import SearchError
+from trial_core.errors import SearchError, TrialflowError
 from trial_core.search.halving import Advance, Begin
-from trial_core.search.log import Begun, Changed, Event, Exited, Opened, Reached
+from trial_core.search.log import Begun, Changed, Event, Exited, Opened, Reached, SearchLog
 from trial_core.search.plan import (
     BracketPlan,
     adaptive_asha,
@@ -24,6 +27,8 @@ from trial_core.search.plan import (
     rungs,
     trials_of_brackets,
 )
+from trial_core.search.search import Search
+from trial_core.search.settings import SearchExperiment
 from trial_core.search.state import SearchState
 
 QUICK = 200
@@ -566,3 +571,43 @@ def test_other_brackets_are_refused(plans: list[BracketPlan]) -> None:
     state.apply(opened())
     with pytest.raises(SearchError, match="was altered: record 2"):
         state.apply(Changed(number=2, searcher={}, plans=plans, **RECORD))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_altered_objects_of_a_log_are_refused(tmp_path: Path, seed: int) -> None:
+    """A stored value of another type or size: an error of ours, or a search that continues."""
+    chance = random.Random(seed)
+    of = SearchExperiment.from_mapping(
+        {
+            "name": "toy", "entrypoint": "m:Trial",
+            "hyperparameters": {"x": {"type": "int", "minval": 1, "maxval": 9}},
+            "searcher": {
+                "name": "asha", "metric": "loss", "max_length": {"batches": 8}, "max_trials": 3,
+                "num_rungs": 2, "divisor": 2, "smaller_is_better": True,
+            },
+        }
+    )  # fmt: skip
+    storage = CheckpointStore(f"file://{tmp_path}/checkpoints").storage
+    search = Search(of, SearchLog(storage, "toy-search-0000beef"), "toy-search-0000beef")
+    while (leg := search.next(())) is not None:
+        search.reached(leg, 1, {"loss": leg.trial.number}, None)
+    files = sorted(tmp_path.rglob("00*.json"))
+    assert len(files) > 6
+    refused = 0
+    for _ in range(25):
+        file = chance.choice((files[0], *files))
+        before = file.read_text()
+        record = json.loads(before)
+        inside = record["searcher"] if "searcher" in record and chance.random() < 0.8 else record
+        name = chance.choice(sorted(inside))
+        inside[name] = chance.choice((None, -1, 0, 2**40, "x", [], {}, {"batches": "x"}, [3], True))
+        file.chmod(0o644)
+        file.write_text(json.dumps(record))
+        try:
+            Search(of, SearchLog(storage, "toy-search-0000beef"), "toy-search-0000beef")
+        except TrialflowError:
+            refused += 1
+        file.write_text(before)
+        for extra in set(tmp_path.rglob("00*.json")) - {*files}:
+            extra.unlink()  # the record of greater maxima, where an altered one was smaller
+    assert refused > 5
