@@ -277,7 +277,8 @@ def test_the_driver_half_does_not_import_the_rank_half() -> None:
 
 def test_the_driver_half_loads_neither_torch_nor_deepspeed() -> None:
     """In a fresh interpreter, importing every driver-half module brings in no torch."""
-    driver_half = sorted(module for module in MODULES if not is_rank_half(module))
+    with_numpy = {"trial_core.search.optuna_sampler"}  # Optuna; imported if a search uses it
+    driver_half = sorted({m for m in MODULES if not is_rank_half(m)} - with_numpy)
     assert {
         "trialflow.flows.train",
         "trial_core.driver.drive",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 import optuna
 from optuna.distributions import (
@@ -70,8 +70,8 @@ class OptunaSampler:
                 continue
             for step, value in made.intermediate_values.items():
                 self._trials[trial.number].report(value, step)
-            value = made.value if made.state == TrialState.COMPLETE else None
-            self._study.tell(self._trials[trial.number], value, made.state)
+            final = made.value if made.state == TrialState.COMPLETE else None
+            self._study.tell(self._trials[trial.number], final, made.state)
         if trial.status in ("failed", "invalid") and not trial.reached and not told:
             self._study.tell(self._trials[trial.number], state=TrialState.FAIL)
         self._told[trial.number] = max(len(trial.reached), 1 if trial.status != "due" else 0)
@@ -185,8 +185,8 @@ def distribution(search_range: Mapping[str, Any], name: str) -> Distribution:
             return IntDistribution(lowest, highest)
         if type_ == "double":
             return FloatDistribution(lowest, highest)
-        ends = sorted(search_range.get("base", 10.0) ** end for end in (lowest, highest))
-        return FloatDistribution(*ends, log=True)
+        low, high = sorted(search_range.get("base", 10.0) ** end for end in (lowest, highest))
+        return FloatDistribution(low, high, log=True)
     except (ValueError, ArithmeticError) as error:
         raise ConfigError(f"hyperparameters.{name}: not a range for Optuna: {error}") from None
 
@@ -258,5 +258,5 @@ def _suggest(trial: Trial, name: str, kind: Distribution) -> Any:
     return trial.suggest_float(name, kind.low, kind.high, log=kind.log)
 
 
-def _direction(experiment: SearchExperiment) -> str:
+def _direction(experiment: SearchExperiment) -> Literal["minimize", "maximize"]:
     return "minimize" if experiment.searcher.smaller_is_better else "maximize"

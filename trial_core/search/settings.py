@@ -272,7 +272,8 @@ class SearchExperiment(ExperimentConfig):
             )
         for name in ("max_trials", "max_length"):
             old, new = last.get(name), searcher.get(name)
-            if _number(new) < _number(old) or (name == "max_length" and [*new] != [*old]):
+            is_other_unit = name == "max_length" and [*(new or ())] != [*(old or ())]
+            if _number(new) < _number(old) or is_other_unit:
                 raise ConfigError(
                     f"searcher.{name}: a search continues with the same value or a greater one: it "
                     f"was {format_value(old)}, is {format_value(new)}"
