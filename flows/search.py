@@ -136,7 +136,7 @@ def describe_outcome(result: SearchResult) -> str:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class LegOutcome:
     """What came of a trial's training to a rung: its result, a failure, or nothing: it stopped."""
 
     result: TrialResult | None = None
@@ -144,7 +144,7 @@ class Outcome:
 
 
 @task(name="train-trial", task_run_name="{name}", cache_policy=NO_CACHE)
-def train_trial_to_rung(name: str, leg: Leg, attempt: str, observer: Observer) -> Outcome:
+def train_trial_to_rung(name: str, leg: Leg, attempt: str, observer: Observer) -> LegOutcome:
     """Train a trial to its rung, as a flow run below the search's.
 
     Args:
@@ -155,16 +155,16 @@ def train_trial_to_rung(name: str, leg: Leg, attempt: str, observer: Observer) -
     with observing(observer):
         state: State[Any] = train(leg.config, trial=leg.trial.id, part=part, return_state=True)
     if state.is_failed() or state.is_crashed():
-        return Outcome(failure=state.result(raise_on_failure=False))
+        return LegOutcome(failure=state.result(raise_on_failure=False))
     if not state.is_completed():
-        return Outcome()
+        return LegOutcome()
     result: TrialResult = state.result()
     if not result.stopped_early or result.stop_reason == describe_pause(part.until):
-        return Outcome(result)
+        return LegOutcome(result)
     if result.stop_reason is not None:  # by its time budget
-        return Outcome()
+        return LegOutcome()
     why = as_the_trial_asked(result.trial_stop_reason)
-    return Outcome(failure=TrialError(f"it has stopped {why}, before the rung"))
+    return LegOutcome(failure=TrialError(f"it has stopped {why}, before the rung"))
 
 
 class SearchRun:
@@ -191,7 +191,7 @@ class SearchRun:
         self._logger = get_run_logger()
         self._page = MarkdownArtifact(f"search-{search}", f"Search {search}")
         self._running: dict[int, Leg] = {}
-        self._ended: queue.SimpleQueue[tuple[Leg, PrefectFuture[Outcome]] | None] = (
+        self._ended: queue.SimpleQueue[tuple[Leg, PrefectFuture[LegOutcome]] | None] = (
             queue.SimpleQueue()
         )
         self._failure: TrialflowError | None = None
@@ -253,7 +253,7 @@ class SearchRun:
         """True if no training is begun any more."""
         return self._failure is not None or self._stopping.request is not None
 
-    def _note(self, search: Search, leg: Leg, outcome: Outcome) -> None:
+    def _note(self, search: Search, leg: Leg, outcome: LegOutcome) -> None:
         """Write down what came of a training. Of one that was stopped nothing: it continues."""
         result, failure = outcome.result, outcome.failure
         if isinstance(self._failure, Superseded):

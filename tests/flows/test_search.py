@@ -13,7 +13,7 @@ from tests.support.slots import TOY
 from tests.support.waiting import until
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import SearchError
-from trial_core.search.log import Begun, Exited, Reached, SearchLog
+from trial_core.search.log import Begun, Exited, RungReached, SearchLog
 from trial_core.search.search import Search
 from trial_core.search.settings import SearchExperiment
 from trialflow.flows.search import SearchResult
@@ -64,7 +64,7 @@ def test_a_search_trains_the_better_trials_further(
     assert isinstance(result, SearchResult)
     assert (result.is_over, result.stop_reason, result.trials) == (True, None, 3)
     log = log_of(here, result.search)
-    reached = [event for event in log.events if isinstance(event, Reached)]
+    reached = [event for event in log.events if isinstance(event, RungReached)]
     assert [event.batches for event in reached].count(3) == 3
     assert [event.batches for event in reached].count(6) >= 1
     store = CheckpointStore(f"file://{here}/checkpoints")

@@ -81,25 +81,43 @@ class Bracket:
 
     Args:
         number: the bracket's number in the search.
-        replaces_invalid: True if a trial with invalid hyperparameters is replaced by a new one.
+        kind: the searcher's name. Of a grid, a trial with invalid hyperparameters is not replaced.
     """
 
-    def __init__(self, number: int, plan: BracketPlan, replaces_invalid: bool = True) -> None:
+    def __init__(self, number: int, plan: BracketPlan, kind: str = "asha") -> None:
         self.number = number
         self.plan = plan
+        self._kind = kind
         self._divisor = plan.divisor
-        self._replaces_invalid = replaces_invalid
         self._rungs = [_Rung() for _ in plan.rungs]
         self._rung_of: dict[int, int] = {}
         self._exited: set[int] = set()
         self._ended: set[int] = set()
         self._begun = 0
         self._invalid = 0
-        self._completed = 0
 
     def begin(self) -> list[Action]:
         """The first trials."""
-        return self._new(self.plan.concurrent)
+        return self._fill()
+
+    def extend(self, plan: BracketPlan) -> list[Action]:
+        """Continue with more trials, or with rungs above the last one.
+
+        The best of those that have reached the last rung continue; no earlier decision changes.
+        """
+        last, is_longer = len(self._rungs) - 1, len(plan.rungs) > len(self._rungs)
+        self.plan = plan
+        self._rungs += [_Rung() for _ in plan.rungs[last + 1 :]]
+        self._ended -= self._may_continue(last) - self._exited
+        actions = self._extend_from(last) if is_longer else []
+        if not is_longer:
+            for place in self._rungs[last].places:
+                actions += self._end(place.trial, "trained to its end")
+        return [*actions, *self._fill(), *self._end_who_cannot_continue()]
+
+    def has_ended(self, trial: int) -> bool:
+        """Return whether a trial is never trained further, as it is now."""
+        return trial in self._ended
 
     def created(self, trial: int) -> list[Action]:
         """A trial has got its hyperparameters."""
@@ -122,18 +140,14 @@ class Bracket:
             is_invalid: True if its hyperparameters are invalid: it is taken out of the search.
         """
         self._exited.add(trial)
-        self._completed += 1
-        if not is_invalid:
-            self._ended.add(trial)
-            return self._decide(trial, WORST)
         self._ended.add(trial)
+        if not is_invalid:
+            return self._decide(trial, WORST)
         self._invalid += 1
         self._rungs[self._rung_of[trial]].outstanding -= 1
         for rung in self._rungs:
             rung.places = [place for place in rung.places if place.trial != trial]
-        if self._replaces_invalid:
-            return self._new(1)
-        return self._end_who_cannot_continue()
+        return self._fill()
 
     def rank(self, trial: int, rung: int) -> str:
         """A trial's rank among those that have reached a rung, for people."""
@@ -143,8 +157,11 @@ class Bracket:
     def progress(self) -> float:
         """From 0 to 1: Determined's estimate, which allows for late promotions."""
         first, most = len(self._rungs[0].places), self.plan.max_trials
+        completed = len(self._ended) - (0 if self._kind == "grid" else self._invalid)
+        if self._kind in ("random", "grid"):
+            return completed / most
         progress = first / (1.2 * most)
-        return max(progress, self._completed / most) if first >= most else progress
+        return max(progress, completed / most) if first >= most else progress
 
     # ---------------------------------------------------------------------------- the decisions
 
@@ -163,9 +180,7 @@ class Bracket:
                     self._advance(each, index)
                     return self._decide(each, WORST)
                 actions.append(self._advance(each, index))
-        if not any(isinstance(each, Advance) for each in actions):
-            actions += self._new(1 if self._begun - self._invalid < self.plan.max_trials else 0)
-        return [*actions, *self._end_who_cannot_continue()]
+        return [*actions, *self._fill(), *self._end_who_cannot_continue()]
 
     def _promoted(self, index: int, trial: int, value: float) -> list[int]:
         """Insert a trial into a rung, and return who is promoted because of that: one, or nobody.
@@ -186,18 +201,39 @@ class Bracket:
 
     def _advance(self, trial: int, index: int) -> Advance:
         self._rung_of[trial] = index + 1
+        self._ended -= {trial} - self._exited  # after a trial that was above it was invalid
         self._rungs[index + 1].outstanding += 1
         return Advance(trial, index + 1, self.rank(trial, index))
 
-    def _new(self, count: int) -> list[Action]:
+    def _fill(self) -> list[Action]:
+        """New trials, as long as fewer are due than may be, and not all have begun."""
+        due = self._begun - len(self._rung_of) + sum(rung.outstanding for rung in self._rungs)
+        begun = self._begun - (0 if self._kind == "grid" else self._invalid)
+        count = max(min(self.plan.concurrent - due, self.plan.max_trials - begun), 0)
         self._begun += count
         return [Begin(self.number)] * count
+
+    def _may_continue(self, last: int) -> set[int]:
+        """Who waits for its promotion if there are more trials, or rungs above the last one."""
+        return set(self._rung_of)
+
+    def _extend_from(self, last: int) -> list[Action]:
+        """Promote the best of the rung that was the last one."""
+        best = self._rungs[last].places[: int(len(self._rungs[last].places) / self._divisor)]
+        actions: list[Action] = []
+        for place in best:
+            place.is_promoted = True
+            advance = self._advance(place.trial, last)
+            actions += [advance] if place.trial not in self._exited else []
+        for place in best:
+            if place.trial in self._exited:
+                actions += self._decide(place.trial, WORST)
+        return actions
 
     def _end(self, trial: int, why: str) -> list[Action]:
         if trial in self._ended:
             return []
         self._ended.add(trial)
-        self._completed += 1
         return [End(trial, why)]
 
     def _end_who_cannot_continue(self) -> list[Action]:
@@ -227,8 +263,21 @@ class StoppingBracket(Bracket):
         if is_good and not is_last and trial not in self._exited:
             return [self._advance(trial, index)]
         why = TO_ITS_END if is_last else rung.rank(trial)
-        is_more = self._begun - self._invalid < self.plan.max_trials
-        return [*self._end(trial, why), *self._new(1 if is_more else 0)]
+        return [*self._end(trial, why), *self._fill()]
+
+    def _end_who_cannot_continue(self) -> list[Action]:
+        return []  # they have ended
+
+    def _may_continue(self, last: int) -> set[int]:
+        return {place.trial for place in self._rungs[last].places}
+
+    def _extend_from(self, last: int) -> list[Action]:
+        places = [each for each in self._rungs[last].places if each.trial not in self._exited]
+        most = max(int(len(self._rungs[last].places) / self._divisor), 1)
+        actions: list[Action] = [self._advance(each.trial, last) for each in places[:most]]
+        for place in places[most:]:
+            actions += self._end(place.trial, self.rank(place.trial, last))
+        return actions
 
 
 class ProgressiveBracket(Bracket):
@@ -238,8 +287,8 @@ class ProgressiveBracket(Bracket):
     rung below it.
     """
 
-    def __init__(self, number: int, plan: BracketPlan) -> None:
-        super().__init__(number, plan)
+    def __init__(self, number: int, plan: BracketPlan, kind: str = "pasha") -> None:
+        super().__init__(number, plan, kind)
         self._last = min(1, len(plan.rungs) - 1)
 
     def _decide(self, trial: int, value: float) -> list[Action]:
@@ -256,9 +305,13 @@ class ProgressiveBracket(Bracket):
                 if place.trial not in self._exited:
                     place.is_promoted = True
                     actions.append(self._advance(place.trial, index))
-        if not actions:
-            actions += self._new(1 if self._begun - self._invalid < self.plan.max_trials else 0)
-        return [*actions, *self._end_who_cannot_continue()]
+        return [*actions, *self._fill(), *self._end_who_cannot_continue()]
+
+    def _extend_from(self, last: int) -> list[Action]:
+        if self._last < last or (last and not self._has_other_order(last)):
+            return []
+        self._last = last + 1
+        return super()._extend_from(last)
 
     def _has_other_order(self, index: int) -> bool:
         here = [place.trial for place in self._rungs[index].places]
@@ -273,8 +326,5 @@ def brackets(plans: Sequence[BracketPlan], kind: str, stops_once: bool = False) 
         kind: the searcher's name.
         stops_once: see `StoppingBracket`.
     """
-    if kind == "pasha":
-        return [ProgressiveBracket(i, plan) for i, plan in enumerate(plans)]
-    if stops_once:
-        return [StoppingBracket(i, plan) for i, plan in enumerate(plans)]
-    return [Bracket(i, plan, kind != "grid") for i, plan in enumerate(plans)]
+    bracket = ProgressiveBracket if kind == "pasha" else StoppingBracket if stops_once else Bracket
+    return [bracket(i, plan, kind) for i, plan in enumerate(plans)]

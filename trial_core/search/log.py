@@ -14,9 +14,10 @@ from trial_core.checkpoint.manifest import utc_now
 from trial_core.checkpoint.numbered_log import NumberedEntry, NumberedLog
 from trial_core.checkpoint.storage.base import Storage
 from trial_core.errors import SearchError, Superseded
+from trial_core.search.plan import BracketPlan
 
 
-class Record(NumberedEntry, frozen=True, kw_only=True, tag_field="event"):
+class SearchRecord(NumberedEntry, frozen=True, kw_only=True, tag_field="event"):
     """A record of a search, counted from 1 without gaps. `at`: ISO 8601, UTC."""
 
     search: str
@@ -28,7 +29,7 @@ class Record(NumberedEntry, frozen=True, kw_only=True, tag_field="event"):
         return self.search
 
 
-class Opened(Record, frozen=True, kw_only=True, tag="opened"):
+class Opened(SearchRecord, frozen=True, kw_only=True, tag="opened"):
     """The search has begun, with these settings: the experiment's sections as plain data."""
 
     experiment: str
@@ -37,13 +38,14 @@ class Opened(Record, frozen=True, kw_only=True, tag="opened"):
     seed: int
 
 
-class Changed(Record, frozen=True, kw_only=True, tag="changed"):
-    """The search continues with other maxima."""
+class Changed(SearchRecord, frozen=True, kw_only=True, tag="changed"):
+    """The search continues with other maxima: `plans` has all brackets, with these."""
 
     searcher: dict[str, Any]
+    plans: list[BracketPlan]
 
 
-class Begun(Record, frozen=True, kw_only=True, tag="begun"):
+class Begun(SearchRecord, frozen=True, kw_only=True, tag="begun"):
     """A trial has got its hyperparameters. `trial` is its number, from 0; `id` that of its runs."""
 
     trial: int
@@ -52,7 +54,7 @@ class Begun(Record, frozen=True, kw_only=True, tag="begun"):
     hyperparameters: dict[str, Any]
 
 
-class Reached(Record, frozen=True, kw_only=True, tag="reached"):
+class RungReached(SearchRecord, frozen=True, kw_only=True, tag="reached"):
     """A trial has been trained to a rung, validated there and saved.
 
     Attributes:
@@ -68,7 +70,7 @@ class Reached(Record, frozen=True, kw_only=True, tag="reached"):
     checkpoint: str | None
 
 
-class Exited(Record, frozen=True, kw_only=True, tag="exited"):
+class Exited(SearchRecord, frozen=True, kw_only=True, tag="exited"):
     """A trial has failed. `is_invalid`: because its hyperparameters cannot be trained with."""
 
     trial: int
@@ -76,7 +78,7 @@ class Exited(Record, frozen=True, kw_only=True, tag="exited"):
     is_invalid: bool = False
 
 
-Event = Opened | Changed | Begun | Reached | Exited
+SearchEvent = Opened | Changed | Begun | RungReached | Exited
 
 
 class SearchLog:
@@ -88,12 +90,12 @@ class SearchLog:
 
     def __init__(self, storage: Storage, search: str) -> None:
         self._search = search
-        self._log: NumberedLog[Event] = NumberedLog(
-            storage, search, layout.search_folder(search), Event, SearchError
+        self._log: NumberedLog[SearchEvent] = NumberedLog(
+            storage, search, layout.search_folder(search), SearchEvent, SearchError
         )
-        self.events: list[Event] = self._log.entries()
+        self.events: list[SearchEvent] = self._log.entries()
 
-    def append(self, kind: type[Event], **fields: Any) -> Event:
+    def append(self, kind: type[SearchEvent], **fields: Any) -> SearchEvent:
         """Store the next record, and return it.
 
         Raises:

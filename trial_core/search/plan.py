@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 Mode = Literal["conservative", "standard", "aggressive"]
@@ -35,14 +35,27 @@ class BracketPlan:
     concurrent: int
     divisor: float
 
-    def extended(self, max_length: int, max_trials: int) -> BracketPlan:
+    def extended(self, max_length: int, max_trials: int, concurrent: int) -> BracketPlan:
         """The bracket with more trials, or a longer training, which has its rungs above these."""
         lengths = list(self.rungs)
         while self.divisor > 1 and lengths[-1] * self.divisor < max_length:
-            lengths.append(int(lengths[-1] * self.divisor))
+            lengths.append(max(int(lengths[-1] * self.divisor), lengths[-1] + 1))
         if lengths[-1] < max_length:
             lengths.append(max_length)
-        return replace(self, rungs=tuple(lengths), max_trials=max_trials)
+        return BracketPlan(
+            tuple(lengths), max_trials, min(concurrent or self.concurrent, max_trials), self.divisor
+        )
+
+    def continues(self, other: BracketPlan) -> bool:
+        """Return whether this is the same bracket, with the same or greater maxima."""
+        old, new = self.rungs[: len(other.rungs)], self.rungs[len(other.rungs) :]
+        return (
+            old == other.rungs
+            and list(new) == sorted({*new} - {*range(old[-1] + 1)})
+            and self.max_trials >= other.max_trials
+            and self.concurrent >= 1
+            and self.divisor == other.divisor
+        )
 
 
 def rungs(count: int, divisor: float, max_length: int) -> tuple[int, ...]:
@@ -70,13 +83,20 @@ def asha(
 
 
 def extended(
-    plans: Sequence[BracketPlan], divisor: float, max_length: int, max_trials: int
+    plans: Sequence[BracketPlan], divisor: float, max_length: int, max_trials: int, concurrent: int
 ) -> list[BracketPlan]:
-    """The brackets of a search that continues with greater maxima."""
+    """The brackets of a search that continues with greater maxima.
+
+    Args:
+        concurrent: trials side by side; 0 for as many as before.
+    """
     trials = trials_of_brackets([len(each.rungs) for each in plans], divisor, max_trials)
-    return [
-        each.extended(max_length, max(each.max_trials, trials[i])) for i, each in enumerate(plans)
-    ]
+    trials = [max(each.max_trials, trials[i]) for i, each in enumerate(plans)]
+    for i in reversed(range(len(plans))):
+        surplus = max(sum(trials) - max_trials, 0)
+        trials[i] -= min(surplus, trials[i] - plans[i].max_trials)
+    sides = _concurrent_in_brackets(concurrent, divisor, trials) if concurrent else [0] * len(plans)
+    return [each.extended(max_length, trials[i], sides[i]) for i, each in enumerate(plans)]
 
 
 def adaptive_asha(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from uuid import NAMESPACE_URL, uuid5
@@ -14,9 +14,17 @@ from trial_core.errors import ConfigError, SearchError
 from trial_core.processes.machine.run_dirs import trial_id
 from trial_core.schedule.units import Batch, Epoch, TrainUnit
 from trial_core.search.halving import Action, Advance, Begin
-from trial_core.search.log import Begun, Changed, Event, Exited, Opened, Reached, SearchLog
+from trial_core.search.log import (
+    Begun,
+    Changed,
+    Exited,
+    Opened,
+    RungReached,
+    SearchEvent,
+    SearchLog,
+)
 from trial_core.search.samplers import Sampler, sampler_of
-from trial_core.search.settings import SearchExperiment
+from trial_core.search.settings import SearchExperiment, recorded_settings
 from trial_core.search.state import SearchState, SearchTrial, described, last_settings, opened
 
 
@@ -53,46 +61,58 @@ class Search:
         self.experiment = experiment
         self._log = log
         settings = experiment.searcher
-        recorded, began = experiment.recorded(), None
+        recorded = experiment.recorded()
         if not log.events:
             log.append(Opened, **recorded)
-        else:
-            began = opened(log.events).searcher
-            last = last_settings(log.events)
-            experiment.check_continues(
-                {name: getattr(opened(log.events), name) for name in recorded}, last
-            )
-            if recorded["searcher"] != last:
-                log.append(Changed, searcher=recorded["searcher"])
-        self.state = SearchState(
-            experiment.plan(began), settings.name, settings.stop_once, settings.smaller_is_better
+        began = {name: getattr(opened(log.events), name) for name in recorded}
+        began["searcher"], last = (
+            recorded_settings(each).model_dump(mode="json")
+            for each in (began["searcher"], last_settings(log.events))
         )
+        experiment.check_continues(began, last)
+        self.state = SearchState(
+            experiment.plan(began["searcher"]), settings.name, settings.stop_once,
+            settings.smaller_is_better,
+        )  # fmt: skip
         self.state.apply_all(log.events)
         self._follows: Sequence[Action] = ()
+        if recorded["searcher"] != last:
+            plans = experiment.extended_plan(self.state.plans)
+            self._note(Changed, searcher=recorded["searcher"], plans=plans)
         self._sampler: Sampler = sampler_of(experiment)
         for trial in self.state.trials:
             self._tell(trial)
 
     @property
-    def events(self) -> list[Event]:
+    def events(self) -> list[SearchEvent]:
         """Its records so far, in order."""
         return self._log.events
 
     def next(self, running: Collection[int]) -> Leg | None:
-        """What to train next, besides the trials that are running; None if nothing is due."""
+        """What to train next, besides the trials that are running; None if nothing is due.
+
+        If no trial is running then, the search is over, also if a sampler has no more trials.
+
+        Raises:
+            SearchError: the sampler fails.
+            ConfigError: it gives hyperparameters that cannot be stored.
+            Superseded: another driver has the search.
+        """
+        has_more = True
         for work in self.state.work:
             if isinstance(work, Begin):
-                if not self._begin(work):
-                    return None
-                return self.next(running)
-            if work.trial not in running:
+                if has_more and self._begin(work):
+                    return self.next(running)
+                has_more = False
+            elif work.trial not in running:
                 return self._leg(self.state.trials[work.trial])
+        self.state.has_no_more = not has_more
         return None
 
     def reached(
         self, leg: Leg, batches: int, metrics: Mapping[str, Any], checkpoint: str | None
     ) -> None:
-        """Record that a trial has been trained to its rung.
+        """SearchRecord that a trial has been trained to its rung.
 
         Args:
             metrics: of its validation there.
@@ -109,13 +129,13 @@ class Search:
             )
         value = float(metrics[name])
         self._note(
-            Reached, trial=leg.trial.number, length=int(leg.until.value),  # type: ignore[arg-type]
+            RungReached, trial=leg.trial.number, length=int(leg.until.value),  # type: ignore[arg-type]
             batches=batches, metric=value if math.isfinite(value) else None, checkpoint=checkpoint,
         )  # fmt: skip
         self._tell(leg.trial)
 
     def failed(self, leg: Leg, why: str, is_invalid: bool = False) -> None:
-        """Record that a trial has failed.
+        """SearchRecord that a trial has failed.
 
         Args:
             is_invalid: True if it cannot be trained with its hyperparameters (`InvalidHP`).
@@ -161,9 +181,16 @@ class Search:
     def _begin(self, work: Begin) -> bool:
         """Begin a new trial; False if the sampler has no more hyperparameters now."""
         trial = len(self.state.trials)
-        hyperparameters = self._sampler.ask(trial)
+        hyperparameters = self._call(self._sampler.ask, trial)
         if hyperparameters is None:
             return False
+        if not isinstance(hyperparameters, dict):
+            raise SearchError(
+                f"the sampler {self.experiment.searcher.sampler} gave "
+                f"{type(hyperparameters).__name__} for trial {trial}, expected a dict of "
+                "hyperparameters, or None if there are no more"
+            )
+        self.experiment.of_trial(hyperparameters)  # raises before they are recorded
         unique = uuid5(NAMESPACE_URL, f"{self.id}/{trial}").hex
         self._note(
             Begun, trial=trial, id=trial_id(self.experiment.name, unique), bracket=work.bracket,
@@ -180,8 +207,11 @@ class Search:
         return Leg(trial, trial.rung, config, until, is_last)
 
     def _tell(self, trial: SearchTrial) -> None:
+        self._call(self._sampler.tell, trial)
+
+    def _call(self, method: Callable[[Any], Any], argument: Any) -> Any:
         try:
-            self._sampler.tell(trial)
+            return method(argument)
         except ConfigError:
             raise
         except Exception as error:

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 from typing_extensions import Self
 
 from trial_core.config import ExperimentConfig, SearcherConfig
 from trial_core.config.determined import IGNORED_SEARCHER
-from trial_core.config.error_text import format_value, validation_error, warn
+from trial_core.config.error_text import error_lines, format_value, validation_error, warn
 from trial_core.config.search_ranges import check, grid, sample
 from trial_core.config.values import Count, Flag, Positive, Text
-from trial_core.errors import ConfigError
+from trial_core.errors import ConfigError, SearchError
 from trial_core.search.plan import BracketPlan, Mode, adaptive_asha, asha, extended
 
 NAMES = ("random", "grid", "asha", "adaptive_asha", "pasha", "custom")
 Name = Literal["random", "grid", "asha", "adaptive_asha", "pasha", "custom"]
 MAX_TRIALS = 100_000
+MAX_RUNGS = 32
 MAY_CHANGE = ("max_trials", "max_length", "max_concurrent_trials", "max_failed_trials")
 """What a search that continues may have other values of."""
 
@@ -39,16 +41,22 @@ def _name(value: Any) -> Any:
     return value
 
 
-def _trials(value: int) -> int:
-    if value > MAX_TRIALS:
-        raise validation_error(f"expected at most {MAX_TRIALS}, got {value}")
-    return value
+def _at_most(most: int) -> AfterValidator:
+    def check(value: int) -> int:
+        if value > most:
+            raise validation_error(f"expected at most {most}, got {value}")
+        return value
+
+    return AfterValidator(check)
 
 
 def _divisor(value: Any) -> Any:
     if isinstance(value, (int, float)) and not isinstance(value, bool) and 1 < value < 1e6:
         return value
     raise validation_error(f"expected a number greater than 1, got {format_value(value)}")
+
+
+Rungs = Annotated[Positive, _at_most(MAX_RUNGS)]
 
 
 class SearchSettings(SearcherConfig):
@@ -63,7 +71,7 @@ class SearchSettings(SearcherConfig):
         description="random, grid: every trial is trained to its end. asha, adaptive_asha, pasha: "
         "the better trials are trained further. custom: `sampler` chooses the hyperparameters.",
     )
-    max_trials: Annotated[Positive, AfterValidator(_trials)] | None = Field(
+    max_trials: Annotated[Positive, _at_most(MAX_TRIALS)] | None = Field(
         default=None,
         title="Trials",
         description="How many trials the search begins. All but grid need it.",
@@ -79,12 +87,12 @@ class SearchSettings(SearcherConfig):
         title="Divisor",
         description="Of the trials at a rung, one in so many continues, so many times as far.",
     )
-    num_rungs: Positive | None = Field(
+    num_rungs: Rungs | None = Field(
         default=None,
         title="Rungs",
         description="asha, pasha, custom: the number of rungs. Default: 5; of custom 1.",
     )
-    max_rungs: Positive = Field(
+    max_rungs: Rungs = Field(
         default=5, title="Most rungs", description="adaptive_asha: the most rungs of a bracket."
     )
     mode: Mode = Field(
@@ -93,7 +101,7 @@ class SearchSettings(SearcherConfig):
         description="adaptive_asha: how early trials are stopped. aggressive: one bracket with all "
         "rungs; standard: half as many brackets as rungs; conservative: as many.",
     )
-    bracket_rungs: list[Positive] = Field(
+    bracket_rungs: list[Rungs] = Field(
         default=[],
         title="Rungs of the brackets",
         description="adaptive_asha: the number of rungs of each bracket, in place of the mode.",
@@ -152,8 +160,10 @@ class SearchSettings(SearcherConfig):
         return self.num_rungs or 1 if self.name == "custom" else 1
 
     def plan(self, grid_points: int = 0) -> list[BracketPlan]:
-        """The brackets of the search. `grid_points`: the number of trials of a grid."""
+        """The brackets of the search. `grid_points`: how many points the grid has."""
         length, trials = int(self.max_length.value), self.max_trials or grid_points  # type: ignore[arg-type]
+        if self.name == "grid":
+            trials = min(trials, grid_points)
         concurrent = self.max_concurrent_trials
         if self.name == "adaptive_asha":
             return adaptive_asha(
@@ -196,20 +206,29 @@ class SearchExperiment(ExperimentConfig):
         return self
 
     def plan(self, began: Mapping[str, Any] | None = None) -> list[BracketPlan]:
-        """The brackets of the search.
+        """The brackets of the search, as it begins.
 
         Args:
-            began: the section `searcher` with which the search began, if it continues: its rungs
-                stay.
+            began: the section `searcher` with which it began, if it continues.
+        """
+        settings = self.searcher if began is None else recorded_settings(began)
+        return settings.plan(self._points(settings))
+
+    def extended_plan(self, plans: Sequence[BracketPlan]) -> list[BracketPlan]:
+        """The brackets of a search that continues with this experiment.
+
+        Args:
+            plans: those that it has.
         """
         settings = self.searcher
-        points = len(self.grid()) if settings.name == "grid" else 0
-        if began is None:
-            return settings.plan(points)
-        first = SearchSettings.model_validate(dict(began))
-        old = first.plan(min(points, first.max_trials or points))
         longest = int(settings.max_length.value)  # type: ignore[arg-type]
-        return extended(old, settings.divisor, longest, settings.max_trials or points)
+        most = settings.max_trials or 0
+        if settings.name == "grid":
+            most = min(self._points(settings), most or MAX_TRIALS)
+        return extended(plans, settings.divisor, longest, most, settings.max_concurrent_trials)
+
+    def _points(self, settings: SearchSettings) -> int:
+        return len(grid(self.hyperparameters)) if settings.name == "grid" else 0
 
     def grid(self) -> list[dict[str, Any]]:
         """The points of the grid, in the order in which they are tried."""
@@ -269,7 +288,8 @@ class SearchExperiment(ExperimentConfig):
             )
         for name in ("max_trials", "max_length"):
             old, new = last.get(name), searcher.get(name)
-            if _number(new) < _number(old) or (name == "max_length" and [*new] != [*old]):
+            is_other_unit = name == "max_length" and [*(new or ())] != [*(old or ())]
+            if _number(new) < _number(old) or is_other_unit:
                 raise ConfigError(
                     f"searcher.{name}: a search continues with the same value or a greater one: it "
                     f"was {format_value(old)}, is {format_value(new)}"
@@ -287,6 +307,22 @@ def searches(experiment: Mapping[str, Any]) -> bool:
     """Return whether an experiment, as plain data, names a searcher of several trials."""
     searcher = experiment.get("searcher")
     return isinstance(searcher, Mapping) and searcher.get("name") in NAMES
+
+
+def recorded_settings(section: Mapping[str, Any]) -> SearchSettings:
+    """The section `searcher` of a log, of which the driver that wrote it has warned.
+
+    Raises:
+        SearchError: it was altered.
+    """
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            return SearchSettings.model_validate(dict(section))
+    except ValidationError as error:
+        raise SearchError(
+            "the log of the search was altered: its settings cannot be read: "
+            + "; ".join(error_lines(error))
+        ) from None
 
 
 def _number(value: Any) -> int:

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from trial_core.errors import ConfigError
-from trial_core.search.log import Event, SearchLog
+from trial_core.search.log import SearchEvent, SearchLog
 from trial_core.search.search import Search
 from trial_core.search.settings import SearchExperiment
 
-Curve = Sequence[tuple[int, float]]
+LearningCurve = Sequence[tuple[int, float]]
 """(length, metric), by length: what a trial's validations give."""
 COLUMNS = ("trial", "length", "metric")
 
@@ -22,15 +22,15 @@ class _Memory(SearchLog):
     """A log that no storage has."""
 
     def __init__(self) -> None:
-        self.events: list[Event] = []
+        self.events: list[SearchEvent] = []
 
-    def append(self, kind: type[Event], **fields: Any) -> Event:
+    def append(self, kind: type[SearchEvent], **fields: Any) -> SearchEvent:
         event = kind(number=len(self.events) + 1, search="simulated", at="", by="", **fields)
         self.events.append(event)
         return event
 
 
-def read_curves(path: Path) -> list[Curve]:
+def read_curves(path: Path) -> list[LearningCurve]:
     """The curves in a CSV file with the columns trial, length and metric; a row a validation.
 
     Raises:
@@ -56,7 +56,7 @@ def read_curves(path: Path) -> list[Curve]:
     return [sorted(curve) for curve in curves.values()]
 
 
-def simulate(experiment: SearchExperiment, curves: Sequence[Curve]) -> Search:
+def simulate(experiment: SearchExperiment, curves: Sequence[LearningCurve]) -> Search:
     """Run a search to its end, a trial at a time. Trial *n* has curve *n*; then they repeat."""
     search = Search(experiment, _Memory(), "simulated")
     while (leg := search.next(())) is not None:
@@ -66,7 +66,7 @@ def simulate(experiment: SearchExperiment, curves: Sequence[Curve]) -> Search:
     return search
 
 
-def at(curve: Curve, length: int) -> float:
+def at(curve: LearningCurve, length: int) -> float:
     """A curve's value at a length: of the last validation until then, else of the first."""
     reached = [value for batches, value in curve if batches <= length]
     return reached[-1] if reached else curve[0][1]

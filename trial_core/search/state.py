@@ -14,7 +14,7 @@ from typing import Any, Literal
 from trial_core.common import text_format
 from trial_core.errors import SearchError
 from trial_core.search.halving import TO_ITS_END, Action, Advance, Begin, Bracket, End, brackets
-from trial_core.search.log import Begun, Changed, Event, Exited, Opened, Reached
+from trial_core.search.log import Begun, Changed, Exited, Opened, RungReached, SearchEvent
 from trial_core.search.plan import BracketPlan
 
 Status = Literal["due", "waits", "ended", "failed", "invalid"]
@@ -39,7 +39,7 @@ class SearchTrial:
     hyperparameters: Mapping[str, Any]
     status: Status = "due"
     rung: int = 0
-    reached: list[Reached] = field(default_factory=list)
+    reached: list[RungReached] = field(default_factory=list)
     why: str = ""
 
     @property
@@ -59,6 +59,7 @@ class SearchState:
         work: what is due, in the order in which it came due: new trials, and trials to be trained.
         promotions: who was to be trained further, to which rung and why, in order.
         failed: how many trials have failed, those with invalid hyperparameters not counted.
+        has_no_more: True if the sampler has no hyperparameters for the trials that are due now.
     """
 
     def __init__(
@@ -72,6 +73,8 @@ class SearchState:
         self.work: list[Begin | Advance] = []
         self.promotions: list[Advance] = []
         self.failed = 0
+        self.has_no_more = False
+        self._applied = 0
         self._smaller_is_better = smaller_is_better
         self._brackets: list[Bracket] = brackets(plans, kind, stops_once)
         for bracket in self._brackets:
@@ -80,7 +83,12 @@ class SearchState:
     @property
     def is_over(self) -> bool:
         """True if nothing is due: no trial is begun or trained any more."""
-        return not self.work
+        return all(self.has_no_more and isinstance(each, Begin) for each in self.work)
+
+    @property
+    def plans(self) -> list[BracketPlan]:
+        """The brackets, with the maxima that count now."""
+        return [each.plan for each in self._brackets]
 
     @property
     def progress(self) -> float:
@@ -90,7 +98,7 @@ class SearchState:
         return sum(each.progress for each in self._brackets) / len(self._brackets)
 
     @property
-    def best(self) -> tuple[SearchTrial, Reached] | None:
+    def best(self) -> tuple[SearchTrial, RungReached] | None:
         """The best result so far and its trial: of equals, the first."""
         found = [
             (self._value(result), result.number, trial, result)
@@ -115,20 +123,26 @@ class SearchState:
         """A trial's rank among those that have reached its rung so far: ``2nd of 9``."""
         return self._brackets[trial.bracket].rank(trial.number, trial.rung)
 
-    def apply(self, event: Event) -> Sequence[Action]:
+    def apply(self, event: SearchEvent) -> Sequence[Action]:
         """Take the next record, and return what follows from it.
 
         Raises:
             SearchError: it does not follow from the records before it, so the log was altered.
         """
+        self._applied += 1
+        if event.number != self._applied or isinstance(event, Opened) != (event.number == 1):
+            raise self._altered(event)
+        self.has_no_more = False
         actions: Sequence[Action] = ()
         if isinstance(event, Begun):
             self._begin(event)
-        elif isinstance(event, (Reached, Exited)):
+        elif isinstance(event, Changed):
+            self._change(event)
+        elif isinstance(event, (RungReached, Exited)):
             trial = self._trial(event)
             bracket = self._brackets[trial.bracket]
             self.work.remove(Advance(trial.number, trial.rung))
-            if isinstance(event, Reached):
+            if isinstance(event, RungReached):
                 trial.status = "waits"
                 trial.reached.append(event)
                 actions = bracket.reached(trial.number, self._value(event))
@@ -140,10 +154,23 @@ class SearchState:
             self._follow(actions)
         return actions
 
-    def apply_all(self, events: Iterable[Event]) -> None:
+    def apply_all(self, events: Iterable[SearchEvent]) -> None:
         """Take several records. Raises as `apply`."""
         for event in events:
             self.apply(event)
+
+    def _change(self, event: Changed) -> None:
+        pairs = list(zip(event.plans, self._brackets, strict=False))
+        is_same = len(event.plans) == len(self._brackets)
+        if not is_same or not all(plan.continues(bracket.plan) for plan, bracket in pairs):
+            raise self._altered(event)
+        for plan, bracket in pairs:
+            actions = bracket.extend(plan)
+            for trial in self.trials:
+                is_of_bracket = trial.status == "ended" and trial.bracket == bracket.number
+                if is_of_bracket and not bracket.has_ended(trial.number):
+                    trial.status, trial.why = "waits", ""
+            self._follow(actions)
 
     def _begin(self, event: Begun) -> None:
         if event.trial != len(self.trials) or not 0 <= event.bracket < len(self._brackets):
@@ -158,11 +185,12 @@ class SearchState:
         del self.work[place]
         self._follow(advance, place)
 
-    def _trial(self, event: Reached | Exited) -> SearchTrial:
+    def _trial(self, event: RungReached | Exited) -> SearchTrial:
         if not 0 <= event.trial < len(self.trials):
             raise self._altered(event)
         trial = self.trials[event.trial]
-        if trial.status != "due":
+        is_elsewhere = isinstance(event, RungReached) and event.length != self.length_due(trial)
+        if trial.status != "due" or is_elsewhere:
             raise self._altered(event)
         return trial
 
@@ -180,12 +208,12 @@ class SearchState:
                     self.promotions.append(action)
             self.work.insert(len(self.work) if place is None else place, action)
 
-    def _value(self, result: Reached) -> float:
+    def _value(self, result: RungReached) -> float:
         if result.metric is None:
             return math.inf
         return result.metric if self._smaller_is_better else -result.metric
 
-    def _altered(self, event: Event) -> SearchError:
+    def _altered(self, event: SearchEvent) -> SearchError:
         kind = type(event).__name__.lower()
         return SearchError(
             f"the log of search {event.search} was altered: record {event.number} ({kind}) does "
@@ -215,7 +243,7 @@ def in_unit(length: int, unit: str) -> str:
     return text_format.plural(length, "batch" if unit == "batches" else "epoch")
 
 
-def opened(events: Sequence[Event]) -> Opened:
+def opened(events: Sequence[SearchEvent]) -> Opened:
     """The first record. Raises SearchError if it says something else."""
     first = events[0]
     if not isinstance(first, Opened):
@@ -225,7 +253,7 @@ def opened(events: Sequence[Event]) -> Opened:
     return first
 
 
-def last_settings(events: Sequence[Event]) -> dict[str, Any]:
+def last_settings(events: Sequence[SearchEvent]) -> dict[str, Any]:
     """The section `searcher` that counts: the last one that a driver has recorded."""
     changed = [event.searcher for event in events if isinstance(event, Changed)]
     return changed[-1] if changed else opened(events).searcher

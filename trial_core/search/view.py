@@ -18,7 +18,7 @@ from trial_core.common import text_format
 from trial_core.config.error_text import error_lines
 from trial_core.config.search_ranges import is_search_range
 from trial_core.errors import ConfigError, SearchError
-from trial_core.search.log import Event, Reached, SearchLog, searches
+from trial_core.search.log import RungReached, SearchEvent, SearchLog, searches
 from trial_core.search.plan import BracketPlan
 from trial_core.search.search import Search
 from trial_core.search.settings import SearchExperiment
@@ -76,7 +76,7 @@ class SearchView:
     id: str
     experiment: SearchExperiment
     state: SearchState
-    events: Sequence[Event]
+    events: Sequence[SearchEvent]
     url: str = ""
 
     @property
@@ -102,10 +102,10 @@ class SearchView:
         """The bracket of a trial."""
         return self.state.trials[trial].bracket
 
-    @cached_property
+    @property
     def plans(self) -> Sequence[BracketPlan]:
         """The brackets."""
-        return self.experiment.plan(opened(self.events).searcher)
+        return self.state.plans
 
     @cached_property
     def names(self) -> Sequence[SearchedName]:
@@ -125,7 +125,7 @@ class SearchView:
         return sum(trial.batches for trial in self.state.trials)
 
     @cached_property
-    def ranked(self) -> Sequence[tuple[SearchTrial, Reached, float]]:
+    def ranked(self) -> Sequence[tuple[SearchTrial, RungReached, float]]:
         """The trials that have a result, the best one first; each with its best, and its metric."""
         best = []
         for trial in self.state.trials:
@@ -142,7 +142,7 @@ class SearchView:
         batches, best = dict[int, int](), math.inf
         points = []
         for event in self.events:
-            if isinstance(event, Reached):
+            if isinstance(event, RungReached):
                 batches[event.trial] = event.batches
                 if event.metric is not None:
                     best = min(best, self.sign * event.metric)

@@ -12,7 +12,7 @@ import pytest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.errors import ConfigError, SearchError, Superseded
-from trial_core.search.log import Begun, Event, Reached, SearchLog
+from trial_core.search.log import Begun, RungReached, SearchEvent, SearchLog
 from trial_core.search.search import Search
 from trial_core.search.settings import SearchExperiment
 from trial_core.search.state import described
@@ -59,11 +59,11 @@ def train(search: Search, most: int = 10**6) -> None:
         search.reached(leg, length, {"loss": loss(leg.trial.number, length)}, f"at-{length}")
 
 
-def what(events: list[Event]) -> list[tuple[Any, ...]]:
+def what(events: list[SearchEvent]) -> list[tuple[Any, ...]]:
     """Records without their times."""
     return [
         (event.trial, event.hyperparameters) if isinstance(event, Begun)
-        else (event.trial, event.length, event.metric) if isinstance(event, Reached)
+        else (event.trial, event.length, event.metric) if isinstance(event, RungReached)
         else (type(event).__name__,)
         for event in events
     ]  # fmt: skip
