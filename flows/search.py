@@ -270,8 +270,9 @@ class SearchRun:
             search.failed(leg, "its flow run was cancelled")
         else:
             return
-        self._logger.info("%s", search.news(leg.trial))
-        self._observer.search_advanced(search, leg.trial)
+        news = search.news(leg.trial)
+        self._logger.info("%s", news)
+        self._observer.search_advanced(news)
 
     def _show(self, search: Search) -> None:
         """Show the search on its page. A server that does not take it gets the next one."""

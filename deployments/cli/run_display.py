@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
     from trial_core.messages import MetricsKind
-    from trial_core.search.search import Search
-    from trial_core.search.state import SearchTrial
 
 REDRAWS_PER_SECOND = 8
 NARROWEST_BAR, WIDEST_BAR = 10, 40
@@ -99,9 +97,9 @@ class Display(RunStatus):
                 f"{text_format.plural(total_batches, 'batch')}"
             )
 
-    def search_advanced(self, search: Search, trial: SearchTrial) -> None:
+    def search_advanced(self, news: str) -> None:
         self.has_trained = True
-        self.say(search.news(trial))
+        self.say(news)
 
     def moving(self, what: str) -> None:
         self.say(text_format.one_line(what))

@@ -16,8 +16,6 @@ if TYPE_CHECKING:  # it imports storages, which would delay the command line's h
     from trial_core.messages import MetricsKind
     from trial_core.observe.events.throughput import Throughput
     from trial_core.observe.ledger.time_ledger import RunTime
-    from trial_core.search.search import Search
-    from trial_core.search.state import SearchTrial
 
 
 class Observer:
@@ -39,8 +37,8 @@ class Observer:
         """The observer of a trial of a search, for one of its runs. Several trials may run."""
         return Observer()
 
-    def search_advanced(self, search: Search, trial: SearchTrial) -> None:
-        """A trial of a search has reached a rung, or has failed."""
+    def search_advanced(self, news: str) -> None:
+        """A trial of a search has reached a rung, or has failed: a line for people."""
 
     def batches_resized(self, extra_samples: int) -> None:
         """Just before `run_started`: so many more samples have been trained than `begins_at` times
