@@ -179,7 +179,7 @@ class PyTorchTrialAdapter(TrialAdapter):
             kinds.append(GRADIENTS)
         keeps_parts = saved_by.spreads_like(self.topology())
         shards = files_of_parts(files, kinds, ranks if keeps_parts else None)
-        return [each for each in files if each.path.partition("/")[0] in read] + shards
+        return [each for each in files if each.checked_path.partition("/")[0] in read] + shards
 
     def topology(self) -> Topology:
         ranks = self.data_parallel_size
