@@ -309,7 +309,7 @@ def storage_checks(storage: Storage, agents: Sequence[ConnectedAgent]) -> Iterat
     )
     try:
         with waiting(f"writing to {storage.url}"):
-            storage.write(f"{folder}/{entry.path}", data)
+            storage.write(f"{folder}/{entry.checked_path}", data)
         question = TryStorage(storage=storage.spec, folder=folder, object=entry)
         answers = yield from ask("storage", agents, question, StorageTried)
     finally:

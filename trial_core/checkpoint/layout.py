@@ -29,6 +29,27 @@ Files without a manifest are not a checkpoint: an upload is in progress, or they
 Trials, uuids and models come from users and from stored objects. Every function here that makes a
 key of one checks it, because `..` or `/` would lead into another family or out of the storage.
 What parses a key returns None for a key of another family.
+
+The texts of stored objects that lead to a key, a file, a module or a server, by their check. All
+others are only shown or compared (``test_stored_texts.py`` lists them):
+
+=====================  =============================================================================
+checked by             fields
+=====================  =============================================================================
+`checked_path`         FileEntry.path
+`checked_place`        FileEntry.stored_at, FileEntry.copy_at
+`checked_uuid`         Manifest.uuid, Intent.uuid, Intent.base, Version.checkpoint, Claim.needs,
+                       Challenger.checkpoint, Protection.uuid, SavedCheckpoint.uuid
+`checked_trial`        Manifest.trial, Intent.trial, Version.trial, RetrainingPlan.trial
+`checked_model`        Version.model, Move.model, Protection.model
+`retraining_key`       Version.run
+`_path`                Move.unique, Protection.unique: in keys alone
+`checked_entrypoint`   Manifest.entrypoint
+`from_json`            Deletion.manifest: a manifest
+`without_paths`        SenderOrder.trackers: the options; the names are those of `find_tracker`
+`sync_trackers`        SenderOrder.run_dir, SenderOrder.trial: replaced by its caller's
+`find_tracker`         State.run: an id that only that tracker's server interprets
+=====================  =============================================================================
 """  # noqa: E501 - a table
 
 from __future__ import annotations
