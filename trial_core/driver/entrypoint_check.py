@@ -17,7 +17,7 @@ from pathlib import Path
 
 from trial_core.common.python_source import without_collections
 from trial_core.errors import TrialError
-from trial_core.schedule.command import command_of, is_command
+from trial_core.schedule.command import command_of
 
 _MAKE_NAMES = frozenset((
     "*", "sys.modules", "globals", "locals", "vars", "exec", "eval", "setattr", "__getattr__",
@@ -42,7 +42,7 @@ def checked_entrypoint(stored: str, own: str, folder: Path) -> str:
     is_known = package == own_package or any(
         (folder / name).exists() for name in (package, f"{package}.py") if package.isidentifier()
     )
-    if is_command(stored) or not is_known:
+    if not is_known:  # nor is a command's first word
         raise TrialError(
             f"the checkpoint names the entrypoint {stored!r}; expected module:Class of {folder}, "
             f"or of the package {own_package}: restore that code, or promote another version"

@@ -227,6 +227,12 @@ def test_a_path_that_leaves_the_folder_is_refused(path: str) -> None:
             checked_place(StoredPath(f"0c5d/{path}"))
 
 
+@pytest.mark.parametrize("place", ["", "../a.pt", "/a.pt", "a.b/c.pt", "0c5d"])
+def test_a_place_without_a_uuid_is_refused(place: str) -> None:
+    with pytest.raises(CheckpointDamaged, match="no file is stored at"):
+        checked_place(StoredPath(place))
+
+
 def test_a_plain_path_stays_as_it_is() -> None:
     assert checked_path(StoredPath("a/b.pt")) == "a/b.pt"
     assert checked_place(StoredPath("0c5d/a/b.pt")) == ("0c5d", "a/b.pt")
