@@ -56,6 +56,7 @@ def test_leftovers_of_a_dead_trial_are_swept(
     (found,) = find_leftovers(store)
     assert (found.uuid, found.trial, found.keep) == (manifest.uuid, TRIAL, False)
     assert (found.files, found.size_bytes) == (len(FILES), manifest.total_bytes)
+    assert found.begun_at == LONG_AGO
     assert found.why == f"never committed; its trial was last active at {LONG_AGO}"
     told: list[object] = []
     swept = sweep_leftovers(store, [found], on_swept=told.append)
