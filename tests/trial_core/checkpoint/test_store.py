@@ -21,6 +21,7 @@ from tests.support.manifests import (
     entry,
     keys_of,
     new_manifest,
+    put_files,
     stored_keys,
     upload,
 )
@@ -438,3 +439,24 @@ def test_a_failed_listing_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="is a file, not a folder"):
         CheckpointStore(str(tmp_path / "file")).list()
+
+
+def test_a_forgotten_trial_leaves_nothing(store: CheckpointStore) -> None:
+    """Checkpoints, uploads, attempts and run files; other trials have theirs."""
+    other = commit_files(store, 7, trial="other-1")
+    before = every_key(store)
+    fence = store.take_over("gpt-1", "one")
+    commit_files(store, 7, trial="gpt-1")
+    begun = put_files(store, 11, trial="gpt-1")
+    store.announce_upload("gpt-1", begun.uuid, "one", fence)
+    for folder in layout.trial_folders("gpt-1"):
+        store.storage.write(f"{folder}/object", b"x")
+    store.forget_trial("gpt-1")
+    assert every_key(store) == before
+    assert store.verify(other.uuid) == other
+
+
+def every_key(store: CheckpointStore) -> set[str]:
+    """Of checkpoints and of trials."""
+    tops = {each.partition("/")[0] for each in layout.trial_folders("x")}
+    return {key for top in {layout.CHECKPOINTS, *tops} for key in store.storage.sizes(top)}
