@@ -58,6 +58,14 @@ def test_other_keys_are_not_manifests(key: str) -> None:
     assert layout.parse_manifest_key(key) is None
 
 
+def test_a_number_is_of_its_folder_alone() -> None:
+    """Another trial's attempt, or an object in a folder within, is no attempt at this one."""
+    folder = layout.attempts_folder("t-1")
+    assert layout.parse_numbered_key(folder, layout.attempt_key("t-1", 7)) == 7
+    for key in (layout.attempt_key("t-2", 7), f"{folder}/deeper/000007.json", f"{folder}/7.txt"):
+        assert layout.parse_numbered_key(folder, key) is None
+
+
 @pytest.mark.parametrize(
     "path",
     ["", "/etc/passwd", "..", "a/../../b", "a//b", "a/", "./a", "C:/a", "..\\a", "a\nb", "\udc80"],
