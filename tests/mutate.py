@@ -136,7 +136,8 @@ class Reached:
             for line in range(mutant.lines[0], mutant.lines[1] + 1)
             for name in by_line.get(line, ())
         }
-        chosen, left = [], BUDGET_SECONDS
+        chosen: list[str] = []
+        left = BUDGET_SECONDS
         for name in sorted(found & self.seconds.keys(), key=lambda name: self.seconds[name]):
             left -= self.seconds[name]
             if left < 0 and chosen:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import posixpath
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -85,6 +86,10 @@ def test_a_place_that_may_leave_the_checkpoints_is_refused(place: str) -> None:
 
 
 OUTSIDE = ["", ".", "..", "../project", "/etc", "a/b", "a\\b", "a\n", "ä", "a" * 201]
+KEYS_OF_A_MODEL: list[Callable[[str], str]] = [
+    layout.model_folder, lambda model: layout.ProtectionName("u", "hold", model, 1, "a").key,
+    lambda run: layout.retraining_key("m", run, "path"),
+]  # fmt: skip
 KEYS_OF_A_TRIAL = [
     layout.trial_folder, layout.intents_folder, layout.attempts_folder, layout.claim_key,
     layout.run_folder,
@@ -101,11 +106,7 @@ def test_no_key_is_made_of_a_name_that_leads_out_of_its_folder(name: str) -> Non
     for key_of in (*KEYS_OF_A_TRIAL, *KEYS_OF_A_CHECKPOINT):
         with pytest.raises(CheckpointError, match="expected up to"):
             key_of(name)
-    for key_of in (
-        layout.model_folder,
-        lambda model: layout.ProtectionName("u", "hold", model, 1, "a").key,
-        lambda run: layout.retraining_key("m", run, "path"),
-    ):
+    for key_of in KEYS_OF_A_MODEL:
         with pytest.raises(RegistryError, match="expected up to 200 letters and digits"):
             key_of(name)
 
