@@ -90,11 +90,11 @@ KEYS_OF_A_MODEL: list[Callable[[str], str]] = [
     layout.model_folder, lambda model: layout.ProtectionName("u", "hold", model, 1, "a").key,
     lambda run: layout.retraining_key("m", run, "path"),
 ]  # fmt: skip
-KEYS_OF_A_TRIAL = [
+KEYS_OF_A_TRIAL: list[Callable[[str], str]] = [
     layout.trial_folder, layout.intents_folder, layout.attempts_folder, layout.claim_key,
     layout.run_folder,
 ]  # fmt: skip
-KEYS_OF_A_CHECKPOINT = [
+KEYS_OF_A_CHECKPOINT: list[Callable[[str], str]] = [
     layout.files_folder, layout.protections_folder, layout.deletions_folder, layout.damages_folder,
     lambda uuid: layout.manifest_key("t", 1, uuid), lambda uuid: layout.intent_key("t", uuid),
 ]  # fmt: skip
