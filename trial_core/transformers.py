@@ -149,7 +149,7 @@ class TrialflowCallback(TrainerCallback):
     def _fetch_best(self, best: Mapping[str, str] | None, output: Path) -> None:
         """Fetch the best checkpoint, too, if this is another machine. Collective."""
         context = self._context
-        best = {name: best[name] for name in best or {} if CHECKPOINT.fullmatch(name)}
+        best = {name: uuid for name, uuid in (best or {}).items() if CHECKPOINT.fullmatch(name)}
         missing = [name for name in best if not (output / name).is_dir()]
         if any(context.distributed.allgather(missing)):
             try:

@@ -24,8 +24,8 @@ from trial_core.errors import CheckpointError
 _BEYOND_LORA = ("lora_variant", "use_dora", "lora_bias")
 """Attributes of peft's layers that show, by adapter, if they compute more than B @ A."""
 
-_OF_ADAPTERS = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
-"""The parts that peft adds to the names of a model's own parameters."""
+_OF_ADAPTERS = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+|_orig_mod)(?=\.)")
+"""The parts that peft and torch.compile add to the names of a model's own parameters."""
 
 
 @dataclass(frozen=True)
@@ -134,18 +134,13 @@ def _write_hf_files(
         (target / path).parent.mkdir(parents=True, exist_ok=True)
         (target / path).write_bytes(content)
     tied = getattr(base, "all_tied_weights_keys", None) or getattr(base, "_tied_weights_keys", None)
-    named = (
-        _OF_ADAPTERS.sub("", name) for name, _ in base.named_parameters(remove_duplicate=False)
-    )
-    facts = HFFacts(
-        f"{prefix}." if prefix else "",
-        # Not the patterns: one of a stranger's could be searched for years.
-        [
-            name
-            for name in dict.fromkeys(named)
-            if any(re.search(each, name) for each in tied or ())
-        ],
-    )
+    named = {
+        _OF_ADAPTERS.sub("", each): None
+        for each in dict(base.named_parameters(remove_duplicate=False))
+    }
+    # Not the patterns themselves: a search for a stranger's may not end.
+    names = [each for each in named if any(re.search(pattern, each) for pattern in tied or ())]
+    facts = HFFacts(f"{prefix}." if prefix else "", names)
     return _with_adapter(facts, model, target) if is_adapted else facts
 
 
