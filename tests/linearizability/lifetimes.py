@@ -118,8 +118,8 @@ class Judge:
         """A commit has returned."""
         swept = self._swept_before.get(manifest.uuid, 0)
         assert fence is None or swept <= fence.number, (
-            f"checkpoint {manifest.uuid} of {fence} was committed after the sweep of attempt "
-            f"{swept} had returned"
+            f"checkpoint {manifest.uuid} of attempt {fence and fence.number} was committed after "
+            f"the sweep of attempt {swept} had returned"
         )
         self.simulation.counts["committed"] += 1
         self.committed[manifest.uuid] = manifest
