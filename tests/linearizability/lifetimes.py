@@ -31,12 +31,16 @@ from tests.support.manifests import entry, new_manifest
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.fencing import Fence
 from trial_core.checkpoint.intents import SweptUpload
+from trial_core.checkpoint.json_objects import encode_json
 from trial_core.checkpoint.manifest import FileEntry, Manifest, is_tombstone, utc_now
+from trial_core.checkpoint.retention.deletion_markers import protect
 from trial_core.checkpoint.retention.leftovers import Leftover, find_leftovers, sweep_leftovers
-from trial_core.checkpoint.retention.protections import pin, unpin
+from trial_core.checkpoint.retention.protections import Protection, pin, unpin
 from trial_core.checkpoint.retention.pruning import (
     PruningPlan,
     delete_checkpoint,
+    describe,
+    experiments,
     plan_pruning,
     prune,
     prune_trial,
@@ -54,6 +58,9 @@ DAY = 86_400.0
 _SILENT = logging.getLogger("simulated")
 TRIALS = ("gpt-1", "gpt-2")
 POLICY = RetentionPolicy(save_trial_best=0, save_trial_latest=2)
+BEST = RetentionPolicy(
+    metric="loss", save_trial_best=0, save_trial_latest=1, save_experiment_best=1
+)
 SPOILED = (*[layout.MANIFESTS, layout.CHECKPOINTS] * 2, layout.UPLOADS, layout.DELETIONS,
            layout.ATTEMPTS, layout.CLAIMS, layout.PINS, layout.MARK)  # fmt: skip
 COMMON = {f"layer-{number}": b"frozen" * number for number in (1, 2)}
@@ -102,6 +109,9 @@ class Judge:
         self._swept_before: dict[str, int] = {}
         self._stored: dict[str, Manifest] = {}
         simulation.on_write, simulation.on_delete = self._on_write, self._on_delete
+        simulation.on_request = self._on_request
+        self._choose = random.Random(f"judge {simulation.seed}")
+        self._share = self._choose.choice((0.0, 0.0, 0.0, 0.003, 0.01))
 
     def store(self) -> CheckpointStore:
         """A client of a process."""
@@ -141,12 +151,16 @@ class Judge:
     def spoil(self, choose: random.Random) -> None:
         """The storage loses or alters an object, or a person stores a foreign one."""
         objects, seconds = self.simulation.objects, self.simulation.seconds
-        family = choose.choice(SPOILED)
+        there = {key.partition("/")[0] for key in objects}
+        family = choose.choice([each for each in SPOILED if each in there] or [layout.MARK])
         keys = sorted(key for key in objects if key.startswith(f"{family}/") or key == family)
         if choose.random() < 0.1:
-            key = f"{family}/notes/of a person"
+            folder = choose.choice([*keys, f"{family}/notes/of"]).rpartition("/")[0]
+            key = f"{folder}/notes of a person"
             self.altered[key] = None
             objects[key] = b"remember the milk", seconds
+        elif family == layout.MARK and choose.random() < 0.5:
+            objects.pop(family, None)
         elif family == layout.CHECKPOINTS and keys:
             key = choose.choice(keys)
             self.spoiled.add(key)
@@ -172,10 +186,14 @@ class Judge:
             if before is not None and key.startswith((layout.ATTEMPTS, layout.MARK)):
                 objects[key] = before
             if name := layout.parse_manifest_key(key):
-                pins = layout.protections_folder(name.uuid)
-                for pin_key in [each for each in objects if each.startswith(f"{pins}/")]:
-                    del objects[pin_key]
+                self._unprotect(name.uuid)
         self.altered.clear()
+
+    def _unprotect(self, uuid: str) -> None:
+        """A person unpins, and the registry releases."""
+        objects, folder = self.simulation.objects, layout.protections_folder(uuid)
+        for key in [each for each in objects if each.startswith(f"{folder}/")]:
+            del objects[key]
 
     def wipe(self) -> None:
         """A person deletes everything, or the storage forgets."""
@@ -193,6 +211,12 @@ class Judge:
         objects = self.simulation.objects
         for key in [each for each in objects if each.startswith(layout.ATTEMPTS)]:
             del objects[key]
+
+    def _on_request(self) -> None:
+        if self._choose.random() < self._share:
+            self.spoil(self._choose)
+        if self._choose.random() < self._share / 2:
+            self.mend()
 
     def _on_write(self, key: str, data: bytes) -> None:
         family, _, rest = key.partition("/")
@@ -227,16 +251,16 @@ class Judge:
                 except CheckpointDamaged:
                     self.simulation.counts["without files"] += 1
                     self.doomed.add(manifest.uuid)
-                    with suppress(CheckpointNotFound):
-                        unpin(store, manifest.uuid)
+                    self._unprotect(manifest.uuid)
                     delete_checkpoint(store, manifest)
-            prune(store, plan_pruning(store, POLICY, "gpt"))
+            for experiment in experiments(store):
+                prune(store, plan_pruning(store, POLICY, experiment))
         self._check_left(store)
         for manifest in store.list():
-            with suppress(CheckpointNotFound):
-                unpin(store, manifest.uuid)
+            self._unprotect(manifest.uuid)
         if self.simulation.seed % 2:
-            prune(store, plan_pruning(store, KEEP_NONE, "gpt"))
+            for experiment in experiments(store):
+                prune(store, plan_pruning(store, KEEP_NONE, experiment))
         else:
             for trial in store.trials():
                 store.forget_trial(trial)
@@ -284,8 +308,7 @@ class Actor:
         self._judge, self._choose, self._name = judge, choose, name
         self._simulation = judge.simulation
         self._store = judge.store()
-        world = random.Random(f"world {self._simulation.seed}")
-        self._breaks = world.random() < 0.3
+        self._store.experiment = choose.choice(("", "gpt"))
         self._trials = TRIALS[: random.Random(self._simulation.seed).choice((1, 2))]
         self._run: _Run | None = None
         self._flow = f"flow-run-{int(name) % 4}"
@@ -298,8 +321,6 @@ class Actor:
         others = [self._prune, self._read, self._delete, self._pin, self._sweep, self._pass_time]
         others += [self._import] if self._choose.random() < 0.2 else []
         rare = [self._break] if self._choose.random() < 0.02 else []
-        if self._breaks and self._choose.random() < 0.5:
-            rare += [lambda: self._judge.spoil(self._choose), self._judge.mend]
         try:
             self._choose.choice([*kinds, *others, *rare])()
         except TrialflowError as error:
@@ -317,6 +338,7 @@ class Actor:
                 own_trial(
                     self._store, trial, attempt, take_over=take_over, is_new=is_new,
                     mark=self._judge.marks.get(attempt),
+                    source=next(iter(self._judge.committed), None) if is_new is None else None,
                 )
             )  # fmt: skip
             self._judge.marks[attempt] = fence.record.storage
@@ -375,7 +397,8 @@ class Actor:
                 self._end()  # superseded
                 raise
         if self._choose.random() < 0.7:
-            prune_trial(self._store, POLICY, "gpt", run.trial, _SILENT)
+            policy = self._choose.choice((POLICY, BEST))
+            prune_trial(self._store, policy, "gpt", run.trial, _SILENT)
 
     def _upload(self, run: _Run, uuid: str, saved_at: str) -> None:
         base, shared = announce_shared_upload(
@@ -419,6 +442,8 @@ class Actor:
     def _prune(self) -> None:
         policy = self._choose.choice((POLICY, POLICY, KEEP_NONE))
         plan, self._plan = self._plan, plan_pruning(self._store, policy, "gpt")
+        assert len(self._plan.rows()) == len([*map(describe, self._plan.decisions)])
+        assert self._plan.freed_bytes >= 0
         if self._choose.random() < 0.7:
             prune(self._store, plan or self._plan)  # an earlier plan: a person has thought about it
             self._plan = None
@@ -427,6 +452,9 @@ class Actor:
         found = self._resume_point(self._choose.choice(self._trials))
         if found is not None:
             self._store.read_file(found, self._choose.choice(("rank-0", "layer-1", "none")))
+        if self._choose.random() < 0.2:
+            self._store.newest_trial("gpt")
+            self._store.open("")
 
     def _delete(self) -> None:
         if found := self._store.list():
@@ -435,14 +463,28 @@ class Actor:
     def _pin(self) -> None:
         if found := self._store.list():
             act = self._choose.choice((pin, unpin))
-            uuid = self._choose.choice(found).uuid
+            manifest = self._choose.choice(found)
+            uuid = manifest.uuid
+            if self._choose.random() < 0.2:  # as `models.promotion`
+                hold = Protection(
+                    uuid=uuid, kind="hold", by="u@h", at=utc_now(), model="m",
+                    version=self._choose.choice((0, 1)), move=1, unique=self._name,
+                )  # fmt: skip
+                protect(self._store, manifest.name, hold.key, encode_json(hold))
+                return
             act(self._store, self._choose.choice((uuid, uuid, uuid[:1])))
 
     def _sweep(self) -> None:
         days = self._choose.choice((0.5, 1.0, 7.0, 7.0, 7.0, 4000.0))
-        earlier, self._leftovers = self._leftovers, find_leftovers(self._store, after_days=days)
-        if self._choose.random() < 0.7:
-            sweep_leftovers(self._store, earlier or self._leftovers, after_days=days)
+        found = find_leftovers(
+            self._store, after_days=days, trial=self._choose.choice((None, None, *self._trials)),
+            experiment=self._choose.choice((None, None, "gpt", "import")),
+        )  # fmt: skip
+        assert len([each.row() for each in found]) == len(found)
+        earlier, self._leftovers = self._leftovers, found
+        for _ in range(self._choose.choice((0, 1, 1, 2))):  # or again, as nothing was seen of it
+            swept = sweep_leftovers(self._store, earlier or found, after_days=days)
+            assert all(map(str, swept.swept))
             self._leftovers = ()
 
     def _import(self) -> None:
@@ -457,8 +499,9 @@ class Actor:
         files = [entry("rank-0", data)]
         for _ in range(2):  # and once more, with another time
             made = new_manifest(
-                1, uuid=uuid, trial=trial, writer="import", files=files, created_at=utc_now()
-            )
+                1, uuid=uuid, trial=trial, writer="import", files=files, created_at=utc_now(),
+                experiment="import",
+            )  # fmt: skip
             with suppress(StorageError):
                 self._store.commit(made)
 

@@ -78,7 +78,10 @@ class Weather:
     @classmethod
     def drawn(cls, choose: random.Random, is_harsh: bool) -> Weather:
         """Each fault is absent from half of the histories, so that rare ones meet alone, too."""
-        kinds = ("cut request", "lose reply", "late", "twice", "slow", "kill before", "kill after")
+        kinds = (
+            "cut request", "lose reply", "late", "twice", "slow", "kill before", "kill after",
+            *(["stall"] if is_harsh else []),
+        )  # fmt: skip
         share = choose.choice((0.0, 0.01, 0.03, 0.1))
         faults = {kind: share for kind in kinds if choose.random() < 0.5}
         for kind in ("kill before", "kill after"):
@@ -91,7 +94,7 @@ class Weather:
             pages=choose.choice((None, None, 1, 3)) if is_harsh else None,
             slow=(1.0, 60.0, 2000.0) if is_harsh else (1.0,),
             sleeps=choose.random() < 0.5,
-            tells_times=not is_harsh or choose.random() < 0.9,
+            tells_times=not is_harsh or choose.random() < 0.8,
             tries=choose.choice((None, None, 1, 2)) if is_harsh else None,
         )
 
@@ -116,6 +119,7 @@ class Simulation:
     Attributes:
         objects: what is stored: the bytes, and when they were written.
         unfinished: the keys of unfinished uploads by a number, and when they began.
+        on_request: called before each request of a process.
         on_write, on_delete: called when a request has its effect.
         may_be_late: whether a write of this key may come late or twice.
         is_harsh: whether listings may be read in pages, and answers take longer than a deletion
@@ -130,6 +134,7 @@ class Simulation:
     most_faults: int = 1000
     objects: dict[str, tuple[bytes, float]] = field(default_factory=dict)
     unfinished: dict[int, tuple[str, float]] = field(default_factory=dict)
+    on_request: Callable[[], None] = lambda: None
     on_write: Callable[[str, bytes], None] = lambda key, data: None
     on_delete: Callable[[str], None] = lambda key: None
     counts: Counter[str] = field(default_factory=Counter)
@@ -219,6 +224,7 @@ class Simulation:
         if process.is_dead:
             raise Killed
         self._main.switch()
+        self.on_request()
         text = f"{process.number} {verb} {key}"
         fault = self._fault(verb, writes, key)
         self.counts["requests"] += 1
@@ -226,6 +232,8 @@ class Simulation:
         self._note(f"{fault:9.9} {text}")
         if fault == "cut request":
             raise ConnectionError("simulated: the request was lost")
+        if fault == "stall":  # others go on; all of it is shorter than a deletion may take
+            self.sleep(self.choose.choice((10.0, 600.0)))
         if fault == "kill before":
             process.is_dead = True
             raise Killed
