@@ -40,7 +40,6 @@ from trial_core.checkpoint.retention.pruning import (
     PruningPlan,
     delete_checkpoint,
     describe,
-    experiments,
     plan_pruning,
     prune,
     prune_trial,
@@ -73,8 +72,9 @@ class _Store(CheckpointStore):
     judge: Judge
 
     def sweep(self, trial: str, fence: Fence | None = None) -> list[SweptUpload]:
+        wipes = self.judge.wipes
         swept = super().sweep(trial, fence)
-        if fence is not None:
+        if fence is not None and wipes == self.judge.wipes:
             self.judge.has_swept(trial, fence.number)
         return swept
 
@@ -253,13 +253,13 @@ class Judge:
                     self.doomed.add(manifest.uuid)
                     self._unprotect(manifest.uuid)
                     delete_checkpoint(store, manifest)
-            for experiment in experiments(store):
+            for experiment in ("gpt", "import"):
                 prune(store, plan_pruning(store, POLICY, experiment))
         self._check_left(store)
         for manifest in store.list():
             self._unprotect(manifest.uuid)
         if self.simulation.seed % 2:
-            for experiment in experiments(store):
+            for experiment in ("gpt", "import"):
                 prune(store, plan_pruning(store, KEEP_NONE, experiment))
         else:
             for trial in store.trials():
