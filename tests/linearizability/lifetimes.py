@@ -60,8 +60,10 @@ POLICY = RetentionPolicy(save_trial_best=0, save_trial_latest=2)
 BEST = RetentionPolicy(
     metric="loss", save_trial_best=0, save_trial_latest=1, save_experiment_best=1
 )
-SPOILED = (*[layout.MANIFESTS, layout.CHECKPOINTS] * 2, layout.UPLOADS, layout.DELETIONS,
-           layout.ATTEMPTS, layout.CLAIMS, layout.PINS, layout.MARK)  # fmt: skip
+SPOILED = (
+    *(layout.MANIFESTS, layout.CHECKPOINTS, layout.DELETIONS) * 2, layout.DELETIONS,
+    layout.UPLOADS, layout.ATTEMPTS, layout.CLAIMS, layout.PINS, layout.MARK, layout.MARK,
+)  # fmt: skip
 COMMON = {f"layer-{number}": b"frozen" * number for number in (1, 2)}
 """Files that all checkpoints have with the same content, so that later ones refer to earlier."""
 
@@ -155,8 +157,8 @@ class Judge:
         family = choose.choice([each for each in SPOILED if each in there] or [layout.MARK])
         keys = sorted(key for key in objects if key.startswith(f"{family}/") or key == family)
         if choose.random() < 0.1:
-            folder = choose.choice([*keys, f"{family}/notes/of"]).rpartition("/")[0]
-            key = f"{folder}/notes of a person"
+            folder = choose.choice(keys).rpartition("/")[0] if keys else family
+            key = f"{choose.choice((folder, f'{family}/notes'))}/of a person"
             self.altered[key] = None
             objects[key] = b"remember the milk", seconds
         elif family == layout.MARK and choose.random() < 0.5:
@@ -320,7 +322,7 @@ class Actor:
         kinds = [self._save] * 6 + [self._end] if self._run else [self._begin] * 4
         others = [self._prune, self._read, self._delete, self._pin, self._sweep, self._pass_time]
         others += [self._import] if self._choose.random() < 0.2 else []
-        rare = [self._break] if self._choose.random() < 0.02 else []
+        rare = [self._break] if self._choose.random() < 0.04 else []
         try:
             self._choose.choice([*kinds, *others, *rare])()
         except TrialflowError as error:
@@ -342,7 +344,7 @@ class Actor:
                 )
             )  # fmt: skip
             self._judge.marks[attempt] = fence.record.storage
-            self._store.sweep(trial, fence)
+            assert all(map(str, self._store.sweep(trial, fence)))
             run = _Run(self._store, trial, fence, stack)
             wipes = self._judge.wipes
             at_least = self._judge.newest(trial)
