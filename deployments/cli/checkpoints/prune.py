@@ -290,12 +290,15 @@ def _is_confirmed(plans: list[PruningPlan], leftovers: list[Leftover]) -> bool:
 
 
 def _delete(store: CheckpointStore, plans: list[PruningPlan], is_silent: bool) -> list[Pruned]:
+    from trial_core.checkpoint.retention.deletion_markers import finish_deletions
     from trial_core.checkpoint.retention.pruning import prune as carry_out
 
     def say(decision: RetentionDecision) -> None:
         if not is_silent:
             print_above_the_wait(f"deleted {decision.manifest.uuid}")
 
+    if not plans:  # else the first one's prune does it
+        finish_deletions(store)
     pruned = [carry_out(store, plan, say) for plan in plans]
     for decision in (decision for each in pruned for decision in each.spared):
         console.warning(f"{decision.manifest.uuid} was not deleted: {decision.why}")
