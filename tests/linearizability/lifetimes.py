@@ -201,7 +201,9 @@ class Judge:
         """A person deletes everything, or the storage forgets."""
         self.forget_attempts()
         simulation = self.simulation
-        for state in (self.committed, self._stored, simulation.objects, simulation.unfinished):
+        for state in (
+            self.committed, self._stored, self.altered, simulation.objects, simulation.unfinished,
+        ):  # fmt: skip
             state.clear()
 
     def forget_attempts(self) -> None:
@@ -209,10 +211,10 @@ class Judge:
         self.wipes += 1
         self._swept.clear()
         self._swept_before = dict.fromkeys(self._swept_before, 0)
-        self.altered.clear()
         objects = self.simulation.objects
         for key in [each for each in objects if each.startswith(layout.ATTEMPTS)]:
             del objects[key]
+            self.altered.pop(key, None)
 
     def _on_request(self) -> None:
         if self._choose.random() < self._share:

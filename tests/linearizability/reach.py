@@ -134,7 +134,10 @@ def main(seeds: Sequence[int]) -> Iterable[str]:
     began, reached, counts = time.monotonic(), Counter[int](), Counter[str]()
     for seed in seeds:
         _seen.clear()
-        counts += play("lifetimes", seed)
+        try:
+            counts += play("lifetimes", seed)
+        except Exception as error:  # noqa: BLE001 - all seeds are played
+            yield f"{error!r}. {error.__notes__[0].splitlines()[-1]}"
         reached.update(_seen)
     minutes = (time.monotonic() - began) / 60
     for number, seen in reached.most_common():
