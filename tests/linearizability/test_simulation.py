@@ -69,8 +69,8 @@ def test_a_branch_that_is_not_reached_is_named() -> None:
     """Two histories reach some branches, and are told which they do not."""
     status, printed = _reach("2")
     assert status == 1
-    assert "of 2 parts: commit.commit: if fence is not None: -> fence.check(" in printed
-    assert "not reached, AND NOT LISTED: intents._prevent_commit: except FileExistsError" in printed
+    assert " of 2: commit.commit: fence is not None: true\n" in printed
+    assert "neither reached nor listed: intents._prevent_commit: except FileExistsError" in printed
 
 
 @pytest.mark.parametrize(("subject", "seed"), FOUND)
