@@ -13,10 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.actions import (
-    WorkPoolCreate,
-    WorkPoolUpdate,
-)
+from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
 from prefect.client.schemas.objects import WorkPool
 from prefect.events.schemas.automations import Automation, AutomationCore
 from prefect.exceptions import ObjectNotFound

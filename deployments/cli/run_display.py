@@ -233,9 +233,7 @@ class LiveDisplay(Display):
         from rich.text import Text
 
         stage = self.stage
-        after: list[RenderableType] = [
-            Text(text_format.clock(self.seconds_in(stage)), style="dim"),
-        ]
+        after: list[RenderableType] = [Text(text_format.clock(self.seconds_in(stage)), style="dim")]
         if self.total_batches:
             after.insert(0, Text(f"{self.batches}/{self.total_batches}"))
         room = self._console.width - 2 - sum(len(str(text)) + 1 for text in after)

@@ -142,11 +142,7 @@ class PyTorchTrialAdapter(TrialAdapter):
         return read_state(folder, reader, (MODELS, WEIGHTS, OPTIMIZERS), self._context)
 
     def save(
-        self,
-        folder: Path,
-        memory_files: MemoryFiles,
-        reader: Reader,
-        hook_state: Mapping[str, Any],
+        self, folder: Path, memory_files: MemoryFiles, reader: Reader, hook_state: Mapping[str, Any]
     ) -> None:
         # `hook_state` has the trained weights themselves, and on_checkpoint_save_start may switch.
         to_training_mode(self.optimizers)

@@ -18,12 +18,7 @@ from trial_core.checkpoint.manifest import FileEntry
 from trial_core.checkpoint.transfer.staging import StagedFile, staged_files
 from trial_core.common.text_format import first_few
 from trial_core.config.sections import CheckpointingConfig
-from trial_core.errors import (
-    CheckpointError,
-    CheckpointUnrestorable,
-    SlotsError,
-    TrialflowError,
-)
+from trial_core.errors import CheckpointError, CheckpointUnrestorable, SlotsError, TrialflowError
 from trial_core.rank.collectives.distributed import DistributedContext
 from trial_core.rank.rank_state import capture_rng, read_rank_state, restore_rng
 from trial_core.rank.state_files.safe_load import Reader

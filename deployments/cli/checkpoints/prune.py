@@ -103,8 +103,7 @@ class Rules:
 def prune(
     *,
     experiment: Annotated[
-        str | None,
-        Parameter(help="Prune this experiment. Default: that of --config, else all."),
+        str | None, Parameter(help="Prune this experiment. Default: that of --config, else all.")
     ] = None,
     trial: Annotated[
         str | None, Parameter(help="Prune only this trial. Default: all trials.")
@@ -113,12 +112,10 @@ def prune(
     dry_run: Annotated[bool, Parameter(help="Show what would be deleted; delete nothing.")] = False,
     yes: Annotated[bool, Parameter(name=["--yes", "-y"], help="Delete without asking.")] = False,
     leftovers_only: Annotated[
-        bool,
-        Parameter(negative=(), help="Delete only leftovers of killed runs. Needs no rules."),
+        bool, Parameter(negative=(), help="Delete only leftovers of killed runs. Needs no rules.")
     ] = False,
     leftovers_after_days: Annotated[
-        float,
-        Parameter(help="Delete leftovers of trials that have been inactive for N days."),
+        float, Parameter(help="Delete leftovers of trials that have been inactive for N days.")
     ] = LEFTOVERS_AFTER_DAYS,
     config: Annotated[
         Path | None,
@@ -279,10 +276,7 @@ def _deletions(plans: list[PruningPlan]) -> int:
 
 def _is_confirmed(plans: list[PruningPlan], leftovers: list[Leftover]) -> bool:
     """Ask whether to delete. Raises ConfigError if stdin is not a terminal."""
-    counts = {
-        "checkpoint": _deletions(plans),
-        "leftover": sum(not each.keep for each in leftovers),
-    }
+    counts = {"checkpoint": _deletions(plans), "leftover": sum(not each.keep for each in leftovers)}
     shown = " and ".join(text_format.plural(count, noun) for noun, count in counts.items() if count)
     if not shown:
         return True  # nothing new to delete; interrupted deletions are completed

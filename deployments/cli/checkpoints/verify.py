@@ -10,12 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from trial_core.common import text_format
-from trial_core.errors import (
-    CheckpointError,
-    CheckpointNotFound,
-    ConfigError,
-    StorageError,
-)
+from trial_core.errors import CheckpointError, CheckpointNotFound, ConfigError, StorageError
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.experiment_options import (
     CHECKPOINT,

@@ -70,11 +70,7 @@ class RunTrace(Observer):
     """Makes the spans of a run."""
 
     def __init__(
-        self,
-        provider: trace.TracerProvider,
-        experiment: str,
-        trial: str,
-        stopping: StopHandler,
+        self, provider: trace.TracerProvider, experiment: str, trial: str, stopping: StopHandler
     ) -> None:
         # The attribute makes it a tracer of this trial alone, whose ids can be set.
         self._tracer = provider.get_tracer("trialflow", attributes={"trialflow.trial": trial})
