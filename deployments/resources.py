@@ -180,7 +180,6 @@ class GpuLimit(Resource):
 
 
 def find_pool(client: SyncPrefectClient, name: str) -> WorkPool | None:
-    """Return the work pool of that name, or None if the server has no such pool."""
     try:
         return client.read_work_pool(name)
     except ObjectNotFound:

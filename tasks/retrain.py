@@ -111,7 +111,6 @@ class RetrainingRun:
         return any(move.run == self.run_id for move in moves)
 
     def callback_log(self, function: str) -> Path:
-        """The log file of a callback."""
         return self.folder / LOGS / f"callback-{function.replace(':', '-')}.log"
 
 

@@ -60,7 +60,6 @@ def init(
 
 
 def template_files(template: Template) -> dict[str, str]:
-    """The files of a template: their texts by name."""
     entries = (files("trialflow.deployments") / "trial_templates" / template).iterdir()
     # pip compiles the trial into a folder next to it.
     texts = {entry.name: entry.read_text("utf-8") for entry in entries if entry.is_file()}

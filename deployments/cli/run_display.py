@@ -226,7 +226,6 @@ class LiveDisplay(Display):
             self.say(f"validate @{batches}: {text_format.metrics_line(metrics)}")
 
     def render(self) -> RenderableType:
-        """The two lines at this moment."""
         from rich.console import Group
         from rich.progress_bar import ProgressBar
         from rich.table import Table

@@ -125,7 +125,6 @@ class PrefectServerProcess:
 
     @property
     def has_ended(self) -> bool:
-        """True if the server has ended by itself."""
         return self._process is not None and not self._process.lives()
 
     def restart(self) -> None:

@@ -47,7 +47,6 @@ class Verified:
 
     @property
     def is_whole(self) -> bool:
-        """True if the checkpoint is intact."""
         return self.problem is None and not self.damage
 
 
@@ -104,7 +103,6 @@ def verify(
 
 
 def summary(found: Verified) -> dict[str, Any]:
-    """A checkpoint's entry in the output of --json."""
     manifest = found.manifest
     return {
         "uuid": found.name.uuid,

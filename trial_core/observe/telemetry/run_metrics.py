@@ -32,8 +32,6 @@ TIMED_STAGES = {
 
 
 class RunMetrics(Observer):
-    """Records the metrics of a run."""
-
     def __init__(
         self, provider: MeterProvider, experiment: str, trial: str, clock: RunClock
     ) -> None:
