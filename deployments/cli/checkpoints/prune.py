@@ -127,7 +127,7 @@ def prune(
     set_: Overrides = None,
     storage: StorageOption = None,
     json_: AsJson = False,
-) -> int:
+) -> None:
     """Delete the checkpoints that no rule keeps. Shows them and asks first.
 
     The rules come from checkpoint_storage in --config and from the options below. Pinned
@@ -174,7 +174,6 @@ def prune(
             swept = _sweep(store, leftovers, leftovers_after_days, is_silent=json_)
     if json_:
         print(json.dumps(_as_json(policy, plans, leftovers, pruned, swept), indent=2))
-    return 0
 
 
 def _plans(
