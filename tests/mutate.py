@@ -1,16 +1,17 @@
 """Takes the checks of a room out, one at a time, and prints those that no test misses.
 
-    python -m tests.mutate checkpoint/retention [options of pytest]
+    python -m tests.mutate checkpoint/retention [--every=N] [options of pytest]
 
 A check is the condition of an `if`, an operand of `and` and `or`, a filter of a comprehension, the
 handler of an error, or a call for its effect alone. A condition is still evaluated, so only what
 depends on it changes. Each mutant runs the tests that reach its line, quickest first, up to
-`BUDGET_SECONDS`: those of the room's folder in `tests/`, or the paths in the options.
+`BUDGET_SECONDS`: those of the room's folder in `tests/`, or the paths in the options. With
+``--every=N`` only every N-th check is taken out.
 
 Everything happens in a copy of the tree, in `build/mutate`. A test runs in a fork of this process,
-which has imported torch once; processes that a test starts read the mutant too. Not mutmut, no
-operator of which takes a statement's check out, nor cosmic-ray, which starts a new interpreter and
-all tests for each mutant.
+which has imported large libraries once; processes that a test starts read the mutant too. Not
+mutmut, no operator of which takes a statement's check out, nor cosmic-ray, which starts a new
+interpreter and all tests for each mutant.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -35,7 +38,10 @@ ROOT = Path(__file__).parents[1]
 PARENTS = ("", "trial_core", "flows", "tasks", "deployments")
 QUICK = "not long and not slots and not server and not gateway and not ray and not browser"
 BUDGET_SECONDS = 40.0
-_PRELOADED = ("torch", "hypothesis", "s3fs", "msgspec", "safetensors")
+_PRELOADED = (
+    "torch", "hypothesis", "s3fs", "msgspec", "safetensors", "moto.server", "prefect",
+    "prefect.flow_engine",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -130,7 +136,8 @@ class Reached:
             for line in range(mutant.lines[0], mutant.lines[1] + 1)
             for name in by_line.get(line, ())
         }
-        chosen, left = [], BUDGET_SECONDS
+        chosen: list[str] = []
+        left = BUDGET_SECONDS
         for name in sorted(found & self.seconds.keys(), key=lambda name: self.seconds[name]):
             left -= self.seconds[name]
             if left < 0 and chosen:
@@ -151,7 +158,11 @@ class Laboratory:
             if (ROOT / name).is_symlink() or (ROOT / name).exists():
                 (tree / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, tree / name, follow_symlinks=False)
-        os.environ.update(PYTHONPATH=str(tree), PYTHONDONTWRITEBYTECODE="1")
+        os.environ.update(
+            PYTHONPATH=str(tree), PYTHONDONTWRITEBYTECODE="1",
+            # As in tests/conftest.py, which comes after the imports of `_PRELOADED`.
+            DS_ACCELERATOR="cpu", PREFECT_SERVER_ANALYTICS_ENABLED="false", DO_NOT_TRACK="1",
+        )  # fmt: skip
 
     def reached(self, room: Path, options: Sequence[str]) -> Reached:
         """Run the tests on the unchanged tree. Ends this process if one fails."""
@@ -194,12 +205,16 @@ class Laboratory:
         pid = os.fork()
         if pid == 0:
             self._run(tests)
-        while not (ended := os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)):
-            if time.monotonic() > deadline:
-                break
-            time.sleep(0.02)
-        os.killpg(pid, signal.SIGKILL)  # with what a test has left behind
-        os.waitpid(pid, 0)
+        try:
+            while not (ended := os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)):
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.02)
+        finally:
+            with suppress(ProcessLookupError):  # stopped before the fork has made its group
+                os.killpg(pid, signal.SIGKILL)  # with what a test has left behind
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
         if ended is None or ended.si_code != os.CLD_EXITED:
             return False
         if ended.si_status not in (0, 1, 2):
@@ -211,6 +226,7 @@ class Laboratory:
         code = 3
         try:
             os.setpgid(0, 0)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.chdir(self.tree)
             quiet = os.open(os.devnull, os.O_WRONLY)
             os.dup2(quiet, 1)
@@ -256,8 +272,11 @@ def main() -> None:
     """Print each survivor; end with exit code 1 if there is one."""
     if len(sys.argv) < 2:
         sys.exit("say which room: make mutate ROOM=checkpoint/retention")
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit("stopped"))
     room = room_of(sys.argv[1])
-    options = sys.argv[2:]
+    every = [each for each in sys.argv[2:] if each.startswith("--every=")]
+    step = int(every[-1].partition("=")[2]) if every else 1
+    options = [each for each in sys.argv[2:] if each not in every]
     if not any(each.startswith("tests") for each in options):
         options += tests_near(room)
     if "-m" not in options:
@@ -270,15 +289,15 @@ def main() -> None:
     for name in _PRELOADED:
         importlib.import_module(name)
     killed, survivors, began = 0, 0, time.monotonic()
-    for path in files:
-        for mutant in mutants(path, (ROOT / path).read_bytes()):
-            tests = reached.tests_of(mutant)
-            expected = sum(reached.seconds[name] for name in tests)
-            if tests and not place.survives(mutant, tests, 60 + 5 * expected):
-                killed += 1
-                continue
-            survivors += 1
-            print(f"{mutant}  [{len(tests) or 'no'} tests]", flush=True)
+    found = (each for path in files for each in mutants(path, (place.tree / path).read_bytes()))
+    for mutant in islice(found, step - 1, None, step):
+        tests = reached.tests_of(mutant)
+        expected = sum(reached.seconds[name] for name in tests)
+        if tests and not place.survives(mutant, tests, 60 + 5 * expected):
+            killed += 1
+            continue
+        survivors += 1
+        print(f"{mutant}  [{len(tests) or 'no'} tests]", flush=True)
     minutes = (time.monotonic() - began) / 60
     print(f"{killed} of {killed + survivors} checks are missed by a test; {minutes:.0f} minutes")
     sys.exit(survivors > 0)

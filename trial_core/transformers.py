@@ -31,7 +31,11 @@ from trial_core.rank.core_api.trainer_arguments import (
     require_same_types,
 )
 from trial_core.rank.state_files.built_settings import read_resume_file
-from trial_core.rank.state_files.trainer_folder import require_safe
+from trial_core.rank.state_files.trainer_folder import (
+    CHECKPOINT,
+    name_best_beside,
+    require_safe,
+)
 
 try:
     from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -127,7 +131,8 @@ class TrialflowCallback(TrainerCallback):
         if uuid is None:
             return None
         with stored.restore_path(uuid) as fetched:
-            names = [each.name for each in fetched.glob("checkpoint-*") if each.is_dir()]
+            folders = (each.name for each in fetched.iterdir() if each.is_dir())
+            names = [*filter(CHECKPOINT.fullmatch, folders)]
         if len(names) != 1:
             raise TrialError(
                 f"a Trainer cannot resume from checkpoint {uuid}: expected one folder "
@@ -135,7 +140,8 @@ class TrialflowCallback(TrainerCallback):
             )
         self._require_safe(fetched)  # with the folders next to the Trainer's
         if context.distributed.get_local_rank() == 0:  # the ranks of a machine share it
-            stored.download(uuid, output)
+            stored.download(uuid, output, selector=_below(names[0]))  # output may be the script's
+            name_best_beside(output / names[0])
         self._stored[names[0]] = uuid
         self._fetch_best(stored.get_metadata(uuid).get("best_checkpoint"), output)
         return str(output / names[0])
@@ -143,16 +149,19 @@ class TrialflowCallback(TrainerCallback):
     def _fetch_best(self, best: Mapping[str, str] | None, output: Path) -> None:
         """Fetch the best checkpoint, too, if this is another machine. Collective."""
         context = self._context
-        missing = [name for name in best or {} if not (output / name).is_dir()]
+        best = {name: uuid for name, uuid in (best or {}).items() if CHECKPOINT.fullmatch(name)}
+        missing = [name for name in best if not (output / name).is_dir()]
         if any(context.distributed.allgather(missing)):
             try:
-                for uuid in (best or {}).values():
+                for name, uuid in best.items():
                     with context.checkpoint.restore_path(uuid) as fetched:
                         self._require_safe(fetched)
-                    context.checkpoint.download(uuid, output, selector=lambda path: "/" in path)
+                    # By its whole uuid: it is not fetched again, so nothing else is.
+                    context.checkpoint.download(fetched.name, output, selector=_below(name))
+                    name_best_beside(output / name)
             except CheckpointError as error:
                 logger.warning("the best checkpoint so far is not fetched: %s", error)
-        self._stored.update(best or {})
+        self._stored.update(best)
 
     def _require_safe(self, folder: Path) -> None:
         """Refuse a fetched folder whose pickles may run code, unless trusted. Collective."""
@@ -379,6 +388,10 @@ def _end(trainer: Any) -> TrainOutput:
     trainer.control = trainer.callback_handler.on_train_end(trainer.args, state, trainer.control)
     trainer.is_in_train = False
     return TrainOutput(state.global_step, 0.0, {})
+
+
+def _below(folder: str) -> Callable[[str], bool]:
+    return lambda path: path.startswith(f"{folder}/")
 
 
 def _link_or_copy(source: str, target: str) -> None:

@@ -36,7 +36,7 @@ def config(
             "which not and why, in place of the experiment.",
         ),
     ] = False,
-) -> int:
+) -> None:
     """Check an experiment and print it as JSON parameters for a deployment.
 
     For example: prefect deployment run train/train --params "$(trialflow config experiment.yaml)".
@@ -47,7 +47,6 @@ def config(
         _print_code(experiment)
     else:
         print(json.dumps({"config": experiment.model_dump(mode="json")}, indent=2))
-    return 0
 
 
 def _print_code(experiment: ExperimentConfig) -> None:

@@ -110,7 +110,6 @@ def nodes(config: Path, storage: str | None, overrides: Sequence[str]) -> Iterat
 
 
 def python() -> Check:
-    """Check Python's version."""
     if sys.version_info < OLDEST_PYTHON:
         needed = ".".join(map(str, OLDEST_PYTHON))
         return Check("python", "fail", platform.python_version(), f"use Python {needed} or newer")
@@ -142,7 +141,6 @@ def other_dependencies() -> Iterator[Check]:
 
 
 def compiler() -> Check:
-    """Check that there is a C++ compiler."""
     name = os.environ.get("CXX") or "g++"
     path = shutil.which(name)
     if path is None:

@@ -228,7 +228,6 @@ def with_block(experiment: ExperimentConfig) -> ExperimentConfig:
 
 
 def open_store_of(experiment: ExperimentConfig) -> CheckpointStore:
-    """Open the storage of an experiment."""
     from trial_core.checkpoint.store import CheckpointStore
 
     place = with_block(experiment).checkpoint_storage

@@ -102,6 +102,10 @@ def test_a_trainer_reports_stores_and_resumes(here: Path, way: str) -> None:
     second = train(hf_config(here, STEPS, changed, way=way), trial=first.trial)
     assert second.batches_trained == 6
     assert steps_of(here) == [0, 1, 2, 3, 4, 5]
+    # Nothing else of a checkpoint: the script's modules may be there.
+    assert {each.name for each in (here / "out").iterdir()} <= {
+        *(f"checkpoint-{step}" for step in (3, 4, 6, 9)), "runs"
+    }  # fmt: skip
     later = "its schedule after the next step and with the checkpoint's base rate: max_steps 4 -> 6"
     stays = "learning_rate stays 5e-05 (not 0.001), because it restores its optimizer"
     noted, report = saved(here, first.trial)[6].changes[-1], Path(second.report_path).read_text()

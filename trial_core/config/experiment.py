@@ -23,12 +23,7 @@ from trial_core.checkpoint.retention_policy import RetentionPolicy
 from trial_core.common.text_format import slug
 from trial_core.config import determined
 from trial_core.config.checkpoint_storage import StorageConfig
-from trial_core.config.error_text import (
-    error_lines,
-    format_value,
-    validation_error,
-    warn,
-)
+from trial_core.config.error_text import error_lines, format_value, validation_error, warn
 from trial_core.config.lengths import OPEN_END, CheckpointPeriod, Period
 from trial_core.config.parsing import (
     override,
@@ -52,14 +47,7 @@ from trial_core.config.sections import (
 )
 from trial_core.config.stages_section import StageConfig
 from trial_core.config.tracker_list import tracker_list
-from trial_core.config.values import (
-    MAX_COUNT,
-    Count,
-    Flag,
-    PlainMapping,
-    PositiveOrAuto,
-    Text,
-)
+from trial_core.config.values import MAX_COUNT, Count, Flag, PlainMapping, PositiveOrAuto, Text
 from trial_core.errors import ConfigError
 from trial_core.processes.machine.accelerators import CPU, KIND_VARIABLE
 from trial_core.schedule.command import is_command

@@ -152,7 +152,6 @@ class _Newest:
         self._before = uuid, launch.status.saved_at
 
     def begin(self, uuid: str) -> None:
-        """Note that the upload of a checkpoint begins."""
         self._before = self.uuid, self._launch.status.saved_at
         self.uuid = uuid
 

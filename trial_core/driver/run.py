@@ -152,7 +152,6 @@ class Run(Given):
 
     @property
     def metric(self) -> str | None:
-        """The name of the searcher metric, or None."""
         return self.config.searcher.metric if self.has_metric else None
 
     @property

@@ -38,6 +38,7 @@ from tests.support.stages import faking
 from trial_core.driver.loop import Loop
 from trial_core.errors import RankFailed, Stopped, StorageError
 from trial_core.schedule.stop_requests import StopHandler
+from trialflow.flows.lifecycle.parent_runs import ParentRuns, ParentStop
 from trialflow.flows.train import TrialResult, train_trial
 from trialflow.tasks.stages import as_prefect_task
 
@@ -373,3 +374,57 @@ def test_a_404_is_no_deletion(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> 
     run, result = stage.train()
     assert isinstance(result, TrialResult)
     assert state_of(run) == "Completed"
+
+
+def presumed_dead(flow_run: UUID, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another attempt at the run starts."""
+    set_state(flow_run, Running())
+
+
+def superseded_parent(flow_run: UUID, monkeypatch: pytest.MonkeyPatch) -> None:
+    stop = ParentStop(flow_run, "cancelled", "another attempt at its parent", is_superseded=True)
+    monkeypatch.setattr(ParentRuns, "stop", lambda self: stop)
+
+
+def lost_supervisor(flow_run: UUID, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trialflow.flows.lifecycle.stop_monitor, "has_lost_supervisor", lambda: True)
+
+
+@pytest.mark.parametrize("happens", [presumed_dead, superseded_parent, lost_supervisor])
+def test_what_ends_a_run_that_saves(
+    stage: Stage,
+    monkeypatch: pytest.MonkeyPatch,
+    happens: Callable[[UUID, pytest.MonkeyPatch], None],
+) -> None:
+    """It has been asked to stop, and is then killed: another attempt trains, or its worker asks
+    again."""
+    has_expired = threading.Event()
+
+    def saving(flow_run: UUID, stopping: StopHandler) -> None:
+        set_state(flow_run, Crashed())
+        assert stopping.wait(TIMEOUT_SECONDS)
+        with stopping.subscribed(lambda: None, has_expired.set):
+            happens(flow_run, monkeypatch)
+            assert has_expired.wait(TIMEOUT_SECONDS)
+
+    stage.set_stopping(grace_seconds=600.0)
+    stage.act = saving
+    stage.train()
+    assert has_expired.is_set()
+
+
+def test_a_run_whose_worker_was_stopped_saves(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes back into its queue."""
+    requests: list[Any] = []
+
+    def orphaned(flow_run: UUID, stopping: StopHandler) -> None:
+        lost_supervisor(flow_run, monkeypatch)
+        assert stopping.wait(TIMEOUT_SECONDS)
+        requests.extend([str(stopping.request), stopping.has_expired])
+
+    stage.act = orphaned
+    run, _ = stage.train()
+    assert requests == ["preempted (its worker was stopped)", False]
+    assert state_of(run) == "AwaitingRetry"

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from tests.support.prefect import ROOT
 from trial_core.schedule.stop_requests import StopHandler
+from trialflow.flows.lifecycle import stop_signals
 from trialflow.flows.lifecycle.stop_signals import StopSignals
 
 TIMEOUT_SECONDS = 30.0
@@ -41,6 +43,29 @@ def test_a_closed_terminal_asks_the_run_to_stop(handler: Any, stops: bool) -> No
         assert signals.received == (signal.SIGHUP if stops else None)
         assert not stops or stopping.wait(TIMEOUT_SECONDS)
         assert (stopping.request is not None) == stops
+
+
+@pytest.mark.usefixtures("hangup")
+@pytest.mark.parametrize(("same_seconds", "is_second"), [(0.0, True), (600.0, False)])
+def test_a_second_signal_ends_the_grace_period(
+    monkeypatch: pytest.MonkeyPatch, same_seconds: float, is_second: bool
+) -> None:
+    """Not one that arrives twice. A third one is the previous handler's."""
+    monkeypatch.setattr(stop_signals, "SAME_REQUEST_SECONDS", same_seconds)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    expired = threading.Event()
+    with StopHandler(grace_seconds=600) as stopping:
+        signals = StopSignals(stopping, has_queue=False, wake=lambda: None)
+        signals.install()
+        try:
+            with stopping.subscribed(lambda: None, expired.set):
+                os.kill(os.getpid(), signal.SIGHUP)
+                os.kill(os.getpid(), signal.SIGHUP)
+                assert not is_second or expired.wait(TIMEOUT_SECONDS)
+            assert (signal.getsignal(signal.SIGHUP) == signal.SIG_DFL) == is_second
+        finally:
+            signals.restore()
+    assert stopping.has_expired == is_second  # its thread has ended
 
 
 PROGRAM = """

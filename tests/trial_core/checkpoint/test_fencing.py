@@ -182,6 +182,14 @@ def test_an_attempt_survives_the_loss_of_the_mark(
         fence.check("nothing is done")
 
 
+def test_a_record_with_another_mark_is_of_another_storage(local_store: CheckpointStore) -> None:
+    """A trial's id may be in both. A record that cannot be read says nothing."""
+    local_store.take_over(TRIAL, "one")
+    local_store.storage.write(layout.attempt_key(TRIAL, 2), b"{")
+    with pytest.raises(StorageError, match="no record of the run is there"):
+        local_store.take_over(TRIAL, "one", mark="another storage's")
+
+
 def test_a_start_may_know_a_mark_that_is_lost(local_store: CheckpointStore) -> None:
     """A record of the trial names it. Another trial's record does not."""
     mark = local_store.take_over(TRIAL, "one").record.storage

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier, BrokenBarrierError
+from typing import Any
 
 import msgspec
 import pytest
@@ -21,12 +22,15 @@ from tests.support.manifests import (
     entry,
     keys_of,
     new_manifest,
+    put_files,
     stored_keys,
     upload,
 )
 from trial_core.checkpoint import layout
-from trial_core.checkpoint.manifest import FileEntry, Manifest
+from trial_core.checkpoint.manifest import FileEntry, Manifest, tombstone
+from trial_core.checkpoint.storage.base import StoredObject
 from trial_core.checkpoint.store import CheckpointStore, StorageSpec
+from trial_core.checkpoint.verified_read import Damage, find_damage
 from trial_core.errors import (
     CheckpointDamaged,
     CheckpointError,
@@ -256,7 +260,8 @@ def test_resume_candidates_are_ordered_by_batches(local_store: CheckpointStore) 
 
 
 def test_the_newest_trial_is_of_the_experiment(local_store: CheckpointStore) -> None:
-    """It is the trial that saved last."""
+    """It is the trial that saved last, of those that can be read."""
+    local_store.storage.write(layout.manifest_key("a-0", 7, "half"), b"{")
     for second, trial, experiment in [(1, "a-1", "a"), (2, "a-2", "a"), (3, "b-1", "b")]:
         local_store.commit(new_manifest(second, trial=trial, experiment=experiment))
     assert local_store.newest_trial("a") == "a-2"
@@ -318,6 +323,51 @@ def test_open_takes_a_unique_prefix(local_store: CheckpointStore) -> None:
         local_store.open("b")
 
 
+def test_open_does_not_take_an_empty_name(local_store: CheckpointStore) -> None:
+    """Also if there is only one checkpoint, with which all begins."""
+    local_store.commit(new_manifest())
+    with pytest.raises(CheckpointNotFound, match="begins with ''; there are 1"):
+        local_store.open("")
+
+
+def test_open_names_checkpoints_of_a_storage_without_times(
+    local_store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those with most batches first."""
+    objects = local_store.storage.objects
+    for batches in (7, 30, 11):
+        local_store.commit(new_manifest(batches, uuid=f"a{batches}"))
+
+    def without_times(folder: str) -> dict[str, StoredObject]:
+        return {key: each._replace(modified_at=None) for key, each in objects(folder).items()}
+
+    monkeypatch.setattr(local_store.storage, "objects", without_times)
+    with pytest.raises(CheckpointNotFound) as refused:
+        local_store.open("b")
+    assert re.findall(r"a(\d+) \(", str(refused.value)) == ["30", "11", "7"]
+
+
+def test_open_says_that_a_checkpoint_has_just_been_deleted(
+    local_store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After it was listed."""
+    manifest = commit_files(local_store)
+    monkeypatch.setattr(local_store.storage, "read", lambda key: None)
+    with pytest.raises(CheckpointNotFound, match=f"{manifest.uuid} has just been deleted"):
+        local_store.open(manifest.uuid)
+
+
+def test_a_checkpoint_that_is_being_swept_is_not_listed(
+    local_store: CheckpointStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A later attempt has put a tombstone in the place of its manifest. That is no damage."""
+    manifest = new_manifest()
+    local_store.storage.write(manifest.name.key, tombstone(manifest.uuid))
+    assert local_store.list() == []
+    assert local_store.newest(manifest.trial) is None
+    assert caplog.text == ""
+
+
 @pytest.mark.parametrize(("wanted", "begins"), [("a", "7 checkpoints in "), ("b", "no ")])
 def test_open_lists_this_experiments_newest_checkpoints(
     tmp_path: Path, wanted: str, begins: str
@@ -346,6 +396,42 @@ def test_verify_reads_every_byte(store: CheckpointStore, tmp_path: Path) -> None
     expected = r"b, written by rank 3, has digest sha256:\w+, expected sha256:\w+"
     with pytest.raises(CheckpointDamaged, match=expected):
         store.verify(manifest.uuid)
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_verified_is_not_damaged(
+    local_store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another one may be used instead."""
+    manifest = upload(local_store, tmp_path / "staging", {"a": b"1234"})
+    local_store.commit(manifest)
+
+    def find_while_deleted(*arguments: Any) -> list[Damage]:
+        local_store.delete(manifest)
+        return find_damage(*arguments)
+
+    monkeypatch.setattr("trial_core.checkpoint.store.find_damage", find_while_deleted)
+    with pytest.raises(CheckpointNotFound, match="has been deleted meanwhile"):
+        local_store.verify(manifest.uuid)
+
+
+def test_a_small_file_is_verified(local_store: CheckpointStore, tmp_path: Path) -> None:
+    """Damage is noted. Of a deleted checkpoint it means nothing."""
+    manifest = upload(local_store, tmp_path / "staging", {"a": b"1234"})
+    local_store.commit(manifest)
+    assert local_store.read_file(manifest, "a") == b"1234"
+    assert local_store.read_file(manifest, "b") is None
+    local_store.storage.write(layout.file_key(manifest.uuid, "a"), b"1235")
+    with pytest.raises(CheckpointDamaged, match="a, written by rank 3, has digest"):
+        local_store.read_file(manifest, "a")
+    note = layout.damage_key(manifest.uuid, "a")
+    assert local_store.storage.exists(note)
+    local_store.storage.write(manifest.name.key, b"{")
+    with pytest.raises(CheckpointDamaged, match="a, written by rank 3, has digest"):
+        local_store.read_file(manifest, "a")
+    local_store.delete(manifest)
+    with pytest.raises(CheckpointNotFound, match="has been deleted meanwhile"):
+        local_store.read_file(manifest, "a")
+    assert not local_store.storage.exists(note)
 
 
 # ------------------------------------------------------------------------------------ deleting
@@ -438,3 +524,24 @@ def test_a_failed_listing_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="is a file, not a folder"):
         CheckpointStore(str(tmp_path / "file")).list()
+
+
+def test_a_forgotten_trial_leaves_nothing(store: CheckpointStore) -> None:
+    """Checkpoints, uploads, attempts and run files; other trials have theirs."""
+    other = commit_files(store, 7, trial="other-1")
+    before = every_key(store)
+    fence = store.take_over("gpt-1", "one")
+    commit_files(store, 7, trial="gpt-1")
+    begun = put_files(store, 11, trial="gpt-1")
+    store.announce_upload("gpt-1", begun.uuid, "one", fence)
+    for folder in layout.trial_folders("gpt-1"):
+        store.storage.write(f"{folder}/object", b"x")
+    store.forget_trial("gpt-1")
+    assert every_key(store) == before
+    assert store.verify(other.uuid) == other
+
+
+def every_key(store: CheckpointStore) -> set[str]:
+    """Of checkpoints and of trials."""
+    tops = {each.partition("/")[0] for each in layout.trial_folders("x")}
+    return {key for top in {layout.CHECKPOINTS, *tops} for key in store.storage.sizes(top)}

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.support.consolidated import export_weights
+from tests.support.fingerprints import write_fingerprint
 from tests.support.slots import Driven, build, drive
 from tests.support.tensors import differing
 from tests.trial_core.deepspeed.reshard.resharding import config, files, resharded, restore
@@ -209,12 +210,8 @@ def test_the_sum_sees_an_exchange_of_elements() -> None:
 def test_an_export_is_compared_in_the_type_of_the_model(tmp_path: Path) -> None:
     """fp32 weights are cast; other types and sizes, and weights with a NaN, are not compared."""
     master = numbers(500_000, torch.float32)
-    bits = int(bit_sum(master.half()))
-    assert int(bit_sum(master, dtype=torch.float16)) == bits
-    tensors = {"weight": ["torch.float16", 500_000, bits]}
-    (tmp_path / "trialflow").mkdir()
-    file = tmp_path / f"{FILE_PREFIX}00000.json"
-    file.write_text(json.dumps({"version": 1, "engines": [{"model_rank": 0, "tensors": tensors}]}))
+    assert int(bit_sum(master, dtype=torch.float16)) == int(bit_sum(master.half()))
+    write_fingerprint(tmp_path, "weight", master.half())
     other = master.clone()
     for weight in (master, master.half(), master.double(), master[1:], other * float("nan")):
         check_exported(fingerprints_of(tmp_path, 0), {"weight": weight, "unknown": weight})

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from trial_core.checkpoint.weights.hf_folder import write_model
-from trial_core.checkpoint.weights.model_files import HFFacts
+from trial_core.checkpoint.weights.model_files import HFFacts, read_facts
 from trial_core.checkpoint.weights.weights import SavedWeight
+from trial_core.errors import CheckpointError
 
-FACTS = HFFacts(tied=[r"decoder\.weight", r"decoder\.bias"])
+FACTS = HFFacts(tied=["decoder.weight", "decoder.bias"])
 
 
 def weight(value: float) -> SavedWeight:
@@ -42,3 +43,23 @@ def test_all_ties_are_written_out_or_none(
     assert set(written) == names
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     assert config["tie_word_embeddings"] == word
+
+
+def test_a_stored_pattern_is_not_searched_for(tmp_path: Path) -> None:
+    """A search for `(a+)+$` would not end."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model").mkdir()
+    shared = weight(1)
+    own = {"embed.weight": shared, "decoder.weight": shared}
+    written = write_model(own, HFFacts(tied=[".*"]), tmp_path, tmp_path / "model", "2GB")
+    assert set(written) == set(own)
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", '{"hf": 1}', '{"frozen": 7}', '{"hf": {"merged": {"a": "b"}}}', "{" * 9999, "\0"]
+)
+def test_facts_that_are_none_are_refused(tmp_path: Path, text: str) -> None:
+    """By their file; they come from the storage."""
+    (tmp_path / "facts_00.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"facts_00\.json does not have a model's facts"):
+        read_facts(tmp_path)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,9 +19,13 @@ from tests.support.whole_state import whole_state
 from tests.trial_core.deepspeed.reshard.resharding import config, contents, files, resharded
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
+from trial_core.config.sections import CheckpointingConfig
 from trial_core.errors import RankFailed
 from trial_core.processes.slots.slot_group import SlotGroup
-from trial_core.rank.first_checkpoint import _staged
+from trial_core.rank.collectives.distributed import DistributedContext
+from trial_core.rank.first_checkpoint import _staged, load_back
+from trial_core.rank.rank_state import capture_rng, rank_state, restore_rng, write_rank_state
+from trial_core.rank.state_files.safe_load import Reader
 from trial_core.rank.state_files.state_guard import StateGuard
 from trial_core.rank.trial.callback import PyTorchCallback
 from trial_core.schedule.units import Batch
@@ -115,6 +121,25 @@ def test_it_changes_nothing(warm_slots: Warm, tmp_path: Path, case: str) -> None
     assert differing(expected, found) == []
     assert samples == others
     assert (run.training, run.validation) == (without.training, without.validation)
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: torch.rand(1)])
+def test_random_numbers_are_those_without_it(tmp_path: Path, draw: Callable[[], Any]) -> None:
+    """A trial's `load` may draw some."""
+    adapter: Any = SimpleNamespace(
+        modules=[], optimizers=[], left_out={}, callbacks={}, loads_plainly=True,
+        shares_buffers=False, topology=dict, read_hook_state=lambda *_: {},
+        files_read=lambda entries, *_: entries, load=lambda *_: draw(),
+    )  # fmt: skip
+    alone = DistributedContext(
+        rank=0, size=1, local_rank=0, local_size=1, cross_rank=0, cross_size=1
+    )
+    write_rank_state(tmp_path, 0, rank_state(2, adapter, None), Reader())
+    before = capture_rng()
+    load_back(adapter, alone, Reader(), tmp_path, CheckpointingConfig(verify_first=True))
+    seen = draw()
+    restore_rng(before)
+    assert draw() == seen
 
 
 def experiment(

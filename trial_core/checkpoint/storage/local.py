@@ -10,6 +10,7 @@ import contextlib
 import errno
 import logging
 import os
+import stat
 import tempfile
 import threading
 from collections.abc import Collection, Iterator
@@ -31,7 +32,7 @@ from trial_core.checkpoint.storage.local_files import (
     sha256_of,
 )
 from trial_core.checkpoint.storage.parallel import CancelSignal
-from trial_core.errors import StorageError
+from trial_core.errors import CheckpointDamaged, StorageError
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,11 @@ _memory_lock = threading.Lock()
 
 
 class LocalStorage(Storage):
-    """A folder on this machine."""
+    """A folder on this machine.
+
+    Links in it are followed to read. Nothing is written or deleted behind one: a writer of
+    the storage can make one to any folder of this user.
+    """
 
     def read_into(
         self, key: str, start: int, view: memoryview, stop: CancelSignal, version: str | None = None
@@ -48,7 +53,7 @@ class LocalStorage(Storage):
         """As `Storage.read_into`. The version is made of inode, modification time and size."""
         with (
             self._errors.translated(f"read {key} in"),
-            open(self._path(key), "rb", buffering=0) as file,
+            open(self._path(key), "rb", buffering=0, opener=_open_regular) as file,
         ):
             size_bytes = read_at(file.fileno(), start, view)
             status = os.fstat(file.fileno())
@@ -76,6 +81,7 @@ class LocalStorage(Storage):
 
         Of a link to a folder, only the link is deleted: the files are elsewhere.
         """
+        self._require_no_link(self._path(folder))
         with self._errors.translated(f"delete {folder} in"):
             for link in _links_below(self._path(folder)):
                 below = f"{link.relative_to(self._root or '/').as_posix()}/"
@@ -95,6 +101,10 @@ class LocalStorage(Storage):
                 os.rmdir(parent)
         return deleted
 
+    def delete(self, key: str) -> None:
+        self._require_no_link(self._path(key))
+        super().delete(key)
+
     def abort_uploads(self, folder: str, before: datetime | None = None) -> int:
         """As `Storage.abort_uploads`: deletes temporary files."""
         unfinished = [
@@ -110,6 +120,7 @@ class LocalStorage(Storage):
     def _create_only_problem(self) -> str | None:
         """As `Storage._create_only_problem`: `create` gives a complete file its name by a link."""
         folder = Path(self._path(PROBES))
+        self._require_no_link(str(folder / "file"))
         with self._errors.translated("write to"):
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=folder) as probe:
@@ -130,24 +141,38 @@ class LocalStorage(Storage):
         return True
 
     def _get(self, path: str, size_bytes: int) -> bytes:
-        with open(path, "rb") as file:  # a read allocates the requested size
+        with open(path, "rb", opener=_open_regular) as file:  # a read allocates the requested size
             return file.read(min(os.fstat(file.fileno()).st_size, size_bytes))
 
     def _create(self, path: str, data: bytes) -> None:
+        self._require_no_link(path)
         with atomic_file(Path(path), is_durable=True, is_new=True) as file:
             file.write(data)
 
     def _put_small(self, path: str, data: bytes, **options: Any) -> None:
+        self._require_no_link(path)
         with atomic_file(Path(path), is_durable=True) as file:
             file.write(data)
 
     def _store_file(self, source: Path, size_bytes: int, key: str, stop: CancelSignal) -> str:
+        self._require_no_link(self._path(key))
         # One pass over the source: the digest is that of the bytes written.
         with (
             open(source, "rb") as file,
             atomic_file(Path(self._path(key)), is_durable=True) as copy,
         ):
             return sha256_of(file, size_bytes, stop, copy)
+
+    def _require_no_link(self, path: str) -> None:
+        """Raise StorageError if a folder between the storage's and this object is a link."""
+        for folder in Path(path).parents:
+            if folder == Path(self._root or "/"):
+                return
+            if folder.is_symlink():
+                raise StorageError(
+                    f"{folder} is a symbolic link, and nothing is written or deleted behind one: "
+                    "put the folder itself in its place (a mount is one)"
+                )
 
 
 class MemoryStorage(Storage):
@@ -161,6 +186,18 @@ class MemoryStorage(Storage):
     def _create(self, path: str, data: bytes) -> None:
         with _memory_lock:
             super()._create(path, data)
+
+
+def _open_regular(path: str, flags: int) -> int:
+    """The opener of a stored file. A pipe or a device would hang its reader, or have no end."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    mode = os.fstat(descriptor).st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # open itself refuses a folder
+        os.close(descriptor)
+        raise CheckpointDamaged(
+            f"{path} is a pipe or a device; expected a file: delete it, or use another checkpoint"
+        )
+    return descriptor
 
 
 def _files_below(

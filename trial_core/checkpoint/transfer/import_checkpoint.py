@@ -57,8 +57,8 @@ _STAMPS = (
 """File details that change with the content, as file systems name them, besides the size."""
 _MAX_FILES, _MAX_TEXT = 100_000, 64 * 2**20
 """More files, or longer lists of files, are no checkpoint that anybody has written."""
-_TENSORS = (b"PK", b"\x80")
-"""How files of torch.save begin: archives, and pickles of its earlier versions."""
+_LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+"""How a file of torch.save begins if it is no archive: with the pickle of a number."""
 _ONE_RANK = Topology(world_size=1, data_parallel_size=1)
 _BAD_ARCHIVE = (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, ValueError)
 """The errors of zipfile for damaged headers and content; RuntimeError if it seems encrypted."""
@@ -107,7 +107,7 @@ def import_checkpoint(
             _check_file(file, PurePosixPath(path).suffix, f"{source.shown}: {path}")
             size, digest = store.storage.upload(file, layout.file_key(uuid, name), stop)
         rank = found.rank_of(PurePosixPath(name).name)
-        return FileEntry(path=name, size_bytes=size, digest=digest, rank=rank)
+        return FileEntry(path=layout.StoredPath(name), size_bytes=size, digest=digest, rank=rank)
 
     try:
         files = sorted(in_parallel(copy, found.files, UPLOAD_THREADS), key=lambda each: each.path)
@@ -188,11 +188,13 @@ class _Source:
 
     def text(self, path: str) -> bytes:
         """The content of a list of files."""
-        size = self._regular(path).st_size if self._is_local else self._details[path].get("size")
-        if size is not None and size > _MAX_TEXT:
+        if self._is_local:
+            self._regular(path)
+        name = f"{self._root}/{path}"
+        with self._errors.translated(f"read {path} of"), self._fs.open(name, "rb") as file:
+            content: bytes = file.read(_MAX_TEXT + 1)  # a server need not tell the size
+        if len(content) > _MAX_TEXT:
             raise CheckpointDamaged(f"{self.shown}: {path} has more than {_MAX_TEXT:,} bytes")
-        with self._errors.translated(f"read {path} of"):
-            content: bytes = self._fs.cat_file(f"{self._root}/{path}")
         return content
 
     @contextlib.contextmanager
@@ -322,21 +324,24 @@ def _check_file(file: Path, suffix: str, shown: str) -> None:
         CheckpointDamaged: it is not, or a checksum differs.
     """
     with file.open("rb") as content:
-        start = content.read(9)
-    is_archive = zipfile.is_zipfile(file)
+        start = content.read(len(_LEGACY))
+    is_archive = suffix != ".safetensors" and zipfile.is_zipfile(file)
     if suffix == ".safetensors":
-        is_known = start[8:] == b"{"
+        header_bytes = int.from_bytes(start[:8], "little")
+        is_known = start[8:9] == b"{" and header_bytes + 8 <= file.stat().st_size
     else:
-        is_known = is_archive or start.startswith(_TENSORS)
+        is_known = is_archive or start == _LEGACY
     if not is_known:
         raise CheckpointDamaged(
             f"{shown} is no file of {'safetensors' if suffix == '.safetensors' else 'torch.save'}: "
             "copy it once more"
         )
-    if suffix == ".safetensors" or not is_archive:
+    if not is_archive:
         return
     try:
         with zipfile.ZipFile(file) as archive:
+            if not any(name.endswith("/data.pkl") for name in archive.namelist()):
+                raise ValueError("it is an archive without data.pkl, so not of torch.save")
             # torch can leave checksums out; all of them are 0 then.
             has_checksums = any(member.CRC for member in archive.infolist())
             damaged = archive.testzip() if has_checksums else None

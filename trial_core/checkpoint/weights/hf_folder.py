@@ -178,7 +178,7 @@ def _without_ties(own: Mapping[str, SavedWeight], facts: HFFacts) -> dict[str, S
 
 
 def _is_tied(name: str, facts: HFFacts) -> bool:
-    return any(re.search(pattern, name) for pattern in facts.tied)
+    return name in facts.tied
 
 
 def _copy_files(files: Path, target: Path, but: str) -> None:

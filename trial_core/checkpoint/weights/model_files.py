@@ -8,16 +8,24 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from torch import nn
+
+from trial_core.common.decoding import decode
+from trial_core.errors import CheckpointError
 
 _BEYOND_LORA = ("lora_variant", "use_dora", "lora_bias")
 """Attributes of peft's layers that show, by adapter, if they compute more than B @ A."""
+
+_OF_ADAPTERS = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+|_orig_mod)(?=\.)")
+"""The parts that peft and torch.compile add to the names of a model's own parameters."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +34,7 @@ class HFFacts:
 
     Attributes:
         prefix: prefix of the model's names in the trial's ``state_dict``.
-        tied: patterns of the names that ``from_pretrained`` ties to others.
+        tied: the names that ``from_pretrained`` ties to others.
         adapter: the names of an adapter's weights in peft's files, by their names in the model.
         merged: of each layer that LoRA adapts, the scale of B @ A, and whether it is transposed.
         obstacle: why the adapter cannot be merged.
@@ -85,13 +93,21 @@ def write_facts(
 
 
 def read_facts(source: Path) -> ModelFacts:
-    """The facts of all model-parallel ranks. `source`: the `facts_folder`; may be missing."""
-    found = [json.loads(file.read_text()) for file in sorted(source.glob("facts_*.json"))]
-    hf = next((each["hf"] for each in found if each["hf"]), None)
+    """The facts of all model-parallel ranks. `source`: the `facts_folder`; may be missing.
+
+    Raises:
+        CheckpointError: a file does not have these facts.
+    """
+    found = []
+    for file in sorted(source.glob("facts_*.json")):
+        try:
+            found.append(decode(file.read_bytes(), ModelFacts))
+        except msgspec.MsgspecError as error:
+            raise CheckpointError(f"{file.name} does not have a model's facts: {error}") from error
     return ModelFacts(
-        list(dict.fromkeys(name for each in found for name in each["frozen"])),
-        next((each["tied"] for each in found if each["tied"] is not None), None),
-        HFFacts(**hf) if hf else None,
+        list(dict.fromkeys(name for each in found for name in each.frozen)),
+        next((each.tied for each in found if each.tied is not None), None),
+        next((each.hf for each in found if each.hf), None),
     )
 
 
@@ -118,7 +134,13 @@ def _write_hf_files(
         (target / path).parent.mkdir(parents=True, exist_ok=True)
         (target / path).write_bytes(content)
     tied = getattr(base, "all_tied_weights_keys", None) or getattr(base, "_tied_weights_keys", None)
-    facts = HFFacts(f"{prefix}." if prefix else "", list(tied or ()))
+    named = {
+        _OF_ADAPTERS.sub("", each): None
+        for each in dict(base.named_parameters(remove_duplicate=False))
+    }
+    # Not the patterns themselves: a search for a stranger's may not end.
+    names = [each for each in named if any(re.search(pattern, each) for pattern in tied or ())]
+    facts = HFFacts(f"{prefix}." if prefix else "", names)
     return _with_adapter(facts, model, target) if is_adapted else facts
 
 

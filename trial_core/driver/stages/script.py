@@ -111,8 +111,6 @@ _NOT_TRAINED = (FitBegun, SettingsRestored, UploadEnded)
 
 
 class RunningScript:
-    """A script that runs on all ranks."""
-
     def __init__(self, launch: Launch, request: RunScript) -> None:
         self._launch = launch
         self._request = request

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # it imports storages, which would delay the command line's help
@@ -16,6 +17,23 @@ if TYPE_CHECKING:  # it imports storages, which would delay the command line's h
     from trial_core.messages import MetricsKind
     from trial_core.observe.events.throughput import Throughput
     from trial_core.observe.ledger.time_ledger import RunTime
+
+
+@dataclass(frozen=True)
+class WorkloadTimes:
+    """The time of a train-workload, in seconds.
+
+    Attributes:
+        reached: batches trained after it.
+        data_seconds: how long each rank waited for data, by rank; empty if unknown. Ranks train
+            in step, so the others wait for the rank that waits longest.
+        forward_seconds: of a forward pass, by rank; empty or 0 if unknown.
+    """
+
+    reached: int
+    seconds: float
+    data_seconds: Sequence[float]
+    forward_seconds: Sequence[float] = ()
 
 
 class Observer:
@@ -84,22 +102,8 @@ class Observer:
     def batches_trained(self, batches: int) -> None:
         """Training has reached `batches`; called a few times a second."""
 
-    def training_timed(
-        self,
-        begin: int,
-        reached: int,
-        seconds: float,
-        data_seconds: Sequence[float],
-        forward_seconds: Sequence[float] = (),
-    ) -> None:
-        """A train-workload has taken `seconds`.
-
-        Args:
-            begin, reached: batches trained before and after it.
-            data_seconds: how long each rank waited for data, by rank; empty if unknown. Ranks train
-                in step, so the others wait for the rank that waits longest.
-            forward_seconds: of a forward pass, by rank; empty or 0 if unknown.
-        """
+    def training_timed(self, timed: WorkloadTimes) -> None:
+        """A train-workload has ended."""
 
     def throughput_measured(self, batches: int, now: Throughput, whole_run: Throughput) -> None:
         """The speed of a train-workload, or of a script's training since its last report.

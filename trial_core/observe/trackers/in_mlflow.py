@@ -91,6 +91,9 @@ class MlflowTracker(Tracker):
     def open(self, known: str) -> str:
         self._id = known or self._found() or self._created()
         run = self._client.get_run(self._id)
+        if run.data.tags.get(TRIAL_TAG) != self.run.trial:  # the storage may name any run
+            self._id = self._found() or self._created()
+            run = self._client.get_run(self._id)
         self._parameters = dict(run.data.params)
         self._is_continued = bool(run.data.metrics)
         self._client.update_run(self._id, status="RUNNING")
@@ -128,7 +131,7 @@ class MlflowTracker(Tracker):
         return str(runs[0].info.run_id) if runs else None
 
     def _created(self) -> str:
-        tags = {TRIAL_TAG: self.run.trial, **self.options.get("tags", {})}
+        tags = {**self.options.get("tags", {}), TRIAL_TAG: self.run.trial}
         name = self.options.get("run_name", self.run.trial)
         run = self._client.create_run(self._experiment, tags=tags, run_name=name)
         return str(run.info.run_id)

@@ -50,7 +50,7 @@ class WandbTracker(Tracker):
         if (url := given.pop("base_url", None)) is not None:
             os.environ["WANDB_BASE_URL"] = url
         self._run = wandb.init(
-            id=known or self.run.trial, resume="allow", dir=self.run.folder,
+            id=self.run.trial, resume="allow", dir=self.run.folder,
             settings=wandb.Settings(console="off", silent=True, init_timeout=30), **given,
         )  # fmt: skip
         self._run.define_metric("batches")

@@ -138,7 +138,7 @@ def _lock(device: str) -> int | None:
 def _open(path: Path) -> int:
     """Open a lock file, which every user of the machine must be able to open."""
     try:
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)  # follows no link
     except FileExistsError:
         # Not O_CREAT: Linux refuses it for another user's file in a sticky folder.
         return os.open(path, os.O_RDWR | os.O_NOFOLLOW)

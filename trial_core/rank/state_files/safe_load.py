@@ -28,8 +28,8 @@ from trial_core.rank.state_files.stored_arrays import with_arrays
 _MAX_RANGE = 1_000_000
 _MALFORMED = (
     ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, EOFError,
-    AssertionError, NotImplementedError, MemoryError, BufferError, SyntaxError, struct.error,
-    zipfile.BadZipFile,
+    AssertionError, NotImplementedError, MemoryError, BufferError, SyntaxError, SystemError,
+    struct.error, zipfile.BadZipFile,
 )  # fmt: skip
 """What torch raises for a file that is not a state, besides UnpicklingError."""
 

@@ -7,11 +7,13 @@ same calls for the other readers.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from trial_core.checkpoint.storage.local_files import replace_file
 from trial_core.errors import CheckpointError
 from trial_core.rank.state_files.safe_load import Reader
 
@@ -21,6 +23,9 @@ _DISTRIBUTED = (".metadata", ".distcp")
 _NOT_READ = "training_args.bin"  # written by the Trainer, not read by it
 _TAGS = ("latest", "latest_universal")
 """DeepSpeed's files that name the folder to read."""
+CHECKPOINT = re.compile(r"checkpoint-\d+", re.ASCII)
+"""The name of a Trainer's folder."""
+_BEST = "best_model_checkpoint"
 _WAY_OUT = (
     "If you trust the writers of the storage, set checkpointing.trusted: true; without an "
     "experiment file, TrialflowCallback(exp_conf={'checkpointing': {'trusted': True}})"
@@ -45,7 +50,7 @@ def require_safe(folder: Path, classes: Sequence[Any]) -> None:
                 f"{name} is a part of a distributed checkpoint (FSDP's sharded state), which torch "
                 f"unpickles without limits. {_WAY_OUT}, or save with FULL_STATE_DICT"
             )
-        if file.name in _TAGS and not re.fullmatch(r"\w[\w.-]*\s*", _beginning(file)):
+        if file.name in _TAGS and not re.fullmatch(r"\w[\w.-]{,150}\s{,9}", _beginning(file)):
             raise CheckpointError(
                 f"{name} names {_beginning(file)!r}; expected a folder next to it, such as "
                 "global_step100"
@@ -55,6 +60,23 @@ def require_safe(folder: Path, classes: Sequence[Any]) -> None:
                 reader.load_mapped(file)
             except CheckpointError as error:
                 raise CheckpointError(f"{name}: {error}. {_WAY_OUT}") from error
+
+
+def name_best_beside(folder: Path) -> None:
+    """Have the Trainer look for its best checkpoint beside `folder`, its fetched checkpoint.
+
+    Its state names a path, on the machine that has saved it, and DeepSpeed unpickles what is there.
+    """
+    file = folder / "trainer_state.json"
+    try:
+        state = json.loads(file.read_text())
+        best = state.get(_BEST)
+    except (OSError, ValueError, RecursionError, AttributeError):
+        return  # the Trainer cannot read it, either
+    if best is not None:
+        name = Path(str(best)).name
+        state[_BEST] = str(folder.parent / name) if CHECKPOINT.fullmatch(name) else None
+        replace_file(file, json.dumps(state, indent=2, sort_keys=True).encode())
 
 
 def _beginning(file: Path) -> str:

@@ -64,6 +64,52 @@ def test_a_claim_that_is_listed_and_never_there_counts(
     assert [(claim.trial, claim.by) for claim in claims(local_store)] == [("gpt-1", "unknown")]
 
 
+def claimed(store: CheckpointStore, trial: str, owner: str) -> str:
+    """The key of a claim that a run has just written."""
+    key = claim_key(trial, owner)
+    claim = Claim(trial=trial, by="ann@here", at=utc_now(), needs=[], owner=owner, process="")
+    store.storage.write(key, encode_json(claim))
+    return key
+
+
+def test_a_run_deletes_the_claims_that_killed_ones_have_left(local_store: CheckpointStore) -> None:
+    """Those of its trial alone. They would protect checkpoints for 30 days."""
+    claimed(local_store, "gpt-1", "aa")
+    claimed(local_store, "gpt-2", "bb")
+    with RunClaim(local_store, "gpt-1") as claim:
+        names = {each.owner for each in claims(local_store)}
+        assert names == {"bb", claim._owner}
+        assert [each.owner for each in claims(local_store, "gpt-2")] == ["bb"]
+
+
+def test_a_claim_that_cannot_be_deleted_is_a_warning(
+    local_store: CheckpointStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The run has ended well."""
+    store = FailingStore(local_store, nth=3)
+    with RunClaim(store, "gpt-1"):
+        assert store.requests == 2
+    assert "is not deleted, and counts for 30 days: the storage broke down" in caplog.text
+
+
+def test_a_claim_that_takes_anothers_place_is_found(
+    local_store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restarted run writes its claim after the list was read, and deletes the listed one."""
+    earlier, read = claimed(local_store, "gpt-1", "aa"), local_store.storage.read
+    claimed(local_store, "gpt-2", "bb")
+
+    def read_late(key: str) -> bytes | None:
+        if key == earlier:
+            claimed(local_store, "gpt-1", "cc")
+            local_store.storage.remove(earlier)
+        return read(key)
+
+    monkeypatch.setattr(local_store.storage, "read", read_late)
+    found = {each.owner: each.by for each in claims(local_store)}
+    assert found == {"bb": "ann@here", "cc": "ann@here"}
+
+
 def test_a_claim_that_cannot_be_written_is_a_warning(
     local_store: CheckpointStore, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -40,10 +40,12 @@ def manifest(local_store: CheckpointStore) -> Manifest:
 def test_an_interrupted_deletion_is_finished(
     local_store: CheckpointStore, manifest: Manifest
 ) -> None:
-    """Its manifest is deleted, its files are not yet: the next prune deletes them."""
+    """Its manifest is deleted, its files are not yet: the next prune deletes them, no others."""
+    other = commit_files(local_store, 11)
     local_store.storage.delete(manifest.name.key)
     assert finish_deletions(local_store) == [manifest]
-    assert stored_keys(local_store) | local_store.storage.sizes(DELETIONS).keys() == set()
+    assert local_store.storage.sizes(DELETIONS) == {}
+    assert stored_keys(local_store) == keys_of([other])
 
 
 def test_a_stale_marker_is_deleted(
@@ -102,6 +104,7 @@ def test_a_half_written_marker_is_deleted(
     """Once it is stale. Its pruner died before it deleted anything: the checkpoint stays."""
     (key,) = local_store.storage.sizes(DELETIONS)
     local_store.storage.write(key, b'{"by": "ann')
+    pin(local_store, manifest.uuid)
     assert finish_deletions(local_store) == []
     assert list(local_store.storage.sizes(DELETIONS)) == [key]
     pass_time(monkeypatch)
@@ -110,18 +113,37 @@ def test_a_half_written_marker_is_deleted(
     assert stored_keys(local_store) == keys_of([manifest])
 
 
-def test_a_marker_that_names_another_checkpoint_is_ignored(
-    local_store: CheckpointStore, manifest: Manifest, caplog: pytest.LogCaptureFixture
+@pytest.mark.usefixtures("manifest")
+def test_a_half_written_marker_is_stale_without_the_storages_clock(
+    local_store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was copied: the files of that checkpoint, which may be uploading, stay."""
+    """It has no time."""
+    (key,) = local_store.storage.sizes(DELETIONS)
+    local_store.storage.write(key, b'{"by": "ann')
+    monkeypatch.setattr(Storage, "now", lambda self: None)
+    finish_deletions(local_store)
+    assert local_store.storage.sizes(DELETIONS) == {}
+
+
+def test_a_marker_that_names_another_checkpoint_is_ignored(
+    local_store: CheckpointStore,
+    manifest: Manifest,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was copied: the files of that checkpoint, which may be uploading, stay. So does the
+    marker, for a person to look at."""
     (key,) = local_store.storage.sizes(DELETIONS)
     data = local_store.storage.read(key) or b""
     local_store.storage.remove(key)
-    local_store.storage.write(f"{DELETIONS}/another/copied.json", data)
+    copied = layout.deletion_key(uuids.uuid4().hex, uuids.uuid4().hex)
+    local_store.storage.write(copied, data)
     local_store.storage.delete(manifest.name.key)
+    pass_time(monkeypatch)
     assert finish_deletions(local_store) == []
     assert len(stored_keys(local_store)) == len(manifest.files)
-    assert "another/copied.json is ignored" in caplog.text
+    assert list(local_store.storage.sizes(DELETIONS)) == [copied]
+    assert f"{copied} is ignored: it names checkpoint {manifest.uuid}" in caplog.text
 
 
 # ---------------------------------------------------------- deletions and others at the same time

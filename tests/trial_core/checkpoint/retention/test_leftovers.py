@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import uuid
 from collections.abc import Callable
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +56,12 @@ def test_leftovers_of_a_dead_trial_are_swept(
     (found,) = find_leftovers(store)
     assert (found.uuid, found.trial, found.keep) == (manifest.uuid, TRIAL, False)
     assert (found.files, found.size_bytes) == (len(FILES), manifest.total_bytes)
+    assert found.begun_at == LONG_AGO
     assert found.why == f"never committed; its trial was last active at {LONG_AGO}"
-    swept = sweep_leftovers(store, [found])
+    told: list[object] = []
+    swept = sweep_leftovers(store, [found], on_swept=told.append)
     assert [each.uuid for each in swept.swept] == [manifest.uuid]
+    assert told == [*swept.swept]
     assert swept.freed_bytes == manifest.total_bytes
     assert stored_keys(store) == set()
     assert find_leftovers(store) == []
@@ -239,7 +243,15 @@ def test_leftovers_of_a_driver_that_may_live_stay(
     assert [each.keep for each in find_leftovers(local_store)] == [True]
 
 
-@pytest.mark.parametrize("later", [attempt, half_an_attempt, claim])
+def attempt_elsewhere(store: CheckpointStore, manifest: Manifest) -> None:
+    """By a machine whose clock is behind."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trial_core.checkpoint.fencing.user_at_host", lambda: "ann@far")
+        patch.setattr("trial_core.checkpoint.fencing.utc_now", lambda: LONG_AGO)
+        attempt(store, manifest)
+
+
+@pytest.mark.parametrize("later", [attempt, attempt_elsewhere, half_an_attempt, claim])
 def test_a_later_run_than_the_driver_that_has_ended_keeps_leftovers(
     local_store: CheckpointStore,
     tmp_path: Path,
@@ -247,8 +259,11 @@ def test_a_later_run_than_the_driver_that_has_ended_keeps_leftovers(
     later: Callable[[CheckpointStore, Manifest], None],
 ) -> None:
     """It may run although it could not write its claim: the older claim says nothing of it."""
-    with monkeypatch.context() as patch:
-        patch.setattr(f"{__name__}.utc_now", lambda: LONG_AGO)
+    an_hour_ago = datetime.now(timezone.utc) - timedelta(hours=1)
+    with monkeypatch.context() as patch:  # a claim of long ago would not count at all
+        for module in (__name__, "trial_core.checkpoint.fencing"):
+            patch.setattr(f"{module}.utc_now", lambda: f"{an_hour_ago:%Y-%m-%dT%H:%M:%S.%fZ}")
         manifest = killed(local_store, tmp_path / "lost")
+    assert [each.keep for each in find_leftovers(local_store)] == [False]
     later(local_store, manifest)
     assert [each.keep for each in find_leftovers(local_store)] == [True]

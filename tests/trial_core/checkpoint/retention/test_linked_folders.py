@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
@@ -14,8 +17,9 @@ from trial_core.checkpoint.retention.claims import RunClaim, claims
 from trial_core.checkpoint.retention.leftovers import find_leftovers, sweep_leftovers
 from trial_core.checkpoint.retention.pruning import delete_checkpoint
 from trial_core.checkpoint.storage.base import Storage
+from trial_core.checkpoint.storage.parallel import CancelSignal
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.errors import StorageError
+from trial_core.errors import CheckpointDamaged, StorageError
 
 TRIAL = "gpt-0123abcd"
 
@@ -138,6 +142,69 @@ def test_a_claim_on_a_disk_that_is_not_mounted_is_not_missing(
         claims(local_store, TRIAL)
 
 
+CHANGES: dict[str, Callable[[Storage, str, Path], object]] = {
+    "write": lambda storage, key, file: storage.write(key, b"theirs"),
+    "create": lambda storage, key, file: storage.create(f"{key}.new", b"theirs"),
+    "upload": lambda storage, key, file: storage.upload(file, key, CancelSignal()),
+    "delete": lambda storage, key, file: storage.delete(key),
+    "remove": lambda storage, key, file: storage.remove(key),
+    "clear": lambda storage, key, file: storage.clear(key.rpartition("/")[0]),
+}
+
+
+@pytest.mark.parametrize("link", ["checkpoints", "checkpoints/one"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_nothing_is_changed_behind_a_link(
+    local_store: CheckpointStore, root: Path, tmp_path: Path, change: str, link: str
+) -> None:
+    """Who may write to a shared folder could link it to any folder of another user."""
+    own = tmp_path / "home" / "more/own.txt"
+    if link == "checkpoints":
+        own = tmp_path / "home" / "one/more/own.txt"
+    own.parent.mkdir(parents=True)
+    own.write_text("own")
+    (root / link).parent.mkdir(parents=True, exist_ok=True)
+    (root / link).symlink_to(tmp_path / "home")
+    (tmp_path / "file").write_bytes(b"theirs")
+    with pytest.raises(StorageError, match="nothing is written or deleted behind"):
+        CHANGES[change](local_store.storage, "checkpoints/one/more/own.txt", tmp_path / "file")
+    assert own.read_text() == "own"
+    assert [each.name for each in own.parent.iterdir()] == ["own.txt"]
+
+
+def test_an_intent_for_a_folder_of_the_user_deletes_nothing(
+    local_store: CheckpointStore, root: Path, tmp_path: Path
+) -> None:
+    """The next run of the trial would sweep it, without a question."""
+    own = tmp_path / "home" / "Documents" / "thesis.txt"
+    own.parent.mkdir(parents=True)
+    own.touch()
+    local_store.announce_upload(TRIAL, "Documents", "one", local_store.take_over(TRIAL, "one"))
+    (root / "checkpoints").symlink_to(tmp_path / "home")
+    with pytest.raises(StorageError, match="nothing is written or deleted behind"):
+        local_store.sweep(TRIAL, local_store.take_over(TRIAL, "two"))
+    assert own.exists()
+
+
+def test_a_pipe_in_a_storage_is_refused(local_store: CheckpointStore, root: Path) -> None:
+    """Its reader would wait for ever."""
+    saved = commit_files(local_store, 7, trial=TRIAL)
+    keys = [saved.name.key, saved.files[0].key(saved.uuid)]
+    for key in keys:
+        (root / key).unlink()
+        os.mkfifo(root / key)
+    writers = [os.open(root / key, os.O_RDWR) for key in keys]  # a reader gets past its open
+    try:
+        with pytest.raises(CheckpointDamaged, match="is a pipe or a device"):
+            local_store.storage.read(keys[0])
+        with pytest.raises(CheckpointDamaged, match="is a pipe or a device"):
+            local_store.storage.read_into(keys[1], 0, memoryview(bytearray(1)), CancelSignal())
+    finally:
+        for each in writers:
+            os.close(each)
+    assert local_store.list() == []
+
+
 @pytest.mark.parametrize("link", ["", "/link"])
 def test_beside_deletion_markers_nothing_is_deleted(
     local_store: CheckpointStore, root: Path, tmp_path: Path, link: str
@@ -151,5 +218,6 @@ def test_beside_deletion_markers_nothing_is_deleted(
     place = root / f"{layout.deletions_folder(saved.uuid)}{link}"
     place.parent.mkdir(parents=True)
     place.symlink_to(tmp_path / "disk")
-    delete_checkpoint(local_store, saved)
+    with nullcontext() if link else pytest.raises(StorageError, match="behind one"):
+        delete_checkpoint(local_store, saved)
     assert [each.exists() for each in own] == [True, True]

@@ -17,7 +17,7 @@ from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.retention.claims import RunClaim
 from trial_core.checkpoint.retention.leftovers import Leftover, find_leftovers, sweep_leftovers
 from trial_core.checkpoint.retention.protections import Protection
-from trial_core.checkpoint.storage.base import Storage
+from trial_core.checkpoint.storage.base import Storage, StoredObject
 from trial_core.checkpoint.store import CheckpointStore
 
 TRIAL = "gpt-0123abcd"
@@ -52,8 +52,10 @@ def test_files_that_arrive_after_the_sweep_are_swept(
     (found,) = find_leftovers(store)
     assert (found.uuid, found.trial, found.files, found.size_bytes) == (begun.uuid, None, 1, 4)
     assert found.why.startswith("neither committed nor announced; last written at 2")
-    swept = sweep_leftovers(store, [found])
+    told: list[object] = []
+    swept = sweep_leftovers(store, [found], on_swept=told.append)
     assert [each.uuid for each in swept.swept] == [begun.uuid]
+    assert told == [*swept.swept]
     assert store.list() == [saved]
     assert find_leftovers(store) == []
     assert len(stored_keys(store)) == 1 + len(saved.files)
@@ -132,6 +134,34 @@ def test_a_storage_without_times_keeps_files(
     monkeypatch.setattr(Storage, "now", lambda self: None)
     assert find_leftovers(local_store) == []
     assert f"checkpoints/{begun.uuid} has neither a manifest nor an intent" in caplog.text
+
+
+@pytest.mark.usefixtures("much_later")
+def test_a_file_without_a_time_keeps_all_of_its_checkpoint(
+    local_store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may have been written just now."""
+    begun, objects = supersede(local_store), local_store.storage.objects
+    late = layout.file_key(begun.uuid, "late")
+    local_store.storage.write(layout.file_key(begun.uuid, "later"), b"later")
+
+    def objects_without_a_time(folder: str) -> dict[str, StoredObject]:
+        return {
+            key: StoredObject(each.size_bytes, None if key == late else each.modified_at)
+            for key, each in objects(folder).items()
+        }
+
+    monkeypatch.setattr(local_store.storage, "objects", objects_without_a_time)
+    assert find_leftovers(local_store) == []
+    assert f"checkpoints/{begun.uuid} has neither a manifest nor an intent" in caplog.text
+
+
+@pytest.mark.usefixtures("much_later")
+def test_a_claim_of_an_empty_name_keeps_nothing(local_store: CheckpointStore) -> None:
+    """It would be the beginning of every name."""
+    begun = supersede(local_store)
+    RunClaim(local_store, "other-1", source="").__enter__()
+    assert [each.uuid for each in find_leftovers(local_store)] == [begun.uuid]
 
 
 @pytest.mark.usefixtures("much_later")

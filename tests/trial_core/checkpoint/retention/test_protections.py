@@ -15,7 +15,14 @@ from trial_core.checkpoint import layout
 from trial_core.checkpoint.json_objects import encode_json
 from trial_core.checkpoint.layout import ProtectionName
 from trial_core.checkpoint.retention.deletion_markers import mark_deletion
-from trial_core.checkpoint.retention.protections import Protection, pin, pins, unpin
+from trial_core.checkpoint.retention.protections import (
+    Protection,
+    pin,
+    pins,
+    protected,
+    protections,
+    unpin,
+)
 from trial_core.checkpoint.retention.pruning import plan_pruning, prune
 from trial_core.checkpoint.retention_policy import RetentionPolicy
 from trial_core.checkpoint.storage.base import Storage
@@ -65,6 +72,38 @@ def test_an_ambiguous_prefix_unpins_nothing(local_store: CheckpointStore) -> Non
         unpin(local_store, "aaaa")
     assert unpin(local_store, "aaaa-2").uuid == "aaaa-2"
     assert list(pins(local_store)) == ["aaaa-1"]
+
+
+def test_the_protections_of_a_checkpoint(local_store: CheckpointStore) -> None:
+    """Its own alone, its pin first, then holds by model and move."""
+    uuid, other = "aaaa-1", "bbbb-2"
+    made = [
+        Protection(uuid=uuid, kind="hold", model="b", version=2, move=1, by="", at="", unique="cd"),
+        Protection(uuid=uuid, by="ann@here", at="", unique="ef"),
+        Protection(uuid=uuid, kind="hold", model="a", move=7, by="", at="", unique="ab"),
+        Protection(uuid=other, by="bob@there", at=""),
+    ]
+    for each in made:
+        local_store.storage.write(each.key, encode_json(each))
+    assert protections(local_store, uuid) == {uuid: [made[1], made[2], made[0]]}
+    assert protected(local_store, uuid) == {
+        uuid: "pinned by ann@here; held by model a, unreadable version; held by model b, version 2"
+    }
+    assert pins(local_store) == {uuid: made[1], other: made[3]}
+
+
+def test_a_hold_is_not_a_pin(local_store: CheckpointStore) -> None:
+    """It cannot be unpinned: the error says which model holds the checkpoint, and no others."""
+    for name in ("aaaa-1", "bbbb-2"):
+        held = Protection(
+            uuid=name, kind="hold", model="m", version=1, move=1, by="", at="", unique="ab"
+        )
+        local_store.storage.write(held.key, encode_json(held))
+    with pytest.raises(CheckpointNotFound) as refused:
+        unpin(local_store, "aaaa")
+    said = str(refused.value)
+    assert "begin with 'aaaa': none is pinned; aaaa-1 is held by model m, version 1" in said
+    assert "bbbb" not in said
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff", b'{"uuid": 3}'])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import uuid
 from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
@@ -31,8 +32,14 @@ from trial_core.checkpoint.retention import deletion_markers, pruning
 from trial_core.checkpoint.retention.claims import Claim, RunClaim
 from trial_core.checkpoint.retention.leftovers import find_leftovers, sweep_leftovers
 from trial_core.checkpoint.retention.protections import pin, unpin
-from trial_core.checkpoint.retention.pruning import experiments, plan_pruning, prune
-from trial_core.checkpoint.retention_policy import RetentionPolicy
+from trial_core.checkpoint.retention.pruning import (
+    describe,
+    experiments,
+    plan_pruning,
+    prune,
+    prune_trial,
+)
+from trial_core.checkpoint.retention_policy import RetentionDecision, RetentionPolicy
 from trial_core.checkpoint.storage.base import Storage
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import StorageError
@@ -97,6 +104,22 @@ def test_one_trial_can_be_pruned(local_store: CheckpointStore) -> None:
     policy = RetentionPolicy(0, 0, save_experiment_best=2, metric="loss")
     assert apply(local_store, policy, trial="mine-1") == mine
     assert len(local_store.list("other-1")) == 2
+
+
+def test_a_running_trial_is_pruned_after_each_commit(
+    local_store: CheckpointStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each deletion is logged. Whatever the storage does, the run continues."""
+    old, new = commit_files(local_store, 7), commit_files(local_store, 11)
+    logger, deleted = logging.getLogger(__name__), list[str]()
+    caplog.set_level(logging.INFO)
+    prune_trial(FailingStore(local_store, nth=1), LATEST, "gpt", old.trial, logger)
+    assert "the next checkpoint's prune tries again: the storage broke down" in caplog.text
+    prune_trial(local_store, LATEST, "gpt", old.trial, logger, deleted.append)
+    assert local_store.list() == [new]
+    assert deleted == [old.uuid]
+    assert f"deleted checkpoint {old.uuid} of {old.trial} @7, {old.total_bytes} by" in caplog.text
+    assert describe(RetentionDecision(new, keep=True, why="")).startswith("kept checkpoint")
 
 
 def test_a_renamed_experiment_owns_the_whole_trial(local_store: CheckpointStore) -> None:

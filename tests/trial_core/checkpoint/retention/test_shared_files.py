@@ -573,6 +573,26 @@ def test_a_damaged_copy_repairs_nothing(local_store: CheckpointStore, tmp_path: 
     assert local_store.storage.read(key) == before
 
 
+def test_a_repair_that_stores_damage_is_none(
+    local_store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is read again; the note of the damage stays."""
+    saved = [save(local_store, tmp_path, batches) for batches in (7, 11)]
+    key = layout.file_key(saved[0].uuid, "base/frozen weights.pt")
+    flip_a_bit(local_store, key)
+    damage = local_store.find_damage(saved[0].uuid, saved[0].all_files)
+    upload = local_store.storage.upload
+
+    def upload_badly(*arguments: Any) -> Any:
+        done = upload(*arguments)
+        flip_a_bit(local_store, key)
+        return done
+
+    monkeypatch.setattr(local_store.storage, "upload", upload_badly)
+    assert repair(local_store, saved[0], damage) == damage != []
+    assert len(local_store.storage.sizes(layout.DAMAGES)) == 1
+
+
 def test_a_repair_overwrites_no_file_of_another_trial(
     local_store: CheckpointStore, tmp_path: Path
 ) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import msgspec
 import pytest
 
 from tests.support.manifests import LONG_AGO, commit_files
-from trial_core.checkpoint.fencing import ATTEMPTS_KEPT
+from trial_core.checkpoint.fencing import ATTEMPTS_KEPT, Fence
 from trial_core.checkpoint.json_objects import encode_json, user_at_host
 from trial_core.checkpoint.layout import attempt_key, claim_key
 from trial_core.checkpoint.manifest import utc_now
@@ -68,8 +69,9 @@ def test_a_live_process_of_this_host_is_respected(local_store: CheckpointStore) 
         assert other.stdout is not None
         leave_claim(local_store, "theirs", by=OURS, process=other.stdout.readline().strip())
         refused = pytest.raises(TrialflowError, match="may be running")
-        with refused, own_trial(local_store, TRIAL, "ours"):
+        with refused as raised, own_trial(local_store, TRIAL, "ours"):
             pass
+        assert "another machine" not in str(raised.value)
         other.kill()
         other.wait()
         with own_trial(local_store, TRIAL, "ours"):
@@ -162,6 +164,24 @@ def test_of_two_runs_that_find_the_trial_free_one_gets_it(
     ):
         pass
     assert claims(local_store) == []
+
+
+def test_a_flow_run_continues_its_trial_after_a_sweep_in_between(
+    local_store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sweep is an attempt, too; the trial is this run's whatever comes between."""
+    with own_trial(local_store, TRIAL, "ours"):
+        pass
+    take_over = CheckpointStore.take_over
+
+    def take_over_late(store: CheckpointStore, *arguments: Any) -> Fence:
+        monkeypatch.undo()
+        store.take_over(TRIAL, f"{SWEEPER}abc")
+        return take_over(store, *arguments)
+
+    monkeypatch.setattr(CheckpointStore, "take_over", take_over_late)
+    with own_trial(local_store, TRIAL, "ours") as (_, fence):
+        assert fence.is_newest()
 
 
 def test_a_run_that_is_superseded_before_it_has_claimed_does_not_begin(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -433,6 +435,24 @@ def link_named_safetensors(folder: Path) -> None:
     (folder / "pytorch_model.bin").rename(folder / "model.safetensors")
 
 
+def link_to_a_pickle(folder: Path) -> None:
+    """As programs keep tokens."""
+    (folder.parent / "token.pickle").write_bytes(pickle.dumps({"token": "abc"}))
+    (folder / "pytorch_model.bin").symlink_to(folder.parent / "token.pickle")
+
+
+def link_to_an_archive(folder: Path) -> None:
+    with zipfile.ZipFile(folder.parent / "salaries.xlsx", "w") as archive:
+        archive.writestr("xl/workbook.xml", "abc")
+    (folder / "pytorch_model.bin").symlink_to(folder.parent / "salaries.xlsx")
+
+
+def link_to_json(folder: Path) -> None:
+    """Its ninth byte is that of safetensors."""
+    (folder.parent / "config.json").write_text('{"auth":{"registry": "abc"}}')
+    (folder / "model.safetensors").symlink_to(folder.parent / "config.json")
+
+
 def deep_index(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text("[" * 200_000)
 
@@ -455,6 +475,9 @@ def incomplete_index(folder: Path) -> None:
         (pipe, "pytorch_model.bin is no regular file"),
         (link_to_credentials, "pytorch_model.bin is no file of torch.save"),
         (link_named_safetensors, "model.safetensors is no file of safetensors"),
+        (link_to_a_pickle, "pytorch_model.bin is no file of torch.save"),
+        (link_to_an_archive, "pytorch_model.bin is damaged: it is an archive without data.pkl"),
+        (link_to_json, "model.safetensors is no file of safetensors"),
         (deep_index, "index.json is no index of weights"),
         (long_index, "index.json has more than"),
     ],

@@ -9,6 +9,7 @@ import pytest
 import torch
 from deepspeed.utils.tensor_fragment import fragment_address
 
+from tests.support.fingerprints import write_fingerprint
 from trial_core.deepspeed.checkpoint_engine import CHECKPOINT_CLASSES
 from trial_core.deepspeed.export.deepspeed_folder import write_universal
 from trial_core.errors import CheckpointError
@@ -125,3 +126,11 @@ def test_a_name_with_a_slash_is_a_weights(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "saved", "blocks.a/b.weight")
     assert convert(folder) == 1
     assert (folder / "target/global_step1_universal/zero/blocks.a/b.weight/fp32.pt").exists()
+
+
+def test_other_weights_than_those_of_the_model_are_refused(tmp_path: Path) -> None:
+    """DeepSpeed has confused names before."""
+    folder = checkpoint(tmp_path / "saved")
+    write_fingerprint(folder, "layer.weight", torch.arange(4.0).flip(0))
+    with pytest.raises(CheckpointError, match=r"1 of the exported tensors .* layer\.weight"):
+        convert(folder)

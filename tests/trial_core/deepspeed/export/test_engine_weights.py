@@ -16,10 +16,13 @@ from safetensors import safe_open
 from safetensors.torch import load_model
 
 from tests.support.consolidated import consolidated, export_weights
+from tests.support.fingerprints import write_fingerprint
 from tests.support.manifests import new_manifest
 from tests.support.slots import TOY, Driven, drive, toy_config
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.weights.weights import write_weights
+from trial_core.deepspeed.checkpoint_engine import CHECKPOINT_CLASSES
+from trial_core.deepspeed.export.engine_weights import checked_weights
 from trial_core.errors import CheckpointError
 from trial_core.processes.slots.slot_group import SlotGroup
 from trial_core.rank.state_files.safe_load import Reader
@@ -314,6 +317,17 @@ def test_converted_weights_cause_a_warning(
     folder = fabricated(tmp_path, mp_rank_00_model_states={"module": module})
     assert export_weights(folder)["weight"].dtype == torch.float32
     assert "the exported fp32 weights are converted from 16 bits" in caplog.text
+
+
+def test_other_weights_than_those_of_the_model_are_refused(tmp_path: Path) -> None:
+    """When they are read, under any of their names."""
+    weight = torch.arange(4.0)
+    folder = fabricated(tmp_path, mp_rank_00_model_states={"module": {"a": weight, "b": weight}})
+    write_fingerprint(folder, "a", weight.flip(0))
+    weights = checked_weights(folder, 0, "fp32", Reader(classes=CHECKPOINT_CLASSES))
+    for name in ("a", "b"):
+        with pytest.raises(CheckpointError, match=r"1 of the exported tensors .* saved: a;"):
+            weights[name].read()
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,19 @@ def test_artifacts_that_cannot_be_written(
     assert said == ["the list of checkpoints", "the report"]
 
 
+def test_a_run_of_another_trial_is_not_continued(
+    mlflow: MlflowServer, tracker: MlflowTracker, tmp_path: Path
+) -> None:
+    """The trial's storage says which run it had, and other people may write there."""
+    run = TrackedRun("toy-2", tmp_path.name, tmp_path, tmp_path)
+    other = MlflowTracker({"tracking_uri": mlflow.url}, run).open("")
+    own = tracker.open(other)
+    assert own != other
+    tracker.send([metrics(loss=0.5)])
+    assert mlflow.client.get_run(other).data.metrics == {}
+    assert tracker.open(own) == own == tracker.open(other)
+
+
 def test_names_that_mlflow_does_not_take(mlflow: MlflowServer, tracker: MlflowTracker) -> None:
     names = ["a//b", "c/", "/d", "../e", "f/./g", "..h", ".", "é:?", "i" * 249 + "/j"]
     tracker.open("")

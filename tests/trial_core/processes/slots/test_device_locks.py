@@ -172,14 +172,30 @@ def test_an_unusable_folder_of_locks_is_an_error(
         pass
 
 
+@pytest.mark.parametrize("content", ["own", None], ids=["to a file", "to nothing"])
 def test_a_link_in_the_folder_of_locks_is_not_followed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None
 ) -> None:
     """Every user may write to that folder: another one must not choose which file is opened."""
     folder, target = tmp_path / "common", tmp_path / "target"
     folder.mkdir()
-    target.write_text("own")
+    if content is not None:
+        target.write_text(content)
     (folder / "device.lock").symlink_to(target)
     monkeypatch.setenv(LOCKS_VARIABLE, str(folder))
     with pytest.raises(LaunchError, match="cannot lock device device"):
         _lock("device")
+    assert target.exists() == (content is not None)
+
+
+def test_the_lock_of_another_user_is_only_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linux lets only its owner create it in a sticky folder, or change its mode."""
+    lock = tmp_path / "device.lock"
+    lock.touch(mode=0o600)
+    monkeypatch.setenv(LOCKS_VARIABLE, str(tmp_path))
+    descriptor = _lock("device")
+    assert descriptor is not None
+    _close([descriptor])
+    assert lock.stat().st_mode & 0o777 == 0o600

@@ -41,7 +41,7 @@ def path(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "state",
     [
-        {"loss": 0.5, "names": {"a"}, "python": random.getstate()},
+        {"loss": 0.5, "names": {"a"}, "left": range(3, 900, 7), "python": random.getstate()},
         {"when": datetime.datetime(2031, 5, 9), "for": datetime.timedelta(1), "at": Path("a/b")},
         {"generator": np.random.default_rng(1).bit_generator.state, "tensor": torch.ones(2)},
     ],
@@ -69,6 +69,19 @@ def test_a_trusting_reader_constructs_other_classes(path: Path, reader: Reader) 
     """All of them, or only the given ones."""
     torch.save({"greeting": Greeting("hello")}, path)
     assert reader.load(path)["greeting"].words == "hello"
+
+
+def test_what_another_package_allows_is_not_numpys(path: Path) -> None:
+    """torch then constructs it anywhere in the process; a checkpoint is read as before."""
+    kind = np.dtype("f4")
+    with torch.serialization.safe_globals([np.dtype, type(kind)]):
+        torch.save({"kind": kind}, path)
+        assert torch.load(path) == {"kind": kind}
+        with pytest.raises(CheckpointError, match="numpy"):
+            Reader().load(path)
+        torch.save({"greeting": Greeting("hello"), "for": datetime.timedelta(1)}, path)
+        state = Reader(classes=[Greeting]).load(path)
+        assert (state["greeting"].words, state["for"]) == ("hello", datetime.timedelta(1))
 
 
 def test_hidden_code_is_not_run(tmp_path: Path, path: Path) -> None:

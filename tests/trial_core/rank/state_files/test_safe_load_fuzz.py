@@ -45,6 +45,13 @@ def test_what_is_not_a_pickle_is_refused(tmp_path: Path, content: bytes) -> None
         load(tmp_path / "state.pt", content)
 
 
+def test_an_error_within_torch_is_a_refusal(tmp_path: Path) -> None:
+    """A storage of a number beyond 64 bits: the fuzz found it among 500,000 pickles."""
+    content = b"\x80\x02ctorch.storage\nUntypedStorage\n((\x8a\x09" + bytes(7) + b"\x80\x00ttR."
+    with pytest.raises(CheckpointError, match="SystemError"):
+        load(tmp_path / "state.pt", content)
+
+
 def test_a_short_pickle_cannot_fill_the_memory(tmp_path: Path) -> None:
     """A set of a range of 10^15 numbers."""
     size = b"\x8a\x07" + (10**15).to_bytes(7, "little")

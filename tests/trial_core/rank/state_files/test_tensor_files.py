@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from tests.support.fake_accelerator import FakeAccelerator, Memory, fake_accelerator
+from trial_core.errors import CheckpointError
 from trial_core.rank.collectives import accelerator
-from trial_core.rank.state_files.tensor_files import write_tensors
+from trial_core.rank.state_files.tensor_files import _FilledFile, write_tensors
 
 BUFFER_BYTES = 64
 
@@ -27,11 +28,11 @@ def state() -> dict[str, Any]:
     """Storages shorter and longer than the buffer; shared, empty, sliced and without data."""
     shared = torch.arange(100, dtype=torch.float64)
     return {
+        "empty": torch.empty(0),
         "shared": [shared, shared[3:7].view(2, 2), torch.nn.Parameter(shared)],
         "short": torch.tensor([2.0, 3.0, 5.0], dtype=torch.bfloat16),
         "as long": torch.arange(BUFFER_BYTES, dtype=torch.uint8),
         "strided": torch.arange(60.0).view(6, 10).t()[1:],
-        "empty": torch.empty(0),
         "placeholder": torch.empty(7, device="meta"),
         "step": 11,
     }
@@ -58,6 +59,24 @@ def test_a_file_from_an_accelerator_is_the_one_that_torch_writes(
     assert file.getvalue() == as_torch_saves(content)
     assert fake.pinned_bytes == (BUFFER_BYTES if can_pin else 0)
     assert ("cannot pin" in caplog.text) is not can_pin
+
+
+def test_a_file_without_an_accelerator_is_the_one_that_torch_writes() -> None:
+    """Byte for byte."""
+    content, file = state(), io.BytesIO()
+    write_tensors(content, file)
+    assert file.getvalue() == as_torch_saves(content)
+
+
+def test_another_layout_than_torchs_is_refused() -> None:
+    """The bytes of a tensor never lie where another one's should."""
+    file = _FilledFile(io.BytesIO(), [torch.zeros(3).untyped_storage()])
+    for found_bytes in (12, 0):
+        with pytest.raises(
+            CheckpointError,
+            match=f"left room for 8 bytes of .*next one has {found_bytes};",
+        ):
+            file.seek(8, 1)
 
 
 @pytest.mark.usefixtures("fake")

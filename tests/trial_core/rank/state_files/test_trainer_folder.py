@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,7 @@ import torch
 from tests.support.pickle_fuzz import archive
 from tests.trial_core.rank.state_files.test_safe_load import Trap
 from trial_core.errors import CheckpointError
-from trial_core.rank.state_files.trainer_folder import require_safe
+from trial_core.rank.state_files.trainer_folder import name_best_beside, require_safe
 
 
 @pytest.fixture
@@ -60,12 +62,45 @@ def test_a_distributed_checkpoint_needs_trust(folder: Path, name: str) -> None:
         require_safe(folder.parent, ())
 
 
-@pytest.mark.parametrize("tag", ["../other", "/any", "..", "a/b", ""])
+@pytest.mark.parametrize(
+    "tag", ["../other", "/any", "..", "a/b", "", f"global_step5{' ' * 188}/../../other"]
+)
 def test_deepspeeds_tag_is_a_folder_next_to_it(folder: Path, tag: str) -> None:
     """Else files that were not read before would be."""
     (folder / "latest").write_text(tag)
     with pytest.raises(CheckpointError, match="global_step100"):
         require_safe(folder.parent, ())
+
+
+@pytest.mark.parametrize(
+    ("stored", "name"),
+    [
+        ("/elsewhere/out/checkpoint-3", "checkpoint-3"), ("out/checkpoint-3", "checkpoint-3"),
+        ("/shared/evil", None), ("..", None), ("checkpoint-3/..", None), (["a"], None),
+    ],
+)  # fmt: skip
+def test_the_best_checkpoint_is_beside_the_fetched_one(
+    folder: Path, stored: object, name: str | None
+) -> None:
+    """DeepSpeed unpickles the folder that the state names: only a checked one may be there."""
+    file = folder / "trainer_state.json"
+    file.write_text(json.dumps({"best_model_checkpoint": stored, "log": [math.nan, 3]}))
+    name_best_beside(folder)
+    state = json.loads(file.read_text())
+    assert state["best_model_checkpoint"] == (name and str(folder.parent / name))
+    assert math.isnan(state["log"][0])
+
+
+@pytest.mark.parametrize(
+    "text", [None, "{", "[]", "[" * 100_000, '{"best_model_checkpoint": null}']
+)
+def test_a_state_that_names_no_best_checkpoint_stays(folder: Path, text: str | None) -> None:
+    """The Trainer says what is wrong with it."""
+    file = folder / "trainer_state.json"
+    if text is not None:
+        file.write_text(text)
+    name_best_beside(folder)
+    assert (file.read_text() if file.exists() else None) == text
 
 
 DTYPE = b"cnumpy\ndtype\n"
