@@ -245,7 +245,8 @@ class SearchRun:
             name = f"{leg.trial.id} to {leg.until.value}"
             observer = self._observer.of_trial(leg.trial.number, leg.trial.id)
             owner = f"{self._id}/{leg.trial.number}"
-            future = train_trial_to_rung.submit(name, quote(leg), owner, quote(observer))
+            given: list[Any] = [name, quote(leg), owner, quote(observer)]  # quote: not looked into
+            future = train_trial_to_rung.submit(*given)
             future.add_done_callback(lambda done, leg=leg: self._ended.put((leg, done)))
 
     @property

@@ -178,7 +178,7 @@ def train_trial(
         publish_errors=NO_ANSWER,
         devices=devices,
         is_new=is_new if part is None else None,
-        pause_at=part and part.until,
+        pause_at=None if part is None else part.until,
         storage=storage_of_run(config.stopping.server_outage_seconds, stopping),
         begun=label.note,
         take_over=take_over,

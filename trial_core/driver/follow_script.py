@@ -73,7 +73,7 @@ def follow_script(launch: Launch, uploads: Uploads) -> TrialResult:
     pause = run.pause_at
     ask = RunScript(
         checkpoint=start.uuid, batches_trained=begin, best_metric=best,
-        pause_at=pause and Length(unit=pause.unit, value=pause.value),
+        pause_at=_plain(pause),
     )  # fmt: skip
     script = RunningScript(launch, ask)
     script.start()
@@ -225,6 +225,12 @@ def _unit(length: Length | None) -> TrainUnit | None:
     if length is None:
         return None
     return (Batch if length.unit == "batches" else Epoch)(length.value)
+
+
+def _plain(pause: TrainUnit | None) -> Length | None:
+    if pause is None or not isinstance(pause.value, int):
+        return None
+    return Length(unit="batches" if isinstance(pause, Batch) else "epochs", value=pause.value)
 
 
 def _length(run: Run) -> int:

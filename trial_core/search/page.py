@@ -126,7 +126,7 @@ def _failures(view: SearchView) -> ViewTable:
 
 def headline(view: SearchView) -> str:
     """``12 of 16 trials begun: 3 due, 9 waiting · 1234 batches trained``."""
-    counts = Counter(trial.status for trial in view.state.trials)
+    counts: Counter[str] = Counter(trial.status for trial in view.state.trials)
     states = ", ".join(f"{counts[each]} {word}" for each, word in _STATUSES.items() if counts[each])
     begun = f"{len(view.state.trials)} of {plural(view.max_trials, 'trial')} begun"
     return f"{begun}{states and f': {states}'} · {plural(view.batches, 'batch')} trained"
