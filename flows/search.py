@@ -9,6 +9,7 @@ import os
 import queue
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -247,7 +248,10 @@ class SearchRun:
             owner = f"{self._id}/{leg.trial.number}"
             given: list[Any] = [name, quote(leg), owner, quote(observer)]  # quote: not looked into
             future = train_trial_to_rung.submit(*given)
-            future.add_done_callback(lambda done, leg=leg: self._ended.put((leg, done)))
+            future.add_done_callback(partial(self._note_end, leg))
+
+    def _note_end(self, leg: Leg, future: PrefectFuture[LegOutcome]) -> None:
+        self._ended.put((leg, future))
 
     @property
     def _ends(self) -> bool:
