@@ -7,7 +7,9 @@ and writes down what came of it. So any later run of the flow continues the sear
 
 import os
 import queue
-from contextlib import suppress
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any
 from prefect import flow, runtime, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
+from prefect.exceptions import Abort, CancelledRun, Pause
 from prefect.futures import PrefectFuture
 from prefect.logging import get_run_logger
 from prefect.utilities.annotations import quote
@@ -27,9 +30,12 @@ from trial_core.driver.code_source import refuse_missing_code
 from trial_core.driver.placement import choose_provider
 from trial_core.driver.result import TrialResult, describe_pause
 from trial_core.errors import (
+    ConfigError,
     InvalidHP,
     RankFailed,
     SearchError,
+    Stopped,
+    StorageError,
     Superseded,
     TrialError,
     TrialflowError,
@@ -153,10 +159,14 @@ def train_trial_to_rung(name: str, leg: Leg, attempt: str, observer: Observer) -
         observer: gets the events of the trial's run.
     """
     part = PartOfTraining(attempt, None if leg.is_last else leg.until)
-    with observing(observer):
-        state: State[Any] = train(leg.config, trial=leg.trial.id, part=part, return_state=True)
+    try:
+        with observing(observer):
+            state: State[Any] = train(leg.config, trial=leg.trial.id, part=part, return_state=True)
+    except (Abort, CancelledRun, Pause):
+        return LegOutcome()
     if state.is_failed() or state.is_crashed():
-        return LegOutcome(failure=state.result(raise_on_failure=False))
+        failure = state.result(raise_on_failure=False)
+        return LegOutcome(failure=None if isinstance(failure, (Stopped, Superseded)) else failure)
     if not state.is_completed():
         return LegOutcome()
     result: TrialResult = state.result()
@@ -196,6 +206,7 @@ class SearchRun:
             queue.SimpleQueue()
         )
         self._failure: TrialflowError | None = None
+        self._began = time.monotonic()
 
     def run(self, is_new: bool, take_over: bool) -> SearchResult:
         """Own the search, and continue it. Raises as the flow."""
@@ -231,17 +242,26 @@ class SearchRun:
             if (ended := self._ended.get()) is not None:
                 leg, future = ended
                 del self._running[leg.trial.number]
-                try:
+                with self._ending_after_a_failure():
                     self._note(search, leg, future.result())
-                except (SearchError, Superseded) as failure:
-                    # What still runs is trained to its rung, but nothing begins.
-                    self._failure = self._failure or failure
                 self._show(search)
+
+    @contextmanager
+    def _ending_after_a_failure(self) -> Iterator[None]:
+        """After an error of the search, what still runs is trained to its rung; nothing begins."""
+        try:
+            yield
+        except (ConfigError, SearchError, StorageError, Superseded) as failure:
+            self._failure = self._failure or failure
 
     def _start_what_is_due(self, search: Search, limit: int) -> None:
         while len(self._running) < limit and not self._ends:
-            if (leg := search.next(self._running)) is None:
+            leg = None
+            with self._ending_after_a_failure():
+                leg = search.next(self._running)
+            if leg is None:
                 return
+            leg = self._within_time_budget(leg)
             self._running[leg.trial.number] = leg
             name = f"{leg.trial.id} to {leg.until.value}"
             observer = self._observer.of_trial(leg.trial.number, leg.trial.id)
@@ -249,6 +269,15 @@ class SearchRun:
             given: list[Any] = [name, quote(leg), owner, quote(observer)]  # quote: not looked into
             future = train_trial_to_rung.submit(*given)
             future.add_done_callback(partial(self._note_end, leg))
+
+    def _within_time_budget(self, leg: Leg) -> Leg:
+        """The leg, whose run has only what is left of the search's time budget."""
+        stopping = self._experiment.stopping
+        if stopping.time_budget_seconds is None:
+            return leg
+        left = stopping.time_budget_seconds - (time.monotonic() - self._began)
+        rest = stopping.model_copy(update={"time_budget_seconds": max(left, 0.001)})
+        return replace(leg, config=leg.config.model_copy(update={"stopping": rest}))
 
     def _note_end(self, leg: Leg, future: PrefectFuture[LegOutcome]) -> None:
         self._ended.put((leg, future))
@@ -269,12 +298,10 @@ class SearchRun:
             )
         elif failure is not None and not self._stopping.request:
             search.failed(leg, str(failure), is_invalid(failure))
-        elif not self._stopping.wait(
-            2 * POLL_SECONDS
-        ):  # else with the search, which learns it later
-            search.failed(leg, "its flow run was cancelled")
-        else:
+        elif self._stopping.wait(2 * POLL_SECONDS):  # the trial may learn of the stop first
             return
+        else:
+            search.failed(leg, "its flow run was cancelled")
         news = search.news(leg.trial)
         self._logger.info("%s", news)
         self._observer.search_advanced(news)
