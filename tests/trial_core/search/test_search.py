@@ -15,7 +15,7 @@ from trial_core.errors import ConfigError, SearchError, Superseded
 from trial_core.search.log import Begun, RungReached, SearchEvent, SearchLog
 from trial_core.search.search import Search
 from trial_core.search.settings import SearchExperiment
-from trial_core.search.state import described
+from trial_core.search.state import described, in_unit
 
 SEARCH = "toy-search-0000beef"
 RANGES = {
@@ -173,6 +173,11 @@ def test_a_trial_gets_plain_hyperparameters(storage: Any) -> None:
     assert 1e-4 <= leg.config.hyperparameters["lr"] <= 0.1
     assert leg.config.hyperparameters["width"] == 8
     assert experiment().sample(5) == experiment().sample(5) != experiment().sample(6)
+
+
+def test_lengths_are_in_words() -> None:
+    assert [in_unit(length, "epochs") for length in (1, 3)] == ["1 epoch", "3 epochs"]
+    assert [in_unit(length, "batches") for length in (1, 3)] == ["1 batch", "3 batches"]
 
 
 def test_a_grid_has_determineds_points_in_its_order() -> None:
