@@ -1,5 +1,5 @@
 # Everything happens in .venv, which is made when first needed. The words: run, test, test-long, test-lowest, test-newest, features, check, docs,
-# mutate, bench, release, clean.
+# mutate, simulate, bench, release, clean.
 
 PYTHON ?= python3
 VENV := .venv
@@ -10,11 +10,12 @@ unexport PYTHONDONTWRITEBYTECODE
 export TRIALFLOW_HOME ?= $(abspath $(HOME_OF_RUNS))
 PYTEST = $(BIN)/python -m pytest -n 4 --dist loadgroup --no-loadscope-reorder
 PART ?= 1/1
+SEEDS ?= 1000
 
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 
-.PHONY: run test test-long test-lowest test-newest features check docs mutate bench release clean
+.PHONY: run test test-long test-lowest test-newest features check docs mutate simulate bench release clean
 
 # Trains the example through the whole DAG, then shows what it has learnt.
 run: $(VENV)/.installed
@@ -47,6 +48,10 @@ features: $(VENV)/.installed-dev
 # Takes the checks of a room out, one at a time, and prints those that no test near it misses: make mutate ROOM=checkpoint/retention
 mutate: $(VENV)/.installed-dev
 	@$(BIN)/python -m tests.mutate $(ROOM) $(ARGS)
+
+# Plays simulated histories of checkpoints, and prints which branches of commit, fencing, sweep and prune they reach: make simulate SEEDS=1000
+simulate: $(VENV)/.installed-dev
+	@$(BIN)/python -m tests.linearizability.reach $(SEEDS)
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -22,6 +22,7 @@ from benchmarks.figures import conclude
 from benchmarks.ranks import experiment
 from benchmarks.workload import temporary_homes
 from trial_core.checkpoint import layout
+from trial_core.checkpoint.layout import StoredPath
 from trial_core.checkpoint.manifest import FileEntry, Topology
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.messages import (
@@ -121,7 +122,7 @@ class InstantSlots:
         path = f"shard-{rank}"
         self._store.storage.write(layout.file_key(uuid, path), DATA)
         digest = f"sha256:{hashlib.sha256(DATA).hexdigest()}"
-        return FileEntry(path=path, size_bytes=len(DATA), digest=digest, rank=rank)
+        return FileEntry(path=StoredPath(path), size_bytes=len(DATA), digest=digest, rank=rank)
 
     def _measure(self) -> None:
         self._workloads += 1

@@ -14,6 +14,7 @@ from typing import Any
 
 import fsspec
 
+from trial_core.checkpoint.layout import StoredPath
 from trial_core.checkpoint.manifest import FileEntry
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.transfer.fetch import fetch_files
@@ -42,7 +43,9 @@ def upload_ours(job: dict[str, Any]) -> None:
 def restore_ours(job: dict[str, Any]) -> None:
     """Download with trialflow, verified."""
     store = CheckpointStore(job["bucket"], job["options"])
-    entry = FileEntry(path="shard.bin", size_bytes=job["bytes"], digest=job["digest"], rank=0)
+    entry = FileEntry(
+        path=StoredPath("shard.bin"), size_bytes=job["bytes"], digest=job["digest"], rank=0
+    )
     fetch_files(store, job["uuid"], [entry], Path(job["target"]))
 
 

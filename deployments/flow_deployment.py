@@ -23,8 +23,6 @@ A_PAGE = 200
 
 
 class FlowDeployment(Resource):
-    """A deployment of one of our flows."""
-
     def __init__(self, wanted: DesiredDeployment, target: DeploymentTarget) -> None:
         module, _, name = wanted.entrypoint.rpartition(".")
         self._flow: Flow[..., Any] = getattr(importlib.import_module(module), name)
@@ -91,7 +89,6 @@ class FlowDeployment(Resource):
         return f"with {plural(count, 'run')} that had not started" if count else ""
 
     def read(self, client: SyncPrefectClient) -> DeploymentResponse | None:
-        """Return the existing deployment of that name, or None."""
         return _deployment(client, self._name)
 
     def _changes(self, found: DeploymentResponse) -> dict[str, Any]:
@@ -143,7 +140,6 @@ def models_on_server(client: SyncPrefectClient) -> list[str]:
 
 
 def deployment_of(client: SyncPrefectClient, model: str) -> DeploymentResponse | None:
-    """Return the deployment that retrains the model, or None."""
     return _deployment(client, f"{FLOW}/{model}")
 
 

@@ -68,7 +68,6 @@ class LocalWorker:
 
     @property
     def has_ended(self) -> bool:
-        """True if the worker has ended by itself."""
         return not self._reaper.lives()
 
     def serve(self) -> None:

@@ -13,10 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from prefect.client.orchestration import SyncPrefectClient
-from prefect.client.schemas.actions import (
-    WorkPoolCreate,
-    WorkPoolUpdate,
-)
+from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
 from prefect.client.schemas.objects import WorkPool
 from prefect.events.schemas.automations import Automation, AutomationCore
 from prefect.exceptions import ObjectNotFound
@@ -183,7 +180,6 @@ class GpuLimit(Resource):
 
 
 def find_pool(client: SyncPrefectClient, name: str) -> WorkPool | None:
-    """Return the work pool of that name, or None if the server has no such pool."""
     try:
         return client.read_work_pool(name)
     except ObjectNotFound:

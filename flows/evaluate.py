@@ -29,13 +29,7 @@ from trial_core.driver.run import Launch, Run
 from trial_core.driver.stages.build import build_loaders, build_trial
 from trial_core.driver.stages.callbacks import call_hook
 from trial_core.driver.stages.validate import report_validation, validate
-from trial_core.errors import (
-    CheckpointDamaged,
-    CheckpointNotFound,
-    RankFailed,
-    Stalled,
-    Stopped,
-)
+from trial_core.errors import CheckpointDamaged, CheckpointNotFound, RankFailed, Stalled, Stopped
 from trial_core.models.checkpoint_reference import open_checkpoint
 from trial_core.observe.events.observers import Observers, current_observer
 from trial_core.processes.machine.run_dirs import locked_run_dir, trial_id

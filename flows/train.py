@@ -8,7 +8,7 @@ them. A Core API script, or one with a `Trainer`, is run by `run-script` in plac
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from prefect import flow, runtime
@@ -31,6 +31,7 @@ from trial_core.observe.events.observers import Observers, current_observer
 from trial_core.observe.report.live_report import PAGE
 from trial_core.processes.machine.run_dirs import run_dir_of, trial_id
 from trial_core.schedule.stop_requests import StopHandler
+from trial_core.schedule.units import TrainUnit
 from trialflow.flows.lifecycle.crash_limit import check_crash_limit
 from trialflow.flows.lifecycle.parent_runs import identity_of_run
 from trialflow.flows.lifecycle.run_log import logger_finder, readable_task_log
@@ -49,6 +50,19 @@ from trialflow.tasks.storage_block import with_credentials
 prepare_temporary_server()
 
 
+@dataclass(frozen=True)
+class PartOfTraining:
+    """What a flow that has a trial trained in parts asks `train` for: a search, for example.
+
+    Attributes:
+        attempt: identifies the trial's owner: the same value again continues its own attempt.
+        until: where the trial validates, saves and waits; None to train it to its end.
+    """
+
+    attempt: str
+    until: TrainUnit | None
+
+
 # flow.serve() pickles the flow without this module's names: no postponed annotations here.
 @flow(name="train", flow_run_name=train_name, validate_parameters=True)
 def train(
@@ -57,6 +71,7 @@ def train(
     take_over: bool = False,
     keep: list[str] | None = None,
     start: str | SkipJsonSchema[InstanceOf[HasCheckpoint]] | None = None,
+    part: SkipJsonSchema[InstanceOf[PartOfTraining]] | None = None,
 ) -> TrialResult | State[Any]:
     """Train a trial. A run that is asked to stop saves first, and ends in the state Prefect wants.
 
@@ -73,6 +88,7 @@ def train(
             checkpoint; a reference to a checkpoint of the same storage, such as ``best:TRIAL``; or
             the path or URL of a checkpoint of another program. A retry keeps the start that its
             trial has used.
+        part: what a flow asks for that has the trial trained in parts; `trial` may then be new.
 
     Raises:
         ConfigError: `start` is in another storage, or is a URL with a password or a signature; or
@@ -85,6 +101,8 @@ def train(
         TrialflowError: another run that may be live has the trial.
     """
     attempt, is_new = identity_of_run(config), trial is None
+    if part is not None:
+        attempt = part.attempt
     trial = checked_trial(trial or trial_id(config.name, attempt))
     refuse_missing_code(config)
     check_keep(keep or ())
@@ -104,7 +122,16 @@ def train(
         waited_seconds = time.monotonic() - began
         result = watch.run(
             lambda: train_trial(
-                opened, trial, stopping, devices, attempt, is_new, take_over, waited_seconds, keep
+                opened,
+                trial,
+                stopping,
+                devices,
+                attempt,
+                is_new,
+                take_over,
+                waited_seconds,
+                keep,
+                part,
             ),
             describe_saved,
         )
@@ -123,6 +150,7 @@ def train_trial(
     take_over: bool = False,
     waited_seconds: float = 0.0,
     keep: Sequence[str] | None = None,
+    part: PartOfTraining | None = None,
 ) -> TrialResult:
     """Train a trial with the stages as tasks of this flow run. Raises as `drive_trial`.
 
@@ -132,7 +160,7 @@ def train_trial(
         is_new: True if the trial's id comes from `attempt`.
         take_over: True to take the trial from another run that may be live.
         waited_seconds: how long the run has waited for its devices.
-        keep: as of `train`.
+        keep, part: as of `train`.
     """
     label, page = StorageLabel(), ReportArtifact(trial)
 
@@ -149,7 +177,8 @@ def train_trial(
         publish=publish,
         publish_errors=NO_ANSWER,
         devices=devices,
-        is_new=is_new,
+        is_new=is_new if part is None else None,
+        pause_at=None if part is None else part.until,
         storage=storage_of_run(config.stopping.server_outage_seconds, stopping),
         begun=label.note,
         take_over=take_over,

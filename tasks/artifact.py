@@ -124,8 +124,6 @@ def _unsent_here() -> list[MarkdownArtifact]:
 
 
 class ReportArtifact(MarkdownArtifact):
-    """The artifact of a trial's report."""
-
     def __init__(self, trial: str) -> None:
         super().__init__(f"trial-{trial}", f"Trial {trial}")
 

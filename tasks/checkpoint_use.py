@@ -145,7 +145,6 @@ def _validated(source: HasCheckpoint, config: ExperimentConfig) -> str | None:
 
 
 def store_of(config: ExperimentConfig) -> CheckpointStore:
-    """The storage of an experiment's checkpoints."""
     storage = with_credentials(config).checkpoint_storage
     return CheckpointStore(storage.url, storage.options, config.name)
 

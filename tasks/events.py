@@ -41,12 +41,10 @@ MAX_REASON = 2000
 
 
 def resource_id(model: str) -> str:
-    """The id of a model as a Prefect resource."""
     return f"trialflow.model.{model}"
 
 
 def data_arrived_event(model: str, data: Mapping[str, Any]) -> Event:
-    """Return the event that new data has arrived for a model."""
     return Event(event=DATA_ARRIVED, resource=_resource(model), payload={"data": dict(data)})
 
 

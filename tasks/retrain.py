@@ -22,6 +22,7 @@ from trial_core.checkpoint.retention_policy import own_metric
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.config.parsing import merged
+from trial_core.driver.entrypoint_check import checked_entrypoint
 from trial_core.errors import (
     CheckpointDamaged,
     CheckpointNotFound,
@@ -80,8 +81,13 @@ class RetrainingRun:
         return run_dir_of(trial_id(self.config.name, self.run_id))
 
     def champion_config(self, plan: RetrainingPlan, champion: Version) -> ExperimentConfig:
-        """The experiment with the champion's entrypoint and hyperparameters, and the run's data."""
-        manifest = self.store.open(champion.checkpoint)
+        """The experiment with the champion's entrypoint and hyperparameters, and the run's data.
+
+        Raises TrialError: see `checked_entrypoint`; not if the checkpoint's code is asked for.
+        """
+        manifest, own = self.store.open(champion.checkpoint), self.config
+        if own.environment.code != "from_checkpoint":
+            checked_entrypoint(manifest.entrypoint, own.entrypoint, own.code)
         return self.config.model_copy(
             update={
                 "data": plan.data,
@@ -105,7 +111,6 @@ class RetrainingRun:
         return any(move.run == self.run_id for move in moves)
 
     def callback_log(self, function: str) -> Path:
-        """The log file of a callback."""
         return self.folder / LOGS / f"callback-{function.replace(':', '-')}.log"
 
 

@@ -53,6 +53,7 @@ BEFORE: Mapping[str, tuple[str, ...]] = {
     "docs/guides/retraining.md": (INIT, TRAIN),
     "docs/guides/scripts.md": (INIT, TRAIN),
     "docs/guides/several-machines.md": (INIT,),
+    "docs/guides/search.md": (INIT,),
     "docs/guides/slurm.md": (),
     "docs/guides/stages.md": (INIT,),
     "docs/guides/stopping.md": (INIT, TRAIN, DEPLOY),

@@ -24,6 +24,7 @@ from tests.support.snippets import ROOT, SNIPPETS, Snippet, merged
 from tests.test_docs_commands import BEFORE
 from trial_core.common.python_source import without_collections
 from trial_core.config import ExperimentConfig, IgnoredFieldWarning
+from trial_core.search.settings import SearchExperiment, searches
 from trialflow.deployments.cli.init import template_files
 from trialflow.deployments.cli.main import app
 
@@ -83,7 +84,8 @@ def test_yaml_is_valid(snippet: Snippet) -> None:
     experiment = part if is_file else merged(experiment_of_init(), part)
     with warnings.catch_warnings():
         warnings.simplefilter("error", IgnoredFieldWarning)
-        ExperimentConfig.from_mapping(experiment, source=str(snippet))
+        kind = SearchExperiment if searches(experiment) else ExperimentConfig
+        kind.from_mapping(experiment, source=str(snippet))
 
 
 @pytest.mark.parametrize("snippet", by_language("json"), ids=str)

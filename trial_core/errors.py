@@ -143,6 +143,10 @@ class RegistryError(TrialflowError):
     """An error of models, their versions and aliases."""
 
 
+class SearchError(TrialflowError):
+    """An error of a hyperparameter search: its log, its sampler, or too many failed trials."""
+
+
 class ModelNotFound(RegistryError):
     """No model, or no version of it, has that name."""
 

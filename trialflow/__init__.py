@@ -1,8 +1,8 @@
 """trialflow: trains DeepSpeed models as Prefect flows, with sharded checkpoints in object storage.
 
-What flows of one's own are composed of: the flows `train`, `evaluate`, `retrain` and `prune`; the
-tasks `export`, `promote` and `fetch`; their results; and `server`. The experiment's configuration;
-what was stored: checkpoints and models; and the errors. The trial API is in
+What flows of one's own are composed of: the flows `train`, `evaluate`, `search`, `retrain` and
+`prune`; the tasks `export`, `promote` and `fetch`; their results; and `server`. The experiment's
+configuration; what was stored: checkpoints and models; and the errors. The trial API is in
 `trial_core.deepspeed` and `trial_core.pytorch`. Names are imported when they are first used, so
 that importing the package costs nothing.
 """
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         PromotionRefused,
         RankFailed,
         RegistryError,
+        SearchError,
         SlotsError,
         Stalled,
         Stopped,
@@ -38,10 +39,12 @@ if TYPE_CHECKING:
         TrialflowError,
     )
     from trial_core.models.registry import Registry
+    from trial_core.search.settings import SearchExperiment
     from trialflow.flows.evaluate import EvaluateResult, evaluate
     from trialflow.flows.prune import PruneResult, prune
     from trialflow.flows.retrain import retrain
     from trialflow.flows.retraining.outcome import RetrainResult
+    from trialflow.flows.search import SearchResult, search
     from trialflow.flows.server.embedded_server import server
     from trialflow.flows.train import train
     from trialflow.tasks.checkpoint_use import ExportResult, export, fetch, promote
@@ -51,6 +54,7 @@ if TYPE_CHECKING:
 __all__ = [
     "train",
     "evaluate",
+    "search",
     "retrain",
     "prune",
     "export",
@@ -58,12 +62,14 @@ __all__ = [
     "fetch",
     "TrialResult",
     "EvaluateResult",
+    "SearchResult",
     "RetrainResult",
     "PruneResult",
     "ExportResult",
     "server",
     "load_config",
     "ExperimentConfig",
+    "SearchExperiment",
     "CheckpointStore",
     "Registry",
     "TrialflowError",
@@ -85,12 +91,14 @@ __all__ = [
     "ModelNotFound",
     "PromotionConflict",
     "PromotionRefused",
+    "SearchError",
     "__version__",
 ]
 
 _HOMES = {
     "train": "trialflow.flows.train",
     "evaluate": "trialflow.flows.evaluate",
+    "search": "trialflow.flows.search",
     "retrain": "trialflow.flows.retrain",
     "prune": "trialflow.flows.prune",
     "export": "trialflow.tasks.checkpoint_use",
@@ -98,12 +106,14 @@ _HOMES = {
     "fetch": "trialflow.tasks.checkpoint_use",
     "TrialResult": "trial_core.driver.result",
     "EvaluateResult": "trialflow.flows.evaluate",
+    "SearchResult": "trialflow.flows.search",
     "RetrainResult": "trialflow.flows.retraining.outcome",
     "PruneResult": "trialflow.flows.prune",
     "ExportResult": "trialflow.tasks.checkpoint_use",
     "server": "trialflow.flows.server.embedded_server",
     "load_config": "trial_core.config",
     "ExperimentConfig": "trial_core.config",
+    "SearchExperiment": "trial_core.search.settings",
     "CheckpointStore": "trial_core.checkpoint.store",
     "Registry": "trial_core.models.registry",
 }

@@ -15,7 +15,7 @@ from trialflow.deployments.cli.experiment_options import (
     Overrides,
     StorageOption,
     open_store_of,
-    read_experiment,
+    read_any_experiment,
 )
 
 if TYPE_CHECKING:
@@ -36,18 +36,17 @@ def config(
             "which not and why, in place of the experiment.",
         ),
     ] = False,
-) -> int:
+) -> None:
     """Check an experiment and print it as JSON parameters for a deployment.
 
     For example: prefect deployment run train/train --params "$(trialflow config experiment.yaml)".
     The output includes any credentials in the experiment.
     """
-    experiment = read_experiment(config, set_ or [], storage)
+    experiment = read_any_experiment(config, set_ or [], storage)
     if code:
         _print_code(experiment)
     else:
         print(json.dumps({"config": experiment.model_dump(mode="json")}, indent=2))
-    return 0
 
 
 def _print_code(experiment: ExperimentConfig) -> None:

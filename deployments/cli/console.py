@@ -48,12 +48,10 @@ _FRAME = re.compile(r'^ *File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<func
 
 
 def error(text: str) -> None:
-    """Print an error to stderr."""
     _say("error", text, colour="31")
 
 
 def warning(text: str) -> None:
-    """Print a warning to stderr."""
     _say("warning", text, colour="33")
 
 

@@ -28,7 +28,7 @@ RETRAINING = "retrain "
 """The first word of a retraining's flow run name; the id of its challenger's trial follows."""
 
 
-def suspend(trial: TrialId, /) -> int:
+def suspend(trial: TrialId, /) -> None:
     """Have a trial's run save, end and free its slots, until `trialflow resume`.
 
     For runs of a deployment, which a worker starts again. Other runs: `trialflow cancel`.
@@ -38,18 +38,16 @@ def suspend(trial: TrialId, /) -> int:
 
         run.ask(Suspended(), "PAUSED")
         print(f"{run.trial} saves and ends; `trialflow resume {run.trial}` continues it")
-    return 0
 
 
-def resume(trial: TrialId, /) -> int:
+def resume(trial: TrialId, /) -> None:
     """Have a worker continue the suspended run of a trial."""
     with _run_of(trial) as run:
         run.ask(None, "SCHEDULED")
         print(f"{run.trial} is scheduled: a worker continues it from its last checkpoint")
-    return 0
 
 
-def cancel(trial: TrialId, /) -> int:
+def cancel(trial: TrialId, /) -> None:
     """Have a trial's run save and end. `trialflow train --resume` continues the trial."""
     with _run_of(trial) as run:
         if run.flow_run is None:
@@ -59,7 +57,6 @@ def cancel(trial: TrialId, /) -> int:
 
             run.ask(Cancelling(), "CANCELLING", "CANCELLED")
         print(f"{run.trial} ends, and saves first what it has trained; {run.later}")
-    return 0
 
 
 class _Run(NamedTuple):

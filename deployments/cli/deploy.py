@@ -61,7 +61,7 @@ def deploy(
     target: Target | None = None,
     remove: Annotated[bool, Parameter(help="Remove what this command has created.")] = False,
     dry_run: Annotated[bool, Parameter(help="Print the changes without making them.")] = False,
-) -> int:
+) -> None:
     """Set up the Prefect server at PREFECT_API_URL for trialflow, or undo it.
 
     If that is not set: the server of a running `trialflow up`.
@@ -92,7 +92,7 @@ def deploy(
         if remove and retrainings:  # only the objects of the files
             of_files = [*all_resources(each.model for each in retrainings)]
             _print(take_down(reversed(of_files), client, dry_run), dry_run)
-            return 0
+            return
         pool_type, pool = resolve_pool(client, target.type_, target.pool)
         resources = wanted_resources(
             pool_type,
@@ -107,7 +107,7 @@ def deploy(
         )
         if remove:
             _print(take_down(reversed(resources), client, dry_run), dry_run)
-            return 0
+            return
         _print(set_up(resources, client, dry_run), dry_run)
         _print(remove_withdrawn(retrainings, client, dry_run), dry_run)
         # Also without a GPU limit: concurrency limits of deployments have leases too.
@@ -116,7 +116,6 @@ def deploy(
     if not dry_run:
         worker = "trialflow worker" if pool_type == "process" else "prefect worker start"
         print(f"\nstart a worker on the machine that trains: {worker} --pool {pool}")
-    return 0
 
 
 def resolve_pool(

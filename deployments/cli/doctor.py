@@ -28,7 +28,7 @@ from trialflow.deployments.cli.experiment_options import (
     StorageOption,
     chosen_experiment,
     open_store,
-    read_experiment,
+    read_any_experiment,
     with_engine,
 )
 from trialflow.deployments.cli.tables import AsJson
@@ -101,7 +101,7 @@ def nodes(config: Path, storage: str | None, overrides: Sequence[str]) -> Iterat
     from trialflow.deployments.cli.node_checks import check_nodes
 
     try:
-        experiment = read_experiment(config, [*overrides], storage)
+        experiment = read_any_experiment(config, [*overrides], storage)
     except ConfigError as error:
         advice = "--config names the experiment whose nodes are meant"
         yield Check("nodes", "fail", str(error), advice)
@@ -110,7 +110,6 @@ def nodes(config: Path, storage: str | None, overrides: Sequence[str]) -> Iterat
 
 
 def python() -> Check:
-    """Check Python's version."""
     if sys.version_info < OLDEST_PYTHON:
         needed = ".".join(map(str, OLDEST_PYTHON))
         return Check("python", "fail", platform.python_version(), f"use Python {needed} or newer")
@@ -142,7 +141,6 @@ def other_dependencies() -> Iterator[Check]:
 
 
 def compiler() -> Check:
-    """Check that there is a C++ compiler."""
     name = os.environ.get("CXX") or "g++"
     path = shutil.which(name)
     if path is None:
@@ -208,7 +206,7 @@ def deepspeed_configs(config: Path | None, overrides: Sequence[str] = ()) -> Ite
     if (file := chosen_experiment(config, None)) is None:
         return
     with suppress(ConfigError):  # `stored` has reported it
-        experiment = read_experiment(file, [*overrides])
+        experiment = read_any_experiment(file, [*overrides])
         for value in experiment.hyperparameters.values():
             path = experiment.code / str(value)
             if not str(value).endswith(".json") or not path.is_file():

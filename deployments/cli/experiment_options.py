@@ -7,13 +7,15 @@ import re
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from cyclopts import Parameter
 
 from trial_core.errors import ConfigError
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.waiting import waiting
+
+E = TypeVar("E", bound="ExperimentConfig")
 
 if TYPE_CHECKING:
     from trial_core.checkpoint.store import CheckpointStore
@@ -71,12 +73,33 @@ def read_experiment(
     path: Path, overrides: list[str], storage: str | None = None
 ) -> ExperimentConfig:
     """Read an experiment file, with warnings on stderr. Raises ConfigError, one mistake a line."""
+    from trial_core.config import ExperimentConfig
+
+    return read_as(ExperimentConfig, path, overrides, storage)
+
+
+def read_any_experiment(
+    path: Path, overrides: list[str], storage: str | None = None
+) -> ExperimentConfig:
+    """As `read_experiment`, for commands that train nothing: the experiment may be a search."""
+    from trial_core.config import ExperimentConfig
+    from trial_core.config.parsing import override, read_mapping
+    from trial_core.search.settings import SearchExperiment, searches
+
+    with contextlib.suppress(ConfigError):  # it is told below
+        if searches(override(read_mapping(path), overrides)):
+            return read_as(SearchExperiment, path, overrides, storage)
+    return read_as(ExperimentConfig, path, overrides, storage)
+
+
+def read_as(kind: type[E], path: Path, overrides: list[str], storage: str | None = None) -> E:
+    """Read an experiment file as an experiment of this kind. Raises as `read_experiment`."""
     from trial_core.config import ExperimentWarning, load_config
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ExperimentWarning)
         try:
-            experiment = load_config(path, overrides)
+            experiment = load_config(path, overrides, kind)
         except ConfigError as error:
             if path == DEFAULT_EXPERIMENT and not path.exists():
                 hint = "name the experiment's file: trialflow COMMAND FILE"
@@ -119,17 +142,20 @@ def with_engine(overrides: list[str] | None, engine: str | None) -> list[str]:
     return [*(overrides or []), *([f"resources.engine={engine}"] if engine is not None else [])]
 
 
-def named_trial(named: str, trials: Iterable[str]) -> str | None:
+def named_trial(named: str, trials: Iterable[str], kind: str = "trial") -> str | None:
     """Return the trial with an id, else the only one whose id begins so, or None.
+
+    Args:
+        kind: ``search`` if these are searches.
 
     Raises:
         ConfigError: several begin so; or the id is empty, like that of an unset shell variable.
     """
     if not named:
-        raise ConfigError("the id of the trial is empty: give it, or its first characters")
+        raise ConfigError(f"the id of the {kind} is empty: give it, or its first characters")
     found = sorted({trial for trial in trials if trial.startswith(named)})
     if len(found) > 1 and named not in found:
-        raise ConfigError(f"{named} is not one trial, but {len(found)}: {', '.join(found)}")
+        raise ConfigError(f"{named} is not one {kind}, but {len(found)}: {', '.join(found)}")
     return named if named in found else next(iter(found), None)
 
 
@@ -145,7 +171,7 @@ def own_trackers(config_file: Path | None, storage: str | None) -> dict[str, dic
     experiment = chosen_experiment(config_file, storage)
     from trial_core.observe.trackers.tracking import trackers_of
 
-    return trackers_of(read_experiment(experiment, [], storage)) if experiment else {}
+    return trackers_of(read_any_experiment(experiment, [], storage)) if experiment else {}
 
 
 def open_store(
@@ -164,7 +190,7 @@ def open_store(
 
     if (experiment := chosen_experiment(config_file, storage)) is not None:
         try:
-            return open_store_of(read_experiment(experiment, [*overrides], storage))
+            return open_store_of(read_any_experiment(experiment, [*overrides], storage))
         except ConfigError as error:
             if config_file is None:
                 why = f"{experiment} is read because neither --config nor --storage is given"
@@ -202,7 +228,6 @@ def with_block(experiment: ExperimentConfig) -> ExperimentConfig:
 
 
 def open_store_of(experiment: ExperimentConfig) -> CheckpointStore:
-    """Open the storage of an experiment."""
     from trial_core.checkpoint.store import CheckpointStore
 
     place = with_block(experiment).checkpoint_storage

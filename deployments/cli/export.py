@@ -87,7 +87,7 @@ def export(
     config: ConfigFile = None,
     storage: StorageOption = None,
     json_: AsJson = False,
-) -> int:
+) -> None:
     """Write the weights of a checkpoint to one file, or to a folder of another library.
 
     Consolidates ZeRO's shards; of a PyTorchTrial, writes one of its models. Every file is verified
@@ -140,7 +140,6 @@ def export(
         print(f"checkpoint {manifest.uuid} ({at}): {names}, {size}, in {to}")
         if pushed:
             print(f"uploaded to {pushed}")
-    return 0
 
 
 def _reference(checkpoint: str | None, trial: str | None) -> str:

@@ -29,7 +29,7 @@ def init(
     ] = "pytorch",
     folder: Annotated[Path, Parameter(help="Where to write it; made if it is missing.")] = Path(),
     /,
-) -> int:
+) -> None:
     """Write a small working trial, to begin from.
 
     Writes the trial, its experiment and, with DeepSpeed, DeepSpeed's config; and a .gitignore for
@@ -56,11 +56,9 @@ def init(
     print("next:")
     for command in _next_commands(template, folder):
         print(f"  {command}")
-    return 0
 
 
 def template_files(template: Template) -> dict[str, str]:
-    """The files of a template: their texts by name."""
     entries = (files("trialflow.deployments") / "trial_templates" / template).iterdir()
     # pip compiles the trial into a folder next to it.
     texts = {entry.name: entry.read_text("utf-8") for entry in entries if entry.is_file()}

@@ -42,7 +42,7 @@ def jobset(
     *,
     nodes: Annotated[int, Parameter(help="How many nodes train.", validator=Number(gte=1))],
     image: Annotated[str, Parameter(help="The image of all pods.")] = DEFAULT_IMAGE,
-) -> int:
+) -> None:
     """Print a JobSet that trains an experiment on Kubernetes nodes, for `kubectl create -f -`.
 
     Its pods read the experiment under its path here, in the image's working folder. Changes nothing
@@ -55,7 +55,6 @@ def jobset(
             "Mount it in both pod templates, or use an object storage"
         )
     print(render_jobset(experiment, config, nodes, image), end="")
-    return 0
 
 
 def render_jobset(experiment: ExperimentConfig, path: PurePath, nodes: int, image: str) -> str:

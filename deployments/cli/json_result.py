@@ -63,12 +63,10 @@ class JsonResult:
             print(self.line(), flush=True)
 
     def completed(self, result: TrialResult) -> None:
-        """Record that the flow returned a result."""
         self.result = result
         self.status = "stopped" if result.stop_reason else "completed"
 
     def stopped(self, signal_name: str) -> None:
-        """Record that a signal ended the run."""
         self.status, self.stop_reason = "stopped", f"interrupted ({signal_name})"
 
     def failed(self, failure: TrialflowError, exit_code: int) -> None:

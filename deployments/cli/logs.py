@@ -41,7 +41,7 @@ def logs(
     ] = False,
     config: ConfigFile = None,
     storage: StorageOption = None,
-) -> int:
+) -> None:
     """Print the complete log of a rank: from the run's folder, else from the storage."""
     from trial_core.processes.machine.run_dirs import holder_of, home_folder
 
@@ -55,13 +55,12 @@ def logs(
                 _fetch(store, trial, name, fetched)
             fetched.seek(0)
             _print(io.TextIOWrapper(fetched, encoding="utf-8", errors="replace"))
-        return 0
+        return
     with here[found].open(encoding="utf-8", errors="replace") as file:
         while follow and holder_of(here[found].parents[1]) is not None:
             _print(file)
             time.sleep(FOLLOW_SECONDS)
         _print(file)
-    return 0
 
 
 def _print(file: IO[str]) -> None:

@@ -31,6 +31,8 @@ from trialflow.deployments.cli import (
     models,
     retrain,
     runs,
+    search,
+    search_command,
     train,
     tune_batch,
     up,
@@ -68,6 +70,8 @@ app.command(retrain.retrain)
 app.command(config.config)
 app.command(commands.app)
 app.command(runs.app)
+search.app.default(search_command.search)
+app.command(search.app)
 app.command(models.app)
 app.command(export.export)
 app.command(up.up)

@@ -34,7 +34,7 @@ def migrate(
     diff: Annotated[
         bool, Parameter(negative=(), help="Print the changes, and do not make them.")
     ] = False,
-) -> int:
+) -> None:
     """Move trials and scripts from Determined.
 
     Changes the imports of Python files, and entrypoints with a launcher of Determined in experiment
@@ -73,7 +73,6 @@ def migrate(
         left += len(migrated.findings)
     verb = "would change" if diff else "changed"
     console.note(f"{verb} {plural(changed, 'file')}; {plural(left, 'line')} to look at")
-    return 0
 
 
 def _migrated(path: Path) -> Migrated:

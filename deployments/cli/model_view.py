@@ -29,7 +29,6 @@ class ModelView:
         self._versions = registry.versions(name)
 
     def summary(self) -> dict[str, Any]:
-        """The model in a list, as JSON."""
         move, champion = self._last_move, self._champion()
         return {
             "model": self._name,
@@ -41,7 +40,6 @@ class ModelView:
         }
 
     def list_row(self) -> tuple[str, ...]:
-        """The model in a list, as a row of `LIST_COLUMNS`."""
         move, champion = self._last_move, self._champion()
         return (
             self._name,
@@ -53,7 +51,6 @@ class ModelView:
         )
 
     def details(self) -> dict[str, Any]:
-        """The model with versions and moves, as JSON."""
         from msgspec import to_builtins
 
         manifest_keys, moves = self._manifest_keys(), self._registry.moves(self._name)
@@ -72,7 +69,6 @@ class ModelView:
         }
 
     def print(self) -> None:
-        """Print the model with versions and moves, as tables."""
         length = shortest_unique([each.checkpoint for each in self._versions])
         manifest_keys, moves = self._manifest_keys(), self._registry.moves(self._name)
         rows = []

@@ -17,7 +17,7 @@ from trialflow.deployments.cli.experiment_options import (
     chosen_experiment,
     open_store,
     own_trackers,
-    read_experiment,
+    read_any_experiment,
 )
 from trialflow.deployments.cli.model_view import LIST_COLUMNS, ModelView, listed
 from trialflow.deployments.cli.tables import AsJson, print_table
@@ -42,7 +42,7 @@ Why = Annotated[str, Parameter(help="Reason, shown in the model's history. Defau
 @app.command(name="list")
 def list_(
     *, config: ConfigFile = None, storage: StorageOption = None, json_: AsJson = False
-) -> int:
+) -> None:
     """List models and their champions."""
     registry = _registry(config, storage)
     with waiting(f"reading {registry.store.url}"):
@@ -53,7 +53,6 @@ def list_(
         print(f"no models in {registry.store.url}")
     else:
         print_table(LIST_COLUMNS, [row for _, row in models])
-    return 0
 
 
 @app.command
@@ -64,7 +63,7 @@ def show(
     config: ConfigFile = None,
     storage: StorageOption = None,
     json_: AsJson = False,
-) -> int:
+) -> None:
     """Show the versions of a model, and how its champion has changed.
 
     Parameters
@@ -80,7 +79,6 @@ def show(
         print(json.dumps(view.details(), indent=2))
     else:
         view.print()
-    return 0
 
 
 @app.command
@@ -101,7 +99,7 @@ def promote(
     config: ConfigFile = None,
     storage: StorageOption = None,
     json_: AsJson = False,
-) -> int:
+) -> None:
     """Make a version the champion, after verifying every byte of its checkpoint.
 
     Parameters
@@ -129,7 +127,6 @@ def promote(
     if is_new:
         _tell_server(registry, move, own_trackers(config, storage))
     _print_move(move, is_new, json_, _storage_options(config, storage))
-    return 0
 
 
 @app.command
@@ -141,7 +138,7 @@ def rollback(
     config: ConfigFile = None,
     storage: StorageOption = None,
     json_: AsJson = False,
-) -> int:
+) -> None:
     """Make the previous champion the champion again.
 
     Parameters
@@ -154,7 +151,6 @@ def rollback(
         move = registry.rollback(model, why=why)
     _tell_server(registry, move, own_trackers(config, storage))
     _print_move(move, True, json_, _storage_options(config, storage))
-    return 0
 
 
 def _storage_options(config: Path | None, storage: str | None) -> str:
@@ -184,7 +180,7 @@ def _register(
     if config is None and versions:
         metric, smaller_is_better = versions[-1].metric, versions[-1].smaller_is_better
     elif (experiment := chosen_experiment(config, storage)) is not None:
-        searcher = read_experiment(experiment, []).searcher
+        searcher = read_any_experiment(experiment, []).searcher
         metric, smaller_is_better = searcher.metric, searcher.smaller_is_better
     else:
         metric, smaller_is_better = None, True

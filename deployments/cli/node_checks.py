@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from trial_core.checkpoint.layout import StoredPath
 from trial_core.checkpoint.manifest import FileEntry
 from trial_core.checkpoint.storage.base import PROBES, Storage
 from trial_core.common.text_format import plural, size
@@ -303,10 +304,12 @@ def storage_checks(storage: Storage, agents: Sequence[ConnectedAgent]) -> Iterat
     """
     folder, data = f"{PROBES}/{uuid.uuid4()}", os.urandom(PROBE_BYTES)
     digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
-    entry = FileEntry(path="of-the-driver", size_bytes=PROBE_BYTES, digest=digest, rank=0)
+    entry = FileEntry(
+        path=StoredPath("of-the-driver"), size_bytes=PROBE_BYTES, digest=digest, rank=0
+    )
     try:
         with waiting(f"writing to {storage.url}"):
-            storage.write(f"{folder}/{entry.path}", data)
+            storage.write(f"{folder}/{entry.checked_path}", data)
         question = TryStorage(storage=storage.spec, folder=folder, object=entry)
         answers = yield from ask("storage", agents, question, StorageTried)
     finally:

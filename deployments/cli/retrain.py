@@ -154,7 +154,7 @@ def data_arrived(
             "experiment's `data`.",
         ),
     ] = None,
-) -> int:
+) -> None:
     """Tell the Prefect server that a model has new data, so that a worker retrains it.
 
     For example, for an experiment whose `data` has a field `path`:
@@ -187,7 +187,6 @@ def data_arrived(
             console.warning(problem)
     where = f": {json.dumps(new_data, ensure_ascii=False)}" if new_data else ""
     print(text_format.clean(f"sent {event.event}: model {model} has new data{where}"))
-    return 0
 
 
 def _automation_problem(client: SyncPrefectClient, model: str) -> str | None:

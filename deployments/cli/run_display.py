@@ -97,6 +97,10 @@ class Display(RunStatus):
                 f"{text_format.plural(total_batches, 'batch')}"
             )
 
+    def search_advanced(self, news: str) -> None:
+        self.has_trained = True
+        self.say(news)
+
     def moving(self, what: str) -> None:
         self.say(text_format.one_line(what))
         super().moving(what)
@@ -226,16 +230,13 @@ class LiveDisplay(Display):
             self.say(f"validate @{batches}: {text_format.metrics_line(metrics)}")
 
     def render(self) -> RenderableType:
-        """The two lines at this moment."""
         from rich.console import Group
         from rich.progress_bar import ProgressBar
         from rich.table import Table
         from rich.text import Text
 
         stage = self.stage
-        after: list[RenderableType] = [
-            Text(text_format.clock(self.seconds_in(stage)), style="dim"),
-        ]
+        after: list[RenderableType] = [Text(text_format.clock(self.seconds_in(stage)), style="dim")]
         if self.total_batches:
             after.insert(0, Text(f"{self.batches}/{self.total_batches}"))
         room = self._console.width - 2 - sum(len(str(text)) + 1 for text in after)

@@ -97,7 +97,7 @@ def _read(store: CheckpointStore, trial: str) -> StoredTrial:
 @app.command(name="list")
 def list_(
     *, config: ConfigFile = None, storage: StorageOption = None, json_: AsJson = False
-) -> int:
+) -> None:
     """List the trials that have saved, the newest last, with their best searcher metric."""
     store = open_store(config, storage)
     found = []
@@ -110,14 +110,13 @@ def list_(
     found.sort(key=lambda trial: trial.saved_at)
     if json_:
         print_json([{"trial": t.trial, "saved_at": t.saved_at, **t.results} for t in found])
-        return 0
+        return
     rows = [
         (each.trial, local_time(each.saved_at), *map(_cell, [each.metric, *each.results.values()]))
         for each in found
     ]
     columns = ("trial", "last checkpoint", "metric", "batches", "ended", "best")
     print_table(columns, [row[: len(columns)] for row in rows])
-    return 0
 
 
 @app.command
@@ -134,7 +133,7 @@ def compare(
     config: ConfigFile = None,
     storage: StorageOption = None,
     json_: AsJson = False,
-) -> int:
+) -> None:
     """Compare trials: the fields of their experiments that differ, and their results."""
     store = open_store(config, storage)
     with waiting(f"reading {store.url}"):
@@ -150,7 +149,6 @@ def compare(
         print_json({"trials": trials, **rows})
     else:
         print_table(("", *trials), [(name, *map(_cell, row)) for name, row in rows.items()])
-    return 0
 
 
 def _draw(trials: Sequence[StoredTrial], path: Path) -> None:
@@ -226,7 +224,7 @@ def show(
     config: ConfigFile = None,
     storage: StorageOption = None,
     json_: AsJson = False,
-) -> int:
+) -> None:
     """Show the ledger of time of a trial: the use of its slots in all runs, goodput and cost.
 
     Parameters
@@ -247,7 +245,7 @@ def show(
         )
     if json_:
         print(json.dumps(ledger.to_json(), indent=2))
-        return 0
+        return
     print(f"{trial}: {ledger.headline}\n")
     print_table(
         ("slots", "time", "share"),
@@ -260,7 +258,6 @@ def show(
     )
     for note in ledger.notes():
         print(f"\n{note}")
-    return 0
 
 
 def _row(run: RunTime, ledger: TimeLedger) -> tuple[str, ...]:
@@ -285,7 +282,7 @@ def clean(
     yes: Annotated[bool, Parameter(name=["--yes", "-y"], help="Remove without asking.")] = False,
     config: ConfigFile = None,
     storage: StorageOption = None,
-) -> int:
+) -> None:
     """Remove the local folders of ended runs that are wholly stored. Shows them and asks first.
 
     Reports, logs and TensorBoard files stay in the storage, and `--resume` continues the trials as
@@ -309,7 +306,7 @@ def clean(
     size = text_format.size(sum(folders[path] for path in removable))
     print(f"\nto remove: {count} of {len(folders)} in {home}, {size}")
     if not removable or not (yes or console.is_confirmed(f"remove {count}", "removed")):
-        return 0
+        return
     for path in removable:
         # Once more: a run may have begun while the question waited for its answer.
         if why := _why_kept(path, store, older_than):
@@ -319,7 +316,6 @@ def clean(
             if has_ended:
                 shutil.rmtree(path)
                 print(f"removed {path}, {text_format.size(folders[path])}", flush=True)
-    return 0
 
 
 def _size(folder: Path) -> int:

@@ -319,13 +319,11 @@ def tried(
 
 
 def _compared(result: TrialResult) -> str:
-    """What a resume would change."""
     at = f"checkpoint {result.checkpoint_uuid} (batch {result.batches_trained})"
     return "\n".join(result.changes) or f"{at}: nothing has changed since it was saved"
 
 
 def _tested(result: TrialResult) -> str:
-    """Summarize a successful test."""
     metrics = text_format.metrics_line(result.validation_metrics or result.training_metrics)
     trained = text_format.plural(result.batches_trained, "batch")
     saved = "a checkpoint saved, restored and deleted"

@@ -83,7 +83,6 @@ class Waiting:
                 self._live.start()
 
     def render(self) -> RenderableType:
-        """The line at this moment."""
         from rich.progress_bar import ProgressBar
         from rich.spinner import Spinner
         from rich.table import Table

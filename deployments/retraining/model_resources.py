@@ -99,8 +99,6 @@ class FileSchedule(Resource):
 
 
 def _data_arrived(model: str) -> AutomationResource:
-    """The automation that retrains a model when data arrives."""
-
     def wanted(client: SyncPrefectClient) -> AutomationCore | None:
         deployment = deployment_of(client, model)
         return None if deployment is None else data_arrived_automation(model, deployment.id)

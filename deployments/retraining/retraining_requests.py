@@ -155,14 +155,12 @@ def _error_lines(path: Path, error: ValidationError) -> list[str]:
 
 
 def describe_schedule(schedule: RetrainingSchedule) -> str:
-    """A schedule in words."""
     if isinstance(schedule, CronSchedule):
         return f"{schedule.cron}, {schedule.timezone}"
     return f"every {schedule.interval.total_seconds():g} s"
 
 
 def automation_name(model: str) -> str:
-    """The name of the automation that retrains a model when data arrives."""
     return f"trialflow: data arrived for {model}"
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from trial_core.config import ExperimentConfig
 from trial_core.config.section_base import Section
+from trial_core.search.settings import SearchSettings
 
 PAGE = "reference/configuration.md"
 MARKER = "<!-- fields -->"
@@ -36,11 +37,25 @@ def tables() -> Iterator[str]:
         if (section := _section(field))
     }
     yield from _table("Top level", schema, schema["$defs"])
+    of_search = SearchSettings.model_json_schema()
     for name, section in sections.items():
         yield from _table(f"`{name}`", section, schema["$defs"])
+        if name == "searcher":
+            title = "`searcher` of a hyperparameter search"
+            own = {**of_search, "properties": _only_of_search(of_search, section)}
+            yield from _table(title, own, of_search.get("$defs", {}))
         for inner, field in section["properties"].items():
             if of_inner := _section(field):
                 yield from _table(f"`{name}.{inner}`", schema["$defs"][of_inner], schema["$defs"])
+
+
+def _only_of_search(of_search: dict[str, Any], section: dict[str, Any]) -> dict[str, Any]:
+    """The fields that the section of a single trial does not have, and the name."""
+    return {
+        name: field
+        for name, field in of_search["properties"].items()
+        if name == "name" or name not in section["properties"]
+    }
 
 
 def ignored() -> Iterator[str]:

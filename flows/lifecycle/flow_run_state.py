@@ -91,10 +91,7 @@ def hold_suspended(flow_run_id: UUID) -> None:
     Prefect fails a run whose pause has expired: after 300 s, if the UI's Pause is pressed. A pause
     that expects a living process becomes one that starts the run again.
     """
-    with (
-        client_retries(0),
-        get_client(sync_client=True) as client,
-    ):
+    with client_retries(0), get_client(sync_client=True) as client:
         state = client.read_flow_run(flow_run_id).state
         if state is None or state.type != StateType.PAUSED:
             return

@@ -114,10 +114,7 @@ class ParentRuns:
         """Return the reason to stop if a parent ends, else None. Raises as Prefect's client."""
         if self._call is None:
             return None
-        with (
-            client_retries(0),
-            get_client(sync_client=True) as client,
-        ):
+        with client_retries(0), get_client(sync_client=True) as client:
             call: UUID | None = self._call
             while call is not None:
                 if call in self._parents:

@@ -32,6 +32,14 @@ def retrain_name() -> str:
     return f"retrain {_of_trial()}"
 
 
+def search_name() -> str:
+    """The search's id: ``mine-search-4f0c21aa93b7``."""
+    context = FlowRunContext.get()
+    named = (context.parameters or {}).get("search") if context else None
+    config: ExperimentConfig = _given()
+    return str(named or trial_id(f"{config.name} search", identity_of_run(config)))
+
+
 def _of_trial() -> str:
     config: ExperimentConfig = _given()
     return trial_id(config.name, identity_of_run(config))

@@ -62,7 +62,7 @@ def _acquire(config: ExperimentConfig, held: ExitStack) -> dict[str, str]:
         return {}
     resources = config.resources
     count = resolve_slot_count(resources.min_slots, variables, resources.max_slots)
-    if not _has_limit(count):
+    if not has_gpu_limit(count):
         return {}
     held.enter_context(_counted_slots(count))
     return held.enter_context(reserve_devices(count, variables, _log_waiting))
@@ -73,7 +73,7 @@ def _log_waiting() -> None:
         get_run_logger().info("waiting for GPUs of this machine: other runs use them")
 
 
-def _has_limit(count: int) -> bool:
+def has_gpu_limit(count: int) -> bool:
     """Return whether the server counts GPUs. Prefect would log a warning for a missing limit."""
     with get_client(sync_client=True) as client:
         try:

@@ -395,10 +395,7 @@ class StopMonitor:
     def _say_that_it_runs(self, run: FlowRun) -> None:
         """Correct the state of a run that was presumed dead because its server was away."""
         # Once: the automation schedules the run again after ten seconds.
-        with (
-            client_retries(0),
-            get_client(sync_client=True) as client,
-        ):
+        with client_retries(0), get_client(sync_client=True) as client:
             running: State[Any] = Running(message=self._alive_message)
             client.set_flow_run_state(run.id, running, force=True)
         # Prefect counts it as a start. A new read might already count another attempt as well.

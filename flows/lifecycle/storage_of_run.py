@@ -38,10 +38,7 @@ def storage_of_run(limit_seconds: float | None, stopping: StopHandler | None = N
     outage = ServerOutage(limit_seconds)
     while True:
         try:
-            with (
-                client_retries(0),
-                get_client(sync_client=True) as client,
-            ):
+            with client_retries(0), get_client(sync_client=True) as client:
                 mark = client.read_flow_run(_run_id()).labels.get(LABEL)
             return None if mark is None else str(mark)
         except NO_ANSWER as error:

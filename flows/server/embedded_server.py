@@ -67,8 +67,7 @@ class PrefectApi:
 
 @contextmanager
 def prefect_api(
-    waiting_for: Callable[[str], None] = lambda what: None,
-    is_quiet: bool = True,
+    waiting_for: Callable[[str], None] = lambda what: None, is_quiet: bool = True
 ) -> Iterator[PrefectApi]:
     """Provide a Prefect API for the flows of the block.
 

@@ -27,12 +27,7 @@ from pathlib import Path
 from trial_core.errors import TrialflowError
 from trial_core.processes.machine.child import Child, log_tail
 from trialflow.flows.server.prefect_settings import chosen_settings, environment
-from trialflow.flows.server.server_login import (
-    HOST,
-    ServerLogin,
-    new_password,
-    password_path,
-)
+from trialflow.flows.server.server_login import HOST, ServerLogin, new_password, password_path
 
 START_POLL_SECONDS = 0.1
 STOP_TIMEOUT_SECONDS = 45.0
@@ -130,7 +125,6 @@ class PrefectServerProcess:
 
     @property
     def has_ended(self) -> bool:
-        """True if the server has ended by itself."""
         return self._process is not None and not self._process.lives()
 
     def restart(self) -> None:

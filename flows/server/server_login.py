@@ -65,7 +65,6 @@ def new_password() -> str:
 
 
 def password_path(home: Path, port: int) -> Path:
-    """The file with the password of the server on `port`."""
     return home / f"trialflow-{port}.password"
 
 

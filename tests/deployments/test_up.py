@@ -123,7 +123,7 @@ def test_everything_starts_and_ends_with_the_command(tmp_path: Path) -> None:
             assert f"(port {port} is taken)" in running.log.read_text()
             assert "<html" in httpx.get(running.url, follow_redirects=True).text.lower()
             names = {each["name"] for each in running.query("deployments/filter")}
-            assert names == {"train", "evaluate", "prune", "retrain"}
+            assert names == {"train", "evaluate", "search", "prune", "retrain"}
             settings = running.get("admin/settings")["server"]
             assert settings["events"]["expired_bucket_buffer"] in ("P30D", 30 * 24 * 3600.0)
             password = running.password_path.read_text().strip()

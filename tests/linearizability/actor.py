@@ -20,9 +20,10 @@ from s3fs import S3FileSystem
 from tests.linearizability import owners, protections, registry, trials
 from tests.linearizability.history import Recorder
 from trial_core.checkpoint.fencing import Fence
-from trial_core.checkpoint.retention import claims, deletion_markers
+from trial_core.checkpoint.intents import intents
+from trial_core.checkpoint.numbered_log import NumberedLog
+from trial_core.checkpoint.retention import claims, deletion_markers, pruning
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.models.records import NumberedLog
 
 SUBJECTS: Mapping[str, ModuleType] = {
     "trials": trials, "owners": owners, "protections": protections, "registry": registry
@@ -46,6 +47,9 @@ MISTAKES: Mapping[str, Callable[[], AbstractContextManager[Any]]] = {
     "a pin does not look for deletions": lambda: mock.patch.object(deletion_markers, "check_stays"),
     "a prune does not look again": lambda: mock.patch(
         "trial_core.checkpoint.retention.pruning._why_needed_now", return_value=None
+    ),
+    "an intent keeps its base for ever": lambda: mock.patch.object(
+        pruning, "uploads", lambda storage, trial: intents(storage, trial)
     ),
     "a commit does not look for swept files": lambda: mock.patch.object(
         Fence, "is_newest", return_value=True

@@ -77,7 +77,7 @@ def _play_lifetimes(subject: str, simulation: Simulation) -> None:
     def body(number: int) -> None:
         choose = random.Random(f"{simulation.seed} {number}")
         actor = lifetimes.Actor(judge, choose, f"{number}")
-        for _ in range(10):
+        for _ in range(choose.choice((10, 25))):
             actor.act()
 
     simulation.run(body, 4)

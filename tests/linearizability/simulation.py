@@ -2,17 +2,20 @@
 
 The product's code runs as it is, above `Storage`'s primitives: each process is a greenlet, and each
 request to the storage is a point at which the scheduler chooses who continues. A request or its
-reply may be lost, come late, come twice, or be slow; and the process may be killed there. The clock
-advances with requests, and when a process waits. Each history has a weather of its own: which of
-these happen, and how often. The same seed gives the same history.
+reply may be lost, come late, come twice, or be slow; the storage may keep what it was told to
+delete; and the process may be killed there. The clock advances with requests, and when a process
+waits. Each history has a weather of its own: which of these happen, and how often. The same seed
+gives the same history.
 """
 
 from __future__ import annotations
 
 import bisect
+import getpass
 import json
 import logging
 import random
+import socket
 import time
 import uuid as uuids
 from collections import Counter
@@ -28,17 +31,23 @@ from unittest import mock
 from greenlet import GreenletExit, getcurrent, greenlet  # type: ignore[import-untyped]
 
 from tests.linearizability.history import Event, Recorder, events_of
-from trial_core.checkpoint import json_objects, manifest, store
-from trial_core.checkpoint.retention import deletion_markers
+from trial_core.checkpoint import commit, fencing, json_objects, layout, manifest, store
+from trial_core.checkpoint.retention import claims, deletion_markers, trial_owner
 from trial_core.checkpoint.storage import base, parallel
 from trial_core.checkpoint.store import CheckpointStore
 
 BEGIN = datetime(2031, 5, 9, tzinfo=timezone.utc)
 TURNS = (0.5, 0.2, 0.1, 0.05, 0.03)
 """How likely it is that another process has the next request: one of them for a whole history."""
+CHECKED = (f"{layout.MANIFESTS}/", f"{layout.CHECKPOINTS}/")
+"""Whether these objects are gone is looked at after their deletion."""
 LIMIT = 20_000
 """Requests after which a history counts as endless."""
+LATEST = 3600.0
+"""Seconds without any request, within which all that is late has come."""
 ROOT = "simulated"
+MOST_BYTES = 20_000
+"""Of a small object: see `base.MAX_OBJECT_BYTES`."""
 
 
 class Killed(GreenletExit):  # type: ignore[misc]
@@ -53,6 +62,9 @@ class Weather:
         pages: how many keys a listing reads at a time; None: all at one moment.
         slow: seconds that a slow answer may take.
         sleeps: whether processes let hours or weeks pass.
+        tells_times: whether listings have the times of objects.
+        tries: how often the product tries again what others have won, or waits for others; None:
+            as often as it does.
     """
 
     faults: dict[str, float]
@@ -60,21 +72,30 @@ class Weather:
     pages: int | None
     slow: tuple[float, ...]
     sleeps: bool
+    tells_times: bool
+    tries: int | None
 
     @classmethod
     def drawn(cls, choose: random.Random, is_harsh: bool) -> Weather:
         """Each fault is absent from half of the histories, so that rare ones meet alone, too."""
-        kinds = ("cut request", "lose reply", "late", "twice", "slow", "kill before", "kill after")
+        kinds = (
+            "cut request", "lose reply", "late", "twice", "slow", "kill before", "kill after",
+            *(["stall"] if is_harsh else []),
+        )  # fmt: skip
         share = choose.choice((0.0, 0.01, 0.03, 0.1))
         faults = {kind: share for kind in kinds if choose.random() < 0.5}
         for kind in ("kill before", "kill after"):
             faults[kind] = faults.get(kind, 0.0) / 5
+        if is_harsh and choose.random() < 0.2:
+            faults["not deleted"] = 0.05
         return cls(
             faults,
             turns=choose.choice(TURNS),
             pages=choose.choice((None, None, 1, 3)) if is_harsh else None,
             slow=(1.0, 60.0, 2000.0) if is_harsh else (1.0,),
             sleeps=choose.random() < 0.5,
+            tells_times=not is_harsh or choose.random() < 0.8,
+            tries=choose.choice((None, None, 1, 2)) if is_harsh else None,
         )
 
 
@@ -82,6 +103,11 @@ class Weather:
 class _Process:
     number: int
     is_dead: bool = False
+
+    @property
+    def machine(self) -> int:
+        return self.number % 3
+
     body: Any = None
     wakes_at: float = 0.0
 
@@ -92,6 +118,8 @@ class Simulation:
 
     Attributes:
         objects: what is stored: the bytes, and when they were written.
+        unfinished: the keys of unfinished uploads by a number, and when they began.
+        on_request: called before each request of a process.
         on_write, on_delete: called when a request has its effect.
         may_be_late: whether a write of this key may come late or twice.
         is_harsh: whether listings may be read in pages, and answers take longer than a deletion
@@ -105,6 +133,8 @@ class Simulation:
     is_harsh: bool = False
     most_faults: int = 1000
     objects: dict[str, tuple[bytes, float]] = field(default_factory=dict)
+    unfinished: dict[int, tuple[str, float]] = field(default_factory=dict)
+    on_request: Callable[[], None] = lambda: None
     on_write: Callable[[str, bytes], None] = lambda key, data: None
     on_delete: Callable[[str], None] = lambda key: None
     counts: Counter[str] = field(default_factory=Counter)
@@ -147,7 +177,10 @@ class Simulation:
                     turn = self.choose.choice(awake)
                     body_of, process = alive[turn]
                 else:
-                    self.seconds = min(each.wakes_at for _, each in alive)
+                    wakes_at = min(each.wakes_at for _, each in alive)
+                    if wakes_at - self.seconds > LATEST:
+                        self._deliver(LIMIT)
+                    self.seconds = wakes_at
                     continue
             self.seconds += self.choose.choice((0.001, 0.01, 0.1))
             body_of.switch()
@@ -191,13 +224,16 @@ class Simulation:
         if process.is_dead:
             raise Killed
         self._main.switch()
+        self.on_request()
         text = f"{process.number} {verb} {key}"
-        fault = self._fault(writes, key)
+        fault = self._fault(verb, writes, key)
         self.counts["requests"] += 1
         self.counts[fault] += 1
         self._note(f"{fault:9.9} {text}")
         if fault == "cut request":
             raise ConnectionError("simulated: the request was lost")
+        if fault == "stall":  # others go on; all of it is shorter than a deletion may take
+            self.sleep(self.choose.choice((10.0, 600.0)))
         if fault == "kill before":
             process.is_dead = True
             raise Killed
@@ -207,7 +243,7 @@ class Simulation:
         if fault == "late":
             raise TimeoutError("simulated: no answer")
         try:
-            return effect()
+            return None if fault == "not deleted" else effect()
         finally:
             if fault == "slow":
                 self.seconds += self.choose.choice(self.weather.slow)
@@ -218,7 +254,7 @@ class Simulation:
             if fault == "lose reply":
                 raise ConnectionError("simulated: the reply was lost")
 
-    def _fault(self, writes: bool, key: str) -> str:
+    def _fault(self, verb: str, writes: bool, key: str) -> str:
         left = self.choose.random()
         if self.counts.total() - self.counts[""] - self.counts["requests"] >= self.most_faults:
             return ""
@@ -226,6 +262,8 @@ class Simulation:
             left -= share
             if left < 0:
                 if kind in ("late", "twice") and not (writes and self.may_be_late(key)):
+                    return ""
+                if kind == "not deleted" and not (verb == "delete" and key.startswith(CHECKED)):
                     return ""
                 return kind
         return ""
@@ -249,6 +287,17 @@ class Simulation:
         self.on_delete(key)
         del self.objects[key]
 
+    def begin_upload(self, number: int, key: str) -> None:
+        """The effect of the beginning of an upload in parts."""
+        self.unfinished[number] = key, self.seconds
+
+    def complete_upload(self, number: int, data: bytes) -> None:
+        """The effect of its end."""
+        if number not in self.unfinished:
+            raise FileNotFoundError(f"upload {number} was aborted")
+        key, _ = self.unfinished.pop(number)
+        self.put(key, data, False)
+
     def get(self, key: str) -> bytes:
         """The bytes of an object."""
         if key not in self.objects:
@@ -259,20 +308,17 @@ class Simulation:
         """A page of the objects below a folder, with keys greater than `after`; whether it ends."""
         keys = sorted(key for key in self.objects if key.startswith(folder) and key > after)
         page = keys[: self.weather.pages]
-        began = BEGIN.timestamp()
-        found = {
-            f"{ROOT}/{key}": {
-                "size": len(self.objects[key][0]),
-                "created": began + self.objects[key][1],
-            }
-            for key in page
-        }
+        found = {f"{ROOT}/{key}": self._details(*self.objects[key]) for key in page}
         return found, len(page) == len(keys)
+
+    def _details(self, data: bytes, seconds: float) -> dict[str, Any]:
+        time = {"created": BEGIN.timestamp() + seconds} if self.weather.tells_times else {}
+        return {"size": len(data), **time}
 
     def store(self, kind: type[CheckpointStore] = CheckpointStore) -> CheckpointStore:
         """A client."""
         made = kind(f"memory://{ROOT}")
-        made.storage = _SimulatedStorage(made.storage.spec, _Requests(self), ROOT)
+        made.storage = SimulatedStorage(made.storage.spec, _Requests(self), ROOT)
         return made
 
     def recorder(self, process: str) -> Recorder:
@@ -283,11 +329,27 @@ class Simulation:
         """The operations on a key that were recorded."""
         return [each for each in events_of(self.lines) if each.key == key]
 
-    # -------------------------------------------------------------------------------- time
+    # ------------------------------------------------------------------------ time and place
+
+    def _process(self) -> _Process:
+        """The process that runs; outside of processes, one that is never seen."""
+        return self._processes.get(getcurrent(), _Process(-1))
+
+    def _host(self) -> str:
+        """Two machines, or containers, have one name."""
+        return "cluster" if self._process().machine else "workstation"
+
+    def _is_local(self, process: str) -> bool:
+        return int(process) % 3 == self._process().machine
+
+    def _is_alive(self, process: str) -> bool:
+        """What a process can tell: those of other machines may be alive."""
+        numbers = {each.number for each in self._processes.values() if not each.is_dead}
+        return not process or not self._is_local(process) or int(process) in numbers
 
     @contextmanager
     def world(self) -> Iterator[None]:
-        """Clock, ids and threads of the product are the simulation's within the block."""
+        """Clock, ids, machines and threads of the product are the simulation's in the block."""
 
         class Clock(datetime):
             @classmethod
@@ -298,11 +360,20 @@ class Simulation:
         with ExitStack() as patches:
             for module in (json_objects, manifest, store, base):
                 patches.enter_context(mock.patch.object(module, "datetime", Clock))
-                if hasattr(module, "user_at_host"):
-                    patches.enter_context(
-                        mock.patch.object(module, "user_at_host", return_value="u@h")
-                    )
+            tries = self.weather.tries
+            fewer = (
+                (commit, "_ANNOUNCE_TRIES", tries), (fencing, "_TAKE_OVER_TRIES", tries),
+                (claims, "_LISTS", tries), (claims, "DELETION_WAIT_SECONDS", tries),
+            )  # fmt: skip
             for target, name, value in (
+                *(fewer if tries is not None else ()),
+                (base, "MAX_OBJECT_BYTES", MOST_BYTES),
+                (getpass, "getuser", lambda: "u"),
+                (socket, "gethostname", self._host),
+                (claims, "this_process", lambda: f"{self._process().number}"),
+                (trial_owner, "this_process", lambda: f"{self._process().number}"),
+                (claims, "is_alive", self._is_alive),
+                (trial_owner, "is_local", self._is_local),
                 (deletion_markers, "_seconds", lambda: self.seconds),
                 (time, "sleep", self.sleep),
                 (uuids, "uuid4", lambda: uuids.UUID(int=ids.getrandbits(128), version=4)),
@@ -324,7 +395,7 @@ class _Requests:
     protocol = "simulated"
 
     def __init__(self, simulation: Simulation) -> None:
-        self._simulation = simulation
+        self.simulation = self._simulation = simulation
 
     def cat_file(self, path: str, start: int, end: int) -> bytes:
         key = _key(path)
@@ -362,7 +433,7 @@ def _key(path: str) -> str:
     return path.removeprefix(f"{ROOT}/")
 
 
-class _SimulatedStorage(base.Storage):
+class SimulatedStorage(base.Storage):
     """The product's storage on a simulated file system."""
 
     def _find(self, path: str) -> dict[str, dict[str, Any]]:
@@ -371,6 +442,46 @@ class _SimulatedStorage(base.Storage):
 
     def _create_only_problem(self) -> str | None:
         return None
+
+    def upload_in_parts(self, key: str, data: bytes) -> None:
+        """Store a file as S3 does with large ones."""
+        made, number = self._simulation, self._simulation.choose.getrandbits(64)
+        with self._errors.translated(f"upload {key} to"):
+            made.request("begin", key, partial(made.begin_upload, number, key))
+            made.request("complete", key, partial(made.complete_upload, number, data))
+
+    def unfinished_uploads(self, folder: str) -> list[tuple[str, base.StoredObject]]:
+        """As `Storage.unfinished_uploads`."""
+        return [(key, base.StoredObject(0, at)) for _, key, at in self._unfinished(folder)]
+
+    def abort_uploads(self, folder: str, before: datetime | None = None) -> int:
+        """As `Storage.abort_uploads`."""
+        found = [
+            (number, key)
+            for number, key, at in self._unfinished(folder)
+            if before is None or (at is not None and at < before)
+        ]
+        with self._errors.translated(f"abort unfinished uploads to {folder} in"):
+            for number, key in found:
+                effect = partial(self._simulation.unfinished.pop, number, None)
+                self._simulation.request("abort", key, effect)
+        return len(found)
+
+    def _unfinished(self, folder: str) -> list[tuple[int, str, datetime | None]]:
+        def listed() -> list[tuple[int, str, datetime | None]]:
+            tells = self._simulation.weather.tells_times
+            return [
+                (number, key, BEGIN + timedelta(seconds=at) if tells else None)
+                for number, (key, at) in self._simulation.unfinished.items()
+                if key.startswith(f"{folder}/")
+            ]
+
+        with self._errors.translated(f"list {folder} in"):
+            return self._simulation.request("uploads", folder, listed)
+
+    @property
+    def _simulation(self) -> Simulation:
+        return self._fs.simulation
 
 
 class _AtOnce:

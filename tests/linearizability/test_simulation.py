@@ -24,7 +24,8 @@ SEED = os.environ.get("SEED")
 LONG = pytest.mark.long
 FAULTS = ("cut request", "lose reply", "late", "twice", "slow", "kill before", "kill after")
 FOUND = [("lifetimes", 33)]
-"""Seeds that have found a defect: 33, the intent of a committed checkpoint kept its base."""
+"""Seeds that find a defect that the product had: 33, an intent of a committed checkpoint kept its
+base (planted: "an intent keeps its base for ever")."""
 
 
 @pytest.mark.parametrize(
@@ -43,6 +44,33 @@ def test_what_is_promised_holds(subject: str, seeds: range) -> None:
     assert SEED is not None or counts["requests"] > 50 * len(seeds)
     if subject == "lifetimes" and len(seeds) > 1000:
         assert [each for each in FAULTS if not counts[each]] == []
+
+
+def _reach(*arguments: str) -> tuple[int, str]:
+    """`make simulate`: its exit status, and what it prints."""
+    command = (sys.executable, "-m", "tests.linearizability.reach", *arguments)
+    ended = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False,
+    )  # fmt: skip
+    return ended.returncode, ended.stdout + ended.stderr
+
+
+@LONG
+@pytest.mark.timeout(3600)
+def test_every_branch_is_reached_or_listed() -> None:
+    """1,000 histories reach all branches of commit, fencing, sweep and prune but those listed."""
+    status, printed = _reach("1000", "2000")
+    print(printed)
+    assert status == 0
+
+
+def test_a_branch_that_is_not_reached_is_named() -> None:
+    """Two histories reach some branches, and are told which they do not."""
+    status, printed = _reach("2")
+    assert status == 1
+    assert " of 2: commit.commit: fence is not None: true\n" in printed
+    assert "neither reached nor listed: intents._prevent_commit: except FileExistsError" in printed
 
 
 @pytest.mark.parametrize(("subject", "seed"), FOUND)
@@ -84,6 +112,7 @@ def test_a_seed_gives_one_history(subject: str) -> None:
         ("lifetimes", "no fence"),
         pytest.param("lifetimes", "a sweep and no tombstone", marks=LONG),
         ("lifetimes", "a commit does not look for swept files"),
+        pytest.param("lifetimes", "an intent keeps its base for ever", marks=LONG),
     ],
 )
 def test_a_planted_mistake_is_found(subject: str, mistake: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.manifests import new_manifest
 from tests.support.slots import toy_config
-from trial_core.errors import ConfigError
+from trial_core.errors import ConfigError, TrialError
 from trial_core.models.journal import RetrainingPlan
 from trial_core.models.records import Version
 from trial_core.schedule.stop_requests import StopHandler
@@ -26,9 +26,9 @@ def retraining(folder: Path, start: str = "scratch", **changes: Any) -> Retraini
     return RetrainingRun(config, "run-1")
 
 
-def champion(found: RetrainingRun) -> Version:
+def champion(found: RetrainingRun, entrypoint: str = "metric_trials:Old") -> Version:
     """A version with another entrypoint and other hyperparameters."""
-    manifest = new_manifest(entrypoint="old:Trial", hyperparameters={"width": 3})
+    manifest = new_manifest(entrypoint=entrypoint, hyperparameters={"width": 3})
     found.store.commit(manifest)
     return found.registry.register(
         "toy", manifest, metric="loss", smaller_is_better=True, value=None
@@ -82,8 +82,25 @@ def test_a_champion_is_validated_as_it_was_trained(tmp_path: Path) -> None:
     """With its own entrypoint and hyperparameters, but the present slots and code."""
     found = retraining(tmp_path)
     config = found.champion_config(PLAN, champion(found))
-    assert (config.entrypoint, config.hyperparameters) == ("old:Trial", {"width": 3})
+    assert (config.entrypoint, config.hyperparameters) == ("metric_trials:Old", {"width": 3})
     assert (config.resources, config.code) == (found.config.resources, found.config.code)
+
+
+@pytest.mark.parametrize(
+    "entrypoint", ["python -m timeit pass", "python ../x.py", "antigravity:Trial", "/tmp/x:Trial"]
+)
+def test_a_champion_names_no_program_of_this_machine(tmp_path: Path, entrypoint: str) -> None:
+    """Writers to the storage choose the champion; its code must be in the run's code folder."""
+    found = retraining(tmp_path)
+    with pytest.raises(TrialError, match=r"expected module:Class of .*toy"):
+        found.champion_config(PLAN, champion(found, entrypoint))
+
+
+def test_a_champion_keeps_its_entrypoint_with_its_own_code(tmp_path: Path) -> None:
+    """The code of the checkpoint is asked for, so its entrypoint counts."""
+    found = retraining(tmp_path, environment={"code": "from_checkpoint"})
+    config = found.champion_config(PLAN, champion(found, "gone:Trial"))
+    assert config.entrypoint == "gone:Trial"
 
 
 def test_a_callback_needs_the_code_folder(tmp_path: Path) -> None:

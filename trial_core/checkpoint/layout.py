@@ -20,6 +20,7 @@ runs/{trial}/ledger/{number:06d}.json           driver, each minute and at the e
 models/{model}/versions/{number:06d}.json       registry, to register; create-only      nothing
 models/{model}/moves/{number:06d}.json          registry, to move aliases; create-only  nothing
 models/{model}/retrainings/{run}/{path}         a retraining: its journal, its report   nothing
+searches/{search}/{number:06d}.json             driver of a search; create-only         nothing
 probes/{uuid}                                   a check of the storage                  the same check, or one after 7 days
 trialflow-storage.json                          the first run: the storage's mark        nothing
 ==============================================  ======================================  ==================================================
@@ -29,14 +30,54 @@ Files without a manifest are not a checkpoint: an upload is in progress, or they
 Trials, uuids and models come from users and from stored objects. Every function here that makes a
 key of one checks it, because `..` or `/` would lead into another family or out of the storage.
 What parses a key returns None for a key of another family.
+
+The texts of stored objects that lead to a key, a file, a module or a server, by their check. All
+others are only shown or compared (``test_stored_texts.py`` lists them):
+
+=====================  =============================================================================
+checked by             fields
+=====================  =============================================================================
+`checked_path`         FileEntry.path
+`checked_place`        FileEntry.stored_at, FileEntry.copy_at
+`checked_uuid`         Manifest.uuid, Intent.uuid, Intent.base, Version.checkpoint, Claim.needs,
+                       Challenger.checkpoint, Protection.uuid, SavedCheckpoint.uuid
+`checked_trial`        Manifest.trial, Intent.trial, Version.trial, RetrainingPlan.trial
+`checked_model`        Version.model, Move.model, Protection.model
+`retraining_key`       Version.run
+`_path`                Move.unique, Protection.unique: in keys alone
+`checked_entrypoint`   Manifest.entrypoint
+`from_json`            Deletion.manifest: a manifest
+`without_paths`        SenderOrder.trackers: the options; the names are those of `find_tracker`
+`sync_trackers`        SenderOrder.run_dir, SenderOrder.trial: replaced by its caller's
+`find_tracker`         State.run: an id that only that tracker's server interprets
+=====================  =============================================================================
 """  # noqa: E501 - a table
 
 from __future__ import annotations
 
 import re
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from trial_core.errors import CheckpointError, RegistryError
+from trial_core.errors import CheckpointDamaged, CheckpointError, RegistryError
+
+if TYPE_CHECKING:
+
+    class StoredPath:
+        """A path or a place in a stored object: at run time a text, to mypy none.
+
+        So mypy refuses it where a file is opened, a path is joined or a command is run. Only
+        `checked_path` and `checked_place` make usable texts of it.
+        """
+
+        def __init__(self, text: str) -> None: ...
+        def __eq__(self, other: object) -> bool: ...
+        def __hash__(self) -> int: ...
+        def __lt__(self, other: StoredPath) -> bool: ...
+        def __bool__(self) -> bool: ...
+        def startswith(self, prefix: str | tuple[str, ...]) -> bool: ...
+        def endswith(self, suffix: str) -> bool: ...
+else:
+    StoredPath = str
 
 MANIFESTS = "manifests"
 CHECKPOINTS = "checkpoints"
@@ -48,8 +89,10 @@ DELETIONS = "deletions"
 DAMAGES = "damages"
 RUNS = "runs"
 MODELS = "models"
+SEARCHES = "searches"
 FAMILIES = (
-    MANIFESTS, CHECKPOINTS, UPLOADS, ATTEMPTS, CLAIMS, PINS, DELETIONS, DAMAGES, RUNS, MODELS
+    MANIFESTS, CHECKPOINTS, UPLOADS, ATTEMPTS, CLAIMS, PINS, DELETIONS, DAMAGES, RUNS, MODELS,
+    SEARCHES,
 )  # fmt: skip
 """The folders at the root of a storage."""
 
@@ -161,10 +204,18 @@ def file_key(uuid: str, path: str) -> str:
     return f"{files_folder(uuid)}/{path}"
 
 
-def is_place(text: str) -> bool:
-    """Return whether text is a file's place: ``{uuid}/{path}`` of the checkpoint that stored it."""
-    uuid, _, path = text.partition("/")
-    return is_uuid(uuid) and is_file_path(path)
+def checked_place(place: StoredPath) -> tuple[str, str]:
+    """The uuid of the checkpoint that has stored a file, and the file's path there.
+
+    Raises CheckpointDamaged if the text is not ``{uuid}/{path}``.
+    """
+    uuid, _, path = str(place).partition("/")
+    if not is_uuid(uuid) or not is_file_path(path):
+        raise CheckpointDamaged(
+            f"no file is stored at {place!r}: expected the uuid of a checkpoint and a path below "
+            "it; the manifest may be hostile, do not use it"
+        )
+    return uuid, path
 
 
 def damages_folder(uuid: str) -> str:
@@ -294,6 +345,14 @@ def retraining_key(model: str, run: str, path: str) -> str:
     return f"{model_folder(model)}/retrainings/{run}/{path}"
 
 
+# ---------------------------------------------------------------------------------- searches
+
+
+def search_folder(search: str) -> str:
+    """The folder of the log of a search, whose records are numbered."""
+    return f"{SEARCHES}/{checked_trial(search)}"
+
+
 # ------------------------------------------------------------------------------------- names
 
 
@@ -354,3 +413,17 @@ def is_file_path(path: str) -> bool:
     if not path.isprintable() or "\\" in path or re.match(r"[A-Za-z]:", path):
         return False
     return all(part not in ("", ".", "..") for part in path.split("/"))
+
+
+def checked_path(path: StoredPath) -> str:
+    """Check and return the path of a checkpoint's file, to be joined to a folder or a key.
+
+    Raises CheckpointDamaged if it might leave the folder, or is that of the manifest.
+    """
+    text = str(path)
+    if not is_file_path(text) or text == MANIFEST_NAME:
+        raise CheckpointDamaged(
+            f"{text!r} is not a plain relative path below the checkpoint's folder: the manifest "
+            "may be hostile, do not use it"
+        )
+    return text

@@ -22,6 +22,7 @@ from typing import Annotated, Any
 import msgspec
 
 from trial_core.checkpoint import layout
+from trial_core.checkpoint.layout import StoredPath
 from trial_core.checkpoint.storage.base import MAX_OBJECT_BYTES
 from trial_core.common.decoding import convert
 from trial_core.errors import CheckpointDamaged, CheckpointError
@@ -55,17 +56,24 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             checkpoint refers to that copy first.
     """
 
-    path: str
+    path: StoredPath
     size_bytes: NonNegative
     digest: Digest
     rank: NonNegative
-    stored_at: str = ""
-    copy_at: str = ""
+    stored_at: StoredPath = StoredPath("")
+    copy_at: StoredPath = StoredPath("")
+
+    @property
+    def checked_path(self) -> str:
+        """The `path` to join to a folder. Raises CheckpointDamaged if it would leave the folder."""
+        return layout.checked_path(self.path)
 
     def place(self, uuid: str) -> tuple[str, str]:
-        """The checkpoint that has stored this file of checkpoint `uuid`, and its path there."""
-        owner, _, path = self.stored_at.partition("/")
-        return (owner, path) if self.stored_at else (uuid, self.path)
+        """The checkpoint that has stored this file of checkpoint `uuid`, and its path there.
+
+        Raises CheckpointDamaged if they are not plain.
+        """
+        return layout.checked_place(self.stored_at) if self.stored_at else (uuid, self.checked_path)
 
     def key(self, uuid: str) -> str:
         """The key of the file, which checkpoint `uuid` lists."""
@@ -74,7 +82,7 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def copies(self) -> list[FileEntry]:
         """This entry, and one for the second copy, if there is one."""
-        second = msgspec.structs.replace(self, stored_at=self.copy_at, copy_at="")
+        second = msgspec.structs.replace(self, stored_at=self.copy_at, copy_at=StoredPath(""))
         return [self, second] if self.copy_at else [self]
 
 
@@ -326,22 +334,15 @@ def _check_names(manifest: Manifest, where: str) -> None:
             f"{where} has {manifest.progress.batches_trained} batches trained; expected 0 to "
             f"{layout.MAX_NUMBER}"
         )
-    for file in manifest.all_files:
-        for place in filter(None, (file.stored_at, file.copy_at)):
-            if not layout.is_place(place):
-                raise CheckpointDamaged(
-                    f"{where} says that {file.path} is stored at {place!r}; expected the uuid of a "
-                    "checkpoint and a path below it: the manifest may be hostile, do not use it"
-                )
-    paths = Counter(file.path for file in manifest.all_files)
+    try:
+        for copy in manifest.copies:
+            copy.place(manifest.uuid)
+        paths = Counter(file.checked_path for file in manifest.all_files)
+    except CheckpointDamaged as error:
+        raise CheckpointDamaged(f"{where}: {error}") from None
     if twice := sorted(path for path, count in paths.items() if count > 1):
         raise CheckpointDamaged(f"{where} lists these files twice: {', '.join(twice)}")
     for path in sorted(paths):
-        if not layout.is_file_path(path) or path == layout.MANIFEST_NAME:
-            raise CheckpointDamaged(
-                f"{where} lists {path!r}, which is not a plain relative path below the "
-                "checkpoint's folder: the manifest may be hostile, do not use it"
-            )
         if not paths.keys().isdisjoint(map(str, PurePosixPath(path).parents)):
             raise CheckpointDamaged(f"{where} lists {path!r} below another file of its list")
 

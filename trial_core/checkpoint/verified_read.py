@@ -55,7 +55,7 @@ class Damage:
 
     def __str__(self) -> str:
         expected = self.entry
-        owner = expected.stored_at.partition("/")[0]
+        owner = str(expected.stored_at).partition("/")[0]
         stored = f"stored by checkpoint {owner}" if owner else f"written by rank {expected.rank}"
         file = f"{expected.path}, {stored},"
         if self.was_overwritten:

@@ -182,7 +182,7 @@ def setting(value: Any) -> str:
 
 def plural(count: int, noun: str) -> str:
     """``1 file``, ``2 files``, ``2 batches``."""
-    ending = "es" if noun.endswith("ch") else "s"
+    ending = "es" if noun.endswith(("tch", "nch")) else "s"  # not epochs
     return f"{count} {noun}{ending if count != 1 else ''}"
 
 

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, get_args
+from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
 from pydantic import (
     AfterValidator,
@@ -23,12 +23,7 @@ from trial_core.checkpoint.retention_policy import RetentionPolicy
 from trial_core.common.text_format import slug
 from trial_core.config import determined
 from trial_core.config.checkpoint_storage import StorageConfig
-from trial_core.config.error_text import (
-    error_lines,
-    format_value,
-    validation_error,
-    warn,
-)
+from trial_core.config.error_text import error_lines, format_value, validation_error, warn
 from trial_core.config.lengths import OPEN_END, CheckpointPeriod, Period
 from trial_core.config.parsing import (
     override,
@@ -52,14 +47,7 @@ from trial_core.config.sections import (
 )
 from trial_core.config.stages_section import StageConfig
 from trial_core.config.tracker_list import tracker_list
-from trial_core.config.values import (
-    MAX_COUNT,
-    Count,
-    Flag,
-    PlainMapping,
-    PositiveOrAuto,
-    Text,
-)
+from trial_core.config.values import MAX_COUNT, Count, Flag, PlainMapping, PositiveOrAuto, Text
 from trial_core.errors import ConfigError
 from trial_core.processes.machine.accelerators import CPU, KIND_VARIABLE
 from trial_core.schedule.command import is_command
@@ -480,9 +468,14 @@ def _beside(path: Path, folder: str) -> str:
         raise ConfigError(f"{path}: code: no such folder: {format_value(folder)}") from None
 
 
+E = TypeVar("E", bound=ExperimentConfig)
+
+
 def load_config(
-    path: str | os.PathLike[str], overrides: Sequence[str] | Mapping[str, Any] = ()
-) -> ExperimentConfig:
+    path: str | os.PathLike[str],
+    overrides: Sequence[str] | Mapping[str, Any] = (),
+    kind: type[E] = ExperimentConfig,  # type: ignore[assignment]
+) -> E:
     """Read an experiment file.
 
     `code` is relative to the file's folder, and defaults to it. Folders in `checkpoint_storage` are
@@ -491,6 +484,7 @@ def load_config(
     Args:
         overrides: ``"a.b.c=value"``, applied in turn before validation; values are YAML. Or a
             mapping: ``{"a.b.c": value}``, whose values are taken as they are, not as YAML.
+        kind: the class of the experiment: `SearchExperiment` for one that searches.
 
     Raises:
         ConfigError: one line per mistake.
@@ -505,7 +499,7 @@ def load_config(
     code = mapping.get("code")
     if code is None or isinstance(code, (str, Path)):
         mapping["code"] = _beside(path, str(code or "."))
-    config = ExperimentConfig.from_mapping(mapping, source=str(path))
+    config = kind.from_mapping(mapping, source=str(path))
     is_there = os.path.isdir(config.code)  # `Path.is_dir` raises if the name is too long
     if not is_there and config.environment.code != "from_checkpoint":
         raise ConfigError(f"{path}: code: no such folder: {config.code}")

@@ -21,8 +21,9 @@ from trial_core.config.values import MAX_SECONDS, Count, Flag, Positive, Seconds
 def _single(value: Any) -> Any:
     if value != "single":
         raise validation_error(
-            f'expected "single" (a run trains one trial), got {format_value(value)}; '
-            "with single, one value is drawn from each search range"
+            f'expected "single" (a run trains one trial), got {format_value(value)}; to train '
+            "several trials, use `trialflow search`; with single, one value is drawn from each "
+            "search range"
         )
     return value
 

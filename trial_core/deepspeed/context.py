@@ -20,11 +20,7 @@ from trial_core.common.unknown_names import SaysWhatToUse
 from trial_core.deepspeed.auto_values import fill_auto_values, filled
 from trial_core.deepspeed.config_check import check_engine_config, is_zero_3
 from trial_core.deepspeed.ds_config import overwrite_deepspeed_config
-from trial_core.deepspeed.mpu import (
-    ModelParallelUnit,
-    make_data_parallel_mpu,
-    make_engine_mpu,
-)
+from trial_core.deepspeed.mpu import ModelParallelUnit, make_data_parallel_mpu, make_engine_mpu
 from trial_core.deepspeed.op_builds import prepare_op_builds
 from trial_core.deepspeed.pretrained import (
     divide_no_more,

@@ -219,11 +219,7 @@ class DeepSpeedTrialAdapter(TrialAdapter):
         return not self._overrides("load")
 
     def save(
-        self,
-        folder: Path,
-        memory_files: MemoryFiles,
-        reader: Reader,
-        hook_state: Mapping[str, Any],
+        self, folder: Path, memory_files: MemoryFiles, reader: Reader, hook_state: Mapping[str, Any]
     ) -> None:
         engines = self._context.models
         for module in self.modules:  # a part may be compiled since

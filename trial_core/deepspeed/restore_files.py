@@ -47,32 +47,34 @@ def files_for_load(
     now: Topology,
 ) -> list[FileEntry]:
     """The files that `DeepSpeedTrial.load` reads on some of `ranks`."""
-    unread = {file.path for file in files if is_validated(file.path, range(len(engines)))}
+    unread = {
+        file.checked_path for file in files if is_validated(file.checked_path, range(len(engines)))
+    }
     for i, engine in enumerate(engines):
         unread |= _layers_of_other_stages(i, engine, files, ranks)
     needed = files_for_ranks(files, saved_by, ranks, now)
-    return [file for file in needed if file.path not in unread]
+    return [file for file in needed if file.checked_path not in unread]
 
 
 def files_for_load_weights(
     engines: Sequence[DeepSpeedEngine], files: list[FileEntry], ranks: Sequence[int]
 ) -> list[FileEntry]:
     """The files that `DeepSpeedTrial.load_weights` reads on some of `ranks`."""
-    unread = {file.path for file in files if _RANK_STATE.fullmatch(file.path)}
+    unread = {file.checked_path for file in files if _RANK_STATE.fullmatch(file.checked_path)}
     for i, engine in enumerate(engines):
         names = _names(files, i)
         if not needs_optimizer_shards(engine, names):
             unread |= {f"model{i}/{name}" for name in names if _OPTIMIZER_STATES.fullmatch(name)}
             unread |= _layers_of_other_stages(i, engine, files, ranks)
-    return [file for file in files if file.path not in unread]
+    return [file for file in files if file.checked_path not in unread]
 
 
 def _is_needed(file: FileEntry, rank: int, data_parallel_rank: str | None, is_same: bool) -> bool:
-    if match := _RANK_STATE.fullmatch(file.path):
+    if match := _RANK_STATE.fullmatch(file.checked_path):
         # A rank that did not exist in the saved topology restores rank 0's state.
         serves_others = not is_same and match["kind"] == "rank"
         return int(match["rank"]) in ((rank, 0) if serves_others else (rank,))
-    match = _SHARD.fullmatch(file.path)
+    match = _SHARD.fullmatch(file.checked_path)
     if match is None or not is_same or file.rank == rank:
         return True
     # DeepSpeed reads this data-parallel rank's model states of all model-parallel ranks.
@@ -81,7 +83,7 @@ def _is_needed(file: FileEntry, rank: int, data_parallel_rank: str | None, is_sa
 
 def _data_parallel_rank(rank: int, files: list[FileEntry]) -> str | None:
     """The data-parallel rank that `rank` had when it wrote its shards; None if it wrote none."""
-    matches = (_SHARD.fullmatch(file.path) for file in files if file.rank == rank)
+    matches = (_SHARD.fullmatch(file.checked_path) for file in files if file.rank == rank)
     return next((match["rank"] for match in matches if match), None)
 
 
@@ -105,4 +107,4 @@ def _layers_of_other_stages(
 
 def _names(files: list[FileEntry], index: int) -> list[str]:
     tag = f"model{index}/"
-    return [file.path.removeprefix(tag) for file in files if file.path.startswith(tag)]
+    return [path.removeprefix(tag) for file in files if (path := file.checked_path).startswith(tag)]

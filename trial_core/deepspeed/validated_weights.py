@@ -22,11 +22,7 @@ from trial_core.checkpoint import layout
 from trial_core.checkpoint.weights.weights import Precision, SavedWeight, saved_weight
 from trial_core.errors import CheckpointError, TrialError
 from trial_core.rank.state_files.safe_load import Reader
-from trial_core.rank.trial.optimizer_modes import (
-    WeightCopies,
-    optimizers_evaluating,
-    with_modes,
-)
+from trial_core.rank.trial.optimizer_modes import WeightCopies, optimizers_evaluating, with_modes
 
 _FILE = "weights.pt"
 _COPIES = {DeepSpeedZeroOptimizer: "bit16_groups_flat", BF16_Optimizer: "bf16_groups_flat"}

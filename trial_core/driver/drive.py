@@ -140,7 +140,7 @@ def _run_to_its_end(
     launch, request = ended.launch, run.stopping.final_request()
     return replace(
         ended.result,
-        stop_reason=str(request) if request else None,
+        stop_reason=str(request) if request else ended.result.stop_reason,
         trial_stop_reason=launch.answers.stop_reason,
         tensorboard_url=launch.status.tensorboard_url,
         report_path=str(report.path),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import difflib
 import os
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib.machinery import ModuleSpec, PathFinder
@@ -15,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from trial_core.common.python_source import without_collections
+from trial_core.errors import TrialError
 from trial_core.schedule.command import command_of
 
 _MAKE_NAMES = frozenset((
@@ -22,6 +24,30 @@ _MAKE_NAMES = frozenset((
     "__path__",
 ))  # fmt: skip
 """Names in the text of a module that may define others, or modules, at run time."""
+
+
+def checked_entrypoint(stored: str, own: str, folder: Path) -> str:
+    """Check and return an entrypoint that a checkpoint names, and that runs in another experiment.
+
+    A writer to the storage must not choose a program or a module of this machine.
+
+    Args:
+        own: the experiment's entrypoint.
+        folder: the experiment's code folder.
+
+    Raises:
+        TrialError: it is a command, or not of a module in `folder` or in the package of `own`.
+    """
+    package, own_package = (re.split("[.:]", each)[0] for each in (stored, own))
+    is_known = package == own_package or any(
+        (folder / name).exists() for name in (package, f"{package}.py") if package.isidentifier()
+    )
+    if not is_known:  # nor is a command's first word
+        raise TrialError(
+            f"the checkpoint names the entrypoint {stored!r}; expected module:Class of {folder}, "
+            f"or of the package {own_package}: restore that code, or promote another version"
+        )
+    return stored
 
 
 def entrypoint_problem(

@@ -22,7 +22,7 @@ from trial_core.checkpoint.transfer.staging import StagedCheckpoint
 from trial_core.config.lengths import OPEN_END
 from trial_core.driver.fetch_resume_point import fetch, fetch_first_intact
 from trial_core.driver.loop import Loop, wind_up
-from trial_core.driver.result import TrialResult
+from trial_core.driver.result import TrialResult, describe_pause
 from trial_core.driver.run import Launch, Run
 from trial_core.driver.stages.build import attach_trial, tell_changes
 from trial_core.driver.stages.script import RunningScript, ScriptReports, UploadEnded, run_script
@@ -70,7 +70,11 @@ def follow_script(launch: Launch, uploads: Uploads) -> TrialResult:
     tell_changes(launch, start, RestoredSettings())  # the script restores what it stored itself
     launch.may_save()
     best = start.progress.best_metric
-    ask = RunScript(checkpoint=start.uuid, batches_trained=begin, best_metric=best)
+    pause = run.pause_at
+    ask = RunScript(
+        checkpoint=start.uuid, batches_trained=begin, best_metric=best,
+        pause_at=_plain(pause),
+    )  # fmt: skip
     script = RunningScript(launch, ask)
     script.start()
     fitted: TrialResult | None = None
@@ -110,15 +114,21 @@ def follow_script(launch: Launch, uploads: Uploads) -> TrialResult:
         launch.warn([f"keep has no effect ({names}): the script restores its state itself"])
     run.throughput.note_memory([rank.peak_memory_bytes for rank in event])
     launch.answers.writes_run_files = any(rank.writes_run_files for rank in event)
+    reached, end = launch.status.batches_trained, _length(run)
+    waits = pause is not None and run.stopping.request is None and not (end and reached >= end)
     was_preempted = any(rank.was_preempted for rank in event)
-    stopped_early = was_preempted or (fitted is not None and fitted.stopped_early)
-    wind_up(launch, uploads, launch.status.batches_trained, stopped_early)
+    stopped_early = was_preempted or waits
+    if fitted is not None:
+        stopped_early = was_preempted or fitted.stopped_early
+        waits = waits and fitted.stopped_early
+    wind_up(launch, uploads, reached, stopped_early, None, pause if waits else None)
     if fitted is not None:
         return replace(fitted, stopped_early=stopped_early)
     return TrialResult(
         trial=run.trial,
         batches_trained=launch.status.batches_trained,
         stopped_early=stopped_early,
+        stop_reason=describe_pause(pause if waits else None),
         training_metrics=progress.metrics.get("training", {}),
         validation_metrics=progress.metrics.get("validation", {}),
         validated_at=progress.progress.validated_at,
@@ -142,7 +152,6 @@ class _Newest:
         self._before = uuid, launch.status.saved_at
 
     def begin(self, uuid: str) -> None:
-        """Note that the upload of a checkpoint begins."""
         self._before = self.uuid, self._launch.status.saved_at
         self.uuid = uuid
 
@@ -216,6 +225,12 @@ def _unit(length: Length | None) -> TrainUnit | None:
     if length is None:
         return None
     return (Batch if length.unit == "batches" else Epoch)(length.value)
+
+
+def _plain(pause: TrainUnit | None) -> Length | None:
+    if pause is None or not isinstance(pause.value, int):
+        return None
+    return Length(unit="batches" if isinstance(pause, Batch) else "epochs", value=pause.value)
 
 
 def _length(run: Run) -> int:

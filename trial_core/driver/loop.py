@@ -25,7 +25,7 @@ from dataclasses import replace
 
 from trial_core.checkpoint.resume_point import ResumePoint
 from trial_core.driver.fetch_resume_point import fetch, fetch_first_intact, require_convertible
-from trial_core.driver.result import TrialResult
+from trial_core.driver.result import TrialResult, describe_pause
 from trial_core.driver.run import Launch
 from trial_core.driver.stages.build import build_loaders
 from trial_core.driver.stages.callbacks import call_hook
@@ -43,10 +43,11 @@ from trial_core.schedule.sequencer import (
     Train,
     Validate,
     has_more_to_do,
+    is_paused,
     next_workload,
     not_reported,
 )
-from trial_core.schedule.units import Batch, EpochLength, in_batches
+from trial_core.schedule.units import Batch, EpochLength, TrainUnit, in_batches
 
 
 class Loop:
@@ -68,7 +69,9 @@ class Loop:
         self._launch = launch
         self._run = launch.run
         self._uploads = uploads
-        self._schedule = schedule or launch.run.config.schedule()
+        self._schedule = replace(
+            schedule or launch.run.config.schedule(), pause_at=launch.run.pause_at
+        )
         self._fetched = fetched
         self._lacked_metric = False
         self._mistake: TrialError | None = None
@@ -127,10 +130,17 @@ class Loop:
         uploads.finish()
         call_hook(launch, "on_trial_shutdown", progress.batches_trained)
         stopped_early = has_more_to_do(progress, self._schedule, epoch)
-        wind_up(launch, uploads, progress.batches_trained, stopped_early, self._mistake)
-        return self._result(start, progress, stopped_early)
+        pause = self._schedule.pause_at if is_paused(progress, self._schedule, epoch) else None
+        wind_up(launch, uploads, progress.batches_trained, stopped_early, self._mistake, pause)
+        return self._result(start, progress, stopped_early, pause)
 
-    def _result(self, start: ResumePoint, progress: Progress, stopped_early: bool) -> TrialResult:
+    def _result(
+        self,
+        start: ResumePoint,
+        progress: Progress,
+        stopped_early: bool,
+        pause: TrainUnit | None = None,
+    ) -> TrialResult:
         metrics, newest = self._launch.answers.metrics, self._uploads.newest
         uuid = newest.uuid if newest else None
         if uuid is None and start.restore == "everything":
@@ -139,6 +149,7 @@ class Loop:
             trial=self._run.trial,
             batches_trained=progress.batches_trained,
             stopped_early=stopped_early,
+            stop_reason=describe_pause(pause),
             training_metrics=metrics.get("training", {}),
             validation_metrics=metrics.get("validation", {}),
             validated_at=progress.validated_at,
@@ -295,19 +306,22 @@ def wind_up(
     batches_trained: int,
     stopped_early: bool,
     mistake: TrialError | None = None,
+    pause: TrainUnit | None = None,
 ) -> None:
     """Finish the parallel work, after the last hook of a trial or the end of a script.
 
     Args:
         stopped_early: see `TrialResult`.
         mistake: the error that the run ends with, if there is one.
+        pause: where the trial waits, to be trained further later; None if it does not.
 
     Raises:
         TrialError: `mistake`, or the failure of a stage of the user's own.
     """
     own = uploads.own
     own.finish()
-    continues = launch.run.stopping.request is not None or launch.moves_after(stopped_early)
+    is_asked = launch.run.stopping.request is not None or pause is not None
+    continues = is_asked or launch.moves_after(stopped_early)
     if not continues and mistake is None and own.mistake is None:  # also after a stop by the trial
         own.run_blocking("training", batches_trained, uploads.newest)
     uploads.pruning.finish()

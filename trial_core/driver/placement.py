@@ -92,8 +92,6 @@ class Placement(ABC):
 
 
 class ThisMachine(Placement):
-    """Starts the ranks on this machine."""
-
     def __init__(self, fork_server: ForkServer) -> None:
         self._fork_server = fork_server
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from trial_core.config import ExperimentConfig
 from trial_core.schedule.stop_requests import as_the_trial_asked
+from trial_core.schedule.units import TrainUnit
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,8 @@ class TrialResult:
         trial: the trial's id; give it to the flow again to continue the trial.
         batches_trained: over all runs of the trial.
         stopped_early: True if the run ended before its maximum length, or its last validation.
-        stop_reason: why the flow run was stopped; None if the trial requested the stop.
+        stop_reason: why the flow run was stopped, or where the trial waits to be trained further;
+            None if the trial requested the stop.
         training_metrics, validation_metrics: the last ones.
         validated_at: the batch of the last validation; None before the first.
         checkpoint_uuid: the trial's newest committed checkpoint.
@@ -63,6 +65,11 @@ def describe_saved(result: TrialResult) -> str:
     if result.checkpoint_uuid is None:
         return "nothing to save: no batch was trained"
     return f"saved at batch {result.checkpoint_at}, checkpoint {result.checkpoint_uuid}"
+
+
+def describe_pause(pause: TrainUnit | None) -> str | None:
+    """Say that a trial waits to be trained further, for people; None if it does not wait."""
+    return None if pause is None else f"it waits at {pause.value} {pause.unit}"
 
 
 def status_of(result: TrialResult) -> str:

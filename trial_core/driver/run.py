@@ -37,7 +37,7 @@ from trial_core.observe.events.throughput import ThroughputMeter
 from trial_core.observe.ledger.run_clock import RunClock
 from trial_core.processes.slots.slot_group import SlotGroup
 from trial_core.schedule.stop_requests import StopHandler, as_the_trial_asked
-from trial_core.schedule.units import EpochLength
+from trial_core.schedule.units import EpochLength, TrainUnit
 
 R = TypeVar("R", bound=Result)
 TestMode = Literal["keep nothing", "restore", "compare"]
@@ -79,6 +79,8 @@ class Given:
         choose_resume_points: returns the resume points, best first; None for the trial's
             checkpoints, else the experiment's source.
         has_code: True if the code folder holds code that checkpoints should name.
+        pause_at: where the run validates, saves and ends, although the trial is to be trained
+            further later; None to train it to its end.
     """
 
     attempt: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -102,6 +104,7 @@ class Given:
     how_to_go_on: str = HOW_TO_GO_ON
     choose_resume_points: Callable[[CheckpointStore, Fence | None], list[ResumePoint]] | None = None
     has_code: bool = True
+    pause_at: TrainUnit | None = None
 
 
 @dataclass
@@ -149,7 +152,6 @@ class Run(Given):
 
     @property
     def metric(self) -> str | None:
-        """The name of the searcher metric, or None."""
         return self.config.searcher.metric if self.has_metric else None
 
     @property

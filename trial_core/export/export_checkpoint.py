@@ -337,7 +337,8 @@ def _files_of(manifest: Manifest, engine: int) -> list[FileEntry]:
     if any(entry.path == PYTORCH_STATE for entry in manifest.files):
         names = (PYTORCH_STATE, PYTORCH_FROZEN, PYTORCH_SHARDS, facts)
         return [entry for entry in manifest.files if entry.path.startswith(names)]
-    saved = {entry.path.partition("/")[0] for entry in manifest.files if "/" in entry.path}
+    paths = [entry.checked_path for entry in manifest.files]
+    saved = {path.partition("/")[0] for path in paths if "/" in path}
     engines = sorted(name.removeprefix("model") for name in saved if name.startswith("model"))
     to_fetch = f"to fetch them: trialflow checkpoints download {manifest.uuid} --to FOLDER"
     if is_command(manifest.entrypoint):

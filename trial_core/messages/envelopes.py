@@ -11,7 +11,7 @@ import msgspec
 
 from trial_core import errors
 from trial_core.errors import RankFailed, SlotsError, Stalled, TrialflowError
-from trial_core.messages.requests import AnyRequest, AnyResult, Message, RestoredSettings
+from trial_core.messages.requests import AnyRequest, AnyResult, Length, Message, RestoredSettings
 from trial_core.schedule.sequencer import CheckpointPolicy
 from trial_core.schedule.stop_requests import StopReason
 from trial_core.schedule.work import Work
@@ -222,13 +222,6 @@ class CheckpointWritten(Message):
     uuid: str
     steps_completed: int
     waits: bool = True
-
-
-class Length(msgspec.Struct):
-    """A length or period of training; several numbers are the points where something is due."""
-
-    unit: Literal["batches", "epochs"]
-    value: int | list[int]
 
 
 class FitBegun(Message):

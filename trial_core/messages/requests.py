@@ -347,14 +347,23 @@ class RunFilesStored(Result):
     problem: str | None = None
 
 
+class Length(msgspec.Struct):
+    """A length or period of training; several numbers are the points where something is due."""
+
+    unit: Literal["batches", "epochs"]
+    value: int | list[int]
+
+
 class RunScript(Request):
     """Run the Core API script that `BuildTrial` named, to its end; from a fetched checkpoint, if it
-    resumes. The trial's batches and its best searcher metric are those at that checkpoint."""
+    resumes. The trial's batches and its best searcher metric are those at that checkpoint.
+    `pause_at`: where the script is to validate, save and end; None: at the experiment's length."""
 
     stage: ClassVar[str] = "run-script"
     checkpoint: str | None
     batches_trained: int
     best_metric: float | None = None
+    pause_at: Length | None = None
 
 
 class ScriptEnded(Result):

@@ -28,6 +28,7 @@ from typing import Final, Literal
 from trial_core.checkpoint.json_objects import encode_json, user_at_host
 from trial_core.checkpoint.layout import ManifestName
 from trial_core.checkpoint.manifest import utc_now
+from trial_core.checkpoint.numbered_log import NumberedLog
 from trial_core.checkpoint.retention.deletion_markers import protect
 from trial_core.checkpoint.retention.protections import Protection, protections
 from trial_core.checkpoint.store import CheckpointStore
@@ -40,7 +41,7 @@ from trial_core.errors import (
     RegistryError,
     StorageError,
 )
-from trial_core.models.records import Move, NumberedLog, RecordKind, Version
+from trial_core.models.records import Move, RecordKind, Version
 
 _logger = logging.getLogger(__name__)
 

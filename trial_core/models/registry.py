@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.json_objects import user_at_host, warn_of_foreign_object
 from trial_core.checkpoint.manifest import Manifest, utc_now
+from trial_core.checkpoint.numbered_log import NumberedLog
 from trial_core.checkpoint.retention.protections import Protection, protections
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import (
@@ -22,7 +23,7 @@ from trial_core.errors import (
     RegistryError,
 )
 from trial_core.models.promotion import ANY, ExpectedChampion, PromotionRequest, move_aliases
-from trial_core.models.records import Alias, Move, NumberedLog, Version
+from trial_core.models.records import Alias, Move, Version
 
 __all__ = ["ANY", "ExpectedChampion", "HeldVersion", "Registry"]
 

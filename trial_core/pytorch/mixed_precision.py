@@ -60,10 +60,7 @@ class MixedPrecision:
 
 
 def apex_scaler(
-    device: torch.device,
-    opt_level: str,
-    cast_model_type: torch.dtype | None,
-    loss_scale: Any,
+    device: torch.device, opt_level: str, cast_model_type: torch.dtype | None, loss_scale: Any
 ) -> tuple[bool, GradScaler | None]:
     """Translate arguments of ``apex.amp.initialize``: autocast or not, and a scaler.
 
@@ -86,10 +83,7 @@ def apex_scaler(
             f'configure_apex_amp: loss_scale is a positive number or "dynamic", got {loss_scale!r}'
         )
     constant = GradScaler(
-        device.type,
-        init_scale=scale,
-        growth_interval=GROWS_NEVER,
-        backoff_factor=SHRINKS_NEVER,
+        device.type, init_scale=scale, growth_interval=GROWS_NEVER, backoff_factor=SHRINKS_NEVER
     )
     return True, constant
 

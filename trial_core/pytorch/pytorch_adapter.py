@@ -142,11 +142,7 @@ class PyTorchTrialAdapter(TrialAdapter):
         return read_state(folder, reader, (MODELS, WEIGHTS, OPTIMIZERS), self._context)
 
     def save(
-        self,
-        folder: Path,
-        memory_files: MemoryFiles,
-        reader: Reader,
-        hook_state: Mapping[str, Any],
+        self, folder: Path, memory_files: MemoryFiles, reader: Reader, hook_state: Mapping[str, Any]
     ) -> None:
         # `hook_state` has the trained weights themselves, and on_checkpoint_save_start may switch.
         to_training_mode(self.optimizers)
@@ -179,7 +175,7 @@ class PyTorchTrialAdapter(TrialAdapter):
             kinds.append(GRADIENTS)
         keeps_parts = saved_by.spreads_like(self.topology())
         shards = files_of_parts(files, kinds, ranks if keeps_parts else None)
-        return [each for each in files if each.path.partition("/")[0] in read] + shards
+        return [each for each in files if each.checked_path.partition("/")[0] in read] + shards
 
     def topology(self) -> Topology:
         ranks = self.data_parallel_size

@@ -179,7 +179,7 @@ def files_of_parts(
     folders = {f"{SHARDS_FOLDER}/{kind}" for kind in kinds}
     paths = [Path(file_name(rank)) for rank in ranks or ()]
     names = {path.name for path in (*paths, *map(frozen_path, paths))}
-    split = [(file, *file.path.rpartition("/")) for file in files]
+    split = [(file, *file.checked_path.rpartition("/")) for file in files]
     return [
         file
         for file, folder, _, name in split

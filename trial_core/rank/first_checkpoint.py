@@ -13,16 +13,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from trial_core.checkpoint.layout import StoredPath
 from trial_core.checkpoint.manifest import FileEntry
 from trial_core.checkpoint.transfer.staging import StagedFile, staged_files
 from trial_core.common.text_format import first_few
 from trial_core.config.sections import CheckpointingConfig
-from trial_core.errors import (
-    CheckpointError,
-    CheckpointUnrestorable,
-    SlotsError,
-    TrialflowError,
-)
+from trial_core.errors import CheckpointError, CheckpointUnrestorable, SlotsError, TrialflowError
 from trial_core.rank.collectives.distributed import DistributedContext
 from trial_core.rank.rank_state import capture_rng, read_rank_state, restore_rng
 from trial_core.rank.state_files.safe_load import Reader
@@ -123,16 +119,21 @@ def _links_to_files_read(
     """A folder with links to the files of all ranks that this rank reads in a restore."""
     staged = {each.path: Path(each.file).absolute() for files in every for each in files}
     entries = [
-        FileEntry(path=each.path, size_bytes=each.size_bytes, digest="sha256:" + "0" * 64, rank=by)
+        FileEntry(
+            path=StoredPath(each.path),
+            size_bytes=each.size_bytes,
+            digest=f"sha256:{0:064}",
+            rank=by,
+        )
         for by, files in enumerate(every)
         for each in files
     ]
     with TemporaryDirectory(prefix="trialflow-") as name:
         for entry in adapter.files_read(entries, adapter.topology(), "everything", [rank]):
-            link = Path(name, entry.path)
+            link = Path(name, entry.checked_path)
             link.parent.mkdir(parents=True, exist_ok=True)
             if not link.is_symlink():
-                link.symlink_to(staged[entry.path])
+                link.symlink_to(staged[entry.checked_path])
         yield Path(name)
 
 

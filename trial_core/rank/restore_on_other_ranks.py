@@ -69,11 +69,7 @@ class RankRemap:
 
 
 def read_remapped_state(
-    folder: Path,
-    rank: int,
-    reader: Reader,
-    remap: RankRemap,
-    restore: Restore = "everything",
+    folder: Path, rank: int, reader: Reader, remap: RankRemap, restore: Restore = "everything"
 ) -> dict[str, Any]:
     """The state that a rank continues with, in the form of `read_rank_state`.
 

@@ -18,12 +18,7 @@ from trial_core.rank.collectives.distributed import DistributedContext
 from trial_core.rank.data.loaders import MicroBatches
 from trial_core.rank.trial.callback import PyTorchCallback, trial_callbacks
 from trial_core.rank.trial.context import RunInfo
-from trial_core.rank.trial.metric_reduction import (
-    BatchMetrics,
-    Partials,
-    calls_over_ranks,
-    combine,
-)
+from trial_core.rank.trial.metric_reduction import BatchMetrics, Partials, calls_over_ranks, combine
 from trial_core.rank.trial.optimizer_modes import to_training_mode
 from trial_core.rank.trial.trial_adapter import TrialAdapter, accepts
 from trial_core.schedule.units import EpochLength

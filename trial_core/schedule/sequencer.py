@@ -53,6 +53,8 @@ class Schedule:
             train-workload unless an upload is in progress; the end of an upload ends a workload.
         checkpoint_policy: which validations lead to a checkpoint.
         step_zero_validation: True to validate once before the first batch.
+        pause_at: the run validates, saves and ends here; a later run trains further. None: at
+            `max_length`.
     """
 
     max_length: TrainUnit
@@ -62,6 +64,7 @@ class Schedule:
     checkpoint_policy: CheckpointPolicy = "best"
     smaller_is_better: bool = True
     step_zero_validation: bool = False
+    pause_at: TrainUnit | None = None
 
 
 @dataclass(frozen=True)
@@ -160,21 +163,34 @@ def next_workload(
     Raises:
         ConfigError: a period is in epochs, but `epoch` is None: the loader has no length.
     """
-    end = in_batches(schedule.max_length, epoch)
-    if not progress.stop_requested and _must_validate(progress, schedule, epoch, end):
+    end = last = in_batches(schedule.max_length, epoch)
+    if schedule.pause_at is not None:
+        last = min(end, in_batches(schedule.pause_at, epoch))
+    if not progress.stop_requested and _must_validate(progress, schedule, epoch, last):
         return Validate()
-    if _must_checkpoint(progress, schedule, end):
+    if _must_checkpoint(progress, schedule, last):
         return Checkpoint()
     if _may_checkpoint(progress, schedule, epoch):
         return Checkpoint(is_optional=True)
-    if progress.stop_requested or progress.batches_trained >= end:
+    if progress.stop_requested or progress.batches_trained >= last:
         return Finish()
-    return Train(_next_stop(progress.batches_trained, schedule, epoch, end))
+    return Train(min(_next_stop(progress.batches_trained, schedule, epoch, end), last))
 
 
 def has_more_to_do(progress: Progress, schedule: Schedule, epoch: EpochLength | None) -> bool:
-    """True if the run would do more without the stop request."""
+    """True if the trial would be trained further without the stop request and the pause."""
+    schedule = replace(schedule, pause_at=None)
     return not isinstance(next_workload(progress.stopping(False), schedule, epoch), Finish)
+
+
+def is_paused(progress: Progress, schedule: Schedule, epoch: EpochLength | None) -> bool:
+    """True if the run ends at `Schedule.pause_at`, before the end of training."""
+    pause = schedule.pause_at
+    return (
+        pause is not None
+        and in_batches(pause, epoch) <= progress.batches_trained
+        and progress.batches_trained < in_batches(schedule.max_length, epoch)
+    )
 
 
 def _must_validate(

@@ -46,7 +46,7 @@ def list_(
     config: ConfigFile = None,
     storage: StorageOption = None,
     json_: AsJson = False,
-) -> int:
+) -> None:
     """List checkpoints, oldest first. A trial's best one, by its searcher.metric, is marked."""
     from trial_core.checkpoint.retention.protections import pins
     from trial_core.models.registry import Registry
@@ -75,7 +75,6 @@ def list_(
         for uuid, versions in held.items():
             kept.setdefault(uuid, []).extend(map(_short_name, versions))
         _print_table(manifests, kept, best)
-    return 0
 
 
 @app.command
@@ -86,7 +85,7 @@ def show(
     config: ConfigFile = None,
     storage: StorageOption = None,
     json_: AsJson = False,
-) -> int:
+) -> None:
     """Show a checkpoint in full; with --json, its manifest."""
     from trial_core.checkpoint.retention.protections import protections
     from trial_core.models.checkpoint_reference import open_checkpoint
@@ -102,7 +101,6 @@ def show(
     else:
         why = [str(each) for each in (*pinned, *held)]
         print("\n".join(text_format.clean(line) for line in description(store, manifest, why)))
-    return 0
 
 
 @app.command
@@ -116,7 +114,7 @@ def download(
     config: ConfigFile = None,
     storage: StorageOption = None,
     json_: AsJson = False,
-) -> int:
+) -> None:
     """Download a checkpoint's files and manifest, and verify every file."""
     from trial_core.checkpoint.transfer.fetch import download as fetch
     from trial_core.models.checkpoint_reference import referenced_uuid
@@ -130,7 +128,6 @@ def download(
         files = text_format.plural(len(manifest.all_files), "file")
         size = text_format.size(manifest.total_bytes)
         print(f"checkpoint {manifest.uuid}: {files}, {size}, in {to}")
-    return 0
 
 
 @app.command
@@ -142,7 +139,7 @@ def pin(
     config: ConfigFile = None,
     storage: StorageOption = None,
     json_: AsJson = False,
-) -> int:
+) -> None:
     """Protect checkpoints from pruning until they are unpinned."""
     from trial_core.checkpoint.retention import protections
 
@@ -150,7 +147,6 @@ def pin(
     with waiting(f"writing to {store.url}"):
         pinned = [protections.pin(store, uuid, reason) for uuid in uuids]
     _say_pins(pinned, "pinned", json_)
-    return 0
 
 
 @app.command
@@ -159,7 +155,7 @@ def unpin(
     config: ConfigFile = None,
     storage: StorageOption = None,
     json_: AsJson = False,
-) -> int:
+) -> None:
     """Remove the pins of checkpoints. Checkpoints held by the registry stay protected."""
     from trial_core.checkpoint.retention import protections
 
@@ -171,7 +167,6 @@ def unpin(
     for each in gone:
         if why := protections.protected(store, each.uuid).get(each.uuid):
             console.note(f"{each.uuid} is still kept, {text_format.one_line(why)}: {released}")
-    return 0
 
 
 def _named(

@@ -18,7 +18,7 @@ from trialflow.deployments.cli.experiment_options import (
     StorageOption,
     open_store,
     open_store_of,
-    read_experiment,
+    read_any_experiment,
 )
 from trialflow.deployments.cli.tables import AsJson, local_time, print_table, shortest_unique
 from trialflow.deployments.cli.waiting import print_above_the_wait, waiting
@@ -103,8 +103,7 @@ class Rules:
 def prune(
     *,
     experiment: Annotated[
-        str | None,
-        Parameter(help="Prune this experiment. Default: that of --config, else all."),
+        str | None, Parameter(help="Prune this experiment. Default: that of --config, else all.")
     ] = None,
     trial: Annotated[
         str | None, Parameter(help="Prune only this trial. Default: all trials.")
@@ -113,12 +112,10 @@ def prune(
     dry_run: Annotated[bool, Parameter(help="Show what would be deleted; delete nothing.")] = False,
     yes: Annotated[bool, Parameter(name=["--yes", "-y"], help="Delete without asking.")] = False,
     leftovers_only: Annotated[
-        bool,
-        Parameter(negative=(), help="Delete only leftovers of killed runs. Needs no rules."),
+        bool, Parameter(negative=(), help="Delete only leftovers of killed runs. Needs no rules.")
     ] = False,
     leftovers_after_days: Annotated[
-        float,
-        Parameter(help="Delete leftovers of trials that have been inactive for N days."),
+        float, Parameter(help="Delete leftovers of trials that have been inactive for N days.")
     ] = LEFTOVERS_AFTER_DAYS,
     config: Annotated[
         Path | None,
@@ -130,7 +127,7 @@ def prune(
     set_: Overrides = None,
     storage: StorageOption = None,
     json_: AsJson = False,
-) -> int:
+) -> None:
     """Delete the checkpoints that no rule keeps. Shows them and asks first.
 
     The rules come from checkpoint_storage in --config and from the options below. Pinned
@@ -150,7 +147,7 @@ def prune(
         )
     if set_ and config is None:
         raise ConfigError("--set changes a field of --config: give --config as well")
-    of_config = None if config is None else read_experiment(config, set_ or [], storage)
+    of_config = None if config is None else read_any_experiment(config, set_ or [], storage)
     store = open_store(None, storage) if of_config is None else open_store_of(of_config)
     policy = (rules or Rules()).policy(of_config)
     if policy is None and not leftovers_only:
@@ -177,7 +174,6 @@ def prune(
             swept = _sweep(store, leftovers, leftovers_after_days, is_silent=json_)
     if json_:
         print(json.dumps(_as_json(policy, plans, leftovers, pruned, swept), indent=2))
-    return 0
 
 
 def _plans(
@@ -279,10 +275,7 @@ def _deletions(plans: list[PruningPlan]) -> int:
 
 def _is_confirmed(plans: list[PruningPlan], leftovers: list[Leftover]) -> bool:
     """Ask whether to delete. Raises ConfigError if stdin is not a terminal."""
-    counts = {
-        "checkpoint": _deletions(plans),
-        "leftover": sum(not each.keep for each in leftovers),
-    }
+    counts = {"checkpoint": _deletions(plans), "leftover": sum(not each.keep for each in leftovers)}
     shown = " and ".join(text_format.plural(count, noun) for noun, count in counts.items() if count)
     if not shown:
         return True  # nothing new to delete; interrupted deletions are completed
@@ -290,12 +283,15 @@ def _is_confirmed(plans: list[PruningPlan], leftovers: list[Leftover]) -> bool:
 
 
 def _delete(store: CheckpointStore, plans: list[PruningPlan], is_silent: bool) -> list[Pruned]:
+    from trial_core.checkpoint.retention.deletion_markers import finish_deletions
     from trial_core.checkpoint.retention.pruning import prune as carry_out
 
     def say(decision: RetentionDecision) -> None:
         if not is_silent:
             print_above_the_wait(f"deleted {decision.manifest.uuid}")
 
+    if not plans:  # else the first one's prune does it
+        finish_deletions(store)
     pruned = [carry_out(store, plan, say) for plan in plans]
     for decision in (decision for each in pruned for decision in each.spared):
         console.warning(f"{decision.manifest.uuid} was not deleted: {decision.why}")

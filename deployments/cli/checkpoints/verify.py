@@ -10,12 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from trial_core.common import text_format
-from trial_core.errors import (
-    CheckpointError,
-    CheckpointNotFound,
-    ConfigError,
-    StorageError,
-)
+from trial_core.errors import CheckpointError, CheckpointNotFound, ConfigError, StorageError
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.experiment_options import (
     CHECKPOINT,
@@ -52,7 +47,6 @@ class Verified:
 
     @property
     def is_whole(self) -> bool:
-        """True if the checkpoint is intact."""
         return self.problem is None and not self.damage
 
 
@@ -109,7 +103,6 @@ def verify(
 
 
 def summary(found: Verified) -> dict[str, Any]:
-    """A checkpoint's entry in the output of --json."""
     manifest = found.manifest
     return {
         "uuid": found.name.uuid,

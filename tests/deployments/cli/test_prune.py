@@ -11,9 +11,15 @@ import pytest
 
 from tests.deployments.cli.stored import run
 from tests.support.cli import write_experiment
-from tests.support.manifests import leave_unfinished_upload, new_manifest
+from tests.support.manifests import (
+    commit_files,
+    leave_unfinished_upload,
+    new_manifest,
+    stored_keys,
+)
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.manifest import Manifest, utc_now
+from trial_core.checkpoint.retention.deletion_markers import mark_deletion
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.models.registry import Registry
 from trialflow.deployments.cli.main import main
@@ -63,6 +69,16 @@ def test_prune(history: list[Manifest], tmp_path: Path, capsys: pytest.CaptureFi
     assert run(tmp_path, "prune", *RULES, "--yes") == 0
     assert f"deleted {history[0].uuid}\ndeleted {history[2].uuid}\n" in capsys.readouterr().out
     assert batches(tmp_path) == [11, 17]
+
+
+def test_the_interrupted_deletion_of_the_last_checkpoint_is_finished(tmp_path: Path) -> None:
+    """Also where no checkpoint is left, and so no plan is made."""
+    store = CheckpointStore(str(tmp_path / "storage"))
+    manifest = commit_files(store)
+    mark_deletion(store, manifest)
+    store.storage.delete(manifest.name.key)
+    assert run(tmp_path, "prune", *RULES, "--yes") == 0
+    assert stored_keys(store) | store.storage.sizes(layout.DELETIONS).keys() == set()
 
 
 def test_rules_of_an_experiment(

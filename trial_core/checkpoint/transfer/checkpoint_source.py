@@ -131,13 +131,14 @@ def copy_into(store: CheckpointStore, place: str, fence: Fence | None) -> Manife
     store.announce_upload(manifest.trial, manifest.uuid, fence.attempt, fence)
     with source.files(manifest.all_files) as folder:
         files = [
-            StagedFile(entry.path, str(folder / entry.path), entry.size_bytes)
+            StagedFile(path, str(folder / path), entry.size_bytes)
             for entry in manifest.all_files
+            for path in [entry.checked_path]
         ]
         uploaded = upload_staged(store, manifest.uuid, files, rank=0)
     # A downloaded file may have changed after it was verified.
     expected = {entry.path: entry.digest for entry in manifest.all_files}
-    changed = [entry.path for entry in uploaded if entry.digest != expected[entry.path]]
+    changed = [entry.checked_path for entry in uploaded if entry.digest != expected[entry.path]]
     if changed:
         raise CheckpointDamaged(
             f"checkpoint {manifest.uuid} is not copied: {', '.join(changed)} changed meanwhile; "

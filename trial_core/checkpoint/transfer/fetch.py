@@ -63,7 +63,7 @@ def fetch_files(
         raise damage_error(store.storage, uuid, [damage])
 
     missing = take_local(uuid, wanted, target)
-    files = [StoredFile(entry, entry.key(uuid), target / entry.path) for entry in missing]
+    files = [StoredFile(entry, entry.key(uuid), target / entry.checked_path) for entry in missing]
     with ErrorTranslator(str(target)).translated("write into"):
         read_files(store.storage, files, refuse, on_read)
     return sum(entry.size_bytes for entry in missing)
@@ -86,8 +86,9 @@ def take_local(
     _check_paths(uuid, wanted, target)
 
     def is_here(entry: FileEntry, stop: CancelSignal) -> bool:
-        return _matches(target / entry.path, entry, stop) or any(
-            _take_local(folder / entry.path, target / entry.path, entry, stop) for folder in local
+        return _matches(target / entry.checked_path, entry, stop) or any(
+            _take_local(folder / entry.checked_path, target / entry.checked_path, entry, stop)
+            for folder in local
         )
 
     with ErrorTranslator(str(target)).translated("write into"):
@@ -97,7 +98,7 @@ def take_local(
 
 def _check_paths(uuid: str, entries: Iterable[FileEntry], target: Path) -> None:
     for entry in entries:
-        if not layout.is_file_path(entry.path):
+        if not layout.is_file_path(str(entry.path)):
             raise CheckpointDamaged(
                 f"checkpoint {uuid} lists {entry.path!r}, which would be written outside "
                 f"{target}: it may be hostile, do not use it"
@@ -154,10 +155,12 @@ def check_downloaded(folder: Path, uuid: str, entries: Iterable[FileEntry]) -> N
     wanted = list(entries)
     with ErrorTranslator(str(folder)).translated("read"):
         intact = in_parallel(
-            lambda entry, stop: _matches(folder / entry.path, entry, stop), wanted, LOCAL_THREADS
+            lambda entry, stop: _matches(folder / entry.checked_path, entry, stop),
+            wanted,
+            LOCAL_THREADS,
         )
     if wrong := [
-        each.path for each, is_intact in zip(wanted, intact, strict=True) if not is_intact
+        each.checked_path for each, is_intact in zip(wanted, intact, strict=True) if not is_intact
     ]:
         raise CheckpointDamaged(
             f"checkpoint {uuid} in {folder} is damaged: {', '.join(wrong)} is missing or differs "

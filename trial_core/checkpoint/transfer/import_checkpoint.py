@@ -107,7 +107,7 @@ def import_checkpoint(
             _check_file(file, PurePosixPath(path).suffix, f"{source.shown}: {path}")
             size, digest = store.storage.upload(file, layout.file_key(uuid, name), stop)
         rank = found.rank_of(PurePosixPath(name).name)
-        return FileEntry(path=name, size_bytes=size, digest=digest, rank=rank)
+        return FileEntry(path=layout.StoredPath(name), size_bytes=size, digest=digest, rank=rank)
 
     try:
         files = sorted(in_parallel(copy, found.files, UPLOAD_THREADS), key=lambda each: each.path)

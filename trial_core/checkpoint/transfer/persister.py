@@ -18,6 +18,7 @@ from typing import NamedTuple, NoReturn
 
 import msgspec
 
+from trial_core.checkpoint.layout import StoredPath
 from trial_core.checkpoint.manifest import FileEntry
 from trial_core.checkpoint.storage.base import StorageSpec
 from trial_core.checkpoint.transfer import persister_process
@@ -72,7 +73,7 @@ class Persister:
     def __init__(self, stall_seconds: float | None = None) -> None:
         self._stall_seconds = stall_seconds
         self._process: _Process | None = None
-        self._stored: dict[str, dict[str, FileEntry]] = {}
+        self._stored: dict[str, dict[StoredPath, FileEntry]] = {}
 
     def upload(
         self,
@@ -124,7 +125,7 @@ class Persister:
         try:
             return self._request(request, lambda entry: None).fetched_bytes
         except _ProcessEnded as end:
-            paths = [file.path for file in files]
+            paths = [str(file.path) for file in files]
             raise StorageError(
                 f"the process that fetches its files {end}; files to fetch: {first_few(paths)}"
             ) from None

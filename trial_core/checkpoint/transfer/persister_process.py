@@ -25,6 +25,7 @@ from typing import Literal, NoReturn
 
 import msgspec
 
+from trial_core.checkpoint.layout import StoredPath
 from trial_core.checkpoint.manifest import FileEntry
 from trial_core.checkpoint.storage.base import StorageSpec
 from trial_core.checkpoint.store import CheckpointStore
@@ -126,7 +127,7 @@ def serve_rank(connection: socket.socket) -> NoReturn:
     os._exit(0)
 
 
-_changing: set[str] = set()
+_changing: set[StoredPath] = set()
 """The `changing` of `upload_staged`: it is for all checkpoints of one rank's run."""
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trial_core.checkpoint import layout
+from trial_core.checkpoint.layout import StoredPath
 from trial_core.checkpoint.manifest import FileEntry
 from trial_core.checkpoint.storage.credentials import secrets_in
 from trial_core.checkpoint.store import CheckpointStore
@@ -132,8 +133,9 @@ def upload_code(
     digest = f"sha256:{hashlib.sha256(archive).hexdigest()}"
     there = next((each for each in shared if each.digest == digest), None)
     entry = FileEntry(
-        path=layout.CODE_NAME, size_bytes=len(archive), digest=digest, rank=0,
-        stored_at=there.stored_at if there else "", copy_at=there.copy_at if there else "",
+        path=StoredPath(layout.CODE_NAME), size_bytes=len(archive), digest=digest, rank=0,
+        stored_at=there.stored_at if there else StoredPath(""),
+        copy_at=there.copy_at if there else StoredPath(""),
     )  # fmt: skip
     if not entry.stored_at:
         store.storage.write(layout.file_key(uuid, layout.CODE_NAME), archive)
@@ -162,6 +164,6 @@ def code_of_checkpoint(checkpoint: CheckpointSource, target: Path) -> TrialCode:
             "original code folder"
         )
     with checkpoint.files([manifest.code]) as folder:
-        data = (folder / manifest.code.path).read_bytes()
+        data = (folder / manifest.code.checked_path).read_bytes()
     unpack_code(data, target, f"the code of the checkpoint {manifest.uuid}")
     return TrialCode(target, data)

@@ -9,6 +9,7 @@ from threading import Lock
 import msgspec
 
 from trial_core.checkpoint import layout
+from trial_core.checkpoint.layout import StoredPath
 from trial_core.checkpoint.manifest import FileEntry
 from trial_core.checkpoint.storage.local_files import local_digest
 from trial_core.checkpoint.storage.parallel import CancelSignal, in_parallel
@@ -38,8 +39,8 @@ def upload_staged(
     rank: int,
     *,
     shared: Iterable[FileEntry] = (),
-    changing: set[str] | None = None,
-    stored: Mapping[str, FileEntry] | None = None,
+    changing: set[StoredPath] | None = None,
+    stored: Mapping[StoredPath, FileEntry] | None = None,
     on_stored: Callable[[FileEntry], None] = lambda entry: None,
 ) -> list[FileEntry]:
     """Upload files; return their manifest entries, in the same order.
@@ -78,11 +79,11 @@ def upload_staged(
 
     def upload(file: StagedFile, stop: CancelSignal) -> FileEntry:
         stop.check()
-        key = layout.file_key(uuid, file.path)
-        entry = (stored or {}).get(file.path)
+        key, path = layout.file_key(uuid, file.path), StoredPath(file.path)
+        entry = (stored or {}).get(path)
         if entry is not None and entry.size_bytes == file.size_bytes == sizes.get(key):
             return with_copy(file, entry)
-        may_be_shared = file.size_bytes in shared_sizes and file.path not in changing
+        may_be_shared = file.size_bytes in shared_sizes and path not in changing
         if file is not own and may_be_shared:
             # Hashed before it may be sent: a file that has changed is hashed twice, once.
             with ErrorTranslator(file.file).translated("read"):
@@ -90,15 +91,15 @@ def upload_staged(
             there = known.get((file.size_bytes, digest))
             if there is not None and there.stored_at:
                 return FileEntry(
-                    path=file.path, size_bytes=file.size_bytes, digest=digest, rank=rank,
+                    path=path, size_bytes=file.size_bytes, digest=digest, rank=rank,
                     stored_at=there.stored_at, copy_at=there.copy_at,
                 )  # fmt: skip
-            if file.path in earlier:
-                changing.add(file.path)
+            if path in earlier:
+                changing.add(path)
         size_bytes, digest = store.storage.upload(Path(file.file), key, stop, file.size_bytes)
-        entry = FileEntry(path=file.path, size_bytes=size_bytes, digest=digest, rank=rank)
-        if earlier.get(file.path) == digest:
-            changing.discard(file.path)
+        entry = FileEntry(path=path, size_bytes=size_bytes, digest=digest, rank=rank)
+        if earlier.get(path) == digest:
+            changing.discard(path)
         with lock:
             on_stored(entry)
         return with_copy(file, entry)
@@ -112,7 +113,7 @@ def merge_entries(per_rank: Mapping[int, Iterable[FileEntry]]) -> list[FileEntry
     Raises:
         CheckpointRefused: several ranks wrote different files under one name.
     """
-    merged: dict[str, FileEntry] = {}
+    merged: dict[StoredPath, FileEntry] = {}
     for rank in sorted(per_rank):
         for entry in per_rank[rank]:
             first = merged.setdefault(entry.path, entry)

@@ -128,10 +128,7 @@ def _fetch(launch: Launch, manifest: Manifest, restore: Restore) -> str | None:
             return str(damage)
         return None
     request = FetchCheckpoint(
-        uuid=manifest.uuid,
-        files=manifest.files,
-        saved_by=manifest.topology,
-        restore=restore,
+        uuid=manifest.uuid, files=manifest.files, saved_by=manifest.topology, restore=restore
     )
     fetched = launch.ask(request, Fetched)
     for rank, result in enumerate(fetched):

@@ -9,7 +9,7 @@ from typing import Any
 
 from trial_core.common.text_format import metrics_line
 from trial_core.driver.rank_reports import RankReports
-from trial_core.driver.run import Launch
+from trial_core.driver.run import Launch, Run
 from trial_core.driver.stages.declared_stage import stage
 from trial_core.errors import SlotsError, TrialError
 from trial_core.messages import (
@@ -22,6 +22,7 @@ from trial_core.messages import (
     SettingsRestored,
 )
 from trial_core.schedule.sequencer import Progress, searcher_metric
+from trial_core.schedule.units import Batch
 
 
 @dataclass
@@ -110,8 +111,6 @@ _NOT_TRAINED = (FitBegun, SettingsRestored, UploadEnded)
 
 
 class RunningScript:
-    """A script that runs on all ranks."""
-
     def __init__(self, launch: Launch, request: RunScript) -> None:
         self._launch = launch
         self._request = request
@@ -185,5 +184,13 @@ def _note(launch: Launch, progress: ScriptReports, event: MetricsReported) -> No
         run.observer.throughput_measured(steps, now, whole_run)
     run.observer.metrics_reported(kind, steps, metrics)
     launch.warn(warnings)
+    if kind == "validation" and _pauses(run, steps):
+        launch.slots.stop()  # the script learns it from should_preempt, if not from operations()
     if (failure := losses.failure(is_last=False, saved_at=at.saved_at)) is not None:
         raise failure
+
+
+def _pauses(run: Run, steps: int) -> bool:
+    """Return whether a script that counts batches has reached the length at which it is to wait."""
+    pause = run.pause_at
+    return isinstance(pause, Batch) and isinstance(pause.value, int) and steps >= pause.value

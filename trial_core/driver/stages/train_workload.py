@@ -9,6 +9,7 @@ from trial_core.common.text_format import metrics_line
 from trial_core.driver.run import Launch
 from trial_core.driver.stages.declared_stage import stage
 from trial_core.messages import TrainBatches, Trained
+from trial_core.observe.events.observers import WorkloadTimes
 
 
 @stage("train-workload", "[{begin}→{until}]", is_timed=False)
@@ -40,10 +41,9 @@ def train_workload(launch: Launch, begin: int, until: int) -> int:
     run.logger.info(
         "trained [%d→%d] at %s: %s", begin, reached, now.speed, metrics_line(results[0].metrics)
     )
-    run.observer.training_timed(
-        begin, reached, seconds,
-        [rank.data_seconds for rank in results], [rank.forward_seconds for rank in results],
-    )  # fmt: skip
+    waited = [each.data_seconds for each in results]
+    forward = [each.forward_seconds for each in results]
+    run.observer.training_timed(WorkloadTimes(reached, seconds, waited, forward))
     run.observer.throughput_measured(reached, now, whole_run)
     run.observer.learning_rates_read(reached, results[0].learning_rates)
     run.observer.metrics_reported("training", reached, results[0].metrics)

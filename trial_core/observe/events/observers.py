@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # it imports storages, which would delay the command line's help
@@ -16,6 +17,23 @@ if TYPE_CHECKING:  # it imports storages, which would delay the command line's h
     from trial_core.messages import MetricsKind
     from trial_core.observe.events.throughput import Throughput
     from trial_core.observe.ledger.time_ledger import RunTime
+
+
+@dataclass(frozen=True)
+class WorkloadTimes:
+    """The time of a train-workload, in seconds.
+
+    Attributes:
+        reached: batches trained after it.
+        data_seconds: how long each rank waited for data, by rank; empty if unknown. Ranks train
+            in step, so the others wait for the rank that waits longest.
+        forward_seconds: of a forward pass, by rank; empty or 0 if unknown.
+    """
+
+    reached: int
+    seconds: float
+    data_seconds: Sequence[float]
+    forward_seconds: Sequence[float] = ()
 
 
 class Observer:
@@ -32,6 +50,13 @@ class Observer:
             begins_at: batches already trained; not 0 for a resumed run.
             batch_samples: samples in one batch on all ranks; 0 if unknown.
         """
+
+    def of_trial(self, number: int, trial: str) -> Observer:
+        """The observer of a trial of a search, for one of its runs. Several trials may run."""
+        return Observer()
+
+    def search_advanced(self, news: str) -> None:
+        """A trial of a search has reached a rung, or has failed: a line for people."""
 
     def batches_resized(self, extra_samples: int) -> None:
         """Just before `run_started`: so many more samples have been trained than `begins_at` times
@@ -77,22 +102,8 @@ class Observer:
     def batches_trained(self, batches: int) -> None:
         """Training has reached `batches`; called a few times a second."""
 
-    def training_timed(
-        self,
-        begin: int,
-        reached: int,
-        seconds: float,
-        data_seconds: Sequence[float],
-        forward_seconds: Sequence[float] = (),
-    ) -> None:
-        """A train-workload has taken `seconds`.
-
-        Args:
-            begin, reached: batches trained before and after it.
-            data_seconds: how long each rank waited for data, by rank; empty if unknown. Ranks train
-                in step, so the others wait for the rank that waits longest.
-            forward_seconds: of a forward pass, by rank; empty or 0 if unknown.
-        """
+    def training_timed(self, timed: WorkloadTimes) -> None:
+        """A train-workload has ended."""
 
     def throughput_measured(self, batches: int, now: Throughput, whole_run: Throughput) -> None:
         """The speed of a train-workload, or of a script's training since its last report.
@@ -164,7 +175,7 @@ def _to_all(name: str) -> Callable[..., None]:
     return call
 
 
-for _name in [name for name in vars(Observer) if not name.startswith("_")]:
+for _name in [name for name in vars(Observer) if not name.startswith("_") and name != "of_trial"]:
     setattr(Observers, _name, _to_all(_name))
 
 _no_observer = Observer()

@@ -150,7 +150,6 @@ class ThroughputMeter:
 
     @property
     def throughput(self) -> Throughput:
-        """That of all train-workloads so far."""
         return Throughput(
             self._batches.average,
             self._samples.average,

@@ -69,7 +69,6 @@ class TimeLedger:
 
     @property
     def total_seconds(self) -> float:
-        """The seconds of all slots."""
         return sum(self.slot_milliseconds.values()) / 1000
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from markdown_it import MarkdownIt
@@ -28,20 +28,38 @@ MANY_POINTS = 100
 
 def render_html(facts: TrialFacts) -> str:
     drawn = figures(facts.history, facts.searcher_metric)
-    places = [line for number, figure in enumerate(drawn) for line in _place(number, figure)]
-    return _TEMPLATE.render(
-        title=f"{shortened(facts.name)} · {facts.trial}",
-        content=_MARKDOWN.render(facts.markdown(places)),
+    places = [line for number, each in enumerate(drawn) for line in place(number, each.title)]
+    return page(
+        f"{shortened(facts.name)} · {facts.trial}",
+        facts.markdown(places),
+        [plotly_figure(figure) for figure in drawn],
         is_live=not facts.is_over,
-        figures=[plotly_figure(figure) for figure in drawn],
+    )
+
+
+def page(
+    title: str, markdown: str, figures: Sequence[Mapping[str, Any]], is_live: bool = False
+) -> str:
+    """The page of a report.
+
+    Args:
+        markdown: has a `place` for each figure.
+        figures: for Plotly: their data and layout, with names that others chose escaped.
+        is_live: whether the page says that it will be written again.
+    """
+    return _TEMPLATE.render(
+        title=title,
+        content=_MARKDOWN.render(markdown),
+        is_live=is_live,
+        figures=figures,
         plotly_js=get_plotlyjs(),
         nonce=secrets.token_urlsafe(),
     )
 
 
-def _place(number: int, figure: CurveFigure) -> list[str]:
+def place(number: int, title: str) -> list[str]:
     """Markdown with a place for a figure: only figures have a code block with a language."""
-    return [f"## {escaped(figure.title)}", "", "```figure", str(number), "```", ""]
+    return [f"## {escaped(title)}", "", "```figure", str(number), "```", ""]
 
 
 def plotly_figure(figure: CurveFigure) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from trial_core.common.any_logger import AnyLogger
 from trial_core.config import ExperimentConfig
 from trial_core.errors import Superseded, TrialflowError
 from trial_core.messages import MetricsKind
-from trial_core.observe.events.observers import Observer
+from trial_core.observe.events.observers import Observer, WorkloadTimes
 from trial_core.observe.events.run_status import UPLOAD
 from trial_core.observe.events.throughput import Throughput
 from trial_core.observe.ledger.time_ledger import TimeLedger
@@ -162,17 +162,10 @@ class Report(Observer):
         with self._update() as facts:
             facts.run_status.batches_trained(batches)
 
-    def training_timed(
-        self,
-        begin: int,
-        reached: int,
-        seconds: float,
-        data_seconds: Sequence[float],
-        forward_seconds: Sequence[float] = (),
-    ) -> None:
+    def training_timed(self, timed: WorkloadTimes) -> None:
         with self._update() as facts:
-            facts.waits.append((seconds, tuple(data_seconds)))
-            facts.forward_seconds = tuple(forward_seconds)
+            facts.waits.append((timed.seconds, tuple(timed.data_seconds)))
+            facts.forward_seconds = tuple(timed.forward_seconds)
 
     def throughput_measured(self, batches: int, now: Throughput, whole_run: Throughput) -> None:
         rates = {"samples/s": now.samples_per_second, "tokens/s": now.tokens_per_second}

@@ -11,7 +11,7 @@ from opentelemetry.metrics import MeterProvider
 
 from trial_core.common import text_format
 from trial_core.messages import MetricsKind
-from trial_core.observe.events.observers import Observer
+from trial_core.observe.events.observers import Observer, WorkloadTimes
 from trial_core.observe.events.run_status import TRAINING, UPLOAD
 from trial_core.observe.ledger.run_clock import BUCKETS, RunClock
 from trial_core.observe.ledger.time_ledger import RunTime
@@ -32,8 +32,6 @@ TIMED_STAGES = {
 
 
 class RunMetrics(Observer):
-    """Records the metrics of a run."""
-
     def __init__(
         self, provider: MeterProvider, experiment: str, trial: str, clock: RunClock
     ) -> None:
@@ -111,20 +109,13 @@ class RunMetrics(Observer):
             self._batches.add(trained, self._attributes)
             self._samples.add(trained * self._batch_samples, self._attributes)
 
-    def training_timed(
-        self,
-        begin: int,
-        reached: int,
-        seconds: float,
-        data_seconds: Sequence[float],
-        forward_seconds: Sequence[float] = (),
-    ) -> None:
-        self.batches_trained(reached)
-        for rank, waited in enumerate(data_seconds):
+    def training_timed(self, timed: WorkloadTimes) -> None:
+        self.batches_trained(timed.reached)
+        for rank, waited in enumerate(timed.data_seconds):
             attributes = self._of(rank=rank)
             self._data_wait.add(waited, attributes)
-            self._step.add(max(0.0, seconds - waited), attributes)
-        for rank, each in enumerate(forward_seconds):
+            self._step.add(max(0.0, timed.seconds - waited), attributes)
+        for rank, each in enumerate(timed.forward_seconds):
             if each:
                 self._forward.set(each, self._of(rank=rank))
 

@@ -32,7 +32,7 @@ from trial_core.checkpoint.json_objects import parse_time
 from trial_core.checkpoint.manifest import Topology
 from trial_core.common import text_format
 from trial_core.errors import Stopped
-from trial_core.observe.events.observers import Observer
+from trial_core.observe.events.observers import Observer, WorkloadTimes
 from trial_core.observe.events.run_status import UPLOAD
 from trial_core.observe.ledger.time_ledger import RunTime
 from trial_core.schedule.stop_requests import StopHandler
@@ -70,11 +70,7 @@ class RunTrace(Observer):
     """Makes the spans of a run."""
 
     def __init__(
-        self,
-        provider: trace.TracerProvider,
-        experiment: str,
-        trial: str,
-        stopping: StopHandler,
+        self, provider: trace.TracerProvider, experiment: str, trial: str, stopping: StopHandler
     ) -> None:
         # The attribute makes it a tracer of this trial alone, whose ids can be set.
         self._tracer = provider.get_tracer("trialflow", attributes={"trialflow.trial": trial})
@@ -159,15 +155,8 @@ class RunTrace(Observer):
     def batches_trained(self, batches: int) -> None:
         self._batches = batches
 
-    def training_timed(
-        self,
-        begin: int,
-        reached: int,
-        seconds: float,
-        data_seconds: Sequence[float],
-        forward_seconds: Sequence[float] = (),
-    ) -> None:
-        self._batches = reached
+    def training_timed(self, timed: WorkloadTimes) -> None:
+        self._batches = timed.reached
 
     def checkpoint_committed(
         self, uuid: str, batches: int, total_bytes: int, digest: str = ""

@@ -23,13 +23,7 @@ import msgspec
 
 from trial_core.common import text_format
 from trial_core.common.decoding import decode
-from trial_core.observe.trackers.journal import (
-    FOLDER,
-    JOURNAL,
-    SENDER_LOG,
-    age,
-    read_state,
-)
+from trial_core.observe.trackers.journal import FOLDER, JOURNAL, SENDER_LOG, age, read_state
 from trial_core.observe.trackers.outbox import Outbox
 from trial_core.observe.trackers.system_metrics import SystemMetrics
 from trial_core.observe.trackers.tracker import TrackedRun, Tracker, find_tracker

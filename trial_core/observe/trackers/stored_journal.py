@@ -179,7 +179,7 @@ def sync_trackers(
         raise ConfigError(
             f"{file} does not say which trackers trial {trial} had: {damage}; its next run does"
         ) from None
-    if odd := [name for name in earlier.trackers if Path(name).name != name]:
+    if odd := [name for name in earlier.trackers if not layout.is_name(name)]:
         raise ConfigError(f"{file} names a tracker {odd[0]!r}; the trial's next run mends it")
     before = unsent(run_dir, [*earlier.trackers])
     trackers = {}

@@ -20,7 +20,7 @@ from trial_core.common.any_logger import AnyLogger
 from trial_core.config import ExperimentConfig
 from trial_core.errors import Superseded
 from trial_core.messages import MetricsKind
-from trial_core.observe.events.observers import Observer
+from trial_core.observe.events.observers import Observer, WorkloadTimes
 from trial_core.observe.events.throughput import Throughput
 from trial_core.observe.ledger.time_ledger import TimeLedger
 from trial_core.observe.trackers.journal import FOLDER, JOURNAL, ORDER, JournalWriter
@@ -162,12 +162,10 @@ class Tracking(Observer):
         }
         self._measured(batches, known)
 
-    def training_timed(
-        self, begin: int, reached: int, seconds: float, data_seconds: Sequence[float],
-        forward_seconds: Sequence[float] = (),
-    ) -> None:  # fmt: skip
-        if data_seconds and seconds > 0:
-            self._measured(reached, {"speed/data_wait_percent": 100 * max(data_seconds) / seconds})
+    def training_timed(self, timed: WorkloadTimes) -> None:
+        if timed.data_seconds and timed.seconds > 0:
+            waited = 100 * max(timed.data_seconds) / timed.seconds
+            self._measured(timed.reached, {"speed/data_wait_percent": waited})
 
     def throughput_measured(self, batches: int, now: Throughput, whole_run: Throughput) -> None:
         values = {

@@ -70,7 +70,6 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """The process id."""
         return self._process.pid
 
     @property
@@ -80,7 +79,6 @@ class Child:
 
     @property
     def input(self) -> IO[bytes]:
-        """Its standard input."""
         return _there(self._process.stdin)
 
     @property
@@ -119,7 +117,6 @@ class Child:
             return False
 
     def wait(self, seconds: float) -> bool:
-        """Wait for its end; return whether it has ended."""
         deadline = time.monotonic() + seconds
         while self.lives():
             if time.monotonic() >= deadline:

@@ -147,14 +147,10 @@ class RanksPrepared(OfLaunch):
 
 
 class StartRanks(OfLaunch):
-    """Start this node's ranks."""
-
     share: MachineShare
 
 
 class RanksNotStarted(OfLaunch):
-    """The ranks could not be started."""
-
     why: str
 
 
@@ -179,8 +175,6 @@ class Leave(Message):
 
 
 class RankJoined(RankMessage):
-    """A rank has joined its agent."""
-
     pid: int
 
 
@@ -203,8 +197,6 @@ class RankGone(RankMessage):
 
 
 class RankLogged(RankMessage):
-    """A new part of a rank's log."""
-
     data: bytes
 
 

@@ -69,8 +69,6 @@ class Ready(msgspec.Struct, tag=True):
 
 
 class RankStarted(msgspec.Struct, tag=True):
-    """A rank was forked."""
-
     number: int
     pid: int
 

@@ -211,10 +211,7 @@ class SlotGroup(Listener):
         return self._submit(request).future
 
     def request(
-        self,
-        request: AnyRequest,
-        expect: type[R],
-        stall_seconds: float | None = None,
+        self, request: AnyRequest, expect: type[R], stall_seconds: float | None = None
     ) -> list[R]:
         """Send `request` to every rank and wait for all results, in the order of ranks.
 

@@ -239,7 +239,7 @@ class CheckpointContext:
 
         def choose() -> list[str] | None:
             opened.append(self._store.open(uuid))
-            return selector and [each.path for each in _wanted(opened[0], selector)]
+            return selector and [each.checked_path for each in _wanted(opened[0], selector)]
 
         chosen = run_on_all_ranks(self._host.distributed, choose)
         manifest, here = opened[0], [chosen[rank] for rank in self._host.distributed.local_ranks]
@@ -271,7 +271,7 @@ class CheckpointContext:
 
 
 def _wanted(manifest: Manifest, selector: Selector | None) -> list[FileEntry]:
-    return [each for each in manifest.files if selector is None or selector(each.path)]
+    return [each for each in manifest.files if selector is None or selector(each.checked_path)]
 
 
 def _plain(metadata: Mapping[str, Any] | None, source: str) -> dict[str, Any]:

@@ -201,7 +201,7 @@ class ScriptController:
         )  # fmt: skip
         script.host = host = ScriptHost(
             info, ranks, run, script.files, self._emit, self._stop_barrier, self._receipts,
-            self._serve_fit, self._on_first_question, request.best_metric,
+            self._serve_fit, self._on_first_question, request.best_metric, request.pause_at,
         )  # fmt: skip
         self._stop_barrier.begin_workload()
         with published(info):

@@ -19,6 +19,7 @@ from trial_core.messages import (
     BatchesValidated,
     CheckpointWritten,
     FitBegun,
+    Length,
     MetricsKind,
     MetricsReported,
     RestoredSettings,
@@ -54,7 +55,8 @@ class ScriptHost:
         on_first_question: called when the script asks for the first time whether to end.
 
     Attributes:
-        max_length: where the experiment says that training ends; None if it does not say.
+        max_length: where the experiment says that training ends, or the driver that it pauses; None
+            if neither does.
         was_preempted: True if the script was told to save and end.
         best_validation: the best searcher metric that this rank knows of; at first that of the
             checkpoint that the script starts from.
@@ -73,11 +75,15 @@ class ScriptHost:
         serve_fit: Callable[[Controller], None] | None = None,
         on_first_question: Callable[[], None] = lambda: None,
         best_validation: float | None = None,
+        pause_at: Length | None = None,
     ) -> None:
         self.info = info
         self.distributed = distributed
         self.files = files
         self.max_length = named_length(run.experiment)
+        if pause_at is not None:
+            pause = {pause_at.unit: pause_at.value}
+            self.max_length = named_length({"searcher": {"max_length": pause}})
         self.was_preempted = False
         self.best_validation = best_validation
         self.has_trainer = False

@@ -109,9 +109,7 @@ class SearcherContext:
         self._host = host
 
     def operations(
-        self,
-        searcher_mode: SearcherMode = SearcherMode.WorkersAskChief,
-        auto_ack: bool = True,
+        self, searcher_mode: SearcherMode = SearcherMode.WorkersAskChief, auto_ack: bool = True
     ) -> Iterator[SearcherOperation]:
         """The one operation of a run: to train up to ``searcher.max_length``. Not collective.
 

@@ -14,12 +14,7 @@ from typing_extensions import Self
 from trial_core.cluster_info import experiment_number, trial_number
 from trial_core.config import OptimizationsConfig, ProfilingConfig, ReproducibilityConfig
 from trial_core.config.determined import hyperparameters
-from trial_core.config.error_text import (
-    closest_match,
-    did_you_mean,
-    error_lines,
-    format_value,
-)
+from trial_core.config.error_text import closest_match, did_you_mean, error_lines, format_value
 from trial_core.config.search_ranges import draw
 from trial_core.config.sections import CheckpointingConfig
 from trial_core.errors import ConfigError, TrialError, TrialTypeError, TrialValueError

@@ -211,11 +211,7 @@ class TrialAdapter(ABC):
 
     @abstractmethod
     def save(
-        self,
-        folder: Path,
-        memory_files: MemoryFiles,
-        reader: Reader,
-        hook_state: Mapping[str, Any],
+        self, folder: Path, memory_files: MemoryFiles, reader: Reader, hook_state: Mapping[str, Any]
     ) -> None:
         """Write this rank's shards below `folder`, as far as possible as memory files.
 

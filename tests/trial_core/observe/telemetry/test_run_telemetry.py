@@ -20,6 +20,7 @@ from tests.support.slots import toy_config
 from tests.support.telemetry import MemorySpans, Receiver, install_memory
 from tests.trial_core.driver.test_drive import FullMachine
 from trial_core.errors import LaunchError
+from trial_core.observe.events.observers import WorkloadTimes
 from trial_core.observe.ledger.run_clock import RunClock
 from trial_core.observe.ledger.time_ledger import RunTime
 from trial_core.observe.telemetry.providers import OwnProvider
@@ -65,7 +66,7 @@ def report(
         observer.run_started(TRIAL, 10, 0, 4)
         observer.stage_started("train-workload", "[0→10]")
         observer.stage_ended("train-workload", "[0→10]", 0.5)
-        observer.training_timed(0, 10, 0.5, [0.1, 0.2], [0.01, 0.02])
+        observer.training_timed(WorkloadTimes(10, 0.5, [0.1, 0.2], [0.01, 0.02]))
         observer.learning_rates_read(10, [0.1, None])
         observer.metrics_reported("training", 10, {"loss": 0.5, "curve": [1, 2]})
         observer.stage_started("validate", "@10")

@@ -222,7 +222,11 @@ def test_a_place_that_only_the_storage_names_gets_no_token(
 
 @pytest.mark.parametrize(
     ("name", "options", "error"),
-    [("../../noting", {}, "names a tracker"), ("wandb", {"config": "/any.yaml"}, "unknown field")],
+    [
+        ("../../noting", {}, "names a tracker"),
+        ("noting:Noting", {}, "names a tracker"),
+        ("wandb", {"config": "/any.yaml"}, "unknown field"),
+    ],
 )
 def test_a_stored_order_with_odd_trackers_is_refused(
     copies: Copies, name: str, options: dict[str, object], error: str

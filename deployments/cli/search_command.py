@@ -1,0 +1,177 @@
+"""`trialflow search FILE`: searches for hyperparameters in this process."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from trial_core.common import text_format
+from trial_core.errors import ConfigError, Stopped
+from trialflow.deployments.cli import console
+from trialflow.deployments.cli.experiment_options import (
+    DEFAULT_EXPERIMENT,
+    Engine,
+    Experiment,
+    Overrides,
+    StorageOption,
+    named_trial,
+    open_store_of,
+    read_as,
+    refuse_what_cannot_run,
+    with_engine,
+)
+from trialflow.deployments.cli.flow_run import FlowRun, StateHook
+from trialflow.deployments.cli.run_display import display_for_stdout
+from trialflow.deployments.cli.tables import AsJson, print_json
+
+if TYPE_CHECKING:
+    from trial_core.checkpoint.store import CheckpointStore
+    from trial_core.search.settings import SearchExperiment
+    from trialflow.flows.search import SearchResult
+
+
+def search(
+    config: Experiment = DEFAULT_EXPERIMENT,
+    /,
+    *,
+    set_: Overrides = None,
+    storage: StorageOption = None,
+    engine: Engine = None,
+    resume: Annotated[
+        bool,
+        Parameter(
+            help="Continue a search where it was; by default the experiment's newest. "
+            "searcher.max_trials and max_length may be greater than before."
+        ),
+    ] = False,
+    named: Annotated[
+        str | None,
+        Parameter(
+            name="--search",
+            help="With --resume: the search to continue, as `trialflow search list` names it. "
+            "Default: the experiment's newest.",
+        ),
+    ] = None,
+    take_over: Annotated[
+        bool,
+        Parameter(
+            help="With --resume: continue the search even if another run may be at it, for example "
+            "on a machine that was lost. A run that still lives ends."
+        ),
+    ] = False,
+    simulate: Annotated[
+        Path | None,
+        Parameter(
+            help="Train nothing: print what the search would do with the curves in this CSV file, "
+            "with the columns trial, length and metric."
+        ),
+    ] = None,
+    quiet: Annotated[bool, Parameter(help="Print only the outcome or the error.")] = False,
+    json_: AsJson = False,
+) -> int:
+    """Search for hyperparameters: train many trials, and the better ones further.
+
+    The experiment's searcher says how, and hyperparameters have ranges. Ctrl-C saves what is being
+    trained; --resume continues.
+    """
+    from trial_core.search.settings import SearchExperiment
+
+    for option, value in (("--search", named), ("--take-over", take_over)):
+        if value and not resume:
+            raise ConfigError(f"{option} continues a search: give --resume as well")
+    experiment = read_as(SearchExperiment, config, with_engine(set_, engine), storage)
+    if simulate is not None:
+        return _simulate(experiment, simulate)
+    store = open_store_of(experiment)
+    refuse_what_cannot_run(experiment, store)
+    display = display_for_stdout(quiet or json_, (experiment.searcher.metric, "loss"))
+    continued = _to_resume(store, experiment, named, display.say) if resume else None
+
+    def call(on_running: StateHook) -> SearchResult:
+        from trialflow.flows.search import SearchResult, search as search_flow
+
+        flow = search_flow.with_options(on_running=[on_running])
+        result = flow(experiment, search=continued, take_over=take_over)
+        if not isinstance(result, SearchResult):
+            raise Stopped(f"the run ended without a result: {result}")
+        return result
+
+    run: FlowRun[SearchResult] = FlowRun(display, experiment)
+    exit_code = run.run(call)
+    if run.result is not None:
+        if json_:
+            print_json(asdict(run.result))
+        else:
+            print("\n".join(_summary(run.result, experiment, run.later_ui)))
+    elif run.stopped_by is not None:
+        console.note("to continue the search, repeat the command with --resume")
+    run.note_unsent(config, storage)
+    return exit_code
+
+
+def _simulate(experiment: SearchExperiment, curves: Path) -> int:
+    from trial_core.search.page import simulated_text
+    from trial_core.search.simulate import read_curves, simulate
+
+    print(simulated_text(simulate(experiment, read_curves(curves))))
+    return 0
+
+
+def _to_resume(
+    store: CheckpointStore, experiment: SearchExperiment, named: str | None, say: Any
+) -> str | None:
+    """The search to continue: the one named, else the experiment's newest, or None.
+
+    Raises:
+        ConfigError: there is no such search.
+    """
+    from trial_core.search.log import SearchLog, searches
+    from trial_core.search.state import opened
+
+    storage, found = store.storage, {}
+    for name in searches(storage):
+        log = SearchLog(storage, name)
+        if opened(log.events).experiment == experiment.name:
+            found[name] = log.events[-1].at
+    if named is not None:
+        if (search := named_trial(named, found)) is None:
+            raise ConfigError(
+                f"--search {named}: no search of experiment {experiment.name} in {store.url} "
+                "begins so; `trialflow search list` shows them"
+            )
+        return search
+    if not found:
+        say(
+            f"nothing to resume: no search of experiment {experiment.name} in {store.url}; "
+            "beginning a new one"
+        )
+        return None
+    newest = max(found, key=found.__getitem__)
+    say(f"continuing search {newest}")
+    return newest
+
+
+def _summary(result: SearchResult, experiment: SearchExperiment, later_ui: str | None) -> list[str]:
+    """The lines that end the command's output."""
+    how = "completed" if result.is_over else f"stopped: {result.stop_reason}"
+    best = None
+    if result.best_trial is not None and result.metric is not None:
+        value = text_format.number(result.metric)
+        best = f"{result.best_trial}: {experiment.searcher.metric} {value}"
+    facts = [
+        ("best", best),
+        ("with", json.dumps(result.hyperparameters) if best else None),
+        ("checkpoint", result.checkpoint_uuid),
+        ("continue with", None if result.is_over else f"--resume --search {result.search}"),
+        ("more", f"trialflow search show {result.search}"),
+        ("HTML report", result.report_path),
+        ("UI", later_ui),
+    ]
+    shown = [(name, fact) for name, fact in facts if fact is not None]
+    width = max(len(name) for name, _ in shown)
+    headline = f"{result.search} {how} ({text_format.plural(result.trials, 'trial')})"
+    return [headline, *(f"  {name:<{width}}  {fact}" for name, fact in shown)]

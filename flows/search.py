@@ -1,0 +1,355 @@
+"""The flow `search`: trains many trials, the better ones further, to find good hyperparameters.
+
+What to train next follows from the search's log alone (`trial_core/search`). This flow has it
+trained: each trial, from where it is to its next rung, is a run of the flow `train` below this one,
+and writes down what came of it. So any later run of the flow continues the search.
+"""
+
+import os
+import queue
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from prefect import flow, runtime, task
+from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State
+from prefect.exceptions import Abort, CancelledRun, Pause
+from prefect.futures import PrefectFuture
+from prefect.logging import get_run_logger
+from prefect.utilities.annotations import quote
+
+from trial_core.checkpoint.layout import checked_trial
+from trial_core.checkpoint.retention.trial_owner import own_trial
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.driver.code_source import refuse_missing_code
+from trial_core.driver.placement import choose_provider
+from trial_core.driver.result import TrialResult, describe_pause
+from trial_core.errors import (
+    ConfigError,
+    InvalidHP,
+    RankFailed,
+    SearchError,
+    Stopped,
+    StorageError,
+    Superseded,
+    TrialError,
+    TrialflowError,
+)
+from trial_core.observe.events.observers import Observer, current_observer, observing
+from trial_core.processes.machine.accelerators import count_accelerators, resolve_slot_count
+from trial_core.processes.machine.run_dirs import run_dir_of, trial_id
+from trial_core.schedule.stop_requests import StopHandler, as_the_trial_asked
+from trial_core.search.figures import html
+from trial_core.search.log import SearchLog
+from trial_core.search.page import markdown
+from trial_core.search.search import Leg, Search
+from trial_core.search.settings import SearchExperiment
+from trial_core.search.view import view_of
+from trialflow.flows.lifecycle.crash_limit import check_crash_limit
+from trialflow.flows.lifecycle.parent_runs import identity_of_run
+from trialflow.flows.lifecycle.run_log import readable_task_log
+from trialflow.flows.lifecycle.run_names import search_name
+from trialflow.flows.lifecycle.shared_gpus import has_gpu_limit
+from trialflow.flows.lifecycle.stop_monitor import POLL_SECONDS, StopMonitor
+from trialflow.flows.lifecycle.storage_of_run import StorageLabel, storage_of_run
+from trialflow.flows.server.prefect_settings import prepare_temporary_server
+from trialflow.flows.train import PartOfTraining, train
+from trialflow.tasks.artifact import MarkdownArtifact
+from trialflow.tasks.client_retries import NO_ANSWER
+from trialflow.tasks.storage_block import with_credentials
+
+prepare_temporary_server()
+
+FLOW = "search"
+REPORT = "search.html"
+MAX_SIDE_BY_SIDE = 64
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """How a search, or this run of it, has ended.
+
+    Attributes:
+        search: the search's id; give it to the flow again to continue the search.
+        is_over: True if nothing is left to train.
+        stop_reason: why the flow run was stopped before that; None if it was not.
+        trials: how many trials have begun.
+        best_trial: the id of the trial with the best result; None without a result.
+        hyperparameters: of that trial.
+        metric: its best value of the searcher metric.
+        checkpoint_uuid: the trial's checkpoint at that rung.
+        report_path: a page with figures, on this machine.
+        flow_run_id: Prefect's id of the flow run.
+    """
+
+    search: str
+    is_over: bool
+    stop_reason: str | None = None
+    trials: int = 0
+    best_trial: str | None = None
+    hyperparameters: dict[str, Any] = field(default_factory=dict)
+    metric: float | None = None
+    checkpoint_uuid: str | None = None
+    report_path: str | None = None
+    flow_run_id: str | None = None
+
+
+# flow.serve() pickles the flow without this module's names: no postponed annotations here.
+@flow(name=FLOW, flow_run_name=search_name, validate_parameters=True)
+def search(
+    config: SearchExperiment, search: str | None = None, take_over: bool = False
+) -> SearchResult | State[Any]:
+    """Search for hyperparameters. A run that is asked to stop saves its trials first.
+
+    Args:
+        config: the experiment, whose `searcher` says how to search, and whose hyperparameters have
+            ranges.
+        search: id of the search to continue. The default belongs to the flow run, so a retry of the
+            flow run continues its search.
+        take_over: True to take the search from another run that may be live, which ends that run.
+
+    Raises:
+        ConfigError: the search began with other settings, or its sampler cannot be used.
+        CheckpointError: `search` is not a valid id.
+        CheckpointNotFound: the storage does not know the search `search`.
+        SearchError: more trials have failed than `max_failed_trials`, or the log was altered.
+        TrialflowError: another run that may be live has the search.
+    """
+    identity, is_new = identity_of_run(config), search is None
+    search = checked_trial(search or trial_id(f"{config.name} search", identity))
+    refuse_missing_code(config)
+    place = with_credentials(config).checkpoint_storage
+    store = CheckpointStore(place.url, place.options)
+    check_crash_limit(config.max_restarts)
+    with (
+        readable_task_log(),
+        StopHandler(config.stopping.grace_seconds) as stopping,
+        StopMonitor(stopping, config.stopping) as watch,
+    ):
+        return watch.run(
+            lambda: SearchRun(config, search, identity, store, stopping).run(is_new, take_over),
+            describe_outcome,
+        )
+
+
+def describe_outcome(result: SearchResult) -> str:
+    """Describe what a stopped search has, for people."""
+    return f"search {result.search} has begun {result.trials} trials, and continues with --resume"
+
+
+@dataclass(frozen=True)
+class LegOutcome:
+    """What came of a trial's training to a rung: its result, a failure, or nothing: it stopped."""
+
+    result: TrialResult | None = None
+    failure: BaseException | None = None
+
+
+@task(name="train-trial", task_run_name="{name}", cache_policy=NO_CACHE)
+def train_trial_to_rung(name: str, leg: Leg, attempt: str, observer: Observer) -> LegOutcome:
+    """Train a trial to its rung, as a flow run below the search's.
+
+    Args:
+        attempt: identifies the search, which owns the trial.
+        observer: gets the events of the trial's run.
+    """
+    part = PartOfTraining(attempt, None if leg.is_last else leg.until)
+    try:
+        with observing(observer):
+            state: State[Any] = train(leg.config, trial=leg.trial.id, part=part, return_state=True)
+    except (Abort, CancelledRun, Pause):
+        return LegOutcome()
+    if state.is_failed() or state.is_crashed():
+        failure = state.result(raise_on_failure=False)
+        return LegOutcome(failure=None if isinstance(failure, (Stopped, Superseded)) else failure)
+    if not state.is_completed():
+        return LegOutcome()
+    result: TrialResult = state.result()
+    if not result.stopped_early or result.stop_reason == describe_pause(part.until):
+        return LegOutcome(result)
+    if result.stop_reason is not None:  # by its time budget
+        return LegOutcome()
+    why = as_the_trial_asked(result.trial_stop_reason)
+    return LegOutcome(failure=TrialError(f"it has stopped {why}, before the rung"))
+
+
+class SearchRun:
+    """One run of the flow: it has trained what is due, side by side, until nothing is.
+
+    Args:
+        identity: identifies the owner of the search.
+    """
+
+    def __init__(
+        self,
+        experiment: SearchExperiment,
+        search: str,
+        identity: str,
+        store: CheckpointStore,
+        stopping: StopHandler,
+    ) -> None:
+        self._experiment = experiment
+        self._id = search
+        self._identity = identity
+        self._store = store
+        self._stopping = stopping
+        self._observer = current_observer()
+        self._logger = get_run_logger()
+        self._page = MarkdownArtifact(f"search-{search}", f"Search {search}")
+        self._running: dict[int, Leg] = {}
+        self._ended: queue.SimpleQueue[tuple[Leg, PrefectFuture[LegOutcome]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._failure: TrialflowError | None = None
+        self._began = time.monotonic()
+
+    def run(self, is_new: bool, take_over: bool) -> SearchResult:
+        """Own the search, and continue it. Raises as the flow."""
+        mark = storage_of_run(self._experiment.stopping.server_outage_seconds, self._stopping)
+        with own_trial(
+            self._store, self._id, self._identity, is_new=is_new, take_over=take_over, mark=mark
+        ) as (_, fence):
+            if not self._store.is_process_local:
+                label = StorageLabel()
+                label.note(fence.record.storage)
+                label.send()
+            log = SearchLog(self._store.storage, self._id)
+            search = Search(self._experiment, log, self._id)
+            self._show(search)
+            with self._stopping.subscribed(self._wake, self._wake):
+                self._train_what_is_due(search)
+            report = run_dir_of(self._id) / REPORT
+            report.parent.mkdir(parents=True, exist_ok=True)
+            report.write_text(html(view_of(search, self._store.url)), encoding="utf-8")
+        if self._failure is not None:
+            raise self._failure
+        return self._result(search, report)
+
+    def _wake(self) -> None:
+        self._ended.put(None)
+
+    def _train_what_is_due(self, search: Search) -> None:
+        limit = side_by_side(self._experiment)
+        while True:
+            self._start_what_is_due(search, limit)
+            if not self._running:
+                return
+            if (ended := self._ended.get()) is not None:
+                leg, future = ended
+                del self._running[leg.trial.number]
+                with self._ending_after_a_failure():
+                    self._note(search, leg, future.result())
+                self._show(search)
+
+    @contextmanager
+    def _ending_after_a_failure(self) -> Iterator[None]:
+        """After an error of the search, what still runs is trained to its rung; nothing begins."""
+        try:
+            yield
+        except (ConfigError, SearchError, StorageError, Superseded) as failure:
+            self._failure = self._failure or failure
+
+    def _start_what_is_due(self, search: Search, limit: int) -> None:
+        while len(self._running) < limit and not self._ends:
+            leg = None
+            with self._ending_after_a_failure():
+                leg = search.next(self._running)
+            if leg is None:
+                return
+            leg = self._within_time_budget(leg)
+            self._running[leg.trial.number] = leg
+            name = f"{leg.trial.id} to {leg.until.value}"
+            observer = self._observer.of_trial(leg.trial.number, leg.trial.id)
+            owner = f"{self._id}/{leg.trial.number}"
+            given: list[Any] = [name, quote(leg), owner, quote(observer)]  # quote: not looked into
+            future = train_trial_to_rung.submit(*given)
+            future.add_done_callback(partial(self._note_end, leg))
+
+    def _within_time_budget(self, leg: Leg) -> Leg:
+        """The leg, whose run has only what is left of the search's time budget."""
+        stopping = self._experiment.stopping
+        if stopping.time_budget_seconds is None:
+            return leg
+        left = stopping.time_budget_seconds - (time.monotonic() - self._began)
+        rest = stopping.model_copy(update={"time_budget_seconds": max(left, 0.001)})
+        return replace(leg, config=leg.config.model_copy(update={"stopping": rest}))
+
+    def _note_end(self, leg: Leg, future: PrefectFuture[LegOutcome]) -> None:
+        self._ended.put((leg, future))
+
+    @property
+    def _ends(self) -> bool:
+        """True if no training is begun any more."""
+        return self._failure is not None or self._stopping.request is not None
+
+    def _note(self, search: Search, leg: Leg, outcome: LegOutcome) -> None:
+        """Write down what came of a training. Of one that was stopped nothing: it continues."""
+        result, failure = outcome.result, outcome.failure
+        if isinstance(self._failure, Superseded):
+            return
+        if result is not None:
+            search.reached(
+                leg, result.batches_trained, result.validation_metrics, result.checkpoint_uuid
+            )
+        elif failure is not None and not self._stopping.request:
+            search.failed(leg, str(failure), is_invalid(failure))
+        elif self._stopping.wait(2 * POLL_SECONDS):  # the trial may learn of the stop first
+            return
+        else:
+            search.failed(leg, "its flow run was cancelled")
+        news = search.news(leg.trial)
+        self._logger.info("%s", news)
+        self._observer.search_advanced(news)
+
+    def _show(self, search: Search) -> None:
+        """Show the search on its page. A server that does not take it gets the next one."""
+        status = "" if search.state.is_over else "running"
+        with suppress(*NO_ANSWER):
+            self._page.write(markdown(view_of(search, self._store.url), status))
+
+    def _result(self, search: Search, report: Path) -> SearchResult:
+        state, request = search.state, self._stopping.final_request()
+        result = SearchResult(
+            search=self._id,
+            is_over=state.is_over,
+            stop_reason=None if state.is_over or request is None else str(request),
+            trials=len(state.trials),
+            report_path=str(report),
+            flow_run_id=str(runtime.flow_run.id),
+        )
+        if state.best is None:
+            return result
+        trial, best = state.best
+        return replace(
+            result, best_trial=trial.id, hyperparameters=dict(trial.hyperparameters),
+            metric=best.metric, checkpoint_uuid=best.checkpoint,
+        )  # fmt: skip
+
+
+def is_invalid(failure: BaseException) -> bool:
+    """Return whether a trial says that its hyperparameters cannot be trained with."""
+    return isinstance(failure, RankFailed) and failure.error_type == InvalidHP.__name__
+
+
+def side_by_side(experiment: SearchExperiment) -> int:
+    """How many trials are trained at the same time: as many as have slots on this machine.
+
+    With another provider of machines, as many as the experiment allows. On GPUs of this machine
+    one, unless the Prefect server counts them: else trials would share a GPU.
+    """
+    settings, resources = experiment.searcher, experiment.resources
+    most = settings.max_concurrent_trials or settings.max_trials or MAX_SIDE_BY_SIDE
+    most = min(most, MAX_SIDE_BY_SIDE)
+    if choose_provider(experiment) is not None:
+        return most
+    variables = {**os.environ, **experiment.rank_variables}
+    slots = resolve_slot_count(resources.min_slots, variables, resources.max_slots)
+    available = count_accelerators(variables)
+    if available and not has_gpu_limit(slots):
+        return 1
+    return max(1, min(most, (available or len(os.sched_getaffinity(0))) // slots))

@@ -1,0 +1,139 @@
+"""The flow `search`: on a real server, with real ranks."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.prefect import PrefectServer
+from tests.support.slots import TOY
+from tests.support.waiting import until
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.errors import SearchError
+from trial_core.search.log import Begun, Exited, RungReached, SearchLog
+from trial_core.search.search import Search
+from trial_core.search.settings import SearchExperiment
+from trialflow.flows.search import SearchResult
+
+pytestmark = [pytest.mark.slots, pytest.mark.server]
+
+LR = {"type": "log", "minval": -3, "maxval": -1}
+
+
+def experiment(here: Path, hyperparameters: dict[str, Any], **searcher: Any) -> SearchExperiment:
+    """A search of toys, one at a time, on one rank each."""
+    settings = {
+        "name": "asha", "metric": "loss", "max_length": {"batches": 6}, "num_rungs": 2,
+        "divisor": 2, "max_trials": 3, "max_concurrent_trials": 1,
+    }  # fmt: skip
+    return SearchExperiment.from_mapping(
+        {
+            "name": "toy", "entrypoint": "toy_trial:ToyTrial", "code": str(TOY),
+            "hyperparameters": {"lr": LR, **hyperparameters},
+            "resources": {"slots_per_trial": 1}, "searcher": settings | searcher,
+            "checkpoint_storage": f"file://{here}/checkpoints", "max_restarts": 0,
+            "tensorboard_logging": False,
+        }
+    )  # fmt: skip
+
+
+def search(config: SearchExperiment, **more: Any) -> Any:
+    """Run the flow, then send its remaining events to the server."""
+    from trialflow.flows.search import search as flow
+    from trialflow.flows.server.embedded_server import flush
+
+    try:
+        return flow(config, **more)
+    finally:
+        flush()
+
+
+def log_of(here: Path, name: str) -> SearchLog:
+    return SearchLog(CheckpointStore(f"file://{here}/checkpoints").storage, name)
+
+
+def test_a_search_trains_the_better_trials_further(
+    prefect_server: PrefectServer, here: Path
+) -> None:
+    """Each training is a flow run below the search's; a trial that waits has its checkpoint."""
+    config = experiment(here, {})
+    result = search(config)
+    assert isinstance(result, SearchResult)
+    assert (result.is_over, result.stop_reason, result.trials) == (True, None, 3)
+    log = log_of(here, result.search)
+    reached = [event for event in log.events if isinstance(event, RungReached)]
+    assert [event.batches for event in reached].count(3) == 3
+    assert [event.batches for event in reached].count(6) >= 1
+    store = CheckpointStore(f"file://{here}/checkpoints")
+    for event in reached:
+        manifest = store.open(str(event.checkpoint))
+        assert manifest.progress.batches_trained == event.batches
+        assert manifest.metrics["validation"]["loss"] == event.metric
+    best = min(reached, key=lambda event: (event.metric, event.number))
+    assert (result.metric, result.checkpoint_uuid) == (best.metric, best.checkpoint)
+    runs = prefect_server.query(
+        "flow_runs/filter", {"flow_runs": {"parent_flow_run_id": {"any_": [result.flow_run_id]}}}
+    )
+    trials = {event.id for event in log.events if isinstance(event, Begun)}
+    assert {run["name"] for run in runs} == trials
+    assert len(runs) == len(reached)
+    assert {run["state_name"] for run in runs} == {"Completed"}
+    state = Search(config, log_of(here, result.search), result.search).state
+    assert state.is_over
+
+
+@pytest.mark.long
+def test_a_trial_that_fails_does_not_end_the_search(here: Path) -> None:
+    """Each failure is recorded with its cause; too many end the search as failed."""
+    breaks = {"do": "raise", "at_batch": 2, "once": str(here / "once"), "record": str(here)}
+    result = search(experiment(here, breaks))
+    failed = [e for e in log_of(here, result.search).events if isinstance(e, Exited)]
+    assert [(each.trial, each.is_invalid) for each in failed] == [(0, False)]
+    assert "the toy was told to break" in failed[0].why
+    assert result.is_over
+    always = {"do": "raise", "at_batch": 2, "record": str(here)}
+    with pytest.raises(SearchError, match=r"2 trials .* max_failed_trials=1; .*told to break"):
+        search(experiment(here, always, max_failed_trials=1))
+
+
+@pytest.mark.long
+def test_a_search_that_is_cancelled_continues_where_it_was(
+    prefect_server: PrefectServer, here: Path
+) -> None:
+    """What was recorded stays; the trial that was being trained is trained to its rung."""
+    paused, go = here / "paused", here / "go"
+    waits = {"pause_at": 2, "paused": str(paused), "wait_for": str(go), "record": str(here)}
+    config = experiment(here, waits)
+    ended: list[Any] = []
+
+    def run() -> None:
+        try:
+            with prefect_server.configured():
+                ended.append(search(config))
+        except BaseException as error:  # noqa: BLE001 - a stop is one
+            ended.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    until(paused.exists, "a trial trains")
+    (run_of_search,) = prefect_server.query(
+        "flow_runs/filter",
+        {"flows": {"name": {"any_": ["search"]}},
+         "flow_runs": {"state": {"type": {"any_": ["RUNNING"]}}}},
+    )  # fmt: skip
+    prefect_server.query(
+        f"flow_runs/{run_of_search['id']}/set_state",
+        {"state": {"type": "CANCELLING", "name": "Cancelling"}, "force": True},
+    )
+    go.touch()
+    thread.join()
+    name = run_of_search["name"]
+    before = log_of(here, name)
+    assert not Search(config, before, name).state.is_over
+    count = len(before.events)
+    result = search(config, search=name)
+    assert (result.search, result.is_over, result.trials) == (name, True, 3)
+    assert log_of(here, name).events[:count] == before.events[:count]

@@ -1,0 +1,167 @@
+"""Which branches of commit, fencing, sweep and prune the simulated histories reach, and how often.
+
+    python -m tests.linearizability.reach SEEDS [first seed]
+
+A branch is an outcome of a condition (of `if`, `while`, `x if y else z` or a filter), an `except`,
+or a loop's first item or regular end. They are counted by calls in the modules' syntax trees:
+coverage.py would make histories three times as slow.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from types import CodeType, ModuleType
+from typing import Any
+
+ROOM = "trial_core.checkpoint."
+MODULES = (
+    "commit", "fencing", "intents", "references", "storage_mark", "store", "retention.claims",
+    "retention.deletion_markers", "retention.leftovers", "retention.protections",
+    "retention.pruning", "retention.shared_files", "retention.trial_owner",
+)  # fmt: skip
+LISTED = {
+    "*.RunClaim.renew: for seconds_left in *: the end": "its last item returns or raises",
+    "store.CheckpointStore.newest: True: false": "`while True`",
+    "store.CheckpointStore.check_clock: *": "of commands that only read",
+    "retention.leftovers.find_orphaned_files: prefix: false": "no run claims an empty prefix",
+}
+"""Why no history reaches these branches, by patterns of their names."""
+
+branches: list[str] = []
+"""The names of all branches of the modules that are imported."""
+_seen: set[int] = set()
+
+
+def _mark(branch: int) -> None:
+    _seen.add(branch)
+
+
+def _outcome(branch: int, value: Any) -> Any:
+    _seen.add(branch if value else branch + 1)
+    return value
+
+
+class _Marker(ast.NodeTransformer):
+    """Adds the calls to the functions of a module."""
+
+    def __init__(self, module: str) -> None:
+        self._scope = [module]
+
+    def visit(self, node: ast.AST) -> Any:
+        is_scope = isinstance(node, (ast.ClassDef, ast.FunctionDef))
+        if is_scope:
+            self._scope.append(node.name)
+        elif len(self._scope) > 1:
+            self._add_to(node)
+        self.generic_visit(node)
+        if is_scope:
+            self._scope.pop()
+        return node
+
+    def _add_to(self, node: ast.AST) -> None:
+        if isinstance(node, (ast.If, ast.IfExp, ast.While)):
+            node.test = self._condition(node.test)
+        elif isinstance(node, ast.comprehension):
+            node.ifs = [self._condition(each) for each in node.ifs]
+        elif isinstance(node, ast.ExceptHandler):
+            kind = ast.unparse(node.type) if node.type else ""
+            node.body.insert(0, self._reached(node, f"except {kind}"))
+        elif isinstance(node, ast.For):
+            loop = f"for {ast.unparse(node.target)} in {ast.unparse(node.iter)}"
+            node.body.insert(0, self._reached(node, f"{loop}: an item"))
+            node.orelse.insert(0, self._reached(node, f"{loop}: the end"))
+
+    def _condition(self, test: ast.expr) -> ast.expr:
+        text = ast.unparse(test)
+        number = self._named(f"{text}: true", f"{text}: false")
+        return self._call(_outcome.__name__, test, ast.Constant(number), test)
+
+    def _reached(self, node: ast.AST, text: str) -> ast.stmt:
+        return ast.Expr(self._call(_mark.__name__, node, ast.Constant(self._named(text))))
+
+    def _call(self, function: str, at: ast.AST, *arguments: ast.expr) -> ast.expr:
+        return ast.copy_location(
+            ast.Call(ast.Name(function, ast.Load()), [*arguments], keywords=[]), at
+        )
+
+    def _named(self, *texts: str) -> int:
+        names = [f"{'.'.join(self._scope)}: {text}" for text in texts]
+        while names[0] in branches:
+            names = [f"{name} (again)" for name in names]
+        branches.extend(names)
+        return len(branches) - len(names)
+
+
+class _Loader(SourceFileLoader):
+    def get_code(self, fullname: str) -> CodeType:
+        tree = ast.parse(self.get_data(self.path))
+        marked = _Marker(fullname.removeprefix(ROOM)).visit(tree)
+        return compile(ast.fix_missing_locations(marked), self.path, "exec")
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__dict__.update({each.__name__: each for each in (_mark, _outcome)})
+        super().exec_module(module)
+
+
+class _Finder(MetaPathFinder):
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if not name.startswith(ROOM) or name.removeprefix(ROOM) not in MODULES:
+            return None
+        found = PathFinder.find_spec(name, path)
+        assert found is not None
+        assert found.origin is not None
+        found.loader = _Loader(name, found.origin)
+        return found
+
+
+def reason(branch: str) -> str | None:
+    """Why no history reaches a branch; None if one should."""
+    return next((why for each, why in LISTED.items() if fnmatchcase(branch, each)), None)
+
+
+def main(seeds: Sequence[int]) -> Iterable[str]:
+    """Play "lifetimes", and print what was reached; return what should not be so."""
+    sys.meta_path.insert(0, _Finder())
+    from tests.linearizability.play import play
+
+    began, reached, counts = time.monotonic(), Counter[int](), Counter[str]()
+    for seed in seeds:
+        _seen.clear()
+        try:
+            counts += play("lifetimes", seed)
+        except Exception as error:  # noqa: BLE001 - all seeds are played
+            yield f"{error!r}. {error.__notes__[0].splitlines()[-1]}"
+        reached.update(_seen)
+    minutes = (time.monotonic() - began) / 60
+    for number, seen in reached.most_common():
+        print(f"{seen:6} of {len(seeds)}: {branches[number]}")
+    missing = [name for number, name in enumerate(branches) if not reached[number]]
+    for name in missing:
+        if reason(name) is not None:
+            print(f"not reached, {reason(name)}: {name}")
+    listed = [name for name in branches if reason(name) is not None]
+    print(
+        f"{len(seeds)} histories, {len(seeds) / minutes:.0f} a minute: {dict(counts)}\n"
+        f"{len(branches)} branches: {len(branches) - len(missing)} reached, {len(missing)} not, of "
+        f"which {len({*missing} & {*listed})} are listed"
+    )
+    for name in missing:
+        if reason(name) is None:
+            yield f"neither reached nor listed: {name}"
+    for pattern in LISTED:
+        if not any(fnmatchcase(name, pattern) for name in missing):
+            print(f"listed, although it is reached: {pattern}")
+
+
+if __name__ == "__main__":
+    count, first = (*map(int, sys.argv[1:]), 0)[:2]
+    problems = list(main(range(first, first + count)))
+    print(*problems, sep="\n")
+    sys.exit(bool(problems))

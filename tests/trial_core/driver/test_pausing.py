@@ -1,0 +1,114 @@
+"""A run that pauses its trial at a length, and one that trains it further from there."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.driving import drive
+from tests.support.slots import TOY, toy_config
+from tests.support.tensors import differing, tensors
+from trial_core.checkpoint import layout
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.config import ExperimentConfig
+from trial_core.schedule.units import Batch
+
+pytestmark = pytest.mark.slots
+
+KINDS: dict[str, dict[str, Any]] = {
+    "deepspeed": {},
+    "pytorch": {
+        "entrypoint": "pytorch_trials:Small",
+        "hyperparameters": {
+            "global_batch_size": 4,
+            "train_samples": 22,
+            "validation_samples": 4,
+            "shuffle": True,
+        },
+    },
+}
+
+
+def files(config: ExperimentConfig, uuid: str | None, folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor and number of a checkpoint, which is copied into `folder`."""
+    root = Path(config.checkpoint_storage.url.removeprefix("file://"))
+    store = CheckpointStore(config.checkpoint_storage.url)
+    for file in store.open(str(uuid)).files:
+        copied = folder / file.path
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(root / layout.file_key(*file.place(str(uuid))), copied)
+    return tensors(folder)
+
+
+@pytest.mark.parametrize("slots", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_paused_trial_is_the_uninterrupted_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, slots: int
+) -> None:
+    """Bit for bit, in the middle of an epoch and of a train-workload."""
+    monkeypatch.setenv("TRIALFLOW_HOME", str(tmp_path / "home"))
+    changes = {"resources": {"slots_per_trial": slots}, **KINDS[kind]}
+    config = toy_config(tmp_path, 9, scheduling_unit=4, **changes)
+    whole = drive(config, "toy-00000000000a")
+    first = drive(config, "toy-00000000000b", pause_at=Batch(3))
+    assert (first.batches_trained, first.validated_at, first.checkpoint_at) == (3, 3, 3)
+    assert first.stopped_early
+    assert first.stop_reason == "it waits at 3 batches"
+    second = drive(config, "toy-00000000000b", pause_at=Batch(9))
+    assert (second.batches_trained, second.stopped_early, second.stop_reason) == (9, False, None)
+    expected = files(config, whole.checkpoint_uuid, tmp_path / "whole")
+    seen = files(config, second.checkpoint_uuid, tmp_path / "paused")
+    assert expected
+    assert differing(expected, seen) == []
+    assert second.validation_metrics == whole.validation_metrics
+
+
+OPERATIONS = """
+import trial_core
+from trial_core import core
+
+with core.init() as context:
+    latest = context.info.latest_checkpoint
+    step = 0
+    if latest is not None:
+        step = context.checkpoint.get_metadata(latest)["steps_completed"]
+    for operation in context.searcher.operations():
+        while step < operation.length:
+            step += 1
+        context.train.report_validation_metrics(step, {"loss": 1 / step})
+        with context.checkpoint.store_path({"steps_completed": step}) as (path, _):
+            (path / "state").write_text(str(step))
+        operation.report_completed(1 / step)
+"""
+
+
+@pytest.mark.parametrize(
+    ("entrypoint", "pause", "reaches"),
+    [
+        ("python operations.py", Batch(4), 4),
+        pytest.param("python core_script.py 9", Batch(2), 3, marks=pytest.mark.long),
+        pytest.param("python trainer_script.py 0", Batch(3), 3, marks=pytest.mark.long),
+    ],
+)
+def test_a_script_pauses_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entrypoint: str, pause: Batch, reaches: int
+) -> None:
+    """It learns it from `operations`, from `should_preempt` once it has validated, or in `fit`."""
+    monkeypatch.setenv("TRIALFLOW_HOME", str(tmp_path / "home"))
+    code = tmp_path / "code"
+    shutil.copytree(TOY, code)
+    (code / "operations.py").write_text(OPERATIONS)
+    config = toy_config(
+        tmp_path, 9, code=str(code), entrypoint=entrypoint, resources={"slots_per_trial": 1},
+        hyperparameters={"record": str(tmp_path), "store_every": 3},
+    )  # fmt: skip
+    first = drive(config, "toy-00000000000b", pause_at=pause)
+    assert (first.batches_trained, first.checkpoint_at) == (reaches, reaches)
+    assert first.stopped_early
+    assert first.stop_reason == f"it waits at {pause.value} batches"
+    second = drive(config, "toy-00000000000b")
+    assert (second.batches_trained, second.stopped_early, second.stop_reason) == (9, False, None)

@@ -1,0 +1,373 @@
+"""Optuna's samplers choose a search's hyperparameters, and a search becomes an Optuna study."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import optuna
+import pytest
+from optuna.trial import TrialState
+
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.errors import ConfigError, SearchError
+from trial_core.search.log import SearchLog
+from trial_core.search.optuna_sampler import distributions, params_of, store_study
+from trial_core.search.samplers import sampler_of
+from trial_core.search.search import Search
+from trial_core.search.settings import SearchExperiment
+
+SEARCH = "toy-search-0000beef"
+TPE = "optuna.samplers:TPESampler"
+HERE = __name__
+RANGES: dict[str, Any] = {
+    "x": {"type": "double", "minval": -10.0, "maxval": 10.0},
+    "deep": {"lr": {"type": "log", "base": 2, "minval": -8, "maxval": -2}},
+    "layers": [1, {"type": "int", "minval": 1, "maxval": 3}],
+    "optimizer": {
+        "type": "categorical",
+        "vals": [
+            "sgd", 7, {"name": "adam", "beta": {"type": "double", "minval": 0.5, "maxval": 0.9}},
+            {"name": "lion", "beta": {"type": "int", "minval": 2, "maxval": 4}},
+        ],
+    },
+    "constant": {"a": [1, 2]},
+}  # fmt: skip
+QUADRATIC: dict[str, Any] = {
+    name: {"type": "double", "minval": -10.0, "maxval": 10.0} for name in ("x", "y")
+}
+
+
+def experiment(
+    ranges: dict[str, Any], sampler: str | None = TPE, seed: int = 0, **searcher: Any
+) -> SearchExperiment:
+    settings: dict[str, Any] = {
+        "name": "custom", "metric": "loss", "max_length": {"batches": 16}, "max_trials": 40,
+        "max_concurrent_trials": 1, "sampler": sampler, "smaller_is_better": True,
+    }  # fmt: skip
+    if sampler is None:
+        settings |= {"name": "random"}
+        del settings["sampler"]
+    return SearchExperiment.from_mapping(
+        {
+            "name": "toy", "entrypoint": "m:Trial", "hyperparameters": ranges,
+            "searcher": settings | searcher, "reproducibility": {"experiment_seed": seed},
+        }
+    )  # fmt: skip
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Any:
+    return CheckpointStore(f"file://{tmp_path}/checkpoints").storage
+
+
+def search_of(storage: Any, of: SearchExperiment, name: str = SEARCH) -> Search:
+    return Search(of, SearchLog(storage, name), name)
+
+
+def train(search: Search, loss: Callable[[dict[str, Any], int], float], most: int = 999) -> None:
+    for _ in range(most):
+        if (leg := search.next(())) is None:
+            return
+        length = int(leg.until.value)  # type: ignore[arg-type]
+        value = loss(dict(leg.trial.hyperparameters), length)
+        search.reached(leg, length, {"loss": value}, None)
+
+
+def quadratic(values: dict[str, Any], length: int) -> float:
+    return float((values["x"] - 3) ** 2 + (values["y"] + 5) ** 2 + 1 / length)
+
+
+def test_tpe_finds_better_points_than_chance(storage: Any) -> None:
+    """In 40 trials, on most seeds: it is told of what has come of its points."""
+    wins = 0
+    for seed in range(3):
+        best = []
+        for sampler in (TPE, None):
+            search = search_of(
+                storage,
+                experiment(QUADRATIC, sampler, seed),
+                f"toy-search-0000{seed}{bool(sampler):d}",
+            )
+            train(search, quadratic)
+            assert search.state.best is not None
+            best.append(search.state.best[1].metric or 0.0)
+        wins += best[0] < best[1]
+    assert wins >= 2
+
+
+def test_a_search_that_stops_after_every_record_is_the_same(storage: Any) -> None:
+    """The sampler has its history again: its next points are those of a search without a stop."""
+    whole = search_of(storage, experiment(QUADRATIC, max_trials=20))
+    train(whole, quadratic)
+    other = "toy-search-0000cafe"
+    while not (
+        search := search_of(storage, experiment(QUADRATIC, max_trials=20), other)
+    ).state.is_over:
+        train(search, quadratic, 1)
+    assert [trial.hyperparameters for trial in search.state.trials] == [
+        trial.hyperparameters for trial in whole.state.trials
+    ]
+    other_seed = search_of(
+        storage, experiment(QUADRATIC, seed=1, max_trials=1), "toy-search-0000d00d"
+    )
+    train(other_seed, quadratic)
+    assert other_seed.state.trials[0].hyperparameters != whole.state.trials[0].hyperparameters
+
+
+@pytest.mark.parametrize("sampler", ["TPESampler", "RandomSampler", "NSGAIISampler", "QMCSampler"])
+def test_values_are_of_their_ranges(storage: Any, sampler: str) -> None:
+    """At every depth, choices with ranges included; and the parameters are found again."""
+    of = experiment(RANGES, f"optuna.samplers:{sampler}")
+    search = search_of(storage, of)
+    train(search, lambda values, length: values["x"] ** 2)
+    chosen = set()
+    for trial in search.state.trials:
+        found: Any = trial.hyperparameters
+        assert found["constant"] == {"a": [1, 2]}
+        assert -10 <= found["x"] <= 10
+        assert 2**-8 <= found["deep"]["lr"] <= 2**-2
+        assert found["layers"][0] == 1
+        assert found["layers"][1] in (1, 2, 3)
+        choice = found["optimizer"]
+        index = params_of(of, found)["optimizer"][1]
+        chosen.add(index)
+        if index in "01":
+            assert choice == RANGES["optimizer"]["vals"][int(index)]
+        elif index == "2":
+            assert choice["name"] == "adam"
+            assert 0.5 <= choice["beta"] <= 0.9
+        else:
+            assert choice["name"] == "lion"
+            assert choice["beta"] in (2, 3, 4)
+    assert chosen == set("0123")
+
+
+def test_distributions(storage: Any) -> None:
+    """Their names are places; a choice's own ranges have its index."""
+    found = distributions(experiment(RANGES))
+    assert {name: type(each).__name__[:-12] for name, each in found.items()} == {
+        "x": "Float", "deep.lr": "Float", "layers[1]": "Int", "optimizer": "Categorical",
+        "optimizer[2].beta": "Float", "optimizer[3].beta": "Int",
+    }  # fmt: skip
+    assert found["deep.lr"].log  # type: ignore[union-attr]
+    assert found["optimizer"].choices == ("0", "1", "2", "3")  # type: ignore[union-attr]
+
+
+def test_a_range_that_optuna_does_not_take(storage: Any) -> None:
+    """It is refused before a trial begins."""
+    ranges = {"x": {"type": "log", "base": 10, "minval": -400, "maxval": -399}}
+    with pytest.raises(ConfigError, match=r"hyperparameters\.x: not a range for Optuna"):
+        search_of(storage, experiment(ranges))
+
+
+def loss_at_rungs(values: dict[str, Any], length: int) -> float:
+    return quadratic(values, length) if values["x"] > -9 else math.nan
+
+
+def rungs_search(storage: Any) -> Search:
+    search = search_of(
+        storage,
+        experiment(QUADRATIC, max_trials=12, num_rungs=3, divisor=2, max_concurrent_trials=3),
+    )
+    leg = search.next(())
+    assert leg is not None
+    search.failed(leg, "out of memory")
+    train(search, loss_at_rungs)
+    return search
+
+
+def test_the_sampler_is_told_of_every_rung(storage: Any) -> None:
+    """Results at rungs below the last are pruned trials; a failed one has failed; also later."""
+    first = rungs_search(storage)
+    again = search_of(storage, first.experiment)
+    for search in (first, again):
+        trials = search._sampler._study.trials  # type: ignore[attr-defined]
+        results = [result for trial in search.state.trials for result in trial.reached]
+        assert len(trials) == len(results) + 1
+        finite = sorted(
+            (result.length, result.metric) for result in results if result.metric is not None
+        )
+        assert finite == sorted(
+            (each.last_step, each.value) for each in trials if each.value is not None
+        )
+        assert {each.state for each in trials if each.value is not None} == {
+            TrialState.COMPLETE, TrialState.PRUNED,
+        }  # fmt: skip
+        failed = [each for each in trials if each.state == TrialState.FAIL]
+        assert len(failed) == 1 + sum(result.metric is None for result in results)
+
+
+def test_a_search_is_an_optuna_study(storage: Any, tmp_path: Path) -> None:
+    """Optuna loads it: trials, values at rungs, states, parameters, direction and best."""
+    search = rungs_search(storage)
+    url = f"sqlite:///{tmp_path}/study.db"
+    store_study(search.experiment, search.state, url)
+    study = optuna.load_study(study_name="toy", storage=url)
+    assert len(study.trials) == 12
+    assert study.direction == optuna.study.StudyDirection.MINIMIZE
+    for trial, frozen in zip(search.state.trials, study.trials, strict=True):
+        assert frozen.params == trial.hyperparameters
+        assert frozen.user_attrs["trial"] == trial.id
+        assert frozen.intermediate_values == {
+            each.length: each.metric for each in trial.reached if each.metric is not None
+        }
+    assert study.trials[0].state == TrialState.FAIL
+    full = [t.reached[-1].metric for t in search.state.trials if t.reached and t.rung == 2]
+    assert study.best_value == min(filter(None, full))
+    with pytest.raises(SearchError, match="there is an Optuna study 'toy'"):
+        store_study(search.experiment, search.state, url)
+    store_study(search.experiment, search.state, url, "another")
+    with pytest.raises(SearchError, match="no Optuna study can be stored"):
+        store_study(search.experiment, search.state, f"sqlite:///{tmp_path}/none/study.db")
+
+
+def test_a_search_that_is_not_over_is_a_study(storage: Any, tmp_path: Path) -> None:
+    """Also with hyperparameters that the ranges do not give: they are user attributes."""
+    search = search_of(storage, experiment(QUADRATIC, f"{HERE}:Plain", sampler_options={"most": 2}))
+    leg = search.next(())
+    assert leg is not None
+    store_study(search.experiment, search.state, url := f"sqlite:///{tmp_path}/study.db")
+    (trial,) = optuna.load_study(study_name=None, storage=url).trials
+    assert (trial.state, trial.params) == (TrialState.RUNNING, {})
+    assert trial.user_attrs["hyperparameters"] == {"x": 100}
+
+
+# ------------------------------------------------------------------------ objects with ask and tell
+
+
+class Plain:
+    """Gives so many hyperparameters, and remembers what it is told."""
+
+    told: ClassVar[list[Any]] = []
+
+    def __init__(self, most: int, gives: Any = None) -> None:
+        self.most = most
+        self.gives = gives
+        Plain.told = []
+
+    def ask(self) -> Any:
+        if self.gives == "raise":
+            raise KeyError("lost")
+        self.most -= 1
+        if self.most < 0:
+            return None
+        return {"x": 100} if self.gives is None else self.gives
+
+    def tell(self, trial: int, hyperparameters: dict[str, Any], rung: int, metric: Any) -> None:
+        if metric == -1:
+            raise RuntimeError("cannot fit")
+        Plain.told.append((trial, hyperparameters, rung, metric))
+
+
+class NoAsk:
+    """Has no ask."""
+
+    def tell(self, **_: Any) -> None:
+        pass
+
+
+def plain(**options: Any) -> SearchExperiment:
+    return experiment(
+        QUADRATIC, f"{HERE}:Plain", sampler_options=options, num_rungs=2, divisor=2,
+        max_concurrent_trials=2,
+    )  # fmt: skip
+
+
+def test_a_sampler_that_has_no_more_ends_the_search(storage: Any) -> None:
+    """Those that wait are trained as far as the rules say; then nothing is due."""
+    search = search_of(storage, plain(most=5))
+    first = search.next(())
+    assert first is not None
+    running = {first.trial.number}
+    train(search, lambda values, length: 1.0)
+    assert len(search.state.trials) == 5
+    assert search.state.is_over
+    assert search.state.progress == 1.0
+    assert max(trial.rung for trial in search.state.trials) == 1
+    assert running == {0}
+    assert Plain.told[0] == (0, {"x": 100}, 0, 1.0)
+    again = search_of(storage, plain(most=5))  # asked again: it has five more
+    assert not again.state.is_over
+    train(again, lambda values, length: 1.0)
+    assert len(again.state.trials) == 10
+
+
+def test_a_sampler_without_more_does_not_end_a_search_that_trains(storage: Any) -> None:
+    """It may have more once it is told of those."""
+    search = search_of(storage, plain(most=1))
+    assert search.next(()) is not None
+    assert search.next({0}) is None
+    assert not search.state.is_over
+
+
+def test_what_is_due_is_not_held_up_by_new_trials(storage: Any) -> None:
+    """A trial is promoted while a new trial, which came due earlier, cannot begin."""
+    search = search_of(storage, plain(most=2))
+    legs = [search.next(()), search.next({0})]
+    for leg in legs:
+        assert leg is not None
+        search.reached(leg, 8, {"loss": float(leg.trial.number)}, None)
+    promoted = search.next(())
+    assert promoted is not None
+    assert (promoted.trial.number, promoted.rung) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("gives", "error", "said"),
+    [
+        ("raise", SearchError, "failed: KeyError: 'lost'"),
+        ([1], SearchError, "gave list for trial 0, expected a dict"),
+        ({"x": object()}, ConfigError, "hyperparameters"),
+    ],
+)  # fmt: skip
+def test_what_a_sampler_must_not_give(storage: Any, gives: Any, error: Any, said: str) -> None:
+    """An error that says what; nothing is recorded."""
+    if isinstance(gives, dict):
+        Objects.given = gives
+        of = experiment(QUADRATIC, f"{HERE}:Objects")
+    else:
+        of = plain(most=1, gives=gives)
+    search = search_of(storage, of)
+    with pytest.raises(error, match=said):
+        search.next(())
+    assert len(SearchLog(storage, SEARCH).events) == 1
+
+
+class Objects:
+    """Gives what cannot be stored."""
+
+    given: ClassVar[Any] = None
+
+    def ask(self) -> Any:
+        return self.given
+
+    def tell(self, **_: Any) -> None:
+        pass
+
+
+def test_a_sampler_that_cannot_be_told(storage: Any) -> None:
+    """Its error is named; the result is recorded before."""
+    search = search_of(storage, plain(most=1))
+    leg = search.next(())
+    assert leg is not None
+    with pytest.raises(SearchError, match="failed: RuntimeError: cannot fit"):
+        search.reached(leg, 8, {"loss": -1}, None)
+    assert len(SearchLog(storage, SEARCH).events) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (f"{HERE}:NoAsk", "has no ask and tell"),
+        (f"{HERE}:Nothing", "cannot be used: AttributeError"),
+        ("nowhere.at_all:Sampler", "cannot be used: ModuleNotFoundError"),
+        ("optuna.samplers:GridSampler", "cannot be used: TypeError"),
+    ],
+)  # fmt: skip
+def test_a_sampler_that_is_none(name: str, said: str) -> None:
+    """It is refused with its name."""
+    with pytest.raises(ConfigError, match=said):
+        sampler_of(experiment(QUADRATIC, name))

@@ -1,0 +1,217 @@
+"""A search and its log: continued after every record, by one driver, with greater maxima."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.config import ExperimentConfig
+from trial_core.errors import ConfigError, SearchError, Superseded
+from trial_core.search.log import Begun, RungReached, SearchEvent, SearchLog
+from trial_core.search.search import Search
+from trial_core.search.settings import SearchExperiment
+from trial_core.search.state import described, in_unit
+
+SEARCH = "toy-search-0000beef"
+RANGES = {
+    "lr": {"type": "log", "minval": -4, "maxval": -1, "count": 3},
+    "layers": {"type": "int", "minval": 1, "maxval": 4, "count": 2},
+    "optimizer": {"type": "categorical", "vals": ["adam", {"momentum": {
+        "type": "double", "minval": 0.5, "maxval": 0.9, "count": 2}}]},
+    "width": 8,
+}  # fmt: skip
+
+
+def experiment(**searcher: Any) -> SearchExperiment:
+    settings = {
+        "name": "asha", "metric": "loss", "max_length": {"batches": 64}, "max_trials": 9,
+        "num_rungs": 3, "divisor": 2, "max_concurrent_trials": 3,
+    }  # fmt: skip
+    return SearchExperiment.from_mapping(
+        {
+            "name": "toy", "entrypoint": "m:Trial", "hyperparameters": RANGES,
+            "searcher": settings | searcher,
+        }
+    )  # fmt: skip
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Any:
+    return CheckpointStore(f"file://{tmp_path}/checkpoints").storage
+
+
+def loss(trial: int, length: int) -> float:
+    """Better with every batch; the order of trials changes on the way."""
+    return math.sin(trial * 7 + length / 20) + 10 / length
+
+
+def train(search: Search, most: int = 10**6) -> None:
+    """Train a trial at a time, at most so many."""
+    for _ in range(most):
+        if (leg := search.next(())) is None:
+            return
+        length = int(leg.until.value)  # type: ignore[arg-type]
+        search.reached(leg, length, {"loss": loss(leg.trial.number, length)}, f"at-{length}")
+
+
+def what(events: list[SearchEvent]) -> list[tuple[Any, ...]]:
+    """Records without their times."""
+    return [
+        (event.trial, event.hyperparameters) if isinstance(event, Begun)
+        else (event.trial, event.length, event.metric) if isinstance(event, RungReached)
+        else (type(event).__name__,)
+        for event in events
+    ]  # fmt: skip
+
+
+def test_a_driver_that_ends_after_any_record_is_continued(storage: Any) -> None:
+    """By another one, to the same end, record by record."""
+    log = SearchLog(storage, SEARCH)
+    search = Search(experiment(), log, SEARCH)
+    train(search)
+    assert search.state.is_over
+    assert search.state.progress == 1.0
+    whole = what(log.events)
+    assert max(len(trial.reached) for trial in search.state.trials) == 3
+    for count in range(1, len(whole) + 1):
+        other = f"toy-search-{count:08x}"
+        begun = SearchLog(storage, other)
+        for event in log.events[:count]:
+            fields = {
+                name: getattr(event, name)
+                for name in event.__struct_fields__
+                if name not in ("number", "search", "at", "by")
+            }
+            begun.append(type(event), **fields)
+        continued = SearchLog(storage, other)
+        train(Search(experiment(), continued, other))
+        assert what(continued.events) == whole
+
+
+def test_of_two_drivers_one_ends(storage: Any) -> None:
+    """As soon as it writes a record that the other has written."""
+    first = Search(experiment(), SearchLog(storage, SEARCH), SEARCH)
+    second = Search(experiment(), SearchLog(storage, SEARCH), SEARCH)
+    train(first, 2)
+    with pytest.raises(Superseded, match="is continued by another run"):
+        train(second)
+    train(first)
+    assert first.state.is_over
+
+
+def test_more_trials_and_a_longer_training_continue_it(storage: Any) -> None:
+    """Nothing that was decided changes; the new trials and rungs come on top."""
+    train(Search(experiment(), SearchLog(storage, SEARCH), SEARCH))
+    before = SearchLog(storage, SEARCH)
+    longer = experiment(max_trials=14, max_length={"batches": 128})
+    search = Search(longer, SearchLog(storage, SEARCH), SEARCH)
+    train(search)
+    after = SearchLog(storage, SEARCH)
+    assert what(after.events)[: len(before.events)] == what(before.events)
+    assert len(search.state.trials) == 14
+    assert max(trial.batches for trial in search.state.trials) == 128
+    with pytest.raises(ConfigError, match=r"searcher\.max_trials: .* was 14, is 9"):
+        Search(experiment(max_length={"batches": 128}), SearchLog(storage, SEARCH), SEARCH)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"divisor": 4}, "searcher.divisor: was 2.0, is 4.0"),
+        ({"metric": "accuracy"}, 'searcher.metric: was "loss", is "accuracy"'),
+        ({"num_rungs": 2}, "searcher.num_rungs: was 3, is 2"),
+    ],
+)
+def test_other_settings_begin_another_search(
+    storage: Any, changed: dict[str, Any], said: str
+) -> None:
+    """The error names each, and the way to begin a new one."""
+    Search(experiment(), SearchLog(storage, SEARCH), SEARCH)
+    with pytest.raises(ConfigError) as error:
+        Search(experiment(**changed), SearchLog(storage, SEARCH), SEARCH)
+    assert said in str(error.value)
+    assert "without --resume" in str(error.value)
+
+
+def test_failed_trials_are_recorded_and_end_a_search_that_has_too_many(storage: Any) -> None:
+    """Those with invalid hyperparameters are replaced, and do not count."""
+    log = SearchLog(storage, SEARCH)
+    search = Search(experiment(max_failed_trials=1), log, SEARCH)
+    for number in range(3):
+        leg = search.next(())
+        assert leg is not None
+        assert leg.trial.number == number
+        search.failed(leg, "width 8 is not divisible by 3", is_invalid=True)
+    leg = search.next(())
+    assert leg is not None
+    search.failed(leg, "out of memory")
+    leg = search.next(())
+    assert leg is not None
+    with pytest.raises(SearchError, match=r"2 trials .* more than searcher\.max_failed_trials=1"):
+        search.failed(leg, "out of memory")
+    again = Search(experiment(max_failed_trials=5), SearchLog(storage, SEARCH), SEARCH)
+    train(again)
+    states = [trial.status for trial in again.state.trials]
+    assert states.count("invalid") == 3
+    assert states.count("failed") == 2
+    assert len(states) == 9 + 3
+
+
+def test_a_trial_gets_plain_hyperparameters(storage: Any) -> None:
+    """The same ones whatever came before, and its experiment is one that `train` takes."""
+    search = Search(experiment(), SearchLog(storage, SEARCH), SEARCH)
+    leg = search.next(())
+    assert leg is not None
+    assert type(leg.config) is ExperimentConfig
+    assert leg.config.searcher.name == "single"
+    assert leg.config.hyperparameters == leg.trial.hyperparameters
+    assert 1e-4 <= leg.config.hyperparameters["lr"] <= 0.1
+    assert leg.config.hyperparameters["width"] == 8
+    assert experiment().sample(5) == experiment().sample(5) != experiment().sample(6)
+
+
+def test_lengths_are_in_words() -> None:
+    assert [in_unit(length, "epochs") for length in (1, 3)] == ["1 epoch", "3 epochs"]
+    assert [in_unit(length, "batches") for length in (1, 3)] == ["1 batch", "3 batches"]
+
+
+def test_a_grid_has_determineds_points_in_its_order() -> None:
+    """By the names of hyperparameters, the last one fastest; choices with ranges are expanded."""
+    points = experiment(name="grid", max_trials=None).grid()
+    optimizers = ["adam", {"momentum": 0.5}, {"momentum": 0.9}]
+    rates = [1e-4, 10**-2.5, 0.1]
+    expected = itertools.product([1, 4], rates, optimizers)
+    assert [(point["layers"], point["lr"], point["optimizer"]) for point in points] == [
+        (layers, pytest.approx(rate), optimizer) for layers, rate, optimizer in expected
+    ]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "said"),
+    [({"accuracy": 0.5}, 'searcher.metric "loss" is not among'), ({}, "none")],
+)
+def test_a_metric_that_is_not_reported(storage: Any, metrics: dict[str, Any], said: str) -> None:
+    search = Search(experiment(), SearchLog(storage, SEARCH), SEARCH)
+    leg = search.next(())
+    assert leg is not None
+    with pytest.raises(SearchError, match=said):
+        search.reached(leg, 16, metrics, None)
+
+
+def test_a_metric_that_is_not_finite_is_the_worst(storage: Any) -> None:
+    """It waits behind all others, and is never the best."""
+    search = Search(experiment(), SearchLog(storage, SEARCH), SEARCH)
+    for value in (math.nan, 3.0, math.inf):
+        leg = search.next(())
+        assert leg is not None
+        search.reached(leg, 16, {"loss": value}, None)
+    best = search.state.best
+    assert best is not None
+    assert best[1].metric == 3.0
+    waits = described(search.state, search.state.trials[0], "batches")
+    assert waits == "waits: 2nd of 3 at 16 batches"

@@ -1,0 +1,223 @@
+"""The page of a search, as Markdown: for Prefect's UI, and made into HTML by `figures`.
+
+Its tables are also those of the terminal. They stay small for any number of trials.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trial_core.checkpoint import layout
+from trial_core.common.text_format import number, plural, shortened
+from trial_core.observe.report.curves import CurveFigure, MeasuredLine, charts
+from trial_core.observe.report.markdown import code, escaped
+from trial_core.observe.report.trial_report import BAR_CELLS
+from trial_core.search.importance import importance
+from trial_core.search.search import Search
+from trial_core.search.simulate import trained
+from trial_core.search.state import described, in_unit
+from trial_core.search.view import SearchView, view_of
+
+SHOWN_ROWS, SHOWN_OTHERS, SHOWN_NAMES, SHOWN_LENGTHS = 50, 200, 10, 8
+_CHARACTERS = 120
+_STATUSES = {
+    "due": "due", "waits": "waiting", "ended": "ended", "failed": "failed", "invalid": "invalid"
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ViewTable:
+    """A table for people, whose texts are not escaped.
+
+    Attributes:
+        note: says what it leaves out.
+    """
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+
+
+def tables(view: SearchView) -> list[ViewTable]:
+    """Rungs, trials, promotions, importance of hyperparameters, failures: those that have rows."""
+    found = (_rungs(view), _trials(view), _promotions(view), _importance(view), _failures(view))
+    return [table for table in found if table.rows]
+
+
+def _rungs(view: SearchView) -> ViewTable:
+    """The rungs of each bracket: how many have reached them, and who is best there."""
+    promoted = Counter((view.bracket(each.trial), each.rung - 1) for each in view.state.promotions)
+    rows = []
+    for bracket, plan in enumerate(view.plans):
+        for rung, length in enumerate(plan.rungs):
+            there = [
+                (trial.number, trial.reached[rung].metric)
+                for trial in view.state.trials
+                if trial.bracket == bracket and len(trial.reached) > rung
+            ]
+            values = [(view.sign * value, trial) for trial, value in there if value is not None]
+            value, best = min(values, default=(0.0, None))
+            rows.append(
+                (
+                    str(bracket + 1), in_unit(length, view.unit), str(len(there)),
+                    "" if length == plan.rungs[-1] else str(promoted[bracket, rung]),
+                    "" if best is None else f"{number(view.sign * value)} (trial {best})",
+                )
+            )  # fmt: skip
+    columns = ("bracket", "trained to", "trials", "promoted", f"best {_name(view.metric)}")
+    return _table("Rungs", columns, rows)
+
+
+def _trials(view: SearchView) -> ViewTable:
+    """The best trials, and the newest others that are due or have failed."""
+    order = [trial for trial, *_ in view.ranked]
+    ranked = {trial.number for trial in order}
+    order += [trial for trial in view.state.trials if trial.number not in ranked]
+    shown, rest = order[:SHOWN_ROWS], order[SHOWN_ROWS:]
+    others = [trial for trial in rest if trial.status in ("due", "failed", "invalid")]
+    shown += sorted(others, key=lambda trial: trial.number)[-SHOWN_OTHERS:]
+    lengths = sorted({each.length for trial in shown for each in trial.reached})[-SHOWN_LENGTHS:]
+    names = view.names[:SHOWN_NAMES]
+    rows = []
+    for trial in shown:
+        metrics = {each.length: _number(each.metric) for each in trial.reached}
+        row = [str(trial.number), *(name.shown(trial) for name in names)]
+        row += [metrics.get(length, "") for length in lengths]
+        rows.append([*row, shortened(described(view.state, trial, view.unit), _CHARACTERS)])
+    short = [_name(name.short) for name in names]
+    columns = ("trial", *short, *(f"at {length}" for length in lengths), "status")
+    left = {
+        "trial": len(view.state.trials) - len(shown),
+        "hyperparameter": len(view.names) - len(names),
+    }
+    notes = [plural(count, f"more {what}") for what, count in left.items() if count]
+    return ViewTable("Trials", columns, rows, f"not shown: {', '.join(notes)}" if notes else "")
+
+
+def _promotions(view: SearchView) -> ViewTable:
+    """Who was trained further, and why: the newest first."""
+    rows = []
+    for each in reversed(view.state.promotions):
+        lengths = view.plans[view.bracket(each.trial)].rungs
+        here, there = (in_unit(lengths[each.rung - i], view.unit) for i in (0, 1))
+        rows.append((str(each.trial), here, f"{each.why} at {there}"))
+    return _table("Promoted", ("trial", "trained to", "because it was"), rows)
+
+
+def _importance(view: SearchView) -> ViewTable:
+    length, shares = importance(view) or (0, [])
+    rows = [(_name(name.short), f"{share:.0%}") for name, share in shares]
+    title = f"Importance of hyperparameters at {in_unit(length, view.unit)}"
+    return _table(title, ("hyperparameter", "explains of the differences"), rows)
+
+
+def _failures(view: SearchView) -> ViewTable:
+    """The newest first; with those that have invalid hyperparameters."""
+    rows = [
+        (str(trial.number), trial.id, trial.status, shortened(trial.why, _CHARACTERS))
+        for trial in reversed(view.state.trials)
+        if trial.status in ("failed", "invalid")
+    ]
+    return _table("Failures", ("trial", "id", "status", "why"), rows)
+
+
+def headline(view: SearchView) -> str:
+    """``12 of 16 trials begun: 3 due, 9 waiting · 1234 batches trained``."""
+    counts: Counter[str] = Counter(trial.status for trial in view.state.trials)
+    states = ", ".join(f"{counts[each]} {word}" for each, word in _STATUSES.items() if counts[each])
+    begun = f"{len(view.state.trials)} of {plural(view.max_trials, 'trial')} begun"
+    return f"{begun}{states and f': {states}'} · {plural(view.batches, 'batch')} trained"
+
+
+def settings_line(view: SearchView) -> str:
+    """``asha: 16 trials of at most 900 batches; one in 4 continues; …``."""
+    settings = view.experiment.searcher
+    trials = f"{plural(view.max_trials, 'trial')} of at most {settings.max_length.value}"
+    some = f"; one in {settings.divisor:g} continues" if len(view.plans[0].rungs) > 1 else ""
+    better = f"the {'smaller' if settings.smaller_is_better else 'larger'} {_name(view.metric)}"
+    return f"{settings.name}: {trials} {view.unit}{some}; {better} is better"
+
+
+def best_lines(view: SearchView) -> tuple[str, Sequence[str]]:
+    """The best result, and its trial's hyperparameters; empty without a result."""
+    if view.state.best is None:
+        return "", []
+    trial, result = view.state.best
+    what = f"{_name(view.metric)} {_number(result.metric)} at {in_unit(result.length, view.unit)}"
+    values = [f"{_name(each.short)} {each.shown(trial)}" for each in view.names[:SHOWN_NAMES]]
+    more = len(view.names) - len(values)
+    return f"{what}, trial {trial.number}", [*values, *([f"{more} more"] if more else [])]
+
+
+def markdown(view: SearchView, status: str = "", places: Sequence[str] | None = None) -> str:
+    """The page as Markdown; names and messages are not read as markup.
+
+    Args:
+        status: of the run that has the search, such as ``running``.
+        places: lines in place of the chart.
+    """
+    share = min(view.state.progress, 1.0)
+    filled, at = round(share * BAR_CELLS), view.events[-1].at[:19].replace("T", " ")
+    state = status or ("over" if view.state.is_over else "not over")
+    parts = [
+        f"# {escaped(view.experiment.name)}",
+        f"**{escaped(state)}** · search {code(view.id)} · last record {escaped(at)} UTC",
+        f"`{'█' * filled}{'░' * (BAR_CELLS - filled)}` **{share:.0%}** · {headline(view)}",
+    ]
+    if view.state.best is not None:
+        trial, result = view.state.best
+        found, values = best_lines(view)
+        where = f", checkpoint {code(result.checkpoint)}" if result.checkpoint else ""
+        where += f" in {code(f'{view.url}/{layout.CHECKPOINTS}')}" if where and view.url else ""
+        parts += [f"- best: **{escaped(found)}** ({code(trial.id)}){where}"]
+        parts += [f"- its hyperparameters: {' · '.join(map(escaped, values))}"]
+    parts += [f"- {escaped(settings_line(view))}"]
+    parts += ["\n".join(_chart(view) if places is None else places)]
+    for table in tables(view):
+        rows = [list(map(escaped, row)) for row in (table.columns, *table.rows)]
+        lines = [f"| {' | '.join(row)} |" for row in [rows[0], ["---"] * len(rows[0]), *rows[1:]]]
+        parts += [f"## {escaped(table.title)}", "\n".join(lines), escaped(table.note)]
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def simulated_text(search: Search) -> str:
+    """What a simulated search has done: trials at each rung, lengths in total, best, promotions."""
+    view = view_of(search)
+    found, values = best_lines(view)
+    whole = sum(view.plans[trial.bracket].rungs[-1] for trial in view.state.trials)
+    total, promoted = trained(search), _promotions(view)
+    lines = [settings_line(view), "", "bracket  trained to     trials  promoted"]
+    lines += [
+        f"{b:>7}  {length:<12} {n:>8}  {more:>8}" for b, length, n, more, _ in _rungs(view).rows
+    ]
+    lines += [
+        "",
+        f"trained: {total} {view.unit}, {total / max(whole, 1):.1%} of every trial to its end",
+    ]
+    lines += [f"best: {found or 'none'}", *(f"  {value}" for value in values)]
+    lines += [f"promoted: {len(view.state.promotions)}"]
+    lines += [f"  trial {trial} to {to}: {why}" for trial, to, why in promoted.rows]
+    return "\n".join([*lines, *([f"  {promoted.note}"] if promoted.note else [])])
+
+
+def _chart(view: SearchView) -> list[str]:
+    points = view.best_so_far
+    line = MeasuredLine(f"best {_name(view.metric)} by batches of all trials", "", points)
+    return charts(CurveFigure([line])) if points else []
+
+
+def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> ViewTable:
+    left = len(rows) - SHOWN_ROWS
+    return ViewTable(title, columns, rows[:SHOWN_ROWS], f"not shown: {left} more" * (left > 0))
+
+
+def _number(metric: float | None) -> str:
+    return "not finite" if metric is None else number(metric)
+
+
+def _name(name: str) -> str:
+    """A name that others chose, for a column or a line."""
+    return shortened(name, 40)

@@ -1,0 +1,81 @@
+"""Where a trial's hyperparameters come from: a grid, chance, or a sampler that the user names."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any, Protocol
+
+from trial_core.errors import ConfigError
+from trial_core.search.settings import SearchExperiment
+from trial_core.search.state import SearchTrial
+
+
+class Sampler(Protocol):
+    """Chooses hyperparameters; asked and told by the search's driver alone."""
+
+    def ask(self, number: int) -> dict[str, Any] | None:
+        """The hyperparameters of trial `number`; None if there are no more at present."""
+
+    def tell(self, trial: SearchTrial) -> None:
+        """A trial has reached a rung, or has failed. When a search continues, of all trials."""
+
+
+class _Ranges:
+    """Values drawn from the ranges, or the points of the grid."""
+
+    def __init__(self, experiment: SearchExperiment) -> None:
+        self._experiment = experiment
+
+    def ask(self, number: int) -> dict[str, Any] | None:
+        return self._experiment.sample(number)
+
+    def tell(self, trial: SearchTrial) -> None:
+        pass
+
+
+class _Asked:
+    """A sampler of the user's own: ``ask() -> hyperparameters`` and ``tell(...)``."""
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+
+    def ask(self, number: int) -> dict[str, Any] | None:
+        asked: dict[str, Any] | None = self._sampler.ask()
+        return asked
+
+    def tell(self, trial: SearchTrial) -> None:
+        last = trial.reached[-1] if trial.reached else None
+        self._sampler.tell(
+            trial=trial.number, hyperparameters=dict(trial.hyperparameters), rung=trial.rung,
+            metric=last.metric if last and trial.status not in ("failed", "invalid") else None,
+        )  # fmt: skip
+
+
+def sampler_of(experiment: SearchExperiment) -> Sampler:
+    """The sampler of a search.
+
+    Raises:
+        ConfigError: the class that it names cannot be imported or created, or is no sampler.
+    """
+    settings = experiment.searcher
+    if settings.sampler is None:
+        return _Ranges(experiment)
+    name = settings.sampler
+    module, _, attribute = name.partition(":")
+    try:
+        made = getattr(import_module(module), attribute)(**settings.sampler_options)
+    except Exception as error:
+        raise ConfigError(
+            f"searcher.sampler: {name} cannot be used: {type(error).__name__}: {error}; expected "
+            "module:Class, importable here, with options that it takes (optuna: pip install "
+            "'trialflow[search]')"
+        ) from error
+    if hasattr(made, "sample_independent"):
+        from trial_core.search.optuna_sampler import OptunaSampler
+
+        return OptunaSampler(experiment, made)
+    if not (hasattr(made, "ask") and hasattr(made, "tell")):
+        raise ConfigError(
+            f"searcher.sampler: {name} has no ask and tell, and is none of Optuna's samplers"
+        )
+    return _Asked(made)

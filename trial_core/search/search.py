@@ -1,0 +1,221 @@
+"""A search that a driver continues: what to train next, and the record of what came of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from uuid import NAMESPACE_URL, uuid5
+
+from trial_core.common.text_format import is_number, number, plural
+from trial_core.config import ExperimentConfig
+from trial_core.errors import ConfigError, SearchError
+from trial_core.processes.machine.run_dirs import trial_id
+from trial_core.schedule.units import Batch, Epoch, TrainUnit
+from trial_core.search.halving import Action, Advance, Begin
+from trial_core.search.log import (
+    Begun,
+    Changed,
+    Exited,
+    Opened,
+    RungReached,
+    SearchEvent,
+    SearchLog,
+)
+from trial_core.search.samplers import Sampler, sampler_of
+from trial_core.search.settings import SearchExperiment, recorded_settings
+from trial_core.search.state import SearchState, SearchTrial, described, last_settings, opened
+
+
+@dataclass(frozen=True)
+class Leg:
+    """A part of a trial's training: from where it is to a rung.
+
+    Attributes:
+        config: the trial's experiment.
+        until: where it waits.
+        is_last: True if training ends there.
+    """
+
+    trial: SearchTrial
+    rung: int
+    config: ExperimentConfig
+    until: TrainUnit
+    is_last: bool
+
+
+class Search:
+    """One search, in the driver that has it.
+
+    Args:
+        log: its records, to which this driver alone appends; empty for a new search.
+
+    Raises:
+        ConfigError: the experiment is not the one that the search began with.
+        SearchError: the log was altered, or the sampler cannot be used.
+    """
+
+    def __init__(self, experiment: SearchExperiment, log: SearchLog, search: str) -> None:
+        self.id = search
+        self.experiment = experiment
+        self._log = log
+        settings = experiment.searcher
+        recorded = experiment.recorded()
+        if not log.events:
+            log.append(Opened, **recorded)
+        began = {name: getattr(opened(log.events), name) for name in recorded}
+        began["searcher"], last = (
+            recorded_settings(each).model_dump(mode="json")
+            for each in (began["searcher"], last_settings(log.events))
+        )
+        experiment.check_continues(began, last)
+        self.state = SearchState(
+            experiment.plan(began["searcher"]), settings.name, settings.stop_once,
+            settings.smaller_is_better,
+        )  # fmt: skip
+        self.state.apply_all(log.events)
+        self._follows: Sequence[Action] = ()
+        if recorded["searcher"] != last:
+            plans = experiment.extended_plan(self.state.plans)
+            self._note(Changed, searcher=recorded["searcher"], plans=plans)
+        self._sampler: Sampler = sampler_of(experiment)
+        for trial in self.state.trials:
+            self._tell(trial)
+
+    @property
+    def events(self) -> list[SearchEvent]:
+        """Its records so far, in order."""
+        return self._log.events
+
+    def next(self, running: Collection[int]) -> Leg | None:
+        """What to train next, besides the trials that are running; None if nothing is due.
+
+        If no trial is running then, the search is over, also if a sampler has no more trials.
+
+        Raises:
+            SearchError: the sampler fails.
+            ConfigError: it gives hyperparameters that cannot be stored.
+            Superseded: another driver has the search.
+        """
+        has_more = True
+        for work in self.state.work:
+            if isinstance(work, Begin):
+                if has_more and self._begin(work):
+                    return self.next(running)
+                has_more = False
+            elif work.trial not in running:
+                return self._leg(self.state.trials[work.trial])
+        self.state.has_no_more = not has_more
+        return None
+
+    def reached(
+        self, leg: Leg, batches: int, metrics: Mapping[str, Any], checkpoint: str | None
+    ) -> None:
+        """SearchRecord that a trial has been trained to its rung.
+
+        Args:
+            metrics: of its validation there.
+
+        Raises:
+            SearchError: they lack the searcher metric.
+            Superseded: another driver has the search.
+        """
+        name = self.experiment.searcher.metric
+        if not is_number(metrics.get(name)):
+            raise SearchError(
+                f'searcher.metric "{name}" is not among the validation metrics of trial '
+                f"{leg.trial.number} ({leg.trial.id}): {', '.join(sorted(metrics)) or 'none'}"
+            )
+        value = float(metrics[name])
+        self._note(
+            RungReached, trial=leg.trial.number, length=int(leg.until.value),  # type: ignore[arg-type]
+            batches=batches, metric=value if math.isfinite(value) else None, checkpoint=checkpoint,
+        )  # fmt: skip
+        self._tell(leg.trial)
+
+    def failed(self, leg: Leg, why: str, is_invalid: bool = False) -> None:
+        """SearchRecord that a trial has failed.
+
+        Args:
+            is_invalid: True if it cannot be trained with its hyperparameters (`InvalidHP`).
+
+        Raises:
+            SearchError: more trials have failed than `max_failed_trials`.
+            Superseded: another driver has the search.
+        """
+        self._note(Exited, trial=leg.trial.number, why=why, is_invalid=is_invalid)
+        self._tell(leg.trial)
+        most = self.experiment.searcher.max_failed_trials
+        if self.state.failed > most:
+            raise SearchError(
+                f"{plural(self.state.failed, 'trial')} of search {self.id} have failed, more than "
+                f"searcher.max_failed_trials={most}; the last: {why}. Correct the cause and "
+                "continue the search, or raise max_failed_trials"
+            )
+
+    def news(self, trial: SearchTrial) -> str:
+        """What has just come of a trial, and the best so far, for people, on a line."""
+        settings, state = self.experiment.searcher, self.state
+        parts = [f"trial {trial.number}"]
+        if trial.reached and trial.status not in ("failed", "invalid"):
+            last = trial.reached[-1]
+            value = "not finite" if last.metric is None else number(last.metric)
+            parts = [f"trial {trial.number}: {settings.metric} {value}"]
+        unit = settings.max_length.unit
+        parts.append(described(state, trial, unit))
+        others = [state.trials[each.trial] for each in self._follows if isinstance(each, Advance)]
+        parts += [
+            f"trial {other.number} {described(state, other, unit)}"
+            for other in others
+            if other is not trial
+        ]
+        if state.best is not None:
+            best, result = state.best
+            parts.append(f"best: trial {best.number}, {number(result.metric)}")
+        return " · ".join(parts)
+
+    def _note(self, kind: Any, **fields: Any) -> None:
+        self._follows = self.state.apply(self._log.append(kind, **fields))
+
+    def _begin(self, work: Begin) -> bool:
+        """Begin a new trial; False if the sampler has no more hyperparameters now."""
+        trial = len(self.state.trials)
+        hyperparameters = self._call(self._sampler.ask, trial)
+        if hyperparameters is None:
+            return False
+        if not isinstance(hyperparameters, dict):
+            raise SearchError(
+                f"the sampler {self.experiment.searcher.sampler} gave "
+                f"{type(hyperparameters).__name__} for trial {trial}, expected a dict of "
+                "hyperparameters, or None if there are no more"
+            )
+        self.experiment.of_trial(hyperparameters)  # raises before they are recorded
+        unique = uuid5(NAMESPACE_URL, f"{self.id}/{trial}").hex
+        self._note(
+            Begun, trial=trial, id=trial_id(self.experiment.name, unique), bracket=work.bracket,
+            hyperparameters=hyperparameters,
+        )  # fmt: skip
+        return True
+
+    def _leg(self, trial: SearchTrial) -> Leg:
+        unit = self.experiment.searcher.max_length.unit
+        length = self.state.length_due(trial)
+        is_last = trial.rung == len(self.state.rungs_of(trial)) - 1
+        until: TrainUnit = (Batch if unit == "batches" else Epoch)(length)
+        config = self.experiment.of_trial(trial.hyperparameters)
+        return Leg(trial, trial.rung, config, until, is_last)
+
+    def _tell(self, trial: SearchTrial) -> None:
+        self._call(self._sampler.tell, trial)
+
+    def _call(self, method: Callable[[Any], Any], argument: Any) -> Any:
+        try:
+            return method(argument)
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise SearchError(
+                f"the sampler {self.experiment.searcher.sampler} failed: {type(error).__name__}: "
+                f"{error}"
+            ) from error

@@ -1,0 +1,332 @@
+"""The experiment of a search: an `ExperimentConfig` whose hyperparameters have ranges."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from random import Random
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
+from typing_extensions import Self
+
+from trial_core.config import ExperimentConfig, SearcherConfig
+from trial_core.config.determined import IGNORED_SEARCHER
+from trial_core.config.error_text import error_lines, format_value, validation_error, warn
+from trial_core.config.search_ranges import check, grid, sample
+from trial_core.config.values import Count, Flag, Positive, Text
+from trial_core.errors import ConfigError, SearchError
+from trial_core.search.plan import BracketPlan, Mode, adaptive_asha, asha, extended
+
+NAMES = ("random", "grid", "asha", "adaptive_asha", "pasha", "custom")
+Name = Literal["random", "grid", "asha", "adaptive_asha", "pasha", "custom"]
+MAX_TRIALS = 100_000
+MAX_RUNGS = 32
+MAY_CHANGE = ("max_trials", "max_length", "max_concurrent_trials", "max_failed_trials")
+"""What a search that continues may have other values of."""
+
+_USED = (
+    "bracket_rungs", "divisor", "max_concurrent_trials", "max_rungs", "max_trials", "mode",
+    "num_rungs", "stop_once",
+)  # fmt: skip
+
+
+def _name(value: Any) -> Any:
+    if value not in NAMES:
+        raise validation_error(
+            f"expected one of {', '.join(NAMES)}, got {format_value(value)}; one trial is trained "
+            "by `trialflow train`"
+        )
+    return value
+
+
+def _at_most(most: int) -> AfterValidator:
+    def check(value: int) -> int:
+        if value > most:
+            raise validation_error(f"expected at most {most}, got {value}")
+        return value
+
+    return AfterValidator(check)
+
+
+def _divisor(value: Any) -> Any:
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and 1 < value < 1e6:
+        return value
+    raise validation_error(f"expected a number greater than 1, got {format_value(value)}")
+
+
+Rungs = Annotated[Positive, _at_most(MAX_RUNGS)]
+
+
+class SearchSettings(SearcherConfig):
+    """Which trials a search trains, how far, and which metric compares them."""
+
+    ignored: ClassVar[Mapping[str, str]] = {
+        name: why for name, why in IGNORED_SEARCHER.items() if name not in _USED
+    }
+
+    name: Annotated[Name, BeforeValidator(_name)] = Field(  # type: ignore[assignment]
+        title="Searcher",
+        description="random, grid: every trial is trained to its end. asha, adaptive_asha, pasha: "
+        "the better trials are trained further. custom: `sampler` chooses the hyperparameters.",
+    )
+    max_trials: Annotated[Positive, _at_most(MAX_TRIALS)] | None = Field(
+        default=None,
+        title="Trials",
+        description="How many trials the search begins. All but grid need it.",
+    )
+    max_concurrent_trials: Count = Field(
+        default=16,
+        title="Trials side by side",
+        description="The most trials that are due at a time; 0: no limit. Trials are trained side "
+        "by side as far as there are slots.",
+    )
+    divisor: Annotated[float, BeforeValidator(_divisor)] = Field(
+        default=4.0,
+        title="Divisor",
+        description="Of the trials at a rung, one in so many continues, so many times as far.",
+    )
+    num_rungs: Rungs | None = Field(
+        default=None,
+        title="Rungs",
+        description="asha, pasha, custom: the number of rungs. Default: 5; of custom 1.",
+    )
+    max_rungs: Rungs = Field(
+        default=5, title="Most rungs", description="adaptive_asha: the most rungs of a bracket."
+    )
+    mode: Mode = Field(
+        default="standard",
+        title="Mode",
+        description="adaptive_asha: how early trials are stopped. aggressive: one bracket with all "
+        "rungs; standard: half as many brackets as rungs; conservative: as many.",
+    )
+    bracket_rungs: list[Rungs] = Field(
+        default=[],
+        title="Rungs of the brackets",
+        description="adaptive_asha: the number of rungs of each bracket, in place of the mode.",
+    )
+    stop_once: Flag = Field(
+        default=False,
+        title="Stop once",
+        description="Whether a trial continues at once or never. By default it waits at its rung, "
+        "and continues when later results allow it.",
+    )
+    max_failed_trials: Count = Field(
+        default=5,
+        title="Failed trials",
+        description="The search ends as failed when more trials than this have failed.",
+    )
+    sampler: Text | None = Field(
+        default=None,
+        title="Sampler",
+        description="custom: a class, as module:Class, which chooses the hyperparameters: one of "
+        "Optuna's samplers, or one with ask and tell.",
+        examples=["optuna.samplers:TPESampler"],
+    )
+    sampler_options: dict[str, Any] = Field(
+        default={}, title="Sampler's options", description="Keyword arguments of the sampler."
+    )
+
+    @model_validator(mode="after")
+    def _check_fields_of_searcher(self) -> Self:
+        if self.max_trials is None and self.name != "grid":
+            raise validation_error(
+                f"missing; {self.name} needs the number of trials, such as 16", "max_trials"
+            )
+        if (self.sampler is None) == (self.name == "custom"):
+            problem = (
+                "missing; custom needs one, such as optuna.samplers:TPESampler"
+                if self.sampler is None
+                else f"has no effect with {self.name}; set name: custom"
+            )
+            raise validation_error(problem, "sampler")
+        if not isinstance(self.max_length.value, int):
+            raise validation_error("expected {batches: n} or {epochs: n}", "max_length")
+        first = self.divisor ** (self.rung_count - 1)
+        if first > self.max_length.value:
+            warn(
+                f"searcher.num_rungs: {self.rung_count} rungs with divisor {self.divisor:g} need a "
+                f"max_length of {math.ceil(first)} {self.max_length.unit}; with "
+                f"{self.max_length.value}, several rungs are at 1"
+            )
+        return self
+
+    @property
+    def rung_count(self) -> int:
+        """Rungs of a search with one bracket; 1 if every trial is trained to its end."""
+        if self.name in ("asha", "pasha"):
+            return self.num_rungs or 5
+        return self.num_rungs or 1 if self.name == "custom" else 1
+
+    def plan(self, grid_points: int = 0) -> list[BracketPlan]:
+        """The brackets of the search. `grid_points`: how many points the grid has."""
+        length, trials = int(self.max_length.value), self.max_trials or grid_points  # type: ignore[arg-type]
+        if self.name == "grid":
+            trials = min(trials, grid_points)
+        concurrent = self.max_concurrent_trials
+        if self.name == "adaptive_asha":
+            return adaptive_asha(
+                self.max_rungs, self.divisor, length, trials, concurrent, self.mode,
+                self.bracket_rungs,
+            )  # fmt: skip
+        if self.rung_count == 1:
+            concurrent = concurrent or trials
+        return [asha(self.rung_count, self.divisor, length, trials, concurrent)]
+
+
+class SearchExperiment(ExperimentConfig):
+    """One experiment whose hyperparameters are searched for."""
+
+    searcher: SearchSettings = Field(title="Searcher")
+
+    @model_validator(mode="after")
+    def _draw_from_search_ranges(self) -> Self:
+        """Keeps the ranges, and refuses those of which nothing can be drawn."""
+        has_range = check(self.hyperparameters, needs_counts=self.searcher.name == "grid")
+        if not has_range:
+            raise validation_error(
+                "there is nothing to search for: no hyperparameter has a range, such as {type: "
+                "log, minval: -4, maxval: -1}; one trial is trained by `trialflow train` with "
+                "searcher.name: single", "hyperparameters",
+            )  # fmt: skip
+        return self
+
+    @model_validator(mode="after")
+    def _keep_what_waits(self) -> Self:
+        """Keeps each trial's latest checkpoint, from which it may continue."""
+        storage = self.checkpoint_storage
+        if storage.save_trial_latest == 0:
+            warn(
+                "checkpoint_storage.save_trial_latest: 0 is taken as 1, because a trial that waits "
+                "continues from its latest checkpoint"
+            )
+            kept = storage.model_copy(update={"save_trial_latest": 1})
+            self.__dict__["checkpoint_storage"] = kept  # the model is frozen
+        return self
+
+    def plan(self, began: Mapping[str, Any] | None = None) -> list[BracketPlan]:
+        """The brackets of the search, as it begins.
+
+        Args:
+            began: the section `searcher` with which it began, if it continues.
+        """
+        settings = self.searcher if began is None else recorded_settings(began)
+        return settings.plan(self._points(settings))
+
+    def extended_plan(self, plans: Sequence[BracketPlan]) -> list[BracketPlan]:
+        """The brackets of a search that continues with this experiment.
+
+        Args:
+            plans: those that it has.
+        """
+        settings = self.searcher
+        longest = int(settings.max_length.value)  # type: ignore[arg-type]
+        most = settings.max_trials or 0
+        if settings.name == "grid":
+            most = min(self._points(settings), most or MAX_TRIALS)
+        return extended(plans, settings.divisor, longest, most, settings.max_concurrent_trials)
+
+    def _points(self, settings: SearchSettings) -> int:
+        return len(grid(self.hyperparameters)) if settings.name == "grid" else 0
+
+    def grid(self) -> list[dict[str, Any]]:
+        """The points of the grid, in the order in which they are tried."""
+        return grid(self.hyperparameters)[: self.searcher.max_trials]
+
+    def sample(self, trial: int) -> dict[str, Any]:
+        """The hyperparameters of a trial: of the grid, or drawn by the seed and its number."""
+        if self.searcher.name == "grid":
+            return self.grid()[trial]
+        seed = self.reproducibility.experiment_seed
+        return sample(self.hyperparameters, lambda place: Random(f"{seed} {trial} {place}"))
+
+    def of_trial(self, hyperparameters: Mapping[str, Any]) -> ExperimentConfig:
+        """The experiment of one trial, as `train` takes it.
+
+        Raises:
+            ConfigError: the hyperparameters cannot be stored.
+        """
+        settings = self.searcher
+        searcher = SearcherConfig.model_validate(
+            {name: getattr(settings, name) for name in SearcherConfig.model_fields}
+            | {"name": "single"}
+        )
+        fields = {name: getattr(self, name) for name in ExperimentConfig.model_fields}
+        return ExperimentConfig.from_mapping(
+            fields
+            | {
+                "hyperparameters": dict(hyperparameters),
+                "searcher": searcher,
+            }
+        )
+
+    def check_continues(self, began: Mapping[str, Any], last: Mapping[str, Any]) -> None:
+        """Check that a search may continue with this experiment.
+
+        Args:
+            began: the experiment with which it began, as `recorded`.
+            last: the section `searcher` with which it last continued.
+
+        Raises:
+            ConfigError: another field than those of `MAY_CHANGE` has changed, or a maximum is
+                smaller.
+        """
+        now = self.recorded()
+        searcher, before = now.pop("searcher"), began["searcher"]
+        changed = [
+            f"searcher.{name}: was {format_value(before.get(name))}, is {format_value(value)}"
+            for name, value in searcher.items()
+            if name not in MAY_CHANGE and before.get(name) != value
+        ]
+        changed += [f"{name}: has changed" for name in now if now[name] != began.get(name)]
+        if changed:
+            raise ConfigError(
+                "a search continues with the same settings, except for "
+                f"{', '.join(f'searcher.{name}' for name in MAY_CHANGE)}; begin a new one without "
+                "--resume, or restore: " + "; ".join(changed)
+            )
+        for name in ("max_trials", "max_length"):
+            old, new = last.get(name), searcher.get(name)
+            is_other_unit = name == "max_length" and [*(new or ())] != [*(old or ())]
+            if _number(new) < _number(old) or is_other_unit:
+                raise ConfigError(
+                    f"searcher.{name}: a search continues with the same value or a greater one: it "
+                    f"was {format_value(old)}, is {format_value(new)}"
+                )
+
+    def recorded(self) -> dict[str, Any]:
+        """What the log has of the experiment, as plain data: no credentials."""
+        plain = self.model_dump(mode="json", include={"searcher", "hyperparameters"})
+        return {
+            **plain, "experiment": self.name, "seed": self.reproducibility.experiment_seed,
+        }  # fmt: skip
+
+
+def searches(experiment: Mapping[str, Any]) -> bool:
+    """Return whether an experiment, as plain data, names a searcher of several trials."""
+    searcher = experiment.get("searcher")
+    return isinstance(searcher, Mapping) and searcher.get("name") in NAMES
+
+
+def recorded_settings(section: Mapping[str, Any]) -> SearchSettings:
+    """The section `searcher` of a log, of which the driver that wrote it has warned.
+
+    Raises:
+        SearchError: it was altered.
+    """
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            return SearchSettings.model_validate(dict(section))
+    except ValidationError as error:
+        raise SearchError(
+            "the log of the search was altered: its settings cannot be read: "
+            + "; ".join(error_lines(error))
+        ) from None
+
+
+def _number(value: Any) -> int:
+    """A maximum: a number of trials, or a length; a grid's may be None."""
+    if isinstance(value, Mapping):
+        return int(next(iter(value.values())))
+    return MAX_TRIALS if value is None else int(value)

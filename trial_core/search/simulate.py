@@ -1,0 +1,90 @@
+"""What a search would do with given curves, without training: a file of curves in, its end out."""
+
+from __future__ import annotations
+
+import csv
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trial_core.errors import ConfigError
+from trial_core.search.log import SearchEvent, SearchLog
+from trial_core.search.search import Search
+from trial_core.search.settings import SearchExperiment
+
+LearningCurve = Sequence[tuple[int, float]]
+"""(length, metric), by length: what a trial's validations give."""
+COLUMNS = ("trial", "length", "metric")
+
+
+class _Memory(SearchLog):
+    """A log that no storage has."""
+
+    def __init__(self) -> None:
+        self.events: list[SearchEvent] = []
+
+    def append(self, kind: type[SearchEvent], **fields: Any) -> SearchEvent:
+        event = kind(number=len(self.events) + 1, search="simulated", at="", by="", **fields)
+        self.events.append(event)
+        return event
+
+
+def read_curves(path: Path) -> list[LearningCurve]:
+    """The curves in a CSV file with the columns trial, length and metric; a row a validation.
+
+    Raises:
+        ConfigError: it cannot be read, or has other columns.
+    """
+    curves: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            rows = csv.DictReader(file)
+            if set(COLUMNS) - set(rows.fieldnames or ()):
+                raise ConfigError(
+                    f"{path}: expected the columns {', '.join(COLUMNS)}, got "
+                    f"{', '.join(rows.fieldnames or ()) or 'none'}"
+                )
+            for row in rows:
+                curves[row["trial"]].append((int(row["length"]), float(row["metric"])))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{path}: line {rows.line_num}: {error}") from None
+    if not curves:
+        raise ConfigError(f"{path}: has no curves")
+    return [sorted(curve) for curve in curves.values()]
+
+
+def simulate(experiment: SearchExperiment, curves: Sequence[LearningCurve]) -> Search:
+    """Run a search to its end, a trial at a time. Trial *n* has curve *n*; then they repeat."""
+    search = Search(experiment, _Memory(), "simulated")
+    while (leg := search.next(())) is not None:
+        length = int(leg.until.value)  # type: ignore[arg-type]
+        metrics = {experiment.searcher.metric: at(curves[leg.trial.number % len(curves)], length)}
+        search.reached(leg, length, metrics, None)
+    return search
+
+
+def at(curve: LearningCurve, length: int) -> float:
+    """A curve's value at a length: of the last validation until then, else of the first."""
+    reached = [value for batches, value in curve if batches <= length]
+    return reached[-1] if reached else curve[0][1]
+
+
+def trained(search: Search) -> int:
+    """The total length of training of a search's trials, in the unit of `max_length`."""
+    return sum(trial.reached[-1].length for trial in search.state.trials if trial.reached)
+
+
+def per_rung(search: Search) -> Mapping[int, int]:
+    """How many trials have reached each length."""
+    counts: dict[int, int] = defaultdict(int)
+    for trial in search.state.trials:
+        for length in _lengths(result.length for result in trial.reached):
+            counts[length] += 1
+    return dict(sorted(counts.items()))
+
+
+def _lengths(lengths: Iterable[int]) -> list[int]:
+    return list(dict.fromkeys(lengths))

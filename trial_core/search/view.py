@@ -1,0 +1,245 @@
+"""A search as people see it: its records and its state, in an order that is worth reading."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from pydantic import ValidationError
+
+from trial_core.checkpoint import layout
+from trial_core.checkpoint.storage.base import Storage
+from trial_core.common import text_format
+from trial_core.config.error_text import error_lines
+from trial_core.config.search_ranges import is_search_range
+from trial_core.errors import ConfigError, SearchError
+from trial_core.search.log import RungReached, SearchEvent, SearchLog, searches
+from trial_core.search.plan import BracketPlan
+from trial_core.search.search import Search
+from trial_core.search.settings import SearchExperiment
+from trial_core.search.state import SearchState, SearchTrial, last_settings, opened
+
+_SHOWN_CHARACTERS = 60
+
+
+@dataclass(frozen=True)
+class SearchedName:
+    """A hyperparameter that is searched for.
+
+    Attributes:
+        short: the end of its path that no other one has: ``lr`` for ``optimizer.lr``.
+        kind: the type of its range: ``log``, ``int``, ``double`` or ``categorical``.
+    """
+
+    path: tuple[str | int, ...]
+    short: str
+    kind: str
+
+    @property
+    def dotted(self) -> str:
+        return ".".join(map(str, self.path))
+
+    def of(self, trial: SearchTrial) -> Any:
+        """A trial's value; None if it has none, as a sampler may leave it out."""
+        value: Any = trial.hyperparameters
+        for step in self.path:
+            try:
+                value = value[step]
+            except (KeyError, IndexError, TypeError):
+                return None
+        return value
+
+    def shown(self, trial: SearchTrial) -> str:
+        """A trial's value as text."""
+        value = self.of(trial)
+        if isinstance(value, Mapping):
+            inner = (
+                f"{name}={text_format.setting(each)}" for name, each in text_format.flat(value)
+            )
+            return text_format.shortened(", ".join(inner), _SHOWN_CHARACTERS)
+        return "" if value is None else text_format.setting(value)
+
+
+@dataclass(frozen=True)
+class SearchView:
+    """A search: settings, state and records.
+
+    Attributes:
+        url: the URL of its storage; empty if it is simulated.
+    """
+
+    id: str
+    experiment: SearchExperiment
+    state: SearchState
+    events: Sequence[SearchEvent]
+    url: str = ""
+
+    @property
+    def metric(self) -> str:
+        return self.experiment.searcher.metric
+
+    @property
+    def unit(self) -> str:
+        """Of lengths: ``batches`` or ``epochs``."""
+        return str(self.experiment.searcher.max_length.unit)
+
+    @property
+    def sign(self) -> int:
+        """A metric times this is the smaller, the better it is."""
+        return 1 if self.experiment.searcher.smaller_is_better else -1
+
+    @property
+    def max_trials(self) -> int:
+        """How many trials it begins."""
+        return sum(plan.max_trials for plan in self.plans)
+
+    def bracket(self, trial: int) -> int:
+        """The bracket of a trial."""
+        return self.state.trials[trial].bracket
+
+    @property
+    def plans(self) -> Sequence[BracketPlan]:
+        """The brackets."""
+        return self.state.plans
+
+    @cached_property
+    def names(self) -> Sequence[SearchedName]:
+        """The hyperparameters that are searched for, in the order of the experiment."""
+        found = list(_ranges(self.experiment.hyperparameters))
+        ends = Counter(end for path, _ in found for end in _ends(path))
+        return [
+            SearchedName(
+                path, next((e for e in _ends(path) if ends[e] == 1), _ends(path)[-1]), kind
+            )
+            for path, kind in found
+        ]
+
+    @cached_property
+    def batches(self) -> int:
+        """Batches trained by all trials, up to the rungs that they have reached."""
+        return sum(trial.batches for trial in self.state.trials)
+
+    @cached_property
+    def ranked(self) -> Sequence[tuple[SearchTrial, RungReached, float]]:
+        """The trials that have a result, the best one first; each with its best, and its metric."""
+        best = []
+        for trial in self.state.trials:
+            found = [
+                (self.sign * r.metric, r.number, r) for r in trial.reached if r.metric is not None
+            ]
+            best += [(*min(found, key=lambda each: each[:2]), trial)] if found else []
+        best.sort(key=lambda each: each[:2])
+        return [(trial, result, self.sign * value) for value, _, result, trial in best]
+
+    @property
+    def best_so_far(self) -> Sequence[tuple[int, float]]:
+        """For each result: the batches that all trials had trained, and the best metric then."""
+        batches, best = dict[int, int](), math.inf
+        points = []
+        for event in self.events:
+            if isinstance(event, RungReached):
+                batches[event.trial] = event.batches
+                if event.metric is not None:
+                    best = min(best, self.sign * event.metric)
+                if best < math.inf:
+                    points.append((sum(batches.values()), self.sign * best))
+        return points
+
+    def summary(self) -> dict[str, Any]:
+        """The search in a list, as plain data. `progress` is from 0 to 1, times are UTC."""
+        best = self.state.best
+        return {
+            "search": self.id,
+            "experiment": self.experiment.name,
+            "searcher": self.experiment.searcher.name,
+            "metric": self.metric,
+            "smaller_is_better": self.experiment.searcher.smaller_is_better,
+            "trials": len(self.state.trials),
+            "max_trials": self.max_trials,
+            "failed": self.state.failed,
+            "batches": self.batches,
+            "best": best and best[1].metric,
+            "best_trial": best and best[0].id,
+            "best_checkpoint": best and best[1].checkpoint,
+            "progress": self.state.progress,
+            "is_over": self.state.is_over,
+            "began_at": self.events[0].at,
+            "last_at": self.events[-1].at,
+        }
+
+    def details(self) -> dict[str, Any]:
+        """The search with its trials. Lengths are in `unit`; a rung is the index of a length."""
+        return {
+            **self.summary(),
+            "unit": self.unit,
+            "brackets": self.plans,
+            "trials": self.state.trials,
+            "promotions": self.state.promotions,
+        }
+
+
+def view_of(search: Search, url: str = "") -> SearchView:
+    """The view of a search, for the driver that has it."""
+    return SearchView(search.id, search.experiment, search.state, search.events, url)
+
+
+def stored_view(storage: Storage, search: str) -> SearchView:
+    """The view of a stored search. Its experiment has only what the log has of it.
+
+    Nothing that the log names is imported: neither the entrypoint nor a sampler.
+
+    Raises:
+        SearchError: there is no such search, or its log was altered.
+    """
+    events = SearchLog(storage, search).events if layout.is_name(search) else []
+    if not events:
+        there = text_format.first_few(searches(storage), 10) or "none"
+        raise SearchError(
+            f"there is no search {search!r} in {storage.url}; searches there: {there}"
+        )
+    first = opened(events)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # its driver has shown them
+            experiment = SearchExperiment.model_validate(
+                {
+                    "name": first.experiment, "entrypoint": "recorded:Search",
+                    "hyperparameters": first.hyperparameters, "searcher": last_settings(events),
+                    "reproducibility": {"experiment_seed": first.seed},
+                }
+            )  # fmt: skip
+            plans = experiment.plan(first.searcher)
+    except (ValidationError, ConfigError) as error:
+        lines = error_lines(error) if isinstance(error, ValidationError) else [str(error)]
+        raise SearchError(
+            f"the settings of search {search} in {storage.url} cannot be read: {'; '.join(lines)}"
+        ) from None
+    settings = experiment.searcher
+    state = SearchState(plans, settings.name, settings.stop_once, settings.smaller_is_better)
+    state.apply_all(events)
+    return SearchView(search, experiment, state, events, storage.url)
+
+
+def _ranges(
+    value: Any, path: tuple[str | int, ...] = ()
+) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    """The paths of all ranges, and their types."""
+    if is_search_range(value):
+        yield path, value["type"]
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _ranges(inner, (*path, name))
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from _ranges(inner, (*path, index))
+
+
+def _ends(path: Sequence[str | int]) -> list[str]:
+    """The ends of a path, the shortest first: ``lr``, ``optimizer.lr``. None begins in a list."""
+    starts = [i for i in reversed(range(len(path))) if isinstance(path[i], str)]
+    return [".".join(map(str, path[start:])) for start in starts]
