@@ -67,7 +67,7 @@ def search(
         Path | None,
         Parameter(
             help="Train nothing: print what the search would do with the curves in this CSV file, "
-            "with the columns trial, length and metric."
+            "with the columns trial, length and metric. Default: train."
         ),
     ] = None,
     quiet: Annotated[bool, Parameter(help="Print only the outcome or the error.")] = False,

@@ -55,6 +55,7 @@ ALL = [
     "deployment evaluate/evaluate",
     "deployment prune/prune",
     "deployment retrain/retrain",
+    "deployment search/search",
     f"automation {RESTART_CRASHED!r}",
     f"automation {FAIL_UNSTARTABLE!r}",
     f"automation {CRASH_SILENT!r}",

@@ -119,7 +119,7 @@ def test_what_a_run_needs_for_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"trial new-1 has none: give --resume or searcher\."):
         stored_trial_code(config, store, "new-1", tmp_path, logger)
     store.commit(new_manifest(trial="new-1"))
-    with pytest.raises(CheckpointError, match="has no code of model:Trial"):
+    with pytest.raises(CheckpointError, match="has no code of toy_trial:ToyTrial"):
         stored_trial_code(config, store, "new-1", tmp_path, logger)
     code = upload_code(store, "u-1", packed_toy(tmp_path))
     store.commit(new_manifest(trial="old-1", uuid="u-1", code=code))

@@ -108,5 +108,8 @@ def test_observers_get_every_call() -> None:
     both.notice("text")
     expected = [(each, name) for name in ("restarting", "notice") for each in ("first", "second")]
     assert called == expected
+    called.clear()
+    both.of_trial(0, "t-1").notice("text")  # each makes one, of another class
+    assert called == [("first", "of_trial"), ("second", "of_trial")]
     names = [name for name in vars(Observer) if not name.startswith("_")]
     assert all(name in vars(Observers) for name in names)

@@ -40,7 +40,7 @@ def new_manifest(batches: int = 7, **fields: Any) -> Manifest:
             "versions": {"trialflow": "1"},
             "config_digest": "sha256:" + "0" * 64,
             "files": [],
-            "entrypoint": "model:Trial",
+            "entrypoint": "toy_trial:ToyTrial",
             "hyperparameters": {"lr": 0.1},
             **fields,
         }

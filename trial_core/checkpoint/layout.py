@@ -40,9 +40,10 @@ checked by             fields
 `checked_path`         FileEntry.path
 `checked_place`        FileEntry.stored_at, FileEntry.copy_at
 `checked_uuid`         Manifest.uuid, Intent.uuid, Intent.base, Version.checkpoint, Claim.needs,
-                       Challenger.checkpoint, Protection.uuid, SavedCheckpoint.uuid
-`checked_trial`        Manifest.trial, Intent.trial, Version.trial, RetrainingPlan.trial
-`checked_model`        Version.model, Move.model, Protection.model
+                       Challenger.checkpoint, Protection.uuid, SavedCheckpoint.uuid,
+                       RungReached.checkpoint
+`checked_trial`        Manifest.trial, Intent.trial, Version.trial, RetrainingPlan.trial, Begun.id
+`checked_model`        Numbered.model, Protection.model
 `retraining_key`       Version.run
 `_path`                Move.unique, Protection.unique: in keys alone
 `checked_entrypoint`   Manifest.entrypoint

@@ -22,6 +22,7 @@ import pytest
 
 from tests.support.cli import environment_in, trialflow, write_experiment
 from tests.support.manifests import leave_unfinished_upload
+from tests.support.searches import searched
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.retention.claims import RunClaim
@@ -89,14 +90,15 @@ FREE = {
 }
 NAMES = {
     "", "uuid", "trial", "path", "stored_at", "checkpoint", "run", "run_dir", "model", "base",
-    "entrypoint", "experiment", "needs", "manifest", "name", "unique", "trackers",
+    "entrypoint", "experiment", "needs", "manifest", "name", "unique", "trackers", "id", "search",
+    "sampler",
 }  # fmt: skip
 """Fields of objects that name something; "": a whole object that is a text."""
 
 # The commands that read a storage, with the names of its trial and its newest checkpoint.
 LISTING = (
     "checkpoints list", "runs list", "runs show TRIAL", "models list", "models show toy",
-    "checkpoints verify --all",
+    "checkpoints verify --all", "search list", "search show toy-00000000beef",
 )  # fmt: skip
 READING = (
     "checkpoints show UUID", "runs compare TRIAL", "logs TRIAL",
@@ -245,6 +247,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Stored:
     note_damage(store.storage, older.uuid, find_damage(store.storage, older.uuid, [other]))
     (state,) = (folder / "store/runs" / newest.trial).rglob("trackers/tensorboard.json")
     state.write_text(json.dumps({**json.loads(state.read_text()), "sent": 0}))
+    searched(store.storage, failures={1: "out of memory"})
     assert {path.name for path in (folder / "store").iterdir()} >= {*layout.FAMILIES, layout.MARK}
     return Stored(folder / "store", newest.trial, newest)
 

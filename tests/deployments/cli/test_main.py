@@ -238,7 +238,7 @@ def make_config_raise(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> 
     def fail(*arguments: object) -> None:
         raise error
 
-    monkeypatch.setattr(config, "read_experiment", fail)
+    monkeypatch.setattr(config, "read_any_experiment", fail)
 
 
 def test_a_bug_is_written_to_a_file(

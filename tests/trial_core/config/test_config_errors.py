@@ -70,8 +70,9 @@ def problems(**fields: Any) -> list[str]:
         ),
         (
             {"searcher": {"name": "adaptive_asha"}},
-            'searcher.name: expected "single" (a run trains one trial), got "adaptive_asha"; '
-            "with single, one value is drawn from each search range",
+            'searcher.name: expected "single" (a run trains one trial), got "adaptive_asha"; to '
+            "train several trials, use `trialflow search`; with single, one value is "
+            "drawn from each search range",
         ),
         (
             {"searcher": {"smaller_is_better": "yes"}},

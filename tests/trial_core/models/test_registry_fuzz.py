@@ -133,7 +133,7 @@ def test_a_version_that_was_copied_from_another_model_is_refused() -> None:
         key = layout.numbered_key(layout.versions_folder("copy"), 1)
         version = Registry(store).version(MODEL, 1)
         store.storage.write(key, encode_json(version))
-        with pytest.raises(RegistryError, match="belongs to model 'gpt': it was copied"):
+        with pytest.raises(RegistryError, match="belongs to 'gpt', not 'copy': it was copied"):
             Registry(store).promote("copy", 1)
         assert Registry(store).last_move(MODEL) is None
 

@@ -166,6 +166,9 @@ class Observers(Observer):
     def __init__(self, *observers: Observer) -> None:
         self._observers = observers
 
+    def of_trial(self, number: int, trial: str) -> Observer:
+        return Observers(*(each.of_trial(number, trial) for each in self._observers))
+
 
 def _to_all(name: str) -> Callable[..., None]:
     def call(self: Observers, *arguments: Any, **named: Any) -> None:
