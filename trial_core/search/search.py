@@ -190,7 +190,7 @@ class Search:
                 f"{type(hyperparameters).__name__} for trial {trial}, expected a dict of "
                 "hyperparameters, or None if there are no more"
             )
-        self.experiment.of_trial(hyperparameters)  # raises before they are recorded
+        self.experiment.of_trial(hyperparameters, self.id)  # raises before they are recorded
         unique = uuid5(NAMESPACE_URL, f"{self.id}/{trial}").hex
         self._note(
             Begun, trial=trial, id=trial_id(self.experiment.name, unique), bracket=work.bracket,
@@ -203,7 +203,7 @@ class Search:
         length = self.state.length_due(trial)
         is_last = trial.rung == len(self.state.rungs_of(trial)) - 1
         until: TrainUnit = (Batch if unit == "batches" else Epoch)(length)
-        config = self.experiment.of_trial(trial.hyperparameters)
+        config = self.experiment.of_trial(trial.hyperparameters, self.id)
         return Leg(trial, trial.rung, config, until, is_last)
 
     def _tell(self, trial: SearchTrial) -> None:

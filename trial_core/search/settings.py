@@ -17,6 +17,7 @@ from trial_core.config.error_text import error_lines, format_value, validation_e
 from trial_core.config.search_ranges import check, grid, sample
 from trial_core.config.values import Count, Flag, Positive, Text
 from trial_core.errors import ConfigError, SearchError
+from trial_core.observe.trackers.tracker import WITH_GROUPS
 from trial_core.search.plan import BracketPlan, Mode, adaptive_asha, asha, extended
 
 NAMES = ("random", "grid", "asha", "adaptive_asha", "pasha", "custom")
@@ -241,8 +242,8 @@ class SearchExperiment(ExperimentConfig):
         seed = self.reproducibility.experiment_seed
         return sample(self.hyperparameters, lambda place: Random(f"{seed} {trial} {place}"))
 
-    def of_trial(self, hyperparameters: Mapping[str, Any]) -> ExperimentConfig:
-        """The experiment of one trial, as `train` takes it.
+    def of_trial(self, hyperparameters: Mapping[str, Any], search: str) -> ExperimentConfig:
+        """The experiment of one trial, as `train` takes it. Trackers show it below the search's id.
 
         Raises:
             ConfigError: the hyperparameters cannot be stored.
@@ -258,6 +259,11 @@ class SearchExperiment(ExperimentConfig):
             | {
                 "hyperparameters": dict(hyperparameters),
                 "searcher": searcher,
+                "trackers": [
+                    {name: {"group": search, **options} if name in WITH_GROUPS else options}
+                    for each in self.trackers
+                    for name, options in each.items()
+                ],
             }
         )
 

@@ -215,3 +215,15 @@ def test_a_metric_that_is_not_finite_is_the_worst(storage: Any) -> None:
     assert best[1].metric == 3.0
     waits = described(search.state, search.state.trials[0], "batches")
     assert waits == "waits: 2nd of 3 at 16 batches"
+
+
+def test_trackers_show_the_trials_of_a_search_as_a_group(storage: Any) -> None:
+    """Unless the experiment names another group, or the tracker has none."""
+    trackers = ["mlflow", {"wandb": {"group": "mine"}}, "tensorboard"]
+    fields = {**experiment().model_dump(mode="json"), "trackers": trackers}
+    config = SearchExperiment.from_mapping(fields)
+    leg = Search(config, SearchLog(storage, SEARCH), SEARCH).next(())
+    assert leg is not None
+    assert leg.config.trackers == [
+        {"mlflow": {"group": SEARCH}}, {"wandb": {"group": "mine"}}, {"tensorboard": {}}
+    ]  # fmt: skip

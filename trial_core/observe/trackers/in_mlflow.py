@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 
 OPTIONS: dict[str, tuple[type, ...]] = {
     "tracking_uri": (str,), "experiment": (str,), "run_name": (str,), "tags": (dict,),
-    "artifacts": (bool,), "registered_model": (bool, str),
+    "artifacts": (bool,), "registered_model": (bool, str), "group": (str,),
 }  # fmt: skip
 VARIABLE = "MLFLOW_TRACKING_URI"
-TRIAL_TAG = "trialflow.trial"
+TRIAL_TAG, GROUP_TAG = "trialflow.trial", "trialflow.group"
 LONGEST_PARAMETER, LONGEST_TAG = 6000, 5000
 MOST_METRICS, MOST_PARAMETERS, MOST_TAGS = 1000, 100, 100
 _STATUS = {"completed": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
@@ -57,8 +57,9 @@ class MlflowTracker(Tracker):
 
     Points that are trained again are logged again at their step if their values differ; MLflow
     shows the last one. Options: ``tracking_uri`` (default: ``MLFLOW_TRACKING_URI``), ``experiment``
-    (default: the experiment's name), ``run_name`` (default: the trial's id), ``tags``, and
-    ``artifacts``: true to store the report and the list of checkpoints there (default: true).
+    (default: the experiment's name), ``run_name`` (default: the trial's id), ``tags``, ``group``
+    (the name of the parent run, which is made if it does not exist), and ``artifacts``: true to
+    store the report and the list of checkpoints there (default: true).
     ``registered_model``: see `trial_core.observe.trackers.model_registry`.
     """
 
@@ -89,10 +90,10 @@ class MlflowTracker(Tracker):
         return quiet_client(self.options)
 
     def open(self, known: str) -> str:
-        self._id = known or self._found() or self._created()
+        self._id = known or self._of_trial() or self._created()
         run = self._client.get_run(self._id)
         if run.data.tags.get(TRIAL_TAG) != self.run.trial:  # the storage may name any run
-            self._id = self._found() or self._created()
+            self._id = self._of_trial() or self._created()
             run = self._client.get_run(self._id)
         self._parameters = dict(run.data.params)
         self._is_continued = bool(run.data.metrics)
@@ -123,18 +124,39 @@ class MlflowTracker(Tracker):
                 raise RecordRefused(str(error)) from error
             raise
 
-    def _found(self) -> str | None:
+    def _of_trial(self) -> str | None:
         """The trial's run, if it was made but the answer was lost."""
+        return self._found(TRIAL_TAG, self.run.trial)
+
+    def _found(self, tag: str, text: str) -> str | None:
+        """The first run with this tag."""
         runs = self._client.search_runs(
-            [self._experiment], filter_string=f"tags.`{TRIAL_TAG}` = '{self.run.trial}'"
-        )
+            [self._experiment], filter_string=f"tags.`{tag}` = '{text}'",
+            order_by=["attributes.start_time", "attributes.run_id"], max_results=1,
+        )  # fmt: skip
         return str(runs[0].info.run_id) if runs else None
 
     def _created(self) -> str:
+        from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
+
         tags = {**self.options.get("tags", {}), TRIAL_TAG: self.run.trial}
+        if group := self.options.get("group"):
+            tags[MLFLOW_PARENT_RUN_ID] = self._parent(group)
         name = self.options.get("run_name", self.run.trial)
         run = self._client.create_run(self._experiment, tags=tags, run_name=name)
         return str(run.info.run_id)
+
+    def _parent(self, group: str) -> str:
+        """The parent run of a group, made if it does not exist. Of two made at once one stays."""
+        tag = _name(group)  # no quotes: MLflow's filters know no escapes
+        if (found := self._found(GROUP_TAG, tag)) is not None:
+            return found
+        run = self._client.create_run(self._experiment, tags={GROUP_TAG: tag}, run_name=group)
+        made = str(run.info.run_id)
+        self._client.set_terminated(made)  # no process is behind it
+        if (first := self._found(GROUP_TAG, tag) or made) != made:
+            self._client.delete_run(made)
+        return first
 
     @cached_property
     def _experiment(self) -> str:

@@ -34,6 +34,9 @@ BUILT_IN = {
     "trackio": "trial_core.observe.trackers.in_trackio:TrackioTracker",
 }
 
+WITH_GROUPS = ("mlflow", "wandb", "trackio")
+"""Trackers with the option ``group``, which shows the trials of a search together."""
+
 LONGEST_ERROR = 300
 _logger = logging.getLogger(__name__)
 

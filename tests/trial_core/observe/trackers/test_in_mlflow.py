@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,25 @@ def test_a_run_of_another_trial_is_not_continued(
     tracker.send([metrics(loss=0.5)])
     assert mlflow.client.get_run(other).data.metrics == {}
     assert tracker.open(own) == own == tracker.open(other)
+
+
+def test_trials_of_a_group_are_below_one_run(mlflow: MlflowServer, tmp_path: Path) -> None:
+    """Their trackers are in several processes, and open their runs at the same time."""
+    trials = [f"toy-{number}" for number in range(4)]
+    options = {"tracking_uri": mlflow.url, "group": "it's a search"}
+    mlflow.client.create_experiment(tmp_path.name)
+
+    def opened(trial: str) -> str:
+        run = TrackedRun(trial, tmp_path.name, tmp_path, tmp_path)
+        return MlflowTracker(options, run).open("")
+
+    with ThreadPoolExecutor(len(trials)) as pool:
+        runs = list(pool.map(opened, trials))
+    found = [mlflow.client.get_run(run) for run in (*runs, opened("toy-4"))]
+    (parent,) = {run.data.tags["mlflow.parentRunId"] for run in found}
+    there = mlflow.client.search_runs([found[0].info.experiment_id])
+    assert {run.info.run_id for run in there} == {parent, *(run.info.run_id for run in found)}
+    assert mlflow.client.get_run(parent).info.run_name == options["group"]
 
 
 def test_names_that_mlflow_does_not_take(mlflow: MlflowServer, tracker: MlflowTracker) -> None:
