@@ -42,7 +42,10 @@ ENGINE_VARIABLE = "TRIALFLOW_ENGINE"
 """It chooses the node provider if ``resources.engine`` is auto."""
 
 
-_importing: ContextVar[ForkServer | None] = ContextVar("trialflow_importing", default=None)
+_importing: ContextVar[AbstractContextManager[ForkServer] | None] = ContextVar(
+    "trialflow_importing", default=None
+)
+"""What the next run in this context takes, and leaves when its ranks have ended."""
 
 
 class Placement(ABC):
@@ -219,6 +222,41 @@ def importing_ahead(config: ExperimentConfig, late: Sequence[str] = ()) -> Itera
             yield
         finally:
             _importing.reset(token)
+
+
+class ForkServers:
+    """Fork servers for many runs, some of them side by side. A context manager.
+
+    Each serves one run at a time. It stays for the next one, whose ranks then begin without
+    importing PyTorch; but not after a run with reserved accelerators, whose locks it shares. The
+    first is that of `importing_ahead`, inside such a block.
+    """
+
+    def __init__(self) -> None:
+        ahead = _importing.get()
+        self._idle = [] if ahead is None else [ahead.__enter__()]
+
+    def __enter__(self) -> ForkServers:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for server in self._idle:
+            server.close()
+
+    @contextmanager
+    def one(self, config: ExperimentConfig) -> Iterator[None]:
+        """Have the block's run take one."""
+        try:
+            server = self._idle.pop()
+        except IndexError:
+            server = ForkServer(_modules(config))
+        token = _importing.set(nullcontext(server))
+        try:
+            yield
+        finally:
+            _importing.reset(token)
+            server.free_devices()
+            self._idle.append(server)
 
 
 def _modules(config: ExperimentConfig) -> Sequence[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,14 @@ import pytest
 from tests.support.driving import drive
 from tests.support.slots import TOY, toy_config
 from trial_core.driver.placement import (
+    ForkServers,
     ThisMachine,
     _importing as importing,
     importing_ahead,
     place_ranks,
 )
 from trial_core.processes.slots import fork_server
+from trial_core.processes.slots.device_locks import DESCRIPTORS_VARIABLE
 
 TRIAL = """
 import os
@@ -87,3 +91,39 @@ def test_a_run_within_a_run_has_another_fork_server(tmp_path: Path) -> None:
         with placed():
             pass
     assert [server is ahead for server in servers] == [True, False, True]
+
+
+def test_fork_servers_outlive_runs_and_serve_one_at_a_time(tmp_path: Path) -> None:
+    """The first one is the one that imports already."""
+    config = toy_config(tmp_path, resources={"preload": False})
+
+    def placed(servers: ForkServers) -> Iterator[fork_server.ForkServer]:
+        with servers.one(config), place_ranks(config, tmp_path, lambda text: None) as placement:
+            assert isinstance(placement, ThisMachine)
+            launched = placement._fork_server.prepare(dict(os.environ), tmp_path, tmp_path / "log")
+            yield placement._fork_server
+            assert launched.serves(dict(os.environ), ())
+
+    with importing_ahead(config), ForkServers() as servers:
+        ahead = importing.get()
+        (first,) = placed(servers)
+        before = first._process
+        for again in placed(servers):
+            (other,) = placed(servers)
+            assert ahead is first is again is not other
+        assert first._process is before is not None
+        (last,) = placed(servers)
+        assert last in (first, other)
+
+
+def test_a_fork_server_with_locks_of_devices_ends_with_its_run(tmp_path: Path) -> None:
+    """Else no later run could reserve the devices."""
+    config = toy_config(tmp_path, resources={"preload": False})
+    with open(tmp_path / "device", "w") as lock, ForkServers() as servers:
+        with servers.one(config), place_ranks(config, tmp_path, lambda text: None) as placement:
+            assert isinstance(placement, ThisMachine)
+            server = placement._fork_server
+            variables = {**os.environ, DESCRIPTORS_VARIABLE: str(lock.fileno())}
+            os.set_inheritable(lock.fileno(), True)
+            server.prepare(variables, tmp_path, tmp_path / "log")
+        assert server._process is None

@@ -120,6 +120,11 @@ class ForkServer:
             self._process = ServerProcess(environment, working_dir, log, modules)
         return self._process
 
+    def free_devices(self) -> None:
+        """End the process if it shares the locks of accelerators that a run has reserved."""
+        if self._process is not None and self._process.has_locks:
+            self.close()
+
     def close(self) -> None:
         """End the process, and ranks that still run."""
         if self._process is not None:
@@ -162,6 +167,10 @@ class ServerProcess:
             raise
         self._listener = threading.Thread(target=self._listen, name="fork-server", daemon=True)
         self._listener.start()
+
+    @property
+    def has_locks(self) -> bool:
+        return bool(inherited_locks(self._environment))
 
     def serves(self, environment: Mapping[str, str], late: tuple[str, ...]) -> bool:
         """Return whether it can start ranks with these variables; ranks get late ones at start."""
