@@ -32,6 +32,7 @@ def warnings_of(*events: MetricsReported) -> tuple[list[str], list[Any]]:
         clock=SimpleNamespace(batches_trained=ignore),
         logger=SimpleNamespace(info=ignore),
         observer=SimpleNamespace(metrics_reported=lambda *it: observed.append(it)),
+        pause_at=None,
     )
     launch: Any = Launch(
         run=run, status=LaunchStatus(), losses=LossWatch(False), warn=told.extend, world_size=2
