@@ -116,11 +116,13 @@ def follow_script(launch: Launch, uploads: Uploads) -> TrialResult:
     launch.answers.writes_run_files = any(rank.writes_run_files for rank in event)
     reached, end = launch.status.batches_trained, _length(run)
     waits = pause is not None and run.stopping.request is None and not (end and reached >= end)
+    if isinstance(pause, Batch) and isinstance(pause.value, int):  # else it has ended by itself
+        waits = waits and (progress.progress.validated_at or 0) >= pause.value
     was_preempted = any(rank.was_preempted for rank in event)
     stopped_early = was_preempted or waits
     if fitted is not None:
         stopped_early = was_preempted or fitted.stopped_early
-        waits = waits and fitted.stopped_early
+        waits = fitted.stop_reason is not None
     wind_up(launch, uploads, reached, stopped_early, None, pause if waits else None)
     if fitted is not None:
         return replace(fitted, stopped_early=stopped_early)

@@ -24,6 +24,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from trial_core.checkpoint.resume_point import ResumePoint
+from trial_core.common.text_format import is_number
 from trial_core.driver.fetch_resume_point import fetch, fetch_first_intact, require_convertible
 from trial_core.driver.result import TrialResult, describe_pause
 from trial_core.driver.run import Launch
@@ -174,9 +175,10 @@ class Loop:
 
     def _progress_at(self, start: ResumePoint) -> Progress:
         progress = start.at_batches_of(self._launch.answers.batch_samples)
-        has_metric = self._run.metric is not None
+        metric, reported = self._run.metric, start.metrics.get("validation", {})
         is_validated = progress.validated_at == progress.batches_trained
-        if has_metric and progress.best_metric is None and is_validated:
+        lacks = progress.best_metric is None or not is_number(reported.get(metric or ""))
+        if metric is not None and lacks and is_validated:
             # That validation lacked the searcher metric, which may have been corrected.
             return replace(progress, validated_at=None)
         return progress

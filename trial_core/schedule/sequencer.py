@@ -184,11 +184,11 @@ def has_more_to_do(progress: Progress, schedule: Schedule, epoch: EpochLength | 
 
 
 def is_paused(progress: Progress, schedule: Schedule, epoch: EpochLength | None) -> bool:
-    """True if the run ends at `Schedule.pause_at`, before the end of training."""
+    """True if the run has validated and ends at `Schedule.pause_at`, before the end of training."""
     pause = schedule.pause_at
     return (
         pause is not None
-        and in_batches(pause, epoch) <= progress.batches_trained
+        and in_batches(pause, epoch) <= progress.batches_trained == progress.validated_at
         and progress.batches_trained < in_batches(schedule.max_length, epoch)
     )
 

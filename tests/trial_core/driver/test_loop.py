@@ -443,3 +443,31 @@ def test_nothing_begins_where_every_checkpoint_is_damaged(tmp_path: Path) -> Non
     with pytest.raises(CheckpointDamaged, match="gone"):
         stages.follow()
     assert stages.calls == []
+
+
+@pytest.mark.parametrize(("period", "reason"), [(2, None), (3, "it waits at 3 batches")])
+def test_a_trial_waits_only_where_it_has_validated(
+    tmp_path: Path, period: int, reason: str | None
+) -> None:
+    """One that stops itself there has the metrics of an earlier validation."""
+    stages = Recorded(tmp_path, validation_period=Batch(period))
+    stages.run.pause_at, stages.stops_at = Batch(3), 10**6 if reason else 3
+    result = stages.follow()
+    assert (result.batches_trained, result.validated_at) == (3, period)
+    assert (result.stopped_early, result.stop_reason) == (True, reason)
+
+
+@pytest.mark.parametrize(("metrics", "is_repeated"), [({"loss": 0.5}, False), ({"b": 1.0}, True)])
+def test_a_pause_without_the_searcher_metric_is_validated_again(
+    tmp_path: Path, metrics: dict[str, float], is_repeated: bool
+) -> None:
+    """Although an earlier validation had it; what was saved there is not trained again."""
+    progress = Progress(3, validated_at=3, checkpointed_at=3, best_metric=0.4)
+    saved = new_manifest(progress=progress, metrics={"validation": metrics})
+    stages = Recorded(tmp_path, "loss")
+    stages.run.pause_at, stages.points = Batch(3), [ResumePoint.continuing(saved)]
+    result = stages.follow()
+    assert [call for call in stages.calls if call.split()[0] in ("train", "validate", "save")] == (
+        ["validate 3", "save 3"] if is_repeated else []
+    )
+    assert "loss" in result.validation_metrics

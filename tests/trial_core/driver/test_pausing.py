@@ -112,3 +112,17 @@ def test_a_script_pauses_too(
     assert first.stop_reason == f"it waits at {pause.value} batches"
     second = drive(config, "toy-00000000000b")
     assert (second.batches_trained, second.stopped_early, second.stop_reason) == (9, False, None)
+
+
+def test_a_script_that_ends_before_the_pause_does_not_wait_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has ended by itself, with what it has reached."""
+    monkeypatch.setenv("TRIALFLOW_HOME", str(tmp_path / "home"))
+    config = toy_config(
+        tmp_path, 9, entrypoint="python core_script.py 3", resources={"slots_per_trial": 1},
+        hyperparameters={"record": str(tmp_path), "store_every": 3},
+    )  # fmt: skip
+    result = drive(config, "toy-00000000000b", pause_at=Batch(4))
+    assert (result.batches_trained, result.validated_at) == (3, 3)
+    assert (result.stopped_early, result.stop_reason) == (False, None)
