@@ -30,20 +30,22 @@ from trial_core.driver.code_source import refuse_missing_code
 from trial_core.driver.placement import choose_provider
 from trial_core.driver.result import TrialResult, describe_pause
 from trial_core.errors import (
-    ConfigError,
+    CheckpointError,
     InvalidHP,
     RankFailed,
-    SearchError,
+    SlotsError,
     Stopped,
     StorageError,
     Superseded,
+    TrialBusy,
     TrialError,
     TrialflowError,
 )
 from trial_core.observe.events.observers import Observer, current_observer, observing
 from trial_core.processes.machine.accelerators import count_accelerators, resolve_slot_count
 from trial_core.processes.machine.run_dirs import run_dir_of, trial_id
-from trial_core.schedule.stop_requests import StopHandler, as_the_trial_asked
+from trial_core.schedule.stop_requests import StopHandler, StopRequest, as_the_trial_asked
+from trial_core.schedule.units import Batch
 from trial_core.search.figures import html
 from trial_core.search.log import SearchLog
 from trial_core.search.page import markdown
@@ -68,6 +70,8 @@ prepare_temporary_server()
 FLOW = "search"
 REPORT = "search.html"
 MAX_SIDE_BY_SIDE = 64
+CANCELLED = f"Stopped: {StopRequest('cancelled', 'in Prefect')}"
+"""How `StopMonitor` begins the message of a flow run's state that a person has cancelled."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ class SearchResult:
     Attributes:
         search: the search's id; give it to the flow again to continue the search.
         is_over: True if nothing is left to train.
-        stop_reason: why the flow run was stopped before that; None if it was not.
+        stop_reason: why it is not over: the flow run was stopped, or trainings of trials were.
         trials: how many trials have begun.
         best_trial: the id of the trial with the best result; None without a result.
         hyperparameters: of that trial.
@@ -144,10 +148,17 @@ def describe_outcome(result: SearchResult) -> str:
 
 @dataclass(frozen=True)
 class LegOutcome:
-    """What came of a trial's training to a rung: its result, a failure, or nothing: it stopped."""
+    """What came of a trial's training to a rung: its result, a failure, or a stop.
+
+    Attributes:
+        stopped: why it was stopped or has not begun, for people.
+        is_cancelled: True if a person has cancelled its flow run.
+    """
 
     result: TrialResult | None = None
     failure: BaseException | None = None
+    stopped: str = ""
+    is_cancelled: bool = False
 
 
 @task(name="train-trial", task_run_name="{name}", cache_policy=NO_CACHE)
@@ -162,20 +173,39 @@ def train_trial_to_rung(name: str, leg: Leg, attempt: str, observer: Observer) -
     try:
         with observing(observer):
             state: State[Any] = train(leg.config, trial=leg.trial.id, part=part, return_state=True)
-    except (Abort, CancelledRun, Pause):
-        return LegOutcome()
+    except (Abort, CancelledRun, Pause) as stop:
+        return LegOutcome(stopped=str(stop))
     if state.is_failed() or state.is_crashed():
         failure = state.result(raise_on_failure=False)
-        return LegOutcome(failure=None if isinstance(failure, (Stopped, Superseded)) else failure)
+        if isinstance(failure, (Stopped, Superseded, TrialBusy)):
+            return LegOutcome(stopped=str(failure))
+        return LegOutcome(failure=failure)
     if not state.is_completed():
-        return LegOutcome()
+        message = state.message or state.name or ""
+        return LegOutcome(stopped=message, is_cancelled=message.startswith(CANCELLED))
     result: TrialResult = state.result()
-    if not result.stopped_early or result.stop_reason == describe_pause(part.until):
+    if result.stop_reason not in (None, describe_pause(part.until)):  # by its time budget
+        return LegOutcome(stopped=str(result.stop_reason))
+    if has_reached(leg, result):
         return LegOutcome(result)
-    if result.stop_reason is not None:  # by its time budget
-        return LegOutcome()
-    why = as_the_trial_asked(result.trial_stop_reason)
-    return LegOutcome(failure=TrialError(f"it has stopped {why}, before the rung"))
+    is_asked = result.stopped_early and result.stop_reason is None
+    why = as_the_trial_asked(result.trial_stop_reason) if is_asked else "by itself"
+    at = "no validation" if result.validated_at is None else f"validated at {result.validated_at}"
+    return LegOutcome(
+        failure=TrialError(
+            f"it has ended {why} after {result.batches_trained} batches ({at}), before its "
+            f"validation at {leg.until.value} {leg.until.unit}"
+        )
+    )
+
+
+def has_reached(leg: Leg, result: TrialResult) -> bool:
+    """Return whether a trial that has ended has validated at its rung."""
+    if result.stopped_early and result.stop_reason is None:
+        return False
+    if isinstance(leg.until, Batch):
+        return (result.validated_at or 0) >= int(leg.until.value)  # type: ignore[arg-type]
+    return result.validated_at == result.batches_trained
 
 
 class SearchRun:
@@ -202,6 +232,7 @@ class SearchRun:
         self._logger = get_run_logger()
         self._page = MarkdownArtifact(f"search-{search}", f"Search {search}")
         self._running: dict[int, Leg] = {}
+        self._left: dict[int, str] = {}  # trials that this run does not train further, and why
         self._ended: queue.SimpleQueue[tuple[Leg, PrefectFuture[LegOutcome]] | None] = (
             queue.SimpleQueue()
         )
@@ -243,7 +274,7 @@ class SearchRun:
                 leg, future = ended
                 del self._running[leg.trial.number]
                 with self._ending_after_a_failure():
-                    self._note(search, leg, future.result())
+                    self._note(search, leg, outcome_of(future))
                 self._show(search)
 
     @contextmanager
@@ -251,14 +282,14 @@ class SearchRun:
         """After an error of the search, what still runs is trained to its rung; nothing begins."""
         try:
             yield
-        except (ConfigError, SearchError, StorageError, Superseded) as failure:
+        except TrialflowError as failure:
             self._failure = self._failure or failure
 
     def _start_what_is_due(self, search: Search, limit: int) -> None:
         while len(self._running) < limit and not self._ends:
             leg = None
             with self._ending_after_a_failure():
-                leg = search.next(self._running)
+                leg = search.next({*self._running, *self._left})
             if leg is None:
                 return
             leg = self._within_time_budget(leg)
@@ -288,7 +319,11 @@ class SearchRun:
         return self._failure is not None or self._stopping.request is not None
 
     def _note(self, search: Search, leg: Leg, outcome: LegOutcome) -> None:
-        """Write down what came of a training. Of one that was stopped nothing: it continues."""
+        """Write down what came of a training. Of one that was stopped nothing: it continues.
+
+        Raises:
+            TrialflowError: the search cannot continue.
+        """
         result, failure = outcome.result, outcome.failure
         if isinstance(self._failure, Superseded):
             return
@@ -296,13 +331,20 @@ class SearchRun:
             search.reached(
                 leg, result.batches_trained, result.validation_metrics, result.checkpoint_uuid
             )
-        elif failure is not None and not self._stopping.request:
+        elif self._ends:  # which may be the cause
+            return
+        elif failure is not None:
+            if not is_of_trial(failure):
+                raise of_search(failure, leg)
             search.failed(leg, str(failure), is_invalid(failure))
         elif self._stopping.wait(2 * POLL_SECONDS):  # the trial may learn of the stop first
             return
-        else:
+        elif outcome.is_cancelled:
             search.failed(leg, "its flow run was cancelled")
-        news = search.news(leg.trial)
+        else:
+            number = leg.trial.number
+            self._left[number] = f"trial {number} was not trained further: {outcome.stopped}"
+        news = self._left.get(leg.trial.number) or search.news(leg.trial)
         self._logger.info("%s", news)
         self._observer.search_advanced(news)
 
@@ -314,10 +356,11 @@ class SearchRun:
 
     def _result(self, search: Search, report: Path) -> SearchResult:
         state, request = search.state, self._stopping.final_request()
+        why = "; ".join(self._left.values()) if request is None else str(request)
         result = SearchResult(
             search=self._id,
             is_over=state.is_over,
-            stop_reason=None if state.is_over or request is None else str(request),
+            stop_reason=None if state.is_over else why,
             trials=len(state.trials),
             report_path=str(report),
             flow_run_id=str(runtime.flow_run.id),
@@ -329,6 +372,33 @@ class SearchRun:
             result, best_trial=trial.id, hyperparameters=dict(trial.hyperparameters),
             metric=best.metric, checkpoint_uuid=best.checkpoint,
         )  # fmt: skip
+
+
+def outcome_of(future: PrefectFuture[LegOutcome]) -> LegOutcome:
+    """The outcome of a training that has ended. Without a server, none can begin or end."""
+    try:
+        return future.result()
+    except NO_ANSWER as error:
+        return LegOutcome(failure=error)
+
+
+def is_of_trial(failure: BaseException) -> bool:
+    """Return whether a training failed by its trial. Else others would, too."""
+    is_of_ranks = isinstance(failure, (SlotsError, TrialError, CheckpointError))
+    return is_of_ranks and not isinstance(failure, StorageError)
+
+
+def of_search(failure: BaseException, leg: Leg) -> TrialflowError:
+    """The error that a search ends with, if a training failed by something else than its trial."""
+    if isinstance(failure, TrialflowError):
+        return failure
+    error = TrialflowError(
+        f"trial {leg.trial.number} ({leg.trial.id}) cannot be trained: "
+        f"{type(failure).__name__}: {failure}. If the Prefect server is away, continue the search "
+        "when it answers"
+    )
+    error.__cause__ = failure
+    return error
 
 
 def is_invalid(failure: BaseException) -> bool:

@@ -183,7 +183,7 @@ def train_trial(
         begun=label.note,
         take_over=take_over,
         keep=keep or (),
-        takeover_wait_seconds=takeover_wait_seconds(config),
+        takeover_wait_seconds=takeover_wait_seconds(config, is_part=part is not None),
         waited_seconds=waited_seconds,
     )
     return drive_trial(config, trial, given)
@@ -227,11 +227,12 @@ def _log_links(trial: str) -> None:
     get_run_logger().info("trial %s; its report is at %s%s", trial, file, shown)
 
 
-def takeover_wait_seconds(config: ExperimentConfig) -> float:
-    """How long to wait for the trial's folder: a presumed-dead run of a deployment may hold it.
+def takeover_wait_seconds(config: ExperimentConfig, is_part: bool = False) -> float:
+    """How long to wait for the trial's folder: a presumed-dead run may hold it.
 
-    That run notices within this time that it was superseded, and ends.
+    That run notices within this time that it was superseded, and ends. A run without a deployment
+    has none, unless it `is_part` of another one, which may be a retry.
     """
-    if runtime.deployment.id is None:
+    if runtime.deployment.id is None and not is_part:
         return 0.0
     return config.stopping.grace_seconds + 2 * POLL_SECONDS

@@ -20,6 +20,10 @@ class TrialflowError(Exception):
     """Base of every error of trialflow."""
 
 
+class TrialBusy(TrialflowError):
+    """Another process of this machine is training the trial."""
+
+
 class ConfigError(TrialflowError, ValueError, TypeError):
     """The experiment configuration cannot be used as written."""
 

@@ -95,8 +95,26 @@ def test_a_trial_that_fails_does_not_end_the_search(here: Path) -> None:
     assert "the toy was told to break" in failed[0].why
     assert result.is_over
     always = {"do": "raise", "at_batch": 2, "record": str(here)}
-    with pytest.raises(SearchError, match=r"2 trials .* max_failed_trials=1; .*told to break"):
+    with pytest.raises(SearchError, match=r"2 trials .*max_failed_trials=1; .*told to break"):
         search(experiment(here, always, max_failed_trials=1))
+
+
+@pytest.mark.long
+def test_a_rank_that_is_killed_costs_its_trial_a_restart(here: Path) -> None:
+    """As in any run: the trials reach what they reach without it, and none has failed."""
+
+    def results(hyperparameters: dict[str, Any]) -> list[tuple[int, int, float | None]]:
+        config = experiment(here, hyperparameters).model_copy(update={"max_restarts": 1})
+        result = search(config)
+        assert result.is_over
+        events = log_of(here, result.search).events
+        assert [event for event in events if isinstance(event, Exited)] == []
+        return [(e.trial, e.length, e.metric) for e in events if isinstance(e, RungReached)]
+
+    once = here / "once"
+    killed = results({"do": "kill", "at_batch": 2, "once": str(once)})
+    assert once.exists()
+    assert killed == results({})
 
 
 @pytest.mark.long

@@ -13,7 +13,7 @@ import filelock
 
 from trial_core.checkpoint.layout import checked_trial
 from trial_core.common.text_format import slug
-from trial_core.errors import TrialflowError
+from trial_core.errors import TrialBusy, TrialflowError
 from trial_core.processes.machine.memory_files import take_memory_links
 
 LOCK = "lock"
@@ -68,7 +68,8 @@ def locked_run_dir(trial: str, timeout_seconds: float = 0.0) -> Iterator[Path]:
 
     Raises:
         CheckpointError: no trial may have this id.
-        TrialflowError: another process trains the trial, or the folder cannot be created.
+        TrialBusy: another process trains the trial.
+        TrialflowError: the folder cannot be created.
     """
     run_dir = run_dir_of(trial)
     path = run_dir / LOCK
@@ -84,7 +85,7 @@ def locked_run_dir(trial: str, timeout_seconds: float = 0.0) -> Iterator[Path]:
         path.write_text(f"process {os.getpid()} on {socket.gethostname()}")
     except filelock.Timeout:
         holder = (path.exists() and path.read_text(errors="replace")) or "another process"
-        raise TrialflowError(
+        raise TrialBusy(
             f"trial {trial} is being trained by {holder}; wait until that process has ended, stop "
             "it, or train another trial"
         ) from None
