@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from trial_core.common import text_format
-from trial_core.errors import ConfigError, Stopped
+from trial_core.errors import ConfigError, SearchError, Stopped
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.experiment_options import (
     DEFAULT_EXPERIMENT,
@@ -126,19 +126,31 @@ def _to_resume(
 ) -> str | None:
     """The search to continue: the one named, else the experiment's newest, or None.
 
+    Warns of searches that cannot be read.
+
     Raises:
         ConfigError: there is no such search.
+        SearchError: the one named cannot be read.
     """
     from trial_core.search.log import SearchLog, searches
     from trial_core.search.state import opened
 
-    storage, found = store.storage, {}
+    storage, found, unreadable = store.storage, dict[str, str](), dict[str, SearchError]()
     for name in searches(storage):
-        log = SearchLog(storage, name)
-        if opened(log.events).experiment == experiment.name:
-            found[name] = log.events[-1].at
+        try:
+            events = SearchLog(storage, name).events
+            if opened(events).experiment == experiment.name:
+                found[name] = events[-1].at
+        except SearchError as error:
+            unreadable[name] = error
+    search = None if named is None else named_trial(named, [*found, *unreadable])
+    if search in unreadable:
+        raise unreadable[search]
+    if unreadable:
+        first = next(iter(unreadable.values()))
+        console.warning(f"searches that cannot be read: {', '.join(unreadable)}; {first}")
     if named is not None:
-        if (search := named_trial(named, found)) is None:
+        if search is None:
             raise ConfigError(
                 f"--search {named}: no search of experiment {experiment.name} in {store.url} "
                 "begins so; `trialflow search list` shows them"
