@@ -94,17 +94,28 @@ class SearchLog:
             storage, search, layout.search_folder(search), SearchEvent, SearchError
         )
         self.events: list[SearchEvent] = self._log.entries()
+        self._unsure: SearchEvent | None = None
 
-    def append(self, kind: type[SearchEvent], **fields: Any) -> SearchEvent:
-        """Store the next record, and return it.
+    def append(self, kind: type[SearchEvent], **fields: Any) -> None:
+        """Store the next record. One that an error has left unsure is stored first; it may be this.
 
         Raises:
             Superseded: another driver has written a record meanwhile.
         """
-        event = kind(
+        if (unsure := self._unsure) is not None:
+            self.settle()
+            if type(unsure) is kind and all(getattr(unsure, n) == fields[n] for n in fields):
+                return
+        self._unsure = kind(
             number=len(self.events) + 1, search=self._search, at=utc_now(), by=user_at_host(),
             **fields,
         )  # fmt: skip
+        self.settle()
+
+    def settle(self) -> None:
+        """Store the record that an error of the storage has left unsure. Raises as `append`."""
+        if (event := self._unsure) is None:
+            return
         try:
             self._log.append(event)
         except FileExistsError:
@@ -112,8 +123,8 @@ class SearchLog:
                 f"search {self._search} is continued by another run, which has written record "
                 f"{event.number}"
             ) from None
+        self._unsure = None
         self.events.append(event)
-        return event
 
 
 def searches(storage: Storage) -> list[str]:

@@ -19,7 +19,6 @@ from sqlalchemy.exc import SQLAlchemyError
 from trial_core.config.error_text import Location, format_path
 from trial_core.config.search_ranges import is_search_range
 from trial_core.errors import ConfigError, SearchError
-from trial_core.search.log import RungReached
 from trial_core.search.settings import SearchExperiment
 from trial_core.search.state import SearchState, SearchTrial
 
@@ -42,7 +41,6 @@ class OptunaSampler:
         self._experiment = experiment
         self._study = optuna.create_study(sampler=sampler, direction=_direction(experiment))
         self._trials: dict[int, Trial] = {}
-        self._told: dict[int, int] = {}
         takes_seed = "seed" in inspect.signature(type(sampler)).parameters
         self._kind = type(sampler) if takes_seed else None
         distributions(experiment)
@@ -54,29 +52,6 @@ class OptunaSampler:
             seed = options.get("seed", self._experiment.reproducibility.experiment_seed)
             seed = Random(f"{seed} {number}").getrandbits(32)
             self._study.sampler = self._kind(**options | {"seed": seed})
-        return self._ask(number)
-
-    def tell(self, trial: SearchTrial) -> None:
-        """What has come of a trial since the last time."""
-        if trial.number not in self._trials:
-            params = params_of(self._experiment, trial.hyperparameters)
-            self._study.enqueue_trial({name: value for name, (_, value) in params.items()})
-            self._ask(trial.number)
-        told = self._told.get(trial.number, 0)
-        for count in range(told + 1, len(trial.reached) + 1):
-            made = frozen(self._experiment, trial, trial.reached[:count], TrialState.PRUNED)
-            if count > 1:
-                self._study.add_trial(made)
-                continue
-            for step, value in made.intermediate_values.items():
-                self._trials[trial.number].report(value, step)
-            final = made.value if made.state == TrialState.COMPLETE else None
-            self._study.tell(self._trials[trial.number], final, made.state)
-        if trial.status in ("failed", "invalid") and not trial.reached and not told:
-            self._study.tell(self._trials[trial.number], state=TrialState.FAIL)
-        self._told[trial.number] = max(len(trial.reached), 1 if trial.status != "due" else 0)
-
-    def _ask(self, number: int) -> dict[str, Any]:
         trial = self._trials[number] = self._study.ask()
 
         def suggest(search_range: Mapping[str, Any], name: str) -> Any:
@@ -84,6 +59,24 @@ class OptunaSampler:
 
         found: dict[str, Any] = _resolved(self._experiment.hyperparameters, (), suggest)
         return found
+
+    def tell(self, trial: SearchTrial) -> None:
+        """See `Sampler`. A trial that fails after a result is told of no more."""
+        if trial.number not in self._trials:
+            params = params_of(self._experiment, trial.hyperparameters)
+            self._study.enqueue_trial({name: value for name, (_, value) in params.items()})
+            self.ask(trial.number)
+        has_failed = trial.status in ("failed", "invalid")
+        if bool(trial.reached) == has_failed:  # it has begun, or is finished for Optuna
+            return
+        made = frozen(self._experiment, trial, TrialState.PRUNED)
+        if len(trial.reached) > 1:
+            self._study.add_trial(made)
+            return
+        for step, value in made.intermediate_values.items():
+            self._trials[trial.number].report(value, step)
+        final = made.value if made.state == TrialState.COMPLETE else None
+        self._study.tell(self._trials[trial.number], final, made.state)
 
 
 def store_study(
@@ -107,7 +100,7 @@ def store_study(
         for trial in state.trials:
             is_due = trial.status == "due"
             running = TrialState.RUNNING if is_due else TrialState.PRUNED
-            study.add_trial(frozen(experiment, trial, trial.reached, running))
+            study.add_trial(frozen(experiment, trial, running))
     except optuna.exceptions.DuplicatedStudyError:
         raise SearchError(
             f"there is an Optuna study {name!r} in that database; give another name, or delete it"
@@ -116,25 +109,18 @@ def store_study(
         raise SearchError(f"no Optuna study can be stored: {error}") from error
 
 
-def frozen(
-    experiment: SearchExperiment,
-    trial: SearchTrial,
-    reached: list[RungReached],
-    unfinished: TrialState,
-) -> FrozenTrial:
+def frozen(experiment: SearchExperiment, trial: SearchTrial, unfinished: TrialState) -> FrozenTrial:
     """A trial as Optuna has it.
 
     Args:
-        reached: its results that count.
         unfinished: its state if it was not trained to `max_length`, and has not failed.
     """
-    values = {each.length: each.metric for each in reached if each.metric is not None}
-    last = reached[-1] if reached else None
+    values = {each.length: each.metric for each in trial.reached if each.metric is not None}
+    last = trial.reached[-1] if trial.reached else None
     state = unfinished
     if last is not None and last.length >= int(experiment.searcher.max_length.value):  # type: ignore[arg-type]
         state = TrialState.COMPLETE
-    has_failed = trial.status in ("failed", "invalid") and reached == trial.reached
-    if has_failed or (last is not None and last.metric is None):
+    if trial.status in ("failed", "invalid") or (last is not None and last.metric is None):
         state = TrialState.FAIL
     try:
         params = params_of(experiment, trial.hyperparameters)

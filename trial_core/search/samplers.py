@@ -17,7 +17,8 @@ class Sampler(Protocol):
         """The hyperparameters of trial `number`; None if there are no more at present."""
 
     def tell(self, trial: SearchTrial) -> None:
-        """A trial has reached a rung, or has failed. When a search continues, of all trials."""
+        """A trial has begun, has reached a rung, or has failed: called for each such record, in
+        order. When a search continues, first for the records that there are."""
 
 
 class _Ranges:
@@ -44,10 +45,13 @@ class _Asked:
         return asked
 
     def tell(self, trial: SearchTrial) -> None:
-        last = trial.reached[-1] if trial.reached else None
+        has_failed = trial.status in ("failed", "invalid")
+        if not (trial.reached or has_failed):
+            return  # it has begun
         self._sampler.tell(
-            trial=trial.number, hyperparameters=dict(trial.hyperparameters), rung=trial.rung,
-            metric=last.metric if last and trial.status not in ("failed", "invalid") else None,
+            trial=trial.number, hyperparameters=dict(trial.hyperparameters),
+            rung=len(trial.reached) - (not has_failed),
+            metric=None if has_failed else trial.reached[-1].metric,
         )  # fmt: skip
 
 

@@ -62,6 +62,7 @@ class Search:
         self._log = log
         settings = experiment.searcher
         recorded = experiment.recorded()
+        self._sampler: Sampler = sampler_of(experiment)
         if not log.events:
             log.append(Opened, **recorded)
         began = {name: getattr(opened(log.events), name) for name in recorded}
@@ -74,14 +75,11 @@ class Search:
             experiment.plan(began["searcher"]), settings.name, settings.stop_once,
             settings.smaller_is_better,
         )  # fmt: skip
-        self.state.apply_all(log.events)
         self._follows: Sequence[Action] = ()
+        self._take_new()
         if recorded["searcher"] != last:
             plans = experiment.extended_plan(self.state.plans)
             self._note(Changed, searcher=recorded["searcher"], plans=plans)
-        self._sampler: Sampler = sampler_of(experiment)
-        for trial in self.state.trials:
-            self._tell(trial)
 
     @property
     def events(self) -> list[SearchEvent]:
@@ -98,6 +96,8 @@ class Search:
             ConfigError: it gives hyperparameters that cannot be stored.
             Superseded: another driver has the search.
         """
+        self._log.settle()
+        self._take_new()
         has_more = True
         for work in self.state.work:
             if isinstance(work, Begin):
@@ -132,7 +132,6 @@ class Search:
             RungReached, trial=leg.trial.number, length=int(leg.until.value),  # type: ignore[arg-type]
             batches=batches, metric=value if math.isfinite(value) else None, checkpoint=checkpoint,
         )  # fmt: skip
-        self._tell(leg.trial)
 
     def failed(self, leg: Leg, why: str, is_invalid: bool = False) -> None:
         """SearchRecord that a trial has failed.
@@ -145,7 +144,6 @@ class Search:
             Superseded: another driver has the search.
         """
         self._note(Exited, trial=leg.trial.number, why=why, is_invalid=is_invalid)
-        self._tell(leg.trial)
         most = self.experiment.searcher.max_failed_trials
         if self.state.failed > most:
             raise SearchError(
@@ -176,7 +174,15 @@ class Search:
         return " · ".join(parts)
 
     def _note(self, kind: Any, **fields: Any) -> None:
-        self._follows = self.state.apply(self._log.append(kind, **fields))
+        self._log.append(kind, **fields)
+        self._take_new()
+
+    def _take_new(self) -> None:
+        """Take the records that the state does not have yet, and tell the sampler, in order."""
+        for event in self._log.events[self.state.applied :]:
+            self._follows = self.state.apply(event)
+            if isinstance(event, (Begun, RungReached, Exited)):
+                self._call(self._sampler.tell, self.state.trials[event.trial])
 
     def _begin(self, work: Begin) -> bool:
         """Begin a new trial; False if the sampler has no more hyperparameters now."""
@@ -205,9 +211,6 @@ class Search:
         until: TrainUnit = (Batch if unit == "batches" else Epoch)(length)
         config = self.experiment.of_trial(trial.hyperparameters, self.id)
         return Leg(trial, trial.rung, config, until, is_last)
-
-    def _tell(self, trial: SearchTrial) -> None:
-        self._call(self._sampler.tell, trial)
 
     def _call(self, method: Callable[[Any], Any], argument: Any) -> Any:
         try:

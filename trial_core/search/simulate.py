@@ -24,10 +24,12 @@ class _Memory(SearchLog):
     def __init__(self) -> None:
         self.events: list[SearchEvent] = []
 
-    def append(self, kind: type[SearchEvent], **fields: Any) -> SearchEvent:
+    def append(self, kind: type[SearchEvent], **fields: Any) -> None:
         event = kind(number=len(self.events) + 1, search="simulated", at="", by="", **fields)
         self.events.append(event)
-        return event
+
+    def settle(self) -> None:
+        pass
 
 
 def read_curves(path: Path) -> list[LearningCurve]:

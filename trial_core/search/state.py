@@ -59,6 +59,7 @@ class SearchState:
         work: what is due, in the order in which it came due: new trials, and trials to be trained.
         promotions: who was to be trained further, to which rung and why, in order.
         failed: how many trials have failed, those with invalid hyperparameters not counted.
+        applied: the number of the last record.
         has_no_more: True if the sampler has no hyperparameters for the trials that are due now.
     """
 
@@ -74,7 +75,7 @@ class SearchState:
         self.promotions: list[Advance] = []
         self.failed = 0
         self.has_no_more = False
-        self._applied = 0
+        self.applied = 0
         self._smaller_is_better = smaller_is_better
         self._brackets: list[Bracket] = brackets(plans, kind, stops_once)
         for bracket in self._brackets:
@@ -129,8 +130,8 @@ class SearchState:
         Raises:
             SearchError: it does not follow from the records before it, so the log was altered.
         """
-        self._applied += 1
-        if event.number != self._applied or isinstance(event, Opened) != (event.number == 1):
+        self.applied += 1
+        if event.number != self.applied or isinstance(event, Opened) != (event.number == 1):
             raise self._altered(event)
         self.has_no_more = False
         actions: Sequence[Action] = ()

@@ -13,10 +13,10 @@ from optuna.trial import TrialState
 
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import ConfigError, SearchError
-from trial_core.search.log import SearchLog
+from trial_core.search.log import Exited, RungReached, SearchLog
 from trial_core.search.optuna_sampler import distributions, params_of, store_study
 from trial_core.search.samplers import sampler_of
-from trial_core.search.search import Search
+from trial_core.search.search import Leg, Search
 from trial_core.search.settings import SearchExperiment
 
 SEARCH = "toy-search-0000beef"
@@ -74,6 +74,24 @@ def train(search: Search, loss: Callable[[dict[str, Any], int], float], most: in
         length = int(leg.until.value)  # type: ignore[arg-type]
         value = loss(dict(leg.trial.hyperparameters), length)
         search.reached(leg, length, {"loss": value}, None)
+
+
+def train_side_by_side(search: Search, most: int = 3, results: int = 999) -> None:
+    """Train several trials at a time, which reach their rungs in another order than they began."""
+    running: list[Leg] = []
+    for step in range(results):
+        while len(running) < most:
+            if (leg := search.next({each.trial.number for each in running})) is None:
+                break
+            running.append(leg)
+        if not running:
+            return
+        leg = running.pop(step * 5 % len(running))
+        length = int(leg.until.value)  # type: ignore[arg-type]
+        if leg.trial.number % 5 == 2:
+            search.failed(leg, "out of memory")
+        else:
+            search.reached(leg, length, {"loss": float(leg.trial.number * 7 % 11)}, None)
 
 
 def quadratic(values: dict[str, Any], length: int) -> float:
@@ -301,6 +319,55 @@ def test_a_sampler_without_more_does_not_end_a_search_that_trains(storage: Any) 
     assert search.next(()) is not None
     assert search.next({0}) is None
     assert not search.state.is_over
+
+
+def test_a_sampler_is_told_once_of_each_result_in_order(storage: Any) -> None:
+    """With the rung of the result, not of the next; again in that order when a search continues.
+
+    A trial that has neither a result nor failed is not told of.
+    """
+    search = search_of(storage, plain(most=12))
+    train_side_by_side(search, results=7)
+    search.next(range(12))
+    assert any(trial.status == "due" and not trial.reached for trial in search.state.trials)
+    counts = dict.fromkeys(range(12), 0)
+    expected = []
+    for event in search.events:
+        if isinstance(event, (RungReached, Exited)):
+            metric = event.metric if isinstance(event, RungReached) else None
+            expected.append((event.trial, {"x": 100}, counts[event.trial], metric))
+            counts[event.trial] += 1
+    assert {rung for _, _, rung, _ in expected} == {0, 1}
+    assert None in {metric for *_, metric in expected}
+    assert Plain.told == expected
+    search_of(storage, plain(most=12))
+    assert Plain.told == expected
+
+
+def test_optunas_study_is_the_same_when_a_search_continues(storage: Any) -> None:
+    """Its trials are in the order in which they began and had results, those that are due too."""
+    of = experiment(QUADRATIC, max_trials=20, num_rungs=3, divisor=2, max_concurrent_trials=4)
+    search = search_of(storage, of)
+    train_side_by_side(search, most=4, results=20)
+    studies = [
+        [
+            (each.number, each.params, each.state, each.values, each.intermediate_values)
+            for each in found._sampler._study.trials  # type: ignore[attr-defined]
+        ]
+        for found in (search, search_of(storage, of))
+    ]
+    assert studies[0] == studies[1]
+    assert {state for _, _, state, _, _ in studies[0]} == {
+        TrialState.PRUNED, TrialState.FAIL, TrialState.COMPLETE, TrialState.RUNNING
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("sampler", [f"{HERE}:Nothing", f"{HERE}:NoAsk"])
+def test_a_search_without_its_sampler_leaves_nothing(storage: Any, sampler: str) -> None:
+    """No record says that it has begun, so nothing is there to continue or to list."""
+    with pytest.raises(ConfigError, match=r"searcher\.sampler"):
+        search_of(storage, experiment(QUADRATIC, sampler))
+    assert storage.sizes("searches") == {}
 
 
 def test_what_is_due_is_not_held_up_by_new_trials(storage: Any) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
-from trial_core.errors import ConfigError, SearchError, Superseded
+from trial_core.errors import ConfigError, SearchError, StorageError, Superseded
 from trial_core.search.log import Begun, RungReached, SearchEvent, SearchLog
 from trial_core.search.search import Search
 from trial_core.search.settings import SearchExperiment
@@ -102,6 +102,79 @@ def test_of_two_drivers_one_ends(storage: Any) -> None:
         train(second)
     train(first)
     assert first.state.is_over
+
+
+def answers_lost(
+    storage: Any, monkeypatch: pytest.MonkeyPatch, lost: int, is_written: bool
+) -> None:
+    """The storage fails at the so-many-th record, which it has written or not."""
+    create, calls = storage.create, itertools.count(1)
+
+    def fail(key: str, data: bytes) -> None:
+        if (is_lost := next(calls) == lost) and not is_written:
+            raise StorageError("no answer")
+        create(key, data)
+        if is_lost:
+            raise StorageError("no answer")
+
+    monkeypatch.setattr(storage, "create", fail)
+
+
+@pytest.mark.parametrize("is_told_again", [False, True])
+@pytest.mark.parametrize("is_written", [False, True])
+def test_a_record_whose_answer_was_lost_is_there_once(
+    storage: Any, monkeypatch: pytest.MonkeyPatch, is_written: bool, is_told_again: bool
+) -> None:
+    """Whichever it was, stored or not: the driver continues, and the end is the same search."""
+    log = SearchLog(storage, SEARCH)
+    train(Search(experiment(), log, SEARCH))
+    for lost in range(2, len(log.events) + 1):
+        other = f"toy-search-{lost:08x}"
+        with monkeypatch.context() as patch:
+            answers_lost(storage, patch, lost, is_written)
+            search = Search(experiment(), SearchLog(storage, other), other)
+            with pytest.raises(StorageError, match="no answer"):
+                train(search)
+            due = search.state.work[0]
+            if is_told_again and log.events[lost - 1].__class__ is RungReached:
+                leg = search._leg(search.state.trials[due.trial])  # type: ignore[union-attr]
+                length = int(leg.until.value)  # type: ignore[arg-type]
+                value = loss(leg.trial.number, length)
+                search.reached(leg, length, {"loss": value}, f"at-{length}")
+            train(search)
+        assert what(search.events) == what(log.events)
+        assert SearchLog(storage, other).events == search.events
+
+
+def test_a_result_after_a_lost_answer(storage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of another trial: both are recorded, in order."""
+    search = Search(experiment(), SearchLog(storage, SEARCH), SEARCH)
+    legs = [search.next(()), search.next({0})]
+    answers_lost(storage, monkeypatch, 1, is_written=True)
+    first, second = (leg for leg in legs if leg is not None)
+    with pytest.raises(StorageError):
+        search.reached(first, 16, {"loss": 1.0}, None)
+    search.reached(second, 16, {"loss": 2.0}, None)
+    assert what(SearchLog(storage, SEARCH).events)[-2:] == [(0, 16, 1.0), (1, 16, 2.0)]
+    assert [len(trial.reached) for trial in search.state.trials] == [1, 1]
+
+
+def test_another_driver_after_a_lost_answer(storage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record of the same number that another driver has written is not taken for one's own."""
+    search = Search(experiment(), SearchLog(storage, SEARCH), SEARCH)
+    leg = search.next(())
+    assert leg is not None
+    with monkeypatch.context() as patch:
+        answers_lost(storage, patch, 1, is_written=False)
+        with pytest.raises(StorageError):
+            search.reached(leg, 16, {"loss": 1.0}, None)
+    train(other := Search(experiment(), SearchLog(storage, SEARCH), SEARCH), 1)
+    for _ in range(2):
+        with pytest.raises(Superseded, match="has written record 3"):
+            search.next(())
+        with pytest.raises(Superseded, match="has written record 3"):
+            search.reached(leg, 16, {"loss": 1.0}, None)
+    assert SearchLog(storage, SEARCH).events == other.events
 
 
 def test_more_trials_and_a_longer_training_continue_it(storage: Any) -> None:
