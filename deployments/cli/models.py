@@ -20,6 +20,7 @@ from trialflow.deployments.cli.experiment_options import (
     read_any_experiment,
 )
 from trialflow.deployments.cli.model_view import LIST_COLUMNS, ModelView, listed
+from trialflow.deployments.cli.search import named_view
 from trialflow.deployments.cli.tables import AsJson, print_table
 from trialflow.deployments.cli.waiting import waiting
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     from trial_core.models.records import Move, Version
     from trial_core.models.registry import Registry
+    from trial_core.search.view import SearchView
 
 app = App(
     name="models",
@@ -95,6 +97,13 @@ def promote(
             "model yet is registered first. Default: none."
         ),
     ] = None,
+    search: Annotated[
+        str | None,
+        Parameter(
+            help="Instead of a version: a search, as `trialflow search list` names it, or its "
+            "first characters. The checkpoint of its best result is registered. Default: none."
+        ),
+    ] = None,
     why: Why = "",
     config: ConfigFile = None,
     storage: StorageOption = None,
@@ -107,18 +116,24 @@ def promote(
     model
         The model's name.
     version
-        The version's number. Required unless --checkpoint is given.
+        The version's number. Required unless --checkpoint or --search is given.
     """
     registry = _registry(config, storage)
-    if checkpoint is not None and version is None:
+    is_one_given = [version, checkpoint, search].count(None) == 2
+    metric: tuple[str | None, bool] | None = None
+    if search is not None and is_one_given:
+        checkpoint, metric, best = _best_of(named_view(registry.store, search))
+        why = why or best
+    if checkpoint is not None and is_one_given:
         with waiting(f"registering {checkpoint}"):
-            number = _register(registry, model, checkpoint, config, storage).number
-    elif version is not None and checkpoint is None:
+            metric = metric or _metric(registry, model, config, storage)
+            number = _register(registry, model, checkpoint, *metric).number
+    elif version is not None and is_one_given:
         number = version
     else:
         raise ConfigError(
-            "give either the number of a version (`trialflow models show` lists them) or "
-            "--checkpoint"
+            "give one of: the number of a version (`trialflow models show` lists them), "
+            "--checkpoint, --search"
         )
     with waiting(f"verifying version {number} of model {model}"):
         before = registry.last_move(model)
@@ -167,23 +182,39 @@ def _registry(config: Path | None, storage: str | None) -> Registry:
     return Registry(open_store(config, storage))
 
 
+def _best_of(view: SearchView) -> tuple[str, tuple[str, bool], str]:
+    """The checkpoint of a search's best result; its metric, and is smaller better; the reason.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if view.state.best is None or (uuid := view.state.best[1].checkpoint) is None:
+        raise ConfigError(f"search {view.id} has no result yet whose checkpoint can be promoted")
+    trial, result = view.state.best
+    why = f"the best of search {view.id}: trial {trial.number}, {view.metric} {result.metric:g}"
+    return uuid, (view.metric, view.sign > 0), why
+
+
+def _metric(
+    registry: Registry, model: str, config: Path | None, storage: str | None
+) -> tuple[str | None, bool]:
+    """The metric of --config, of the model, or of ./experiment.yaml; is smaller better?"""
+    versions = registry.versions(model)
+    if config is None and versions:
+        return versions[-1].metric, versions[-1].smaller_is_better
+    if (experiment := chosen_experiment(config, storage)) is not None:
+        searcher = read_any_experiment(experiment, []).searcher
+        return searcher.metric, searcher.smaller_is_better
+    return None, True
+
+
 def _register(
-    registry: Registry, model: str, checkpoint: str, config: Path | None, storage: str | None
+    registry: Registry, model: str, checkpoint: str, metric: str | None, smaller_is_better: bool
 ) -> Version:
-    """Register a checkpoint with the metric of --config, of the model, or of ./experiment.yaml."""
     from trial_core.checkpoint.retention_policy import own_metric
     from trial_core.models.checkpoint_reference import open_checkpoint
 
     manifest = open_checkpoint(registry.store, checkpoint)
-    versions = registry.versions(model)
-    metric: str | None
-    if config is None and versions:
-        metric, smaller_is_better = versions[-1].metric, versions[-1].smaller_is_better
-    elif (experiment := chosen_experiment(config, storage)) is not None:
-        searcher = read_any_experiment(experiment, []).searcher
-        metric, smaller_is_better = searcher.metric, searcher.smaller_is_better
-    else:
-        metric, smaller_is_better = None, True
     return registry.register(
         model, manifest, metric=metric, smaller_is_better=smaller_is_better,
         value=own_metric(manifest, metric) if metric else None,

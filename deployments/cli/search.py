@@ -22,6 +22,7 @@ from trialflow.deployments.cli.tables import AsJson, local_time, print_json, pri
 from trialflow.deployments.cli.waiting import waiting
 
 if TYPE_CHECKING:
+    from trial_core.checkpoint.store import CheckpointStore
     from trial_core.search.view import SearchView
 
 app = App(name="search", help="Search for hyperparameters; list searches, and show one.")
@@ -68,6 +69,13 @@ def show(
     html: Annotated[
         Path | None, Parameter(help="Write a page with figures to this file. Default: no.")
     ] = None,
+    optuna: Annotated[
+        str | None,
+        Parameter(
+            help="Store it as an Optuna study in this database, for example sqlite:///study.db, "
+            "which Optuna's dashboard opens. Default: no."
+        ),
+    ] = None,
     config: ConfigFile = None,
     storage: StorageOption = None,
 ) -> int:
@@ -80,15 +88,9 @@ def show(
     name
         The search's id, or the first characters of it.
     """
-    from trial_core.search.log import searches
-    from trial_core.search.view import stored_view
-
-    if json_ + csv_ + (html is not None) > 1:
-        raise ConfigError("give one of --json, --csv and --html")
-    store = open_store(config, storage)
-    with waiting(f"reading {store.url}"):
-        search = named_trial(name, searches(store.storage), "search") or name
-        view = stored_view(store.storage, search)
+    if json_ + csv_ + (html is not None) + (optuna is not None) > 1:
+        raise ConfigError("give one of --json, --csv, --html and --optuna")
+    view = named_view(open_store(config, storage), name)
     if json_:
         print_json(view.details())
     elif csv_:
@@ -101,9 +103,29 @@ def show(
         except OSError as error:
             raise ConfigError(f"--html {html}: {error.strerror}") from None
         print(html)
+    elif optuna is not None:
+        try:
+            from trial_core.search.optuna_sampler import store_study
+        except ImportError as error:
+            raise ConfigError(f"--optuna: {error}: pip install 'trialflow[search]'") from None
+        store_study(view.experiment, view.state, optuna, view.id)
+        print(f"stored as the Optuna study {view.id}")
     else:
         _print(view)
     return 0
+
+
+def named_view(store: CheckpointStore, name: str) -> SearchView:
+    """The search with an id, else the only one whose id begins so.
+
+    Raises SearchError and ConfigError.
+    """
+    from trial_core.search.log import searches
+    from trial_core.search.view import stored_view
+
+    with waiting(f"reading {store.url}"):
+        search = named_trial(name, searches(store.storage), "search") or name
+        return stored_view(store.storage, search)
 
 
 def _row(found: dict[str, Any]) -> tuple[str, ...]:

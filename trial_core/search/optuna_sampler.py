@@ -103,7 +103,8 @@ def store_study(
             study.add_trial(frozen(experiment, trial, running))
     except optuna.exceptions.DuplicatedStudyError:
         raise SearchError(
-            f"there is an Optuna study {name!r} in that database; give another name, or delete it"
+            f"there is an Optuna study {name!r} in that database; choose another name or database, "
+            "or delete it"
         ) from None
     except (optuna.exceptions.StorageInternalError, SQLAlchemyError, ImportError) as error:
         raise SearchError(f"no Optuna study can be stored: {error}") from error

@@ -13,6 +13,7 @@ from tests.support.cli import write_experiment
 from tests.support.events import check_fields, events_about
 from tests.support.manifests import FILES, new_manifest, stage
 from tests.support.prefect import PrefectServer
+from tests.support.searches import search_experiment, searched
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.transfer.upload import upload_files
@@ -189,11 +190,37 @@ def test_promote_a_checkpoint(
     assert registry(tmp_path).champion("gpt") == version
 
 
+def test_promote_the_best_of_a_search(
+    two_versions: Registry, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The checkpoint of its best result is a version with the search's metric, and is champion."""
+    storage = two_versions.store.storage
+    found = searched(storage, "toy-beef", search_experiment(metric="val_loss"), results=0)
+    arguments = ("promote", "best", "--search", "toy")
+    assert models(tmp_path, *arguments) == 2
+    assert "search toy-beef has no result yet" in capsys.readouterr().err
+    for uuid, loss in ((UUIDS[1], 0.25), (UUIDS[0], 0.5)):
+        leg = found.next(())
+        assert leg is not None
+        found.reached(leg, 4, {"val_loss": loss}, uuid)
+    for _ in range(2):
+        assert models(tmp_path, *arguments) == 0
+    (version,) = two_versions.versions("best")
+    assert (version.checkpoint, version.metric) == (UUIDS[1], "val_loss")
+    (move,) = two_versions.moves("best")
+    assert move.why == "the best of search toy-beef: trial 0, val_loss 0.25"
+    assert models(tmp_path, "promote", "gpt", "--search", "toy", "--why", "it is nicer") == 0
+    assert two_versions.moves("gpt")[-1].why == "it is nicer"
+    assert models(tmp_path, "promote", "best", "--search", "zoo") == 2
+    assert "there is no search 'zoo'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "problem"),
     [
-        (("promote", "gpt"), 2, "give either the number of a version"),
-        (("promote", "gpt", "1", "--checkpoint", "aaaaaaaa"), 2, "give either the number"),
+        (("promote", "gpt", "1", "--search", "toy"), 2, "give one of: the number"),
+        (("promote", "gpt"), 2, "give one of: the number of a version"),
+        (("promote", "gpt", "1", "--checkpoint", "aaaaaaaa"), 2, "give one of: the number"),
         (("promote", "gpt", "7"), 2, "model gpt has no version 7; its last ones: 1, 2"),
         (("promote", "gtp", "1"), 2, "there is no model 'gtp'"),
         (("promote", "gpt", "--checkpoint", "cccc"), 2, "begins with 'cccc'"),

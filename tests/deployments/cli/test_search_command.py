@@ -53,5 +53,5 @@ def test_a_search_that_cannot_be_read_keeps_no_other_from_continuing(
     assert warned.count("warning") == 1
     assert "toy-c, toy-d, toy-e, toy-f" in warned
     assert command._to_resume(store, search_experiment(), "toy-b", lambda _: None) == "toy-b"
-    with pytest.raises(SearchError, match="toy-d.* cannot be read"):
+    with pytest.raises(SearchError, match=r"toy-d.* cannot be read"):
         command._to_resume(store, search_experiment(), "toy-d", lambda _: None)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import csv
 import io
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import optuna
 import pytest
 
 from tests.support.searches import search_experiment, searched
@@ -159,7 +161,37 @@ def test_a_search_as_a_page(search: Search, run: Run, tmp_path: Path) -> None:
     code, _, error = run("show", SEARCH, "--html", str(tmp_path / "no/page.html"))
     assert (code, "No such file or directory" in error) == (2, True)
     code, _, error = run("show", SEARCH, "--json", "--csv")
-    assert (code, "give one of --json, --csv and --html" in error) == (2, True)
+    assert (code, "give one of --json, --csv, --html and --optuna" in error) == (2, True)
+
+
+def test_a_search_as_an_optuna_study(search: Search, run: Run, tmp_path: Path) -> None:
+    """In the database that is named, by the search's id; what the database says is an error."""
+    url = f"sqlite:///{tmp_path}/study.db"
+    code, text, _ = run("show", "toy", "--optuna", url)
+    assert (code, text) == (0, f"stored as the Optuna study {SEARCH}\n")
+    study = optuna.load_study(study_name=SEARCH, storage=url)
+    assert [each.user_attrs["trial"] for each in study.trials] == [
+        t.id for t in search.state.trials
+    ]
+    assert [list(each.intermediate_values.values()) for each in study.trials] == [
+        [each.metric for each in trial.reached] for trial in search.state.trials
+    ]
+    code, _, error = run("show", SEARCH, "--optuna", url)
+    assert (code, f"there is an Optuna study '{SEARCH}'" in error) == (2, True)
+    code, _, error = run("show", SEARCH, "--optuna", "study.db")
+    assert (code, "no Optuna study can be stored" in error) == (2, True)
+    code, _, error = run("show", SEARCH, "--optuna", url, "--csv")
+    assert (code, "give one of --json, --csv, --html and --optuna" in error) == (2, True)
+
+
+def test_optuna_may_not_be_installed(
+    search: Search, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error says how to install it."""
+    monkeypatch.delitem(sys.modules, "trial_core.search.optuna_sampler", raising=False)
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    code, _, error = run("show", SEARCH, "--optuna", "sqlite:///study.db")
+    assert (code, "pip install 'trialflow[search]'" in error) == (2, True)
 
 
 def test_a_strangers_text_moves_no_cursor(storage: Storage, run: Run) -> None:
