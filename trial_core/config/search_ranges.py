@@ -65,19 +65,20 @@ def sample(values: Mapping[str, Any], random_of: Callable[[str], Random]) -> dic
     Args:
         random_of: returns the generator for a range, from its place.
     """
-    return replaced(values, lambda each, place: _draw_from(each, random_of(place)))
+    drawn: dict[str, Any] = _checked_resolved(
+        values, lambda each, place: _draw_from(each, random_of(place))
+    )
+    return drawn
 
 
-def replaced(
-    values: Mapping[str, Any], value_of: Callable[[Mapping[str, Any], str], Any]
-) -> dict[str, Any]:
-    """Hyperparameters with a value in place of each range. Raises ValidationError, as `draw`.
-
-    Args:
-        value_of: returns the value of a range, from the range and its place.
-    """
-    resolved: dict[str, Any] = _checked_resolved(values, value_of)
-    return resolved
+def ranges_of(value: Any, path: Location = ()) -> Iterator[tuple[Location, Mapping[str, Any]]]:
+    """The ranges in hyperparameters, and their paths; not those within choices."""
+    if is_search_range(value):
+        yield path, value
+        return
+    inner = value.items() if isinstance(value, Mapping) else ()
+    for key, each in enumerate(value) if isinstance(value, list) else inner:
+        yield from ranges_of(each, (*path, key))
 
 
 def grid(values: Mapping[str, Any]) -> list[dict[str, Any]]:

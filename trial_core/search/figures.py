@@ -13,8 +13,8 @@ from html import escape
 from typing import Any
 
 from trial_core.common.text_format import finite, is_finite_number, number, setting, shortened
-from trial_core.observe.report.html_report import page, place
-from trial_core.search.page import SHOWN_NAMES, markdown
+from trial_core.observe.report.html_report import page, place, plotly_figure
+from trial_core.search.page import SHOWN_NAMES, best_figure, markdown
 from trial_core.search.view import SearchView
 
 _BLUE, _FAINT = "#3b82f6", "#9aa5b1"
@@ -50,16 +50,12 @@ def figures(view: SearchView) -> Mapping[str, dict[str, Any]]:
 
 
 def _best(view: SearchView) -> dict[str, Any]:
-    x, y = zip(*view.best_so_far, strict=True)
-    line = {"type": "scatter", "mode": "lines", "line": {"shape": "hv", "color": _BLUE}}
-    return {
-        "data": [{**line, "name": "best", "x": x, "y": y}],
-        "layout": {
-            "xaxis": {"title": {"text": "batches"}, "rangemode": "tozero", "tickformat": "d"},
-            "yaxis": {"type": _scale(y), **_ROUND},
-            "showlegend": False,
-        },
+    drawn = plotly_figure(best_figure(view))
+    drawn["data"][0] |= {
+        "name": "best", "mode": "lines", "line": {"shape": "hv", "color": _BLUE},
+        "hovertemplate": "%{customdata}",
     }  # fmt: skip
+    return drawn
 
 
 def _curves(view: SearchView) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from random import Random
 from typing import Any, Literal
 
@@ -16,8 +16,9 @@ from optuna.distributions import (
 from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 from sqlalchemy.exc import SQLAlchemyError
 
+from trial_core.common.text_format import is_number
 from trial_core.config.error_text import Location, format_path
-from trial_core.config.search_ranges import is_search_range
+from trial_core.config.search_ranges import is_search_range, ranges_of
 from trial_core.errors import ConfigError, SearchError
 from trial_core.search.settings import SearchExperiment
 from trial_core.search.state import SearchState, SearchTrial
@@ -53,11 +54,7 @@ class OptunaSampler:
             seed = Random(f"{seed} {number}").getrandbits(32)
             self._study.sampler = self._kind(**options | {"seed": seed})
         trial = self._trials[number] = self._study.ask()
-
-        def suggest(search_range: Mapping[str, Any], name: str) -> Any:
-            return _suggest(trial, name, distribution(search_range, name))
-
-        found: dict[str, Any] = _resolved(self._experiment.hyperparameters, (), suggest)
+        found: dict[str, Any] = _suggested(trial, self._experiment.hyperparameters, ())
         return found
 
     def tell(self, trial: SearchTrial) -> None:
@@ -148,14 +145,10 @@ def distributions(experiment: SearchExperiment) -> dict[str, Distribution]:
     """
     found: dict[str, Distribution] = {}
 
-    def note(value: Any, path: Location) -> None:
-        if is_search_range(value):
-            name = format_path(path)
-            found[name] = distribution(value, name)
-            value = value.get("vals", [])
-        inner = value.items() if isinstance(value, Mapping) else ()
-        for key, each in enumerate(value) if isinstance(value, list) else inner:
-            note(each, (*path, key))
+    def note(value: Any, start: Location) -> None:
+        for path, each in ranges_of(value, start):
+            found[format_path(path)] = distribution(each, format_path(path))
+            note(each.get("vals"), path)
 
     note(experiment.hyperparameters, ())
     return found
@@ -184,62 +177,55 @@ def params_of(experiment: SearchExperiment, hyperparameters: Mapping[str, Any]) 
     Raises:
         ValueError: the ranges do not give them.
     """
-    params: Params = {}
-    if not _is_given(experiment.hyperparameters, hyperparameters, (), params):
+    params = _params_of(experiment.hyperparameters, hyperparameters, ())
+    if params is None:
         raise ValueError(f"the ranges do not give {dict(hyperparameters)}")
     return params
 
 
-def _is_given(ranges: Any, value: Any, path: Location, params: Params) -> bool:
-    """Return whether ranges give a value, and note the parameters with which they do."""
+def _params_of(ranges: Any, value: Any, path: Location) -> Params | None:
+    """The parameters with which ranges give a value; None if they do not."""
     if is_search_range(ranges):
         name = format_path(path)
         kind = distribution(ranges, name)
         if not isinstance(kind, CategoricalDistribution):
-            params[name] = (kind, value)
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            is_whole = isinstance(value, int) or ranges["type"] != "int"
-            return is_number and is_whole and kind.low <= value <= kind.high
+            is_of_type = is_number(value) and (isinstance(value, int) or ranges["type"] != "int")
+            return {name: (kind, value)} if is_of_type and kind.low <= value <= kind.high else None
         for index, choice in enumerate(ranges["vals"]):
-            inner: Params = {}
-            if _is_given(choice, value, (*path, index), inner):
-                params.update(inner | {name: (kind, str(index))})
-                return True
-        return False
-    if isinstance(ranges, Mapping):
-        return (
-            isinstance(value, Mapping)
-            and ranges.keys() == value.keys()
-            and all(_is_given(ranges[key], value[key], (*path, key), params) for key in ranges)
-        )
+            inner = _params_of(choice, value, (*path, index))
+            if inner is not None:
+                return inner | {name: (kind, str(index))}
+        return None
+    if not isinstance(ranges, (Mapping, list)):
+        return {} if type(ranges) is type(value) and ranges == value else None
     if isinstance(ranges, list):
-        return (
-            isinstance(value, list)
-            and len(ranges) == len(value)
-            and all(
-                _is_given(r, v, (*path, i), params)
-                for i, (r, v) in enumerate(zip(ranges, value, strict=True))
-            )
-        )
-    return type(ranges) is type(value) and bool(ranges == value)
+        ranges, value = dict(enumerate(ranges)), _by_index(value)
+    if not isinstance(value, Mapping) or ranges.keys() != value.keys():
+        return None
+    params: Params = {}
+    for key, each in ranges.items():
+        if (inner := _params_of(each, value[key], (*path, key))) is None:
+            return None
+        params |= inner
+    return params
 
 
-def _resolved(ranges: Any, path: Location, choose: Callable[[Mapping[str, Any], str], Any]) -> Any:
-    if is_search_range(ranges):
-        chosen = choose(ranges, format_path(path))
-        if ranges["type"] != "categorical":
-            return chosen
-        return _resolved(ranges["vals"][int(chosen)], (*path, int(chosen)), choose)
-    if isinstance(ranges, Mapping):
-        return {key: _resolved(each, (*path, key), choose) for key, each in ranges.items()}
+def _by_index(value: Any) -> Any:
+    return dict(enumerate(value)) if isinstance(value, list) else None
+
+
+def _suggested(trial: Trial, ranges: Any, path: Location) -> Any:
     if isinstance(ranges, list):
-        return [_resolved(each, (*path, i), choose) for i, each in enumerate(ranges)]
-    return ranges
-
-
-def _suggest(trial: Trial, name: str, kind: Distribution) -> Any:
+        return [_suggested(trial, each, (*path, i)) for i, each in enumerate(ranges)]
+    if not isinstance(ranges, Mapping):
+        return ranges
+    if not is_search_range(ranges):
+        return {key: _suggested(trial, each, (*path, key)) for key, each in ranges.items()}
+    name = format_path(path)
+    kind = distribution(ranges, name)
     if isinstance(kind, CategoricalDistribution):
-        return trial.suggest_categorical(name, kind.choices)
+        index = int(str(trial.suggest_categorical(name, kind.choices)))
+        return _suggested(trial, ranges["vals"][index], (*path, index))
     if isinstance(kind, IntDistribution):
         return trial.suggest_int(name, kind.low, kind.high)
     return trial.suggest_float(name, kind.low, kind.high, log=kind.log)

@@ -16,7 +16,6 @@ from trial_core.observe.report.markdown import code, escaped
 from trial_core.observe.report.trial_report import BAR_CELLS
 from trial_core.search.importance import importance
 from trial_core.search.search import Search
-from trial_core.search.simulate import trained
 from trial_core.search.state import described, in_unit
 from trial_core.search.view import SearchView, view_of
 
@@ -49,9 +48,10 @@ def tables(view: SearchView) -> list[ViewTable]:
 
 def _rungs(view: SearchView) -> ViewTable:
     """The rungs of each bracket: how many have reached them, and who is best there."""
-    promoted = Counter((view.bracket(each.trial), each.rung - 1) for each in view.state.promotions)
+    bracket_of = [trial.bracket for trial in view.state.trials]
+    promoted = Counter((bracket_of[each.trial], each.rung - 1) for each in view.state.promotions)
     rows = []
-    for bracket, plan in enumerate(view.plans):
+    for bracket, plan in enumerate(view.state.plans):
         for rung, length in enumerate(plan.rungs):
             there = [
                 (trial.number, trial.reached[rung].metric)
@@ -101,7 +101,7 @@ def _promotions(view: SearchView) -> ViewTable:
     """Who was trained further, and why: the newest first."""
     rows = []
     for each in reversed(view.state.promotions):
-        lengths = view.plans[view.bracket(each.trial)].rungs
+        lengths = view.state.rungs_of(view.state.trials[each.trial])
         here, there = (in_unit(lengths[each.rung - i], view.unit) for i in (0, 1))
         rows.append((str(each.trial), here, f"{each.why} at {there}"))
     return _table("Promoted", ("trial", "trained to", "because it was"), rows)
@@ -136,7 +136,7 @@ def settings_line(view: SearchView) -> str:
     """``asha: 16 trials of at most 900 batches; one in 4 continues; …``."""
     settings = view.experiment.searcher
     trials = f"{plural(view.max_trials, 'trial')} of at most {settings.max_length.value}"
-    some = f"; one in {settings.divisor:g} continues" if len(view.plans[0].rungs) > 1 else ""
+    some = f"; one in {settings.divisor:g} continues" if len(view.state.plans[0].rungs) > 1 else ""
     better = f"the {'smaller' if settings.smaller_is_better else 'larger'} {_name(view.metric)}"
     return f"{settings.name}: {trials} {view.unit}{some}; {better} is better"
 
@@ -187,8 +187,9 @@ def simulated_text(search: Search) -> str:
     """What a simulated search has done: trials at each rung, lengths in total, best, promotions."""
     view = view_of(search)
     found, values = best_lines(view)
-    whole = sum(view.plans[trial.bracket].rungs[-1] for trial in view.state.trials)
-    total, promoted = trained(search), _promotions(view)
+    trials, promoted = view.state.trials, _promotions(view)
+    whole = sum(view.state.rungs_of(trial)[-1] for trial in trials)
+    total = sum(trial.reached[-1].length for trial in trials if trial.reached)
     lines = [settings_line(view), "", "bracket  trained to     trials  promoted"]
     lines += [
         f"{b:>7}  {length:<12} {n:>8}  {more:>8}" for b, length, n, more, _ in _rungs(view).rows
@@ -204,9 +205,13 @@ def simulated_text(search: Search) -> str:
 
 
 def _chart(view: SearchView) -> list[str]:
-    points = view.best_so_far
-    line = MeasuredLine(f"best {_name(view.metric)} by batches of all trials", "", points)
-    return charts(CurveFigure([line])) if points else []
+    return charts(best_figure(view)) if view.best_so_far else []
+
+
+def best_figure(view: SearchView) -> CurveFigure:
+    """The best so far by batches that all trials have trained; of a search with a result."""
+    title = f"best {_name(view.metric)} by batches of all trials"
+    return CurveFigure([MeasuredLine(title, "", view.best_so_far)])
 
 
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> ViewTable:

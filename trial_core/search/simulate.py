@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,21 +72,3 @@ def at(curve: LearningCurve, length: int) -> float:
     """A curve's value at a length: of the last validation until then, else of the first."""
     reached = [value for batches, value in curve if batches <= length]
     return reached[-1] if reached else curve[0][1]
-
-
-def trained(search: Search) -> int:
-    """The total length of training of a search's trials, in the unit of `max_length`."""
-    return sum(trial.reached[-1].length for trial in search.state.trials if trial.reached)
-
-
-def per_rung(search: Search) -> Mapping[int, int]:
-    """How many trials have reached each length."""
-    counts: dict[int, int] = defaultdict(int)
-    for trial in search.state.trials:
-        for length in _lengths(result.length for result in trial.reached):
-            counts[length] += 1
-    return dict(sorted(counts.items()))
-
-
-def _lengths(lengths: Iterable[int]) -> list[int]:
-    return list(dict.fromkeys(lengths))

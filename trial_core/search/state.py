@@ -99,18 +99,26 @@ class SearchState:
         return sum(each.progress for each in self._brackets) / len(self._brackets)
 
     @property
-    def best(self) -> tuple[SearchTrial, RungReached] | None:
-        """The best result so far and its trial: of equals, the first."""
-        found = [
-            (self._value(result), result.number, trial, result)
+    def ranked(self) -> Sequence[tuple[SearchTrial, RungReached, float]]:
+        """The trials that have a result, the best one first; each with its best, and its metric.
+
+        Of equals, the first is better.
+        """
+        results = sorted(
+            (self._value(each), each.number, each.metric, each)
             for trial in self.trials
-            for result in trial.reached
-            if result.metric is not None
-        ]
-        if not found:
-            return None
-        *_, trial, result = min(found, key=lambda each: each[:2])
-        return trial, result
+            for each in trial.reached
+            if each.metric is not None
+        )
+        best: dict[int, tuple[SearchTrial, RungReached, float]] = {}
+        for *_, metric, each in results:
+            best.setdefault(each.trial, (self.trials[each.trial], each, metric))
+        return list(best.values())
+
+    @property
+    def best(self) -> tuple[SearchTrial, RungReached] | None:
+        """The best result so far and its trial."""
+        return next(((trial, result) for trial, result, _ in self.ranked), None)
 
     def rungs_of(self, trial: SearchTrial) -> tuple[int, ...]:
         """The lengths of the rungs of a trial's bracket."""

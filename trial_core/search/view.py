@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,10 +16,9 @@ from trial_core.checkpoint import layout
 from trial_core.checkpoint.storage.base import Storage
 from trial_core.common import text_format
 from trial_core.config.error_text import error_lines
-from trial_core.config.search_ranges import is_search_range
+from trial_core.config.search_ranges import ranges_of
 from trial_core.errors import ConfigError, SearchError
 from trial_core.search.log import RungReached, SearchEvent, SearchLog, searches
-from trial_core.search.plan import BracketPlan
 from trial_core.search.search import Search
 from trial_core.search.settings import SearchExperiment
 from trial_core.search.state import SearchState, SearchTrial, last_settings, opened
@@ -96,27 +95,18 @@ class SearchView:
     @property
     def max_trials(self) -> int:
         """How many trials it begins."""
-        return sum(plan.max_trials for plan in self.plans)
-
-    def bracket(self, trial: int) -> int:
-        """The bracket of a trial."""
-        return self.state.trials[trial].bracket
-
-    @property
-    def plans(self) -> Sequence[BracketPlan]:
-        """The brackets."""
-        return self.state.plans
+        return sum(plan.max_trials for plan in self.state.plans)
 
     @cached_property
     def names(self) -> Sequence[SearchedName]:
         """The hyperparameters that are searched for, in the order of the experiment."""
-        found = list(_ranges(self.experiment.hyperparameters))
-        ends = Counter(end for path, _ in found for end in _ends(path))
+        found = dict(ranges_of(self.experiment.hyperparameters))
+        ends = Counter(end for path in found for end in _ends(path))
         return [
             SearchedName(
-                path, next((e for e in _ends(path) if ends[e] == 1), _ends(path)[-1]), kind
+                path, next((e for e in _ends(path) if ends[e] == 1), _ends(path)[-1]), each["type"]
             )
-            for path, kind in found
+            for path, each in found.items()
         ]
 
     @cached_property
@@ -126,15 +116,8 @@ class SearchView:
 
     @cached_property
     def ranked(self) -> Sequence[tuple[SearchTrial, RungReached, float]]:
-        """The trials that have a result, the best one first; each with its best, and its metric."""
-        best = []
-        for trial in self.state.trials:
-            found = [
-                (self.sign * r.metric, r.number, r) for r in trial.reached if r.metric is not None
-            ]
-            best += [(*min(found, key=lambda each: each[:2]), trial)] if found else []
-        best.sort(key=lambda each: each[:2])
-        return [(trial, result, self.sign * value) for value, _, result, trial in best]
+        """See `SearchState`."""
+        return self.state.ranked
 
     @property
     def best_so_far(self) -> Sequence[tuple[int, float]]:
@@ -177,7 +160,7 @@ class SearchView:
         return {
             **self.summary(),
             "unit": self.unit,
-            "brackets": self.plans,
+            "brackets": self.state.plans,
             "trials": self.state.trials,
             "promotions": self.state.promotions,
         }
@@ -223,20 +206,6 @@ def stored_view(storage: Storage, search: str) -> SearchView:
     state = SearchState(plans, settings.name, settings.stop_once, settings.smaller_is_better)
     state.apply_all(events)
     return SearchView(search, experiment, state, events, storage.url)
-
-
-def _ranges(
-    value: Any, path: tuple[str | int, ...] = ()
-) -> Iterator[tuple[tuple[str | int, ...], str]]:
-    """The paths of all ranges, and their types."""
-    if is_search_range(value):
-        yield path, value["type"]
-    elif isinstance(value, Mapping):
-        for name, inner in value.items():
-            yield from _ranges(inner, (*path, name))
-    elif isinstance(value, list):
-        for index, inner in enumerate(value):
-            yield from _ranges(inner, (*path, index))
 
 
 def _ends(path: Sequence[str | int]) -> list[str]:

@@ -113,13 +113,13 @@ def test_rungs_by_bracket(storage: Storage) -> None:
     rows = table(view, "Rungs")
     assert [(row["bracket"], row["trained to"]) for row in rows] == [
         (str(bracket + 1), f"{length} batches")
-        for bracket, plan in enumerate(view.plans)
+        for bracket, plan in enumerate(view.state.plans)
         for length in plan.rungs
     ]
-    assert len(view.plans) == 2
+    assert len(view.state.plans) == 2
     reached = [
         sum(len(t.reached) > rung for t in view.state.trials if t.bracket == bracket)
-        for bracket, plan in enumerate(view.plans)
+        for bracket, plan in enumerate(view.state.plans)
         for rung in range(len(plan.rungs))
     ]
     assert [int(row["trials"]) for row in rows] == reached
