@@ -111,7 +111,7 @@ def show(
         store_study(view.experiment, view.state, optuna, view.id)
         print(f"stored as the Optuna study {view.id}")
     else:
-        _print(view)
+        print_search(view)
     return 0
 
 
@@ -158,18 +158,19 @@ def _results(view: SearchView) -> list[list[Any]]:
     ]
 
 
-def _print(view: SearchView) -> None:
-    """Print the search as tables."""
+def print_search(view: SearchView) -> None:
+    """Print a search, which may be simulated, as tables."""
     from trial_core.search import page
 
-    lines = [
-        f"{view.id}: {page.headline(view)} · last record {local_time(view.events[-1].at)}",
-        page.settings_line(view),
-    ]
+    lines, is_simulated = [page.settings_line(view), page.trained_line(view)], not view.url
+    if not is_simulated:
+        at = local_time(view.events[-1].at)
+        lines = [f"{view.id}: {page.headline(view)} · last record {at}", lines[0]]
     if view.state.best is not None:
         found, values = page.best_lines(view)
         trial, result = view.state.best
-        lines.append(f"best: {found}, {trial.id}, checkpoint {result.checkpoint or 'none'}")
+        where = "" if is_simulated else f", {trial.id}, checkpoint {result.checkpoint or 'none'}"
+        lines.append(f"best: {found}{where}")
         lines.append("  ".join(["     ", *values]))
     print(text_format.clean("\n".join(lines)))
     for table in page.tables(view):

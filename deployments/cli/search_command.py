@@ -26,6 +26,7 @@ from trialflow.deployments.cli.experiment_options import (
 )
 from trialflow.deployments.cli.flow_run import FlowRun, StateHook
 from trialflow.deployments.cli.run_display import display_for_stdout
+from trialflow.deployments.cli.search import print_search
 from trialflow.deployments.cli.tables import AsJson, print_json
 
 if TYPE_CHECKING:
@@ -114,10 +115,10 @@ def search(
 
 
 def _simulate(experiment: SearchExperiment, curves: Path) -> int:
-    from trial_core.search.page import simulated_text
     from trial_core.search.simulate import read_curves, simulate
+    from trial_core.search.view import view_of
 
-    print(simulated_text(simulate(experiment, read_curves(curves))))
+    print_search(view_of(simulate(experiment, read_curves(curves))))
     return 0
 
 

@@ -15,9 +15,8 @@ from trial_core.observe.report.curves import CurveFigure, MeasuredLine, charts
 from trial_core.observe.report.markdown import code, escaped
 from trial_core.observe.report.trial_report import BAR_CELLS
 from trial_core.search.importance import importance
-from trial_core.search.search import Search
 from trial_core.search.state import described, in_unit
-from trial_core.search.view import SearchView, view_of
+from trial_core.search.view import SearchView
 
 SHOWN_ROWS, SHOWN_OTHERS, SHOWN_NAMES, SHOWN_LENGTHS = 50, 200, 10, 8
 _CHARACTERS = 120
@@ -183,25 +182,12 @@ def markdown(view: SearchView, status: str = "", places: Sequence[str] | None = 
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def simulated_text(search: Search) -> str:
-    """What a simulated search has done: trials at each rung, lengths in total, best, promotions."""
-    view = view_of(search)
-    found, values = best_lines(view)
-    trials, promoted = view.state.trials, _promotions(view)
+def trained_line(view: SearchView) -> str:
+    """``trained: 272 batches, 26.6% of every trial to its end``."""
+    trials = view.state.trials
     whole = sum(view.state.rungs_of(trial)[-1] for trial in trials)
     total = sum(trial.reached[-1].length for trial in trials if trial.reached)
-    lines = [settings_line(view), "", "bracket  trained to     trials  promoted"]
-    lines += [
-        f"{b:>7}  {length:<12} {n:>8}  {more:>8}" for b, length, n, more, _ in _rungs(view).rows
-    ]
-    lines += [
-        "",
-        f"trained: {total} {view.unit}, {total / max(whole, 1):.1%} of every trial to its end",
-    ]
-    lines += [f"best: {found or 'none'}", *(f"  {value}" for value in values)]
-    lines += [f"promoted: {len(view.state.promotions)}"]
-    lines += [f"  trial {trial} to {to}: {why}" for trial, to, why in promoted.rows]
-    return "\n".join([*lines, *([f"  {promoted.note}"] if promoted.note else [])])
+    return f"trained: {total} {view.unit}, {total / max(whole, 1):.1%} of every trial to its end"
 
 
 def _chart(view: SearchView) -> list[str]:

@@ -1,4 +1,4 @@
-"""`trialflow search --resume` finds the search to continue."""
+"""`trialflow search`: `--resume` finds the search to continue, `--simulate` trains nothing."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.searches import search_experiment, searched
+from tests.support.cli import write_experiment
+from tests.support.searches import RANGES, search_experiment, searched
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import ConfigError, SearchError
+from trial_core.search.simulate import simulate
 from trialflow.deployments.cli import search_command as command
+from trialflow.deployments.cli.main import main
 
 
 @pytest.fixture
@@ -55,3 +58,33 @@ def test_a_search_that_cannot_be_read_keeps_no_other_from_continuing(
     assert command._to_resume(store, search_experiment(), "toy-b", lambda _: None) == "toy-b"
     with pytest.raises(SearchError, match=r"toy-d.* cannot be read"):
         command._to_resume(store, search_experiment(), "toy-d", lambda _: None)
+
+
+def test_a_simulated_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its settings, how far it has trained in all, the best, rungs, trials and promotions."""
+    of = search_experiment(max_concurrent_trials=4)
+    path = write_experiment(
+        tmp_path, hyperparameters=dict(RANGES), searcher=of.searcher.model_dump(mode="json")
+    )
+    curves = [[(4, 1 - i / 100), (16, 0.5 - i / 200)] for i in range(16)]
+    rows = (f"{i},{at},{value}" for i, curve in enumerate(curves) for at, value in curve)
+    (tmp_path / "curves.csv").write_text("\n".join(["trial,length,metric", *rows]))
+    code = main(["search", str(path), "--simulate", str(tmp_path / "curves.csv")])
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    state = simulate(of, curves).state
+    total = sum(trial.reached[-1].length for trial in state.trials)
+    assert code == 0
+    assert lines[0] == (
+        "asha: 16 trials of at most 64 batches; one in 4 continues; the smaller loss is better"
+    )
+    assert (
+        lines[1]
+        == f"trained: {total} batches, {100 * total / (16 * 64):.1f}% of every trial to its end"
+    )
+    assert lines[2] == "best: loss 0.425 at 16 batches, trial 15"
+    promoted = lines[lines.index("Promoted") + 4 :]
+    assert len(promoted) == len(state.promotions)
+    assert (
+        f"1 4 batches 16 {sum(each.rung == 1 for each in state.promotions)} 0.85 (trial 15)"
+        in lines
+    )

@@ -21,7 +21,7 @@ from trial_core.errors import SearchError
 from trial_core.search.figures import figures, html
 from trial_core.search.importance import importance
 from trial_core.search.log import SearchLog, searches
-from trial_core.search.page import markdown, simulated_text, tables
+from trial_core.search.page import markdown, tables
 from trial_core.search.search import Search
 from trial_core.search.simulate import simulate
 from trial_core.search.view import SearchView, stored_view, view_of
@@ -194,7 +194,6 @@ def test_a_thousand_trials_stay_small(storage: Storage) -> None:
     drawn = [line for line in page.figures[1]["data"] if "hovertext" in line]
     assert sum(line["x"].count(None) for line in drawn) == 1000
     assert len(json.dumps(page.figures)) < 700_000
-    assert len(simulated_text(search).splitlines()) < 100
 
 
 def test_all_that_are_due_or_failed_are_listed(storage: Storage) -> None:
@@ -219,22 +218,6 @@ def test_all_that_are_due_or_failed_are_listed(storage: Storage) -> None:
     rows = table(begin(170), "Trials")
     assert [int(row["trial"]) for row in rows[50:]] == [*range(70, 100), *range(120, 290)]
     assert "not shown: 40 more trials" in markdown(view_of(search))
-
-
-def test_a_simulated_search_as_text(storage: Storage) -> None:
-    """Trials at each rung, lengths in total, the best, and promotions."""
-    search = searched(storage)
-    view = view_of(search)
-    text = simulated_text(search)
-    total = sum(trial.reached[-1].length for trial in view.state.trials)
-    lines = text.splitlines()
-    assert lines[0] == (
-        "asha: 16 trials of at most 64 batches; one in 4 continues; the smaller loss is better"
-    )
-    assert lines[3].split() == ["1", "4", "batches", "16", str(table(view, "Rungs")[0]["promoted"])]
-    assert f"trained: {total} batches, {100 * total / (16 * 64):.1f}% of every" in text
-    assert f"best: loss {number(view.ranked[0][2])} at 64 batches, trial" in text
-    assert text.count("\n  trial ") == len(view.state.promotions)
 
 
 def test_figures_have_each_trial_and_result(storage: Storage) -> None:
