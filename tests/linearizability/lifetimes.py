@@ -29,8 +29,8 @@ from tests.linearizability.protections import KEEP_NONE
 from tests.linearizability.simulation import MOST_BYTES, SimulatedStorage
 from tests.support.manifests import entry, new_manifest
 from trial_core.checkpoint import layout
-from trial_core.checkpoint.fencing import Fence
-from trial_core.checkpoint.intents import SweptUpload
+from trial_core.checkpoint.fencing import Fence, newest_attempts
+from trial_core.checkpoint.intents import SweptUpload, intents
 from trial_core.checkpoint.json_objects import encode_json
 from trial_core.checkpoint.manifest import FileEntry, Manifest, is_tombstone, utc_now
 from trial_core.checkpoint.retention.deletion_markers import protect
@@ -48,12 +48,20 @@ from trial_core.checkpoint.retention.shared_files import announce_shared_upload
 from trial_core.checkpoint.retention.trial_owner import own_trial
 from trial_core.checkpoint.retention_policy import RetentionPolicy
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.errors import CheckpointDamaged, CheckpointNotFound, StorageError, TrialflowError
+from trial_core.errors import (
+    CheckpointDamaged,
+    CheckpointError,
+    CheckpointNotFound,
+    StorageError,
+    TrialflowError,
+)
 
 if TYPE_CHECKING:
     from tests.linearizability.simulation import Simulation
 
 DAY = 86_400.0
+NIGHTS = 10 * DAY
+"""Between the sweeps that several machines begin at the same time."""
 _SILENT = logging.getLogger("simulated")
 TRIALS = ("gpt-1", "gpt-2")
 POLICY = RetentionPolicy(save_trial_best=0, save_trial_latest=2)
@@ -169,16 +177,24 @@ class Judge:
             data, at = objects.pop(key)
             if choose.random() < 0.5:
                 objects[key] = b"?" * len(data), at
+            manifests = [each for each in objects if each.startswith(f"{layout.MANIFESTS}/")]
+            its = [each for each in manifests if key.split("/")[1] in each]
+            if its and choose.random() < 0.5:  # all of a checkpoint at once
+                self._alter(choose, its)
         elif keys:
-            key = choose.choice(keys)
-            data, at = self.altered.setdefault(key, objects[key]) or objects[key]
-            kinds = [b"{", b"{" * (MOST_BYTES + 1), data.replace(b"progress", b"regress")]
-            if family in (layout.MANIFESTS, layout.DELETIONS):
-                kinds += [objects[choose.choice(keys)][0]] * 2
-            objects[key] = choose.choice(kinds), at
-            if name := layout.parse_manifest_key(key):
-                self.doomed.add(name.uuid)
-                self._stored.pop(key, None)
+            self._alter(choose, keys)
+
+    def _alter(self, choose: random.Random, keys: Sequence[str]) -> None:
+        """The storage alters one of these objects."""
+        objects, key = self.simulation.objects, choose.choice(keys)
+        data, at = self.altered.setdefault(key, objects[key]) or objects[key]
+        kinds = [b"{", b"{" * (MOST_BYTES + 1), data.replace(b"progress", b"regress")]
+        if key.startswith((layout.MANIFESTS, layout.DELETIONS)):
+            kinds += [objects[choose.choice(keys)][0]] * 2
+        objects[key] = choose.choice(kinds), at
+        if name := layout.parse_manifest_key(key):
+            self.doomed.add(name.uuid)
+            self._stored.pop(key, None)
 
     def mend(self) -> None:
         """A person deletes unreadable objects, or restores them where only that helps."""
@@ -246,7 +262,8 @@ class Judge:
                 continue
             assert store.verify(each.uuid) == each, f"{each.uuid} is not restorable"
         # Intents of attempts whose records are deleted have higher numbers than a sweep has first.
-        for _ in range(10 if self.wipes else 2):
+        # Until one that has is found, a person may not delete a checkpoint that they refer to.
+        for left in reversed(range(10 if self.wipes else 2)):
             self.simulation.seconds += 40 * DAY
             sweep_leftovers(store, find_leftovers(store))
             for manifest in store.list():
@@ -256,7 +273,12 @@ class Judge:
                     self.simulation.counts["without files"] += 1
                     self.doomed.add(manifest.uuid)
                     self._unprotect(manifest.uuid)
-                    delete_checkpoint(store, manifest)
+                    try:
+                        delete_checkpoint(store, manifest)
+                    except CheckpointError:
+                        if not left or not _has_later_upload(store, manifest):
+                            raise
+                        self.simulation.counts["not deleted yet"] += 1
             for experiment in ("gpt", "import"):
                 prune(store, plan_pruning(store, POLICY, experiment))
         self._check_left(store)
@@ -297,6 +319,13 @@ class Judge:
         assert not left, f"these belong to no checkpoint and stay: {sorted(left)}"
 
 
+def _has_later_upload(store: CheckpointStore, base: Manifest) -> bool:
+    """Return whether an upload that no sweep finds yet may refer to the files of a checkpoint."""
+    newest = next((number for number, _ in newest_attempts(store.storage, base.trial)), 0)
+    begun = intents(store.storage, base.trial)
+    return any(each.base == base.uuid and each.number > newest for each in begun)
+
+
 class _Run:
     """A run of a trial, whose driver is this process."""
 
@@ -322,7 +351,8 @@ class Actor:
     def act(self) -> None:
         """Do one thing."""
         kinds = [self._save] * 6 + [self._end] if self._run else [self._begin] * 4
-        others = [self._prune, self._read, self._delete, self._pin, self._sweep, self._pass_time]
+        others = [self._prune, self._read, self._delete, self._pin, self._sweep]
+        others += [self._pass_time, self._sweep_at_night]
         others += [self._import] if self._choose.random() < 0.2 else []
         rare = [self._break] if self._choose.random() < 0.04 else []
         try:
@@ -490,6 +520,12 @@ class Actor:
             swept = sweep_leftovers(self._store, earlier or found, after_days=days)
             assert all(map(str, swept.swept))
             self._leftovers = ()
+
+    def _sweep_at_night(self) -> None:
+        """As cron on several machines: they sweep at the same moment."""
+        if self._simulation.weather.sleeps:
+            self._simulation.sleep(NIGHTS - self._simulation.seconds % NIGHTS)
+            self._sweep()
 
     def _import(self) -> None:
         """As an import: of a new trial, without an attempt. Two try it at the same time."""

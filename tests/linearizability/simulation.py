@@ -357,6 +357,11 @@ class Simulation:
                 return BEGIN + timedelta(seconds=self.seconds)
 
         ids = random.Random(f"ids {self.seed}")
+
+        def uuid4() -> uuids.UUID:
+            """A random one that begins with 0 or 1, so that short prefixes are ambiguous."""
+            return uuids.UUID(int=ids.getrandbits(125), version=4)
+
         with ExitStack() as patches:
             for module in (json_objects, manifest, store, base):
                 patches.enter_context(mock.patch.object(module, "datetime", Clock))
@@ -376,7 +381,7 @@ class Simulation:
                 (trial_owner, "is_local", self._is_local),
                 (deletion_markers, "_seconds", lambda: self.seconds),
                 (time, "sleep", self.sleep),
-                (uuids, "uuid4", lambda: uuids.UUID(int=ids.getrandbits(128), version=4)),
+                (uuids, "uuid4", uuid4),
                 (parallel, "ThreadPoolExecutor", _AtOnce),
             ):
                 patches.enter_context(mock.patch.object(target, name, value))
