@@ -10,8 +10,9 @@ Not a model of single operations as the other subjects, but what must hold whate
 - Once nothing fails any more, and a person has done what warnings of unreadable objects ask for,
   sweeps and prunes delete all that belongs to no checkpoint.
 
-A commit that is superseded and killed, or whose write comes twice, may leave a manifest without
-files (see `checkpoint.commit`): then it is no checkpoint whose commit returned.
+A commit that is superseded and killed, whose write comes twice, or that is repeated while a person
+deletes its checkpoint, may leave a manifest without files (see `checkpoint.commit`): then it is no
+checkpoint that must be restorable.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ class Judge:
         simulation.on_write, simulation.on_delete = self._on_write, self._on_delete
         simulation.on_request = self._on_request
         self._choose = random.Random(f"judge {simulation.seed}")
-        self._share = self._choose.choice((0.0, 0.0, 0.0, 0.003, 0.01))
+        self._share = self._choose.choice((0.0, 0.0, 0.003, 0.01))
 
     def store(self) -> CheckpointStore:
         """A client of a process."""
@@ -158,21 +159,27 @@ class Judge:
         keys = {file.key(manifest.uuid) for file in manifest.all_files}
         return manifest.uuid in self.doomed or not keys.isdisjoint(self.spoiled)
 
-    def spoil(self, choose: random.Random) -> None:
-        """The storage loses or alters an object, or a person stores a foreign one."""
+    def spoil(self, choose: random.Random, requested: str) -> None:
+        """The storage loses or alters an object, or a person stores a foreign one.
+
+        Args:
+            requested: the key of the request that comes next: a disk fails while it is used.
+        """
         objects, seconds = self.simulation.objects, self.simulation.seconds
         there = {key.partition("/")[0] for key in objects}
         family = choose.choice([each for each in SPOILED if each in there] or [layout.MARK])
+        if requested in objects and choose.random() < 0.3:
+            family = requested.partition("/")[0]
         keys = sorted(key for key in objects if key.startswith(f"{family}/") or key == family)
-        if choose.random() < 0.1:
-            folder = choose.choice(keys).rpartition("/")[0] if keys else family
-            key = f"{choose.choice((folder, f'{family}/notes'))}/of a person"
+        key = requested if requested in keys else choose.choice(keys or [family])
+        if choose.random() < 0.15:
+            folder = choose.choice((key.rpartition("/")[0] or family, f"{family}/notes"))
+            key = f"{folder}/of a person"
             self.altered[key] = None
             objects[key] = b"remember the milk", seconds
         elif family == layout.MARK and choose.random() < 0.5:
             objects.pop(family, None)
         elif family == layout.CHECKPOINTS and keys:
-            key = choose.choice(keys)
             self.spoiled.add(key)
             data, at = objects.pop(key)
             if choose.random() < 0.5:
@@ -180,17 +187,17 @@ class Judge:
             manifests = [each for each in objects if each.startswith(f"{layout.MANIFESTS}/")]
             its = [each for each in manifests if key.split("/")[1] in each]
             if its and choose.random() < 0.5:  # all of a checkpoint at once
-                self._alter(choose, its)
-        elif keys:
-            self._alter(choose, keys)
+                self._alter(choose, its[0], manifests)
+        elif keys and family in SPOILED:
+            self._alter(choose, key, keys)
 
-    def _alter(self, choose: random.Random, keys: Sequence[str]) -> None:
-        """The storage alters one of these objects."""
-        objects, key = self.simulation.objects, choose.choice(keys)
+    def _alter(self, choose: random.Random, key: str, alike: Sequence[str]) -> None:
+        """The storage alters an object, maybe to what another of these objects is."""
+        objects = self.simulation.objects
         data, at = self.altered.setdefault(key, objects[key]) or objects[key]
         kinds = [b"{", b"{" * (MOST_BYTES + 1), data.replace(b"progress", b"regress")]
         if key.startswith((layout.MANIFESTS, layout.DELETIONS)):
-            kinds += [objects[choose.choice(keys)][0]] * 2
+            kinds += [objects[choose.choice(alike)][0]] * 2
         objects[key] = choose.choice(kinds), at
         if name := layout.parse_manifest_key(key):
             self.doomed.add(name.uuid)
@@ -232,9 +239,9 @@ class Judge:
             del objects[key]
             self.altered.pop(key, None)
 
-    def _on_request(self) -> None:
+    def _on_request(self, key: str) -> None:
         if self._choose.random() < self._share:
-            self.spoil(self._choose)
+            self.spoil(self._choose, key)
         if self._choose.random() < self._share / 2:
             self.mend()
 
@@ -243,8 +250,10 @@ class Judge:
         if family == layout.DELETIONS:
             self.doomed.add(rest.split("/")[0])
         if family == layout.MANIFESTS and not is_tombstone(data):
-            self._stored[key] = made = Manifest.from_json(data)
+            made = Manifest.from_json(data)
             self._swept_before.setdefault(made.uuid, self._swept.get(made.trial, 0))
+            if made.uuid not in self.doomed:
+                self._stored[key] = made
 
     def _on_delete(self, key: str) -> None:
         self._stored.pop(key, None)
@@ -352,7 +361,8 @@ class Actor:
         """Do one thing."""
         kinds = [self._save] * 6 + [self._end] if self._run else [self._begin] * 4
         others = [self._prune, self._read, self._delete, self._pin, self._sweep]
-        others += [self._pass_time, self._sweep_at_night]
+        if self._simulation.weather.sleeps:
+            others += [self._pass_time, self._sweep_at_night, self._sweep_at_night]
         others += [self._import] if self._choose.random() < 0.2 else []
         rare = [self._break] if self._choose.random() < 0.04 else []
         try:
@@ -496,7 +506,7 @@ class Actor:
 
     def _pin(self) -> None:
         if found := self._store.list():
-            act = self._choose.choice((pin, unpin))
+            act = self._choose.choice((pin, pin, unpin))
             manifest = self._choose.choice(found)
             uuid = manifest.uuid
             if self._choose.random() < 0.2:  # as `models.promotion`
@@ -506,7 +516,7 @@ class Actor:
                 )  # fmt: skip
                 protect(self._store, manifest.name, hold.key, encode_json(hold))
                 return
-            act(self._store, self._choose.choice((uuid, uuid, uuid[:1])))
+            act(self._store, self._choose.choice((uuid, uuid[:1])))
 
     def _sweep(self) -> None:
         days = self._choose.choice((0.5, 1.0, 7.0, 7.0, 7.0, 4000.0))
@@ -523,9 +533,8 @@ class Actor:
 
     def _sweep_at_night(self) -> None:
         """As cron on several machines: they sweep at the same moment."""
-        if self._simulation.weather.sleeps:
-            self._simulation.sleep(NIGHTS - self._simulation.seconds % NIGHTS)
-            self._sweep()
+        self._simulation.sleep(NIGHTS - self._simulation.seconds % NIGHTS)
+        self._sweep()
 
     def _import(self) -> None:
         """As an import: of a new trial, without an attempt. Two try it at the same time."""

@@ -95,7 +95,7 @@ class Weather:
             slow=(1.0, 60.0, 2000.0) if is_harsh else (1.0,),
             sleeps=choose.random() < 0.5,
             tells_times=not is_harsh or choose.random() < 0.8,
-            tries=choose.choice((None, None, 1, 2)) if is_harsh else None,
+            tries=choose.choice((None, 1, 1, 2)) if is_harsh else None,
         )
 
 
@@ -119,7 +119,7 @@ class Simulation:
     Attributes:
         objects: what is stored: the bytes, and when they were written.
         unfinished: the keys of unfinished uploads by a number, and when they began.
-        on_request: called before each request of a process.
+        on_request: called with the key before each request of a process.
         on_write, on_delete: called when a request has its effect.
         may_be_late: whether a write of this key may come late or twice.
         is_harsh: whether listings may be read in pages, and answers take longer than a deletion
@@ -134,7 +134,7 @@ class Simulation:
     most_faults: int = 1000
     objects: dict[str, tuple[bytes, float]] = field(default_factory=dict)
     unfinished: dict[int, tuple[str, float]] = field(default_factory=dict)
-    on_request: Callable[[], None] = lambda: None
+    on_request: Callable[[str], None] = lambda key: None
     on_write: Callable[[str, bytes], None] = lambda key, data: None
     on_delete: Callable[[str], None] = lambda key: None
     counts: Counter[str] = field(default_factory=Counter)
@@ -224,7 +224,7 @@ class Simulation:
         if process.is_dead:
             raise Killed
         self._main.switch()
-        self.on_request()
+        self.on_request(key)
         text = f"{process.number} {verb} {key}"
         fault = self._fault(verb, writes, key)
         self.counts["requests"] += 1

@@ -22,8 +22,9 @@ that is deleted later, and no checkpoint of the old attempt appears after the ne
 Each rank stores at least one file itself, even if none has changed. So C5 finds a swept upload,
 even if its manifest refers to older files. `references` covers files of earlier checkpoints.
 
-One case is left: a driver that is killed between C4 and C5, after T4, leaves a manifest without
-files. The checkpoint is listed, and a restore finds that it is damaged.
+Two cases are left: a driver that is killed between C4 and C5, after T4, leaves a manifest without
+files; and so does a commit that is repeated after an error, while the checkpoint that it has
+committed is being deleted. The checkpoint is listed, and a restore finds that it is damaged.
 """
 
 from __future__ import annotations
