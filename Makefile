@@ -51,7 +51,7 @@ mutate: $(VENV)/.installed-dev
 
 # Plays simulated histories of checkpoints, and prints which branches of commit, fencing, sweep and prune they reach: make simulate SEEDS=1000
 simulate: $(VENV)/.installed-dev
-	@$(BIN)/python -m tests.linearizability.reach $(SEEDS)
+	@$(BIN)/python -m tests.linearizability.reach $(SEEDS) $(ARGS)
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

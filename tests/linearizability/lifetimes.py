@@ -36,7 +36,7 @@ from trial_core.checkpoint.json_objects import encode_json
 from trial_core.checkpoint.manifest import FileEntry, Manifest, is_tombstone, utc_now
 from trial_core.checkpoint.retention.deletion_markers import protect
 from trial_core.checkpoint.retention.leftovers import Leftover, find_leftovers, sweep_leftovers
-from trial_core.checkpoint.retention.protections import Protection, pin, unpin
+from trial_core.checkpoint.retention.protections import Protection, pin, protected, unpin
 from trial_core.checkpoint.retention.pruning import (
     PruningPlan,
     delete_checkpoint,
@@ -197,7 +197,7 @@ class Judge:
         data, at = self.altered.setdefault(key, objects[key]) or objects[key]
         kinds = [b"{", b"{" * (MOST_BYTES + 1), data.replace(b"progress", b"regress")]
         if key.startswith((layout.MANIFESTS, layout.DELETIONS)):
-            kinds += [objects[choose.choice(alike)][0]] * 2
+            kinds += [objects[choose.choice(alike)][0]] * 3
         objects[key] = choose.choice(kinds), at
         if name := layout.parse_manifest_key(key):
             self.doomed.add(name.uuid)
@@ -252,7 +252,9 @@ class Judge:
         if family == layout.MANIFESTS and not is_tombstone(data):
             made = Manifest.from_json(data)
             self._swept_before.setdefault(made.uuid, self._swept.get(made.trial, 0))
-            if made.uuid not in self.doomed:
+            if made.uuid in self.doomed:
+                self.simulation.counts["committed while deleted"] += 1
+            else:
                 self._stored[key] = made
 
     def _on_delete(self, key: str) -> None:
@@ -266,13 +268,19 @@ class Judge:
         """Nothing fails any more, and time passes: what is left?"""
         store = self.store()
         self.mend()
+        names = map(layout.parse_manifest_key, self.simulation.objects)
+        stored = {name.uuid for name in names if name is not None}
+        for uuid in sorted({*protected(store)} - stored):  # its pin came late
+            self.simulation.counts["late pins"] += 1
+            self._unprotect(uuid)
         for each in self.committed.values():
             if self.may_be_lost(each):
                 continue
             assert store.verify(each.uuid) == each, f"{each.uuid} is not restorable"
         # Intents of attempts whose records are deleted have higher numbers than a sweep has first.
-        # Until one that has is found, a person may not delete a checkpoint that they refer to.
-        for left in reversed(range(10 if self.wipes else 2)):
+        # Until a sweep finds them, a person may not delete a checkpoint that they refer to.
+        numbers = [each.number for each in intents(store.storage, None)]
+        for left in reversed(range(max(numbers, default=0) + 2 if self.wipes else 2)):
             self.simulation.seconds += 40 * DAY
             sweep_leftovers(store, find_leftovers(store))
             for manifest in store.list():
@@ -363,7 +371,7 @@ class Actor:
         others = [self._prune, self._read, self._delete, self._pin, self._sweep]
         if self._simulation.weather.sleeps:
             others += [self._pass_time, self._sweep_at_night, self._sweep_at_night]
-        others += [self._import] if self._choose.random() < 0.2 else []
+        others += [self._import] if self._choose.random() < 0.3 else []
         rare = [self._break] if self._choose.random() < 0.04 else []
         try:
             self._choose.choice([*kinds, *others, *rare])()
@@ -463,7 +471,7 @@ class Actor:
             else:
                 self._in_parts(key, data)
             files.append(made)
-        if self._choose.random() < 0.2:
+        if self._choose.random() < 0.5:
             self._in_parts(layout.run_file_key(run.trial, "log"), b"so far")
         manifest = new_manifest(
             run.batches, uuid=uuid, trial=run.trial, writer=f"launch-{self._name}", files=files,
@@ -493,7 +501,10 @@ class Actor:
             self._plan = None
 
     def _read(self) -> None:
-        found = self._resume_point(self._choose.choice(self._trials))
+        if self._choose.random() < 0.5:
+            found = self._resume_point(self._choose.choice(self._trials))
+        else:
+            found = self._choose.choice([None, *self._store.list()])
         if found is not None:
             self._store.read_file(found, self._choose.choice(("rank-0", "layer-1", "none")))
         if self._choose.random() < 0.2:
@@ -506,17 +517,17 @@ class Actor:
 
     def _pin(self) -> None:
         if found := self._store.list():
-            act = self._choose.choice((pin, pin, unpin))
             manifest = self._choose.choice(found)
-            uuid = manifest.uuid
             if self._choose.random() < 0.2:  # as `models.promotion`
                 hold = Protection(
-                    uuid=uuid, kind="hold", by="u@h", at=utc_now(), model="m",
+                    uuid=manifest.uuid, kind="hold", by="u@h", at=utc_now(), model="m",
                     version=self._choose.choice((0, 1)), move=1, unique=self._name,
                 )  # fmt: skip
                 protect(self._store, manifest.name, hold.key, encode_json(hold))
                 return
-            act(self._store, self._choose.choice((uuid, uuid[:1])))
+            act = self._choose.choice((pin, pin, unpin))
+            for each in {manifest.uuid: 0, self._choose.choice(found).uuid: 0}:
+                act(self._store, self._choose.choice((each, each[:1])))
 
     def _sweep(self) -> None:
         days = self._choose.choice((0.5, 1.0, 7.0, 7.0, 7.0, 4000.0))

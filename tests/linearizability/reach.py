@@ -1,6 +1,10 @@
 """Which branches of commit, fencing, sweep and prune the simulated histories reach, and how often.
 
-    python -m tests.linearizability.reach SEEDS [first seed]
+    python -m tests.linearizability.reach [SEEDS] [--first SEED] [--store]
+
+Without a number, plays the stored seeds, which are few and reach all that is reached at all. Where
+they do not any more, since the product's requests or the actions have changed, it plays others
+until all is reached: then store new ones, by ``make simulate ARGS=--store``.
 
 A branch is an outcome of a condition (of `if`, `while`, `x if y else z` or a filter), an `except`,
 or a loop's first item or regular end. They are counted by calls in the modules' syntax trees:
@@ -12,11 +16,15 @@ from __future__ import annotations
 import ast
 import sys
 import time
+from argparse import ArgumentParser
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from itertools import chain
+from multiprocessing import get_context
+from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
@@ -33,6 +41,9 @@ LISTED = {
     "retention.leftovers.find_orphaned_files: prefix: false": "no run claims an empty prefix",
 }
 """Why no history reaches these branches, by patterns of their names."""
+
+STORED = Path(__file__).parent / "seeds.txt"
+MOST_SPARE = 1000
 
 branches: list[str] = []
 """The names of all branches of the modules that are imported."""
@@ -126,42 +137,87 @@ def reason(branch: str) -> str | None:
     return next((why for each, why in LISTED.items() if fnmatchcase(branch, each)), None)
 
 
-def main(seeds: Sequence[int]) -> Iterable[str]:
-    """Play "lifetimes", and print what was reached; return what should not be so."""
-    sys.meta_path.insert(0, _Finder())
+def _play(seed: int) -> tuple[int, frozenset[int], Counter[str], str]:
+    """Play a seed; it, the branches that it reaches, what was counted, and why it failed."""
     from tests.linearizability.play import play
 
-    began, reached, counts = time.monotonic(), Counter[int](), Counter[str]()
-    for seed in seeds:
-        _seen.clear()
-        try:
-            counts += play("lifetimes", seed)
-        except Exception as error:  # noqa: BLE001 - all seeds are played
-            yield f"{error!r}. {error.__notes__[0].splitlines()[-1]}"
-        reached.update(_seen)
+    _seen.clear()
+    counts, problem = Counter[str](), ""
+    try:
+        counts = play("lifetimes", seed)
+    except Exception as error:  # noqa: BLE001 - all seeds are played
+        problem = f"{error!r}. {error.__notes__[0].splitlines()[-1]}"
+    return seed, frozenset(_seen), counts, problem
+
+
+def main(seeds: Sequence[int], spare: Iterable[int] = (), is_stored: bool = False) -> Iterable[str]:
+    """Play "lifetimes", and print what was reached; return what should not be so.
+
+    Args:
+        spare: seeds that are played, too, until there is nothing left to reach.
+        is_stored: whether to store the fewest of the seeds that reach the same.
+    """
+    sys.meta_path.insert(0, _Finder())
+    import tests.linearizability.play  # noqa: F401 - with the marks, and before the fork
+
+    began, counts = time.monotonic(), Counter[str]()
+    played: dict[int, frozenset[int]] = {}
+    wanted = {number for number, name in enumerate(branches) if reason(name) is None}
+    with get_context("fork").Pool() as pool:
+        for seed, seen, counted, problem in pool.imap(_play, chain(seeds, spare)):
+            played[seed] = seen
+            counts += counted
+            if problem:
+                yield problem
+            if len(played) >= len(seeds) and wanted.issubset(chain.from_iterable(played.values())):
+                break
     minutes = (time.monotonic() - began) / 60
+    reached = Counter(chain.from_iterable(played.values()))
     for number, seen in reached.most_common():
-        print(f"{seen:6} of {len(seeds)}: {branches[number]}")
+        print(f"{seen:6} of {len(played)}: {branches[number]}")
     missing = [name for number, name in enumerate(branches) if not reached[number]]
     for name in missing:
         if reason(name) is not None:
             print(f"not reached, {reason(name)}: {name}")
     listed = [name for name in branches if reason(name) is not None]
     print(
-        f"{len(seeds)} histories, {len(seeds) / minutes:.0f} a minute: {dict(counts)}\n"
+        f"{len(played)} histories, {len(played) / minutes:.0f} a minute: {dict(counts)}\n"
         f"{len(branches)} branches: {len(branches) - len(missing)} reached, {len(missing)} not, of "
         f"which {len({*missing} & {*listed})} are listed"
     )
+    if len(played) > len(seeds):
+        print(f"{len(seeds)} seeds do not reach all any more: make simulate ARGS=--store")
     for name in missing:
         if reason(name) is None:
             yield f"neither reached nor listed: {name}"
     for pattern in LISTED:
         if not any(fnmatchcase(name, pattern) for name in missing):
             print(f"listed, although it is reached: {pattern}")
+    if is_stored:
+        STORED.write_text("".join(f"{seed}\n" for seed in few(played)))
+
+
+def few(played: Mapping[int, frozenset[int]]) -> list[int]:
+    """Few of the seeds that together reach the same: each the one that adds the most."""
+    chosen: list[int] = []
+    left = {number for seen in played.values() for number in seen}
+    while left:
+        best = max(played, key=lambda seed: len(played[seed] & left))
+        chosen.append(best)
+        left -= played[best]
+    return sorted(chosen)
 
 
 if __name__ == "__main__":
-    count, first = (*map(int, sys.argv[1:]), 0)[:2]
-    problems = list(main(range(first, first + count)))
+    parser = ArgumentParser(prog="python -m tests.linearizability.reach")
+    parser.add_argument("seeds", type=int, nargs="?", help="how many; otherwise the stored ones")
+    parser.add_argument("--first", type=int, default=0, metavar="SEED")
+    parser.add_argument("--store", action="store_true", help="store few seeds that reach the same")
+    given = parser.parse_args()
+    seeds: Sequence[int] = range(given.first, given.first + (given.seeds or 0))
+    spare: Iterable[int] = ()
+    if given.seeds is None:
+        seeds, spare = [*map(int, STORED.read_text().split())], range(MOST_SPARE)
+    problems = list(main(seeds, spare, given.store))
     print(*problems, sep="\n")
     sys.exit(bool(problems))

@@ -94,7 +94,7 @@ class Weather:
             pages=choose.choice((None, None, 1, 3)) if is_harsh else None,
             slow=(1.0, 60.0, 2000.0) if is_harsh else (1.0,),
             sleeps=choose.random() < 0.5,
-            tells_times=not is_harsh or choose.random() < 0.8,
+            tells_times=not is_harsh or choose.random() < 0.6,
             tries=choose.choice((None, 1, 1, 2)) if is_harsh else None,
         )
 

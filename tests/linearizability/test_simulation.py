@@ -10,6 +10,8 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterable
+from itertools import chain
 
 import pytest
 
@@ -22,16 +24,23 @@ ALL = (*SUBJECTS, "lifetimes")
 MISTAKE_SEEDS = 1000
 SEED = os.environ.get("SEED")
 LONG = pytest.mark.long
+MANY = [range(first, first + 497) for first in range(12, 2000, 497)]
 FAULTS = ("cut request", "lose reply", "late", "twice", "slow", "kill before", "kill after")
-FOUND = [("lifetimes", 33)]
-"""Seeds that find a defect that the product had: 33, an intent of a committed checkpoint kept its
-base (planted: "an intent keeps its base for ever")."""
+KNOWN = {
+    "an intent keeps its base for ever": 33,
+    "not deleted yet": 2898,
+    "committed while deleted": 2021,
+    "late pins": 2892,
+}
+"""Seeds that show it at once, unless the product's requests or the actions have changed since."""
 
 
 @pytest.mark.parametrize(
     "seeds",
-    [range(12), pytest.param(range(12, 2000), marks=LONG)] if SEED is None else [[int(SEED)]],
-    ids=len,
+    [range(12), *(pytest.param(each, marks=LONG) for each in MANY)]
+    if SEED is None
+    else [range(int(SEED), int(SEED) + 1)],
+    ids=lambda seeds: f"{seeds[0]}-{seeds[-1]}",
 )
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("subject", ALL)
@@ -42,7 +51,7 @@ def test_what_is_promised_holds(subject: str, seeds: range) -> None:
         counts += play(subject, seed)
     print(subject, dict(counts))
     assert SEED is not None or counts["requests"] > 50 * len(seeds)
-    if subject == "lifetimes" and len(seeds) > 1000:
+    if subject == "lifetimes" and len(seeds) > 400:
         assert [each for each in FAULTS if not counts[each]] == []
 
 
@@ -59,8 +68,8 @@ def _reach(*arguments: str) -> tuple[int, str]:
 @LONG
 @pytest.mark.timeout(3600)
 def test_every_branch_is_reached_or_listed() -> None:
-    """1,000 histories reach all branches of commit, fencing, sweep and prune but those listed."""
-    status, printed = _reach("1000", "2000")
+    """Stored seeds reach all branches of commit, fencing, sweep and prune but those listed."""
+    status, printed = _reach()
     print(printed)
     assert status == 0
 
@@ -73,10 +82,20 @@ def test_a_branch_that_is_not_reached_is_named() -> None:
     assert "neither reached nor listed: intents._prevent_commit: except FileExistsError" in printed
 
 
-@pytest.mark.parametrize(("subject", "seed"), FOUND)
-def test_a_seed_that_has_found_a_defect(subject: str, seed: int) -> None:
-    """Finds none any more."""
-    play(subject, seed)
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seen", ["not deleted yet", "committed while deleted", "late pins"])
+def test_what_is_no_defect_is_accepted(seen: str) -> None:
+    """A history has it, and the judge, which once took it for a defect, lets it pass.
+
+    "not deleted yet": a refusal, as an upload whose attempt's record a person has deleted may need
+    the files. "committed while deleted": a commit that is repeated when a person deletes its
+    checkpoint. "late pins": their write came when the checkpoint was deleted.
+    """
+    assert any(play("lifetimes", seed)[seen] for seed in _seeds(seen))
+
+
+def _seeds(known: str) -> Iterable[int]:
+    return chain([KNOWN[known]] if known in KNOWN else [], range(MISTAKE_SEEDS))
 
 
 @pytest.mark.parametrize(
@@ -112,14 +131,14 @@ def test_a_seed_gives_one_history(subject: str) -> None:
         ("lifetimes", "no fence"),
         pytest.param("lifetimes", "a sweep and no tombstone", marks=LONG),
         ("lifetimes", "a commit does not look for swept files"),
-        pytest.param("lifetimes", "an intent keeps its base for ever", marks=LONG),
+        ("lifetimes", "an intent keeps its base for ever"),
     ],
 )
 def test_a_planted_mistake_is_found(subject: str, mistake: str) -> None:
     """Within so many histories, mostly the first few."""
 
     def play_all() -> None:
-        for seed in range(MISTAKE_SEEDS):
+        for seed in _seeds(mistake):
             play(subject, seed)
 
     with MISTAKES[mistake](), pytest.raises((NotLinearizable, AssertionError)) as caught:
