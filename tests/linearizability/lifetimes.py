@@ -252,9 +252,7 @@ class Judge:
         if family == layout.MANIFESTS and not is_tombstone(data):
             made = Manifest.from_json(data)
             self._swept_before.setdefault(made.uuid, self._swept.get(made.trial, 0))
-            if made.uuid in self.doomed:
-                self.simulation.counts["committed while deleted"] += 1
-            else:
+            if made.uuid not in self.doomed:
                 self._stored[key] = made
 
     def _on_delete(self, key: str) -> None:
@@ -271,7 +269,6 @@ class Judge:
         names = map(layout.parse_manifest_key, self.simulation.objects)
         stored = {name.uuid for name in names if name is not None}
         for uuid in sorted({*protected(store)} - stored):  # its pin came late
-            self.simulation.counts["late pins"] += 1
             self._unprotect(uuid)
         for each in self.committed.values():
             if self.may_be_lost(each):
