@@ -17,6 +17,7 @@ import pytest
 from tests.linearizability.actor import MISTAKES, SUBJECTS
 from tests.linearizability.checker import NotLinearizable
 from tests.linearizability.play import play
+from tests.linearizability.reach import few
 from tests.support.cli import ROOT
 
 ALL = (*SUBJECTS, "lifetimes")
@@ -75,6 +76,12 @@ def test_a_branch_that_is_not_reached_is_named() -> None:
     assert status == 1
     assert " of 2: commit.commit: fence is not None: true\n" in printed
     assert "neither reached nor listed: intents._prevent_commit: except FileExistsError" in printed
+
+
+def test_few_seeds_reach_the_same() -> None:
+    """A seed that adds nothing to the others is left out."""
+    played = {7: {1, 2}, 11: {2, 3, 5}, 13: {3, 5}, 17: {1}}
+    assert few({seed: frozenset(seen) for seed, seen in played.items()}) == [7, 11]
 
 
 @pytest.mark.parametrize(
