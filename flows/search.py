@@ -27,7 +27,7 @@ from trial_core.checkpoint.layout import checked_trial
 from trial_core.checkpoint.retention.trial_owner import own_trial
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.driver.code_source import refuse_missing_code
-from trial_core.driver.placement import choose_provider
+from trial_core.driver.placement import ForkServers, choose_provider
 from trial_core.driver.result import TrialResult, describe_pause
 from trial_core.errors import (
     CheckpointError,
@@ -162,16 +162,19 @@ class LegOutcome:
 
 
 @task(name="train-trial", task_run_name="{name}", cache_policy=NO_CACHE)
-def train_trial_to_rung(name: str, leg: Leg, attempt: str, observer: Observer) -> LegOutcome:
+def train_trial_to_rung(
+    name: str, leg: Leg, attempt: str, observer: Observer, fork_servers: ForkServers
+) -> LegOutcome:
     """Train a trial to its rung, as a flow run below the search's.
 
     Args:
         attempt: identifies the search, which owns the trial.
         observer: gets the events of the trial's run.
+        fork_servers: they start the ranks, on this machine.
     """
     part = PartOfTraining(attempt, None if leg.is_last else leg.until)
     try:
-        with observing(observer):
+        with observing(observer), fork_servers.one(leg.config):
             state: State[Any] = train(leg.config, trial=leg.trial.id, part=part, return_state=True)
     except (Abort, CancelledRun, Pause) as stop:
         return LegOutcome(stopped=str(stop))
@@ -236,6 +239,7 @@ class SearchRun:
         self._ended: queue.SimpleQueue[tuple[Leg, PrefectFuture[LegOutcome]] | None] = (
             queue.SimpleQueue()
         )
+        self._fork_servers = ForkServers()
         self._failure: TrialflowError | None = None
         self._began = time.monotonic()
 
@@ -252,7 +256,7 @@ class SearchRun:
             log = SearchLog(self._store.storage, self._id)
             search = Search(self._experiment, log, self._id)
             self._show(search)
-            with self._stopping.subscribed(self._wake, self._wake):
+            with self._fork_servers, self._stopping.subscribed(self._wake, self._wake):
                 self._train_what_is_due(search)
             report = run_dir_of(self._id) / REPORT
             report.parent.mkdir(parents=True, exist_ok=True)
@@ -297,7 +301,8 @@ class SearchRun:
             name = f"{leg.trial.id} to {leg.until.value}"
             observer = self._observer.of_trial(leg.trial.number, leg.trial.id)
             owner = f"{self._id}/{leg.trial.number}"
-            given: list[Any] = [name, quote(leg), owner, quote(observer)]  # quote: not looked into
+            objects = [leg, owner, observer, self._fork_servers]
+            given: list[Any] = [name, *map(quote, objects)]  # quote: not looked into
             future = train_trial_to_rung.submit(*given)
             future.add_done_callback(partial(self._note_end, leg))
 

@@ -13,6 +13,7 @@ from tests.support.slots import TOY
 from tests.support.waiting import until
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import SearchError
+from trial_core.processes.slots import fork_server
 from trial_core.search.log import Begun, Exited, RungReached, SearchLog
 from trial_core.search.search import Search
 from trial_core.search.settings import SearchExperiment
@@ -56,11 +57,21 @@ def log_of(here: Path, name: str) -> SearchLog:
 
 
 def test_a_search_trains_the_better_trials_further(
-    prefect_server: PrefectServer, here: Path
+    prefect_server: PrefectServer, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each training is a flow run below the search's; a trial that waits has its checkpoint."""
+    """Each training is a flow run below the search's; a trial that waits has its checkpoint. The
+    ranks of all trainings come from one process, which has imported PyTorch once."""
+    servers: list[fork_server.ServerProcess] = []
+
+    class Counted(fork_server.ServerProcess):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            servers.append(self)
+
+    monkeypatch.setattr(fork_server, "ServerProcess", Counted)
     config = experiment(here, {})
     result = search(config)
+    assert len(servers) == 1
     assert isinstance(result, SearchResult)
     assert (result.is_over, result.stop_reason, result.trials) == (True, None, 3)
     log = log_of(here, result.search)

@@ -189,7 +189,7 @@ def test_a_trial_that_another_process_trains_is_left_to_it(
     assert "trial 1 was not trained further: trial toy-" in str(result.stop_reason)
     assert "is being trained by process" in str(result.stop_reason)
     assert (trainings.exits(), {trial for trial, _ in trainings.reached()}) == ([], {0, 2})
-    config = trainings.config().of_trial({"lr": 0.1})
+    config = trainings.config().of_trial({"lr": 0.1}, "toy-search")
     wait = trialflow.flows.train.takeover_wait_seconds
     assert wait(config) == 0
     assert wait(config, is_part=True) > 0
