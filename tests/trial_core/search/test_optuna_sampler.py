@@ -12,7 +12,7 @@ import pytest
 from optuna.trial import TrialState
 
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.errors import ConfigError, SearchError
+from trial_core.errors import ConfigError, SearchError, StorageError
 from trial_core.search.log import Exited, RungReached, SearchLog
 from trial_core.search.optuna_sampler import distributions, params_of, store_study
 from trial_core.search.samplers import sampler_of
@@ -401,6 +401,43 @@ def test_what_a_sampler_must_not_give(storage: Any, gives: Any, error: Any, said
     with pytest.raises(error, match=said):
         search.next(())
     assert len(SearchLog(storage, SEARCH).events) == 1
+
+
+class Counting:
+    """Gives other hyperparameters whenever it is asked."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def ask(self) -> Any:
+        self.asked += 1
+        return {"x": self.asked}
+
+    def tell(self, **_: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+def test_a_trial_whose_answer_was_lost_has_the_hyperparameters_of_its_record(
+    storage: Any, monkeypatch: pytest.MonkeyPatch, is_written: bool
+) -> None:
+    """The sampler is not asked again for it; the next trial has the next ones."""
+    search = search_of(storage, experiment(QUADRATIC, f"{HERE}:Counting"))
+    create = storage.create
+
+    def fail(key: str, data: bytes) -> None:
+        if is_written:
+            create(key, data)
+        raise StorageError("no answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "create", fail)
+        with pytest.raises(StorageError, match="no answer"):
+            search.next(())
+    train(search, lambda values, length: 1.0, 3)
+    trials = search.state.trials
+    assert [trial.hyperparameters["x"] for trial in trials] == [1, 2, 3]
+    assert SearchLog(storage, SEARCH).events == search.events
 
 
 class Objects:
