@@ -24,7 +24,7 @@ from trial_core.search.log import (
     SearchLog,
 )
 from trial_core.search.samplers import Sampler, sampler_of
-from trial_core.search.settings import SearchExperiment, recorded_settings
+from trial_core.search.settings import SearchExperiment, SearchSettings, as_recorded
 from trial_core.search.state import SearchState, SearchTrial, described, last_settings, opened
 
 
@@ -67,7 +67,7 @@ class Search:
             log.append(Opened, **recorded)
         began = {name: getattr(opened(log.events), name) for name in recorded}
         began["searcher"], last = (
-            recorded_settings(each).model_dump(mode="json")
+            as_recorded(SearchSettings, each).model_dump(mode="json")
             for each in (began["searcher"], last_settings(log.events))
         )
         experiment.check_continues(began, last)

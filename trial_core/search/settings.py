@@ -6,9 +6,16 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from random import Random
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    Field,
+    ValidationError,
+    model_validator,
+)
 from typing_extensions import Self
 
 from trial_core.config import ExperimentConfig, SearcherConfig
@@ -57,6 +64,7 @@ def _divisor(value: Any) -> Any:
     raise validation_error(f"expected a number greater than 1, got {format_value(value)}")
 
 
+_Recorded = TypeVar("_Recorded", bound=BaseModel)
 Rungs = Annotated[Positive, _at_most(MAX_RUNGS)]
 
 
@@ -212,7 +220,7 @@ class SearchExperiment(ExperimentConfig):
         Args:
             began: the section `searcher` with which it began, if it continues.
         """
-        settings = self.searcher if began is None else recorded_settings(began)
+        settings = self.searcher if began is None else as_recorded(SearchSettings, began)
         return settings.plan(self._points(settings))
 
     def extended_plan(self, plans: Sequence[BracketPlan]) -> list[BracketPlan]:
@@ -315,20 +323,20 @@ def searches(experiment: Mapping[str, Any]) -> bool:
     return isinstance(searcher, Mapping) and searcher.get("name") in NAMES
 
 
-def recorded_settings(section: Mapping[str, Any]) -> SearchSettings:
-    """The section `searcher` of a log, of which the driver that wrote it has warned.
+def as_recorded(
+    kind: type[_Recorded], fields: Mapping[str, Any], what: str = "the search"
+) -> _Recorded:
+    """Settings of a log, of which the driver that wrote them has warned.
 
     Raises:
-        SearchError: it was altered.
+        SearchError: they were altered.
     """
     try:
         with warnings.catch_warnings(action="ignore"):
-            return SearchSettings.model_validate(dict(section))
+            return kind.model_validate(dict(fields))
     except ValidationError as error:
-        raise SearchError(
-            "the log of the search was altered: its settings cannot be read: "
-            + "; ".join(error_lines(error))
-        ) from None
+        lines = "; ".join(error_lines(error))
+        raise SearchError(f"the settings of {what} cannot be read: {lines}") from None
 
 
 def _number(value: Any) -> int:

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from pydantic import ValidationError
-
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.storage.base import Storage
 from trial_core.common import text_format
-from trial_core.config.error_text import error_lines
 from trial_core.config.search_ranges import ranges_of
-from trial_core.errors import ConfigError, SearchError
+from trial_core.errors import SearchError
 from trial_core.search.log import RungReached, SearchEvent, SearchLog, searches
 from trial_core.search.search import Search
-from trial_core.search.settings import SearchExperiment
+from trial_core.search.settings import SearchExperiment, as_recorded
 from trial_core.search.state import SearchState, SearchTrial, last_settings, opened
 
 _SHOWN_CHARACTERS = 60
@@ -186,23 +182,13 @@ def stored_view(storage: Storage, search: str) -> SearchView:
             f"there is no search {search!r} in {storage.url}; searches there: {there}"
         )
     first = opened(events)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # its driver has shown them
-            experiment = SearchExperiment.model_validate(
-                {
-                    "name": first.experiment, "entrypoint": "recorded:Search",
-                    "hyperparameters": first.hyperparameters, "searcher": last_settings(events),
-                    "reproducibility": {"experiment_seed": first.seed},
-                }
-            )  # fmt: skip
-            plans = experiment.plan(first.searcher)
-    except (ValidationError, ConfigError) as error:
-        lines = error_lines(error) if isinstance(error, ValidationError) else [str(error)]
-        raise SearchError(
-            f"the settings of search {search} in {storage.url} cannot be read: {'; '.join(lines)}"
-        ) from None
-    settings = experiment.searcher
+    recorded = {
+        "name": first.experiment, "entrypoint": "recorded:Search",
+        "hyperparameters": first.hyperparameters, "searcher": last_settings(events),
+        "reproducibility": {"experiment_seed": first.seed},
+    }  # fmt: skip
+    experiment = as_recorded(SearchExperiment, recorded, f"search {search} in {storage.url}")
+    settings, plans = experiment.searcher, experiment.plan(first.searcher)
     state = SearchState(plans, settings.name, settings.stop_once, settings.smaller_is_better)
     state.apply_all(events)
     return SearchView(search, experiment, state, events, storage.url)
