@@ -49,6 +49,7 @@ from trial_core.schedule.units import Batch
 from trial_core.search.figures import html
 from trial_core.search.log import SearchLog
 from trial_core.search.page import markdown
+from trial_core.search.samplers import sampler_of
 from trial_core.search.search import Leg, Search
 from trial_core.search.settings import SearchExperiment
 from trial_core.search.view import view_of
@@ -127,6 +128,7 @@ def search(
     identity, is_new = identity_of_run(config), search is None
     search = checked_trial(search or trial_id(f"{config.name} search", identity))
     refuse_missing_code(config)
+    sampler_of(config)  # nothing is stored of a search whose sampler cannot be made
     place = with_credentials(config).checkpoint_storage
     store = CheckpointStore(place.url, place.options)
     check_crash_limit(config.max_restarts)

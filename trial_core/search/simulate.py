@@ -32,6 +32,11 @@ class _Memory(SearchLog):
         pass
 
 
+def in_memory(experiment: SearchExperiment) -> Search:
+    """A search that no storage has."""
+    return Search(experiment, _Memory(), "simulated")
+
+
 def read_curves(path: Path) -> list[LearningCurve]:
     """The curves in a CSV file with the columns trial, length and metric; a row a validation.
 
@@ -60,7 +65,7 @@ def read_curves(path: Path) -> list[LearningCurve]:
 
 def simulate(experiment: SearchExperiment, curves: Sequence[LearningCurve]) -> Search:
     """Run a search to its end, a trial at a time. Trial *n* has curve *n*; then they repeat."""
-    search = Search(experiment, _Memory(), "simulated")
+    search = in_memory(experiment)
     while (leg := search.next(())) is not None:
         length = int(leg.until.value)  # type: ignore[arg-type]
         metrics = {experiment.searcher.metric: at(curves[leg.trial.number % len(curves)], length)}
