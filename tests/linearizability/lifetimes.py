@@ -341,10 +341,14 @@ def _has_later_upload(store: CheckpointStore, base: Manifest) -> bool:
 
 
 class _Run:
-    """A run of a trial, whose driver is this process."""
+    """A run of a trial, whose driver is this process.
 
-    def __init__(self, store: CheckpointStore, trial: str, fence: Fence, stack: ExitStack) -> None:
-        self.store, self.trial, self.fence, self.stack = store, trial, fence, stack
+    Attributes:
+        wipes: `Judge.wipes` when it began.
+    """
+
+    def __init__(self, trial: str, fence: Fence, stack: ExitStack, wipes: int) -> None:
+        self.trial, self.fence, self.stack, self.wipes = trial, fence, stack, wipes
         self.batches = 0
 
 
@@ -364,7 +368,7 @@ class Actor:
 
     def act(self) -> None:
         """Do one thing."""
-        kinds = [self._save] * 6 + [self._end] if self._run else [self._begin] * 4
+        kinds = [self.save] * 6 + [self._end] if self._run else [self._begin] * 4
         others = [self._prune, self._read, self._delete, self._pin, self._sweep]
         if self._simulation.weather.sleeps:
             others += [self._pass_time, self._sweep_at_night, self._sweep_at_night]
@@ -378,10 +382,14 @@ class Actor:
     # ------------------------------------------------------------------------------ a run
 
     def _begin(self) -> None:
-        trial = self._choose.choice(self._trials)
+        self.begin(self._choose.choice(self._trials))
+
+    def begin(self, trial: str) -> None:
+        """Begin a run of a trial."""
         take_over = self._choose.random() < 0.5
         attempt = self._choose.choice((self._flow, str(uuids.uuid4())))
         is_new = self._choose.choice((None, None, None, True, False))
+        began = self._judge.wipes
         with ExitStack() as stack:
             claim, fence = stack.enter_context(
                 own_trial(
@@ -392,7 +400,7 @@ class Actor:
             )  # fmt: skip
             self._judge.marks[attempt] = fence.record.storage
             assert all(map(str, self._store.sweep(trial, fence)))
-            run = _Run(self._store, trial, fence, stack)
+            run = _Run(trial, fence, stack, began)
             wipes = self._judge.wipes
             at_least = self._judge.newest(trial)
             found = self._resume_point(trial)
@@ -427,7 +435,7 @@ class Actor:
             else:
                 return None
 
-    def _save(self) -> None:
+    def save(self) -> None:
         """As the stage ``checkpoint-upload``, which Prefect repeats after a StorageError."""
         run = self._run
         assert run is not None
@@ -474,6 +482,8 @@ class Actor:
             run.batches, uuid=uuid, trial=run.trial, writer=f"launch-{self._name}", files=files,
             created_at=saved_at,
         )  # fmt: skip
+        if run.wipes != self._judge.wipes:  # a later run may have the same number, and sweep it
+            self._judge.doomed.add(uuid)
         self._store.commit(manifest, run.fence, base)
 
     def _in_parts(self, key: str, data: bytes) -> None:

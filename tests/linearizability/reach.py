@@ -2,9 +2,9 @@
 
     python -m tests.linearizability.reach [SEEDS] [--first SEED] [--store]
 
-Without a number, plays the stored seeds, which are few and reach all that is reached at all. Where
-they do not any more, since the product's requests or the actions have changed, it plays others
-until all is reached: then store new ones, by ``make simulate ARGS=--store``.
+First plays the stored seeds, which are few and reach all that is reached at all, unless the
+product's requests or the actions have changed since. Then it plays as many others; without a number
+only until all is reached. ``make simulate ARGS=--store`` stores new ones.
 
 A branch is an outcome of a condition (of `if`, `while`, `x if y else z` or a filter), an `except`,
 or a loop's first item or regular end. They are counted by calls in the modules' syntax trees:
@@ -186,7 +186,7 @@ def main(seeds: Sequence[int], spare: Iterable[int] = (), is_stored: bool = Fals
         f"which {len({*missing} & {*listed})} are listed"
     )
     if len(played) > len(seeds):
-        print(f"{len(seeds)} seeds do not reach all any more: make simulate ARGS=--store")
+        print("the stored seeds do not reach all any more: make simulate ARGS=--store")
     for name in missing:
         if reason(name) is None:
             yield f"neither reached nor listed: {name}"
@@ -210,14 +210,15 @@ def few(played: Mapping[int, frozenset[int]]) -> list[int]:
 
 if __name__ == "__main__":
     parser = ArgumentParser(prog="python -m tests.linearizability.reach")
-    parser.add_argument("seeds", type=int, nargs="?", help="how many; otherwise the stored ones")
+    parser.add_argument("seeds", type=int, nargs="?", help="how many more than the stored ones")
     parser.add_argument("--first", type=int, default=0, metavar="SEED")
     parser.add_argument("--store", action="store_true", help="store few seeds that reach the same")
+    parser.add_argument("--alone", action="store_true", help="leave the stored ones out")
     given = parser.parse_args()
-    seeds: Sequence[int] = range(given.first, given.first + (given.seeds or 0))
-    spare: Iterable[int] = ()
-    if given.seeds is None:
-        seeds, spare = [*map(int, STORED.read_text().split())], range(MOST_SPARE)
+    seeds = [] if given.alone else [*map(int, STORED.read_text().split())]
+    spare: Iterable[int] = range(given.first, given.first + (given.seeds or MOST_SPARE))
+    if given.seeds is not None:
+        seeds, spare = [*dict.fromkeys((*seeds, *spare))], ()
     problems = list(main(seeds, spare, given.store))
     print(*problems, sep="\n")
     sys.exit(bool(problems))

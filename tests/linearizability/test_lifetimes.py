@@ -5,6 +5,7 @@ Each is a history that a simulation has found, with nothing else in it.
 
 from __future__ import annotations
 
+import random
 import uuid as uuids
 from collections.abc import Iterator
 
@@ -112,6 +113,20 @@ def test_a_deletion_waits_for_an_upload_that_a_sweep_should_have_found(
     )  # fmt: skip
     with pytest.raises(Exception, match="is not deleted: checkpoint"):
         judge.check_end()
+
+
+def test_a_run_saves_whose_record_a_person_has_deleted(
+    judge: Judge, store: CheckpointStore
+) -> None:
+    """A later run may have its number, and sweep its files: then they need not stay."""
+    actor = lifetimes.Actor(judge, random.Random(0), "0")
+    actor.begin("gpt-1")
+    judge.forget_attempts()
+    store.take_over("gpt-1", "flow-run-1")
+    actor.save()
+    (manifest,) = store.list("gpt-1")
+    store.storage.clear(layout.files_folder(manifest.uuid), frozenset())
+    judge.check_end()
 
 
 def test_a_pin_comes_when_its_checkpoint_is_gone(judge: Judge, store: CheckpointStore) -> None:

@@ -72,7 +72,7 @@ def test_every_branch_is_reached_or_listed() -> None:
 
 def test_a_branch_that_is_not_reached_is_named() -> None:
     """Two histories reach some branches, and are told which they do not."""
-    status, printed = _reach("2")
+    status, printed = _reach("2", "--alone")
     assert status == 1
     assert " of 2: commit.commit: fence is not None: true\n" in printed
     assert "neither reached nor listed: intents._prevent_commit: except FileExistsError" in printed
