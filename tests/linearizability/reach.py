@@ -216,9 +216,10 @@ if __name__ == "__main__":
     parser.add_argument("--alone", action="store_true", help="leave the stored ones out")
     given = parser.parse_args()
     seeds = [] if given.alone else [*map(int, STORED.read_text().split())]
-    spare: Iterable[int] = range(given.first, given.first + (given.seeds or MOST_SPARE))
+    spare: Iterable[int] = range(given.first, given.first + MOST_SPARE)
     if given.seeds is not None:
-        seeds, spare = [*dict.fromkeys((*seeds, *spare))], ()
+        more = range(given.first, given.first + given.seeds)
+        seeds, spare = [*dict.fromkeys((*seeds, *more))], ()
     problems = list(main(seeds, spare, given.store))
     print(*problems, sep="\n")
     sys.exit(bool(problems))
