@@ -138,7 +138,7 @@ class Judge:
     def has_committed(self, manifest: Manifest, fence: Fence | None) -> None:
         """A commit has returned."""
         swept = self._swept_before.get(manifest.uuid, 0)
-        assert fence is None or swept <= fence.number, (
+        assert fence is None or swept <= fence.number or manifest.uuid in self.doomed, (
             f"checkpoint {manifest.uuid} of attempt {fence and fence.number} was committed after "
             f"the sweep of attempt {swept} had returned"
         )
@@ -212,6 +212,8 @@ class Judge:
                 objects[key] = before
             if name := layout.parse_manifest_key(key):
                 self._unprotect(name.uuid)
+            if intent := layout.parse_intent_key(key):  # no sweep finds its upload any more
+                self.doomed.add(intent.uuid)
         self.altered.clear()
 
     def _unprotect(self, uuid: str) -> None:

@@ -14,7 +14,7 @@ import pytest
 from tests.linearizability import lifetimes
 from tests.linearizability.lifetimes import Judge
 from tests.linearizability.simulation import Simulation
-from tests.support.manifests import commit_files
+from tests.support.manifests import commit_files, put_files
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.json_objects import encode_json
 from trial_core.checkpoint.manifest import Manifest, utc_now
@@ -127,6 +127,20 @@ def test_a_run_saves_whose_record_a_person_has_deleted(
     (manifest,) = store.list("gpt-1")
     store.storage.clear(layout.files_folder(manifest.uuid), frozenset())
     judge.check_end()
+
+
+def test_a_commit_after_a_sweep(judge: Judge, store: CheckpointStore) -> None:
+    """The judge refuses it, unless a person has deleted its intent, which the sweep needs."""
+    manifest = put_files(store, 7, files={"model": b"weights"}, trial="gpt-1")
+    fence = store.take_over("gpt-1", "flow-run-1")
+    store.announce_upload("gpt-1", manifest.uuid, "launch-1", fence)
+    store.sweep("gpt-1", store.take_over("gpt-1", "flow-run-2"))
+    store.storage.write(manifest.name.key, manifest.to_json())
+    with pytest.raises(AssertionError, match="was committed after the sweep"):
+        judge.has_committed(manifest, fence)
+    judge.altered[layout.intent_key("gpt-1", manifest.uuid)] = None
+    judge.mend()
+    judge.has_committed(manifest, fence)
 
 
 def test_a_pin_comes_when_its_checkpoint_is_gone(judge: Judge, store: CheckpointStore) -> None:
