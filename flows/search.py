@@ -31,6 +31,7 @@ from trial_core.driver.placement import ForkServers, choose_provider
 from trial_core.driver.result import TrialResult, describe_pause
 from trial_core.errors import (
     CheckpointError,
+    CommitConflict,
     InvalidHP,
     RankFailed,
     SlotsError,
@@ -182,7 +183,7 @@ def train_trial_to_rung(
         return LegOutcome(stopped=str(stop))
     if state.is_failed() or state.is_crashed():
         failure = state.result(raise_on_failure=False)
-        if isinstance(failure, (Stopped, Superseded, TrialBusy)):
+        if isinstance(failure, (Stopped, CommitConflict, TrialBusy)):
             return LegOutcome(stopped=str(failure))
         return LegOutcome(failure=failure)
     if not state.is_completed():

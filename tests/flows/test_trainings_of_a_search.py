@@ -22,7 +22,7 @@ from tests.support.slots import TOY
 from tests.support.wire import Wire
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.driver.result import TrialResult, describe_pause
-from trial_core.errors import ConfigError, StorageError, Superseded, TrialError, TrialflowError
+from trial_core.errors import CommitConflict, ConfigError, StorageError, TrialError, TrialflowError
 from trial_core.processes.machine.run_dirs import locked_run_dir
 from trial_core.schedule.stop_requests import StopHandler
 from trial_core.search.log import Exited, RungReached, SearchLog, searches
@@ -237,7 +237,7 @@ def test_a_training_that_is_stopped_otherwise_continues_later(
 
 
 def superseded() -> None:
-    raise Superseded("it was superseded")
+    raise CommitConflict("it was superseded at the same time")
 
 
 @pytest.mark.parametrize(
