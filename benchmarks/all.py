@@ -21,7 +21,7 @@ from benchmarks.page import HISTORY
 ORDER = (
     "request", "workload", "loop", "start", "restart", "replace", "stopping", "checkpoint",
     "loading", "continuous", "report", "telemetry", "rebuild", "driver_memory", "scale",
-    "pretrained", "goodput",
+    "pretrained", "search", "goodput",
 )  # fmt: skip
 """All benchmarks but `gpu`, which needs a GPU. The short ones come first."""
 GOODPUT = "--only trialflow --batches 1400 --batch-seconds 0.3 --save-every 15"

@@ -30,7 +30,7 @@ from trial_core.observe.events.observers import Observer, observing
 from trial_core.search.settings import SearchExperiment
 from trial_core.search.simulate import in_memory
 
-DIVISOR, RUNGS = 3, 4
+DIVISOR, RUNGS = 3, 6
 LENGTH = DIVISOR ** (RUNGS - 1)
 SIDE_BY_SIDE = 4
 TARGETS = {"until_found_to_tune": 1.0, "pasha_to_asha": 0.5, "beside_training_to_tune": 0.2}
@@ -52,13 +52,13 @@ class Family:
     def end(self, trial: int) -> float:
         """The loss after all batches, without noise."""
         end, height, speed = self._curves[trial]
-        return end + height * LENGTH ** -(0.3 + speed)
+        return float(end + height * LENGTH ** -(0.3 + speed))
 
     def loss(self, trial: int, batches: int) -> float:
         """The loss after so many batches."""
         end, height, speed = self._curves[trial]
         noise = random.Random(f"{self._seed} {trial} {batches}").gauss(0, 0.01)
-        return end + height * batches ** -(0.3 + speed) + noise
+        return float(end + height * batches ** -(0.3 + speed) + noise)
 
 
 class Course:
@@ -141,7 +141,7 @@ def of_tune(family: Family, trials: int) -> Course:
     from ray.tune.experiment import Trial
     from ray.tune.schedulers import ASHAScheduler
 
-    scheduler = ASHAScheduler(
+    scheduler: Any = ASHAScheduler(
         metric="loss", mode="min", max_t=LENGTH, grace_period=1, reduction_factor=DIVISOR
     )
 
@@ -249,6 +249,7 @@ def trialflow_trials(folder: Path, trials: int, batches: int) -> float:
         hyperparameters={"model": "tiny", "bare_batches": 1},
     )  # fmt: skip
     fields = config.model_dump(mode="json")
+    fields["hyperparameters"]["tried"] = {"type": "double", "minval": 0, "maxval": 1}
     fields["searcher"] = {
         "name": "random", "metric": "seconds", "max_trials": trials, "max_concurrent_trials": 1,
         "max_length": {"batches": batches},
@@ -276,7 +277,9 @@ def tune_trials(folder: Path, trials: int, batches: int) -> float:
         ).fit()
     finally:
         ray.shutdown()
-    metrics = sorted((result.metrics or {} for result in results), key=lambda each: each["ended"])
+    metrics = sorted(
+        (results[i].metrics or {} for i in range(len(results))), key=lambda each: each["ended"]
+    )
     return beside_training(
         [each["ended"] for each in metrics], [each["trained"] for each in metrics]
     )
