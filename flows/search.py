@@ -49,7 +49,7 @@ from trial_core.schedule.stop_requests import StopHandler, StopRequest, as_the_t
 from trial_core.schedule.units import Batch
 from trial_core.search.figures import html
 from trial_core.search.log import SearchLog
-from trial_core.search.page import markdown
+from trial_core.search.page import glance, markdown
 from trial_core.search.samplers import sampler_of
 from trial_core.search.search import Leg, Search
 from trial_core.search.settings import SearchExperiment
@@ -357,10 +357,11 @@ class SearchRun:
         self._observer.search_advanced(news)
 
     def _show(self, search: Search) -> None:
-        """Show the search on its page. A server that does not take it gets the next one."""
-        status = "" if search.state.is_over else "running"
+        """Show the search, also on its page. A server that does not take it gets the next one."""
+        status, view = "" if search.state.is_over else "running", view_of(search, self._store.url)
+        self._observer.search_shown(*glance(view), search.state.progress)
         with suppress(*NO_ANSWER):
-            self._page.write(markdown(view_of(search, self._store.url), status))
+            self._page.write(markdown(view, status))
 
     def _result(self, search: Search, report: Path) -> SearchResult:
         state, request = search.state, self._stopping.final_request()

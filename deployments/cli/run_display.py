@@ -14,7 +14,7 @@ import io
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import IO, TYPE_CHECKING, Any, TextIO, cast
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 REDRAWS_PER_SECOND = 8
 NARROWEST_BAR, WIDEST_BAR = 10, 40
 NARROWEST_WITH_BAR = 50
+MOST_RUNGS = 12
 # Shorter callbacks get no line.
 SHORTEST_CALLBACKS_SECONDS = 1.0
 # A plain line names a longer stage, except for the stages of every few lines.
@@ -206,6 +207,8 @@ class LiveDisplay(Display):
         super().__init__(**display)
         self._console = console
         self._spinner = Spinner("dots")
+        self._search: tuple[Sequence[str], Sequence[Sequence[str]], float] | None = None
+        self._search_began = (0.0, 0.0)
         self._live = Live(
             console=console,
             get_renderable=self.render,
@@ -229,7 +232,39 @@ class LiveDisplay(Display):
         if kind == "validation":
             self.say(f"validate @{batches}: {text_format.metrics_line(metrics)}")
 
+    def search_shown(
+        self, lines: Sequence[str], rungs: Sequence[Sequence[str]], progress: float
+    ) -> None:
+        if self._search is None:
+            self._search_began = (self._clock(), progress)
+        self._search = (lines, rungs, progress)
+
+    def _render_search(
+        self, lines: Sequence[str], rungs: Sequence[Sequence[str]], progress: float
+    ) -> RenderableType:
+        """The rungs as a table, what the search has found, and the time left."""
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        columns, *rows = ([text_format.clean(cell) for cell in row] for row in rungs)
+        table = Table(*columns, box=None, header_style="dim", pad_edge=False)
+        for row in rows[-MOST_RUNGS:]:
+            table.add_row(*row)
+        began, before = self._search_began
+        spent, done = self._clock() - began, progress - before
+        facts = [note for note in (self._stop_note, f"{progress:.0%}") if note]
+        facts.append(text_format.clock(spent))
+        if done > 0:
+            facts.append(f"{text_format.clock(spent * (1 - progress) / done)} left")
+        head = Table.grid(padding=(0, 1))
+        head.add_row(self._spinner, Text(" · ".join(facts), no_wrap=True, overflow="ellipsis"))
+        shown = [Text(text_format.clean(line), no_wrap=True, overflow="ellipsis") for line in lines]
+        return Group(table, *shown, head)
+
     def render(self) -> RenderableType:
+        if self._search is not None:
+            return self._render_search(*self._search)
         from rich.console import Group
         from rich.progress_bar import ProgressBar
         from rich.table import Table

@@ -45,6 +45,14 @@ def tables(view: SearchView) -> list[ViewTable]:
     return [table for table in found if table.rows]
 
 
+def glance(view: SearchView) -> tuple[list[str], list[Sequence[str]]]:
+    """A search at a glance: lines, and the table of rungs with its columns."""
+    rungs = _rungs(view)
+    found, values = best_lines(view)
+    best = [f"best: {found}", "  ".join(values)] if found else []
+    return [headline(view), *best], [rungs.columns, *rungs.rows]
+
+
 def _rungs(view: SearchView) -> ViewTable:
     """The rungs of each bracket: how many have reached them, and who is best there."""
     bracket_of = [trial.bracket for trial in view.state.trials]

@@ -309,3 +309,21 @@ def test_plain_lines_say_what_takes_long() -> None:
         display.waiting_for("starting the ranks")
         clock.now += 3
     assert out.getvalue().splitlines() == ["checkpoint-upload @10…", "starting the ranks…"]
+
+
+def test_a_search_is_a_table_with_the_time_left() -> None:
+    """The last rungs of many; times count from where this run of the search has begun."""
+    display, _, clock = live()
+    columns, rungs = ("trained to", "best"), [(f"{i} batches", f"0.{i}") for i in range(10, 40)]
+    display.search_shown(["3 of 16 trials begun"], [columns, *rungs], 0.25)
+    assert rendered(display)[-1].endswith("25% · 0:00")
+    clock.now += 60
+    display.search_shown(["4 of 16 trials begun", "best:\x1b 1"], [columns, *rungs], 0.5)
+    lines = rendered(display)
+    assert [line.split() for line in lines[:2]] == [
+        ["trained", "to", "best"],
+        ["28", "batches", "0.28"],
+    ]
+    assert lines[-4].split() == ["39", "batches", "0.39"]
+    assert lines[-3:-1] == ["4 of 16 trials begun", "best: 1"]
+    assert lines[-1].endswith("50% · 1:00 · 2:00 left")

@@ -58,6 +58,17 @@ class Observer:
     def search_advanced(self, news: str) -> None:
         """A trial of a search has reached a rung, or has failed: a line for people."""
 
+    def search_shown(
+        self, lines: Sequence[str], rungs: Sequence[Sequence[str]], progress: float
+    ) -> None:
+        """What a search has, now that it has begun, a training has begun, or one has ended.
+
+        Args:
+            lines: for people.
+            rungs: a table; its first row has the names of its columns.
+            progress: 0 to 1.
+        """
+
     def batches_resized(self, extra_samples: int) -> None:
         """Just before `run_started`: so many more samples have been trained than `begins_at` times
         `batch_samples`. Not 0 if batches have had another size; negative if a smaller one."""
