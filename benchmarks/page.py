@@ -121,6 +121,12 @@ ROWS: dict[str, dict[str, tuple[str, str]]] = {
         r"resident_mib_growth_(\w+)": ("… resident memory", "MiB"),
     },
     "pretrained": {"peak_share": ("most of the weights that a rank of 4 holds while it loads", "")},
+    "search": {
+        "until_found_to_tune": ("a search's batches until its best is found, of Ray Tune's", ""),
+        "pasha_to_asha": ("… all batches of PASHA, of ASHA's", ""),
+        "beside_training_s": ("seconds of a trial of a search besides training", "s"),
+        "beside_training_to_tune": ("… of Ray Tune's with new processes", ""),
+    },
 }  # fmt: skip
 """Figures that the page shows, in its order, with words and unit. Groups in a name tell apart the
 cases that share a row. Other figures are shown if they have a target."""

@@ -237,7 +237,7 @@ class Ends(Observer):
 def beside_training(ends: Sequence[float], trained: Sequence[float]) -> float:
     """Seconds of a trial besides its batches: the mean of all but the first."""
     periods = [end - begin for begin, end in pairwise(ends)]
-    return statistics.mean(periods) - statistics.mean(trained)
+    return statistics.mean(periods) - statistics.mean(trained[1:])
 
 
 def trialflow_trials(folder: Path, trials: int, batches: int) -> float:
@@ -246,7 +246,7 @@ def trialflow_trials(folder: Path, trials: int, batches: int) -> float:
 
     config = experiment(
         "TimedTrial", 1, f"file://{folder}/checkpoints", name="search",
-        hyperparameters={"model": "tiny", "bare_batches": 1},
+        hyperparameters={"model": "tiny", "bare_batches": 1}, scheduling_unit=batches,
     )  # fmt: skip
     fields = config.model_dump(mode="json")
     fields["hyperparameters"]["tried"] = {"type": "double", "minval": 0, "maxval": 1}

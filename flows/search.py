@@ -31,8 +31,11 @@ from trial_core.driver.placement import ForkServers, choose_provider
 from trial_core.driver.result import TrialResult, describe_pause
 from trial_core.errors import (
     CheckpointError,
+    CheckpointNotFound,
     CommitConflict,
     InvalidHP,
+    LaunchError,
+    NonFiniteLoss,
     RankFailed,
     SlotsError,
     Stopped,
@@ -154,12 +157,14 @@ class LegOutcome:
     """What came of a trial's training to a rung: its result, a failure, or a stop.
 
     Attributes:
+        is_counted: False if its failure is that of this trial alone: see `Exited`.
         stopped: why it was stopped or has not begun, for people.
         is_cancelled: True if a person has cancelled its flow run.
     """
 
     result: TrialResult | None = None
     failure: BaseException | None = None
+    is_counted: bool = True
     stopped: str = ""
     is_cancelled: bool = False
 
@@ -185,7 +190,7 @@ def train_trial_to_rung(
         failure = state.result(raise_on_failure=False)
         if isinstance(failure, (Stopped, CommitConflict, TrialBusy)):
             return LegOutcome(stopped=str(failure))
-        return LegOutcome(failure=failure)
+        return LegOutcome(failure=failure, is_counted=not isinstance(failure, NonFiniteLoss))
     if not state.is_completed():
         message = state.message or state.name or ""
         return LegOutcome(stopped=message, is_cancelled=message.startswith(CANCELLED))
@@ -201,7 +206,8 @@ def train_trial_to_rung(
         failure=TrialError(
             f"it has ended {why} after {result.batches_trained} batches ({at}), before its "
             f"validation at {leg.until.value} {leg.until.unit}"
-        )
+        ),
+        is_counted=not is_asked,
     )
 
 
@@ -258,7 +264,6 @@ class SearchRun:
                 label.send()
             log = SearchLog(self._store.storage, self._id)
             search = Search(self._experiment, log, self._id)
-            self._show(search)
             with self._fork_servers, self._stopping.subscribed(self._wake, self._wake):
                 self._train_what_is_due(search)
             report = run_dir_of(self._id) / REPORT
@@ -275,6 +280,7 @@ class SearchRun:
         limit = side_by_side(self._experiment)
         while True:
             self._start_what_is_due(search, limit)
+            self._show(search)
             if not self._running:
                 return
             if (ended := self._ended.get()) is not None:
@@ -282,7 +288,6 @@ class SearchRun:
                 del self._running[leg.trial.number]
                 with self._ending_after_a_failure():
                     self._note(search, leg, outcome_of(future))
-                self._show(search)
 
     @contextmanager
     def _ending_after_a_failure(self) -> Iterator[None]:
@@ -336,15 +341,15 @@ class SearchRun:
         if isinstance(self._failure, Superseded):
             return
         if result is not None:
-            search.reached(
-                leg, result.batches_trained, result.validation_metrics, result.checkpoint_uuid
-            )
+            is_validated = result.checkpoint_at == result.validated_at
+            checkpoint = result.checkpoint_uuid if is_validated else None
+            search.reached(leg, result.batches_trained, result.validation_metrics, checkpoint)
         elif self._ends:  # which may be the cause
             return
         elif failure is not None:
             if not is_of_trial(failure):
                 raise of_search(failure, leg)
-            search.failed(leg, str(failure), is_invalid(failure))
+            search.failed(leg, str(failure), is_invalid(failure), outcome.is_counted)
         elif self._stopping.wait(2 * POLL_SECONDS):  # the trial may learn of the stop first
             return
         elif outcome.is_cancelled:
@@ -358,7 +363,7 @@ class SearchRun:
 
     def _show(self, search: Search) -> None:
         """Show the search, also on its page. A server that does not take it gets the next one."""
-        status, view = "" if search.state.is_over else "running", view_of(search, self._store.url)
+        status, view = "running" if self._running else "", view_of(search, self._store.url)
         self._observer.search_shown(*glance(view), search.state.progress)
         with suppress(*NO_ANSWER):
             self._page.write(markdown(view, status))
@@ -394,7 +399,7 @@ def outcome_of(future: PrefectFuture[LegOutcome]) -> LegOutcome:
 def is_of_trial(failure: BaseException) -> bool:
     """Return whether a training failed by its trial. Else others would, too."""
     is_of_ranks = isinstance(failure, (SlotsError, TrialError, CheckpointError))
-    return is_of_ranks and not isinstance(failure, StorageError)
+    return is_of_ranks and not isinstance(failure, (LaunchError, CheckpointNotFound, StorageError))
 
 
 def of_search(failure: BaseException, leg: Leg) -> TrialflowError:

@@ -40,6 +40,10 @@ class TrialValueError(TrialError, ValueError, AssertionError):
     """An argument, or the result or effect of a method of the trial, has a wrong value."""
 
 
+class NonFiniteLoss(TrialError):
+    """The loss of a trial is not finite, and stays so (`stopping.fail_on_non_finite_loss`)."""
+
+
 class InvalidHP(TrialValueError):
     """Raised by a trial or script that cannot be trained with its hyperparameters: no restart."""
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
     from prefect.client.schemas import FlowRun, State
 
-FLOWS = ("train", "retrain", "evaluate")
-"""The flows whose runs belong to trials: other runs on the server are left alone."""
+FLOWS = ("train", "retrain", "evaluate", "search")
+"""The flows whose runs belong to trials or searches: other runs on the server are left alone."""
 
 RETRAINING = "retrain "
 """The first word of a retraining's flow run name; the id of its challenger's trial follows."""
@@ -69,6 +69,10 @@ class _Run(NamedTuple):
 
     @property
     def later(self) -> str:
+        if self.flow_run is not None and self.flow_run.parent_task_run_id is not None:
+            return "the run that has begun it, such as a search, does not train it further"
+        if self.flow_run is not None and "search" in self.flow_run.parameters:
+            return f"`trialflow search FILE --resume --search {self.trial}` continues the search"
         return f"`trialflow train --resume --trial {self.trial}` continues the trial"
 
     def ask(self, state: State[Any] | None, *expected: str) -> None:

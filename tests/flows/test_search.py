@@ -69,6 +69,7 @@ def test_a_search_trains_the_better_trials_further(
             servers.append(self)
 
     monkeypatch.setattr(fork_server, "ServerProcess", Counted)
+    monkeypatch.setattr("trial_core.driver.placement.ForkServer", fork_server.ForkServer)
     config = experiment(here, {})
     result = search(config)
     assert len(servers) == 1

@@ -22,7 +22,16 @@ from tests.support.slots import TOY
 from tests.support.wire import Wire
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.driver.result import TrialResult, describe_pause
-from trial_core.errors import CommitConflict, ConfigError, StorageError, TrialError, TrialflowError
+from trial_core.errors import (
+    CommitConflict,
+    ConfigError,
+    LaunchError,
+    NonFiniteLoss,
+    StorageError,
+    TrialError,
+    TrialflowError,
+)
+from trial_core.observe.events.observers import Observer, observing
 from trial_core.processes.machine.run_dirs import locked_run_dir
 from trial_core.schedule.stop_requests import StopHandler
 from trial_core.search.log import Exited, RungReached, SearchLog, searches
@@ -116,7 +125,14 @@ def trainings(here: Path, monkeypatch: pytest.MonkeyPatch) -> Trainings:
     return found
 
 
-@pytest.mark.parametrize("error", [StorageError("it is away"), ConfigError("no such tracker")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        StorageError("it is away"),
+        pytest.param(ConfigError("no such tracker"), marks=pytest.mark.long),
+        LaunchError("no cluster answers"),
+    ],
+)
 def test_an_error_that_is_not_the_trials_ends_the_search(
     trainings: Trainings, error: TrialflowError
 ) -> None:
@@ -150,14 +166,38 @@ def test_an_error_that_is_not_the_trials_ends_the_search(
     assert (result.is_over, result.trials) == (True, 3)
 
 
+def test_a_trial_that_diverges_is_no_failure_of_the_search(trainings: Trainings) -> None:
+    """It is the worst of its rung; so is one that ends itself. The page says what the search has
+    at each time."""
+    shown: list[tuple[int, bool]] = []
+
+    class Noting(Observer):
+        def search_shown(self, lines: Any, rungs: Any, progress: float) -> None:
+            begun = int(lines[0].split()[0])
+            shown.append((begun, progress == 1))
+
+    def act(number: int, stopping: StopHandler, result: TrialResult) -> TrialResult | None:
+        if number == 0:
+            raise NonFiniteLoss("the loss is not finite since batch 2")
+        return replace(result, stop_reason=None, validated_at=None) if number == 1 else None
+
+    trainings.act = act
+    with observing(Noting()):
+        result = trainings.search(max_failed_trials=0)
+    assert (result.is_over, result.trials) == (True, 3)
+    exits = [event for event in trainings.log.events if isinstance(event, Exited)]
+    assert [(each.trial, each.is_counted) for each in exits] == [(0, False), (1, False)]
+    assert (shown[0], shown[-1]) == ((1, False), (3, True))
+
+
 def test_a_server_that_is_away_ends_the_search(
     trainings: Trainings, wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With what it has, and an error that says so."""
-    show, await_server = SearchRun._show, StopMonitor.await_server
+    note, await_server = SearchRun._note, StopMonitor.await_server
 
-    def show_and_cut(self: SearchRun, search: Any) -> None:
-        show(self, search)
+    def note_and_cut(self: SearchRun, *arguments: Any) -> None:
+        note(self, *arguments)
         if trainings.count == 1:
             wire.cut()
 
@@ -166,7 +206,7 @@ def test_a_server_that_is_away_ends_the_search(
             wire.mend()
         await_server(self)
 
-    monkeypatch.setattr(SearchRun, "_show", show_and_cut)
+    monkeypatch.setattr(SearchRun, "_note", note_and_cut)
     monkeypatch.setattr(StopMonitor, "await_server", mend_and_await)
     with pytest.raises(TrialflowError, match=r"trial . .*cannot be trained: .*Connect.* server"):
         trainings.search()

@@ -16,7 +16,7 @@ from operator import attrgetter
 from typing import Any, cast
 
 from trial_core.checkpoint.manifest import Manifest
-from trial_core.common.text_format import is_finite_number
+from trial_core.common.text_format import is_finite_number, ordinal
 from trial_core.schedule.units import Batch, TrainUnit
 
 RESUME_ORDER = attrgetter("resume_order")
@@ -252,7 +252,4 @@ def _counted(place: str, kept: int) -> str:
 
 def _ordinal(place: int) -> str:
     """``""`` for the first place, ``"2nd "`` for the second, …"""
-    if place == 1:
-        return ""
-    ending = "th" if 10 <= place % 100 <= 20 else {1: "st", 2: "nd", 3: "rd"}.get(place % 10, "th")
-    return f"{place}{ending} "
+    return "" if place == 1 else f"{ordinal(place)} "

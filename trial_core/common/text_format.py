@@ -186,6 +186,12 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun}{ending if count != 1 else ''}"
 
 
+def ordinal(place: int) -> str:
+    """``1st``, ``2nd``, ``111th``."""
+    ending = "th" if 10 <= place % 100 <= 20 else {1: "st", 2: "nd", 3: "rd"}.get(place % 10, "th")
+    return f"{place}{ending}"
+
+
 def flat(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
     """Each value of nested mappings, with its dotted name: ``("model.depth", 12)``."""
     for name, value in values.items():

@@ -108,6 +108,8 @@ def check(values: Mapping[str, Any], *, needs_counts: bool) -> bool:
         is_counted = type(count) is int and count >= 1
         if needs_counts and search_range["type"] != "categorical" and not is_counted:
             uncounted.append(place)
+        elif needs_counts and is_counted and search_range["count"] <= MAX_POINTS:
+            _grid_values(search_range)
         return _draw_from(search_range, Random(0))
 
     _checked_resolved(values, check_range)

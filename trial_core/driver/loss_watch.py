@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trial_core.common.text_format import number, plural
-from trial_core.errors import TrialError
+from trial_core.errors import NonFiniteLoss, TrialError
 from trial_core.messages import NonFinite, Trained
 
 MIN_BATCHES = 5
@@ -118,7 +118,7 @@ class LossWatch:
         if self.since > self.begin and not is_last:  # not yet for a whole workload
             return None
         last = "so there is none" if saved_at is None else f"the last one is at batch {saved_at}"
-        return TrialError(
+        return NonFiniteLoss(
             f"the loss is not finite since batch {self.since} ({self.where}), until batch "
             f"{self.reached}; no checkpoint was stored since then, {last}. It would come again: "
             "change what causes it, in the trial's code or the data of that batch, before the "

@@ -235,11 +235,13 @@ class ForkServers:
     def __init__(self) -> None:
         ahead = _importing.get()
         self._idle = [] if ahead is None else [ahead.__enter__()]
+        self._is_closed = False
 
     def __enter__(self) -> ForkServers:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._is_closed = True  # the server of a run that has not ended closes with it
         for server in self._idle:
             server.close()
 
@@ -257,6 +259,8 @@ class ForkServers:
             _importing.reset(token)
             server.free_devices()
             self._idle.append(server)
+            if self._is_closed:
+                server.close()
 
 
 def _modules(config: ExperimentConfig) -> Sequence[str]:

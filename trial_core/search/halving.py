@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from trial_core.common.text_format import ordinal
 from trial_core.search.plan import BracketPlan
 
 WORST = math.inf
@@ -72,8 +73,7 @@ class _Rung:
     def rank(self, trial: int) -> str:
         """A trial's rank, for people: ``2nd of 5``."""
         index = next(i for i, place in enumerate(self.places, 1) if place.trial == trial)
-        ending = {1: "st", 2: "nd", 3: "rd"}.get(index if index < 20 else index % 10, "th")
-        return f"{index}{ending} of {len(self.places)}"
+        return f"{ordinal(index)} of {len(self.places)}"
 
 
 class Bracket:

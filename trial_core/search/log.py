@@ -71,11 +71,17 @@ class RungReached(SearchRecord, frozen=True, kw_only=True, tag="reached"):
 
 
 class Exited(SearchRecord, frozen=True, kw_only=True, tag="exited"):
-    """A trial has failed. `is_invalid`: because its hyperparameters cannot be trained with."""
+    """A trial has failed, or has ended itself.
+
+    Attributes:
+        is_invalid: because its hyperparameters cannot be trained with.
+        is_counted: False if it says nothing of the other trials: it has ended itself, or diverged.
+    """
 
     trial: int
     why: str
     is_invalid: bool = False
+    is_counted: bool = True
 
 
 SearchEvent = Opened | Changed | Begun | RungReached | Exited

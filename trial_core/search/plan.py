@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+MAX_TRIALS = 100_000
+
 Mode = Literal["conservative", "standard", "aggressive"]
 
 _RUNGS_OF_BRACKETS: Mapping[Mode, Callable[[int], Sequence[int]]] = {
@@ -51,9 +53,10 @@ class BracketPlan:
         old, new = self.rungs[: len(other.rungs)], self.rungs[len(other.rungs) :]
         return (
             old == other.rungs
-            and list(new) == sorted({*new} - {*range(old[-1] + 1)})
-            and self.max_trials >= other.max_trials
-            and self.concurrent >= 1
+            and list(new) == sorted({*new})
+            and (not new or new[0] > old[-1])
+            and other.max_trials <= self.max_trials <= MAX_TRIALS
+            and 1 <= self.concurrent <= MAX_TRIALS
             and self.divisor == other.divisor
         )
 

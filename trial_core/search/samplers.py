@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -55,6 +58,16 @@ class _Asked:
         )  # fmt: skip
 
 
+@contextmanager
+def _importable(folder: str) -> Iterator[None]:
+    """Modules of the folder can be imported in the block. They stay imported."""
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
+
+
 def sampler_of(experiment: SearchExperiment) -> Sampler:
     """The sampler of a search.
 
@@ -67,12 +80,13 @@ def sampler_of(experiment: SearchExperiment) -> Sampler:
     name = settings.sampler
     module, _, attribute = name.partition(":")
     try:
-        made = getattr(import_module(module), attribute)(**settings.sampler_options)
+        with _importable(str(experiment.code)):
+            made = getattr(import_module(module), attribute)(**settings.sampler_options)
     except Exception as error:
         raise ConfigError(
             f"searcher.sampler: {name} cannot be used: {type(error).__name__}: {error}; expected "
-            "module:Class, importable here, with options that it takes (optuna: pip install "
-            "'trialflow[search]')"
+            "module:Class, in the code folder or installed here, with options that it takes "
+            "(optuna: pip install 'trialflow[search]')"
         ) from error
     if hasattr(made, "sample_independent"):
         from trial_core.search.optuna_sampler import OptunaSampler

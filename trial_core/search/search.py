@@ -112,7 +112,7 @@ class Search:
     def reached(
         self, leg: Leg, batches: int, metrics: Mapping[str, Any], checkpoint: str | None
     ) -> None:
-        """SearchRecord that a trial has been trained to its rung.
+        """Record that a trial has been trained to its rung.
 
         Args:
             metrics: of its validation there.
@@ -133,18 +133,29 @@ class Search:
             batches=batches, metric=value if math.isfinite(value) else None, checkpoint=checkpoint,
         )  # fmt: skip
 
-    def failed(self, leg: Leg, why: str, is_invalid: bool = False) -> None:
-        """SearchRecord that a trial has failed.
+    def failed(self, leg: Leg, why: str, is_invalid: bool = False, is_counted: bool = True) -> None:
+        """Record that a trial has failed, or has ended itself.
 
         Args:
             is_invalid: True if it cannot be trained with its hyperparameters (`InvalidHP`).
+            is_counted: see `Exited`.
 
         Raises:
-            SearchError: more trials have failed than `max_failed_trials`.
+            SearchError: more trials have failed than `max_failed_trials`, or more are invalid than
+                the search has trials.
             Superseded: another driver has the search.
         """
-        self._note(Exited, trial=leg.trial.number, why=why, is_invalid=is_invalid)
+        self._note(
+            Exited, trial=leg.trial.number, why=why, is_invalid=is_invalid, is_counted=is_counted
+        )
         most = self.experiment.searcher.max_failed_trials
+        whole = sum(plan.max_trials for plan in self.state.plans)
+        if self.state.invalid > whole + most:
+            raise SearchError(
+                f"{plural(self.state.invalid, 'trial')} of search {self.id} had invalid "
+                f"hyperparameters, although it has only {plural(whole, 'trial')}; the last: {why}. "
+                "Begin a search with other ranges"
+            )
         if self.state.failed > most:
             raise SearchError(
                 f"{plural(self.state.failed, 'trial')} of search {self.id} have failed, more than "
@@ -181,6 +192,11 @@ class Search:
         """Take the records that the state does not have yet, and tell the sampler, in order."""
         for event in self._log.events[self.state.applied :]:
             self._follows = self.state.apply(event)
+            if isinstance(event, Begun) and event.id != self._id_of(event.trial):
+                raise SearchError(
+                    f"the log of search {self.id} was altered: its trial {event.trial} is "
+                    f"{self._id_of(event.trial)}, not {event.id}; restore it from a backup"
+                )
             if isinstance(event, (Begun, RungReached, Exited)):
                 self._call(self._sampler.tell, self.state.trials[event.trial])
 
@@ -197,12 +213,15 @@ class Search:
                 "hyperparameters, or None if there are no more"
             )
         self.experiment.of_trial(hyperparameters, self.id)  # raises before they are recorded
-        unique = uuid5(NAMESPACE_URL, f"{self.id}/{trial}").hex
         self._note(
-            Begun, trial=trial, id=trial_id(self.experiment.name, unique), bracket=work.bracket,
+            Begun, trial=trial, id=self._id_of(trial), bracket=work.bracket,
             hyperparameters=hyperparameters,
         )  # fmt: skip
         return True
+
+    def _id_of(self, trial: int) -> str:
+        """The id of a trial's runs: no storage may choose it, and so have another trial trained."""
+        return trial_id(self.experiment.name, uuid5(NAMESPACE_URL, f"{self.id}/{trial}").hex)
 
     def _leg(self, trial: SearchTrial) -> Leg:
         unit = self.experiment.searcher.max_length.unit

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from random import Random
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -25,11 +26,10 @@ from trial_core.config.search_ranges import check, grid, sample
 from trial_core.config.values import Count, Flag, Positive, Text
 from trial_core.errors import ConfigError, SearchError
 from trial_core.observe.trackers.tracker import WITH_GROUPS
-from trial_core.search.plan import BracketPlan, Mode, adaptive_asha, asha, extended
+from trial_core.search.plan import MAX_TRIALS, BracketPlan, Mode, adaptive_asha, asha, extended
 
 NAMES = ("random", "grid", "asha", "adaptive_asha", "pasha", "custom")
 Name = Literal["random", "grid", "asha", "adaptive_asha", "pasha", "custom"]
-MAX_TRIALS = 100_000
 MAX_RUNGS = 32
 MAY_CHANGE = ("max_trials", "max_length", "max_concurrent_trials", "max_failed_trials")
 """What a search that continues may have other values of."""
@@ -237,16 +237,20 @@ class SearchExperiment(ExperimentConfig):
         return extended(plans, settings.divisor, longest, most, settings.max_concurrent_trials)
 
     def _points(self, settings: SearchSettings) -> int:
-        return len(grid(self.hyperparameters)) if settings.name == "grid" else 0
+        return len(self._grid) if settings.name == "grid" else 0
+
+    @cached_property
+    def _grid(self) -> list[dict[str, Any]]:
+        return grid(self.hyperparameters)
 
     def grid(self) -> list[dict[str, Any]]:
         """The points of the grid, in the order in which they are tried."""
-        return grid(self.hyperparameters)[: self.searcher.max_trials]
+        return self._grid[: self.searcher.max_trials]
 
     def sample(self, trial: int) -> dict[str, Any]:
         """The hyperparameters of a trial: of the grid, or drawn by the seed and its number."""
         if self.searcher.name == "grid":
-            return self.grid()[trial]
+            return self._grid[trial]
         seed = self.reproducibility.experiment_seed
         return sample(self.hyperparameters, lambda place: Random(f"{seed} {trial} {place}"))
 

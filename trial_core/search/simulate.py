@@ -40,6 +40,8 @@ def in_memory(experiment: SearchExperiment) -> Search:
 def read_curves(path: Path) -> list[LearningCurve]:
     """The curves in a CSV file with the columns trial, length and metric; a row a validation.
 
+    Trials that are numbers have their places; of one that is left out the curve is empty.
+
     Raises:
         ConfigError: it cannot be read, or has other columns.
     """
@@ -60,7 +62,10 @@ def read_curves(path: Path) -> list[LearningCurve]:
         raise ConfigError(f"{path}: line {rows.line_num}: {error}") from None
     if not curves:
         raise ConfigError(f"{path}: has no curves")
-    return [sorted(curve) for curve in curves.values()]
+    names = [*curves]
+    if all(name.isdecimal() for name in names):  # as `search show --csv` writes them
+        names = [str(number) for number in range(1 + max(map(int, names)))]
+    return [sorted(curves[name]) for name in names]
 
 
 def simulate(experiment: SearchExperiment, curves: Sequence[LearningCurve]) -> Search:
@@ -68,8 +73,10 @@ def simulate(experiment: SearchExperiment, curves: Sequence[LearningCurve]) -> S
     search = in_memory(experiment)
     while (leg := search.next(())) is not None:
         length = int(leg.until.value)  # type: ignore[arg-type]
-        metrics = {experiment.searcher.metric: at(curves[leg.trial.number % len(curves)], length)}
-        search.reached(leg, length, metrics, None)
+        if curve := curves[leg.trial.number % len(curves)]:
+            search.reached(leg, length, {experiment.searcher.metric: at(curve, length)}, None)
+        else:
+            search.failed(leg, "it has no curve", is_counted=False)
     return search
 
 

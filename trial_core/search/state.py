@@ -58,7 +58,8 @@ class SearchState:
         trials: by number.
         work: what is due, in the order in which it came due: new trials, and trials to be trained.
         promotions: who was to be trained further, to which rung and why, in order.
-        failed: how many trials have failed, those with invalid hyperparameters not counted.
+        failed: how many trials have failed, without those that are `invalid` or not counted.
+        invalid: how many have had invalid hyperparameters.
         applied: the number of the last record.
         has_no_more: True if the sampler has no hyperparameters for the trials that are due now.
     """
@@ -73,7 +74,7 @@ class SearchState:
         self.trials: list[SearchTrial] = []
         self.work: list[Begin | Advance] = []
         self.promotions: list[Advance] = []
-        self.failed = 0
+        self.failed = self.invalid = 0
         self.has_no_more = False
         self.applied = 0
         self._smaller_is_better = smaller_is_better
@@ -158,7 +159,8 @@ class SearchState:
             else:
                 trial.status = "invalid" if event.is_invalid else "failed"
                 trial.why = text_format.one_line(event.why)
-                self.failed += not event.is_invalid
+                self.invalid += event.is_invalid
+                self.failed += event.is_counted and not event.is_invalid
                 actions = bracket.exited(trial.number, event.is_invalid)
             self._follow(actions)
         return actions

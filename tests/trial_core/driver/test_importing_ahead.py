@@ -114,6 +114,12 @@ def test_fork_servers_outlive_runs_and_serve_one_at_a_time(tmp_path: Path) -> No
         assert first._process is before is not None
         (last,) = placed(servers)
         assert last in (first, other)
+    with ForkServers() as servers:
+        late = placed(servers)
+        busy = next(late)
+    assert busy._process is not None  # its run has not ended
+    assert list(late) == []
+    assert busy._process is None
 
 
 def test_a_fork_server_with_locks_of_devices_ends_with_its_run(tmp_path: Path) -> None:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from trial_core.checkpoint import layout
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.errors import ConfigError, SearchError, StorageError, Superseded
 from trial_core.search.log import Begun, RungReached, SearchEvent, SearchLog
+from trial_core.search.plan import BracketPlan
 from trial_core.search.search import Search
 from trial_core.search.settings import SearchExperiment
+from trial_core.search.simulate import read_curves, simulate
 from trial_core.search.state import described, in_unit
 
 SEARCH = "toy-search-0000beef"
@@ -69,7 +73,7 @@ def what(events: list[SearchEvent]) -> list[tuple[Any, ...]]:
     ]  # fmt: skip
 
 
-def test_a_driver_that_ends_after_any_record_is_continued(storage: Any) -> None:
+def test_a_driver_that_ends_after_any_record_is_continued(storage: Any, tmp_path: Path) -> None:
     """By another one, to the same end, record by record."""
     log = SearchLog(storage, SEARCH)
     search = Search(experiment(), log, SEARCH)
@@ -79,8 +83,8 @@ def test_a_driver_that_ends_after_any_record_is_continued(storage: Any) -> None:
     whole = what(log.events)
     assert max(len(trial.reached) for trial in search.state.trials) == 3
     for count in range(1, len(whole) + 1):
-        other = f"toy-search-{count:08x}"
-        begun = SearchLog(storage, other)
+        other = CheckpointStore(f"file://{tmp_path}/{count}").storage
+        begun = SearchLog(other, SEARCH)
         for event in log.events[:count]:
             fields = {
                 name: getattr(event, name)
@@ -88,8 +92,8 @@ def test_a_driver_that_ends_after_any_record_is_continued(storage: Any) -> None:
                 if name not in ("number", "search", "at", "by")
             }
             begun.append(type(event), **fields)
-        continued = SearchLog(storage, other)
-        train(Search(experiment(), continued, other))
+        continued = SearchLog(other, SEARCH)
+        train(Search(experiment(), continued, SEARCH))
         assert what(continued.events) == whole
 
 
@@ -300,3 +304,73 @@ def test_trackers_show_the_trials_of_a_search_as_a_group(storage: Any) -> None:
     assert leg.config.trackers == [
         {"mlflow": {"group": SEARCH}}, {"wandb": {"group": "mine"}}, {"tensorboard": {}}
     ]  # fmt: skip
+
+
+def test_trials_with_invalid_hyperparameters_alone_end_the_search(storage: Any) -> None:
+    """Each is replaced, but not for ever."""
+    search = Search(experiment(max_trials=3), SearchLog(storage, SEARCH), SEARCH)
+
+    def fail(times: int) -> None:
+        for _ in range(times):
+            leg = search.next(())
+            assert leg is not None
+            search.failed(leg, "not divisible", is_invalid=True)
+
+    fail(8)
+    with pytest.raises(SearchError, match=r"9 trials .*had invalid hyperparameters.*only 3 trials"):
+        fail(1)
+
+
+def test_a_log_chooses_no_trial(storage: Any) -> None:
+    """Else who writes to the storage could have any trial trained further, or taken over."""
+    log = SearchLog(storage, SEARCH)
+    search = Search(experiment(), log, SEARCH)
+    leg = search.next(())
+    assert leg is not None
+    key = layout.numbered_key(layout.search_folder(SEARCH), 2)
+    other = storage.read(key).replace(leg.trial.id.encode(), b"toy-0123456789ab")
+    storage.delete(key)
+    storage.write(key, other)
+    with pytest.raises(SearchError, match=r"was altered: its trial 0 is toy-.*, not toy-0123"):
+        Search(experiment(), SearchLog(storage, SEARCH), SEARCH)
+
+
+def test_maxima_of_a_log_are_bounded() -> None:
+    """Whatever they are, they are compared at once."""
+    plan = BracketPlan((10**10,), 4, 2, 3.0)
+    longer = BracketPlan((10**10, 2 * 10**10), 4, 2, 3.0)
+    assert longer.continues(plan)
+    assert not BracketPlan((10**10, 5), 4, 2, 3.0).continues(plan)
+    for trials, side_by_side in ((10**10, 2), (4, 10**10)):
+        assert not BracketPlan((10**10,), trials, side_by_side, 3.0).continues(plan)
+
+
+def test_a_grid_whose_points_cannot_be_made_is_refused() -> None:
+    """A range from which one value can be drawn may have others that no number holds."""
+    lr = {"type": "log", "minval": -4, "maxval": 340, "count": 3}
+    with pytest.raises(ConfigError, match="cannot draw a value"):
+        SearchExperiment.from_mapping({
+            "name": "toy", "entrypoint": "m:Trial", "hyperparameters": {"lr": lr},
+            "searcher": {"name": "grid", "metric": "loss", "max_length": {"batches": 4}},
+        })  # fmt: skip
+
+
+def test_a_sampler_in_the_code_folder_is_found(storage: Any, tmp_path: Path) -> None:
+    """As the entrypoint is, wherever the command runs."""
+    (tmp_path / "sampler_beside.py").write_text(
+        "class Own:\n  def ask(self): return {'depth': 3}\n  def tell(self, **_): pass\n"
+    )
+    fields = experiment(name="custom", sampler="sampler_beside:Own").model_dump(mode="json")
+    config = SearchExperiment.from_mapping({**fields, "code": str(tmp_path)})
+    leg = Search(config, SearchLog(storage, SEARCH), SEARCH).next(())
+    assert leg is not None
+    assert leg.config.hyperparameters == {"depth": 3}
+    assert str(tmp_path) not in sys.path
+
+
+def test_curves_keep_the_numbers_of_their_trials(tmp_path: Path) -> None:
+    """A trial without a result has no rows in what `search show --csv` prints."""
+    (tmp_path / "curves.csv").write_text("trial,length,metric\n2,4,0.5\n0,4,0.25\n")
+    assert read_curves(tmp_path / "curves.csv") == [[(4, 0.25)], [], [(4, 0.5)]]
+    search = simulate(experiment(max_trials=3, num_rungs=1), read_curves(tmp_path / "curves.csv"))
+    assert [trial.status for trial in search.state.trials] == ["ended", "failed", "ended"]
