@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import trialflow.flows.search
 from tests.support.prefect import PrefectServer
 from tests.support.slots import TOY
 from tests.support.waiting import until
@@ -167,3 +168,55 @@ def test_a_search_that_is_cancelled_continues_where_it_was(
     result = search(config, search=name)
     assert (result.search, result.is_over, result.trials) == (name, True, 3)
     assert log_of(here, name).events[:count] == before.events[:count]
+
+
+@pytest.mark.long
+def test_trials_side_by_side_are_those_one_after_the_other(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has the ranks of its process, and of as many processes as trials train at a time."""
+    servers: list[fork_server.ServerProcess] = []
+
+    class Counted(fork_server.ServerProcess):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            servers.append(self)
+
+    monkeypatch.setattr(fork_server, "ServerProcess", Counted)
+    monkeypatch.setattr("trial_core.driver.placement.ForkServer", fork_server.ForkServer)
+    found = []
+    for at_a_time in (1, 2):
+        monkeypatch.setattr(trialflow.flows.search, "side_by_side", lambda _, most=at_a_time: most)
+        config = experiment(here, {}, name="random", max_trials=4, max_concurrent_trials=4)
+        result = search(config.model_copy(update={"name": f"toy-{at_a_time}"}))
+        assert result.is_over
+        events = log_of(here, result.search).events
+        found.append({e.trial: e.metric for e in events if isinstance(e, RungReached)})
+    assert found[0] == found[1]
+    assert [*sorted(found[0])] == [0, 1, 2, 3]
+    assert len(servers) == 3
+
+
+@pytest.mark.parametrize(
+    ("slots", "cores", "devices", "is_counted", "wanted", "expected"),
+    [
+        (1, 8, 0, False, 4, 4),
+        (1, 8, 0, False, 16, 8),
+        (2, 8, 0, False, 16, 4),
+        (4, 2, 0, False, 16, 1),
+        (2, 8, 8, False, 16, 1),
+        (2, 8, 8, True, 16, 4),
+    ],
+)
+def test_how_many_train_side_by_side(
+    here: Path, monkeypatch: pytest.MonkeyPatch, slots: int, cores: int, devices: int,
+    is_counted: bool, wanted: int, expected: int,
+) -> None:  # fmt: skip
+    """As many as have slots; on GPUs one, unless the server counts them."""
+    module = trialflow.flows.search
+    monkeypatch.setattr(module.os, "sched_getaffinity", lambda _: range(cores))
+    monkeypatch.setattr(module, "count_accelerators", lambda variables: devices)
+    monkeypatch.setattr(module, "resolve_slot_count", lambda *_: slots)
+    monkeypatch.setattr(module, "has_gpu_limit", lambda slots: is_counted)
+    config = experiment(here, {}, max_concurrent_trials=wanted)
+    assert module.side_by_side(config) == expected
