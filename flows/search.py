@@ -53,7 +53,7 @@ from trial_core.schedule.units import Batch
 from trial_core.search.figures import html
 from trial_core.search.log import SearchLog
 from trial_core.search.page import glance, markdown
-from trial_core.search.samplers import sampler_of
+from trial_core.search.samplers import Sampler, sampler_of
 from trial_core.search.search import Leg, Search
 from trial_core.search.settings import SearchExperiment
 from trial_core.search.view import view_of
@@ -132,7 +132,7 @@ def search(
     identity, is_new = identity_of_run(config), search is None
     search = checked_trial(search or trial_id(f"{config.name} search", identity))
     refuse_missing_code(config)
-    sampler_of(config)  # nothing is stored of a search whose sampler cannot be made
+    sampler = sampler_of(config)  # before anything is stored
     place = with_credentials(config).checkpoint_storage
     store = CheckpointStore(place.url, place.options)
     check_crash_limit(config.max_restarts)
@@ -142,7 +142,9 @@ def search(
         StopMonitor(stopping, config.stopping) as watch,
     ):
         return watch.run(
-            lambda: SearchRun(config, search, identity, store, stopping).run(is_new, take_over),
+            lambda: SearchRun(config, search, identity, store, stopping, sampler).run(
+                is_new, take_over
+            ),
             describe_outcome,
         )
 
@@ -234,12 +236,14 @@ class SearchRun:
         identity: str,
         store: CheckpointStore,
         stopping: StopHandler,
+        sampler: Sampler,
     ) -> None:
         self._experiment = experiment
         self._id = search
         self._identity = identity
         self._store = store
         self._stopping = stopping
+        self._sampler = sampler
         self._observer = current_observer()
         self._logger = get_run_logger()
         self._page = MarkdownArtifact(f"search-{search}", f"Search {search}")
@@ -263,7 +267,7 @@ class SearchRun:
                 label.note(fence.record.storage)
                 label.send()
             log = SearchLog(self._store.storage, self._id)
-            search = Search(self._experiment, log, self._id)
+            search = Search(self._experiment, log, self._id, self._sampler)
             with self._fork_servers, self._stopping.subscribed(self._wake, self._wake):
                 self._train_what_is_due(search)
             report = run_dir_of(self._id) / REPORT

@@ -69,9 +69,10 @@ class _Run(NamedTuple):
 
     @property
     def later(self) -> str:
-        if self.flow_run is not None and self.flow_run.parent_task_run_id is not None:
-            return "the run that has begun it, such as a search, does not train it further"
-        if self.flow_run is not None and "search" in self.flow_run.parameters:
+        given = self.flow_run.parameters if self.flow_run is not None else {}
+        if given.get("part") is not None:
+            return "the search that it belongs to trains it no further"
+        if "search" in given:
             return f"`trialflow search FILE --resume --search {self.trial}` continues the search"
         return f"`trialflow train --resume --trial {self.trial}` continues the trial"
 

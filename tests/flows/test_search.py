@@ -11,10 +11,11 @@ import pytest
 import trialflow.flows.search
 from tests.support.prefect import PrefectServer
 from tests.support.slots import TOY
+from tests.support.tensors import differing, stored_tensors
 from tests.support.waiting import until
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import SearchError
-from trial_core.processes.slots import fork_server
+from trial_core.processes.slots.fork_server import ServerProcess
 from trial_core.search.log import Begun, Exited, RungReached, SearchLog
 from trial_core.search.search import Search
 from trial_core.search.settings import SearchExperiment
@@ -58,22 +59,13 @@ def log_of(here: Path, name: str) -> SearchLog:
 
 
 def test_a_search_trains_the_better_trials_further(
-    prefect_server: PrefectServer, here: Path, monkeypatch: pytest.MonkeyPatch
+    prefect_server: PrefectServer, here: Path, fork_servers: list[ServerProcess]
 ) -> None:
     """Each training is a flow run below the search's; a trial that waits has its checkpoint. The
     ranks of all trainings come from one process, which has imported PyTorch once."""
-    servers: list[fork_server.ServerProcess] = []
-
-    class Counted(fork_server.ServerProcess):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
-            servers.append(self)
-
-    monkeypatch.setattr(fork_server, "ServerProcess", Counted)
-    monkeypatch.setattr("trial_core.driver.placement.ForkServer", fork_server.ForkServer)
     config = experiment(here, {})
     result = search(config)
-    assert len(servers) == 1
+    assert len(fork_servers) == 1
     assert isinstance(result, SearchResult)
     assert (result.is_over, result.stop_reason, result.trials) == (True, None, 3)
     log = log_of(here, result.search)
@@ -172,18 +164,9 @@ def test_a_search_that_is_cancelled_continues_where_it_was(
 
 @pytest.mark.long
 def test_trials_side_by_side_are_those_one_after_the_other(
-    here: Path, monkeypatch: pytest.MonkeyPatch
+    here: Path, monkeypatch: pytest.MonkeyPatch, fork_servers: list[ServerProcess]
 ) -> None:
     """Each has the ranks of its process, and of as many processes as trials train at a time."""
-    servers: list[fork_server.ServerProcess] = []
-
-    class Counted(fork_server.ServerProcess):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
-            servers.append(self)
-
-    monkeypatch.setattr(fork_server, "ServerProcess", Counted)
-    monkeypatch.setattr("trial_core.driver.placement.ForkServer", fork_server.ForkServer)
     found = []
     for at_a_time in (1, 2):
         monkeypatch.setattr(trialflow.flows.search, "side_by_side", lambda _, most=at_a_time: most)
@@ -191,10 +174,14 @@ def test_trials_side_by_side_are_those_one_after_the_other(
         result = search(config.model_copy(update={"name": f"toy-{at_a_time}"}))
         assert result.is_over
         events = log_of(here, result.search).events
-        found.append({e.trial: e.metric for e in events if isinstance(e, RungReached)})
-    assert found[0] == found[1]
-    assert [*sorted(found[0])] == [0, 1, 2, 3]
-    assert len(servers) == 3
+        saved = {e.trial: e.checkpoint for e in events if isinstance(e, RungReached)}
+        folder = here / f"{at_a_time}"
+        found.append({k: stored_tensors(config, v, folder / str(k)) for k, v in saved.items()})
+    assert [*sorted(found[0])] == [*sorted(found[1])] == [0, 1, 2, 3]
+    assert all(found[0].values())
+    assert [differing(found[0][trial], found[1][trial]) for trial in range(4)] == [[]] * 4
+    assert differing(found[0][0], found[0][1])  # their hyperparameters are others
+    assert len(fork_servers) == 3
 
 
 @pytest.mark.parametrize(

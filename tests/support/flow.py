@@ -18,6 +18,7 @@ from tests.support.processes import descendants
 from tests.support.slots import lines, toy_config
 from tests.support.waiting import WAIT_SECONDS
 from trial_core.errors import Stopped
+from trial_core.processes.slots import fork_server
 from trial_core.processes.slots.fork_server import ForkServer, ServerProcess
 
 
@@ -46,6 +47,24 @@ class WarmForkServer(ForkServer):
         for link in Path(os.environ["TRIALFLOW_HOME"]).rglob("*"):
             if link.is_symlink() and os.readlink(link).startswith("/proc/"):
                 link.unlink()
+
+
+@pytest.fixture
+def fork_servers(monkeypatch: pytest.MonkeyPatch) -> list[ServerProcess]:
+    """The processes that fork servers have started in the test; none outlives its `ForkServer`.
+
+    After `here` in a test's arguments: it has them outlive their runs.
+    """
+    made: list[ServerProcess] = []
+
+    class Counted(ServerProcess):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            made.append(self)
+
+    monkeypatch.setattr(fork_server, "ServerProcess", Counted)
+    monkeypatch.setattr("trial_core.driver.placement.ForkServer", ForkServer)
+    return made
 
 
 @pytest.fixture(scope="session")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from trial_core.checkpoint import layout
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.config import ExperimentConfig
 from trial_core.rank.state_files.safe_load import Reader
 
 
@@ -33,6 +37,18 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     for path in sorted([*folder.rglob("*.pt"), *folder.rglob("*.pth")]):
         collect(Reader(trusted=True).load(path), str(path.relative_to(folder)))
     return found
+
+
+def stored_tensors(
+    config: ExperimentConfig, uuid: str | None, folder: Path
+) -> dict[str, torch.Tensor]:
+    """The `tensors` of a checkpoint in a local storage, which is copied into `folder`."""
+    root = Path(config.checkpoint_storage.url.removeprefix("file://"))
+    for file in CheckpointStore(config.checkpoint_storage.url).open(str(uuid)).files:
+        copied = folder / file.checked_path
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(root / layout.file_key(*file.place(str(uuid))), copied)
+    return tensors(folder)
 
 
 def differing(expected: dict[str, torch.Tensor], seen: dict[str, torch.Tensor]) -> list[str]:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from trial_core.common.python_source import without_collections
 from trial_core.errors import TrialError
-from trial_core.schedule.command import command_of
+from trial_core.schedule.command import command_of, is_command
 
 _MAKE_NAMES = frozenset((
     "*", "sys.modules", "globals", "locals", "vars", "exec", "eval", "setattr", "__getattr__",
@@ -36,13 +36,15 @@ def checked_entrypoint(stored: str, own: str, folder: Path) -> str:
         folder: the experiment's code folder.
 
     Raises:
-        TrialError: it is a command, or not of a module in `folder` or in the package of `own`.
+        TrialError: it is another command, or not of a module in `folder` or in `own`'s package.
     """
+    if stored == own:
+        return stored
     package, own_package = (re.split("[.:]", each)[0] for each in (stored, own))
     is_known = package == own_package or any(
         (folder / name).exists() for name in (package, f"{package}.py") if package.isidentifier()
     )
-    if not is_known:  # nor is a command's first word
+    if is_command(stored) or not is_known:
         raise TrialError(
             f"the checkpoint names the entrypoint {stored!r}; expected module:Class of {folder}, "
             f"or of the package {own_package}: restore that code, or promote another version"

@@ -177,7 +177,9 @@ class Loop:
         progress = start.at_batches_of(self._launch.answers.batch_samples)
         metric, reported = self._run.metric, start.metrics.get("validation", {})
         is_validated = progress.validated_at == progress.batches_trained
-        lacks = progress.best_metric is None or not is_number(reported.get(metric or ""))
+        lacks = progress.best_metric is None
+        if self._schedule.pause_at is not None:  # which needs the metric of this very validation
+            lacks = lacks or not is_number(reported.get(metric or ""))
         if metric is not None and lacks and is_validated:
             # That validation lacked the searcher metric, which may have been corrected.
             return replace(progress, validated_at=None)

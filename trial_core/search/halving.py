@@ -112,7 +112,7 @@ class Bracket:
         actions = self._extend_from(last) if is_longer else []
         if not is_longer:
             for place in self._rungs[last].places:
-                actions += self._end(place.trial, "trained to its end")
+                actions += self._end(place.trial, TO_ITS_END)
         return [*actions, *self._fill(), *self._end_who_cannot_continue()]
 
     def has_ended(self, trial: int) -> bool:

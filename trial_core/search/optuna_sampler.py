@@ -116,7 +116,7 @@ def frozen(experiment: SearchExperiment, trial: SearchTrial, unfinished: TrialSt
     values = {each.length: each.metric for each in trial.reached if each.metric is not None}
     last = trial.reached[-1] if trial.reached else None
     state = unfinished
-    if last is not None and last.length >= int(experiment.searcher.max_length.value):  # type: ignore[arg-type]
+    if last is not None and last.length >= experiment.searcher.length:
         state = TrialState.COMPLETE
     if trial.status in ("failed", "invalid") or (last is not None and last.metric is None):
         state = TrialState.FAIL

@@ -50,19 +50,26 @@ class Search:
 
     Args:
         log: its records, to which this driver alone appends; empty for a new search.
+        sampler: that of the experiment, if it has been made.
 
     Raises:
         ConfigError: the experiment is not the one that the search began with.
         SearchError: the log was altered, or the sampler cannot be used.
     """
 
-    def __init__(self, experiment: SearchExperiment, log: SearchLog, search: str) -> None:
+    def __init__(
+        self,
+        experiment: SearchExperiment,
+        log: SearchLog,
+        search: str,
+        sampler: Sampler | None = None,
+    ) -> None:
         self.id = search
         self.experiment = experiment
         self._log = log
         settings = experiment.searcher
         recorded = experiment.recorded()
-        self._sampler: Sampler = sampler_of(experiment)
+        self._sampler = sampler or sampler_of(experiment)
         if not log.events:
             log.append(Opened, **recorded)
         began = {name: getattr(opened(log.events), name) for name in recorded}
@@ -171,7 +178,7 @@ class Search:
             last = trial.reached[-1]
             value = "not finite" if last.metric is None else number(last.metric)
             parts = [f"trial {trial.number}: {settings.metric} {value}"]
-        unit = settings.max_length.unit
+        unit = settings.unit
         parts.append(described(state, trial, unit))
         others = [state.trials[each.trial] for each in self._follows if isinstance(each, Advance)]
         parts += [
@@ -224,7 +231,7 @@ class Search:
         return trial_id(self.experiment.name, uuid5(NAMESPACE_URL, f"{self.id}/{trial}").hex)
 
     def _leg(self, trial: SearchTrial) -> Leg:
-        unit = self.experiment.searcher.max_length.unit
+        unit = self.experiment.searcher.unit
         length = self.state.length_due(trial)
         is_last = trial.rung == len(self.state.rungs_of(trial)) - 1
         until: TrainUnit = (Batch if unit == "batches" else Epoch)(length)

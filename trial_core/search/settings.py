@@ -168,9 +168,19 @@ class SearchSettings(SearcherConfig):
             return self.num_rungs or 5
         return self.num_rungs or 1 if self.name == "custom" else 1
 
+    @property
+    def length(self) -> int:
+        """Of a whole training, in its `unit`."""
+        return int(self.max_length.value)  # type: ignore[arg-type]
+
+    @property
+    def unit(self) -> str:
+        """Of lengths: ``batches`` or ``epochs``."""
+        return str(self.max_length.unit)
+
     def plan(self, grid_points: int = 0) -> list[BracketPlan]:
         """The brackets of the search. `grid_points`: how many points the grid has."""
-        length, trials = int(self.max_length.value), self.max_trials or grid_points  # type: ignore[arg-type]
+        length, trials = self.length, self.max_trials or grid_points
         if self.name == "grid":
             trials = min(trials, grid_points)
         concurrent = self.max_concurrent_trials
@@ -230,11 +240,12 @@ class SearchExperiment(ExperimentConfig):
             plans: those that it has.
         """
         settings = self.searcher
-        longest = int(settings.max_length.value)  # type: ignore[arg-type]
         most = settings.max_trials or 0
         if settings.name == "grid":
             most = min(self._points(settings), most or MAX_TRIALS)
-        return extended(plans, settings.divisor, longest, most, settings.max_concurrent_trials)
+        return extended(
+            plans, settings.divisor, settings.length, most, settings.max_concurrent_trials
+        )
 
     def _points(self, settings: SearchSettings) -> int:
         return len(self._grid) if settings.name == "grid" else 0

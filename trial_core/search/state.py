@@ -7,7 +7,7 @@ every driver that has read the same log continues alike, and `simulate` needs no
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -164,11 +164,6 @@ class SearchState:
                 actions = bracket.exited(trial.number, event.is_invalid)
             self._follow(actions)
         return actions
-
-    def apply_all(self, events: Iterable[SearchEvent]) -> None:
-        """Take several records. Raises as `apply`."""
-        for event in events:
-            self.apply(event)
 
     def _change(self, event: Changed) -> None:
         pairs = list(zip(event.plans, self._brackets, strict=False))

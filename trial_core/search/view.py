@@ -80,8 +80,7 @@ class SearchView:
 
     @property
     def unit(self) -> str:
-        """Of lengths: ``batches`` or ``epochs``."""
-        return str(self.experiment.searcher.max_length.unit)
+        return self.experiment.searcher.unit
 
     @property
     def sign(self) -> int:
@@ -190,7 +189,8 @@ def stored_view(storage: Storage, search: str) -> SearchView:
     experiment = as_recorded(SearchExperiment, recorded, f"search {search} in {storage.url}")
     settings, plans = experiment.searcher, experiment.plan(first.searcher)
     state = SearchState(plans, settings.name, settings.stop_once, settings.smaller_is_better)
-    state.apply_all(events)
+    for event in events:
+        state.apply(event)
     return SearchView(search, experiment, state, events, storage.url)
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from tests.support.slots import toy_config
 from trial_core.driver.code_source import refuse_missing_code
-from trial_core.errors import ConfigError
+from trial_core.driver.entrypoint_check import checked_entrypoint
+from trial_core.errors import ConfigError, TrialError
 
 FILES = {
     "model.py": "raise SystemExit('imported')\nclass MyTrial:\n    class Inner: ...\n",
@@ -82,3 +83,17 @@ def test_packages_of_other_machines_and_folders_may_have_it(code: Path) -> None:
     refuse(code, "only_there:MyTrial", resources=on_nodes)
     with pytest.raises(ConfigError, match='has no "MyTrail"'):
         refuse(code, "model:MyTrail", resources=on_nodes)
+
+
+@pytest.mark.parametrize(
+    "stored",
+    ["python train.py --to /etc", "python train.d/../x.py", "python -m train", "other:Trial"],
+)
+def test_a_stored_entrypoint_is_no_other_command(tmp_path: Path, stored: str) -> None:
+    """Not even with the same beginning: its arguments would be a stranger's."""
+    own = "python train.py"
+    (tmp_path / "train.py").touch()
+    assert checked_entrypoint(own, own, tmp_path) == own
+    assert checked_entrypoint("train:Trial", own, tmp_path) == "train:Trial"
+    with pytest.raises(TrialError, match="expected module:Class"):
+        checked_entrypoint(stored, own, tmp_path)

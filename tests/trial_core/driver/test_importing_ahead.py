@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -39,17 +38,11 @@ class LateTrial(ToyTrial):
 
 @pytest.mark.long
 @pytest.mark.slots
-def test_ranks_get_what_is_set_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_get_what_is_set_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fork_servers: list[fork_server.ServerProcess]
+) -> None:
     """The run uses the process that imports already, and sets the variable in its ranks. A run with
     another variable gets another process."""
-    made: list[fork_server.ServerProcess] = []
-
-    class Counted(fork_server.ServerProcess):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
-            made.append(self)
-
-    monkeypatch.setattr(fork_server, "ServerProcess", Counted)
     code = tmp_path / "code"
     code.mkdir()
     shutil.copy(TOY / "toy_trial.py", code)
@@ -60,16 +53,16 @@ def test_ranks_get_what_is_set_late(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     )  # fmt: skip
     monkeypatch.setenv("TRIALFLOW_HOME", str(tmp_path / "home"))
     with importing_ahead(config, ["LATE_"]):
-        assert len(made) == 1
+        assert len(fork_servers) == 1
         monkeypatch.setenv("LATE_PORT", "4200")
         assert drive(config).batches_trained == 2
         assert (tmp_path / "port").read_text() == "4200"
-        assert len(made) == 1
+        assert len(fork_servers) == 1
 
     with importing_ahead(config, ["LATE_"]):
         monkeypatch.setenv("OTHER_PORT", "1")
         drive(config, "toy-0000cafe")
-        assert len(made) == 3
+        assert len(fork_servers) == 3
 
 
 def test_a_run_within_a_run_has_another_fork_server(tmp_path: Path) -> None:

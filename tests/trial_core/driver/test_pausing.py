@@ -7,14 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.support.driving import drive
 from tests.support.slots import TOY, toy_config
-from tests.support.tensors import differing, tensors
-from trial_core.checkpoint import layout
-from trial_core.checkpoint.store import CheckpointStore
-from trial_core.config import ExperimentConfig
+from tests.support.tensors import differing, stored_tensors
 from trial_core.schedule.units import Batch
 
 pytestmark = pytest.mark.slots
@@ -33,17 +29,6 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def files(config: ExperimentConfig, uuid: str | None, folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor and number of a checkpoint, which is copied into `folder`."""
-    root = Path(config.checkpoint_storage.url.removeprefix("file://"))
-    store = CheckpointStore(config.checkpoint_storage.url)
-    for file in store.open(str(uuid)).files:
-        copied = folder / file.path
-        copied.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(root / layout.file_key(*file.place(str(uuid))), copied)
-    return tensors(folder)
-
-
 @pytest.mark.parametrize("slots", [1, pytest.param(2, marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_paused_trial_is_the_uninterrupted_one(
@@ -60,8 +45,8 @@ def test_a_paused_trial_is_the_uninterrupted_one(
     assert first.stop_reason == "it waits at 3 batches"
     second = drive(config, "toy-00000000000b", pause_at=Batch(9))
     assert (second.batches_trained, second.stopped_early, second.stop_reason) == (9, False, None)
-    expected = files(config, whole.checkpoint_uuid, tmp_path / "whole")
-    seen = files(config, second.checkpoint_uuid, tmp_path / "paused")
+    expected = stored_tensors(config, whole.checkpoint_uuid, tmp_path / "whole")
+    seen = stored_tensors(config, second.checkpoint_uuid, tmp_path / "paused")
     assert expected
     assert differing(expected, seen) == []
     assert second.validation_metrics == whole.validation_metrics

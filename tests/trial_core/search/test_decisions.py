@@ -122,6 +122,11 @@ class Both:
         assert self.state.progress == pytest.approx(progress if self.queue else 1.0)
 
 
+def apply_all(state: SearchState, events: Sequence[SearchEvent]) -> None:
+    for event in events:
+        state.apply(event)
+
+
 def losses(chance: random.Random, exits: float) -> Callable[[int, int], float | str]:
     """Losses, many of them equal, some not finite; a share of the trials exits."""
     choices = LOSSES if chance.random() < 0.5 else tuple(chance.random() for _ in range(50))
@@ -475,7 +480,7 @@ def check_replay(
     plans: Sequence[BracketPlan], kind: str, events: Sequence[SearchEvent], state: SearchState
 ) -> None:
     again = SearchState(plans, kind, kind == "stop_once")
-    again.apply_all(events)
+    apply_all(again, events)
     assert (again.trials, again.work, again.progress) == (state.trials, state.work, state.progress)
 
 
@@ -506,8 +511,8 @@ def test_a_prefix_and_the_rest_are_the_whole() -> None:
         run(both, seed)
         for cut in range(len(both.events)):
             state = SearchState(plans, *kind)
-            state.apply_all(both.events[:cut])
-            state.apply_all(both.events[cut:])
+            apply_all(state, both.events[:cut])
+            apply_all(state, both.events[cut:])
             assert state.trials == both.state.trials
             assert state.work == both.state.work
 
@@ -541,7 +546,7 @@ def test_an_altered_log_is_refused(seed: int) -> None:
             events = [msgspec.structs.replace(each, number=i) for i, each in enumerate(events, 1)]
         state = SearchState(plans, *kind)
         try:
-            state.apply_all(events)
+            apply_all(state, events)
         except SearchError:
             continue
         assert [trial.number for trial in state.trials] == list(range(len(state.trials)))
