@@ -170,7 +170,11 @@ def test_trials_side_by_side_are_those_one_after_the_other(
     found = []
     for at_a_time in (1, 2):
         monkeypatch.setattr(trialflow.flows.search, "side_by_side", lambda _, most=at_a_time: most)
-        config = experiment(here, {}, name="random", max_trials=4, max_concurrent_trials=4)
+        samples = {"type": "int", "minval": 12, "maxval": 40}
+        config = experiment(
+            here, {"train_samples": samples, "shuffle": True}, name="random", max_trials=4,
+            max_concurrent_trials=4,
+        )  # fmt: skip
         result = search(config.model_copy(update={"name": f"toy-{at_a_time}"}))
         assert result.is_over
         events = log_of(here, result.search).events
