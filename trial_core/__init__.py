@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from trial_core.common import lean_imports
 from trial_core.common.lazy_names import lazy_names
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ __all__ = [
     "transformers",
     "util",
 ]
+
+lean_imports.install()
 
 LOG_FORMAT = "%(levelname)s: [%(process)s] %(name)s: %(message)s"
 """A format for a script's `logging.basicConfig`; any other will do."""

@@ -376,7 +376,7 @@ def test_a_later_ctrl_c_raises_keyboard_interrupt() -> None:
         for _ in range(2):
             ranks[0].process.send_signal(signal.SIGINT)
             assert asked.get(timeout=5) == "SIGINT"
-        time.sleep(SAME_CTRL_C_SECONDS)
+        time.sleep(2 * SAME_CTRL_C_SECONDS)  # the rank may have noted it later than the driver
         assert alive(slots.pids) == slots.pids
         ranks[0].process.send_signal(signal.SIGINT)
         assert ranks[0].ended()[0] == "KeyboardInterrupt"
