@@ -28,7 +28,7 @@ test: $(VENV)/.installed-dev
 	@echo "the default tests; the percentage at the end of a line is the share that has run"
 	@$(PYTEST) $(ARGS)
 
-# Its variations (node providers, storages, ranks, ZeRO stages, faults), in parts with as many tests of each folder: make test-long PART=2/12.
+# Its variations (node providers, storages, ranks, ZeRO stages, faults), in parts with as many tests of each folder: make test-long PART=2/14.
 test-long: $(VENV)/.installed-dev
 	@echo "part $(PART) of the long tests; each part takes many minutes"
 	@$(PYTEST) -m long --splits $(lastword $(subst /, ,$(PART))) --group $(firstword $(subst /, ,$(PART))) \

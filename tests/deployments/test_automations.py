@@ -120,6 +120,7 @@ def runs(client: SyncPrefectClient, folder: Path, count: int) -> Iterator[UUID]:
     return (create_run(client, folder) for _ in range(count))
 
 
+@pytest.mark.long
 @pytest.mark.server
 def test_a_crashed_run_is_scheduled_again(
     client: SyncPrefectClient, prefect_server: PrefectServer, tmp_path: Path

@@ -128,6 +128,7 @@ def test_pool_and_folder_that_are_not_given_stay(client: SyncPrefectClient) -> N
     assert client.read_deployment_by_name("train/train").work_pool_name == POOL
 
 
+@pytest.mark.long
 def test_a_container_has_no_folder_of_this_machine(client: SyncPrefectClient) -> None:
     """A deployment that moves to a pool of containers loses its working folder."""
     deploy(client)
@@ -140,6 +141,7 @@ def test_a_container_has_no_folder_of_this_machine(client: SyncPrefectClient) ->
         client.delete_work_pool("boxes")
 
 
+@pytest.mark.long
 def test_resources_of_others_are_refused(client: SyncPrefectClient) -> None:
     """A deployment with another entrypoint, or a pool of another type, is an error before anything
     changes. The GPU limit is kept unless --gpus is given."""
@@ -160,6 +162,7 @@ def test_resources_of_others_are_refused(client: SyncPrefectClient) -> None:
     assert deploy(client) == dict.fromkeys(ALL, "unchanged")
 
 
+@pytest.mark.long
 def test_removal_counts_queued_runs(client: SyncPrefectClient, tmp_path: Path) -> None:
     """Prefect deletes them with their deployment; a run that has started before does not count."""
     deploy(client)
@@ -239,6 +242,7 @@ def test_an_existing_pool_is_kept(client: SyncPrefectClient) -> None:
     client.delete_work_pool(POOL)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "pool_type", [pytest.param("docker", marks=pytest.mark.long), "kubernetes"]
 )
@@ -254,6 +258,7 @@ def test_pools_of_containers(client: SyncPrefectClient, pool_type: Any) -> None:
         pass
 
 
+@pytest.mark.long
 def test_a_run_that_crashes_too_often_fails(
     client: SyncPrefectClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -302,6 +307,7 @@ def test_the_commands_output(
     assert str(tmp_path) in str(client.read_deployment_by_name("train/train").pull_steps)
 
 
+@pytest.mark.long
 def test_without_a_configured_server(tmp_path: Path) -> None:
     """The error names the variable to set, and `trialflow up`."""
     done = trialflow(tmp_path, "deploy", variables={"PREFECT_API_URL": ""})

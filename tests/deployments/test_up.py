@@ -104,6 +104,7 @@ def up(folder: Path, port: int, *files: str) -> Iterator[Up]:
                 os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.long
 def test_a_configured_server_is_refused(tmp_path: Path) -> None:
     """`up` starts its own server. The error names the configured one, and what to do instead."""
     variables = {"PREFECT_API_URL": "http://elsewhere:4200/api"}

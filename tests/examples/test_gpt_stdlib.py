@@ -53,6 +53,7 @@ def some_bytes(sequences: int = 4) -> torch.Tensor:
     return torch.randint(256, (sequences, SHAPE.window), generator=generator)
 
 
+@pytest.mark.long
 def test_every_file_is_either_for_training_or_for_validation(text: Text) -> None:
     """The two texts together contain all files, each once."""
     root = standard_library()
@@ -101,6 +102,7 @@ def test_each_day_replaces_the_files_of_one_day_of_the_window() -> None:
     assert sorted(Days(date(2026, 11, 21), 9, 10).select(files)) == files
 
 
+@pytest.mark.long
 def test_the_experiment_chooses_the_days(text: Text) -> None:
     """Without days, all files are used; a template without a value is refused."""
     assert Days.from_config({}) is None

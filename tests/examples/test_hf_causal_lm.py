@@ -29,6 +29,7 @@ def example(file: str, here: Path, *changes: str) -> ExperimentConfig:
     )  # fmt: skip
 
 
+@pytest.mark.long
 def test_the_example_trains_with_lora(here: Path) -> None:
     """Both ranks use one cache of the data; the metrics are those of all tokens; a checkpoint has
     no frozen weights."""

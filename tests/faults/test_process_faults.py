@@ -50,6 +50,7 @@ def test_a_killed_driver_leaves_only_leftovers(
         kill(scene, saves, Fault("kill after", first=index))
 
 
+@pytest.mark.long
 def test_a_killed_rank_leaves_only_leftovers(
     scenes: Callable[[str], Scene], saves: ForkedSaves
 ) -> None:

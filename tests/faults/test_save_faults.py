@@ -34,6 +34,7 @@ REQUESTS = {
     "intent goes": ("DELETE", "/uploads/"),
     "code": ("PUT", "/trial-code.tar"),
 }
+DEFAULT = ("intent", "first part", "multipart ends", "commit")
 FAULTS = {
     "cut before": Fault("cut request"),
     "cut in the middle": Fault("cut request", byte=100),
@@ -133,7 +134,10 @@ def test_a_save_sends_all_kinds_of_requests(scene: Scene) -> None:
     assert (first.client, last.client) == ("driver", "driver")
 
 
-@pytest.mark.parametrize("request_kind", REQUESTS)
+@pytest.mark.parametrize(
+    "request_kind",
+    [pytest.param(kind, marks=() if kind in DEFAULT else pytest.mark.long) for kind in REQUESTS],
+)
 def test_a_fault_that_passes(scenes: Scenes, request_kind: str) -> None:
     """At each kind of request, one kind of fault, once."""
     passes(scenes("moto"), fault_at(request_kind, tuple(FAULTS)))

@@ -80,6 +80,7 @@ def rotating(index: int) -> Fault:
     return replace(FAULTS[index // SOME % len(FAULTS)], first=index)
 
 
+@pytest.mark.long
 def test_the_next_sweep_finishes_a_failed_one(scenes: Scenes) -> None:
     """At some of its requests. Committed checkpoints stay intact."""
     index = 0

@@ -30,6 +30,7 @@ def decaying(here: Path, batches: int, **changes: object) -> ExperimentConfig:
     )  # fmt: skip
 
 
+@pytest.mark.long
 def test_what_a_person_has_changed_counts_and_is_told(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -98,6 +99,7 @@ def test_batches_have_another_size_from_an_epochs_end_on(here: Path) -> None:
         assert saved.progress.batches_trained * 8 + saved.progress.extra_samples == 8 * batches - 48
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("keep", [None, ["optimizer"]])
 def test_a_script_that_restores_itself_is_compared(here: Path, keep: list[str] | None) -> None:
     """The run says what has changed in its experiment, and that it cannot keep anything."""

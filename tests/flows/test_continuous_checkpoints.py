@@ -81,6 +81,7 @@ def paced(here: Path, trial: str, ahead: int = AHEAD, **changes: Any) -> Any:
     return toy_config(here, BATCHES, **fields | changes)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "trial", ["PacedTrial", pytest.param("PacedPyTorchTrial", marks=pytest.mark.long)]
 )

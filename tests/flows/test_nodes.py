@@ -120,6 +120,7 @@ def test_a_draining_node_is_left_without_a_crash(
     assert "restart" not in report
 
 
+@pytest.mark.long
 def test_a_run_shrinks_and_grows(
     here: Path, nodes: Callable[[Any, int], Agents], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -297,6 +298,7 @@ def fail_to_prepare(stray: FakeAgent) -> None:
     stray.close()
 
 
+@pytest.mark.long
 def test_what_cannot_run_on_several_machines_is_refused(here: Path) -> None:
     """Before the run waits for a node."""
     with pytest.raises(ConfigError, match="slots_per_trial: auto counts the accelerators of this"):

@@ -93,6 +93,7 @@ def test_prefects_temporary_server_logs_no_trouble(tmp_path: Path) -> None:
     assert "| INFO    | Task run 'train-workload [0→4]'" in said
 
 
+@pytest.mark.long
 def test_results_go_from_step_to_step(prefect_server: PrefectServer, here: Path) -> None:
     """Train, evaluate, promote, export, fetch, and train on from there; and once more, in a retry.
 

@@ -38,6 +38,7 @@ def notes(here: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (here / "notes").read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_their_metrics_decide_and_checkpoints_are_handed_over(
     here: Path, prefect_server: PrefectServer
 ) -> None:

@@ -105,6 +105,7 @@ def test_a_prune_deletes_unpinned_checkpoints(prefect_server: PrefectServer, her
     assert names == ["plan-prune", "plan-sweep", "delete-checkpoints"]
 
 
+@pytest.mark.long
 def test_leftovers_are_swept(prefect_server: PrefectServer, here: Path) -> None:
     """A dry run shows them as an artifact. An experiment without rules has leftovers too."""
     config = experiment(here)

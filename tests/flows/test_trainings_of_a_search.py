@@ -125,6 +125,7 @@ def trainings(here: Path, monkeypatch: pytest.MonkeyPatch) -> Trainings:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "error",
     [
@@ -213,6 +214,7 @@ def test_a_server_that_is_away_ends_the_search(
     assert (trainings.exits(), trainings.reached()) == ([], [(0, 3)])
 
 
+@pytest.mark.long
 def test_a_trial_that_another_process_trains_is_left_to_it(
     trainings: Trainings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,7 +260,7 @@ def test_a_trial_whose_flow_run_is_cancelled_is_out(trainings: Trainings) -> Non
     assert trainings.exits() == [(0, "its flow run was cancelled")]
 
 
-@pytest.mark.parametrize("how", ["suspended", "superseded"])
+@pytest.mark.parametrize("how", ["suspended", pytest.param("superseded", marks=pytest.mark.long)])
 def test_a_training_that_is_stopped_otherwise_continues_later(
     trainings: Trainings, how: str
 ) -> None:
@@ -283,13 +285,21 @@ def superseded() -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"validated_at": 2, "batches_trained": 2, "stop_reason": None, "stopped_early": False},
-         r"by itself after 2 batches \(validated at 2\), before its validation at 3 batches"),
-        ({"validated_at": 2, "stop_reason": None, "trial_stop_reason": "enough"},
-         r"as the trial asked: enough after 3 batches \(validated at 2\), before .* at 3 batches"),
-        ({"validated_at": None}, r"by itself after 3 batches \(no validation\)"),
+        pytest.param(
+            {"validated_at": 2, "batches_trained": 2, "stop_reason": None, "stopped_early": False},
+            r"by itself after 2 batches \(validated at 2\), before its validation at 3 batches",
+            id="script", marks=pytest.mark.long,
+        ),
+        pytest.param(
+            {"validated_at": 2, "stop_reason": None, "trial_stop_reason": "enough"},
+            r"as the trial asked: enough after 3 batches \(validated at 2\), before .* at 3",
+            id="stop",
+        ),
+        pytest.param(
+            {"validated_at": None}, r"by itself after 3 batches \(no validation\)",
+            id="unvalidated", marks=pytest.mark.long,
+        ),
     ],
-    ids=["script", "stop", "unvalidated"],
 )  # fmt: skip
 def test_a_trial_that_ends_before_its_validation_at_the_rung_has_failed(
     trainings: Trainings, change: dict[str, Any], why: str

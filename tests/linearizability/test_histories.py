@@ -25,6 +25,7 @@ def stage(ceph_s3: S3Server, tmp_path: Path) -> Iterator[Scene]:
         yield made
 
 
+@pytest.mark.long
 def test_histories_are_linearizable(stage: Scene) -> None:
     """Of trials, owners, protections and the registry, with requests and replies that are lost."""
     for seed, subject in enumerate(SUBJECTS):

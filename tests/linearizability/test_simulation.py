@@ -70,6 +70,7 @@ def test_every_branch_is_reached_or_listed() -> None:
     assert status == 0
 
 
+@pytest.mark.long
 def test_a_branch_that_is_not_reached_is_named() -> None:
     """Two histories reach some branches, and are told which they do not."""
     status, printed = _reach("2", "--alone")
@@ -84,6 +85,7 @@ def test_few_seeds_reach_the_same() -> None:
     assert few({seed: frozenset(seen) for seed, seen in played.items()}) == [7, 11]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "subject", [*(pytest.param(each, marks=LONG) for each in SUBJECTS), "lifetimes"]
 )

@@ -69,6 +69,7 @@ def test_the_first_stages_of_a_core_api_script(here: Path, stage: str, batches: 
     assert result.validation_metrics == ({"x": 36} if batches else {})
 
 
+@pytest.mark.long
 def test_a_core_api_script_continues_and_gives_its_value_to_another_trial(here: Path) -> None:
     """Stages 2 and 3: the trial id in its checkpoint tells the two ways to continue apart."""
     first, _ = run(here, "core_api", "3_hpsearch.yaml")

@@ -1,6 +1,6 @@
 """Each cell of the table of docs/guides/resuming.md, by runs that are changed and resumed.
 
-The resumes that end ranks are long tests, besides those of a script.
+All ways besides one are long tests, and so are the resumes that end ranks.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ LONG: dict[str, Way] = {
     "DeepSpeedTrial in a script": ("trainer", "script", 1, "Deep", {"zero_stage": 2}),
 }  # fmt: skip
 
+DEFAULT = "ZeRO 2"
 FAILING = {key for key, row in ROWS.items() if REFUSED in row}
 """Ranks end with such a resume. A script catches the error."""
 
@@ -63,11 +64,11 @@ def study(
 
 def cases() -> list[Any]:
     found = []
-    for way, (column, start, _, trial, _) in {**WAYS, **LONG}.items():
+    for way, (column, _, _, trial, _) in {**WAYS, **LONG}.items():
         for key, row in ROWS.items():
             if getattr(row, column) == NONE or (key == "scale" and trial == "Deep"):
                 continue
-            is_default = way in WAYS and (start == "script" or key not in FAILING)
+            is_default = way == DEFAULT and key not in FAILING
             marks = [pytest.mark.xdist_group(f"resuming {way}")]
             found.append(
                 pytest.param(
@@ -85,6 +86,7 @@ def test_what_counts(study: Callable[[str], Study], way: str, key: str) -> None:
     assert OBSERVED[key](runs) == getattr(ROWS[key], column)
 
 
+@pytest.mark.long
 @pytest.mark.xdist_group("resuming script")
 def test_a_fit_keeps_what_it_is_asked_to_keep(study: Callable[[str], Study]) -> None:
     """One setting of an optimizer; the others are the new ones. What keeps nothing is told."""

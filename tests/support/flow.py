@@ -76,22 +76,20 @@ def linked_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture
-def here(
-    prefect_server: PrefectServer,
-    tmp_path: Path,
-    linked_folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> Iterator[Path]:
-    """A folder for all files of runs. Flows of this process use the real server.
-
-    Their ranks are forked by processes that stay warm.
-    """
+def warm_home(tmp_path: Path, linked_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for all files of runs. Their ranks are forked by processes that stay warm."""
     linked_folder.unlink(missing_ok=True)
     linked_folder.symlink_to(tmp_path)
     monkeypatch.setenv("TRIALFLOW_HOME", str(linked_folder / "home"))
     monkeypatch.setattr("trial_core.driver.placement.ForkServer", WarmForkServer)
+    return tmp_path
+
+
+@pytest.fixture
+def here(prefect_server: PrefectServer, warm_home: Path) -> Iterator[Path]:
+    """The folder of `warm_home`. Flows of this process use the real server."""
     with prefect_server.configured():
-        yield tmp_path
+        yield warm_home
 
 
 @dataclass

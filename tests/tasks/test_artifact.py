@@ -46,6 +46,7 @@ def artifacts(server: PrefectServer, key: str) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.long
 def test_a_flow_run_has_one_artifact(prefect_server: PrefectServer) -> None:
     """A retry updates it in place; another flow run of the trial has its own, with the same key."""
     tries = []

@@ -89,11 +89,9 @@ def test_averages_of_an_engine_are_resumed_exactly(
 
 @pytest.mark.long
 @pytest.mark.slots
-def test_a_scripts_loss_that_stays_nan_ends_it_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("warm_home")
+def test_a_scripts_loss_that_stays_nan_ends_it_too(tmp_path: Path) -> None:
     """What it wrote in the meantime is not committed."""
-    monkeypatch.setenv("TRIALFLOW_HOME", str(tmp_path / "home"))
     of = toy_config(
         tmp_path, 40, entrypoint="python3 core_script.py 40", searcher={"metric": "loss"},
         hyperparameters={"record": str(tmp_path), "store_every": 4, "nan_at": 10},
@@ -106,14 +104,12 @@ def test_a_scripts_loss_that_stays_nan_ends_it_too(
 
 @pytest.mark.long
 @pytest.mark.slots
-def test_a_loss_that_stays_nan_ends_the_run_before_it_saves_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("warm_home")
+def test_a_loss_that_stays_nan_ends_the_run_before_it_saves_it(tmp_path: Path) -> None:
     """The error names the batch and rank; the last checkpoint is from before it; no restart.
 
     With `StopOnNonFinite` the run ends well, and earlier, with its reason.
     """
-    monkeypatch.setenv("TRIALFLOW_HOME", str(tmp_path / "home"))
     of = config(tmp_path / "fails", 24, nan_at=10).model_copy(update={"max_restarts": 3})
     with pytest.raises(TrialError, match=r"since batch 10 \(\"loss\" is nan in batch 10 on rank 1"):
         drive_run(of)

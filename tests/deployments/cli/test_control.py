@@ -83,6 +83,7 @@ def training(trial: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
         process.wait()
 
 
+@pytest.mark.long
 def test_a_run_of_a_deployment(server: PrefectServer) -> None:
     """It is suspended without a limit, resumed and cancelled, by the trial's first characters."""
     Run(server, TRIAL).set_state("FAILED")  # an earlier run of the trial, which is over
@@ -99,6 +100,7 @@ def test_a_run_of_a_deployment(server: PrefectServer) -> None:
     assert main(["cancel", TRIAL]) == REFUSED, "it is over"
 
 
+@pytest.mark.long
 def test_what_is_refused(server: PrefectServer, capsys: pytest.CaptureFixture[str]) -> None:
     """What Prefect cannot do; several trials; no trial, no run. The error says what to do instead.
 

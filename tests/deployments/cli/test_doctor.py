@@ -36,6 +36,7 @@ def test_a_machine_that_can_train(tmp_path: Path) -> None:
     assert found["server"]["found"].startswith("none configured")
 
 
+@pytest.mark.long
 def test_a_failed_check(tmp_path: Path) -> None:
     """The exit code is 1. The text has one line per check, with the reason and the advice."""
     (tmp_path / "file").touch()

@@ -96,6 +96,7 @@ def agents(tmp_path: Path) -> Iterator[Agents]:
         yield started
 
 
+@pytest.mark.long
 def test_every_node_is_examined(tmp_path: Path, agents: Agents) -> None:
     """Nothing stays in the storage, and the nodes are told that they are not needed any more."""
     _, address = experiment_on_nodes(tmp_path)

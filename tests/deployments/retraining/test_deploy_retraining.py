@@ -76,6 +76,7 @@ def read_deployment(client: SyncPrefectClient) -> DeploymentResponse:
     return client.read_deployment_by_name("retrain/gpt")
 
 
+@pytest.mark.long
 def test_the_second_time_changes_nothing(client: SyncPrefectClient) -> None:
     """A dry run changes nothing; the first deployment creates deployment, schedule and automation;
     the second leaves them unchanged; then they can be removed."""

@@ -90,6 +90,7 @@ def watching(tmp_path: Path) -> Iterator[Watching]:
         thread.join()
 
 
+@pytest.mark.long
 def test_a_server_that_restarts_deletes_no_run(watching: Watching) -> None:
     """Two times 50 s of 404, and an answer between them."""
     for _ in range(2):

@@ -67,6 +67,7 @@ def train_one(config: Any) -> Any:
 LONG = pytest.mark.long
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "how",
     [pytest.param("called", marks=LONG), "in tasks", pytest.param("in a subflow", marks=LONG)],
@@ -101,6 +102,7 @@ def test_a_retry_continues_the_trials(stage: Stage, configs: list[Any], how: str
     assert len({*attempts[0]}) == 3
 
 
+@pytest.mark.long
 def test_a_run_of_a_parent_has_its_own_trials(stage: Stage) -> None:
     """Another run of the parent begins new ones."""
 
@@ -167,6 +169,7 @@ def test_a_resumed_parent_continues_its_trainings(
     assert {*run_flow(trainings.outer, flow_run=again)} == before
 
 
+@pytest.mark.long
 def test_another_attempt_at_a_parent_supersedes_its_trainings(
     stage: Stage, configs: list[Any]
 ) -> None:

@@ -109,6 +109,7 @@ def test_a_killed_run_begins_again(prefect_server: PrefectServer, tmp_path: Path
     assert run.log().count("the run's process was ended by SIGKILL") == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("changes", "fields"),
     [
@@ -130,6 +131,7 @@ def test_a_run_that_is_not_restarted(
     assert run.states() == ["Scheduled", "Pending", "Running"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("attempts", "last", "begins"),
     [(2, None, True), (3, None, False), (1, Completed(), False)],

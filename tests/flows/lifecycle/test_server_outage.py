@@ -93,6 +93,7 @@ def test_what_happened_meanwhile_is_reported_later(
     assert report["data"] == "the last text"
 
 
+@pytest.mark.long
 def test_a_cancel_after_an_outage(stage: Stage, wire: Wire) -> None:
     """It is seen once the server answers again."""
 
@@ -174,6 +175,7 @@ with reports_kept(outage):
 """
 
 
+@pytest.mark.long
 def test_a_process_that_is_stopped_during_an_outage_ends(tmp_path: Path) -> None:
     """It does not wait for the server, which may be away for an hour."""
     variables = {**isolated(tmp_path), "PREFECT_API_URL": "http://127.0.0.1:9/api"}

@@ -94,6 +94,7 @@ print("lives on", flush=True)
 """
 
 
+@pytest.mark.long
 def test_a_signal_ends_the_process_once_its_threads_do_not_listen() -> None:
     """Also if the main thread has no handler any more."""
     done = subprocess.run(

@@ -22,6 +22,7 @@ from trialflow.tasks.retrain import CallbackFailed
 pytestmark = pytest.mark.server
 
 
+@pytest.mark.long
 def test_events(harness: RetrainHarness) -> None:
     """Each run sends one event, promoted or kept, with the fields of its result."""
     first = harness.run(data={"day": 1})

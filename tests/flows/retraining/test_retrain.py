@@ -102,6 +102,7 @@ def test_a_plan_with_a_validated_champion_is_kept(harness: RetrainHarness) -> No
     assert (result.promoted, result.champion, harness.champion()) == (False, 1, 2)
 
 
+@pytest.mark.long
 def test_two_runs_promote_at_once(harness: RetrainHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the lock of the model, the registry promotes one; the other run names the winner."""
     monkeypatch.setattr(
@@ -200,6 +201,7 @@ def stop_for_time(stopping: StopHandler) -> None:
     stop_with(stopping, "time budget", "60 s are over")
 
 
+@pytest.mark.long
 def test_a_run_stopped_while_it_trains(harness: RetrainHarness) -> None:
     """It promotes nothing and says so; a later attempt decides."""
     harness.promote_by_hand()
@@ -236,6 +238,7 @@ def test_a_run_stopped_while_the_champion_is_validated(
     assert "**stopped: time budget (60 s are over)**" in harness.report(run)
 
 
+@pytest.mark.long
 def test_the_time_budget_ends_after_the_training(harness: RetrainHarness) -> None:
     """The trained challenger is compared and promoted."""
     harness.promote_by_hand()

@@ -148,6 +148,7 @@ def test_a_rollback_between_attempts_stands(
     assert (harness.champion(), len(harness.moves())) == (1, 3)
 
 
+@pytest.mark.long
 def test_a_presumed_dead_attempt_promotes_first(
     harness: RetrainHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:

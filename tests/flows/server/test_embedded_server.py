@@ -123,6 +123,7 @@ def test_the_terminal_shows_the_commands_own_lines_alone(used_home: Path) -> Non
     assert (used_home / "shown").read_text().splitlines() == OUTPUT
 
 
+@pytest.mark.long
 def test_the_database_has_all_of_a_run(used_home: Path) -> None:
     """Every task run is stored as completed, and every log line."""
     with closing(sqlite3.connect(used_home / "prefect.db")) as database:

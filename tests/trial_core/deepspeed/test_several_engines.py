@@ -24,6 +24,7 @@ def long(*values: Any) -> Any:
 TWO_OR_MORE = [2, long(1), long(4)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world_size", TWO_OR_MORE)
 @pytest.mark.parametrize(
     ("trial", "zero_stage"),
@@ -83,6 +84,7 @@ def test_accumulating_by_hand_trains_the_same_model(
     assert runs[0].training[-1]["first"] == pytest.approx(runs[1].training[-1]["first"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world_size", TWO_OR_MORE)
 def test_accumulating_by_hand_resumes_bit_identically(
     warm_slots: Warm, tmp_path: Path, world_size: int
@@ -139,6 +141,7 @@ def test_zero_stages_and_precisions_train_alike(
     assert seen == pytest.approx(plain_loss(world_size), rel=tolerance)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world_size", TWO_OR_MORE)
 @pytest.mark.parametrize("zero_stage", [2, long(3)])
 def test_an_optimizer_offloaded_to_the_cpu_resumes_bit_identically(

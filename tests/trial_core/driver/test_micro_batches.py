@@ -19,6 +19,11 @@ from trial_core.errors import RankFailed, TrialError
 pytestmark = pytest.mark.slots
 
 
+@pytest.fixture
+def here(warm_home: Path) -> Path:
+    return warm_home
+
+
 def experiment(
     here: Path, entrypoint: str = "memory_trials:Greedy", **hparams: Any
 ) -> ExperimentConfig:

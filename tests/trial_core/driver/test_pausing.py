@@ -31,11 +31,9 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("slots", [1, pytest.param(2, marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_paused_trial_is_the_uninterrupted_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, slots: int
-) -> None:
+@pytest.mark.usefixtures("warm_home")
+def test_a_paused_trial_is_the_uninterrupted_one(tmp_path: Path, kind: str, slots: int) -> None:
     """Bit for bit, in the middle of an epoch and of a train-workload."""
-    monkeypatch.setenv("TRIALFLOW_HOME", str(tmp_path / "home"))
     changes = {"resources": {"slots_per_trial": slots}, **KINDS[kind]}
     config = toy_config(tmp_path, 9, scheduling_unit=4, **changes)
     whole = drive(config, "toy-00000000000a")
@@ -79,11 +77,9 @@ with core.init() as context:
         pytest.param("python trainer_script.py 0", Batch(3), 3, marks=pytest.mark.long),
     ],
 )
-def test_a_script_pauses_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entrypoint: str, pause: Batch, reaches: int
-) -> None:
+@pytest.mark.usefixtures("warm_home")
+def test_a_script_pauses_too(tmp_path: Path, entrypoint: str, pause: Batch, reaches: int) -> None:
     """It learns it from `operations`, from `should_preempt` once it has validated, or in `fit`."""
-    monkeypatch.setenv("TRIALFLOW_HOME", str(tmp_path / "home"))
     code = tmp_path / "code"
     shutil.copytree(TOY, code)
     (code / "operations.py").write_text(OPERATIONS)
@@ -99,11 +95,9 @@ def test_a_script_pauses_too(
     assert (second.batches_trained, second.stopped_early, second.stop_reason) == (9, False, None)
 
 
-def test_a_script_that_ends_before_the_pause_does_not_wait_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("warm_home")
+def test_a_script_that_ends_before_the_pause_does_not_wait_there(tmp_path: Path) -> None:
     """It has ended by itself, with what it has reached."""
-    monkeypatch.setenv("TRIALFLOW_HOME", str(tmp_path / "home"))
     config = toy_config(
         tmp_path, 9, entrypoint="python core_script.py 3", resources={"slots_per_trial": 1},
         hyperparameters={"record": str(tmp_path), "store_every": 3},

@@ -20,9 +20,8 @@ pytestmark = pytest.mark.slots
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("TRIALFLOW_HOME", str(tmp_path / "home"))
-    return tmp_path
+def here(warm_home: Path) -> Path:
+    return warm_home
 
 
 def script(
@@ -41,6 +40,7 @@ def weights(config: ExperimentConfig, result: TrialResult, into: Path) -> dict[s
     return {name: each.tolist() for name, each in consolidated(folder / "model0", into).items()}
 
 
+@pytest.mark.long
 def test_the_experiment_decides_and_the_fit_says_when(here: Path, tmp_path: Path) -> None:
     """Hyperparameters, name, metric, storage, seed and length are the experiment's.
 

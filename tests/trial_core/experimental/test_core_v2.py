@@ -44,6 +44,7 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.slots
 def test_a_script_without_a_block_ends_its_run_and_is_continued(tmp_path: Path) -> None:
     """The program's end closes it, as failed after an exception; its ids name the trial."""

@@ -237,6 +237,7 @@ OPERATIONS[name].run(store)
 """
 
 
+@pytest.mark.long
 def test_sigkill(template: Path, tmp_path: Path) -> None:
     """A real SIGKILL of a promoting process, after the hold and before the move."""
     operation = OPERATIONS["promote"]

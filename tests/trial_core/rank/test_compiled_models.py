@@ -47,7 +47,7 @@ def test_a_compiled_model_and_a_plain_one_resume_each_other(
     ("way", "stage", "dtype"),
     [
         ("before", 1, "bf16"),
-        ("before", 3, None),
+        pytest.param("before", 3, None, marks=LONG),
         *(pytest.param(way, 2, None, marks=LONG) for way in WAYS if way != "parts after"),
         *(pytest.param("all", stage, "bf16", marks=LONG) for stage in range(3)),
         *(pytest.param(way, 3, "bf16", marks=LONG) for way in ("before", "after", "in place")),

@@ -124,7 +124,7 @@ def answers_lost(
     monkeypatch.setattr(storage, "create", fail)
 
 
-@pytest.mark.parametrize("is_told_again", [False, True])
+@pytest.mark.parametrize("is_told_again", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize("is_written", [False, True])
 def test_a_record_whose_answer_was_lost_is_there_once(
     storage: Any, monkeypatch: pytest.MonkeyPatch, is_written: bool, is_told_again: bool

@@ -31,6 +31,7 @@ FROZEN_BYTES = 4 * 2**20
 SAVED_AFTER = [4, 8, 11, 12, 15]  # 11 ends the first process
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("launcher", "ranks", "names"),
     [

@@ -43,6 +43,7 @@ for cell in options.pop("cells"):
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("killed", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_killed_rank_is_named_and_no_process_is_left(tmp_path: Path, killed: int) -> None:
     """SIGKILL to one rank: the other raises, the driver reports it and ends."""

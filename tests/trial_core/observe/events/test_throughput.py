@@ -35,9 +35,8 @@ class Measured(Observer):
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("TRIALFLOW_HOME", str(tmp_path / "home"))
-    return tmp_path
+def here(warm_home: Path) -> Path:
+    return warm_home
 
 
 def config(folder: Path, entrypoint: str, batches: int = 10, **hparams: Any) -> ExperimentConfig:

@@ -92,6 +92,7 @@ def details(spans: list[ReadableSpan]) -> list[Any]:
     return [dict(span.attributes or {}).get("trialflow.stage.detail") for span in spans]
 
 
+@pytest.mark.long
 def test_all_attempts_are_one_trace(told: Told) -> None:
     """The first attempt is the root; a later one is its child. They have their numbers."""
     assert len({span.context.trace_id for span in told.spans}) == 1

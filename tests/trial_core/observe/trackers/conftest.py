@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests.support.browser import Browser, chromium
-from tests.support.flow import WarmForkServer
 from tests.support.mlflow_server import MlflowServer, mlflow_server
 
 
@@ -28,12 +27,10 @@ def mlflow(shared_mlflow: MlflowServer) -> MlflowServer:
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def here(warm_home: Path, linked_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of a test's runs, trackers and storage."""
-    monkeypatch.setenv("TRIALFLOW_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    monkeypatch.setattr("trial_core.driver.placement.ForkServer", WarmForkServer)
-    return tmp_path
+    monkeypatch.setenv("TRACKIO_DIR", str(linked_folder / "trackio"))
+    return warm_home
 
 
 @pytest.fixture

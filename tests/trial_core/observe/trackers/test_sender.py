@@ -130,6 +130,7 @@ def test_a_sender_survives_its_driver(order: SenderOrder) -> None:
     assert [step for step, _ in points] == [8, 12]
 
 
+@pytest.mark.long
 def test_a_sender_that_dies_while_mlflow_makes_its_tables(
     order: SenderOrder, tmp_path: Path
 ) -> None:

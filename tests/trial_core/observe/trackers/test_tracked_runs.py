@@ -34,6 +34,7 @@ from trial_core.observe.trackers.stored_journal import sync_trackers
 from trial_core.processes.machine.run_dirs import locked_run_dir
 
 
+@pytest.mark.long
 def test_each_tracker_shows_one_run_of_all_attempts(
     mlflow: MlflowServer, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,6 +240,7 @@ def test_sync_waits_as_long_as_it_is_told(
     assert (before.keys(), after) == ({"lines"}, {})
 
 
+@pytest.mark.long
 @pytest.mark.server
 def test_the_last_line_names_a_tracker_that_lacks_records(
     here: Path, own_package: Path, prefect_server: PrefectServer

@@ -215,7 +215,7 @@ with hub(1, token) as driver:
 """
 
 
-@pytest.mark.parametrize("victim", ["driver", "agent"])
+@pytest.mark.parametrize("victim", ["driver", pytest.param("agent", marks=pytest.mark.long)])
 def test_what_is_killed_leaves_no_process(tmp_path: Path, victim: str) -> None:
     """SIGKILL of the driver ends all agents with their ranks; that of an agent, its ranks."""
     with (

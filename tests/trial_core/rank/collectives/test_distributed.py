@@ -113,6 +113,7 @@ def run_failing(statement: str, world_size: int) -> list[dict[str, Any]]:
     return run_ranks(program, world_size, TRIALFLOW_COLLECTIVE_SECONDS="3")
 
 
+@pytest.mark.long
 @pytest.mark.slots
 def test_a_missing_rank_is_named_within_the_deadline() -> None:
     """Rank 2 of 3 does not call the collective: the others raise and name it."""
@@ -288,6 +289,7 @@ except TrialError as error:
 """
 
 
+@pytest.mark.long
 @pytest.mark.slots
 def test_ranks_that_disagree_about_machines_are_refused() -> None:
     """A wrong LOCAL_WORLD_SIZE is reported before any collective."""

@@ -27,11 +27,9 @@ def script(here: Path, **hparams: Any) -> Any:
 
 
 @pytest.mark.parametrize("waits", [True, pytest.param(False, marks=pytest.mark.long)])
-def test_a_refused_checkpoint_can_be_caught_on_every_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: bool
-) -> None:
+@pytest.mark.usefixtures("warm_home")
+def test_a_refused_checkpoint_can_be_caught_on_every_rank(tmp_path: Path, waits: bool) -> None:
     """The script goes on, and stores the next one; nothing of the refused one is committed."""
-    monkeypatch.setenv("TRIALFLOW_HOME", str(tmp_path / "home"))
     config = script(tmp_path, waits=waits)
     result = drive(config)
     stored = CheckpointStore(config.checkpoint_storage.url).list()
@@ -46,11 +44,9 @@ def test_a_refused_checkpoint_can_be_caught_on_every_rank(
     assert not list(tmp_path.glob("home/**/staging/*/*")), "a refused checkpoint's files are left"
 
 
-def test_a_refused_checkpoint_that_is_not_caught_ends_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("warm_home")
+def test_a_refused_checkpoint_that_is_not_caught_ends_the_run(tmp_path: Path) -> None:
     """With the script's line, and without another start: it would be refused again."""
-    monkeypatch.setenv("TRIALFLOW_HOME", str(tmp_path / "home"))
     with pytest.raises(RankFailed, match="both saved a file 'same'") as failure:
         drive(script(tmp_path, waits=True, catches=False))
     assert failure.value.is_trial_mistake

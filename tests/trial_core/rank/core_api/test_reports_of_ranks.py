@@ -28,6 +28,7 @@ def script_config(here: Path, steps: int, **hparams: Any) -> Any:
     )  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_checkpoint_holds_what_any_rank_reported_before_it(here: Path) -> None:
     """Rank 1 dies, and another run continues: no report is lost, and none counts twice."""
     drive(script_config(here, 6, do="kill", at_step=3))

@@ -78,7 +78,14 @@ def take(loader: Any, count: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"shuffle": True, "drop_last": True}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, marks=pytest.mark.long),
+        pytest.param({"shuffle": True}, marks=pytest.mark.long),
+        {"shuffle": True, "drop_last": True},
+    ],
+)
 def test_a_resumed_rank_continues_in_the_middle_of_an_epoch(
     workers: int, options: dict[str, Any]
 ) -> None:
@@ -131,6 +138,7 @@ def test_global_generators_are_left_alone(workers: int) -> None:
     assert states() == before
 
 
+@pytest.mark.long
 def test_workers_augment_the_same_after_resuming() -> None:
     """As in the uninterrupted run, and with any number of workers."""
 
@@ -143,7 +151,10 @@ def test_workers_augment_the_same_after_resuming() -> None:
     assert batches(workers=1, skip=0) == whole
 
 
-@pytest.mark.parametrize("wrap", [lambda of: of, lambda of: data.Subset(of, range(9))])
+@pytest.mark.parametrize(
+    "wrap",
+    [pytest.param(lambda of: of, marks=pytest.mark.long), lambda of: data.Subset(of, range(9))],
+)
 @pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
 def test_a_dataset_is_told_each_epoch(workers: int, persistent: bool, wrap: Any) -> None:
     """In the workers too, and after a resume in a later epoch. Other passes tell it nothing."""
@@ -162,6 +173,7 @@ def test_a_dataset_is_told_each_epoch(workers: int, persistent: bool, wrap: Any)
     assert {each for (each, *_) in take(loader.get_data_loader(), 3)} == {7}
 
 
+@pytest.mark.long
 def test_augmentations_differ() -> None:
     """Micro-batches, epochs and ranks are augmented differently."""
     loader = DataLoader(Augmented(2), batch_size=1, num_workers=1)

@@ -33,6 +33,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.long
 def test_the_driver_ends_with_rank_0_although_a_forked_process_lives() -> None:
     """A loader's worker, for example, must not hold the pipe whose end tells the driver."""
     with subprocess.Popen(
