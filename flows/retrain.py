@@ -5,13 +5,15 @@
 a later attempt continues behind it (`trial_core.models.journal`).
 """
 
+import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
 from uuid import UUID
 
+import msgspec
 from prefect import flow, runtime
 from prefect.client.schemas.objects import State
 from prefect.logging import get_run_logger
@@ -29,6 +31,7 @@ from trial_core.errors import (
     RankFailed,
     Stalled,
     TrialError,
+    TrialflowError,
 )
 from trial_core.models.journal import (
     REPORT,
@@ -41,6 +44,8 @@ from trial_core.models.records import Version
 from trial_core.observe.report.retraining_report import RetrainingFacts
 from trial_core.schedule.sequencer import searcher_metric
 from trial_core.schedule.stop_requests import StopHandler
+from trial_core.search.samplers import sampler_of
+from trial_core.search.settings import EitherExperiment, SearchExperiment, check_retraining
 from trialflow.flows.evaluate import EvaluateResult, evaluate_checkpoint
 from trialflow.flows.lifecycle.crash_limit import check_crash_limit
 from trialflow.flows.lifecycle.parent_runs import identity_of_run
@@ -59,6 +64,7 @@ from trialflow.flows.retraining.outcome import (
     report_failure,
     retrain_result,
 )
+from trialflow.flows.search import SearchRun, page_of
 from trialflow.flows.train import train_trial
 from trialflow.tasks.artifact import ReportArtifact
 from trialflow.tasks.retrain import (
@@ -77,27 +83,32 @@ SKIPPED = "Skipped"
 # flow.serve() pickles the flow without this module's names: no postponed annotations here.
 @flow(name=FLOW, flow_run_name=retrain_name, validate_parameters=True)
 def retrain(
-    config: ExperimentConfig, data: dict[str, Any] | None = None
+    config: EitherExperiment, data: dict[str, Any] | None = None
 ) -> RetrainResult | State[Any]:
     """Train a challenger on fresh data, and promote it if it is better than the champion.
 
     Args:
-        config: the experiment. Texts in its `data` are templates
-            (`trial_core.models.data_templates`).
+        config: the experiment; with `retraining.search` that of a search. Texts in its `data` are
+            templates (`trial_core.models.data_templates`).
         data: overrides the experiment's `data` for this run; not rendered.
 
     Raises:
-        ConfigError: the experiment names a script, a template cannot be rendered, `data`
-            is not plain, or a callback is missing.
+        ConfigError: the experiment names a script, or searches without `retraining.search`; a
+            template cannot be rendered, `data` is not plain, or a callback or a sampler is missing.
         CheckpointDamaged, CheckpointNotFound: the champion's checkpoint cannot be validated.
         StorageError: it is not the storage that an earlier attempt of this flow run has used.
         CallbackFailed: a callback failed after the decision.
         RankFailed, Stalled, TrialError: see `train`.
+        SearchError: see `search`.
     """
     config.require_trial("retrain")
+    check_retraining(config)
     check_crash_limit(config.max_restarts)
     refuse_missing_code(config)
-    retraining = RetrainingRun(with_credentials(config), identity_of_run(config))
+    if isinstance(config, SearchExperiment):
+        sampler_of(config)  # raises before anything is stored
+    opened = with_credentials(config)
+    retraining = RetrainingRun(opened, identity_of_run(config), config.checkpoint_storage)
     # First: an empty folder would have no journal and no champion.
     expected = storage_of_run(config.stopping.server_outage_seconds)
     existing_plan = retraining.journal.plan()
@@ -119,11 +130,14 @@ def retrain(
         else:
             plan = renew_plan(retraining, existing_plan)
         stack.enter_context(readable_task_log())
-        devices = stack.enter_context(gpu_slots(config))
+        gpus = stack.enter_context(ExitStack())
+        devices = gpus.enter_context(gpu_slots(config))
         stopping = stack.enter_context(StopHandler(config.stopping.grace_seconds))
         watch = stack.enter_context(StopMonitor(stopping, config.stopping))
         return watch.run(
-            lambda: retrain_model(retraining, plan, stopping, devices, watch.await_server),
+            lambda: retrain_model(
+                retraining, plan, stopping, devices, watch.await_server, gpus.close
+            ),
             describe_decision,
         )
 
@@ -147,6 +161,8 @@ class RetrainingAttempt:
     Attributes:
         champion: the version to compare with, or None if the model has no champion.
         devices: environment variables that assign accelerators to the ranks.
+        give_back_gpus: lets other runs have the accelerators.
+        began: when the attempt has begun, by the monotonic clock.
     """
 
     retraining: RetrainingRun
@@ -154,6 +170,8 @@ class RetrainingAttempt:
     champion: Version | None
     stopping: StopHandler
     devices: Mapping[str, str]
+    give_back_gpus: Callable[[], None] = lambda: None
+    began: float = field(default_factory=time.monotonic)
 
 
 def retrain_model(
@@ -162,20 +180,24 @@ def retrain_model(
     stopping: StopHandler,
     devices: Mapping[str, str],
     await_server: Callable[[], None],
+    give_back_gpus: Callable[[], None],
 ) -> RetrainResult:
     """Validate the champion, train the challenger, compare, promote, report, notify.
 
     devices: environment variables that assign accelerators to the ranks.
     await_server: waits while the Prefect server, which receives the event, is away.
+    give_back_gpus: lets other runs have the accelerators.
     """
     model, champion = retraining.model, None
     if plan.champion is not None:
         champion = retraining.registry.version(model, plan.champion)
-    attempt = RetrainingAttempt(retraining, plan, champion, stopping, devices)
+    attempt = RetrainingAttempt(retraining, plan, champion, stopping, devices, give_back_gpus)
+    is_search = isinstance(retraining.config, SearchExperiment)
+    own_report = page_of(plan.trial) if is_search else ReportArtifact(plan.trial)
     facts = RetrainingFacts(
         model, retraining.settings.start, retraining.rule, plan, champion,
         places={
-            "the challenger's own report": f"artifact {ReportArtifact(plan.trial).key}",
+            "the challenger's own report": f"artifact {own_report.key}",
             "runs on this machine": str(retraining.folder),
             "this report": retraining.journal.url(REPORT),
         },
@@ -274,6 +296,9 @@ def trained_challenger(attempt: RetrainingAttempt) -> Challenger | None:
     if change := describe_champion_change(retraining, plan):
         return journal.write("challenger", Challenger(why_none=f"{change}; nothing was trained"))
     config = retraining.challenger_config(plan, attempt.champion)
+    if isinstance(config, SearchExperiment):
+        found = searched_challenger(attempt, config)
+        return None if found is None else journal.write("challenger", found)
     with about("challenger"):
         result = train_trial(
             config, plan.trial, attempt.stopping, attempt.devices, retraining.run_id
@@ -281,7 +306,36 @@ def trained_challenger(attempt: RetrainingAttempt) -> Challenger | None:
     # A trial may also end its training early by itself.
     if result.stopped_early and attempt.stopping.request is not None:
         return None
-    return journal.write("challenger", register_challenger(retraining, plan))
+    return journal.write("challenger", register_challenger(retraining, plan.trial))
+
+
+def searched_challenger(attempt: RetrainingAttempt, config: SearchExperiment) -> Challenger | None:
+    """Continue the plan's search to its end, and register its best trial; None if it was stopped.
+
+    Raises:
+        TrialflowError: trainings were stopped, but this run was not.
+        SearchError: see `search`.
+    """
+    retraining, search, stopping = attempt.retraining, attempt.plan.trial, attempt.stopping
+    attempt.give_back_gpus()  # each trial waits for its own
+    config = config.model_copy(update={"checkpoint_storage": retraining.place})
+    sampler, owner = sampler_of(config), retraining.run_id
+    run = SearchRun(config, search, owner, retraining.store, stopping, sampler, attempt.began)
+    result = run.run(is_new=True, take_over=False)
+    if not result.is_over and stopping.request is not None:
+        return None
+    if not result.is_over:
+        raise TrialflowError(
+            f"search {search} is not over: {result.stop_reason}; retry this run, which continues it"
+        )
+    if result.best_trial is None:
+        challenger = Challenger(why_none=f"no trial of search {search} has a finite metric")
+    else:
+        challenger = register_challenger(retraining, result.best_trial)
+    return msgspec.structs.replace(
+        challenger, trial=result.best_trial or "", trials=result.trials,
+        hyperparameters=result.hyperparameters,
+    )  # fmt: skip
 
 
 def claim_challenger(claim: RunClaim, retraining: RetrainingRun, challenger: Challenger) -> None:

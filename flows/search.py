@@ -227,6 +227,7 @@ class SearchRun:
 
     Args:
         identity: identifies the owner of the search.
+        began: since when the time budget counts, by the monotonic clock. Default: now.
     """
 
     def __init__(
@@ -237,6 +238,7 @@ class SearchRun:
         store: CheckpointStore,
         stopping: StopHandler,
         sampler: Sampler,
+        began: float | None = None,
     ) -> None:
         self._experiment = experiment
         self._id = search
@@ -246,7 +248,7 @@ class SearchRun:
         self._sampler = sampler
         self._observer = current_observer()
         self._logger = get_run_logger()
-        self._page = MarkdownArtifact(f"search-{search}", f"Search {search}")
+        self._page = page_of(search)
         self._running: dict[int, Leg] = {}
         self._left: dict[int, str] = {}  # trials that this run does not train further, and why
         self._ended: queue.SimpleQueue[tuple[Leg, PrefectFuture[LegOutcome]] | None] = (
@@ -254,7 +256,7 @@ class SearchRun:
         )
         self._fork_servers = ForkServers()
         self._failure: TrialflowError | None = None
-        self._began = time.monotonic()
+        self._began = time.monotonic() if began is None else began
 
     def run(self, is_new: bool, take_over: bool) -> SearchResult:
         """Own the search, and continue it. Raises as the flow."""
@@ -390,6 +392,11 @@ class SearchRun:
             result, best_trial=trial.id, hyperparameters=dict(trial.hyperparameters),
             metric=best.metric, checkpoint_uuid=best.checkpoint,
         )  # fmt: skip
+
+
+def page_of(search: str) -> MarkdownArtifact:
+    """The search's page in Prefect."""
+    return MarkdownArtifact(f"search-{search}", f"Search {search}")
 
 
 def outcome_of(future: PrefectFuture[LegOutcome]) -> LegOutcome:

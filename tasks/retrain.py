@@ -20,7 +20,7 @@ from prefect.logging import get_run_logger
 from trial_core.checkpoint.manifest import utc_now
 from trial_core.checkpoint.retention_policy import own_metric
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.config import ExperimentConfig
+from trial_core.config import ExperimentConfig, StorageConfig
 from trial_core.config.parsing import merged
 from trial_core.driver.entrypoint_check import checked_entrypoint
 from trial_core.errors import (
@@ -45,6 +45,7 @@ from trial_core.models.registry import Registry
 from trial_core.processes.machine.callback_process import call_function, log_lines
 from trial_core.processes.machine.run_dirs import run_dir_of, trial_id
 from trial_core.schedule.stop_requests import StopHandler
+from trial_core.search.settings import SearchExperiment
 from trialflow.tasks.events import outcome_event, send, tell_champion
 from trialflow.tasks.retrying import STORAGE_RETRIES, STORAGE_RETRY_SECONDS, TRANSFER
 
@@ -60,12 +61,16 @@ class RetrainingRun:
 
     Attributes:
         config: the experiment, with unrendered data.
+        place: its storage section, without credentials of a block: runs below this one store it.
         run_id: the id of the flow run, or of the call of a subflow; the same for all attempts.
         journal: the results of completed stages.
     """
 
-    def __init__(self, config: ExperimentConfig, run_id: str) -> None:
+    def __init__(
+        self, config: ExperimentConfig, run_id: str, place: StorageConfig | None = None
+    ) -> None:
         storage, searcher = config.checkpoint_storage, config.searcher
+        self.place = place or storage
         self.config = config
         self.settings = config.effective_retraining()
         self.model = self.settings.model
@@ -88,7 +93,10 @@ class RetrainingRun:
         manifest, own = self.store.open(champion.checkpoint), self.config
         if own.environment.code != "from_checkpoint":
             checked_entrypoint(manifest.entrypoint, own.entrypoint, own.code)
-        return self.config.model_copy(
+        config = own
+        if isinstance(own, SearchExperiment):
+            config = own.of_trial(manifest.hyperparameters, plan.trial)
+        return config.model_copy(
             update={
                 "data": plan.data,
                 "entrypoint": manifest.entrypoint,
@@ -185,9 +193,9 @@ def _check_callbacks(retraining: RetrainingRun) -> None:
 
 
 @task(name="register", task_run_name="register", **TRANSFER)
-def register_challenger(retraining: RetrainingRun, plan: RetrainingPlan) -> Challenger:
+def register_challenger(retraining: RetrainingRun, trial: str) -> Challenger:
     """Register the best checkpoint of the challenger's trial as a version of the model."""
-    rule, manifests = retraining.rule, retraining.store.resume_candidates(plan.trial)
+    rule, manifests = retraining.rule, retraining.store.resume_candidates(trial)
     best = rule.best_checkpoint(manifests)
     if best is None:
         return Challenger(why_none=rule.explain_no_best(manifests))

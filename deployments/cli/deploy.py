@@ -13,7 +13,7 @@ from cyclopts.validators import Number
 
 from trial_core.errors import ConfigError, TrialflowError
 from trialflow.deployments.cli import console
-from trialflow.deployments.cli.experiment_options import read_experiment
+from trialflow.deployments.cli.experiment_options import read_retraining
 from trialflow.deployments.cli.waiting import print_above_the_wait, waiting
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ def read_retrainings(files: Sequence[Path]) -> list[RetrainingRequest]:
     """
     from trialflow.deployments.retraining.retraining_requests import retraining_requests
 
-    return retraining_requests({path: read_experiment(path, []) for path in files})
+    return retraining_requests({path: read_retraining(path, []) for path in files})
 
 
 def remove_withdrawn(

@@ -81,7 +81,7 @@ def read_experiment(
 def read_any_experiment(
     path: Path, overrides: list[str], storage: str | None = None
 ) -> ExperimentConfig:
-    """As `read_experiment`, for commands that train nothing: the experiment may be a search."""
+    """As `read_experiment`, but the experiment may be a search."""
     from trial_core.config import ExperimentConfig
     from trial_core.config.parsing import override, read_mapping
     from trial_core.search.settings import SearchExperiment, searches
@@ -90,6 +90,17 @@ def read_any_experiment(
         if searches(override(read_mapping(path), overrides)):
             return read_as(SearchExperiment, path, overrides, storage)
     return read_as(ExperimentConfig, path, overrides, storage)
+
+
+def read_retraining(
+    path: Path, overrides: list[str], storage: str | None = None
+) -> ExperimentConfig:
+    """As `read_experiment`; the experiment may be a search, if `retraining.search` says so."""
+    from trial_core.search.settings import check_retraining
+
+    experiment = read_any_experiment(path, overrides, storage)
+    check_retraining(experiment, str(path))
+    return experiment
 
 
 def read_as(kind: type[E], path: Path, overrides: list[str], storage: str | None = None) -> E:

@@ -18,7 +18,7 @@ from trialflow.deployments.cli.experiment_options import (
     Overrides,
     StorageOption,
     open_store_of,
-    read_experiment,
+    read_retraining,
     refuse_what_cannot_run,
 )
 from trialflow.deployments.cli.flow_run import FlowRun, StateHook
@@ -58,7 +58,7 @@ def retrain(
     """
     from trial_core.models.data_templates import parse_data, render_data
 
-    experiment = read_experiment(config, set_ or [], storage)
+    experiment = read_retraining(config, set_ or [], storage)
     run_data = parse_data(data or [])
     render_data(experiment.data, datetime.now(timezone.utc))  # report errors before the start
     refuse_what_cannot_run(experiment, open_store_of(experiment))

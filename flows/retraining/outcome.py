@@ -34,7 +34,7 @@ class RetrainResult:
         challenger: number of the trained version, or None if it has no checkpoint to compare.
         champion_value, challenger_value: the metric of both, on the same data.
         checkpoint_uuid: the challenger's checkpoint.
-        trial: the challenger's trial.
+        trial: the challenger's trial; the search, if it has found no challenger.
         scheduled_time: scheduled start: ISO 8601, UTC.
         data: the data of the run.
         stop_reason: why the run was stopped before a decision, or None if it was not.
@@ -88,7 +88,7 @@ def retrain_result(
         champion_value=champion.value if champion else None,
         challenger_value=challenger.value if challenger else None,
         checkpoint_uuid=challenger.checkpoint if challenger else None,
-        trial=facts.plan.trial,
+        trial=(challenger.trial if challenger else "") or facts.plan.trial,
         scheduled_time=facts.plan.scheduled_at,
         data=facts.plan.data,
         stop_reason=str(stopping.final_request()) if outcome is None else None,

@@ -344,6 +344,17 @@ class ExperimentConfig(Section):
                 )  # fmt: skip
         return self
 
+    @model_validator(mode="after")
+    def _check_retraining(self) -> Self:
+        """Refuses a retraining by a search, if the experiment does not search."""
+        if self.retraining is None or not self.retraining.search or self.searcher.name != "single":
+            return self
+        raise validation_error(
+            "true retrains by a search, and searcher.name is single: name a searcher, such as "
+            "asha, and give hyperparameters ranges; or remove it here, to train one trial",
+            "retraining", "search",
+        )  # fmt: skip
+
     @property
     def saves_continuously(self) -> bool:
         """True if the next checkpoint begins when the last one is stored."""
@@ -406,7 +417,7 @@ class ExperimentConfig(Section):
         }
         given = self.searcher.model_dump(mode="json") | source
         try:
-            searcher = SearcherConfig.model_validate(given)
+            searcher = type(self.searcher).model_validate(given)
         except ValidationError as error:
             raise ConfigError(
                 "\n".join(f"searcher.{each}" for each in error_lines(error))

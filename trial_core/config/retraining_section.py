@@ -88,6 +88,12 @@ class RetrainingConfig(Section):
         "(warm), or its weights, optimizer, schedules and callbacks (continue). Batches always "
         "count from 0.",
     )
+    search: Flag = Field(
+        default=False,
+        title="Search",
+        description="Whether the challenger is the best trial of a search: the experiment has "
+        "ranges, and searcher.name is not single.",
+    )
     margin: float = Field(
         default=0.0,
         ge=0,

@@ -94,6 +94,9 @@ class Challenger(msgspec.Struct, frozen=True, kw_only=True):
         version: its number in the registry; None if it has no checkpoint to compare, and
             `why_none` tells the reason.
         checkpoint: uuid of its best checkpoint.
+        trial: the best trial of the search that has found it; empty without a search.
+        trials: how many trials the search has begun.
+        hyperparameters: of the best one.
     """
 
     version: int | None = None
@@ -102,6 +105,9 @@ class Challenger(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, Any] = {}
     value: float | None = None
     why_none: str = ""
+    trial: str = ""
+    trials: int = 0
+    hyperparameters: dict[str, Any] = {}
 
 
 class PromotionDecision(msgspec.Struct, frozen=True, kw_only=True):

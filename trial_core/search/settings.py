@@ -15,6 +15,8 @@ from pydantic import (
     BeforeValidator,
     Field,
     ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
     model_validator,
 )
 from typing_extensions import Self
@@ -282,6 +284,8 @@ class SearchExperiment(ExperimentConfig):
             | {
                 "hyperparameters": dict(hyperparameters),
                 "searcher": searcher,
+                "retraining": self.retraining
+                and self.retraining.model_copy(update={"search": False}),
                 "trackers": [
                     {name: {"group": search, **options} if name in WITH_GROUPS else options}
                     for each in self.trackers
@@ -330,6 +334,43 @@ class SearchExperiment(ExperimentConfig):
         return {
             **plain, "experiment": self.name, "seed": self.reproducibility.experiment_seed,
         }  # fmt: skip
+
+
+def _either(value: Any, validate: ValidatorFunctionWrapHandler) -> ExperimentConfig:
+    if isinstance(value, SearchExperiment) or (isinstance(value, Mapping) and searches(value)):
+        return SearchExperiment.model_validate(value)
+    experiment: ExperimentConfig = validate(value)
+    return experiment
+
+
+class EitherSchema(ExperimentConfig):
+    """The JSON schema of `EitherExperiment`: a server names a wrong field, not the experiment."""
+
+    searcher: SearcherConfig | SearchSettings = Field(title="Searcher")
+
+
+EitherExperiment = Annotated[
+    ExperimentConfig, WrapValidator(_either, json_schema_input_type=EitherSchema)
+]
+"""An experiment that trains one trial, or one that searches: its searcher tells which."""
+
+
+def check_retraining(experiment: ExperimentConfig, source: str = "") -> None:
+    """Check that an experiment with a searcher of several trials asks to be retrained by a search.
+
+    Args:
+        source: the file; the error begins with it.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    section = experiment.retraining
+    if isinstance(experiment, SearchExperiment) and not (section and section.search):
+        raise ConfigError(
+            f"{source}{': ' if source else ''}searcher.name: a retraining trains one trial "
+            f"(single), got {format_value(experiment.searcher.name)}; to retrain by a search, set "
+            "retraining.search: true; to search once, use `trialflow search`"
+        )
 
 
 def searches(experiment: Mapping[str, Any]) -> bool:

@@ -71,6 +71,9 @@ class RetrainingFacts:
             new=self.challenger or Challenger(),
             metrics=self._metrics(),
             data=json.dumps(self.plan.data, indent=2),
+            hyperparameters=json.dumps(
+                self.challenger and self.challenger.hyperparameters, indent=2
+            ),
             start=start,
         )
 
