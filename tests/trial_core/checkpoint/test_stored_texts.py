@@ -43,7 +43,8 @@ trial_core.checkpoint.numbered_log:
 trial_core.models.records: Version.experiment Version.metric Version.at Version.by
   Version.note Move.at Move.by Move.run Move.why
 trial_core.models.journal: RetrainingPlan.scheduled_at RetrainingPlan.begun_at RetrainingPlan.data
-  RetrainingPlan.note Champion.metrics Challenger.metrics Challenger.why_none PromotionDecision.why
+  RetrainingPlan.note Champion.metrics Challenger.metrics Challenger.why_none Challenger.trial
+  Challenger.hyperparameters PromotionDecision.why
   StageRecord.what StageRecord.at
 trial_core.search.log: SearchRecord.search SearchRecord.at SearchRecord.by Opened.experiment
   Opened.searcher Opened.hyperparameters Changed.searcher Begun.hyperparameters Exited.why

@@ -63,17 +63,16 @@ class RetrainingFacts:
         start = STARTS[self.start]
         if self.champion is None and self.start != "scratch":
             start = "from scratch: there was no champion"
+        new = self.challenger or Challenger()
         return _TEMPLATE.render(
             facts=self,
             plan=self.plan,
             outcome=self.outcome,
             champion=self.champion,
-            new=self.challenger or Challenger(),
+            new=new,
+            hyperparameters=json.dumps(new.hyperparameters, indent=2),
             metrics=self._metrics(),
             data=json.dumps(self.plan.data, indent=2),
-            hyperparameters=json.dumps(
-                self.challenger and self.challenger.hyperparameters, indent=2
-            ),
             start=start,
         )
 
