@@ -9,11 +9,16 @@ from typing import Any
 
 import pytest
 from prefect.client.schemas.schedules import CronSchedule, IntervalSchedule
+from prefect.exceptions import ParameterTypeError
+from prefect.utilities.schema_tools.validation import validate
 
 from tests.support.cli import trialflow, write_experiment
 from tests.support.slots import toy_config
 from trial_core.errors import ConfigError
+from trial_core.search.settings import SearchExperiment
+from trialflow.deployments.cli.deploy import read_retrainings
 from trialflow.deployments.retraining.retraining_requests import retraining_requests
+from trialflow.flows.retrain import retrain
 
 FILE = Path("toy.yaml")
 
@@ -80,3 +85,35 @@ def test_a_file_without_the_section(tmp_path: Path, command: str) -> None:
     done = trialflow(tmp_path, command, "experiment.yaml", variables=no_server)
     assert (done.returncode, done.stdout) == (2, "")
     assert "experiment.yaml: there is no `retraining` section" in done.stderr
+
+
+SEARCH = {
+    "hyperparameters": {"micro_batch_size": {"type": "categorical", "vals": [1, 3]}},
+    "searcher": {"name": "grid", "metric": "loss", "max_length": {"batches": 3}},
+}
+
+
+def test_a_search_is_deployed_with_its_ranges(tmp_path: Path) -> None:
+    """The schema of the flow takes the deployment's experiment, and names a wrong field alone."""
+    path = write_experiment(tmp_path, **SEARCH, retraining={"search": True})
+    (found,) = read_retrainings([path])
+    config, schema = found.deployment.from_file["config"], retrain.parameters.model_dump()
+    assert config["hyperparameters"] == SEARCH["hyperparameters"]
+    assert validate({"config": config}, schema, raise_on_error=False) == []
+    assert isinstance(retrain.validate_parameters({"config": config})["config"], SearchExperiment)
+    wrong = {"config": {**config, "max_restarts": -1}}
+    (problem,) = validate(wrong, schema, raise_on_error=False)
+    assert problem.message == "-1 is less than the minimum of 0"
+    with pytest.raises(ParameterTypeError) as error:
+        retrain.validate_parameters(wrong)
+    assert str(error.value).splitlines()[1:] == [
+        " - config.max_restarts: expected an integer of at least 0, got -1"
+    ]
+
+
+def test_a_search_that_is_not_asked_for(tmp_path: Path) -> None:
+    """It is refused: the error names the file and both ways."""
+    path = write_experiment(tmp_path, **SEARCH, retraining={})
+    expected = f"{path}: searcher.name: .*set retraining.search: true; .*`trialflow search`"
+    with pytest.raises(ConfigError, match=expected):
+        read_retrainings([path])

@@ -125,3 +125,10 @@ def test_invalid_values(given: dict[str, Any], problem: str) -> None:
 def test_a_field_outside_its_section() -> None:
     """The error names the right place."""
     assert problems(margin=0.1) == ['margin: unknown field; did you mean "retraining.margin"?']
+
+
+def test_a_retraining_by_a_search_needs_a_searcher() -> None:
+    """A search is not silently a training of one trial."""
+    (problem,) = problems(retraining={"search": True})
+    assert problem.startswith("retraining.search: true retrains by a search, and searcher.name is ")
+    assert experiment(retraining={"search": False}).retraining == RetrainingConfig(model="my-gpt")

@@ -107,3 +107,16 @@ def test_failures_after_the_decision() -> None:
     assert "**version 4 promoted**" in text
     assert "Callback hooks:tell failed: ValueError: \\*no\\*" in text
     assert "After the decision the run failed: x" in text
+
+
+def test_a_challenger_of_a_search() -> None:
+    """The report names the search, its trials, and the best trial with its hyperparameters."""
+    found = Challenger(
+        version=4, checkpoint="bbbb", value=0.5, trial="gpt-best", trials=3,
+        hyperparameters={"lr": 0.1},
+    )  # fmt: skip
+    text = facts(challenger=found).render()
+    assert "| challenger | 4 | `bbbb` | `gpt-best` | 0 |" in text
+    assert "Search `gpt-0000beef` has begun 3 trials." in text
+    assert '```json\n{\n  "lr": 0.1\n}\n```' in text
+    assert "## Search" not in facts().render()
