@@ -63,13 +63,9 @@ class SearchHarness(RetrainHarness):
 
 
 @pytest.fixture
-def searching(
-    prefect_server: PrefectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[SearchHarness]:
+def searching(prefect_server: PrefectServer, here: Path) -> SearchHarness:
     """A model without versions, with real ranks."""
-    monkeypatch.setenv("TRIALFLOW_HOME", str(tmp_path / "home"))
-    with prefect_server.configured():
-        yield SearchHarness(prefect_server, tmp_path)
+    return SearchHarness(prefect_server, here)
 
 
 @pytest.mark.slots
@@ -83,7 +79,7 @@ def test_the_best_trial_of_a_search_is_promoted(searching: SearchHarness) -> Non
     begun = searching.trials_begun(run)
     version = searching.registry.version(searching.model, 1)
     assert len(begun) == len(reached) == 2
-    assert best.metric != max(event.metric or 0.0 for event in reached)
+    assert best.trial == 1  # else the first one might always be taken
     assert version.trial == result.trial == begun[best.trial]
     assert version.checkpoint == result.checkpoint_uuid == best.checkpoint
     assert result.challenger_value == best.metric
