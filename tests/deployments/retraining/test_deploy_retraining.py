@@ -76,7 +76,6 @@ def read_deployment(client: SyncPrefectClient) -> DeploymentResponse:
     return client.read_deployment_by_name("retrain/gpt")
 
 
-@pytest.mark.long
 def test_the_second_time_changes_nothing(client: SyncPrefectClient) -> None:
     """A dry run changes nothing; the first deployment creates deployment, schedule and automation;
     the second leaves them unchanged; then they can be removed."""
@@ -150,6 +149,7 @@ def test_deploying_without_the_file(client: SyncPrefectClient) -> None:
     assert gone[DEPLOYMENT] == gone["deployment train/train"] == "removed"
 
 
+@pytest.mark.long
 def test_runs_are_scheduled(client: SyncPrefectClient) -> None:
     """The server schedules runs for three o'clock in Berlin; with another time it replaces them."""
     hours = {"cron": "0 3 * * *", "timezone": "Europe/Berlin"}, {"cron": "30 4 * * *"}
