@@ -294,7 +294,6 @@ def strays(stored: Stored, folder: Path, cases: list[tuple[Leaf, str]]) -> dict[
     }
 
 
-@pytest.mark.long
 def test_no_name_of_a_storage_leads_elsewhere(stored: Stored, tmp_path: Path) -> None:
     """Each text that names a trial, a checkpoint, a file, a run, a folder or a module."""
     leaves = [leaf for leaf in stored.leaves() if str((leaf.path or ("",))[-1]) in NAMES]

@@ -108,7 +108,6 @@ def commit(
     return store, uuid
 
 
-@pytest.mark.long
 @pytest.mark.slots
 @pytest.mark.parametrize(
     ("slots", "zero_stage"), [(2, 2), pytest.param(4, 3, marks=pytest.mark.long)]
