@@ -18,11 +18,13 @@ from trial_core.checkpoint.manifest import FileEntry, Topology
 from trial_core.deepspeed.export.pipeline_weights import LAYER
 from trial_core.deepspeed.load_engine import needs_optimizer_shards
 from trial_core.deepspeed.validated_weights import is_validated
+from trial_core.rank.state_files.built_settings import FILE
 
 _SHARD = re.compile(
     r"(?:.*/)?(?:bf16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_\d+_(?P<kind>model|optim)_states(?:_frozen)?\.pt"
 )
 _RANK_STATE = re.compile(r"trialflow/(?P<kind>rank|buffers)-(?P<rank>\d+)\.pt")
+_STATE = re.compile(rf"{_RANK_STATE.pattern}|trialflow/{re.escape(FILE)}")
 _OPTIMIZER_STATES = re.compile(r"\w+_optim_states\.pt")
 
 
@@ -60,7 +62,7 @@ def files_for_load_weights(
     engines: Sequence[DeepSpeedEngine], files: list[FileEntry], ranks: Sequence[int]
 ) -> list[FileEntry]:
     """The files that `DeepSpeedTrial.load_weights` reads on some of `ranks`."""
-    unread = {file.checked_path for file in files if _RANK_STATE.fullmatch(file.checked_path)}
+    unread = {file.checked_path for file in files if _STATE.fullmatch(file.checked_path)}
     for i, engine in enumerate(engines):
         names = _names(files, i)
         if not needs_optimizer_shards(engine, names):

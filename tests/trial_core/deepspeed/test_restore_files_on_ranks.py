@@ -18,6 +18,7 @@ SCRIPT = Path(__file__).parents[2] / "support" / "scripts" / "restore_on_machine
 PIPELINE = {"entrypoint": "parallel_trials:PipelineTrial"}
 SHARDS = r"model0/zero_pp_rank_\d_mp_rank_\d\d_\w+\.pt"
 OPTIMIZERS = r"model0/\w+_optim_states\.pt"
+OF_RANK = r"trialflow/(rank|buffers)-\d+\.pt"
 STATES = r"trialflow/.*"
 LAYERS = r"model0/layer_.*"
 
@@ -26,12 +27,12 @@ Case = tuple[int, dict[str, Any], str, str, str]
 # ZeRO stage, fields of the experiment, what is restored, which files of the other rank are not
 # fetched, and which files no rank fetches.
 CASES: dict[str, Case] = {
-    "ZeRO-1": (1, {}, "everything", f"{SHARDS}|{STATES}", ""),
-    "pipeline": (1, PIPELINE, "everything", f"{SHARDS}|{STATES}|{LAYERS}", ""),
+    "ZeRO-1": (1, {}, "everything", f"{SHARDS}|{OF_RANK}", ""),
+    "pipeline": (1, PIPELINE, "everything", f"{SHARDS}|{OF_RANK}|{LAYERS}", ""),
     "weights of ZeRO-3": (3, {}, "weights", "", STATES),
 }
 MORE_CASES: dict[str, Case] = {
-    "ZeRO-3": (3, {}, "everything", f"{SHARDS}|{STATES}", ""),
+    "ZeRO-3": (3, {}, "everything", f"{SHARDS}|{OF_RANK}", ""),
     "weights of ZeRO-1": (1, {}, "weights", "", f"{OPTIMIZERS}|{STATES}"),
     "weights of a pipeline": (1, PIPELINE, "weights", LAYERS, f"{OPTIMIZERS}|{STATES}"),
 }
