@@ -17,6 +17,8 @@ The ignore file, git and `DEFAULT_IGNORED` leave files out without a warning, ex
 git ignores, and folders with modules: they may be generated code. The other rules warn.
 
 Of a home folder, only the files that git tracks are packed; nothing, if git tracks none.
+
+The files are read again only if the status of one has changed: a search packs for each training.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import stat
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path, PurePosixPath
 
@@ -200,11 +203,13 @@ def pack_code(
             return PackedCode(None, {}, (), "nothing of a home folder", problem)
         problem = f"{much}: checkpoints get only the files that git tracks"
     walk = _Walk(folder, not_code, held, has_new=much is None)
-    contents = walk.read(searchable(secrets))
-    files = {name: len(content) for name, (_, content) in sorted(contents.items())}
-    left_out = tuple(sorted(walk.left_out, key=lambda each: (not each.is_module, each.path)))
+    # The smallest first: a file that does not fit is more likely data than code.
+    candidates = tuple(sorted(walk.candidates()))
+    exact_names, hidden = frozenset(walk.exact_names), tuple(searchable(secrets))
+    data, files, unread = _archive(walk.root, candidates, exact_names, hidden)
+    left_out = sorted(walk.left_out + unread, key=lambda each: (not each.is_module, each.path))
     rule = "by their kinds" if held is None else "tracked by git, or new"
-    return PackedCode(tar(contents) if contents else None, files, left_out, rule, problem)
+    return PackedCode(data, dict(files), tuple(left_out), rule, problem)
 
 
 @dataclass(frozen=True, order=True)
@@ -215,6 +220,7 @@ class _File:
         name: its path in the code folder.
         real: the same, of the file that a link leads to.
         is_known: True if git tracks it, or a pattern takes it in.
+        version: its device and inode, and when it was changed: others if its content is another.
     """
 
     size_bytes: int
@@ -222,12 +228,50 @@ class _File:
     real: str
     mode: int
     is_known: bool
+    version: tuple[int, ...]
 
     @property
     def kind(self) -> str:
         """The ending of its name, if that has one, else the name."""
         path = PurePosixPath(self.name)
         return path.suffix.lower() or path.name
+
+
+@lru_cache(maxsize=1)
+def _archive(
+    root: str,
+    candidates: tuple[_File, ...],
+    exact_names: Collection[str],
+    secrets: tuple[bytes, ...],
+) -> tuple[bytes | None, dict[str, int], list[LeftOut]]:
+    """The archive of the files that may be packed, their sizes by name, and the ones left out."""
+    contents: dict[str, File] = {}
+    left_out: list[LeftOut] = []
+    total_bytes = 0
+    for file in candidates:
+        if file.size_bytes > MAX_FILE_BYTES:
+            limit = f"a file may have {size(MAX_FILE_BYTES)}"
+            left_out.append(LeftOut(file.name, f"{size(file.size_bytes)}; {limit}"))
+            continue
+        if total_bytes + file.size_bytes + _MEMBER_BYTES > MAX_TOTAL_BYTES:
+            limit = f"all files may have {size(MAX_TOTAL_BYTES)} together"
+            left_out.append(LeftOut(file.name, f"{size(file.size_bytes)}; {limit}"))
+            continue
+        try:
+            content = Path(root, file.real).read_bytes()
+        except OSError as error:
+            left_out.append(LeftOut(file.name, f"cannot be read: {error.strerror}"))
+            continue
+        if (found := credentials_in(file.name, content, secrets)) is not None:
+            is_certain = found in (OWN, PRIVATE_KEY)
+            if is_certain or file.name not in exact_names:
+                remedy = "" if is_certain else TAKE_IN_EXACTLY
+                left_out.append(LeftOut(file.name, f"holds {found}", remedy))
+                continue
+        contents[file.name] = file.mode, content
+        total_bytes += len(content) + _MEMBER_BYTES
+    sizes = {name: len(content) for name, (_, content) in sorted(contents.items())}
+    return tar(contents) if contents else None, sizes, left_out
 
 
 class _Walk:
@@ -240,9 +284,9 @@ class _Walk:
     def __init__(
         self, folder: Path, not_code: Collection[Path], git: GitFiles | None, has_new: bool
     ) -> None:
-        self._root = os.path.realpath(folder)
+        self.root = os.path.realpath(folder)
         self._not_code = {os.path.realpath(each) for each in not_code}
-        self._patterns, self._exact_names = _patterns(folder)
+        self._patterns, self.exact_names = _patterns(folder)
         self._defaults = pathspec.GitIgnoreSpec.from_lines(DEFAULT_IGNORED)
         self._git, self._has_new = git, has_new
         self._git_ignores: dict[str, pathspec.GitIgnoreSpec] = {}
@@ -257,39 +301,10 @@ class _Walk:
     def leave_out(self, name: str, why: str, remedy: str = "") -> None:
         self.left_out.append(LeftOut(name.encode("utf-8", "replace").decode(), why, remedy))
 
-    def read(self, secrets: Collection[bytes]) -> dict[str, File]:
-        """Permissions and content of each file that is packed."""
-        contents: dict[str, File] = {}
-        total_bytes = 0
-        # The smallest first: a file that does not fit is more likely data than code.
-        for file in sorted(self._of_known_kinds()):
-            if file.size_bytes > MAX_FILE_BYTES:
-                limit = f"a file may have {size(MAX_FILE_BYTES)}"
-                self.leave_out(file.name, f"{size(file.size_bytes)}; {limit}")
-                continue
-            if total_bytes + file.size_bytes + _MEMBER_BYTES > MAX_TOTAL_BYTES:
-                limit = f"all files may have {size(MAX_TOTAL_BYTES)} together"
-                self.leave_out(file.name, f"{size(file.size_bytes)}; {limit}")
-                continue
-            try:
-                content = Path(self._root, file.real).read_bytes()
-            except OSError as error:
-                self.leave_out(file.name, f"cannot be read: {error.strerror}")
-                continue
-            if (found := credentials_in(file.name, content, secrets)) is not None:
-                is_certain = found in (OWN, PRIVATE_KEY)
-                if is_certain or file.name not in self._exact_names:
-                    remedy = "" if is_certain else TAKE_IN_EXACTLY
-                    self.leave_out(file.name, f"holds {found}", remedy)
-                    continue
-            contents[file.name] = file.mode, content
-            total_bytes += len(content) + _MEMBER_BYTES
-        return contents
-
-    def _of_known_kinds(self) -> Iterator[_File]:
+    def candidates(self) -> Iterator[_File]:
         """The candidates of known kinds, without files that are named like credentials."""
         others: dict[str, list[str]] = defaultdict(list)
-        for file in self._candidates():
+        for file in self._found():
             if not file.is_known and file.kind not in KINDS:
                 others[file.kind].append(file.name)
             elif any(map(is_named_as_credentials, (file.name, file.real))):
@@ -303,7 +318,7 @@ class _Walk:
             else:
                 self.leave_out(_pattern_of(kind), f"{plural(len(names), 'file')}; {why}", TAKE_IN)
 
-    def _candidates(self) -> Iterator[_File]:
+    def _found(self) -> Iterator[_File]:
         """The files that git or a pattern holds; elsewhere, all that are not ignored."""
         own: list[_File] = []
         for each in self._entries("", ""):
@@ -331,9 +346,9 @@ class _Walk:
         return files
 
     def _below(self, name: str, real: str, trail: tuple[str, ...]) -> Iterator[_File]:
-        """As `_candidates`, of a folder below. `trail`: the real paths of the folders above, to one
+        """As `_found`, of a folder below. `trail`: the real paths of the folders above, to one
         of which a link may lead."""
-        path = os.path.join(self._root, real)
+        path = os.path.join(self.root, real)
         if real in trail or path in self._not_code or _is_environment(path):
             return
         for each in self._entries(name, real):
@@ -345,7 +360,7 @@ class _Walk:
     def _entries(self, name: str, real: str) -> Iterator[_File | tuple[str, str]]:
         """The files in a folder, and the names and real paths of the folders in it."""
         try:
-            entries = sorted(os.scandir(f"{self._root}/{real}"), key=lambda entry: entry.name)
+            entries = sorted(os.scandir(f"{self.root}/{real}"), key=lambda entry: entry.name)
         except OSError as error:
             self.leave_out(f"{name}/" if name else ".", f"cannot be read: {error.strerror}")
             return
@@ -362,7 +377,7 @@ class _Walk:
         # Not `entry.is_dir`, which raises if a link leads to itself.
         is_link, is_folder = entry.is_symlink(), os.path.isdir(entry.path)
         target = os.path.realpath(entry.path) if is_link else ""
-        real = os.path.relpath(target, self._root) if is_link else here
+        real = os.path.relpath(target, self.root) if is_link else here
         is_outside = is_link and real.split("/")[0] == ".."
         ending = "/" if is_folder else ""
         says = self._says({name + ending, *([] if is_outside else [real + ending])})
@@ -387,11 +402,12 @@ class _Walk:
             why = "a name that not every system allows"
         elif is_folder:
             return name, "" if real == "." else real
-        elif f"{self._root}/{real}" in self._not_code:
+        elif f"{self.root}/{real}" in self._not_code:
             return None
         elif stat.S_ISREG(found.st_mode):
             is_known = says or (self._git is not None and real in self._git.tracked)
-            return _File(found.st_size, name, real, found.st_mode, bool(is_known))
+            version = found.st_dev, found.st_ino, found.st_mtime_ns, found.st_ctime_ns
+            return _File(found.st_size, name, real, found.st_mode, bool(is_known), version)
         else:
             why = "not a file"
         self.leave_out(name + ending, why)
@@ -444,7 +460,7 @@ class _Walk:
             if parent not in self._git_ignores:
                 spec = pathspec.GitIgnoreSpec.from_lines([])
                 with contextlib.suppress(OSError, ValueError):  # a line that is not a pattern
-                    file = Path(self._root, parent, ".gitignore")
+                    file = Path(self.root, parent, ".gitignore")
                     spec = pathspec.GitIgnoreSpec.from_lines(file.read_text().splitlines())
                 self._git_ignores[parent] = spec
             inner = path if parent == "." else path[len(parent) + 1 :]

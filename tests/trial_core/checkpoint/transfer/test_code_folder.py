@@ -619,3 +619,29 @@ def test_a_file_that_cannot_be_read_is_left_out(
     result = pack_code(tmp_path)
     assert unpacked(result.data) == {"a.txt": b"1"}
     assert left_out(result) == ["b.txt (cannot be read: Permission denied)"]
+
+
+def test_a_folder_packed_again_is_read_again_only_if_a_file_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A change counts though the file's size and time are as before."""
+    write(tmp_path, a="one", b="two")
+    first = pack_code(tmp_path)
+    status = (tmp_path / "a.txt").stat()
+
+    def fail(*_: Any) -> None:
+        raise AssertionError("a file was read again")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(code_folder, "credentials_in", fail)
+        assert pack_code(tmp_path) == first
+    (tmp_path / "a.txt").write_text("six")
+    os.utime(tmp_path / "a.txt", ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert unpacked(pack_code(tmp_path).data) == {"a.txt": b"six", "b.txt": b"two"}
+    assert packed(tmp_path) == ["a.txt", "b.txt"]
+    again = pack_code(tmp_path, secrets=["six six six six"])
+    assert again.left_out == ()
+    (tmp_path / "a.txt").write_text("six six six six")
+    assert left_out(pack_code(tmp_path, secrets=["six six six six"])) == [
+        "a.txt (holds a credential of this experiment)"
+    ]
