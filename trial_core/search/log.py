@@ -30,12 +30,17 @@ class SearchRecord(NumberedEntry, frozen=True, kw_only=True, tag_field="event"):
 
 
 class Opened(SearchRecord, frozen=True, kw_only=True, tag="opened"):
-    """The search has begun, with these settings: the experiment's sections as plain data."""
+    """The search has begun, with these settings: the experiment's sections as plain data.
+
+    Attributes:
+        data: None if it is not known, as of earlier releases.
+    """
 
     experiment: str
     searcher: dict[str, Any]
     hyperparameters: dict[str, Any]
     seed: int
+    data: dict[str, Any] | None = None
 
 
 class Changed(SearchRecord, frozen=True, kw_only=True, tag="changed"):

@@ -302,8 +302,8 @@ class SearchExperiment(ExperimentConfig):
             last: the section `searcher` with which it last continued.
 
         Raises:
-            ConfigError: another field than those of `MAY_CHANGE` has changed, or a maximum is
-                smaller.
+            ConfigError: the data, or another field than those of `MAY_CHANGE`, has changed, or a
+                maximum is smaller.
         """
         now = self.recorded()
         searcher, before = now.pop("searcher"), began["searcher"]
@@ -312,7 +312,7 @@ class SearchExperiment(ExperimentConfig):
             for name, value in searcher.items()
             if name not in MAY_CHANGE and before.get(name) != value
         ]
-        changed += [f"{name}: has changed" for name in now if now[name] != began.get(name)]
+        changed += [f"{name}: has changed" for name in now if began[name] not in (None, now[name])]
         if changed:
             raise ConfigError(
                 "a search continues with the same settings, except for "
@@ -330,7 +330,7 @@ class SearchExperiment(ExperimentConfig):
 
     def recorded(self) -> dict[str, Any]:
         """What the log has of the experiment, as plain data: no credentials."""
-        plain = self.model_dump(mode="json", include={"searcher", "hyperparameters"})
+        plain = self.model_dump(mode="json", include={"searcher", "hyperparameters", "data"})
         return {
             **plain, "experiment": self.name, "seed": self.reproducibility.experiment_seed,
         }  # fmt: skip

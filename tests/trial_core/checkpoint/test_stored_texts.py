@@ -47,7 +47,8 @@ trial_core.models.journal: RetrainingPlan.scheduled_at RetrainingPlan.begun_at R
   Challenger.hyperparameters PromotionDecision.why
   StageRecord.what StageRecord.at
 trial_core.search.log: SearchRecord.search SearchRecord.at SearchRecord.by Opened.experiment
-  Opened.searcher Opened.hyperparameters Changed.searcher Begun.hyperparameters Exited.why
+  Opened.searcher Opened.hyperparameters Opened.data Changed.searcher
+  Begun.hyperparameters Exited.why
 trial_core.observe.report.history: Point.values Event.at Event.what ReportHistory.written_at
   ReportHistory.ended
 trial_core.observe.ledger.time_ledger: RunTime.by RunTime.slot_milliseconds

@@ -215,6 +215,18 @@ def test_other_settings_begin_another_search(
     assert "without --resume" in str(error.value)
 
 
+def test_results_on_other_data_are_not_compared(storage: Any) -> None:
+    """A retraining's search has the data of that run."""
+    of_may, of_june = (
+        SearchExperiment.from_mapping({**experiment().model_dump(), "data": {"until": month}})
+        for month in ("may", "june")
+    )
+    Search(of_may, SearchLog(storage, SEARCH), SEARCH)
+    Search(of_may, SearchLog(storage, SEARCH), SEARCH)
+    with pytest.raises(ConfigError, match=r"begin a new one without --resume.* data: has changed"):
+        Search(of_june, SearchLog(storage, SEARCH), SEARCH)
+
+
 def test_failed_trials_are_recorded_and_end_a_search_that_has_too_many(storage: Any) -> None:
     """Those with invalid hyperparameters are replaced, and do not count."""
     log = SearchLog(storage, SEARCH)
