@@ -124,6 +124,11 @@ ROWS: dict[str, dict[str, tuple[str, str]]] = {
     "search": {
         "until_found_to_tune": ("a search's batches until its best is found, of Ray Tune's", ""),
         "pasha_to_asha": ("… all batches of PASHA, of ASHA's", ""),
+        "until_found_to_tune_digits": (
+            "the same with curves of a digits classifier: until its best is found, of Ray Tune's",
+            "",
+        ),
+        "pasha_to_asha_digits": ("… all batches of PASHA, of ASHA's", ""),
         "beside_training_s": ("seconds of a trial of a search besides training", "s"),
         "beside_training_to_tune": ("… of Ray Tune's with new processes", ""),
     },

@@ -3,7 +3,13 @@
 **Decisions**: all searchers get the same learning curves, several times with other seeds, without
 training. Each asks its own library's scheduler or pruner after each batch; four trials take turns.
 *Until found*: the batches of all trials until the searcher has the configuration that it ends with,
-the one with the least loss so far.
+the one with the least loss so far. *Regret*: how far that configuration's loss at the end of its
+curve is above the least one.
+
+There are two kinds of curves. Synthetic ones fall to a drawn end at a drawn speed, with noise. The
+others, whose figures end in `_digits`, are validation losses of real trainings: a classifier of
+handwritten digits with learning rates and batch sizes drawn as in `examples/digits/search.yaml`.
+They are trained once for each seed, before the searches; a "batch" of theirs is two real batches.
 
 **Beside training**: real trials of a few batches, one after the other, each with a checkpoint. What
 a trial takes, without its batches, from the end of the first trial to the end of the last. Tune
@@ -21,7 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from benchmarks.figures import conclude
 from benchmarks.ranks import experiment
@@ -33,7 +39,27 @@ from trial_core.search.simulate import in_memory
 DIVISOR, RUNGS = 3, 6
 LENGTH = DIVISOR ** (RUNGS - 1)
 SIDE_BY_SIDE = 4
-TARGETS = {"until_found_to_tune": 1.0, "pasha_to_asha": 0.5, "beside_training_to_tune": 0.2}
+ON_DIGITS = "_digits"
+TARGETS = {
+    "until_found_to_tune": 1.0, "pasha_to_asha": 0.5, "until_found_to_tune_digits": 1.0,
+    "pasha_to_asha_digits": 0.5, "beside_training_to_tune": 0.2,
+}  # fmt: skip
+
+
+class Curves(Protocol):
+    """The learning curves of all trials.
+
+    Attributes:
+        best: the least end of a curve.
+    """
+
+    best: float
+
+    def end(self, trial: int) -> float:
+        """The loss after all batches."""
+
+    def loss(self, trial: int, batches: int) -> float:
+        """The loss after so many batches."""
 
 
 class Family:
@@ -70,7 +96,7 @@ class Course:
         regret: the end of that trial's curve beyond the least one.
     """
 
-    def __init__(self, family: Family) -> None:
+    def __init__(self, family: Curves) -> None:
         self._family = family
         self._least = math.inf
         self.batches = 0
@@ -87,7 +113,7 @@ class Course:
         return loss
 
 
-def of_trialflow(name: str, family: Family, trials: int) -> Course:
+def of_trialflow(name: str, family: Curves, trials: int) -> Course:
     """A search of ours; a trial that is due continues where it was."""
     course = Course(family)
     search = in_memory(search_experiment(name, trials))
@@ -136,7 +162,7 @@ def in_turns(course: Course, trials: Iterator[tuple[int, Callable[[int, float], 
                 del running[trial]
 
 
-def of_tune(family: Family, trials: int) -> Course:
+def of_tune(family: Curves, trials: int) -> Course:
     """Ray Tune's ASHA: its scheduler is asked after each batch."""
     from ray.tune.experiment import Trial
     from ray.tune.schedulers import ASHAScheduler
@@ -159,7 +185,7 @@ def of_tune(family: Family, trials: int) -> Course:
     return in_turns(Course(family), begin())
 
 
-def of_optuna(family: Family, trials: int) -> Course:
+def of_optuna(family: Curves, trials: int) -> Course:
     """Optuna's Hyperband: its pruner is asked after each batch."""
     import optuna
 
@@ -189,7 +215,7 @@ def of_optuna(family: Family, trials: int) -> Course:
     return in_turns(Course(family), begin())
 
 
-SEARCHERS: dict[str, Callable[[Family, int], Course]] = {
+SEARCHERS: dict[str, Callable[[Curves, int], Course]] = {
     "asha": lambda family, trials: of_trialflow("asha", family, trials),
     "pasha": lambda family, trials: of_trialflow("pasha", family, trials),
     "random": lambda family, trials: of_trialflow("random", family, trials),
@@ -198,15 +224,19 @@ SEARCHERS: dict[str, Callable[[Family, int], Course]] = {
 }
 
 
-def decisions(seeds: int, trials: int) -> dict[str, float]:
-    """The figures of all searchers: means over the seeds, and ratios of them."""
+def decisions(families: Sequence[Curves], trials: int, suffix: str = "") -> dict[str, float]:
+    """The figures of all searchers: means over the families, and ratios of them.
+
+    Args:
+        suffix: ends each figure's name.
+    """
     figures: dict[str, float] = {}
     for name, run in SEARCHERS.items():
-        courses = [run(Family(seed, trials), trials) for seed in range(seeds)]
+        courses = [run(family, trials) for family in families]
         for what in ("batches", "until_found", "regret"):
             figures[f"{what}_{name}"] = statistics.mean(getattr(each, what) for each in courses)
         print(
-            f"{name}: {figures[f'batches_{name}']:.0f} batches, "
+            f"{name}{suffix}: {figures[f'batches_{name}']:.0f} batches, "
             f"{figures[f'until_found_{name}']:.0f} until found, "
             f"regret {figures[f'regret_{name}']:.4f}",
             flush=True,
@@ -214,7 +244,7 @@ def decisions(seeds: int, trials: int) -> dict[str, float]:
     figures["until_found_to_tune"] = figures["until_found_asha"] / figures["until_found_tune"]
     figures["batches_to_tune"] = figures["batches_asha"] / figures["batches_tune"]
     figures["pasha_to_asha"] = figures["batches_pasha"] / figures["batches_asha"]
-    return figures
+    return {f"{name}{suffix}": value for name, value in figures.items()}
 
 
 class Ends(Observer):
@@ -288,12 +318,14 @@ def tune_trials(folder: Path, trials: int, batches: int) -> float:
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(prog="benchmarks.search", description=__doc__)
-    parser.add_argument("--seeds", type=int, default=50, help="families of learning curves")
+    parser.add_argument("--seeds", type=int, default=50, help="families of synthetic curves")
+    parser.add_argument("--digits", type=int, default=3, help="families of curves of the digits")
     parser.add_argument("--curves", type=int, default=81, help="trials of a family")
     parser.add_argument("--trials", type=int, default=12, help="real trials of each library")
     parser.add_argument("--batches", type=int, default=20, help="batches of a real trial")
     arguments = parser.parse_args()
-    figures = decisions(arguments.seeds, arguments.curves)
+    trials = arguments.curves
+    figures = decisions([Family(seed, trials) for seed in range(arguments.seeds)], trials)
     with temporary_homes() as folder:
         from trialflow.flows.server.embedded_server import prefect_api
 
@@ -304,6 +336,11 @@ def main() -> None:
     figures |= {"beside_training_s": ours, "beside_training_tune_s": tunes}
     figures["beside_training_to_tune"] = ours / tunes
     print(f"besides training, a trial: {ours:.2f} s; of Ray Tune: {tunes:.2f} s", flush=True)
+    # Last: torch, with a single thread, is then no part of what was timed.
+    from benchmarks.search_digits import Digits
+
+    trained: list[Curves] = [Digits(seed, trials, LENGTH) for seed in range(arguments.digits)]
+    figures |= decisions(trained, trials, ON_DIGITS)
     conclude(figures, TARGETS)
 
 
