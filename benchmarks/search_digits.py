@@ -88,7 +88,7 @@ def trained(
         for _ in range(BATCHES):
             chosen = torch.randint(len(labels), (len(rates), batch_size), generator=draw)
             optimizer.zero_grad()
-            losses(images[chosen], labels[chosen]).sum().backward()
+            torch.autograd.backward(losses(images[chosen], labels[chosen]).sum())
             before = [each.detach().clone() for each in parameters]
             optimizer.step()
             decay.step()
