@@ -36,11 +36,17 @@ def write_deepspeed(folder: Path, engine: int, target: Path, tag: str, reader: R
     Args:
         folder: a checkpoint's verified files, at least the ones of tag ``model{engine}``.
         tag: DeepSpeed's name of the checkpoint, such as ``global_step500``.
-        reader: reads files whose frozen weights are in files next to them.
+        reader: reads each file, because DeepSpeed unpickles them without limits.
+
+    Raises:
+        CheckpointError: a file has objects that the reader does not trust.
     """
-    join_frozen(folder / f"model{engine}", reader)
+    saved = folder / f"model{engine}"
+    join_frozen(saved, reader)
+    for file in saved.rglob("*.pt"):
+        reader.load_mapped(file)
     target.mkdir()
-    shutil.move(folder / f"model{engine}", target / tag)
+    shutil.move(saved, target / tag)
     (target / "latest").write_text(tag)
     return sum(1 for file in (target / tag).rglob("*") if file.is_file())
 

@@ -11,7 +11,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 
 from tests.support.fingerprints import write_fingerprint
 from trial_core.deepspeed.checkpoint_engine import CHECKPOINT_CLASSES
-from trial_core.deepspeed.export.deepspeed_folder import write_universal
+from trial_core.deepspeed.export.deepspeed_folder import write_deepspeed, write_universal
 from trial_core.errors import CheckpointError
 from trial_core.rank.state_files.safe_load import Reader
 
@@ -87,6 +87,22 @@ def test_objects_that_are_not_trusted_are_refused(tmp_path: Path, file: str) -> 
     with pytest.raises(CheckpointError, match="can run code"):
         convert(folder)
     assert not sprung.exists()
+
+
+@pytest.mark.parametrize("file", [MODEL, OPTIMIZER, "more/layer_00_expert_0_model_states.pt"])
+def test_files_that_are_not_trusted_are_not_handed_on(tmp_path: Path, file: str) -> None:
+    """To bare DeepSpeed, which would unpickle them without limits."""
+    folder, sprung = checkpoint(tmp_path / "saved"), tmp_path / "sprung"
+    target, reader = tmp_path / "target", Reader(classes=CHECKPOINT_CLASSES)
+    (folder / "model0" / "more").mkdir()
+    content = (folder / "model0" / MODEL).read_bytes()
+    torch.save({"evil": Trap(sprung)}, folder / "model0" / file)
+    with pytest.raises(CheckpointError, match="can run code"):
+        write_deepspeed(folder, 0, target, "global_step1", reader)
+    assert not target.exists()
+    assert not sprung.exists()
+    (folder / "model0" / file).write_bytes(content)
+    assert write_deepspeed(folder, 0, target, "global_step1", reader) >= 2
 
 
 @pytest.mark.parametrize("name", ["/{}/weight", "../../{}", "layer/../../../{}", "..", "layer.*"])
