@@ -166,6 +166,13 @@ def test_plain_lines_hold_no_control_characters() -> None:
     assert "restart 1 of at most 5, from the beginning: rank 0 raised Boom: twice" in out.getvalue()
 
 
+def test_a_notice_is_a_line() -> None:
+    """As of a damaged checkpoint, and the batch from which the run continues."""
+    display, out, _ = plain()
+    display.notice("training continues from batch 4: it lacks\x1b[1A a file")
+    assert out.getvalue() == "training continues from batch 4: it lacks a file\n"
+
+
 def test_a_display_that_follows_the_ranks() -> None:
     """It prints what rank 0 prints, and the warnings of other ranks that the driver gets."""
     display, out, _ = plain()

@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import psutil
@@ -24,6 +25,7 @@ from starlette.websockets import WebSocketClose
 
 from tests.support.browser import Browser, chromium
 from tests.support.prefect import isolated, prepared
+from tests.support.processes import listening_beyond_loopback
 from trial_core.errors import ConfigError
 from trialflow.deployments.cli import doctor
 from trialflow.flows.server import server_login
@@ -175,10 +177,13 @@ def test_only_the_user_gets_an_answer(api: PrefectApi) -> None:
 @pytest.mark.server
 def test_the_password_is_this_users_alone(api: PrefectApi) -> None:
     """It is in a file that only the user can read; in no command line, no log and no setting that
-    runs or the database keep."""
-    found = login(api)
+    runs or the database keep. Other machines cannot ask for it."""
+    found, port = login(api), urlsplit(str(api.ui_url)).port
+    children = psutil.Process().children(recursive=True)
+    beyond = listening_beyond_loopback([each.pid for each in children])
+    assert [each for each in beyond if each.endswith(f":{port}")] == []
     assert found.path.stat().st_mode & 0o777 == 0o600
-    for process in psutil.Process().children(recursive=True):
+    for process in children:
         assert found.password not in " ".join(process.cmdline())
     secret = found.password.partition(":")[2].encode()
     others = [

@@ -22,6 +22,7 @@ from trial_core.messages import Done, Ping
 from trial_core.processes.nodes.hub import ConnectedAgent, Hub
 from trial_core.processes.nodes.join_token import new_token
 from trial_core.processes.nodes.node_launcher import NodeCode, NodeLauncher, shares_of
+from trial_core.processes.nodes.node_messages import RankJoined, RankLeft, RankLogged
 from trial_core.processes.nodes.node_pool import NodePool
 from trial_core.processes.nodes.node_provider import JoinProvider, NodeRequest
 from trial_core.processes.slots.slot_group import SlotGroup
@@ -98,6 +99,20 @@ def test_ranks_of_two_nodes_answer(nodes: Nodes) -> None:
         assert nodes.agent_of(first.pid) != nodes.agent_of(second.pid)
         ends = [psutil.Process(pid) for pid in slots.pids]
     assert not any(process.is_running() for process in ends)
+
+
+def test_a_node_speaks_for_its_own_ranks_alone(nodes: Nodes) -> None:
+    """What it says of a rank of another node is left out, and that rank still answers."""
+    with nodes.launch() as slots:
+        connections: Any = slots._connections
+        (agent, _), (_, (rank,)) = connections._shares
+        about, pids = {"launch": connections._number, "rank": rank}, slots.pids
+        agent.on_message(RankJoined(**about, pid=1))
+        agent.on_message(RankLogged(**about, data=b"said by another node"))
+        agent.on_message(RankLeft(**about, protocol_error="said by another node"))
+        assert slots.request(Ping(), Done) == [Done(), Done()]
+        assert slots.pids == pids
+        assert b"another node" not in connections._ranks[rank].log_path.read_bytes()
 
 
 def test_a_later_launch_uses_the_same_interpreters(nodes: Nodes) -> None:

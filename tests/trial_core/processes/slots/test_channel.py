@@ -155,6 +155,20 @@ def test_a_peer_without_the_secret_is_rejected(channel: Opened) -> None:
     assert channel.listener.events.empty()
 
 
+def test_a_peer_that_proves_nothing_in_time_is_disconnected(
+    channel: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if it begins its proof. It is no longer counted."""
+    monkeypatch.setattr(acceptor, "HANDSHAKE_SECONDS", 1.0)
+    with raw_connection(channel) as raw:
+        raw.settimeout(DEADLINE_SECONDS)
+        assert len(raw.recv(NONCE_BYTES)) == NONCE_BYTES
+        raw.sendall(b"x")
+        assert raw.recv(1) == b""
+    assert channel.driver._acceptor._unproven == 0
+    assert channel.listener.events.empty()
+
+
 def test_all_ranks_may_join_at_once(channel: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     """As those of 64 machines, which torchrun starts together. They are no strangers."""
     monkeypatch.setattr(acceptor, "MAX_UNPROVEN", 1)
