@@ -14,9 +14,11 @@ import torch
 
 from tests.support.consolidated import export_weights
 from tests.support.fingerprints import write_fingerprint
+from tests.support.manifests import new_manifest
 from tests.support.slots import Driven, build, drive
 from tests.support.tensors import differing
 from tests.trial_core.deepspeed.reshard.resharding import config, files, resharded, restore
+from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.deepspeed.export.deepspeed_folder import write_universal
 from trial_core.deepspeed.fingerprints import (
@@ -27,6 +29,7 @@ from trial_core.deepspeed.fingerprints import (
 )
 from trial_core.deepspeed.reshard.parameter_state import parameters_from_partitions
 from trial_core.errors import CheckpointError, RankFailed
+from trial_core.export.export_checkpoint import ExportRequest, export_checkpoint
 from trial_core.processes.slots.slot_group import SlotGroup
 from trial_core.rank.state_files.safe_load import Reader
 
@@ -147,8 +150,14 @@ def test_names_that_do_not_fit_the_saved_state_are_refused(
     with pytest.raises(RankFailed, match="of the loaded tensors are not those") as refused:
         restore(slots, first)
     assert all(f"model0: {name}" in str(refused.value) for name in SWAPPED)
+    uuid = first.checkpoints[-1]
     with pytest.raises(CheckpointError, match=r"2 of the exported tensors .*: norm\.weight, norm"):
-        export_weights(files(tmp_path, first.checkpoints[-1]))
+        export_weights(files(tmp_path, uuid))
+    saved = new_manifest(3, uuid=uuid, files=first.files[uuid], topology=first.topology)
+    store, target = CheckpointStore(f"file://{tmp_path}/checkpoints"), tmp_path / "w.safetensors"
+    with pytest.raises(CheckpointError, match=r"1 of the exported tensors .*: norm\.(weight|bias);"):
+        export_checkpoint(store, ExportRequest(saved), target)
+    assert not target.exists()
 
 
 @pytest.mark.slots

@@ -17,6 +17,8 @@ from trial_core.common.decoding import decode
 from trial_core.errors import ConfigError
 from trial_core.observe.trackers import stored_journal
 from trial_core.observe.trackers.in_mlflow import MlflowTracker
+from trial_core.observe.trackers.in_trackio import TrackioTracker
+from trial_core.observe.trackers.in_wandb import WandbTracker
 from trial_core.observe.trackers.journal import (
     FOLDER,
     JOURNAL,
@@ -28,7 +30,7 @@ from trial_core.observe.trackers.journal import (
 from trial_core.observe.trackers.records import RunEnded
 from trial_core.observe.trackers.sender import SenderOrder
 from trial_core.observe.trackers.stored_journal import adopt_stored, keep, sync_trackers
-from trial_core.observe.trackers.tracker import TrackedRun
+from trial_core.observe.trackers.tracker import TrackedRun, Tracker
 
 LINE = b'{"type":"Began","at":0.0,"batches":0,"attempt":%d}\n'
 DAMAGED = LINE % 1 + b'{"type":"Noted","at":0.0,"batches":4,"text":"\xff"}\n'
@@ -218,6 +220,26 @@ def test_a_place_that_only_the_storage_names_gets_no_token(
         thread.join()
         server.server_close()
     assert is_named != "by the storage" or not got
+
+
+@pytest.mark.parametrize(
+    ("kind", "option"),
+    [
+        (MlflowTracker, "tracking_uri"), (WandbTracker, "base_url"), (WandbTracker, "entity"),
+        (TrackioTracker, "server_url"), (TrackioTracker, "space_id"),
+    ],
+)  # fmt: skip
+def test_each_place_of_a_tracker_is_named_by_the_caller(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Tracker], option: str
+) -> None:
+    """By the experiment, or by the tracker's variable."""
+    monkeypatch.delenv(kind.place_variables[option], raising=False)
+    stored = {option: "elsewhere", "project": "gpt"}
+    with pytest.raises(ConfigError, match=f"storage names {option} elsewhere"):
+        kind.require_own_place("any", stored, {option: "own"})
+    kind.require_own_place("any", stored, {option: "elsewhere"})
+    monkeypatch.setenv(kind.place_variables[option], "elsewhere")
+    kind.require_own_place("any", stored, {})
 
 
 @pytest.mark.parametrize(
