@@ -155,7 +155,7 @@ def test_names_that_do_not_fit_the_saved_state_are_refused(
         export_weights(files(tmp_path, uuid))
     saved = new_manifest(3, uuid=uuid, files=first.files[uuid], topology=first.topology)
     store, target = CheckpointStore(f"file://{tmp_path}/checkpoints"), tmp_path / "w.safetensors"
-    with pytest.raises(CheckpointError, match=r"1 of the exported tensors .*: norm\.(weight|bias);"):
+    with pytest.raises(CheckpointError, match=r"1 of the exported tensors .*: norm\.\w+;"):
         export_checkpoint(store, ExportRequest(saved), target)
     assert not target.exists()
 
