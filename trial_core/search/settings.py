@@ -23,7 +23,13 @@ from typing_extensions import Self
 
 from trial_core.config import ExperimentConfig, SearcherConfig
 from trial_core.config.determined import IGNORED_SEARCHER
-from trial_core.config.error_text import error_lines, format_value, validation_error, warn
+from trial_core.config.error_text import (
+    error_lines,
+    format_value,
+    validation_error,
+    warn,
+    warn_ignored,
+)
 from trial_core.config.search_ranges import check, grid, sample
 from trial_core.config.values import Count, Flag, Positive, Text
 from trial_core.errors import ConfigError, SearchError
@@ -36,10 +42,18 @@ MAX_RUNGS = 32
 MAY_CHANGE = ("max_trials", "max_length", "max_concurrent_trials", "max_failed_trials")
 """What a search that continues may have other values of."""
 
-_USED = (
-    "bracket_rungs", "divisor", "max_concurrent_trials", "max_rungs", "max_trials", "mode",
-    "num_rungs", "stop_once",
-)  # fmt: skip
+_USED_BY: Mapping[str, Sequence[str]] = {
+    "bracket_rungs": ("adaptive_asha",),
+    "divisor": ("asha", "adaptive_asha", "pasha", "custom"),
+    "max_concurrent_trials": NAMES,
+    "max_rungs": ("adaptive_asha",),
+    "max_trials": NAMES,
+    "mode": ("adaptive_asha",),
+    "num_rungs": ("asha", "pasha", "custom"),
+    "sampler_options": ("custom",),
+    "stop_once": ("asha", "adaptive_asha", "custom"),
+}
+_OF_SEVERAL_RUNGS = ("divisor", "stop_once")
 
 
 def _name(value: Any) -> Any:
@@ -74,7 +88,7 @@ class SearchSettings(SearcherConfig):
     """Which trials a search trains, how far, and which metric compares them."""
 
     ignored: ClassVar[Mapping[str, str]] = {
-        name: why for name, why in IGNORED_SEARCHER.items() if name not in _USED
+        name: why for name, why in IGNORED_SEARCHER.items() if name not in _USED_BY
     }
 
     name: Annotated[Name, BeforeValidator(_name)] = Field(  # type: ignore[assignment]
@@ -120,8 +134,8 @@ class SearchSettings(SearcherConfig):
     stop_once: Flag = Field(
         default=False,
         title="Stop once",
-        description="Whether a trial continues at once or never. By default it waits at its rung, "
-        "and continues when later results allow it.",
+        description="asha, adaptive_asha, custom: whether a trial continues at once or never. By "
+        "default it waits at its rung, and continues when later results allow it.",
     )
     max_failed_trials: Count = Field(
         default=5,
@@ -154,6 +168,7 @@ class SearchSettings(SearcherConfig):
             raise validation_error(problem, "sampler")
         if not isinstance(self.max_length.value, int):
             raise validation_error("expected {batches: n} or {epochs: n}", "max_length")
+        self._drop_what_has_no_effect()
         first = self.divisor ** (self.rung_count - 1)
         if first > self.max_length.value:
             warn(
@@ -162,6 +177,18 @@ class SearchSettings(SearcherConfig):
                 f"{self.max_length.value}, several rungs are at 1"
             )
         return self
+
+    def _drop_what_has_no_effect(self) -> None:
+        """Warns of settings that the searcher does not use. They get their defaults, as if they had
+        not been given: so there is no second warning when the settings are sent."""
+        has_one_rung = self.name != "adaptive_asha" and self.rung_count == 1
+        for field, names in _USED_BY.items():
+            is_used = self.name in names and not (has_one_rung and field in _OF_SEVERAL_RUNGS)
+            default = type(self).model_fields[field].get_default()
+            if not is_used and getattr(self, field) != default:
+                only = " and one rung" if self.name in names else f", only with {', '.join(names)}"
+                warn_ignored(f"searcher.{field}: ignored: it has no effect with {self.name}{only}")
+                self.__dict__[field] = default  # the model is frozen
 
     @property
     def rung_count(self) -> int:

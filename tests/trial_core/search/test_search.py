@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.config import ExperimentConfig
+from trial_core.config import ExperimentConfig, ExperimentWarning, IgnoredFieldWarning
 from trial_core.errors import ConfigError, SearchError, StorageError, Superseded
 from trial_core.search.log import Begun, RungReached, SearchEvent, SearchLog
 from trial_core.search.plan import BracketPlan
@@ -20,6 +21,7 @@ from trial_core.search.search import Search
 from trial_core.search.settings import SearchExperiment
 from trial_core.search.simulate import read_curves, simulate
 from trial_core.search.state import described, in_unit
+from trial_core.search.view import stored_view
 
 SEARCH = "toy-search-0000beef"
 RANGES = {
@@ -386,3 +388,69 @@ def test_curves_keep_the_numbers_of_their_trials(tmp_path: Path) -> None:
     assert read_curves(tmp_path / "curves.csv") == [[(4, 0.25)], [], [(4, 0.5)]]
     search = simulate(experiment(max_trials=3, num_rungs=1), read_curves(tmp_path / "curves.csv"))
     assert [trial.status for trial in search.state.trials] == ["ended", "failed", "ended"]
+
+
+OTHER_VALUES: dict[str, Any] = {
+    "num_rungs": 2, "max_rungs": 2, "mode": "aggressive", "bracket_rungs": [2], "divisor": 3,
+    "stop_once": True, "sampler_options": {"seed": 3},
+}  # fmt: skip
+"""Settings that some searchers use, with others than the default values."""
+
+
+@pytest.mark.parametrize(
+    ("searcher", "used"),
+    [
+        ({"name": "random"}, []),
+        ({"name": "grid"}, []),
+        ({"name": "asha"}, ["divisor", "num_rungs", "stop_once"]),
+        ({"name": "asha", "num_rungs": 1}, ["num_rungs"]),
+        (
+            {"name": "adaptive_asha"},
+            ["bracket_rungs", "divisor", "max_rungs", "mode", "stop_once"],
+        ),
+        ({"name": "pasha"}, ["divisor", "num_rungs"]),
+        (
+            {"name": "custom", "sampler": "m:Own"},
+            ["divisor", "num_rungs", "sampler_options", "stop_once"],
+        ),
+        ({"name": "custom", "sampler": "m:Own", "num_rungs": 1}, ["num_rungs", "sampler_options"]),
+    ],
+)
+def test_a_setting_that_a_searcher_does_not_use_is_told(
+    searcher: dict[str, Any], used: list[str]
+) -> None:
+    """Each once, by its path; the search runs without it. One with its default value is not."""
+    common = {"metric": "loss", "max_length": {"batches": 64}, "max_trials": 9}
+    fields = {"name": "toy", "entrypoint": "m:Trial", "hyperparameters": RANGES}
+    given = {**OTHER_VALUES, **searcher, **common}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", ExperimentWarning)
+        config = SearchExperiment.from_mapping({**fields, "searcher": given})
+    told = [str(each.message) for each in caught if each.category is IgnoredFieldWarning]
+    names = [text.partition(": ignored: ")[0] for text in told]
+    assert sorted(names) == [f"searcher.{name}" for name in sorted({*OTHER_VALUES} - {*used})]
+    assert all(searcher["name"] in text for text in told)
+    left = {name: given[name] for name in used}
+    without = SearchExperiment.from_mapping({**fields, "searcher": {**searcher, **common, **left}})
+    assert config.recorded() == without.recorded()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", IgnoredFieldWarning)
+        sent = SearchExperiment.from_mapping(config.model_dump(mode="json"))
+    assert sent == config
+
+
+def test_a_setting_without_effect_is_told_once(storage: Any) -> None:
+    """Not again for a trial, when the search continues, or when its log is read, not even a log
+    that has it."""
+    with pytest.warns(IgnoredFieldWarning, match=r"^searcher\.stop_once: ignored: .* pasha"):
+        config = experiment(name="pasha", stop_once=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(Search(config, SearchLog(storage, SEARCH), SEARCH), 2)
+        key = layout.numbered_key(layout.search_folder(SEARCH), 1)
+        stored = storage.read(key)
+        storage.delete(key)
+        assert b'"stop_once": false' in stored
+        storage.write(key, stored.replace(b'"stop_once": false', b'"stop_once": true'))
+        train(Search(config, SearchLog(storage, SEARCH), SEARCH))
+        assert stored_view(storage, SEARCH).state.is_over
