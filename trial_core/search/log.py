@@ -89,7 +89,11 @@ class Exited(SearchRecord, frozen=True, kw_only=True, tag="exited"):
     is_counted: bool = True
 
 
-SearchEvent = Opened | Changed | Begun | RungReached | Exited
+class NoMore(SearchRecord, frozen=True, kw_only=True, tag="no_more"):
+    """The sampler had no hyperparameters for the trials that are due, and no other was trained."""
+
+
+SearchEvent = Opened | Changed | Begun | RungReached | Exited | NoMore
 
 
 class SearchLog:

@@ -41,13 +41,23 @@ class OptunaSampler:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._experiment = experiment
         self._study = optuna.create_study(sampler=sampler, direction=_direction(experiment))
+        self._has_more = True
+        self._study.stop = self._stop  # type: ignore[method-assign]
         self._trials: dict[int, Trial] = {}
         takes_seed = "seed" in inspect.signature(type(sampler)).parameters
         self._kind = type(sampler) if takes_seed else None
         distributions(experiment)
 
+    def _stop(self) -> None:
+        """In place of `Study.stop`, by which `GridSampler` and `BruteForceSampler` say that they
+        have tried everything; Optuna's raises outside of its own loop."""
+        self._has_more = False
+
     def ask(self, number: int) -> dict[str, Any] | None:
-        """The hyperparameters of a trial."""
+        """The hyperparameters of a trial; None if the sampler has tried everything."""
+        return self._asked(number) if self._has_more else None
+
+    def _asked(self, number: int) -> dict[str, Any]:
         if self._kind is not None:
             options = self._experiment.searcher.sampler_options
             seed = options.get("seed", self._experiment.reproducibility.experiment_seed)
@@ -62,7 +72,7 @@ class OptunaSampler:
         if trial.number not in self._trials:
             params = params_of(self._experiment, trial.hyperparameters)
             self._study.enqueue_trial({name: value for name, (_, value) in params.items()})
-            self.ask(trial.number)
+            self._asked(trial.number)
         has_failed = trial.status in ("failed", "invalid")
         if bool(trial.reached) == has_failed:  # it has begun, or is finished for Optuna
             return

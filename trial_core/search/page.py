@@ -136,6 +136,7 @@ def headline(view: SearchView) -> str:
     counts: Counter[str] = Counter(trial.status for trial in view.state.trials)
     states = ", ".join(f"{counts[each]} {word}" for each, word in _STATUSES.items() if counts[each])
     begun = f"{len(view.state.trials)} of {plural(view.max_trials, 'trial')} begun"
+    begun += ", the sampler has no more" * view.state.has_no_more
     return f"{begun}{states and f': {states}'} · {plural(view.batches, 'batch')} trained"
 
 

@@ -18,6 +18,7 @@ from trial_core.search.log import (
     Begun,
     Changed,
     Exited,
+    NoMore,
     Opened,
     RungReached,
     SearchEvent,
@@ -96,7 +97,8 @@ class Search:
     def next(self, running: Collection[int]) -> Leg | None:
         """What to train next, besides the trials that are running; None if nothing is due.
 
-        If no trial is running then, the search is over, also if a sampler has no more trials.
+        If no trial is running then, the search is over, also if a sampler has no more trials: that
+        is recorded, and the sampler is asked again when the search continues.
 
         Raises:
             SearchError: the sampler fails.
@@ -113,7 +115,9 @@ class Search:
                 has_more = False
             elif work.trial not in running:
                 return self._leg(self.state.trials[work.trial])
-        self.state.has_no_more = not has_more
+        is_at_end = all(isinstance(work, Begin) for work in self.state.work)
+        if not has_more and is_at_end and not self.state.has_no_more:
+            self._note(NoMore)
         return None
 
     def reached(

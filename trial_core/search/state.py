@@ -14,7 +14,7 @@ from typing import Any, Literal
 from trial_core.common import text_format
 from trial_core.errors import SearchError
 from trial_core.search.halving import TO_ITS_END, Action, Advance, Begin, Bracket, End, brackets
-from trial_core.search.log import Begun, Changed, Exited, Opened, RungReached, SearchEvent
+from trial_core.search.log import Begun, Changed, Exited, NoMore, Opened, RungReached, SearchEvent
 from trial_core.search.plan import BracketPlan
 
 Status = Literal["due", "waits", "ended", "failed", "invalid"]
@@ -61,7 +61,7 @@ class SearchState:
         failed: how many trials have failed, without those that are `invalid` or not counted.
         invalid: how many have had invalid hyperparameters.
         applied: the number of the last record.
-        has_no_more: True if the sampler has no hyperparameters for the trials that are due now.
+        has_no_more: True if the sampler had no more hyperparameters, and nothing came after that.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class SearchState:
         self.applied += 1
         if event.number != self.applied or isinstance(event, Opened) != (event.number == 1):
             raise self._altered(event)
-        self.has_no_more = False
+        self.has_no_more = isinstance(event, NoMore)
         actions: Sequence[Action] = ()
         if isinstance(event, Begun):
             self._begin(event)

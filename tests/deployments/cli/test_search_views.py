@@ -83,6 +83,32 @@ def test_the_list(storage: Storage, search: Search, run: Run) -> None:
     assert not any(" " in name for name in whole)
 
 
+class Three:
+    """Has hyperparameters for three trials."""
+
+    def __init__(self) -> None:
+        self.depths = [1, 2, 3]
+
+    def ask(self) -> dict[str, Any] | None:
+        return {"depth": self.depths.pop()} if self.depths else None
+
+    def tell(self, **_: Any) -> None:
+        pass
+
+
+def test_a_search_that_its_sampler_has_ended(storage: Storage, run: Run) -> None:
+    """It is over with the trials that it has, and the tables say why there are no more."""
+    of = search_experiment(name="custom", sampler=f"{__name__}:Three", num_rungs=1)
+    searched(storage, SEARCH, of)
+    (row,) = words(run("list")[1])[2:]
+    assert row.startswith(f"{SEARCH} toy custom 3 of 16 loss")
+    assert " over " in row
+    (shown,) = json.loads(run("list", "--json")[1])
+    assert (shown["is_over"], shown["progress"], shown["trials"]) == (True, 1.0, 3)
+    said = words(run("show", SEARCH)[1])[0]
+    assert said.startswith(f"{SEARCH}: 3 of 16 trials begun, the sampler has no more: 3 ended")
+
+
 def test_a_storage_without_searches(storage: Storage, run: Run) -> None:
     assert run("list") == (0, f"no searches in {storage.url}\n", "")
     assert run("list", "--json")[1].strip() == "[]"

@@ -13,11 +13,12 @@ from optuna.trial import TrialState
 
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import ConfigError, SearchError, StorageError
-from trial_core.search.log import Exited, RungReached, SearchLog
+from trial_core.search.log import Exited, NoMore, RungReached, SearchLog
 from trial_core.search.optuna_sampler import distributions, params_of, store_study
 from trial_core.search.samplers import sampler_of
 from trial_core.search.search import Leg, Search
 from trial_core.search.settings import SearchExperiment
+from trial_core.search.view import stored_view
 
 SEARCH = "toy-search-0000beef"
 TPE = "optuna.samplers:TPESampler"
@@ -287,10 +288,10 @@ class NoAsk:
         pass
 
 
-def plain(**options: Any) -> SearchExperiment:
+def plain(max_trials: int = 40, **options: Any) -> SearchExperiment:
     return experiment(
         QUADRATIC, f"{HERE}:Plain", sampler_options=options, num_rungs=2, divisor=2,
-        max_concurrent_trials=2,
+        max_concurrent_trials=2, max_trials=max_trials,
     )  # fmt: skip
 
 
@@ -307,10 +308,41 @@ def test_a_sampler_that_has_no_more_ends_the_search(storage: Any) -> None:
     assert max(trial.rung for trial in search.state.trials) == 1
     assert running == {0}
     assert Plain.told[0] == (0, {"x": 100}, 0, 1.0)
-    again = search_of(storage, plain(most=5))  # asked again: it has five more
-    assert not again.state.is_over
+    stored = stored_view(storage, SEARCH).summary()
+    assert (stored["is_over"], stored["progress"], stored["trials"]) == (True, 1.0, 5)
+
+
+@pytest.mark.parametrize("max_trials", [40, 50])
+def test_a_sampler_is_asked_again_when_its_search_continues(storage: Any, max_trials: int) -> None:
+    """As it may have more by then. What it says is recorded once, however often it is asked."""
+    train(search_of(storage, plain(most=5)), lambda values, length: 1.0)
+    none = Search(plain(most=5), SearchLog(storage, SEARCH), SEARCH, sampler_of(plain(most=0)))
+    assert none.state.is_over
+    assert [none.next(()), none.next(())] == [None, None]
+    assert [type(event) for event in none.events].count(NoMore) == 1
+    assert none.state.is_over
+    again = search_of(storage, plain(most=5, max_trials=max_trials))
+    leg = again.next(())
+    assert leg is not None
+    assert not stored_view(storage, SEARCH).state.is_over
     train(again, lambda values, length: 1.0)
     assert len(again.state.trials) == 10
+    assert [type(event) for event in again.events].count(NoMore) == 2
+    assert stored_view(storage, SEARCH).state.is_over
+
+
+@pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
+@pytest.mark.parametrize("sampler", ["GridSampler", "BruteForceSampler"])
+def test_a_sampler_that_has_tried_everything_ends_the_search(storage: Any, sampler: str) -> None:
+    """Optuna's say so by `Study.stop`, once they are told of the last point."""
+    ranges = {"x": {"type": "int", "minval": 1, "maxval": 3}}
+    options = {"search_space": {"x": [1, 2, 3]}} if sampler == "GridSampler" else {}
+    of = experiment(ranges, f"optuna.samplers:{sampler}", sampler_options=options, max_trials=9)
+    search = search_of(storage, of)
+    train(search, lambda values, length: 1.0)
+    assert sorted(trial.hyperparameters["x"] for trial in search.state.trials) == [1, 2, 3]
+    assert search.state.is_over
+    assert stored_view(storage, SEARCH).state.is_over
 
 
 def test_a_sampler_without_more_does_not_end_a_search_that_trains(storage: Any) -> None:
@@ -319,6 +351,7 @@ def test_a_sampler_without_more_does_not_end_a_search_that_trains(storage: Any) 
     assert search.next(()) is not None
     assert search.next({0}) is None
     assert not search.state.is_over
+    assert not any(isinstance(event, NoMore) for event in search.events)
 
 
 def test_a_sampler_is_told_once_of_each_result_in_order(storage: Any) -> None:
