@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
+from prefect.client.orchestration import get_client
+from prefect.exceptions import Pause
+from prefect.flow_engine import run_flow
+from prefect.states import Running
 
+import trialflow.flows.lifecycle.stop_monitor
 import trialflow.flows.search
+from tests.flows.lifecycle.conftest import set_state, state_of
 from tests.support.prefect import PrefectServer
-from tests.support.slots import TOY
+from tests.support.slots import TOY, lines
 from tests.support.tensors import differing, stored_tensors
-from tests.support.waiting import until
+from tests.support.waiting import WAIT_SECONDS, until
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import SearchError
 from trial_core.processes.slots.fork_server import ServerProcess
-from trial_core.search.log import Begun, Exited, RungReached, SearchLog
+from trial_core.processes.slots.stop_barrier import Position, StopCoordinator
+from trial_core.search.log import Begun, Exited, Opened, RungReached, SearchLog, searches
 from trial_core.search.search import Search
 from trial_core.search.settings import SearchExperiment
+from trial_core.search.view import stored_view
+from trialflow.deployments.cli.control import suspend
 from trialflow.flows.search import SearchResult
 
 pytestmark = [pytest.mark.slots, pytest.mark.server]
@@ -160,6 +171,97 @@ def test_a_search_that_is_cancelled_continues_where_it_was(
     result = search(config, search=name)
     assert (result.search, result.is_over, result.trials) == (name, True, 3)
     assert log_of(here, name).events[:count] == before.events[:count]
+
+
+def deployed_run(server: PrefectServer, config: SearchExperiment) -> UUID:
+    """A flow run of a deployment of the flow, which no worker takes."""
+    deployment = server.query(
+        "deployments/",
+        {"name": "here", "flow_id": server.query("flows/", {"name": "search"})["id"]},
+    )
+    run = server.query(
+        f"deployments/{deployment['id']}/create_flow_run",
+        {
+            "parameters": {"config": config.model_dump(mode="json")},
+            "state": {"type": "PENDING"},
+        },
+    )
+    return UUID(run["id"])
+
+
+def execute(run: UUID) -> Any:
+    """Run the flow in this process, as a worker's process does."""
+    from trialflow.flows.search import search as flow
+
+    with get_client(sync_client=True) as client:
+        flow_run = client.read_flow_run(run)
+    return run_flow(flow, flow_run=flow_run)
+
+
+@pytest.mark.parametrize("how", ["--resume", pytest.param("Resume", marks=pytest.mark.long)])
+def test_a_search_that_is_suspended_continues_where_it_was(
+    prefect_server: PrefectServer, here: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """All trials that train save; another run, or the run itself, trains no batch twice."""
+    go, pausing = here / "go", threading.Semaphore(0)
+    rank_paused = StopCoordinator.rank_paused
+
+    def note(self: StopCoordinator, rank: int, at: Position) -> None:
+        rank_paused(self, rank, at)  # the rank begins no further batch
+        pausing.release()
+
+    monkeypatch.setattr(StopCoordinator, "rank_paused", note)
+    monkeypatch.setattr(trialflow.flows.search, "side_by_side", lambda experiment: 2)
+    monkeypatch.setattr(trialflow.flows.lifecycle.stop_monitor, "POLL_SECONDS", 0.1)
+    waits = {"pause_at": 1, "paused": str(here / "paused"), "wait_for": str(go)}
+    config = experiment(here, {**waits, "record": str(here)}, max_concurrent_trials=2)
+    run = deployed_run(prefect_server, config)
+    store = CheckpointStore(f"file://{here}/checkpoints")
+    errors: list[BaseException] = []
+
+    def stop() -> None:
+        try:
+            with prefect_server.configured():
+                until(
+                    lambda: len(lines(here, "samples", 0)) == 2, "two trials have trained a batch"
+                )
+                suspend(searches(store.storage)[0])
+                for _ in range(2):
+                    assert pausing.acquire(timeout=WAIT_SECONDS)
+        except BaseException as error:  # noqa: BLE001 - the test fails with it
+            errors.append(error)
+        go.touch()
+
+    stopping = threading.Thread(target=stop)
+    stopping.start()
+    with pytest.raises(Pause):
+        execute(run)
+    stopping.join()
+    assert errors == []
+    (name,) = searches(store.storage)
+    before = log_of(here, name).events
+    assert [type(event) for event in before] == [Opened, Begun, Begun]
+    trials = [event.id for event in before if isinstance(event, Begun)]
+    saved = [store.newest(trial) for trial in trials]
+    assert [each and each.progress.batches_trained for each in saved] == [2, 2]
+    assert not stored_view(store.storage, name).state.is_over
+    assert state_of(run) == "Suspended"
+    children = prefect_server.query(
+        "flow_runs/filter", {"flow_runs": {"parent_flow_run_id": {"any_": [str(run)]}}}
+    )
+    assert [child["state_name"] for child in children] == ["Cancelled", "Cancelled"]
+    if how == "Resume":
+        set_state(run, Running())
+        result = execute(run)
+    else:
+        result = search(config, search=name)
+    assert (result.search, result.is_over, result.trials) == (name, True, 3)
+    events = log_of(here, name).events
+    assert events[: len(before)] == before
+    assert [event for event in events if isinstance(event, Exited)] == []
+    trained = Counter(batch for batch, *_ in lines(here, "samples", 0))
+    ends = [trial.batches for trial in stored_view(store.storage, name).state.trials]
+    assert trained == Counter(batch for end in ends for batch in range(end))
 
 
 @pytest.mark.long
