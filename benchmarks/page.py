@@ -129,6 +129,8 @@ ROWS: dict[str, dict[str, tuple[str, str]]] = {
             "",
         ),
         "pasha_to_asha_digits": ("… all batches of PASHA, of ASHA's", ""),
+        "regret_asha_digits": ("… its best's loss at the end above the least one", ""),
+        "regret_tune_digits": ("… of Ray Tune's best", ""),
         "beside_training_s": ("seconds of a trial of a search besides training", "s"),
         "beside_training_to_tune": ("… of Ray Tune's with new processes", ""),
     },
