@@ -33,6 +33,13 @@ class StateGuard:
         # A load gives an optimizer a new state and new groups. It fills the tensors that it finds.
         # By reference: SAM and Lookahead share their groups with the optimizers that they wrap.
         self._attributes = [(each, dict(vars(each))) for each in with_inner(optimizers)]
+        # ZeRO-3 has parameters in its groups only while it loads and steps. One that stayed there
+        # would be stepped with each other group.
+        self._groups = [
+            (group, dict(group), [*group["params"]])
+            for optimizer, _ in self._attributes
+            for group in optimizer.param_groups
+        ]
         self._kept: dict[str, Any] = {}
 
     def size_bytes(self) -> int:
@@ -72,6 +79,10 @@ class StateGuard:
         for optimizer, attributes in self._attributes:
             vars(optimizer).clear()
             vars(optimizer).update(attributes)
+        for group, values, parameters in self._groups:
+            group.clear()
+            group.update(values)
+            group["params"][:] = parameters
         with torch.no_grad():
             for name, live in self._named():
                 kept = self._kept.get(name)

@@ -108,6 +108,24 @@ def test_buffers_that_another_rank_replaces_are_put_back_without_a_word() -> Non
     assert seen(model, optimizer) == before
 
 
+def test_groups_that_a_load_fills_are_empty_again() -> None:
+    """ZeRO-3 empties its groups between steps; its load leaves parameters in the old ones."""
+    model = nn.Linear(3, 1)
+    optimizer = OddOptimizer([{"params": [each]} for each in model.parameters()])
+    first, other = optimizer.param_groups
+    first["params"], emptied = [], other["params"]
+    emptied.clear()
+    guard = kept(model, optimizer)
+    first["params"], first["lr"] = [model.weight], 0.5
+    emptied.append(model.bias)
+    optimizer.param_groups = [{**group, "params": []} for group in optimizer.param_groups]
+    guard.put_back()
+    assert optimizer.param_groups[0] is first
+    assert first["params"] == other["params"] == []
+    assert other["params"] is emptied
+    assert first["lr"] == other["lr"]
+
+
 class Wrapping(torch.optim.Optimizer):
     """Steps with another optimizer, whose groups it shares: as SAM does."""
 
