@@ -214,7 +214,7 @@ def test_a_search_that_is_suspended_continues_where_it_was(
     monkeypatch.setattr(trialflow.flows.search, "side_by_side", lambda experiment: 2)
     monkeypatch.setattr(trialflow.flows.lifecycle.stop_monitor, "POLL_SECONDS", 0.1)
     waits = {"pause_at": 1, "paused": str(here / "paused"), "wait_for": str(go)}
-    config = experiment(here, {**waits, "record": str(here)}, max_concurrent_trials=2)
+    config = experiment(here, {**waits, "record": str(here)}, max_concurrent_trials=3)
     run = deployed_run(prefect_server, config)
     store = CheckpointStore(f"file://{here}/checkpoints")
     errors: list[BaseException] = []
@@ -227,7 +227,7 @@ def test_a_search_that_is_suspended_continues_where_it_was(
                 )
                 suspend(searches(store.storage)[0])
                 for _ in range(2):
-                    assert pausing.acquire(timeout=WAIT_SECONDS)
+                    assert pausing.acquire(timeout=WAIT_SECONDS / 5)
         except BaseException as error:  # noqa: BLE001 - the test fails with it
             errors.append(error)
         go.touch()
