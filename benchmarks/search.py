@@ -140,8 +140,8 @@ def search_experiment(name: str, trials: int) -> SearchExperiment:
             "hyperparameters": {"lr": {"type": "double", "minval": 0, "maxval": 1}},
             "searcher": {
                 "name": name, "metric": "loss", "max_length": {"batches": LENGTH},
-                "max_trials": trials, "num_rungs": RUNGS, "divisor": DIVISOR,
-                "max_concurrent_trials": SIDE_BY_SIDE,
+                "max_trials": trials, "max_concurrent_trials": SIDE_BY_SIDE,
+                **({} if name == "random" else {"num_rungs": RUNGS, "divisor": DIVISOR}),
             },
         }
     )  # fmt: skip
