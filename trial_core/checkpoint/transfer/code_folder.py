@@ -84,6 +84,7 @@ times as many is left out."""
 
 _MEMBER_BYTES = 1024  # the header of a file in the archive, and the padding of its last block
 _SHOWN = 10
+_UNREADABLE = "cannot be read"
 
 TAKE_IN = "a line !NAME takes in a file or folder that git ignores, or a file of any kind"
 TAKE_IN_EXACTLY = "a line !/PATH takes in the one file of that path, if what it holds is no secret"
@@ -207,6 +208,8 @@ def pack_code(
     candidates = tuple(sorted(walk.candidates()))
     exact_names, hidden = frozenset(walk.exact_names), tuple(searchable(secrets))
     data, files, unread = _archive(walk.root, candidates, exact_names, hidden)
+    if any(each.why.startswith(_UNREADABLE) for each in unread):
+        _archive.cache_clear()  # it may be readable the next time, with the same status
     left_out = sorted(walk.left_out + unread, key=lambda each: (not each.is_module, each.path))
     rule = "by their kinds" if held is None else "tracked by git, or new"
     return PackedCode(data, dict(files), tuple(left_out), rule, problem)
@@ -260,7 +263,7 @@ def _archive(
         try:
             content = Path(root, file.real).read_bytes()
         except OSError as error:
-            left_out.append(LeftOut(file.name, f"cannot be read: {error.strerror}"))
+            left_out.append(LeftOut(file.name, f"{_UNREADABLE}: {error.strerror}"))
             continue
         if (found := credentials_in(file.name, content, secrets)) is not None:
             is_certain = found in (OWN, PRIVATE_KEY)
@@ -362,7 +365,7 @@ class _Walk:
         try:
             entries = sorted(os.scandir(f"{self.root}/{real}"), key=lambda entry: entry.name)
         except OSError as error:
-            self.leave_out(f"{name}/" if name else ".", f"cannot be read: {error.strerror}")
+            self.leave_out(f"{name}/" if name else ".", f"{_UNREADABLE}: {error.strerror}")
             return
         for entry in entries:
             inner, here = (f"{each}/{entry.name}".lstrip("/") for each in (name, real))
@@ -389,7 +392,7 @@ class _Walk:
         try:
             found = os.stat(entry.path)
         except OSError as error:
-            why = f"cannot be read: {error.strerror}"
+            why = f"{_UNREADABLE}: {error.strerror}"
             if is_link:
                 why = f"a link to {os.readlink(entry.path)}, which leads to no file"
             self.leave_out(name, why)

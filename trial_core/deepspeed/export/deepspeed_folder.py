@@ -27,6 +27,8 @@ _NOT_CONVERTED = (
     re.error,
 )  # fmt: skip
 """The errors of DeepSpeed's converter for a state that it does not know."""
+_UNPICKLED = re.compile(r"\.pt$|rank_|^layer_")
+"""In the names of files that DeepSpeed unpickles: it goes by how they begin, too."""
 _KEYS = (str, int, float, bool, type(None))
 
 
@@ -43,8 +45,9 @@ def write_deepspeed(folder: Path, engine: int, target: Path, tag: str, reader: R
     """
     saved = folder / f"model{engine}"
     join_frozen(saved, reader)
-    for file in saved.rglob("*.pt"):
-        reader.load_mapped(file)
+    for file in saved.rglob("*"):
+        if _UNPICKLED.search(file.name) and file.is_file():
+            reader.load_mapped(file)
     target.mkdir()
     shutil.move(saved, target / tag)
     (target / "latest").write_text(tag)

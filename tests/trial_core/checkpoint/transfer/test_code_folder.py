@@ -645,3 +645,18 @@ def test_a_folder_packed_again_is_read_again_only_if_a_file_has_changed(
     assert left_out(pack_code(tmp_path, secrets=["six six six six"])) == [
         "a.txt (holds a credential of this experiment)"
     ]
+
+
+def test_a_file_that_could_not_be_read_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its status is the same when the disk answers again."""
+    write(tmp_path, a="one")
+
+    def fail(*_: Any) -> bytes:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_bytes", fail)
+        assert left_out(pack_code(tmp_path)) == ["a.txt (cannot be read: Input/output error)"]
+    assert packed(tmp_path) == ["a.txt"]

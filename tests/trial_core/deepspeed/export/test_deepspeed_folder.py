@@ -89,7 +89,10 @@ def test_objects_that_are_not_trusted_are_refused(tmp_path: Path, file: str) -> 
     assert not sprung.exists()
 
 
-@pytest.mark.parametrize("file", [MODEL, OPTIMIZER, "more/layer_00_expert_0_model_states.pt"])
+@pytest.mark.parametrize(
+    "file",
+    [MODEL, OPTIMIZER, "more/layer_00_expert_0_model_states.pt", "mp_rank_01", "layer_01-model"],
+)
 def test_files_that_are_not_trusted_are_not_handed_on(tmp_path: Path, file: str) -> None:
     """To bare DeepSpeed, which would unpickle them without limits."""
     folder, sprung = checkpoint(tmp_path / "saved"), tmp_path / "sprung"
