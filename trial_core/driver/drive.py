@@ -219,7 +219,7 @@ def launch_slots(launch: Launch, placement: Placement) -> SlotGroup:
         launch.world_size,
         working_dir=launch.code.folder,
         log_dir=run.run_dir / "logs",
-        environment={**run.config.rank_variables, **run.devices},
+        environment=run.config.rank_variables,
         launcher=launcher,
         on_batches=launch.note_batches,
         on_log=run.observer.rank_logged,

@@ -102,7 +102,7 @@ class ThisMachine(Placement):
         """Return this machine's number of ranks, and a launcher on the fork server."""
         config = launch.run.config
         variables = {**os.environ, **config.rank_variables, **launch.run.devices}
-        return _slots_here(config, variables), LocalLauncher(self._fork_server)
+        return _slots_here(config, variables), LocalLauncher(self._fork_server, launch.run.devices)
 
 
 class OnNodes(Placement):
@@ -228,8 +228,8 @@ class ForkServers:
     """Fork servers for many runs, some of them side by side. A context manager.
 
     Each serves one run at a time. It stays for the next one, whose ranks then begin without
-    importing PyTorch; but not after a run with reserved accelerators, whose locks it shares. The
-    first is that of `importing_ahead`, inside such a block.
+    importing PyTorch, also on other accelerators. The first is that of `importing_ahead`, inside
+    such a block.
     """
 
     def __init__(self) -> None:
@@ -257,7 +257,6 @@ class ForkServers:
             yield
         finally:
             _importing.reset(token)
-            server.free_devices()
             self._idle.append(server)
             if self._is_closed:
                 server.close()

@@ -144,7 +144,8 @@ def settings_line(view: SearchView) -> str:
     """``asha: 16 trials of at most 900 batches; one in 4 continues; …``."""
     settings = view.experiment.searcher
     trials = f"{plural(view.max_trials, 'trial')} of at most {settings.max_length.value}"
-    some = f"; one in {settings.divisor:g} continues" if len(view.state.plans[0].rungs) > 1 else ""
+    divisor = view.state.plans[0].divisor
+    some = f"; one in {divisor:g} continues" if divisor > 1 else ""
     better = f"the {'smaller' if settings.smaller_is_better else 'larger'} {_name(view.metric)}"
     return f"{settings.name}: {trials} {view.unit}{some}; {better} is better"
 

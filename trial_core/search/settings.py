@@ -54,6 +54,7 @@ _USED_BY: Mapping[str, Sequence[str]] = {
     "stop_once": ("asha", "adaptive_asha", "custom"),
 }
 _OF_SEVERAL_RUNGS = ("divisor", "stop_once")
+_REPLACED_BY_BRACKET_RUNGS = ("max_rungs", "mode")
 
 
 def _name(value: Any) -> Any:
@@ -183,12 +184,19 @@ class SearchSettings(SearcherConfig):
         not been given: so there is no second warning when the settings are sent."""
         has_one_rung = self.name != "adaptive_asha" and self.rung_count == 1
         for field, names in _USED_BY.items():
-            is_used = self.name in names and not (has_one_rung and field in _OF_SEVERAL_RUNGS)
             default = type(self).model_fields[field].get_default()
-            if not is_used and getattr(self, field) != default:
-                only = " and one rung" if self.name in names else f", only with {', '.join(names)}"
-                warn_ignored(f"searcher.{field}: ignored: it has no effect with {self.name}{only}")
-                self.__dict__[field] = default  # the model is frozen
+            if getattr(self, field) == default:
+                continue
+            if self.name not in names:
+                where = f"{self.name}, only with {', '.join(names)}"
+            elif has_one_rung and field in _OF_SEVERAL_RUNGS:
+                where = f"{self.name} and one rung"
+            elif self.bracket_rungs and field in _REPLACED_BY_BRACKET_RUNGS:
+                where = f"{self.name} and bracket_rungs"
+            else:
+                continue
+            warn_ignored(f"searcher.{field}: ignored: it has no effect with {where}")
+            self.__dict__[field] = default  # the model is frozen
 
     @property
     def rung_count(self) -> int:

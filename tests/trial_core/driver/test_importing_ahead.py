@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -33,6 +35,24 @@ class LateTrial(ToyTrial):
     def __init__(self, context):
         super().__init__(context)
         Path(context.get_hparam("record"), "port").write_text(os.environ["LATE_PORT"])
+"""
+
+TRIAL_OF_DEVICE = """
+import json
+import os
+from pathlib import Path
+
+from toy_trial import ToyTrial
+
+
+class TrialOfDevice(ToyTrial):
+    def __init__(self, context):
+        super().__init__(context)
+        opened = [os.readlink(f"/proc/self/fd/{each}") for each in os.listdir("/proc/self/fd")
+                  if os.path.exists(f"/proc/self/fd/{each}")]
+        locks = [path for path in opened if path.endswith(".lock")]
+        seen = {"device": os.environ["CUDA_VISIBLE_DEVICES"], "locks": locks}
+        Path(context.get_hparam("record"), "seen").write_text(json.dumps(seen))
 """
 
 
@@ -115,14 +135,29 @@ def test_fork_servers_outlive_runs_and_serve_one_at_a_time(tmp_path: Path) -> No
     assert busy._process is None
 
 
-def test_a_fork_server_with_locks_of_devices_ends_with_its_run(tmp_path: Path) -> None:
-    """Else no later run could reserve the devices."""
-    config = toy_config(tmp_path, resources={"preload": False})
-    with open(tmp_path / "device", "w") as lock, ForkServers() as servers:
-        with servers.one(config), place_ranks(config, tmp_path, lambda text: None) as placement:
-            assert isinstance(placement, ThisMachine)
-            server = placement._fork_server
-            variables = {**os.environ, DESCRIPTORS_VARIABLE: str(lock.fileno())}
-            os.set_inheritable(lock.fileno(), True)
-            server.prepare(variables, tmp_path, tmp_path / "log")
-        assert server._process is None
+@pytest.mark.slots
+def test_a_fork_server_serves_runs_on_other_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fork_servers: list[fork_server.ServerProcess]
+) -> None:
+    """The ranks of each run have its devices and their locks, which its end frees."""
+    code = tmp_path / "code"
+    code.mkdir()
+    shutil.copy(TOY / "toy_trial.py", code)
+    (code / "of_device.py").write_text(TRIAL_OF_DEVICE)
+    config = toy_config(
+        tmp_path, 2, code=str(code), entrypoint="of_device:TrialOfDevice",
+        resources={"slots_per_trial": 1}, hyperparameters={"record": str(tmp_path)},
+    )  # fmt: skip
+    monkeypatch.setenv("TRIALFLOW_HOME", str(tmp_path / "home"))
+    with ForkServers() as servers:
+        for trial, device in (("toy-0000beef", "GPU-0"), ("toy-0000cafe", "GPU-1")):
+            lock_file = tmp_path / f"{device}.lock"
+            with lock_file.open("w") as lock, servers.one(config):
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                locks = {DESCRIPTORS_VARIABLE: str(lock.fileno())}
+                drive(config, trial, devices={"CUDA_VISIBLE_DEVICES": device, **locks})
+            seen = json.loads((tmp_path / "seen").read_text())
+            assert seen == {"device": device, "locks": [str(lock_file)]}
+            with lock_file.open() as again:
+                fcntl.flock(again, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert len(fork_servers) == 1

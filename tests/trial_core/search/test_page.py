@@ -106,6 +106,16 @@ def test_the_larger_metric_may_be_better(storage: Storage) -> None:
     assert view.best_so_far[-1] == (16 * 64, values[0])
 
 
+def test_all_trials_of_a_longer_random_search_continue(storage: Storage) -> None:
+    """It has a second rung, which each of its trials reaches; the page promises no choice."""
+    searched(storage, experiment=search_experiment(name="random"))
+    longer = search_experiment(name="random", max_length={"batches": 128})
+    view = view_of(searched(storage, experiment=longer), storage.url)
+    assert [row["trained to"] for row in table(view, "Rungs")] == ["64 batches", "128 batches"]
+    assert {trial.reached[-1].length for trial in view.state.trials} == {128}
+    assert "random: 16 trials of at most 128 batches; the smaller loss is better" in markdown(view)
+
+
 def test_rungs_by_bracket(storage: Storage) -> None:
     """How many trials have reached each, and how many of them continue."""
     adaptive = search_experiment(name="adaptive_asha", max_trials=24)

@@ -1,10 +1,10 @@
 """Reserves accelerators for one run, where several runs share a machine.
 
 Each run holds the kernel's lock on one file per device. A lock belongs to an open file, which the
-driver shares with the ranks that it starts: the kernel frees the lock when the driver and all of
-them have ended, also by SIGKILL. So a device is not given to another run while a rank that outlives
-its driver, for example inside a CUDA call, still has memory there. Other children of driver and
-ranks do not keep the lock.
+driver sends to the ranks that it starts: the kernel frees the lock when the driver and all of them
+have ended, also by SIGKILL. So a device is not given to another run while a rank that outlives its
+driver, for example inside a CUDA call, still has memory there. The fork server passes it on, and
+other children of driver and ranks do not keep it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trial_core.processes.machine.accelerators import device_uuids, visible_acce
 POLL_SECONDS = 1.0
 LOCKS_VARIABLE = "TRIALFLOW_LOCKS"
 DESCRIPTORS_VARIABLE = "TRIALFLOW_DEVICE_LOCKS"
-"""The descriptors of a run's locks, which its ranks inherit from the driver."""
+"""The descriptors of a run's locks: in the driver the driver's, in a rank the rank's own ones."""
 
 _held: set[int] = set()
 """The descriptors of the locks that this process holds."""
@@ -72,17 +72,17 @@ def reserve_devices(
         }
 
 
-def inherited_locks(environment: Mapping[str, str]) -> list[int]:
-    """The descriptors that a rank with these variables, from `reserve_devices`, inherits."""
+def lock_descriptors(environment: Mapping[str, str]) -> list[int]:
+    """The descriptors that these variables, from `reserve_devices`, name."""
     return [int(lock) for lock in environment.get(DESCRIPTORS_VARIABLE, "").split(",") if lock]
 
 
-def keep_inherited_locks(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Keep the locks that the driver holds until this rank ends, but not in its children.
+def keep_locks(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Keep the locks that the driver has sent until this rank ends, but not in its children.
 
     Called once, when the rank starts. The variable is removed, since children have no use for it.
     """
-    for lock in inherited_locks(environment):
+    for lock in lock_descriptors(environment):
         os.set_inheritable(lock, False)
         _held.add(lock)
     environment.pop(DESCRIPTORS_VARIABLE, None)

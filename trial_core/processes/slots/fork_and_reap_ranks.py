@@ -32,12 +32,16 @@ import msgspec
 from trial_core.common.decoding import decoder
 from trial_core.processes.slots import rank_main
 from trial_core.processes.slots.addresses import STORE_SOCKET_VARIABLE
-from trial_core.processes.slots.device_locks import keep_inherited_locks
+from trial_core.processes.slots.device_locks import (
+    DESCRIPTORS_VARIABLE,
+    keep_locks,
+    lock_descriptors,
+)
 from trial_core.processes.slots.kept_memory import KEEPER_VARIABLE, Keeper
 
 MESSAGE_BYTES = 2**16
-DESCRIPTORS = 3
-"""The most descriptors of a message: standard input, the log, the store's socket."""
+DESCRIPTORS = 253
+"""The most descriptors of a message, Linux's limit."""
 # How often to ask whether the driver is still the parent: a process that the driver has forked
 # holds the other end of the control socket, too.
 POLL_SECONDS = 1.0
@@ -48,8 +52,8 @@ IGNORED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 class StartRank(msgspec.Struct, tag=True):
     """Fork a rank, in a working directory, with environment variables that only it gets.
 
-    Descriptors of its standard input, its log and its store come with the message. `number` names
-    the rank in later messages.
+    Descriptors of its standard input, its log, the locks of its devices and its store come with the
+    message. `number` names the rank in later messages.
     """
 
     number: int
@@ -215,21 +219,24 @@ def become_rank(
         descriptors: the ones that came with `given`.
         keeper: the descriptor of its socket to the keeper of memory files.
     """
-    stdin, log, *store = descriptors
+    locks = len(lock_descriptors(given.variables))
+    stdin, log, *store = *descriptors[:2], *descriptors[2 + locks :]
     for descriptor, number in ((stdin, 0), (log, 1), (log, 2)):
         os.dup2(descriptor, number)
     os.close(stdin)
     os.close(log)
     os.environ.update(given.variables)
+    if locks:
+        os.environ[DESCRIPTORS_VARIABLE] = ",".join(map(str, descriptors[2 : 2 + locks]))
     os.environ[KEEPER_VARIABLE] = str(keeper)
     work_in(given.folder)
     if store:
         os.environ[STORE_SOCKET_VARIABLE] = str(store[0])
     if not can_use_imported or _has_used_a_device():
-        for descriptor in (*store, keeper):
+        for descriptor in (*descriptors[2:], keeper):
             os.set_inheritable(descriptor, True)
         os.execv(sys.executable, [sys.executable, "-m", rank_main.__name__])
-    keep_inherited_locks()  # whose descriptors a forked process closes
+    keep_locks()  # whose descriptors a forked process closes
     _fork_persister([*store, keeper])
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()  # Python's generator reseeds itself, and torch's is never random

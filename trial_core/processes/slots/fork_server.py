@@ -18,7 +18,6 @@ import msgspec
 from trial_core.common.decoding import decoder
 from trial_core.processes.machine.accelerators import KIND_VARIABLE
 from trial_core.processes.slots import fork_and_reap_ranks
-from trial_core.processes.slots.device_locks import inherited_locks
 from trial_core.processes.slots.fork_and_reap_ranks import (
     MESSAGE_BYTES,
     Command,
@@ -120,11 +119,6 @@ class ForkServer:
             self._process = ServerProcess(environment, working_dir, log, modules)
         return self._process
 
-    def free_devices(self) -> None:
-        """End the process if it shares the locks of accelerators that a run has reserved."""
-        if self._process is not None and self._process.has_locks:
-            self.close()
-
     def close(self) -> None:
         """End the process, and ranks that still run."""
         if self._process is not None:
@@ -160,17 +154,13 @@ class ServerProcess:
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
-                    pass_fds=[other_end.fileno(), *inherited_locks(self._environment)],
+                    pass_fds=[other_end.fileno()],
                 )  # fmt: skip
         except OSError:
             self._control.close()
             raise
         self._listener = threading.Thread(target=self._listen, name="fork-server", daemon=True)
         self._listener.start()
-
-    @property
-    def has_locks(self) -> bool:
-        return bool(inherited_locks(self._environment))
 
     def serves(self, environment: Mapping[str, str], late: tuple[str, ...]) -> bool:
         """Return whether it can start ranks with these variables; ranks get late ones at start."""

@@ -26,6 +26,7 @@ from trial_core.processes.machine.accelerators import (
 )
 from trial_core.processes.slots.addresses import LOOPBACK_ADDRESS, collectives_at
 from trial_core.processes.slots.channel import Channel, Listener
+from trial_core.processes.slots.device_locks import lock_descriptors
 from trial_core.processes.slots.fork_server import ForkServer
 from trial_core.processes.slots.rank_handle import RankHandle
 
@@ -79,10 +80,15 @@ class Launcher(Protocol):
 
 
 class LocalLauncher(Launcher):
-    """Starts ranks on this machine."""
+    """Starts ranks on this machine.
 
-    def __init__(self, fork_server: ForkServer) -> None:
+    Args:
+        devices: variables that give the ranks the run's reserved accelerators, with their locks.
+    """
+
+    def __init__(self, fork_server: ForkServer, devices: Mapping[str, str] | None = None) -> None:
         self._fork_server = fork_server
+        self._devices = devices
 
     def launch(self, launch: LaunchRequest, ranks: list[RankHandle]) -> RankConnections:
         # Bound here, so that no other process can take the port, and other machines cannot connect.
@@ -92,7 +98,7 @@ class LocalLauncher(Launcher):
             raise LaunchError(f"cannot listen on {LOOPBACK_ADDRESS}: {error}") from error
         with store:
             share = MachineShare(0, launch.world_size, launch.world_size, store.getsockname())
-            return launch_here(launch, share, self._fork_server, store, ranks)
+            return launch_here(launch, share, self._fork_server, store, ranks, self._devices)
 
 
 class MachineShare(msgspec.Struct, frozen=True):
@@ -123,11 +129,14 @@ def launch_here(
     fork_server: ForkServer,
     store: socket.socket | None,
     ranks: list[RankHandle],
+    devices: Mapping[str, str] | None = None,
 ) -> Channel:
     """Start a launch's ranks on this machine, added to `ranks` as in `Launcher.launch`.
 
     Args:
         store: the bound socket on which rank 0 hosts the store, if rank 0 is among them.
+        devices: see `LocalLauncher`. The fork server does not get them: it stays for other runs,
+            which have other devices.
 
     Raises:
         LaunchError: a process or its log cannot be created; `ranks` has the started ones.
@@ -142,14 +151,15 @@ def launch_here(
             log_path = launch.log_dir / f"rank-{rank}.log"
             process = server.new_rank(rank, log_path, launch.on_exit)
             own = {"TRIALFLOW_CHANNEL": channel.address, "TRIALFLOW_LOG": str(log_path)}
-            variables = {**place_variables(share, local_rank), **own}
+            variables = {**place_variables(share, local_rank), **(devices or {}), **own}
             stores = [store.fileno()] if store is not None and rank == 0 else []
             # It reads the secret from its stdin: other processes see its environment.
             reading, writing = os.pipe()
             with open(reading, "rb") as stdin, log_path.open("ab") as log:
                 with open(writing, "wb") as pipe:
                     pipe.write(channel.secret)
-                descriptors = [stdin.fileno(), log.fileno(), *stores]
+                locks = lock_descriptors(devices or {})
+                descriptors = [stdin.fileno(), log.fileno(), *locks, *stores]
                 ranks.append(process)
                 process.start(variables, launch.working_dir, descriptors)
     except OSError as error:

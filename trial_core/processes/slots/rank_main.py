@@ -39,7 +39,7 @@ from trial_core.messages import (
 )
 from trial_core.processes.slots.announcer import Announcer
 from trial_core.processes.slots.connection import RankConnection
-from trial_core.processes.slots.device_locks import keep_inherited_locks
+from trial_core.processes.slots.device_locks import keep_locks
 from trial_core.processes.slots.kept_memory import connect_keeper
 from trial_core.processes.slots.log_pump import LogPump
 from trial_core.processes.slots.rank_server import RankServer, Workloads
@@ -208,7 +208,7 @@ def main() -> None:
     )
     register_stack_dump()
     ignore_stop_signals()
-    keep_inherited_locks()
+    keep_locks()
     connect_keeper()
     hello = Hello(rank=rank, pid=os.getpid(), host=socket.gethostname())
     try:

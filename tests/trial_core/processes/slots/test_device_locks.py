@@ -17,10 +17,10 @@ from trial_core.processes.slots.device_locks import (
     LOCKS_VARIABLE,
     _close,
     _lock,
-    inherited_locks,
+    lock_descriptors,
     reserve_devices,
 )
-from trial_core.processes.slots.fork_server import ForkServer
+from trial_core.processes.slots.fork_server import ForkServer, ServerProcess
 from trial_core.processes.slots.launcher import LocalLauncher
 from trial_core.processes.slots.slot_group import SlotGroup
 
@@ -34,8 +34,8 @@ with reserve_devices(1, os.environ, lambda: None) as variables:
 
 RANK = """
 import os, subprocess, sys
-from trial_core.processes.slots.device_locks import DESCRIPTORS_VARIABLE, keep_inherited_locks
-keep_inherited_locks()
+from trial_core.processes.slots.device_locks import DESCRIPTORS_VARIABLE, keep_locks
+keep_locks()
 assert DESCRIPTORS_VARIABLE not in os.environ
 program = subprocess.Popen(["sleep", "60"], close_fds=False, stdout=subprocess.DEVNULL)
 worker = os.fork()
@@ -116,7 +116,7 @@ def test_a_device_is_locked_until_its_ranks_have_ended(
     with reserve_devices(1, os.environ, lambda: None) as variables:
         rank = subprocess.Popen(
             [sys.executable, "-c", RANK], env={**os.environ, **variables},
-            pass_fds=inherited_locks(variables),
+            pass_fds=lock_descriptors(variables),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
     assert rank.stdout is not None
@@ -135,26 +135,38 @@ def test_a_device_is_locked_until_its_ranks_have_ended(
 
 @pytest.mark.long
 @pytest.mark.slots
-def test_a_slot_groups_ranks_keep_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A real rank, on whose device no other run trains until it has ended."""
+def test_a_slot_groups_ranks_keep_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fork_servers: list[ServerProcess]
+) -> None:
+    """A real rank, on whose device no other run trains until it has ended. The fork server keeps no
+    lock, and starts ranks on other devices."""
     monkeypatch.setenv(LOCKS_VARIABLE, str(tmp_path / "locks"))
     with ForkServer(["trial_core.checkpoint.transfer.persister"]) as server:
-        with reserve_devices(1, os.environ, lambda: None) as variables:
-            slots = SlotGroup(
-                1, working_dir=tmp_path, log_dir=tmp_path, environment=variables,
-                launcher=LocalLauncher(server),
-            )  # fmt: skip
-        with slots:
-            assert _lock(uuid(0)) is None
-            (descriptor,) = inherited_locks(variables)
-            rank = Path(f"/proc/{slots.pids[0]}")
-            flags = (rank / f"fdinfo/{descriptor}").read_text().split()[3]
-            assert int(flags, 8) & os.O_CLOEXEC, "its children would keep the lock, too"
-            (persister,) = psutil.Process(slots.pids[0]).children()
-            assert not Path(f"/proc/{persister.pid}/fd/{descriptor}").exists()
-    lock = _lock(uuid(0))
-    assert lock is not None
+        for wanted in (0, 1):
+            with reserve_devices(1, os.environ, lambda: None) as variables:
+                assert variables["CUDA_VISIBLE_DEVICES"] == str(wanted)
+                launcher = LocalLauncher(server, variables)
+                slots = SlotGroup(1, working_dir=tmp_path, log_dir=tmp_path, launcher=launcher)
+            with slots:
+                assert _lock(uuid(wanted)) is None
+                rank = psutil.Process(slots.pids[0])
+                descriptor = lock_in(rank, uuid(wanted))
+                assert descriptor is not None
+                flags = Path(f"/proc/{rank.pid}/fdinfo/{descriptor}").read_text().split()[3]
+                assert int(flags, 8) & os.O_CLOEXEC, "its children would keep the lock, too"
+                (persister,) = rank.children()
+                assert lock_in(persister, uuid(wanted)) is None
+            lock = _lock(uuid(wanted))  # the next rank gets the other device
+            assert lock is not None
+    assert len(fork_servers) == 1
     _close([lock])
+
+
+def lock_in(process: psutil.Process, device: str) -> int | None:
+    """The process's descriptor of a device's lock."""
+    opened = Path(f"/proc/{process.pid}/fd").iterdir()
+    found = [int(each.name) for each in opened if each.readlink().name == f"{device}.lock"]
+    return found[0] if found else None
 
 
 def test_an_unusable_folder_of_locks_is_an_error(
