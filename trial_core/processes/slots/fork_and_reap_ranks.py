@@ -39,6 +39,8 @@ from trial_core.processes.slots.device_locks import (
 )
 from trial_core.processes.slots.kept_memory import KEEPER_VARIABLE, Keeper
 
+COMPILERS_VARIABLE = "TORCH_WARM_POOL"
+"""Torch's switch: whether an import of inductor starts processes that compile."""
 MESSAGE_BYTES = 2**16
 DESCRIPTORS = 253
 """The most descriptors of a message, Linux's limit."""
@@ -110,7 +112,7 @@ class Server:
     def preload(self, modules: Sequence[str]) -> None:
         """Import the modules. A rank that cannot use them imports them itself, and reports why."""
         try:
-            with without_mlflow():
+            with without_threads():
                 for module in modules:
                     importlib.import_module(module)
         except Exception:  # noqa: BLE001 - each rank imports it again, and reports it
@@ -305,20 +307,26 @@ def _live_members(leaders: Collection[int]) -> set[int]:
 
 
 @contextlib.contextmanager
-def without_mlflow() -> Iterator[None]:
-    """Hide MLflow while DeepSpeed is imported; a trial may import it afterwards.
+def without_threads() -> Iterator[None]:
+    """Keep imports of DeepSpeed from starting threads, which a fork does not take along.
 
-    DeepSpeed's autotuner imports MLflow where that is installed. This takes a second of processor
-    time, and a thread, which a fork does not take along.
+    Its autotuner imports MLflow where that is installed, which takes a second of processor time;
+    a trial may import it afterwards. It imports inductor, too, which in torch 2.7 starts processes
+    that compile, where Triton is installed: here they start with the first compilation.
     """
     is_hidden = "mlflow" not in sys.modules
     if is_hidden:
         sys.modules["mlflow"] = None  # type: ignore[assignment]
+    is_warming = COMPILERS_VARIABLE not in os.environ
+    if is_warming:
+        os.environ[COMPILERS_VARIABLE] = "0"
     try:
         yield
     finally:
         if is_hidden:
             del sys.modules["mlflow"]
+        if is_warming:
+            del os.environ[COMPILERS_VARIABLE]
 
 
 def main() -> None:

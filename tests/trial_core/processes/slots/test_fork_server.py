@@ -222,13 +222,18 @@ def test_children_in_groups_of_their_own_are_killed() -> None:
 
 
 @pytest.mark.long
-def test_ranks_do_not_import_mlflow_with_deepspeed() -> None:
-    """It costs a second and has a thread. A trial may import it all the same."""
+def test_the_imports_of_ranks_start_nothing() -> None:
+    """A fork takes no thread along. MLflow has one; a trial may import it all the same."""
     program = (
-        "import sys\n"
-        "from trial_core.processes.slots.fork_and_reap_ranks import without_mlflow\n"
-        "with without_mlflow():\n"
-        "    import deepspeed\n"
+        "import importlib, os, psutil, sys, threading\n"
+        "from trial_core.processes.slots.fork_and_reap_ranks import without_threads\n"
+        "from trial_core.processes.slots.rank_main import TRIAL_MODULES\n"
+        "with without_threads():\n"
+        "    for name in TRIAL_MODULES:\n"
+        "        importlib.import_module(name)\n"
+        "assert threading.enumerate() == [threading.main_thread()], threading.enumerate()\n"
+        "assert psutil.Process().children() == []\n"
+        "assert 'TORCH_WARM_POOL' not in os.environ\n"
         "assert 'mlflow' not in sys.modules\n"
         "import mlflow\n"
     )
