@@ -59,17 +59,6 @@ def test_the_experiment_may_choose_cpu_ranks(tmp_path: Path, this_machine: ThisM
         launch_slots(toy_run(tmp_path, {}), this_machine)
 
 
-@pytest.mark.slots
-def test_ranks_see_only_their_runs_devices(tmp_path: Path, this_machine: ThisMachine) -> None:
-    """Devices that the experiment names may belong to another run."""
-    launch = toy_run(tmp_path, {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "0,1,2,3"})
-    launch.run.devices = {"CUDA_VISIBLE_DEVICES": "2,3"}
-    with launch_slots(launch, this_machine) as slots:
-        for pid in slots.pids:
-            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            assert b"CUDA_VISIBLE_DEVICES=2,3" in variables
-
-
 def test_lost_nodes_are_not_counted_while_others_are_waited_for(tmp_path: Path) -> None:
     """The ledger has the slots of the nodes that are left."""
     now = [0.0]

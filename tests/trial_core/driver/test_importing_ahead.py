@@ -139,7 +139,8 @@ def test_fork_servers_outlive_runs_and_serve_one_at_a_time(tmp_path: Path) -> No
 def test_a_fork_server_serves_runs_on_other_devices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fork_servers: list[fork_server.ServerProcess]
 ) -> None:
-    """The ranks of each run have its devices and their locks, which its end frees."""
+    """The ranks of each run have its devices and their locks, which its end frees. Devices that the
+    experiment names may belong to another run."""
     code = tmp_path / "code"
     code.mkdir()
     shutil.copy(TOY / "toy_trial.py", code)
@@ -147,6 +148,7 @@ def test_a_fork_server_serves_runs_on_other_devices(
     config = toy_config(
         tmp_path, 2, code=str(code), entrypoint="of_device:TrialOfDevice",
         resources={"slots_per_trial": 1}, hyperparameters={"record": str(tmp_path)},
+        environment={"environment_variables": {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}},
     )  # fmt: skip
     monkeypatch.setenv("TRIALFLOW_HOME", str(tmp_path / "home"))
     with ForkServers() as servers:
