@@ -55,8 +55,8 @@ def export(
     trial: Annotated[
         str | None,
         Parameter(
-            help="Without a checkpoint: export this trial's latest one; with best: its best. "
-            "Default: none."
+            help="Without a checkpoint: export the latest one of this trial, which its first "
+            "characters may name; with best: its best. Default: none."
         ),
     ] = None,
     engine: Annotated[

@@ -79,9 +79,14 @@ def _fetch(store: CheckpointStore, named: str, name: str, file: IO[bytes]) -> No
     from trial_core.checkpoint import layout
     from trial_core.checkpoint.storage.parallel import CancelSignal
 
-    trial = named_trial(named, store.trials()) or named
+    trial = store.trial(named)
     stored = store.storage.sizes(f"{layout.run_folder(trial)}/logs")
     key = max((key for key in stored if key.endswith(f"/{name}")), default=None)
+    if not stored and trial not in (known := store.trials()):
+        there = text_format.first_few(known) or "none"
+        raise ConfigError(
+            f"no trial {named} is known on this machine or in {store.url}; trials there: {there}"
+        )
     if key is None:
         others = ", ".join(sorted({key.rpartition("/")[2] for key in stored}))
         raise ConfigError(

@@ -21,6 +21,7 @@ from trialflow.deployments.cli import console
 from trialflow.deployments.cli.experiment_options import (
     ConfigFile,
     StorageOption,
+    TrialId,
     open_store,
     own_trackers,
 )
@@ -122,7 +123,11 @@ def list_(
 @app.command
 def compare(
     *trials: Annotated[
-        str, Parameter(required=True, help="Ids of trials: see `trialflow runs list`.")
+        str,
+        Parameter(
+            required=True,
+            help="Ids of trials, or the first characters of them: see `trialflow runs list`.",
+        ),
     ],
     figure: Annotated[
         Path | None,
@@ -137,7 +142,8 @@ def compare(
     """Compare trials: the fields of their experiments that differ, and their results."""
     store = open_store(config, storage)
     with waiting(f"reading {store.url}"):
-        found = [_read(store, trial) for trial in trials]
+        found = [_read(store, store.trial(trial)) for trial in trials]
+    ids = [each.trial for each in found]
     rows: dict[str, list[Any]] = {}
     for name in dict.fromkeys(name for each in found for name in (*each.settings, *each.results)):
         row = [{**each.settings, **each.results}.get(name) for each in found]
@@ -146,9 +152,9 @@ def compare(
     if figure is not None:
         _draw(found, figure)
     if json_:
-        print_json({"trials": trials, **rows})
+        print_json({"trials": ids, **rows})
     else:
-        print_table(("", *trials), [(name, *map(_cell, row)) for name, row in rows.items()])
+        print_table(("", *ids), [(name, *map(_cell, row)) for name, row in rows.items()])
 
 
 def _draw(trials: Sequence[StoredTrial], path: Path) -> None:
@@ -175,7 +181,7 @@ def _cell(value: Any) -> str:
 
 @app.command
 def sync(
-    trial: str,
+    trial: TrialId,
     /,
     *,
     wait_seconds: Annotated[float, Parameter(help="How long a tracker may take.")] = 60.0,
@@ -185,11 +191,6 @@ def sync(
     """Send a trial's missing records to trackers that could not be reached.
 
     The trial's next run does the same.
-
-    Parameters
-    ----------
-    trial
-        The trial's id.
     """
     from logging import getLogger
 
@@ -197,6 +198,7 @@ def sync(
     from trial_core.processes.machine.run_dirs import locked_run_dir
 
     store = open_store(config, storage)
+    trial = store.trial(trial)
     with locked_run_dir(trial) as run_dir:
         before, after = sync_trackers(
             store,
@@ -218,25 +220,20 @@ def sync(
 
 @app.command
 def show(
-    trial: str,
+    trial: TrialId,
     /,
     *,
     config: ConfigFile = None,
     storage: StorageOption = None,
     json_: AsJson = False,
 ) -> None:
-    """Show the ledger of time of a trial: the use of its slots in all runs, goodput and cost.
-
-    Parameters
-    ----------
-    trial
-        The trial's id: `trialflow checkpoints list` shows the trials that have saved.
-    """
+    """Show the ledger of time of a trial: the use of its slots in all runs, goodput and cost."""
     from trial_core.observe.ledger.stored_ledger import read_ledger
     from trial_core.observe.ledger.time_ledger import TimeLedger
 
     store = open_store(config, storage)
     with waiting(f"reading {store.url}"):
+        trial = store.trial(trial)
         ledger = read_ledger(store, trial)
     if not ledger.runs:
         raise ConfigError(

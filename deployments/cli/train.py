@@ -54,8 +54,8 @@ class Continuation:
 
     Attributes:
         resume: Continue a trial from its last checkpoint; by default the experiment's newest trial.
-        trial: With --resume: the trial to continue, as `trialflow checkpoints list` names it.
-            Default: the experiment's newest.
+        trial: With --resume: the trial to continue, or the first characters of its id. Default:
+            the experiment's newest.
         take_over: With --resume: continue the trial even if another run may be training it, for
             example on a machine that was lost. A run that still lives ends.
         keep: With --resume: settings that stay as in the checkpoint, although the experiment has
@@ -352,12 +352,12 @@ def _trial_to_resume(
         ConfigError: the trial `named` has no checkpoint.
         StorageError: no trial is in a storage that has been replaced, or is not mounted.
     """
-    if named is not None and store.newest(named) is None:
+    trial = store.trial(named) if named else store.newest_trial(experiment)
+    if named is not None and (trial is None or store.newest(trial) is None):
         raise ConfigError(
             f"--trial {named}: no checkpoint of this trial is in {store.url}; `trialflow "
             "checkpoints list` shows trials that have some"
         )
-    trial = named or store.newest_trial(experiment)
     if trial is None:
         from trial_core.checkpoint.retention.known_storages import refuse_other_storage
 

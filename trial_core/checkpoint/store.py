@@ -270,6 +270,21 @@ class CheckpointStore:
         """The ids of all trials that have saved, sorted."""
         return sorted({name.trial for name in self._names()})
 
+    def trial(self, named: str) -> str:
+        """The trial with this id, or the only one that has saved whose id begins with it.
+
+        `named` itself if none begins so: one that has not saved.
+
+        Raises:
+            CheckpointNotFound: several begin so.
+        """
+        found = [trial for trial in self.trials() if named and trial.startswith(named)]
+        if len(found) > 1 and named not in found:
+            raise CheckpointNotFound(
+                f"{named!r} is not one trial in {self.url}, but {len(found)}: {', '.join(found)}"
+            )
+        return found[0] if len(found) == 1 else named
+
     def newest_trial(self, experiment: str) -> str | None:
         """The trial of an experiment that saved last, None if none has saved."""
         newest = [

@@ -67,8 +67,8 @@ def _newest_trial(store: CheckpointStore, which: str) -> str:
     return trial
 
 
-def _of_trial(store: CheckpointStore, which: str, trial: str) -> Manifest:
-    checked_trial(trial)
+def _of_trial(store: CheckpointStore, which: str, named: str) -> Manifest:
+    trial = store.trial(checked_trial(named))
     if which == "latest":
         found = store.newest(trial)
     else:

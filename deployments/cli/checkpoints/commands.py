@@ -16,6 +16,7 @@ from trialflow.deployments.cli.experiment_options import (
     CheckpointOption,
     Checkpoints,
     ConfigFile,
+    OneTrial,
     StorageOption,
     open_store,
 )
@@ -40,9 +41,7 @@ app.command(prune.prune)
 @app.command(name="list")
 def list_(
     *,
-    trial: Annotated[
-        str | None, Parameter(help="List only this trial. Default: all trials.")
-    ] = None,
+    trial: OneTrial = None,
     config: ConfigFile = None,
     storage: StorageOption = None,
     json_: AsJson = False,
@@ -53,7 +52,7 @@ def list_(
 
     store = open_store(config, storage)
     with waiting(f"reading {store.url}"):
-        manifests = store.list(trial)
+        manifests = store.list(trial and store.trial(trial))
         pinned, held = pins(store), Registry(store).held()
     best = _best_of_trials(manifests)
     if json_:

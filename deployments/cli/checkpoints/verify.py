@@ -56,7 +56,10 @@ def verify(
     ],
     trial: Annotated[
         str | None,
-        Parameter(help="Verify all checkpoints of this trial. Default: of all trials, with --all."),
+        Parameter(
+            help="Verify all checkpoints of this trial, which its first characters may name. "
+            "Default: of all trials, with --all."
+        ),
     ] = None,
     all_: Annotated[
         bool, Parameter(name="--all", help="Verify all checkpoints, or all of --trial.")
@@ -89,7 +92,7 @@ def verify(
         if checkpoints:
             names = [*dict.fromkeys(open_checkpoint(store, each).name for each in checkpoints)]
         else:
-            names = _all(store, trial)
+            names = _all(store, trial and store.trial(trial))
     found = [*_verify(store, names, repair)]
     if json_:
         print(json.dumps([summary(each) for each in found], indent=2))

@@ -180,3 +180,48 @@ def test_a_damaged_trial_hides_no_other(compared: str, capsys: pytest.CaptureFix
     shown = capsys.readouterr()
     assert ("gpt-a" in shown.out, "gpt-c" in shown.out) == (True, False)
     assert "manifests/gpt-c/0000000007-cccc.json" in shown.err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "runs show ID",
+        "runs sync ID",
+        "runs compare ID",
+        "checkpoints list --trial ID",
+        "checkpoints verify --trial ID",
+        "checkpoints show best:ID",
+        "checkpoints prune --trial ID --save-trial-latest 1 --dry-run",
+        "logs ID",
+    ],
+)
+def test_the_first_characters_name_a_trial(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In every command that takes a trial; if they are those of several trials, it names these."""
+    monkeypatch.setenv("TRIALFLOW_HOME", str(tmp_path / "runs"))
+    store = CheckpointStore(f"file://{tmp_path}/storage")
+    for trial in ("gpt-4f0c21aa", "gpt-4f77d013"):
+        validated = Progress(7, validated_at=7)
+        store.commit(
+            new_manifest(
+                7, trial=trial, experiment="gpt", progress=validated, config=BY_LOSS,
+                metrics={"validation": {"loss": 0.5}},
+            )
+        )  # fmt: skip
+        store.storage.write(layout.ledger_key(trial, 1), encode_json(run_time(1)))
+        store.storage.write(layout.run_file_key(trial, "logs/2031-a/rank-0.log"), trial.encode())
+
+    def call(named: str) -> tuple[int, str]:
+        code = main([*words.replace("ID", named).split(), "--storage", store.url])
+        seen = capsys.readouterr()
+        return code, seen.out + seen.err
+
+    assert call("gpt-4f0c") == call("gpt-4f0c21aa") != call("gpt-9")
+    code, error = call("gpt-4f")
+    assert code == 2
+    assert "not one trial" in error
+    assert "gpt-4f0c21aa, gpt-4f77d013" in error
+
+
+BY_LOSS = {"searcher": {"metric": "loss", "smaller_is_better": True}}
