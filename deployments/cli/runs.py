@@ -330,7 +330,9 @@ def _why_kept(path: Path, store: CheckpointStore, older_than_days: float) -> str
     if holder := holder_of(path):
         return f"used by {holder}, or its file system has no locks"
     files = {each: each.lstat() for each in sorted(path.rglob("*")) if not each.is_dir()}
-    days = (time.time() - max(status.st_mtime for status in files.values())) / DAY_SECONDS
+    # Not of the lock, whose file filelock 4.1 changes when it is looked at.
+    written = (status.st_mtime for each, status in files.items() if each.name != LOCK)
+    days = (time.time() - max(written, default=path.stat().st_mtime)) / DAY_SECONDS
     if days < older_than_days:
         return f"written {days:.1f} days ago"
     folder = layout.run_folder(path.name)
