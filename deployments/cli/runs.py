@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -58,6 +58,12 @@ class StoredTrial:
     results: dict[str, Any]
     points: list[tuple[int, float]]
 
+    @property
+    def hyperparameters(self) -> dict[str, Any]:
+        of = "hyperparameters."
+        found = {key: value for key, value in self.settings.items() if key.startswith(of)}
+        return {key.removeprefix(of): value for key, value in found.items()}
+
 
 def _read(store: CheckpointStore, trial: str) -> StoredTrial:
     """Read a stored trial; a manifest that cannot be read is a warning.
@@ -99,7 +105,10 @@ def _read(store: CheckpointStore, trial: str) -> StoredTrial:
 def list_(
     *, config: ConfigFile = None, storage: StorageOption = None, json_: AsJson = False
 ) -> None:
-    """List the trials that have saved, the newest last, with their best searcher metric."""
+    """List the trials that have saved, the newest last, with their best searcher metric.
+
+    And with the hyperparameters that tell the trials of one experiment apart.
+    """
     store = open_store(config, storage)
     found = []
     with waiting(f"reading {store.url}"):
@@ -109,15 +118,46 @@ def list_(
             except (CheckpointNotFound, CheckpointDamaged):
                 continue  # deleted meanwhile; or a warning has said that it cannot be read
     found.sort(key=lambda trial: trial.saved_at)
+    own = _told_apart(found)
     if json_:
-        print_json([{"trial": t.trial, "saved_at": t.saved_at, **t.results} for t in found])
+        print_json(
+            [
+                {"trial": t.trial, "saved_at": t.saved_at, **t.results, "hyperparameters": values}
+                for t, values in zip(found, own, strict=True)
+            ]
+        )
         return
-    rows = [
-        (each.trial, local_time(each.saved_at), *map(_cell, [each.metric, *each.results.values()]))
-        for each in found
+    columns = ("trial", "last checkpoint", "metric", "batches", "ended", "best", "hyperparameters")
+    rows = []
+    for each, values in zip(found, own, strict=True):
+        batches, ended, best, *_ = map(_cell, each.results.values())
+        told = ", ".join(f"{name}={text_format.number(value)}" for name, value in values.items())
+        saved_at = local_time(each.saved_at)
+        rows.append((each.trial, saved_at, _cell(each.metric), batches, ended, best, told))
+    print_table(columns, rows)
+
+
+def _told_apart(trials: Sequence[StoredTrial]) -> list[dict[str, Any]]:
+    """Return each trial's hyperparameters of which another one of its experiment has others."""
+    groups: dict[Any, list[dict[str, Any]]] = {}
+    for each in trials:
+        groups.setdefault(each.settings.get("name"), []).append(each.hyperparameters)
+    differ = {
+        experiment: {
+            name
+            for name in {name for one in group for name in one}
+            if len({repr(one.get(name)) for one in group}) > 1
+        }
+        for experiment, group in groups.items()
+    }
+    return [
+        {
+            name: value
+            for name, value in each.hyperparameters.items()
+            if name in differ[each.settings.get("name")]
+        }
+        for each in trials
     ]
-    columns = ("trial", "last checkpoint", "metric", "batches", "ended", "best")
-    print_table(columns, [row[: len(columns)] for row in rows])
 
 
 @app.command
@@ -174,9 +214,9 @@ def _draw(trials: Sequence[StoredTrial], path: Path) -> None:
 
 
 def _cell(value: Any) -> str:
-    """A value for a table. Why a run ended may be a long text, which `--json` has in full."""
+    """A value for a table. Why a run ended may be a long text: a terminal shows its beginning."""
     text = "" if value is None else text_format.number(value)
-    return text_format.shortened(text, CELL_CHARACTERS)
+    return text_format.shortened(text, CELL_CHARACTERS) if sys.stdout.isatty() else text
 
 
 @app.command
@@ -227,7 +267,10 @@ def show(
     storage: StorageOption = None,
     json_: AsJson = False,
 ) -> None:
-    """Show the ledger of time of a trial: the use of its slots in all runs, goodput and cost."""
+    """Show a trial: its results and hyperparameters, and its ledger of time.
+
+    The ledger has the use of its slots in all runs, goodput and cost.
+    """
     from trial_core.observe.ledger.stored_ledger import read_ledger
     from trial_core.observe.ledger.time_ledger import TimeLedger
 
@@ -235,14 +278,21 @@ def show(
     with waiting(f"reading {store.url}"):
         trial = store.trial(trial)
         ledger = read_ledger(store, trial)
+        saved = _read(store, trial) if store.newest(trial) is not None else None
     if not ledger.runs:
         raise ConfigError(
             f"no run of trial {trial} has a ledger of time in {store.url}; trials with checkpoints "
             f"there: {', '.join(store.trials()) or 'none'}"
         )
     if json_:
-        print(json.dumps(ledger.to_json(), indent=2))
+        results = {} if saved is None else saved.results
+        values = {} if saved is None else saved.hyperparameters
+        print_json({**ledger.to_json(), "results": results, "hyperparameters": values})
         return
+    if saved is not None:
+        shown = [*saved.results.items(), *saved.hyperparameters.items()]
+        print_table((trial, ""), [(name, _cell(value)) for name, value in shown])
+        print()
     print(f"{trial}: {ledger.headline}\n")
     print_table(
         ("slots", "time", "share"),

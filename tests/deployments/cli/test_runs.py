@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -61,7 +63,8 @@ def test_as_json(store: CheckpointStore, capsys: pytest.CaptureFixture[str]) -> 
     assert sum(shown["slot_seconds"].values()) == shown["total_slot_seconds"] == 10800
     outcome = JsonResult(is_printed=False)
     outcome.store, outcome.trial = store, "gpt-7"
-    assert json.loads(outcome.line())["ledger"] == shown
+    ledger = json.loads(outcome.line())["ledger"]
+    assert {**ledger, "results": {}, "hyperparameters": {}} == shown  # it has not saved
 
 
 def test_a_trial_without_a_ledger(
@@ -113,13 +116,14 @@ def test_trials_are_listed_with_their_best_metric(
     assert second == {
         "trial": "gpt-b", "saved_at": "2031-05-09T14:00:00Z", "batches": 14, "ended": None,
         "best loss": 0.3, "best at batch": 7, "last loss": 0.7, "last worst": None,
+        "hyperparameters": {"lr": 0.25, "of.optimizer": "gpt-b"},
     }  # fmt: skip
     assert main(["runs", "list", "--storage", compared]) == 0
     head, _, *rows = printed(capsys)
-    assert head == "trial last checkpoint metric batches ended best"
+    assert head == "trial last checkpoint metric batches ended best hyperparameters"
     assert [row.split()[0] for row in rows] == ["gpt-b", "gpt-a"]
-    assert rows[0].endswith("loss 14 0.3")
-    assert rows[1].endswith("loss 7 completed 0.5")
+    assert rows[0].endswith("loss 14 0.3 lr=0.25, of.optimizer=gpt-b")
+    assert rows[1].endswith("loss 7 completed 0.5 lr=0.1, of.optimizer=gpt-a")
 
 
 def test_trials_are_compared_by_what_differs_and_their_results(
@@ -150,9 +154,29 @@ def test_trials_are_compared_by_what_differs_and_their_results(
     assert "hyperparameters.width" not in shown
 
 
-def test_a_table_shows_the_beginning_of_a_long_text() -> None:
-    """As of the error with which a run has failed; `--json` has all of it."""
-    shown = runs._cell("failed: " + "the loss is not finite " * 9)
+def test_one_trial_is_shown_with_its_results(
+    compared: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And its hyperparameters, before the ledger of its runs."""
+    CheckpointStore(compared).storage.write(layout.ledger_key("gpt-b", 1), encode_json(run_time(1)))
+    assert main(["runs", "show", "gpt-b", "--storage", compared]) == 0
+    lines = printed(capsys)
+    assert lines[0] == "gpt-b"
+    assert lines[2:].index("best loss 0.3") < lines[2:].index("lr 0.25")
+    assert "width 64" in lines
+    assert any(line.startswith("gpt-b: goodput") for line in lines)
+    assert main(["runs", "show", "gpt-b", "--storage", compared, "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["results"]["best loss"] == 0.3
+    assert shown["hyperparameters"] == {"lr": 0.25, "width": 64, "of.optimizer": "gpt-b"}
+
+
+def test_a_table_shows_the_beginning_of_a_long_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of the error with which a run has failed, on a terminal; a pipe and `--json` get all."""
+    ended = "failed: " + "the loss is not finite " * 9
+    assert runs._cell(ended) == ended
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: True))
+    shown = runs._cell(ended)
     assert len(shown) == runs.CELL_CHARACTERS
     assert shown.startswith("failed: the loss is not finite")
     assert shown.endswith("…")
