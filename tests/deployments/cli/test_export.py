@@ -134,7 +134,7 @@ def test_an_existing_file_is_replaced_only_with_force(
         ("--trial toy-0000beef --to new/sub/x.pt --engine 1", "for engine 1"),
         ("--trial toy-0000beef --to new/sub/x.pt --dtype 16bit", "was trained in fp32"),
         ("--trial toy-0000beef --to file/sub/x.pt", "cannot write"),
-        ("--trial toy --to x.pt", "trial 'toy' has no checkpoint in file://"),
+        ("--trial tox --to x.pt", "trial 'tox' has no checkpoint in file://"),
         ("--trial toy-0000beef --to x.onnx", "expected a name that ends in .safetensors, .pt, .bi"),
         ("--trial toy-0000beef --to file/x.pt", "cannot write"),
         ("--trial toy-0000beef --to folder.pt", "is a folder; give the name of a file"),
