@@ -166,13 +166,11 @@ def check_code_folder(folder: Path) -> None:
 
 def _holds_much(folder: Path) -> str | None:
     """Why a folder holds much besides code (credentials, caches, other projects), or None."""
-    real = Path(os.path.realpath(folder))
-    home = os.path.expanduser("~")  # "~" itself, if this user has none
-    is_home = os.path.isabs(home) and Path(os.path.realpath(home)).is_relative_to(real)
-    if not is_home and real.parent != real:
+    # Of a user without a home folder: /~, which the root of the file system holds as well.
+    home = Path(os.path.realpath(os.path.join("/", os.path.expanduser("~"))))
+    if not home.is_relative_to(os.path.realpath(folder)):
         return None
-    what = "holds the home folder of this user" if is_home else "is the root of a file system"
-    return f"{folder} {what}, with much besides code"
+    return f"{folder} holds the home folder of this user, with much besides code"
 
 
 def _held_by_git(folder: Path, much: str | None) -> tuple[GitFiles | None, str | None]:
@@ -399,7 +397,7 @@ class _Walk:
             return None
         if is_outside:
             why = f"a link to {target}, outside the code folder"
-        elif is_link and real != "." and not says and not self._holds(real, is_folder):
+        elif is_link and not says and not self._holds(real, is_folder):
             why = f"a link to {real}, which is left out"
         elif not layout.is_file_path(name):
             why = "a name that not every system allows"
@@ -418,11 +416,8 @@ class _Walk:
 
     def _note_ignored(self, entry: os.DirEntry[str], name: str, here: str, is_folder: bool) -> None:
         """Note a module, or a folder with modules, that git ignores. No folder is packed for it."""
-        ending = "/" if is_folder else ""
-        if self._git is None and self._defaults.match_file(here + ending):
-            return
         if not is_folder:
-            if here.endswith(_MODULES) and (self._git is None or here not in self._git.new):
+            if here.endswith(_MODULES) and not self._defaults.match_file(here):
                 why = "git ignores it" if self._has_new else "git does not track it"
                 self.leave_out(name, why, TAKE_IN)
         elif self._has_new and self._has_modules(entry.path):

@@ -96,6 +96,7 @@ def test_an_archive_can_be_unpacked(tmp_path: Path) -> None:
     unpack_code(data, target)
     for path in (target, target / "lib" / "run.sh"):
         assert path.stat().st_mode & 0o777 == 0o755
+    assert (target / "m.py").stat().st_mode & 0o777 == 0o644
     assert pack_code(target).data == data
 
 
@@ -109,6 +110,7 @@ def test_what_is_packed_without_git(tmp_path: Path) -> None:
             "my env/pyvenv.cfg": "", "my env/lib/x.py": "", "conda/conda-meta/history": "",
             "trialflow-runs/toy/report.md": "", "storage/manifests/t.json": "",
             "lib/storage/code.py": "", "images/1.png": "", "images/2.png": "", "id_rsa": "",
+            ".hidden.py": "",
         },
     )  # fmt: skip
     (folder / ".git" / "config").unlink()
@@ -417,6 +419,15 @@ def test_a_home_folder_is_no_code_folder(tmp_path: Path, monkeypatch: pytest.Mon
     assert packed(code) == ["m.py"]
 
 
+def test_a_user_may_have_no_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container. The root of the file system is no code folder for them either."""
+    monkeypatch.setenv("HOME", "~")  # so expanduser answers for a user who is not in passwd
+    monkeypatch.chdir(write_all(tmp_path / "code", {"m.py": ""}))
+    assert packed(tmp_path / "code") == ["m.py"]
+    with pytest.raises(ConfigError, match="with much besides code"):
+        check_code_folder(Path("/"))
+
+
 def test_a_home_folder_may_be_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in containers: only what git tracks is packed, and a warning says it."""
     new = {"new.py": "", "lib/x.py": "", ".bashrc": ""}
@@ -619,6 +630,25 @@ def test_a_file_that_cannot_be_read_is_left_out(
     result = pack_code(tmp_path)
     assert unpacked(result.data) == {"a.txt": b"1"}
     assert left_out(result) == ["b.txt (cannot be read: Permission denied)"]
+
+
+def test_a_folder_that_cannot_be_read_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rest is packed, and the warning says why."""
+    write_all(tmp_path, {"a.py": "", "lib/b.py": ""})
+    scan = os.scandir
+
+    def refusing(path: str) -> Any:
+        if path.endswith("/lib"):
+            raise PermissionError(13, "Permission denied")
+        return scan(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "scandir", refusing)
+        result = pack_code(tmp_path)
+    assert list(result.files) == ["a.py"]
+    assert left_out(result) == ["lib/ (cannot be read: Permission denied)"]
 
 
 def test_a_folder_packed_again_is_read_again_only_if_a_file_has_changed(
