@@ -243,8 +243,9 @@ def _recognised(source: _Source) -> _Found:
     names = set(source.names)
     if _LATEST in names:
         tag = source.text(_LATEST).decode(errors="replace").strip()
-        below = [name for name in names if name.startswith(f"{tag}/")]
-        inside = {name: name.removeprefix(f"{tag}/") for name in below}
+        inside = {
+            name: name.removeprefix(f"{tag}/") for name in names if name.startswith(f"{tag}/")
+        }
         if found := _of_deepspeed(inside, source.shown, tag):
             return found
     if found := _of_deepspeed({name: name for name in names}, source.shown, source.shown):

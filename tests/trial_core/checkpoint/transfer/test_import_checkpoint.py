@@ -28,7 +28,7 @@ from tests.support.manifests import keys_of, stored_keys
 from tests.support.slots import Driven, drive, toy_config
 from tests.support.snippets import ROOT
 from tests.trial_core.deepspeed.resuming import saved_again
-from trial_core.checkpoint.manifest import Manifest
+from trial_core.checkpoint.manifest import Manifest, Topology
 from trial_core.checkpoint.resume_point import Restore
 from trial_core.checkpoint.storage.local_files import sha256_of
 from trial_core.checkpoint.store import CheckpointStore
@@ -297,6 +297,54 @@ def test_a_source_that_changes_is_refused(
     assert stored_keys(store) == set()
 
 
+def test_a_source_of_which_a_file_goes_is_refused(
+    store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when its program deletes an old checkpoint. What was copied is deleted."""
+    folder = hugging_face_folder({name: torch.ones(2) for name in "abcd"}, tmp_path)
+    stored, copies = store.storage.upload, []
+
+    def upload(*arguments: Any) -> tuple[int, str]:
+        copies.append(stored(*arguments))
+        if len(copies) == 2:
+            (folder / "model-1.safetensors").unlink(missing_ok=True)
+        return copies[-1]
+
+    monkeypatch.setattr(store.storage, "upload", upload)
+    with pytest.raises(CheckpointDamaged, match="changed while it was copied"):
+        import_checkpoint(store, str(folder))
+    assert stored_keys(store) == set()
+
+
+@pytest.mark.parametrize("is_pipeline", [False, True])
+def test_names_tell_which_rank_wrote_a_deepspeed_file(
+    store: CheckpointStore, tmp_path: Path, is_pipeline: bool
+) -> None:
+    """In DeepSpeed's order: stages of a pipeline first, model-parallel ranks last."""
+    ranks = {
+        f"zero_pp_rank_{data}_mp_rank_0{part}_optim_states.pt": (
+            part * 3 + data if is_pipeline else data * 2 + part
+        )
+        for data in range(3)
+        for part in range(2)
+    }
+    others = [f"mp_rank_0{part}_model_states.pt" for part in range(2)]
+    others += ["layer_00-model_states.pt"] if is_pipeline else []
+    (tmp_path / "global_step7").mkdir()
+    for name in [*ranks, *others]:
+        torch.save({}, tmp_path / "global_step7" / name)
+    (tmp_path / "global_step7" / "notes.txt").touch()
+    for name, content in {"latest": "global_step7", "notes.pt": "not of this tag"}.items():
+        (tmp_path / name).write_text(content)
+    manifest = import_checkpoint(store, str(tmp_path))
+    written = {entry.path.removeprefix("model0/"): entry.rank for entry in manifest.files}
+    assert written.keys() == {*ranks, *others}
+    assert {name: written[name] for name in ranks} == ranks
+    parts = {"pipeline_parallel_size" if is_pipeline else "model_parallel_size": 2}
+    assert manifest.topology == Topology(world_size=6, data_parallel_size=3, zero_stage=1, **parts)
+    assert manifest.progress.batches_trained == 7
+
+
 def test_a_universal_folder_also_gives_buffers(tmp_path: Path) -> None:
     """And frozen weights, of DeepSpeed's model states. The folder zero/ has precedence."""
     root = tmp_path / "imported"
@@ -347,6 +395,14 @@ def flip_flag(folder: Path) -> None:
     file.write_bytes(content)
 
 
+def several_weights(folder: Path) -> None:
+    """Without an index: which of them belong together is not known."""
+    shutil.rmtree(folder)
+    folder.mkdir()
+    for name in ("first.pt", "second.pt"):
+        torch.save({"a": torch.zeros(2)}, folder / name)
+
+
 def only_readme(folder: Path) -> None:
     shutil.rmtree(folder)
     folder.mkdir()
@@ -360,6 +416,11 @@ def only_readme(folder: Path) -> None:
         (keep_half, CheckpointDamaged, "copy those of all nodes"),
         (flip_bit, CheckpointDamaged, "mp_rank_00_model_states.pt is damaged"),
         (flip_flag, CheckpointDamaged, "mp_rank_00_model_states.pt is damaged"),
+        (
+            several_weights,
+            CheckpointNotFound,
+            "its files are first.pt, second.pt; expected a folder",
+        ),
         (only_readme, CheckpointNotFound, "its files are README.md; expected a folder"),
         (shutil.rmtree, CheckpointNotFound, "there is no checkpoint at"),
     ],
