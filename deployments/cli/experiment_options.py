@@ -65,10 +65,6 @@ ConfigFile = Annotated[
     ),
 ]
 TrialId = Annotated[str, Parameter(help="The trial's id, or the first characters of it.")]
-OneTrial = Annotated[
-    str | None,
-    Parameter(help="Only this trial: its id, or the first characters of it. Default: all trials."),
-]
 CheckpointOption = Annotated[str, Parameter(help=CHECKPOINT)]
 Checkpoints = Annotated[str, Parameter(help=CHECKPOINT, required=True)]
 

@@ -85,7 +85,8 @@ def _fetch(store: CheckpointStore, named: str, name: str, file: IO[bytes]) -> No
     if not stored and trial not in (known := store.trials()):
         there = text_format.first_few(known) or "none"
         raise ConfigError(
-            f"no trial {named} is known on this machine or in {store.url}; trials there: {there}"
+            f"no trial {named} has run on this machine, or has saved or stored a log in "
+            f"{store.url}; trials there: {there}"
         )
     if key is None:
         others = ", ".join(sorted({key.rpartition("/")[2] for key in stored}))

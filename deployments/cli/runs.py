@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -52,6 +52,7 @@ class StoredTrial:
     """
 
     trial: str
+    experiment: str
     saved_at: str
     metric: str
     settings: dict[str, Any]
@@ -98,7 +99,8 @@ def _read(store: CheckpointStore, trial: str) -> StoredTrial:
     }
     validations = history.curves.get("validation", [])
     points = [(each.batches, each.values[metric]) for each in validations if metric in each.values]
-    return StoredTrial(trial, newest.created_at, metric, settings, results, points)
+    saved_at = newest.created_at
+    return StoredTrial(trial, newest.experiment, saved_at, metric, settings, results, points)
 
 
 @app.command(name="list")
@@ -127,21 +129,23 @@ def list_(
             ]
         )
         return
-    columns = ("trial", "last checkpoint", "metric", "batches", "ended", "best", "hyperparameters")
-    rows = []
-    for each, values in zip(found, own, strict=True):
-        batches, ended, best, *_ = map(_cell, each.results.values())
-        told = ", ".join(f"{name}={text_format.number(value)}" for name, value in values.items())
-        saved_at = local_time(each.saved_at)
-        rows.append((each.trial, saved_at, _cell(each.metric), batches, ended, best, told))
-    print_table(columns, rows)
+    rows = [
+        (each.trial, local_time(each.saved_at), *map(_cell, [each.metric, *each.results.values()]))
+        for each in found
+    ]
+    columns = ("trial", "last checkpoint", "metric", "batches", "ended", "best")
+    print_table(columns, [row[: len(columns)] for row in rows])
+    if any(own):
+        told = [", ".join(f"{name}={_cell(each[name])}" for name in each) for each in own]
+        print()
+        print_table(("trial", "hyperparameters"), zip([t.trial for t in found], told, strict=True))
 
 
 def _told_apart(trials: Sequence[StoredTrial]) -> list[dict[str, Any]]:
     """Return each trial's hyperparameters of which another one of its experiment has others."""
-    groups: dict[Any, list[dict[str, Any]]] = {}
+    groups: dict[str, list[dict[str, Any]]] = {}
     for each in trials:
-        groups.setdefault(each.settings.get("name"), []).append(each.hyperparameters)
+        groups.setdefault(each.experiment, []).append(each.hyperparameters)
     differ = {
         experiment: {
             name
@@ -154,7 +158,7 @@ def _told_apart(trials: Sequence[StoredTrial]) -> list[dict[str, Any]]:
         {
             name: value
             for name, value in each.hyperparameters.items()
-            if name in differ[each.settings.get("name")]
+            if name in differ[each.experiment]
         }
         for each in trials
     ]
@@ -214,9 +218,9 @@ def _draw(trials: Sequence[StoredTrial], path: Path) -> None:
 
 
 def _cell(value: Any) -> str:
-    """A value for a table. Why a run ended may be a long text: a terminal shows its beginning."""
+    """A value for a table. Why a run ended may be a long text, which `--json` has in full."""
     text = "" if value is None else text_format.number(value)
-    return text_format.shortened(text, CELL_CHARACTERS) if sys.stdout.isatty() else text
+    return text_format.shortened(text, CELL_CHARACTERS)
 
 
 @app.command
@@ -278,8 +282,10 @@ def show(
     with waiting(f"reading {store.url}"):
         trial = store.trial(trial)
         ledger = read_ledger(store, trial)
-        saved = _read(store, trial) if store.newest(trial) is not None else None
-    if not ledger.runs:
+        saved = None
+        with suppress(CheckpointNotFound, CheckpointDamaged):
+            saved = _read(store, trial)
+    if not ledger.runs and saved is None:
         raise ConfigError(
             f"no run of trial {trial} has a ledger of time in {store.url}; trials with checkpoints "
             f"there: {', '.join(store.trials()) or 'none'}"
@@ -293,6 +299,8 @@ def show(
         shown = [*saved.results.items(), *saved.hyperparameters.items()]
         print_table((trial, ""), [(name, _cell(value)) for name, value in shown])
         print()
+    if not ledger.runs:  # as of an imported trial
+        return
     print(f"{trial}: {ledger.headline}\n")
     print_table(
         ("slots", "time", "share"),

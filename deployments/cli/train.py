@@ -352,7 +352,7 @@ def _trial_to_resume(
         ConfigError: the trial `named` has no checkpoint.
         StorageError: no trial is in a storage that has been replaced, or is not mounted.
     """
-    trial = store.trial(named) if named else store.newest_trial(experiment)
+    trial = store.trial(named) if named is not None else store.newest_trial(experiment)
     if named is not None and (trial is None or store.newest(trial) is None):
         raise ConfigError(
             f"--trial {named}: no checkpoint of this trial is in {store.url}; `trialflow "

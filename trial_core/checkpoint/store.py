@@ -32,7 +32,7 @@ from trial_core.checkpoint.verified_read import (
     read_verified,
     unheard,
 )
-from trial_core.common.text_format import slug
+from trial_core.common.text_format import first_few, slug
 from trial_core.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, StorageError
 
 __all__ = ["CheckpointStore", "StorageSpec"]
@@ -276,12 +276,14 @@ class CheckpointStore:
         `named` itself if none begins so: one that has not saved.
 
         Raises:
+            CheckpointError: no trial's id can begin so.
             CheckpointNotFound: several begin so.
         """
-        found = [trial for trial in self.trials() if named and trial.startswith(named)]
+        layout.checked_trial(named)
+        found = [trial for trial in self.trials() if trial.startswith(named)]
         if len(found) > 1 and named not in found:
             raise CheckpointNotFound(
-                f"{named!r} is not one trial in {self.url}, but {len(found)}: {', '.join(found)}"
+                f"{named!r} is not one trial in {self.url}, but {len(found)}: {first_few(found)}"
             )
         return found[0] if len(found) == 1 else named
 

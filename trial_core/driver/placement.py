@@ -257,6 +257,7 @@ class ForkServers:
             yield
         finally:
             _importing.reset(token)
+            server.free_memory()
             self._idle.append(server)
             if self._is_closed:
                 server.close()

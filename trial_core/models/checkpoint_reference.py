@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 
-from trial_core.checkpoint.layout import checked_trial
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.retention_policy import best_of_trial
 from trial_core.checkpoint.store import CheckpointStore
@@ -68,7 +67,7 @@ def _newest_trial(store: CheckpointStore, which: str) -> str:
 
 
 def _of_trial(store: CheckpointStore, which: str, named: str) -> Manifest:
-    trial = store.trial(checked_trial(named))
+    trial = store.trial(named)
     if which == "latest":
         found = store.newest(trial)
     else:

@@ -16,7 +16,6 @@ from trialflow.deployments.cli.experiment_options import (
     CheckpointOption,
     Checkpoints,
     ConfigFile,
-    OneTrial,
     StorageOption,
     open_store,
 )
@@ -41,7 +40,10 @@ app.command(prune.prune)
 @app.command(name="list")
 def list_(
     *,
-    trial: OneTrial = None,
+    trial: Annotated[
+        str | None,
+        Parameter(help="List only this trial, which its first characters may name. Default: all."),
+    ] = None,
     config: ConfigFile = None,
     storage: StorageOption = None,
     json_: AsJson = False,
@@ -52,7 +54,7 @@ def list_(
 
     store = open_store(config, storage)
     with waiting(f"reading {store.url}"):
-        manifests = store.list(trial and store.trial(trial))
+        manifests = store.list(None if trial is None else store.trial(trial))
         pinned, held = pins(store), Registry(store).held()
     best = _best_of_trials(manifests)
     if json_:

@@ -14,7 +14,6 @@ from trial_core.errors import CheckpointNotFound, ConfigError
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.experiment_options import (
     DEFAULT_EXPERIMENT,
-    OneTrial,
     Overrides,
     StorageOption,
     open_store,
@@ -106,7 +105,9 @@ def prune(
     experiment: Annotated[
         str | None, Parameter(help="Prune this experiment. Default: that of --config, else all.")
     ] = None,
-    trial: OneTrial = None,
+    trial: Annotated[
+        str | None, Parameter(help="Prune only this trial. Default: all trials.")
+    ] = None,
     rules: Rules | None = None,
     dry_run: Annotated[bool, Parameter(help="Show what would be deleted; delete nothing.")] = False,
     yes: Annotated[bool, Parameter(name=["--yes", "-y"], help="Delete without asking.")] = False,
@@ -159,7 +160,6 @@ def prune(
         experiment = of_config.name
     plans = []
     with waiting(f"reading {store.url}"):
-        trial = trial and store.trial(trial)
         leftovers = find_leftovers(
             store, after_days=leftovers_after_days, trial=trial, experiment=experiment
         )

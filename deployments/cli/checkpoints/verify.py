@@ -92,7 +92,7 @@ def verify(
         if checkpoints:
             names = [*dict.fromkeys(open_checkpoint(store, each).name for each in checkpoints)]
         else:
-            names = _all(store, trial and store.trial(trial))
+            names = _all(store, None if trial is None else store.trial(trial))
     found = [*_verify(store, names, repair)]
     if json_:
         print(json.dumps([summary(each) for each in found], indent=2))

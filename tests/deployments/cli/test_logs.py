@@ -67,4 +67,4 @@ def test_a_log_of_another_machine(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(["logs", "toy-1", "--rank", "7", "--storage", store.url]) == REFUSED
     assert "which has: rank-0.log" in capsys.readouterr().err
     assert main(["logs", "zzz", "--storage", store.url]) == REFUSED
-    assert "no trial zzz is known on this machine or in " in capsys.readouterr().err
+    assert "no trial zzz has run on this machine" in capsys.readouterr().err

@@ -31,7 +31,7 @@ from tests.support.slots import lines as seen
 from trial_core.checkpoint.retention.known_storages import note_storage
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
-from trial_core.errors import ConfigError, StorageError
+from trial_core.errors import CheckpointError, ConfigError, StorageError
 from trial_core.observe.events.observers import current_observer
 from trial_core.schedule.sequencer import Progress
 from trialflow.deployments.cli import train as command
@@ -498,5 +498,8 @@ def test_the_trial_to_resume_can_be_named(tmp_path: Path) -> None:
     said: list[str] = []
     assert command._trial_to_resume(store, "toy", "toy-0000beef", said.append) == "toy-0000beef"
     assert said[0].startswith("continuing trial toy-0000beef")
+    assert command._trial_to_resume(store, "toy", "toy-0000b", said.append) == "toy-0000beef"
+    with pytest.raises(CheckpointError, match="'' cannot be a trial's id"):  # an unset variable
+        command._trial_to_resume(store, "toy", "", said.append)
     with pytest.raises(ConfigError, match=r"--trial toy-0000dead: no checkpoint of this trial"):
         command._trial_to_resume(store, "toy", "toy-0000dead", said.append)

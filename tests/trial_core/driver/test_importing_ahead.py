@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.driving import drive
 from tests.support.slots import TOY, toy_config
+from tests.support.waiting import until
 from trial_core.driver.placement import (
     ForkServers,
     ThisMachine,
@@ -139,8 +140,8 @@ def test_fork_servers_outlive_runs_and_serve_one_at_a_time(tmp_path: Path) -> No
 def test_a_fork_server_serves_runs_on_other_devices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fork_servers: list[fork_server.ServerProcess]
 ) -> None:
-    """The ranks of each run have its devices and their locks, which its end frees. Devices that the
-    experiment names may belong to another run."""
+    """The ranks of each run have its devices and their locks; its end frees them, and its memory.
+    Devices that the experiment names may belong to another run."""
     code = tmp_path / "code"
     code.mkdir()
     shutil.copy(TOY / "toy_trial.py", code)
@@ -162,4 +163,9 @@ def test_a_fork_server_serves_runs_on_other_devices(
             assert seen == {"device": device, "locks": [str(lock_file)]}
             with lock_file.open() as again:
                 fcntl.flock(again, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        assert len(fork_servers) == 1
+            (server,) = fork_servers
+            opened = Path(f"/proc/{server._process.pid}/fd")
+            until(
+                lambda: not any("memfd" in str(each.readlink()) for each in opened.iterdir()),
+                "the memory of its last checkpoint is freed",
+            )

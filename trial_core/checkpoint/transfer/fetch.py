@@ -179,7 +179,7 @@ def _take_local(source: Path, path: Path, entry: FileEntry, stop: CancelSignal) 
     """Link or copy `source` to `path` if it matches the entry; return whether it did."""
     temporary = temporary_beside(path)
     try:
-        if not source.is_file():
+        if not source.is_file() or source.stat().st_size != entry.size_bytes:
             return False
         path.parent.mkdir(parents=True, exist_ok=True)
         if is_memory_file(source):

@@ -70,6 +70,10 @@ class SignalRank(msgspec.Struct, tag=True):
     signal: int
 
 
+class FreeMemory(msgspec.Struct, tag=True):
+    """Keep no memory files of ranks that have ended: see `kept_memory`."""
+
+
 class Ready(msgspec.Struct, tag=True):
     """The modules are imported."""
 
@@ -86,7 +90,7 @@ class RankEnded(msgspec.Struct, tag=True):
     code: int
 
 
-Command = StartRank | SignalRank
+Command = StartRank | SignalRank | FreeMemory
 ForkEvent = Ready | RankStarted | RankEnded
 
 
@@ -145,6 +149,8 @@ class Server:
                 command = decoder(Command).decode(data)
                 if isinstance(command, SignalRank):
                     self._signal(command)
+                elif isinstance(command, FreeMemory):
+                    self._keeper.free()
                 elif self._fork(command.number, descriptors) == 0:
                     self._leave_behind()
                     keeper = self._keeper.ranks_end.detach()
@@ -227,6 +233,7 @@ def become_rank(
         os.dup2(descriptor, number)
     os.close(stdin)
     os.close(log)
+    os.environ.pop(DESCRIPTORS_VARIABLE, None)  # those of a run that has started this one
     os.environ.update(given.variables)
     if locks:
         os.environ[DESCRIPTORS_VARIABLE] = ",".join(map(str, descriptors[2 : 2 + locks]))

@@ -22,6 +22,7 @@ from trial_core.processes.slots.fork_and_reap_ranks import (
     MESSAGE_BYTES,
     Command,
     ForkEvent,
+    FreeMemory,
     RankEnded,
     RankStarted,
     Ready,
@@ -119,6 +120,11 @@ class ForkServer:
             self._process = ServerProcess(environment, working_dir, log, modules)
         return self._process
 
+    def free_memory(self) -> None:
+        """Have the process keep no memory of ranks that have ended."""
+        if self._process is not None:
+            self._process.free_memory()
+
     def close(self) -> None:
         """End the process, and ranks that still run."""
         if self._process is not None:
@@ -197,6 +203,9 @@ class ServerProcess:
             self._process.kill()
         else:
             self._send(SignalRank(number=number, signal=signal_number))
+
+    def free_memory(self) -> None:
+        self._send(FreeMemory())
 
     def close(self) -> None:
         self._is_closing = True

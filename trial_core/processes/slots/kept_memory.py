@@ -7,7 +7,8 @@ taken twice. The rank's next snapshot overwrites it. From then until that one is
 restart finds other contents, and fetches the files from the storage.
 
 The memory is freed when the next checkpoint is committed, when the ranks of the next launch begin
-their own snapshots, or when the fork server ends with the process that started it.
+their own snapshots, and at the end of the run: the fork server ends with the process that started
+it, or is told.
 """
 
 from __future__ import annotations
@@ -61,6 +62,10 @@ class Keeper:
     def leave_behind(self) -> None:
         """In a process that was just forked, close the fork server's own descriptors."""
         self.inbox.close()
+        self.free()
+
+    def free(self) -> None:
+        """Keep nothing."""
         self._drop_all_but(None)
 
     def _keep(self, message: Keep, descriptors: list[int]) -> None:

@@ -147,18 +147,19 @@ def launch_here(
         base = rank_environment(len(share.ranks), launch.environment, share.address)
         first_log = launch.log_dir / f"rank-{share.ranks[0]}.log"
         server = fork_server.prepare(base, launch.working_dir, first_log)
+        devices = devices or {}
+        locks = lock_descriptors(devices)
         for local_rank, rank in enumerate(share.ranks):
             log_path = launch.log_dir / f"rank-{rank}.log"
             process = server.new_rank(rank, log_path, launch.on_exit)
             own = {"TRIALFLOW_CHANNEL": channel.address, "TRIALFLOW_LOG": str(log_path)}
-            variables = {**place_variables(share, local_rank), **(devices or {}), **own}
+            variables = {**place_variables(share, local_rank), **devices, **own}
             stores = [store.fileno()] if store is not None and rank == 0 else []
             # It reads the secret from its stdin: other processes see its environment.
             reading, writing = os.pipe()
             with open(reading, "rb") as stdin, log_path.open("ab") as log:
                 with open(writing, "wb") as pipe:
                     pipe.write(channel.secret)
-                locks = lock_descriptors(devices or {})
                 descriptors = [stdin.fileno(), log.fileno(), *locks, *stores]
                 ranks.append(process)
                 process.start(variables, launch.working_dir, descriptors)

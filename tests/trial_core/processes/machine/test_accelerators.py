@@ -7,8 +7,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -24,9 +22,7 @@ from trial_core.processes.machine.accelerators import (
     resolve_slot_count,
     visible_accelerators,
 )
-from trial_core.processes.slots import fork_server, launcher
-from trial_core.processes.slots.device_locks import DESCRIPTORS_VARIABLE
-from trial_core.processes.slots.slot_group import SlotGroup
+from trial_core.processes.slots import launcher
 
 
 @pytest.fixture
@@ -207,28 +203,6 @@ def test_a_device_has_one_name() -> None:
     names = ("1", uuid(1), uuid(1)[:6], "7", "MIG-a")
     found = device_uuids(Accelerators("cuda", "CUDA_VISIBLE_DEVICES", names))
     assert [*found.values()] == [uuid(1), uuid(1), uuid(1), "7", "MIG-a"]
-
-
-def test_ranks_inherit_the_locks_of_their_devices(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A device stays locked until the last of them has ended."""
-    inherited: list[int] = []
-
-    def start(command: list[str], *, pass_fds: list[int], **options: Any) -> None:
-        inherited.extend(pass_fds)
-        raise OSError("no process is needed")
-
-    monkeypatch.setattr(
-        fork_server, "subprocess", SimpleNamespace(Popen=start, DEVNULL=-3, STDOUT=-2)
-    )
-    with pytest.raises(LaunchError):
-        SlotGroup(
-            2,
-            working_dir=tmp_path,
-            environment={"DS_ACCELERATOR": "cpu", DESCRIPTORS_VARIABLE: "71,72"},
-        )
-    assert inherited[1:] == [71, 72], "the first is the control socket"
 
 
 @pytest.mark.usefixtures("two_gpus")

@@ -229,6 +229,7 @@ def test_the_imports_of_ranks_start_nothing() -> None:
         "from trial_core.processes.slots.fork_and_reap_ranks import without_threads\n"
         "from trial_core.processes.slots.rank_main import TRIAL_MODULES\n"
         "with without_threads():\n"
+        "    assert os.environ['TORCH_WARM_POOL'] == '0'\n"
         "    for name in TRIAL_MODULES:\n"
         "        importlib.import_module(name)\n"
         "assert threading.enumerate() == [threading.main_thread()], threading.enumerate()\n"
