@@ -34,13 +34,12 @@ def announce_shared_upload(
         `base` for `CheckpointStore.commit`, and `shared` for `upload_staged`.
     """
     base = store.newest(trial)
-    if base is not None and base.uuid == uuid:  # a retry: the commit had succeeded unnoticed
-        store.announce_upload(trial, uuid, writer, fence)
-        return "", [entry for entry in base.all_files if entry.stored_at or entry.copy_at]
+    is_retry = base is not None and base.uuid == uuid  # the commit had succeeded unnoticed
+    store.announce_upload(trial, uuid, writer, fence, "" if base is None or is_retry else base.uuid)
     if base is None:
-        store.announce_upload(trial, uuid, writer, fence)
         return "", []
-    store.announce_upload(trial, uuid, writer, fence, base.uuid)
+    if is_retry:
+        return "", [entry for entry in base.all_files if entry.stored_at or entry.copy_at]
     try:
         check_stays(store, base.name)
     except (CheckpointNotFound, CommitConflict):
@@ -57,7 +56,7 @@ def _intact(store: CheckpointStore, base: Manifest, logger: AnyLogger) -> list[F
         key = entry.key(base.uuid)
         problems.setdefault(key, f"{entry.path}, at {key}, was found damaged")
     own = [entry.key(base.uuid) for entry in base.all_files if not entry.stored_at]
-    if own and all(key in problems for key in own):
+    if all(key in problems for key in own):
         # Its upload was swept, and its manifest is about to be removed.
         return []
     for problem in problems.values():

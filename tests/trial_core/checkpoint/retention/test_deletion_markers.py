@@ -13,10 +13,12 @@ import pytest
 from tests.support.interleaving import all_orders, clear_memory, interleave_all
 from tests.support.manifests import LONG_AGO, commit_files, keys_of, stored_keys
 from trial_core.checkpoint import layout
+from trial_core.checkpoint.json_objects import encode_json
 from trial_core.checkpoint.layout import DELETIONS
-from trial_core.checkpoint.manifest import Manifest
+from trial_core.checkpoint.manifest import Manifest, utc_now
 from trial_core.checkpoint.retention.claims import RunClaim
 from trial_core.checkpoint.retention.deletion_markers import (
+    Deletion,
     finish_deletions,
     mark_deletion,
     unmark_deleted,
@@ -123,6 +125,19 @@ def test_a_half_written_marker_is_stale_without_the_storages_clock(
     monkeypatch.setattr(Storage, "now", lambda self: None)
     finish_deletions(local_store)
     assert local_store.storage.sizes(DELETIONS) == {}
+
+
+def test_a_marker_whose_manifest_cannot_be_read_stops_no_prune(
+    local_store: CheckpointStore, manifest: Manifest, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its files are not known: it stays for a person, and so does the checkpoint."""
+    (key,) = local_store.storage.sizes(DELETIONS)
+    marker = Deletion(by="ann@host", at=utc_now(), manifest="{}")
+    local_store.storage.write(key, encode_json(marker))
+    assert finish_deletions(local_store) == []
+    assert list(local_store.storage.sizes(DELETIONS)) == [key]
+    assert stored_keys(local_store) == keys_of([manifest])
+    assert f"a deletion is not finished, files may be left: {local_store.url}/{key}" in caplog.text
 
 
 def test_a_marker_that_names_another_checkpoint_is_ignored(

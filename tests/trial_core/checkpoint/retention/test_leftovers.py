@@ -18,7 +18,11 @@ from trial_core.checkpoint.fencing import Fence
 from trial_core.checkpoint.json_objects import encode_json, user_at_host
 from trial_core.checkpoint.manifest import Manifest, utc_now
 from trial_core.checkpoint.retention.claims import Claim, RunClaim
-from trial_core.checkpoint.retention.leftovers import find_leftovers, sweep_leftovers
+from trial_core.checkpoint.retention.leftovers import (
+    SweptLeftovers,
+    find_leftovers,
+    sweep_leftovers,
+)
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import ConfigError, StorageError, Superseded
 from trial_core.processes.machine.process_identity import this_process
@@ -110,7 +114,9 @@ def test_activity_of_the_trial_keeps_leftovers(
     manifest, _ = lost
     before = find_leftovers(local_store)
     activity(local_store, manifest)
-    assert all(each.keep for each in find_leftovers(local_store))
+    listed = find_leftovers(local_store)
+    assert all(each.keep for each in listed)
+    assert sweep_leftovers(local_store, listed) == SweptLeftovers((), {})
     swept = sweep_leftovers(local_store, before)
     assert (swept.swept, list(swept.spared)) == ((), [TRIAL])
     assert keys_of([manifest]) - {manifest.name.key} <= stored_keys(local_store)

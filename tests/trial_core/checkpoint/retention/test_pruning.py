@@ -101,9 +101,10 @@ def test_one_trial_can_be_pruned(local_store: CheckpointStore) -> None:
     ]
     for n in (5, 3):
         commit_files(local_store, n, trial="other-1", **validated(n, loss=0.1))
+    commit_files(local_store, 2, trial="other-1", **validated(2, loss=2.0))  # not of the best
     policy = RetentionPolicy(0, 0, save_experiment_best=2, metric="loss")
     assert apply(local_store, policy, trial="mine-1") == mine
-    assert len(local_store.list("other-1")) == 2
+    assert len(local_store.list("other-1")) == 3
 
 
 def test_a_running_trial_is_pruned_after_each_commit(

@@ -593,13 +593,16 @@ def test_a_repair_that_stores_damage_is_none(
     assert len(local_store.storage.sizes(layout.DAMAGES)) == 1
 
 
+@pytest.mark.parametrize("content", [b"evil", FROZEN["base/tokenizer.json"]])
 def test_a_repair_overwrites_no_file_of_another_trial(
-    local_store: CheckpointStore, tmp_path: Path
+    local_store: CheckpointStore, tmp_path: Path, content: bytes
 ) -> None:
     """A hostile manifest may name it, and have the bytes that would be written there."""
     victim = save(local_store, tmp_path, 7)
     place = f"{victim.uuid}/base/tokenizer.json"
-    own = upload_files(local_store, "evil", stage(tmp_path / "evil", {"own": b"evil"}), 0)
+    flip_a_bit(local_store, key := f"{layout.CHECKPOINTS}/{place}")
+    damaged = local_store.storage.read(key)
+    own = upload_files(local_store, "evil", stage(tmp_path / "evil", {"own": content}), 0)
     entry = FileEntry(
         path="a", size_bytes=own[0].size_bytes, digest=own[0].digest, rank=0, stored_at=place
     )
@@ -607,7 +610,7 @@ def test_a_repair_overwrites_no_file_of_another_trial(
     local_store.storage.write(hostile.name.key, hostile.to_json())
     damage = local_store.find_damage("evil", hostile.all_files)
     assert repair(local_store, hostile, damage) == damage != []
-    assert local_store.verify(victim.uuid) == victim
+    assert local_store.storage.read(key) == damaged
 
 
 def test_a_repair_during_a_prune(scene: CheckpointStore, tmp_path: Path) -> None:
