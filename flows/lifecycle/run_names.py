@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from prefect import runtime
-from prefect.context import FlowRunContext
 
 from trial_core.config import ExperimentConfig
 from trial_core.processes.machine.run_dirs import trial_id
@@ -14,9 +13,7 @@ from trialflow.flows.lifecycle.parent_runs import identity_of_run
 
 def train_name() -> str:
     """The trial's id: ``mine-4f0c21aa93b7``."""
-    context = FlowRunContext.get()
-    trial = (context.parameters or {}).get("trial") if context else None
-    return str(trial or _of_trial())
+    return str(runtime.flow_run.parameters.get("trial") or _of_trial())
 
 
 def evaluate_name() -> str:
@@ -34,9 +31,8 @@ def retrain_name() -> str:
 
 def search_name() -> str:
     """The search's id: ``mine-search-4f0c21aa93b7``."""
-    context = FlowRunContext.get()
-    named = (context.parameters or {}).get("search") if context else None
     config: ExperimentConfig = _given()
+    named = runtime.flow_run.parameters.get("search")
     return str(named or trial_id(f"{config.name} search", identity_of_run(config)))
 
 
@@ -47,7 +43,4 @@ def _of_trial() -> str:
 
 def _given() -> Any:
     """The parameter `config`."""
-    context = FlowRunContext.get()
-    if context is None or context.parameters is None:
-        raise RuntimeError("Prefect asked for a flow run's name outside of its context")
-    return context.parameters["config"]
+    return runtime.flow_run.parameters["config"]

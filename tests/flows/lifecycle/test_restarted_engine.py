@@ -21,7 +21,7 @@ from tests.support.prefect import ROOT, PrefectServer
 from tests.support.prefect_worker import kill
 from tests.support.waiting import ask
 from trialflow.deployments.automations import automations
-from trialflow.flows.lifecycle import restarted_engine
+from trialflow.flows.lifecycle import detached_engine, restarted_engine
 from trialflow.flows.lifecycle.crash_limit import RESTART_CRASHED, TAG
 
 pytestmark = pytest.mark.server
@@ -40,6 +40,13 @@ def restarting(server: PrefectServer, **changes: Any) -> Iterator[None]:
             yield
         finally:
             client.delete_automation(created)
+
+
+def test_an_engine_knows_whether_its_supervisor_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only one whose worker was stopped saves and ends. Most engines have none."""
+    for supervisor, is_lost in ((None, False), (os.getppid(), False), (os.getpid(), True)):
+        monkeypatch.setattr(detached_engine, "_supervisor", supervisor and str(supervisor))
+        assert detached_engine.has_lost_supervisor() == is_lost
 
 
 class Run:

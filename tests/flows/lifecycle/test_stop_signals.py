@@ -29,12 +29,22 @@ def hangup() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("hangup")
-@pytest.mark.parametrize(("handler", "stops"), [(signal.SIG_DFL, True), (signal.SIG_IGN, False)])
-def test_a_closed_terminal_asks_the_run_to_stop(handler: Any, stops: bool) -> None:
-    """Not under nohup, which has the signal ignored."""
+@pytest.mark.parametrize(
+    ("handler", "has_queue", "reason"),
+    [
+        (signal.SIG_DFL, False, "interrupted"),
+        (signal.SIG_DFL, True, "preempted"),
+        (signal.SIG_IGN, False, None),
+    ],
+)
+def test_a_closed_terminal_asks_the_run_to_stop(
+    handler: Any, has_queue: bool, reason: str | None
+) -> None:
+    """Not under nohup, which has the signal ignored. A run of a queue goes back into it."""
+    stops, woken = reason is not None, list[bool]()
     signal.signal(signal.SIGHUP, handler)
     with StopHandler(grace_seconds=60) as stopping:
-        signals = StopSignals(stopping, has_queue=False, wake=lambda: None)
+        signals = StopSignals(stopping, has_queue, wake=lambda: woken.append(True))
         signals.install()
         try:
             os.kill(os.getpid(), signal.SIGHUP)
@@ -42,7 +52,8 @@ def test_a_closed_terminal_asks_the_run_to_stop(handler: Any, stops: bool) -> No
             signals.restore()
         assert signals.received == (signal.SIGHUP if stops else None)
         assert not stops or stopping.wait(TIMEOUT_SECONDS)
-        assert (stopping.request is not None) == stops
+        assert (stopping.request and stopping.request.reason) == reason
+        assert woken == [True] * stops
 
 
 @pytest.mark.usefixtures("hangup")
