@@ -13,7 +13,12 @@ from tests.support.manifests import LONG_AGO, commit_files
 from trial_core.checkpoint.json_objects import encode_json
 from trial_core.checkpoint.layout import claim_key
 from trial_core.checkpoint.manifest import utc_now
-from trial_core.checkpoint.retention.claims import Claim, RunClaim, claims
+from trial_core.checkpoint.retention.claims import (
+    Claim,
+    RunClaim,
+    claimed_checkpoints,
+    claims,
+)
 from trial_core.checkpoint.retention.deletion_markers import mark_deletion, unmark_deleted
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import CheckpointError, CheckpointNotFound, CommitConflict
@@ -28,6 +33,18 @@ def test_a_claim_lasts_as_long_as_the_run(store: CheckpointStore) -> None:
         assert [each.needs for each in claims(store)] == [["abc", manifest.uuid]]
         raise KeyError
     assert claims(store) == []
+
+
+def test_a_claim_needs_what_it_names(store: CheckpointStore) -> None:
+    """By a uuid's first characters; by none of them, not every checkpoint."""
+    source, other = commit_files(store, 7), commit_files(store, 11)
+    claim = Claim(
+        trial="gpt-2", by="ann@node-1", at=utc_now(), owner="a run", process="",
+        needs=["", source.uuid[:8]],
+    )  # fmt: skip
+    needed = claimed_checkpoints([claim], [source, other])
+    assert [*needed] == [source.uuid]
+    assert "gpt-2" in needed[source.uuid]
 
 
 def test_an_old_claim_does_not_count(local_store: CheckpointStore) -> None:
