@@ -120,12 +120,16 @@ def list_(
             except (CheckpointNotFound, CheckpointDamaged):
                 continue  # deleted meanwhile; or a warning has said that it cannot be read
     found.sort(key=lambda trial: trial.saved_at)
-    own = _told_apart(found)
     if json_:
         print_json(
             [
-                {"trial": t.trial, "saved_at": t.saved_at, **t.results, "hyperparameters": values}
-                for t, values in zip(found, own, strict=True)
+                {
+                    "trial": each.trial,
+                    "saved_at": each.saved_at,
+                    **each.results,
+                    "hyperparameters": each.hyperparameters,
+                }
+                for each in found
             ]
         )
         return
@@ -135,7 +139,7 @@ def list_(
     ]
     columns = ("trial", "last checkpoint", "metric", "batches", "ended", "best")
     print_table(columns, [row[: len(columns)] for row in rows])
-    if any(own):
+    if any(own := _told_apart(found)):
         told = [", ".join(f"{name}={_cell(each[name])}" for name in each) for each in own]
         print()
         print_table(("trial", "hyperparameters"), zip([t.trial for t in found], told, strict=True))

@@ -352,8 +352,9 @@ def _trial_to_resume(
         ConfigError: the trial `named` has no checkpoint.
         StorageError: no trial is in a storage that has been replaced, or is not mounted.
     """
-    trial = store.trial(named) if named is not None else store.newest_trial(experiment)
-    if named is not None and (trial is None or store.newest(trial) is None):
+    if named is None:
+        trial = store.newest_trial(experiment)
+    elif store.newest(trial := store.trial(named)) is None:
         raise ConfigError(
             f"--trial {named}: no checkpoint of this trial is in {store.url}; `trialflow "
             "checkpoints list` shows trials that have some"

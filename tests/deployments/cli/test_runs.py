@@ -114,7 +114,7 @@ def test_trials_are_listed_with_their_best_metric(
     assert second == {
         "trial": "gpt-b", "saved_at": "2031-05-09T14:00:00Z", "batches": 14, "ended": None,
         "best loss": 0.3, "best at batch": 7, "last loss": 0.7, "last worst": None,
-        "hyperparameters": {"lr": 0.25, "of.optimizer": "gpt-b"},
+        "hyperparameters": {"lr": 0.25, "width": 64, "of.optimizer": "gpt-b"},
     }  # fmt: skip
     assert main(["runs", "list", "--storage", compared]) == 0
     head, _, *rows = printed(capsys)

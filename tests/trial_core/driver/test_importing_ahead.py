@@ -10,12 +10,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.driving import drive
 from tests.support.slots import TOY, toy_config
 from tests.support.waiting import until
+from trial_core.config import ExperimentConfig
 from trial_core.driver.placement import (
     ForkServers,
     ThisMachine,
@@ -33,7 +35,7 @@ from pathlib import Path
 from toy_trial import ToyTrial
 
 
-class LateTrial(ToyTrial):
+class OwnTrial(ToyTrial):
     def __init__(self, context):
         super().__init__(context)
         Path(context.get_hparam("record"), "port").write_text(os.environ["LATE_PORT"])
@@ -47,7 +49,7 @@ from pathlib import Path
 from toy_trial import ToyTrial
 
 
-class TrialOfDevice(ToyTrial):
+class OwnTrial(ToyTrial):
     def __init__(self, context):
         super().__init__(context)
         opened = [os.readlink(f"/proc/self/fd/{each}") for each in os.listdir("/proc/self/fd")
@@ -58,6 +60,18 @@ class TrialOfDevice(ToyTrial):
 """
 
 
+def config_of(folder: Path, trial: str, **fields: Any) -> ExperimentConfig:
+    """The experiment of an `OwnTrial`, which records what it has seen in the folder."""
+    code = folder / "code"
+    code.mkdir()
+    shutil.copy(TOY / "toy_trial.py", code)
+    (code / "own.py").write_text(trial)
+    return toy_config(
+        folder, 2, code=str(code), entrypoint="own:OwnTrial", **fields,
+        resources={"slots_per_trial": 1}, hyperparameters={"record": str(folder)},
+    )  # fmt: skip
+
+
 @pytest.mark.long
 @pytest.mark.slots
 def test_ranks_get_what_is_set_late(
@@ -65,14 +79,7 @@ def test_ranks_get_what_is_set_late(
 ) -> None:
     """The run uses the process that imports already, and sets the variable in its ranks. A run with
     another variable gets another process."""
-    code = tmp_path / "code"
-    code.mkdir()
-    shutil.copy(TOY / "toy_trial.py", code)
-    (code / "late.py").write_text(TRIAL)
-    config = toy_config(
-        tmp_path, 2, code=str(code), entrypoint="late:LateTrial",
-        resources={"slots_per_trial": 1}, hyperparameters={"record": str(tmp_path)},
-    )  # fmt: skip
+    config = config_of(tmp_path, TRIAL)
     monkeypatch.setenv("TRIALFLOW_HOME", str(tmp_path / "home"))
     with importing_ahead(config, ["LATE_"]):
         assert len(fork_servers) == 1
@@ -143,15 +150,8 @@ def test_a_fork_server_serves_runs_on_other_devices(
 ) -> None:
     """The ranks of each run have its devices and their locks; its end frees them, and its memory.
     Devices that the experiment names may belong to another run."""
-    code = tmp_path / "code"
-    code.mkdir()
-    shutil.copy(TOY / "toy_trial.py", code)
-    (code / "of_device.py").write_text(TRIAL_OF_DEVICE)
-    config = toy_config(
-        tmp_path, 2, code=str(code), entrypoint="of_device:TrialOfDevice",
-        resources={"slots_per_trial": 1}, hyperparameters={"record": str(tmp_path)},
-        environment={"environment_variables": {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}},
-    )  # fmt: skip
+    named = {"environment_variables": {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}}
+    config = config_of(tmp_path, TRIAL_OF_DEVICE, environment=named)
     monkeypatch.setenv("TRIALFLOW_HOME", str(tmp_path / "home"))
     with ForkServers() as servers:
         for trial, device in (("toy-0000beef", "GPU-0"), ("toy-0000cafe", "GPU-1")):

@@ -95,8 +95,7 @@ def unmark_deleted(store: CheckpointStore, uuid: str) -> None:
 def protect(store: CheckpointStore, name: layout.ManifestName, key: str, data: bytes) -> None:
     """Write an object that protects a checkpoint. Afterwards the checkpoint is there, and stays.
 
-    If it does not stay, the object is removed, unless it has replaced an earlier one. `key` is of
-    this caller alone.
+    If it does not stay, the object is removed, unless it has replaced an earlier one.
 
     Raises:
         CheckpointNotFound: the checkpoint is not there.
@@ -108,7 +107,7 @@ def protect(store: CheckpointStore, name: layout.ManifestName, key: str, data: b
     try:
         check_stays(store, name)
     except (CheckpointNotFound, CommitConflict):
-        if not existed:
+        if not existed and store.storage.read(key) == data:
             store.storage.remove(key)
         raise
 
@@ -183,8 +182,8 @@ def _is_committed(store: CheckpointStore, manifest: Manifest) -> bool:
     """Return whether the checkpoint has a manifest, under the marker's key or another one."""
     if store.storage.exists(manifest.name.key):
         return True
-    names = named_keys(store.storage, layout.MANIFESTS, layout.parse_manifest_key)
-    return any(name.uuid == manifest.uuid for _, name in names)
+    names = map(layout.parse_manifest_key, store.storage.sizes(layout.MANIFESTS))
+    return any(name is not None and name.uuid == manifest.uuid for name in names)
 
 
 def _is_stale(store: CheckpointStore, key: str, deletion: Deletion | None) -> bool:

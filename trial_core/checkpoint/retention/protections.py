@@ -142,5 +142,5 @@ def protected(
 
 def _held_instead(store: CheckpointStore, prefix: str) -> str:
     held = protected(store, kind="hold")
-    shown = [f"{each} is {why}" for each, why in held.items() if each.startswith(prefix)]
+    shown = [f"{each} is {why}" for each, why in held.items() if prefix and each.startswith(prefix)]
     return f"; {', '.join(shown)}, and {WHEN_RELEASED}" if shown else ""

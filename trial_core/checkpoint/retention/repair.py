@@ -52,7 +52,7 @@ def _is_repaired(
         for copy in each.copies:
             is_equal = (copy.size_bytes, copy.digest) == (entry.size_bytes, entry.digest)
             if copy.key(each.uuid) != key:
-                if is_equal:
+                if is_equal and each.trial == trial:
                     sources[copy.key(each.uuid)] = None
             elif not is_equal or each.trial != trial:  # a hostile manifest may name any file
                 _logger.warning("%s is not repaired: checkpoint %s lists it too", key, each.uuid)

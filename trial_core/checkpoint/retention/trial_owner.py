@@ -118,7 +118,7 @@ def _check_not_live(store: CheckpointStore, trial: str) -> None:
     saved = f", its last checkpoint is of {newest.created_at}" if newest else ""
     for claim in claims(store, trial, {trial: newest.created_at} if newest else {}):
         place = ""
-        if claim.has_ended or claim.process == this_process():
+        if claim.has_ended or (claim.is_of_this_host and claim.process == this_process()):
             continue
         if claim.is_of_this_host and not is_local(claim.process):
             place = (

@@ -416,8 +416,11 @@ class _Walk:
 
     def _note_ignored(self, entry: os.DirEntry[str], name: str, here: str, is_folder: bool) -> None:
         """Note a module, or a folder with modules, that git ignores. No folder is packed for it."""
+        ending = "/" if is_folder else ""
+        if self._git is None and self._defaults.match_file(here + ending):
+            return
         if not is_folder:
-            if here.endswith(_MODULES) and not self._defaults.match_file(here):
+            if here.endswith(_MODULES) and (self._git is None or here not in self._git.new):
                 why = "git ignores it" if self._has_new else "git does not track it"
                 self.leave_out(name, why, TAKE_IN)
         elif self._has_new and self._has_modules(entry.path):

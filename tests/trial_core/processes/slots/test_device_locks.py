@@ -141,6 +141,7 @@ def test_a_slot_groups_ranks_keep_the_lock(
     """A real rank, on whose device no other run trains until it has ended. The fork server keeps no
     lock, and starts ranks on other devices."""
     monkeypatch.setenv(LOCKS_VARIABLE, str(tmp_path / "locks"))
+    locks: list[int] = []
     with ForkServer(["trial_core.checkpoint.transfer.persister"]) as server:
         for wanted in (0, 1):
             with reserve_devices(1, os.environ, lambda: None) as variables:
@@ -158,8 +159,9 @@ def test_a_slot_groups_ranks_keep_the_lock(
                 assert lock_in(persister, uuid(wanted)) is None
             lock = _lock(uuid(wanted))  # the next rank gets the other device
             assert lock is not None
+            locks.append(lock)
     assert len(fork_servers) == 1
-    _close([lock])
+    _close(locks)
 
 
 def lock_in(process: psutil.Process, device: str) -> int | None:
