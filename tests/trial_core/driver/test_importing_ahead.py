@@ -170,4 +170,5 @@ def test_a_fork_server_serves_runs_on_other_devices(
 
 def keeps_nothing(servers: list[fork_server.ServerProcess]) -> bool:
     opened = Path(f"/proc/{servers[0]._process.pid}/fd").iterdir()
-    return not any("memfd" in str(each.readlink()) for each in opened)
+    # Not readlink: what it waits for may go between the two.
+    return not any("memfd" in os.path.realpath(each) for each in opened)

@@ -167,8 +167,8 @@ def test_a_slot_groups_ranks_keep_the_lock(
 def lock_in(process: psutil.Process, device: str) -> int | None:
     """The process's descriptor of a device's lock."""
     opened = Path(f"/proc/{process.pid}/fd").iterdir()
-    found = [int(each.name) for each in opened if each.readlink().name == f"{device}.lock"]
-    return found[0] if found else None
+    found = [each.name for each in opened if Path(os.path.realpath(each)).name == f"{device}.lock"]
+    return int(found[0]) if found else None
 
 
 def test_an_unusable_folder_of_locks_is_an_error(
