@@ -14,17 +14,15 @@ from prefect.exceptions import Pause
 from prefect.flow_engine import run_flow
 from prefect.states import Running
 
-import trialflow.flows.lifecycle.stop_monitor
 import trialflow.flows.search
 from tests.flows.lifecycle.conftest import set_state, state_of
 from tests.support.prefect import PrefectServer
 from tests.support.slots import TOY, lines
 from tests.support.tensors import differing, stored_tensors
-from tests.support.waiting import WAIT_SECONDS, until
+from tests.support.waiting import WAIT_SECONDS, stops_reach_ranks, until
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import SearchError
 from trial_core.processes.slots.fork_server import ServerProcess
-from trial_core.processes.slots.stop_barrier import Position, StopCoordinator
 from trial_core.search.log import Begun, Exited, Opened, RungReached, SearchLog, searches
 from trial_core.search.search import Search
 from trial_core.search.settings import SearchExperiment
@@ -135,10 +133,11 @@ def test_a_rank_that_is_killed_costs_its_trial_a_restart(here: Path) -> None:
 
 @pytest.mark.long
 def test_a_search_that_is_cancelled_continues_where_it_was(
-    prefect_server: PrefectServer, here: Path
+    prefect_server: PrefectServer, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was recorded stays; the trial that was being trained is trained to its rung."""
     paused, go = here / "paused", here / "go"
+    reached = stops_reach_ranks(monkeypatch)
     waits = {"pause_at": 2, "paused": str(paused), "wait_for": str(go), "record": str(here)}
     config = experiment(here, waits)
     ended: list[Any] = []
@@ -162,6 +161,7 @@ def test_a_search_that_is_cancelled_continues_where_it_was(
         f"flow_runs/{run_of_search['id']}/set_state",
         {"state": {"type": "CANCELLING", "name": "Cancelling"}, "force": True},
     )
+    assert reached.acquire(timeout=WAIT_SECONDS / 5)
     go.touch()
     thread.join()
     name = run_of_search["name"]
@@ -203,16 +203,8 @@ def test_a_search_that_is_suspended_continues_where_it_was(
     prefect_server: PrefectServer, here: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """All trials that train save; another run, or the run itself, trains no batch twice."""
-    go, pausing = here / "go", threading.Semaphore(0)
-    rank_paused = StopCoordinator.rank_paused
-
-    def note(self: StopCoordinator, rank: int, at: Position) -> None:
-        rank_paused(self, rank, at)  # the rank begins no further batch
-        pausing.release()
-
-    monkeypatch.setattr(StopCoordinator, "rank_paused", note)
+    go, reached = here / "go", stops_reach_ranks(monkeypatch)
     monkeypatch.setattr(trialflow.flows.search, "side_by_side", lambda experiment: 2)
-    monkeypatch.setattr(trialflow.flows.lifecycle.stop_monitor, "POLL_SECONDS", 0.1)
     waits = {"pause_at": 1, "paused": str(here / "paused"), "wait_for": str(go)}
     config = experiment(here, {**waits, "record": str(here)}, max_concurrent_trials=3)
     run = deployed_run(prefect_server, config)
@@ -227,7 +219,7 @@ def test_a_search_that_is_suspended_continues_where_it_was(
                 )
                 suspend(searches(store.storage)[0])
                 for _ in range(2):
-                    assert pausing.acquire(timeout=WAIT_SECONDS / 5)
+                    assert reached.acquire(timeout=WAIT_SECONDS / 5)
         except BaseException as error:  # noqa: BLE001 - the test fails with it
             errors.append(error)
         go.touch()

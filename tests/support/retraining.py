@@ -21,7 +21,7 @@ import trialflow.flows.retrain
 from tests.support.manifests import FILES, new_manifest, stage
 from tests.support.prefect import PrefectServer
 from tests.support.slots import TOY, toy_config
-from tests.support.waiting import ask, until
+from tests.support.waiting import WAIT_SECONDS, ask, until
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.transfer.upload import upload_files
@@ -33,8 +33,6 @@ from trial_core.schedule.stop_requests import StopHandler
 from trialflow.flows.evaluate import EvaluateResult
 from trialflow.flows.server.embedded_server import flush
 from trialflow.flows.train import TrialResult
-
-WAIT_SECONDS = 300.0
 
 
 class Killed(BaseException):

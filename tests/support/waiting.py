@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 import httpx
+import pytest
 
+import trialflow.flows.lifecycle.stop_monitor
 from tests.support.prefect import PrefectServer
+from trial_core.processes.slots.stop_barrier import Position, StopCoordinator
 
 WAIT_SECONDS = 300.0
 """Only a wait that never ends is a failure: machines may be very slow."""
@@ -50,3 +54,19 @@ def retry_while_busy(call: Callable[[], Any]) -> Any:
             return []
 
     return until(answered, "an answer of the server")[0]
+
+
+def stops_reach_ranks(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
+    """A semaphore that is released whenever a stop has reached a rank of this process's runs.
+
+    The rank then begins no further batch, even if the one that it is in ends at once.
+    """
+    rank_paused, reached = StopCoordinator.rank_paused, threading.Semaphore(0)
+
+    def note(self: StopCoordinator, rank: int, at: Position) -> None:
+        rank_paused(self, rank, at)
+        reached.release()
+
+    monkeypatch.setattr(StopCoordinator, "rank_paused", note)
+    monkeypatch.setattr(trialflow.flows.lifecycle.stop_monitor, "POLL_SECONDS", 0.1)
+    return reached

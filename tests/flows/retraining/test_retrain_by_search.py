@@ -13,9 +13,9 @@ import pytest
 
 import trialflow.flows.retrain
 from tests.support.prefect import PrefectServer
-from tests.support.retraining import WAIT_SECONDS, RetrainHarness
+from tests.support.retraining import RetrainHarness
 from tests.support.slots import TOY
-from tests.support.waiting import ask, until
+from tests.support.waiting import WAIT_SECONDS, ask, stops_reach_ranks, until
 from trial_core.config import ExperimentConfig
 from trial_core.errors import ConfigError, TrialflowError
 from trial_core.processes.machine.run_dirs import trial_id
@@ -108,8 +108,11 @@ def test_trials_start_from_the_champion(searching: SearchHarness) -> None:
 
 @pytest.mark.slots
 @pytest.mark.long
-def test_a_stopped_run_continues_its_search(searching: SearchHarness) -> None:
+def test_a_stopped_run_continues_its_search(
+    searching: SearchHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A retry of a run that was cancelled begins no trial again, and promotes once."""
+    reached = stops_reach_ranks(monkeypatch)
     paused, go = searching.folder / "paused", searching.folder / "go"
     searching.hyperparameters = {
         "pause_at": 2, "paused": str(paused), "wait_for": str(go), "record": str(searching.folder)
@@ -129,6 +132,7 @@ def test_a_stopped_run_continues_its_search(searching: SearchHarness) -> None:
     until(paused.exists, "a trial trains", WAIT_SECONDS)
     state = {"type": "CANCELLING", "name": "Cancelling"}
     ask(searching.server, f"flow_runs/{run}/set_state", {"state": state, "force": True})
+    assert reached.acquire(timeout=WAIT_SECONDS / 5)
     go.touch()
     thread.join()
     before = searching.log(run).events
