@@ -30,6 +30,9 @@ from trial_core.rank.state_files.safe_load import Reader
 MEMORY_BYTES = 256 << 20
 """Address space beyond what the process has after its imports."""
 
+TORCHS_VARIABLES = {"CUDA_MODULE_LOADING"}
+"""Set by a torch for CUDA when it looks for a GPU."""
+
 ENUMS: list[str] = []
 KINDS: list[Any] = []
 """DeepSpeed's classes, if it is installed."""
@@ -186,7 +189,7 @@ def shared() -> list[Any]:
     return [
         members,
         sorted((repr(each), sorted(vars(each))) for each in objects if hasattr(each, "__dict__")),
-        sorted(vars(torch)), sorted(os.environ), torch.get_default_dtype(),
+        sorted(vars(torch)), sorted({*os.environ} - TORCHS_VARIABLES), torch.get_default_dtype(),
     ]  # fmt: skip
 
 

@@ -209,6 +209,7 @@ def test_nvcc_must_be_of_torchs_cuda(
         tool.write_text(f"#!/bin/sh\necho Cuda compilation tools, release {nvcc}, V{nvcc}.48\n")
         tool.chmod(0o755)
     monkeypatch.setattr("torch.utils.cpp_extension.CUDA_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.version, "cuda", None)
     assert op_builds.nvcc_problem() is None
     monkeypatch.setattr(torch.version, "cuda", "13.0.1")
     found = op_builds.nvcc_problem()
@@ -247,7 +248,8 @@ def test_architectures_that_deepspeed_cannot_read(
 ) -> None:
     """PyTorch reads them, and DeepSpeed's own error names neither the variable nor the value."""
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", chosen)
-    assert op_builds.architecture_problem() is None  # of a torch that is not for CUDA
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert op_builds.architecture_problem() is None
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     with pytest.raises(ValueError, match="invalid literal for int") as raised:
         AnyOperator().compute_capability_args()

@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 
 from tests.trial_core.schedule.test_sequencer import at, simulate
 from trial_core.schedule.sequencer import (
@@ -58,6 +58,7 @@ def test_a_short_run_has_workloads_of_10_batches(length: int, expected: list[int
 
 
 @given(lengths, st.none() | st.integers(1, 60), st.none() | st.integers(1, 60))
+@example(165_030, None, 11)  # a period that is a little longer than the longest workload
 def test_a_run_has_50_tasks_unless_its_periods_ask_for_more(
     length: int, validations: int | None, checkpoints: int | None
 ) -> None:
@@ -71,7 +72,8 @@ def test_a_run_has_50_tasks_unless_its_periods_ask_for_more(
         )  # fmt: skip
 
     asked_for = tasks(schedule(Batch(length)))
-    assert tasks(schedule(None)) <= max(MAX_TASKS, asked_for + MIN_REPORTS + EARLY)
+    reports = max(MIN_REPORTS, length // LONGEST)
+    assert tasks(schedule(None)) <= max(MAX_TASKS, asked_for + reports + EARLY)
 
 
 def test_a_very_long_run_has_more_tasks() -> None:

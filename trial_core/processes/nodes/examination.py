@@ -96,7 +96,8 @@ def installed_packages() -> dict[str, str]:
     found: dict[str, str] = {}
     for package in importlib.metadata.distributions():
         name = package.metadata["Name"]
-        if name:  # the remains of a broken installation have none
+        # A broken installation has no name; setuptools, once imported, shows what it brings along.
+        if name and Path(str(package.locate_file(""))).name != "_vendor":
             # The first one is imported, as for `importlib.metadata.version`.
             found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), package.version)
     return found

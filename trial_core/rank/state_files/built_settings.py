@@ -207,7 +207,7 @@ def read_resume_file(folder: Path, kind: type[Record]) -> Record | None:
         return convert(json.loads((folder / FILE).read_bytes()), kind)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (ValueError, RecursionError) as error:  # also msgspec's
+    except (ValueError, RecursionError, msgspec.MsgspecError) as error:
         raise CheckpointError(f"the checkpoint's {FILE} is not trialflow's: {error}") from error
 
 
