@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from tests.support.prefect import prepared
 from tests.support.slots import TOY
 
 ROOT = Path(__file__).parents[2]
@@ -19,6 +20,7 @@ TRIALFLOW = (sys.executable, "-m", "trialflow.deployments.cli.main")
 
 def environment_in(folder: Path, variables: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment of a command whose runs are kept in `folder`."""
+    prepared(Path(os.environ["PREFECT_HOME"]))
     return {
         **os.environ,
         "PYTHONPATH": str(ROOT),

@@ -114,11 +114,12 @@ def prepared(home: Path) -> Path:
     database makes them there.
     """
     home.mkdir(parents=True, exist_ok=True)
-    has_another = "PREFECT_SERVER_DATABASE_CONNECTION_URL" in os.environ
-    if has_another or (home / "prefect.db").exists():
+    if "PREFECT_SERVER_DATABASE_CONNECTION_URL" in os.environ:
         return home
     template = Path(os.environ[PREPARED], "prefect")
-    with filelock.FileLock(f"{template}.lock"):
+    with filelock.FileLock(f"{template}.lock"):  # processes may share `home`, too
+        if (home / "prefect.db").exists():
+            return home
         if not template.exists():
             making = template.with_name("prefect-being-made")
             subprocess.run(
@@ -126,11 +127,11 @@ def prepared(home: Path) -> Path:
                 cwd=ROOT, env={**os.environ, **isolated(making)}, check=True, capture_output=True,
             )  # fmt: skip
             making.rename(template)
-    with (
-        closing(sqlite3.connect(template / "prefect.db")) as source,
-        closing(sqlite3.connect(home / "prefect.db")) as copy,
-    ):
-        source.backup(copy)
+        with (
+            closing(sqlite3.connect(template / "prefect.db")) as source,
+            closing(sqlite3.connect(home / "prefect.db")) as copy,
+        ):
+            source.backup(copy)
     return home
 
 
