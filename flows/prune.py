@@ -6,6 +6,7 @@ former best checkpoints of the experiment, and leftovers of trials that never ru
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Annotated
 
 from prefect import flow
 from prefect.artifacts import create_table_artifact
@@ -20,6 +21,7 @@ from trial_core.config import ExperimentConfig
 from trial_core.errors import ConfigError
 from trialflow.flows.lifecycle.crash_limit import check_crash_limit
 from trialflow.tasks.prune import delete_checkpoints, plan_prune, plan_sweep, sweep
+from trialflow.tasks.required_experiment import GIVEN, MISSING, require_experiment
 from trialflow.tasks.storage_block import with_credentials
 
 
@@ -42,9 +44,10 @@ class PruneResult:
 
 
 # flow.serve() pickles the flow without this module's names: no postponed annotations here.
+@require_experiment
 @flow(name="prune", flow_run_name="prune {config.name}", validate_parameters=True)
 def prune(
-    config: ExperimentConfig,
+    config: Annotated[ExperimentConfig, GIVEN] = MISSING,
     dry_run: bool = True,
     trial: str | None = None,
     leftovers_only: bool = False,

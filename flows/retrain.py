@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from typing import Any
+from typing import Annotated, Any
 from uuid import UUID
 
 import msgspec
@@ -67,6 +67,7 @@ from trialflow.flows.retraining.outcome import (
 from trialflow.flows.search import SearchRun, page_of
 from trialflow.flows.train import train_trial
 from trialflow.tasks.artifact import ReportArtifact
+from trialflow.tasks.required_experiment import GIVEN, MISSING, require_experiment
 from trialflow.tasks.retrain import (
     RetrainingRun,
     compare,
@@ -81,9 +82,10 @@ SKIPPED = "Skipped"
 
 
 # flow.serve() pickles the flow without this module's names: no postponed annotations here.
+@require_experiment
 @flow(name=FLOW, flow_run_name=retrain_name, validate_parameters=True)
 def retrain(
-    config: EitherExperiment, data: dict[str, Any] | None = None
+    config: Annotated[EitherExperiment, GIVEN] = MISSING, data: dict[str, Any] | None = None
 ) -> RetrainResult | State[Any]:
     """Train a challenger on fresh data, and promote it if it is better than the champion.
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from prefect import flow, runtime, task
 from prefect.cache_policies import NO_CACHE
@@ -68,6 +68,7 @@ from trialflow.flows.server.prefect_settings import prepare_temporary_server
 from trialflow.flows.train import PartOfTraining, train
 from trialflow.tasks.artifact import MarkdownArtifact
 from trialflow.tasks.client_retries import NO_ANSWER
+from trialflow.tasks.required_experiment import GIVEN, MISSING, require_experiment
 from trialflow.tasks.storage_block import with_credentials
 
 prepare_temporary_server()
@@ -109,9 +110,12 @@ class SearchResult:
 
 
 # flow.serve() pickles the flow without this module's names: no postponed annotations here.
+@require_experiment
 @flow(name=FLOW, flow_run_name=search_name, validate_parameters=True)
 def search(
-    config: SearchExperiment, search: str | None = None, take_over: bool = False
+    config: Annotated[SearchExperiment, GIVEN] = MISSING,
+    search: str | None = None,
+    take_over: bool = False,
 ) -> SearchResult | State[Any]:
     """Search for hyperparameters. A run that is asked to stop saves its trials first.
 

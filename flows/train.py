@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 from prefect import flow, runtime
 from prefect.client.schemas.objects import State
@@ -44,6 +44,7 @@ from trialflow.tasks.artifact import ReportArtifact
 from trialflow.tasks.checkpoint_use import HasCheckpoint, checkpoint_of, store_of
 from trialflow.tasks.client_retries import NO_ANSWER
 from trialflow.tasks.events import RunEvents
+from trialflow.tasks.required_experiment import GIVEN, MISSING, require_experiment
 from trialflow.tasks.stages import as_prefect_task
 from trialflow.tasks.storage_block import with_credentials
 
@@ -64,9 +65,10 @@ class PartOfTraining:
 
 
 # flow.serve() pickles the flow without this module's names: no postponed annotations here.
+@require_experiment
 @flow(name="train", flow_run_name=train_name, validate_parameters=True)
 def train(
-    config: ExperimentConfig,
+    config: Annotated[ExperimentConfig, GIVEN] = MISSING,
     trial: str | None = None,
     take_over: bool = False,
     keep: list[str] | None = None,
