@@ -89,7 +89,7 @@ class FlowDeployment(Resource):
         return f"with {plural(count, 'run')} that had not started" if count else ""
 
     def read(self, client: SyncPrefectClient) -> DeploymentResponse | None:
-        return _deployment(client, self._name)
+        return deployment_named(client, self._name)
 
     def _changes(self, found: DeploymentResponse) -> dict[str, Any]:
         """The fields to update, with their new values."""
@@ -139,11 +139,8 @@ def models_on_server(client: SyncPrefectClient) -> list[str]:
     return sorted(name for name in ours if name not in general)
 
 
-def deployment_of(client: SyncPrefectClient, model: str) -> DeploymentResponse | None:
-    return _deployment(client, f"{FLOW}/{model}")
-
-
-def _deployment(client: SyncPrefectClient, name: str) -> DeploymentResponse | None:
+def deployment_named(client: SyncPrefectClient, name: str) -> DeploymentResponse | None:
+    """Read a deployment, such as ``train/train``; None if there is none."""
     try:
         return client.read_deployment_by_name(name)
     except ObjectNotFound:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +13,15 @@ from cyclopts.validators import Number
 
 from trial_core.errors import ConfigError, TrialflowError
 from trialflow.deployments.cli import console
-from trialflow.deployments.cli.experiment_options import read_retraining
+from trialflow.deployments.cli.experiment_options import read_any_experiment, read_retraining
 from trialflow.deployments.cli.waiting import print_above_the_wait, waiting
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
 
+    from trial_core.config import ExperimentConfig
     from trialflow.deployments.desired_state import PoolType
+    from trialflow.deployments.file_schedule import FileSchedule
     from trialflow.deployments.resources import Change, Resource
     from trialflow.deployments.retraining.retraining_requests import RetrainingRequest
 
@@ -58,6 +60,9 @@ class Target:
 
 def deploy(
     *files: Path,
+    schedule: str | None = None,
+    timezone: str = "UTC",
+    flow: Literal["train", "evaluate", "search"] | None = None,
     target: Target | None = None,
     remove: Annotated[bool, Parameter(help="Remove what this command has created.")] = False,
     dry_run: Annotated[bool, Parameter(help="Print the changes without making them.")] = False,
@@ -71,14 +76,23 @@ def deploy(
     the UI stay: schedules, default parameters, job variables. --remove keeps others' objects, and
     keeps the GPU limit unless --gpus is passed.
 
-    For each file with a `retraining` section, also creates a deployment for its model, with its
-    schedule, and an automation if it runs when data arrives. Pass a changed file again to update
-    them. With --remove and files, only the objects of these files are removed.
+    With --schedule, each file's experiment is run at these times: the deployment of --flow gets a
+    schedule with the experiment, by its name. Without it, for each file with a `retraining`
+    section, also creates a deployment for its model, with its schedule, and an automation if it
+    runs when data arrives. Pass a changed file again to update them. With --remove and files, only
+    the objects of these files are removed.
 
     Parameters
     ----------
     files
-        Experiment files (YAML) with a `retraining` section. Default: none.
+        Experiment files (YAML); without --schedule each needs a `retraining` section. Default:
+        none.
+    schedule
+        When to run the files' experiments, as a cron line: "0 2 * * *". Default: no schedule.
+    timezone
+        The time zone of --schedule, such as Europe/Berlin.
+    flow
+        What --schedule runs. Default: search for an experiment that searches, else train.
     """
     from trialflow.flows.server.prefect_settings import prepare_prefect
 
@@ -87,11 +101,19 @@ def deploy(
     from trialflow.deployments.resources import lease_problem, set_up, take_down
     from trialflow.deployments.retraining.model_resources import all_resources
 
-    retrainings, target = read_retrainings(files), target or Target()
+    target = target or Target()
+    schedules: list[FileSchedule] = []
+    retrained = [*files]
+    if remove or schedule is not None:
+        experiments = {path: read_any_experiment(path, []) for path in files}
+        schedules = file_schedules(experiments, None if remove else schedule, timezone, flow)
+        retrained = [path for path, each in experiments.items() if remove and each.retraining]
+    retrainings = read_retrainings(retrained)
     with configured_client() as client:
-        if remove and retrainings:  # only the objects of the files
-            of_files = [*all_resources(each.model for each in retrainings)]
-            _print(take_down(reversed(of_files), client, dry_run), dry_run)
+        if remove and files:  # only the objects of the files
+            known = [each for each in schedules if each.look(client)[0]]
+            of_files = [*all_resources(each.model for each in retrainings), *known]
+            _print(take_down(reversed(of_files or schedules), client, dry_run), dry_run)
             return
         pool_type, pool = resolve_pool(client, target.type_, target.pool)
         resources = wanted_resources(
@@ -108,7 +130,7 @@ def deploy(
         if remove:
             _print(take_down(reversed(resources), client, dry_run), dry_run)
             return
-        _print(set_up(resources, client, dry_run), dry_run)
+        _print(set_up([*resources, *schedules], client, dry_run), dry_run)
         _print(remove_withdrawn(retrainings, client, dry_run), dry_run)
         # Also without a GPU limit: concurrency limits of deployments have leases too.
         if problem := lease_problem(client):
@@ -191,6 +213,37 @@ def read_retrainings(files: Sequence[Path]) -> list[RetrainingRequest]:
     from trialflow.deployments.retraining.retraining_requests import retraining_requests
 
     return retraining_requests({path: read_retraining(path, []) for path in files})
+
+
+def file_schedules(
+    experiments: Mapping[Path, ExperimentConfig], cron: str | None, zone: str, flow: str | None
+) -> list[FileSchedule]:
+    """Return the schedules of experiment files; without `cron` those to remove, of each flow.
+
+    Raises:
+        ConfigError: no file is named, two have experiments of one name, the cron line is not valid,
+            or the flow cannot run an experiment.
+    """
+    from trial_core.common.text_format import slug
+    from trial_core.search.settings import SearchExperiment
+    from trialflow.deployments.file_schedule import FileSchedule
+    from trialflow.deployments.schedules import cron_schedule
+
+    times = None if cron is None else cron_schedule(cron, zone, "--schedule: ")
+    if times is not None and not experiments:
+        raise ConfigError("--schedule needs the experiment files that are to be run")
+    found: dict[tuple[str, str], FileSchedule] = {}
+    for path, experiment in experiments.items():
+        own = "search" if isinstance(experiment, SearchExperiment) else "train"
+        if flow is not None and {flow, own} == {"search", "train"}:
+            raise ConfigError(f"{path}: `--flow {flow}` does not run this experiment; {own} does")
+        for each in [flow or own] if times else [flow] if flow else ["train", "evaluate", "search"]:
+            given = {"config": experiment.model_dump(mode="json")} if times else {}
+            key = f"{each}/{each}", slug(experiment.name)
+            if key in found:
+                raise ConfigError(f"{path}: another file has an experiment {experiment.name}, too")
+            found[key] = FileSchedule(*key, times, given, experiment.name)
+    return [*found.values()]
 
 
 def remove_withdrawn(

@@ -6,35 +6,28 @@ automation that runs it when data arrives. Nothing here talks to a server; `mode
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
-from prefect.client.schemas.schedules import CronSchedule, IntervalSchedule
 from prefect.events.actions import RunDeployment
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
-from pydantic import ValidationError
 
 from trial_core.errors import ConfigError
 from trial_core.models.data_templates import render_data
 from trialflow.deployments.desired_state import DesiredDeployment, deployments
+from trialflow.deployments.schedules import Schedule, cron_schedule, interval_schedule
 from trialflow.tasks.events import DATA_ARRIVED, resource_id
 
 if TYPE_CHECKING:
     from trial_core.config import ExperimentConfig, RetrainingConfig
 
-RetrainingSchedule = CronSchedule | IntervalSchedule
-
 ENTRYPOINT = "trialflow.flows.retrain.retrain"
 FLOW = "retrain"
-# Intervals count from here, so a schedule has the same times whenever it is deployed.
-ANCHOR = "2020-01-01T00:00:00Z"
 
 
 @dataclass(frozen=True)
@@ -49,7 +42,7 @@ class RetrainingRequest:
 
     model: str
     deployment: DesiredDeployment
-    schedule: RetrainingSchedule | None
+    schedule: Schedule | None
     on_data_arrived: bool
 
 
@@ -112,7 +105,7 @@ def _request(path: Path, config: ExperimentConfig) -> RetrainingRequest:
     )
 
 
-def schedule_of(path: Path, section: RetrainingConfig) -> RetrainingSchedule | None:
+def schedule_of(path: Path, section: RetrainingConfig) -> Schedule | None:
     """Return the schedule of a `retraining` section, as Prefect's type.
 
     Raises:
@@ -120,44 +113,10 @@ def schedule_of(path: Path, section: RetrainingConfig) -> RetrainingSchedule | N
     """
     if section.schedule is None:
         return None
-    zone = section.schedule.timezone or "UTC"
-    try:
-        if section.schedule.cron is None:
-            return IntervalSchedule(
-                interval=timedelta(seconds=section.schedule.interval_seconds or 0),
-                anchor_date=ANCHOR,
-                timezone=zone,
-            )
-        schedule = CronSchedule(cron=section.schedule.cron, timezone=zone)
-    except ValidationError as error:
-        raise ConfigError("\n".join(_error_lines(path, error))) from None
-    from prefect.server.schemas.schedules import CronSchedule as ServerCronSchedule
-
-    server_schedule = ServerCronSchedule(cron=schedule.cron, timezone=schedule.timezone)
-    with suppress(ValueError):  # croniter's CroniterBadDateError, with which the scheduler fails
-        if asyncio.run(server_schedule.get_dates(1)):
-            return schedule
-    raise ConfigError(
-        f"{path}: retraining.schedule.cron: {schedule.cron!r} has no future time: no such day "
-        "exists"
-    )
-
-
-def _error_lines(path: Path, error: ValidationError) -> list[str]:
-    """Prefect's validation errors under the names of the section's fields."""
-    fields = {"cron": "cron", "interval": "interval_seconds"}
-    lines = []
-    for each in error.errors():
-        field = fields.get("".join(map(str, each["loc"])), "timezone")
-        message = each["msg"].removeprefix("Value error, ")
-        lines.append(f"{path}: retraining.schedule.{field}: {message}")
-    return lines
-
-
-def describe_schedule(schedule: RetrainingSchedule) -> str:
-    if isinstance(schedule, CronSchedule):
-        return f"{schedule.cron}, {schedule.timezone}"
-    return f"every {schedule.interval.total_seconds():g} s"
+    zone, source = section.schedule.timezone or "UTC", f"{path}: retraining.schedule."
+    if section.schedule.cron is None:
+        return interval_schedule(section.schedule.interval_seconds or 0, zone, source)
+    return cron_schedule(section.schedule.cron, zone, source)
 
 
 def automation_name(model: str) -> str:

@@ -15,7 +15,7 @@ from prefect.client.schemas.actions import (
 )
 from prefect.client.schemas.schedules import CronSchedule
 
-from tests.support.cli import trialflow
+from tests.support.cli import trialflow, write_experiment
 from tests.support.deploying import (
     POOL,
     change_automation,
@@ -25,6 +25,7 @@ from tests.support.deploying import (
     set_state,
 )
 from tests.support.prefect import PrefectServer
+from tests.support.slots import toy_config
 from trial_core.errors import ConfigError
 from trialflow.deployments.automations import (
     CRASH_SILENT,
@@ -33,7 +34,7 @@ from trialflow.deployments.automations import (
     RESTART_CRASHED,
     crash_lost_starts,
 )
-from trialflow.deployments.cli.deploy import resolve_pool, wanted_resources
+from trialflow.deployments.cli.deploy import file_schedules, resolve_pool, wanted_resources
 from trialflow.deployments.cli.up import location_warnings
 from trialflow.deployments.desired_state import check_pool_name
 from trialflow.deployments.flow_deployment import working_folder
@@ -305,6 +306,54 @@ def test_the_commands_output(
     assert done.stdout.endswith(f"trialflow worker --pool {POOL}\n")
     assert done.stderr.count("PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE") == 1
     assert str(tmp_path) in str(client.read_deployment_by_name("train/train").pull_steps)
+
+
+def test_an_experiment_is_run_on_a_schedule(
+    client: SyncPrefectClient, prefect_server: PrefectServer, tmp_path: Path
+) -> None:
+    """By the deployment of its flow, with the experiment; its file changes and removes it."""
+    path = write_experiment(tmp_path)
+
+    def command(*arguments: str) -> str:
+        deploying = ("deploy", path.name, *arguments)
+        done = trialflow(tmp_path, *deploying, variables=prefect_server.environment)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def schedules() -> list[tuple[Any, ...]]:
+        found = client.read_deployment_by_name("train/train").schedules
+        unit = "scheduling_unit"
+        return [(each.slug, each.schedule, each.parameters["config"][unit]) for each in found]
+
+    nightly = ("--pool", POOL, "--schedule", "0 2 * * *", "--timezone", "Europe/Berlin")
+    title = "schedule of train/train (toy, 0 2 * * *, Europe/Berlin)"
+    assert f"created: {title}" in command(*nightly)
+    times = CronSchedule(cron="0 2 * * *", timezone="Europe/Berlin")
+    assert schedules() == [("toy", times, 4)]
+    write_experiment(tmp_path, scheduling_unit=2)
+    assert f"changed: {title} (another experiment)" in command(*nightly)
+    assert schedules() == [("toy", times, 2)]
+    assert command("--remove") == "removed: schedule of train/train (toy)\n"
+    assert schedules() == []
+
+
+@pytest.mark.parametrize(
+    ("files", "arguments", "expected"),
+    [
+        ([], ("0 2 * * *", "UTC", None), "--schedule needs the experiment files"),
+        (["a"], ("0 25 * * *", "UTC", None), "--schedule: cron: "),
+        (["a"], ("0 0 31 2 *", "UTC", None), "--schedule: cron: .* has no future time"),
+        (["a"], ("0 2 * * *", "Berlin", None), "--schedule: timezone: "),
+        (["a"], ("0 2 * * *", "UTC", "search"), "a: `--flow search` does not run .*; train does"),
+        (["a", "b"], ("0 2 * * *", "UTC", None), "b: another file has an experiment toy, too"),
+    ],
+)
+def test_a_schedule_that_cannot_be(
+    tmp_path: Path, files: list[str], arguments: Any, expected: str
+) -> None:
+    """It is refused before the server is asked."""
+    with pytest.raises(ConfigError, match=expected):
+        file_schedules({Path(each): toy_config(tmp_path) for each in files}, *arguments)
 
 
 @pytest.mark.long
