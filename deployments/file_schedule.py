@@ -11,7 +11,7 @@ from prefect.client.schemas.objects import DeploymentSchedule
 
 from trialflow.deployments.flow_deployment import deployment_named
 from trialflow.deployments.resources import Resource
-from trialflow.deployments.schedules import Schedule, describe
+from trialflow.deployments.schedules import RunSchedule, describe
 
 
 class FileSchedule(Resource):
@@ -27,7 +27,7 @@ class FileSchedule(Resource):
     """
 
     def __init__(
-        self, deployment: str, slug: str, schedule: Schedule | None,
+        self, deployment: str, slug: str, schedule: RunSchedule | None,
         parameters: Mapping[str, Any] | None = None, of: str = "",
     ) -> None:  # fmt: skip
         details = ", ".join(filter(None, (of, describe(schedule) if schedule else "")))

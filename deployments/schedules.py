@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from trial_core.errors import ConfigError
 
-Schedule = CronSchedule | IntervalSchedule
+RunSchedule = CronSchedule | IntervalSchedule
 
 # Intervals count from here, so a schedule has the same times whenever it is deployed.
 ANCHOR = "2020-01-01T00:00:00Z"
@@ -50,7 +50,7 @@ def cron_schedule(cron: str, zone: str, source: str) -> CronSchedule:
     raise ConfigError(f"{source}cron: {schedule.cron!r} has no future time: no such day exists")
 
 
-def describe(schedule: Schedule) -> str:
+def describe(schedule: RunSchedule) -> str:
     """``0 3 * * *, UTC`` or ``every 90 s``."""
     if isinstance(schedule, CronSchedule):
         return f"{schedule.cron}, {schedule.timezone}"

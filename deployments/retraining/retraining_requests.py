@@ -20,7 +20,7 @@ from prefect.events.schemas.events import ResourceSpecification
 from trial_core.errors import ConfigError
 from trial_core.models.data_templates import render_data
 from trialflow.deployments.desired_state import DesiredDeployment, deployments
-from trialflow.deployments.schedules import Schedule, cron_schedule, interval_schedule
+from trialflow.deployments.schedules import RunSchedule, cron_schedule, interval_schedule
 from trialflow.tasks.events import DATA_ARRIVED, resource_id
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class RetrainingRequest:
 
     model: str
     deployment: DesiredDeployment
-    schedule: Schedule | None
+    schedule: RunSchedule | None
     on_data_arrived: bool
 
 
@@ -105,7 +105,7 @@ def _request(path: Path, config: ExperimentConfig) -> RetrainingRequest:
     )
 
 
-def schedule_of(path: Path, section: RetrainingConfig) -> Schedule | None:
+def schedule_of(path: Path, section: RetrainingConfig) -> RunSchedule | None:
     """Return the schedule of a `retraining` section, as Prefect's type.
 
     Raises:
