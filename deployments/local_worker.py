@@ -101,7 +101,7 @@ class LocalWorker:
 
 
 def requeue_interrupted_starts(client: SyncPrefectClient, pool: str) -> int:
-    """RunSchedule the runs again that a worker was starting when it ended; return how many.
+    """Schedule the runs again that a worker was starting when it ended; return how many.
 
     Call it only for a work pool that has no worker now.
     """
