@@ -119,6 +119,7 @@ class Run(Given):
         clock: measures how the run's slots spend their time.
         test_mode: set to train and validate one batch, and keep no checkpoint, or restore it; or to
             end once the changes since the checkpoint are known.
+        weight_warnings: what was said of weights that are not trained.
         throughput: of all train-workloads.
     """
 
@@ -130,6 +131,7 @@ class Run(Given):
     fence: Fence | None = None
     clock: RunClock = field(default_factory=RunClock)
     test_mode: TestMode | None = None
+    weight_warnings: set[str] = field(default_factory=set)
     throughput: ThroughputMeter = field(init=False)
 
     def __post_init__(self) -> None:

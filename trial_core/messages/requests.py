@@ -188,10 +188,15 @@ class ReadyToTrain(Result):
 
 
 class TrainBatches(Request):
-    """Train until batch `until` of the trial."""
+    """Train until batch `until` of the trial.
+
+    Attributes:
+        watches_weights: True to warn of weights that are not trained.
+    """
 
     stage: ClassVar[str] = "train-workload"
     until: int
+    watches_weights: bool = False
 
 
 class Trained(MayStop, kw_only=True):
@@ -208,6 +213,7 @@ class Trained(MayStop, kw_only=True):
         work: of one batch on all ranks, as far as this rank knows it.
         device: the accelerator's name; empty for the CPU.
         peak_memory_bytes: since the rank was started.
+        warnings: of this rank's weights.
     """
 
     batches_trained: int
@@ -222,6 +228,7 @@ class Trained(MayStop, kw_only=True):
     work: Work = Work()
     device: str = ""
     peak_memory_bytes: int = 0
+    warnings: list[str] = []
 
 
 class NameMetrics(Request):

@@ -74,6 +74,7 @@ class PyTorchTrialAdapter(TrialAdapter):
         self.modules = [unwrapped(model) for model in context.models]
         self._note_frozen()
         self.optimizers = context.optimizers
+        self.steps_each_batch = context.aggregation_frequency == 1
         self.data_parallel_rank = context.distributed.get_rank()
         self.data_parallel_size = context.distributed.get_size()
         averages = context.run_info.optimizations.average_training_metrics

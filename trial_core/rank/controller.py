@@ -72,6 +72,7 @@ from trial_core.rank.trial.context import RunInfo
 from trial_core.rank.trial.metric_values import as_reported
 from trial_core.rank.trial.trial_adapter import TrialAdapter
 from trial_core.rank.validation import evaluating, metric_names, validate
+from trial_core.rank.weight_watch import WeightWatch
 from trial_core.schedule.work import Work
 
 T = TypeVar("T")
@@ -356,8 +357,15 @@ class Controller:
         info.tensorboard.start()
         self._trial.forward_clock.begin_workload()
         began, waited = time.monotonic(), loaders.waited_seconds
-        steps, skipped = adapter.scaled_steps()
-        outcome = _require(self._training, BuildLoadersAndRestore).train(request.until)
+        steps = adapter.scaled_steps()
+        loop = _require(self._training, BuildLoadersAndRestore)
+        may_change = adapter.steps_each_batch and 0.0 not in adapter.learning_rates()
+        watch = WeightWatch(adapter.modules) if request.watches_weights else None
+        with watch or nullcontext():
+            outcome = loop.train(request.until)
+        scaled, skipped = (
+            now - then for now, then in zip(adapter.scaled_steps(), steps, strict=True)
+        )
         metrics = as_reported(outcome.avg_metrics, "train_batch")
         info.tensorboard.report("training", info.batches_trained, metrics)
         self._hook_arguments["on_training_workload_end"] = {
@@ -375,11 +383,12 @@ class Controller:
             forward_seconds=self._trial.forward_clock.seconds(),
             learning_rates=adapter.learning_rates(),
             non_finite=outcome.non_finite,
-            scaled_steps=adapter.scaled_steps()[0] - steps,
-            skipped_steps=adapter.scaled_steps()[1] - skipped,
+            scaled_steps=scaled,
+            skipped_steps=skipped,
             work=self._sample_work().times(info.batch_samples),
             device=accelerator_name(),
             peak_memory_bytes=peak_memory_bytes(),
+            warnings=watch.warnings(may_change and not skipped) if watch else [],
         )
 
     def name_metrics(self, request: NameMetrics) -> MetricsNamed:

@@ -60,7 +60,8 @@ def test_a_trial_is_tried_with_a_restore_and_nothing_is_kept(
     """Batch 0, and after a restore from the storage batch 1, whatever the experiment's length."""
     before = stored(storage)
     assert try_out(here, storage, **fields) == 0
-    shown = capsys.readouterr().out
+    shown = "".join(capsys.readouterr())
+    assert "in the test's batch" not in shown
     assert f"the test has passed: {said} trained (" in shown
     assert "a checkpoint saved, restored and deleted" in shown
     assert "fetch-checkpoint @1" in shown
@@ -68,6 +69,22 @@ def test_a_trial_is_tried_with_a_restore_and_nothing_is_kept(
         assert [line[0] for line in lines(here, "samples", 0)] == batches
     assert stored(storage) == before
     assert stored(here / "home") == set()
+
+
+@pytest.mark.parametrize("steps", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_weights_that_are_not_trained_are_named(
+    here: Path, storage: Path, capsys: pytest.CaptureFixture[str], steps: bool
+) -> None:
+    """Once, by the first of the two batches. The test passes: it may be meant."""
+    hyperparameters = {"global_batch_size": 4, "steps": steps}
+    resources = {"slots_per_trial": 1}
+    trial = "pytorch_trials:Untrained"
+    fields = {"entrypoint": trial, "hyperparameters": hyperparameters, "resources": resources}
+    assert try_out(here, storage, **fields) == 0
+    shown = "".join(capsys.readouterr())
+    unused = "2 parameters got no gradient in the test's batch: spare.bias, spare.weight; "
+    assert shown.count(unused) == 1
+    assert shown.count("no weight has changed") == (0 if steps else 1)
 
 
 @pytest.mark.long

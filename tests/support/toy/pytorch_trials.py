@@ -124,6 +124,25 @@ class Small(PyTorchTrial):
 # ------------------------------------------------------- forwards and backwards in any order
 
 
+class Untrained(Small):
+    """Has a layer that nothing uses, and steps only with the hyperparameter `steps`."""
+
+    def build(self) -> None:
+        model = net()
+        model.add_module("spare", nn.Linear(2, 2))
+        model.forward = lambda inputs: nn.Sequential(*[*model][:-1])(inputs)  # type: ignore
+        self.model = self.wrap(model)
+        self.optimizer = self.wrap_sgd(self.model)
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> Any:
+        inputs, index = batch
+        loss = self.loss(self.model(inputs), index)
+        self.context.backward(loss)
+        if self.hparams["steps"]:
+            self.context.step_optimizer(self.optimizer)
+        return {"loss": loss}
+
+
 class Gan(Small):
     """A discriminator on real and on generated samples, then a generator through it.
 

@@ -22,7 +22,8 @@ def train_workload(launch: Launch, begin: int, until: int) -> int:
     run, answers = launch.run, launch.answers
     with train_workload.timed(launch, begin, until):
         stall_seconds = run.config.stopping.stall_timeout_seconds
-        results = launch.ask(TrainBatches(until=until), Trained, stall_seconds)
+        request = TrainBatches(until=until, watches_weights=run.test_mode is not None)
+        results = launch.ask(request, Trained, stall_seconds)
         reached = results[0].batches_trained
         run.clock.batches_trained(reached)
     launch.note_stop_requests(results)
@@ -32,6 +33,9 @@ def train_workload(launch: Launch, begin: int, until: int) -> int:
     launch.status.batches_trained = reached
     answers.metrics["training"] = metrics = results[0].metrics
     warnings = launch.losses.trained(begin, reached, metrics, [each.non_finite for each in results])
+    found = dict.fromkeys(warning for each in results for warning in each.warnings)
+    warnings += [each for each in found if each not in run.weight_warnings]
+    run.weight_warnings.update(found)
     launch.warn(warnings + launch.losses.stepped(results[0]))
     seconds = max(result.seconds for result in results)
     now, whole_run = run.throughput.measured(

@@ -37,6 +37,7 @@ class TrialAdapter(ABC):
             no other rank.
         data_parallel_rank: this rank's data shard.
         micro_batches_per_batch: from this rank's loader.
+        steps_each_batch: False if gradients of several batches are added up before a step.
         batch_samples: samples of one batch, over all ranks; 0 if unknown.
         micro_batches_per_evaluation: micro-batches that one `evaluate_batch` takes.
         evaluates_in_lockstep: True if a forward pass needs other ranks, so that all ranks must
@@ -64,6 +65,7 @@ class TrialAdapter(ABC):
     reports_training_metrics: bool
     needs_data: bool
     micro_batches_per_batch: int
+    steps_each_batch: bool = True
     batch_samples: int
     micro_batches_per_evaluation: int
     evaluates_in_lockstep: bool
