@@ -156,13 +156,9 @@ def _handle(request: PersisterRequest, stream: BufferedRWPair) -> PersisterRepor
         return Failed(str(error), "invalid")
 
 
-_report_lock = threading.Lock()
-
-
 def _report(stream: BufferedRWPair, report: PersisterReport) -> None:
-    with _report_lock:
-        stream.write(msgspec.json.encode(report) + b"\n")
-        stream.flush()
+    stream.write(msgspec.json.encode(report) + b"\n")
+    stream.flush()
 
 
 if __name__ == "__main__":
