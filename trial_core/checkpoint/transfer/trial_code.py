@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import os
 import posixpath
-import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,7 @@ from trial_core.common.text_format import size
 from trial_core.config import ExperimentConfig
 from trial_core.errors import CheckpointDamaged, CheckpointError, ConfigError
 from trial_core.processes.machine.run_dirs import home_folder
-from trial_core.schedule.command import ScriptCommand
+from trial_core.schedule.command import command_of
 
 _FILE = "file://"
 
@@ -78,7 +77,7 @@ def code_of_folder(
 
 def entrypoint_left_out(config: ExperimentConfig, packed: PackedCode) -> str | None:
     """Why an archive lacks the entrypoint's own file; None if it has it, or is empty."""
-    command = ScriptCommand.parse(shlex.split(config.entrypoint)) if config.is_script else None
+    command = command_of(config.entrypoint)
     target = command.target if command is not None else config.entrypoint.partition(":")[0]
     if command is not None and not command.is_module:
         names = [posixpath.normpath(target)]

@@ -469,7 +469,8 @@ def test_dubious_ownership_has_a_remedy(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_the_entrypoints_module_is_missed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A warning says why; nodes, which could not run it, are not waited for."""
+    """A warning says why; nodes, which could not run it, are not waited for. A module that is
+    installed, or a script that is elsewhere, is not missed."""
     write_all(tmp_path, {"m.py": KEYS["a token of GitHub"], "lib.py": ""})
     store, log = CheckpointStore("memory://c"), logging.getLogger()
     code_of_folder(experiment(tmp_path), store, log)
@@ -478,7 +479,8 @@ def test_the_entrypoints_module_is_missed(tmp_path: Path, caplog: pytest.LogCapt
     script = experiment(tmp_path, entrypoint="python ./m.py --a b")
     with pytest.raises(ConfigError, match=r"^entrypoint: .* lacks m\.py"):
         code_of_folder(script, store, log, must_send=True)
-    code_of_folder(experiment(tmp_path, entrypoint="lib:Trial"), store, log, must_send=True)
+    for there in ("lib:Trial", "installed.lib:Trial", f"python {tmp_path}/m.py"):
+        code_of_folder(experiment(tmp_path, entrypoint=there), store, log, must_send=True)
 
 
 def test_modules_are_named_first(tmp_path: Path) -> None:
