@@ -2,23 +2,28 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import uuid
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
 from tests.support.manifests import entry, stage, stored_files
 from tests.support.processes import descendants, wait_until_gone
+from trial_core.checkpoint.storage.base import StorageSpec
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.checkpoint.transfer.persister import Persister
+from trial_core.checkpoint.transfer.persister import PROCESS, Persister
+from trial_core.checkpoint.transfer.persister_process import UploadRequest
 from trial_core.checkpoint.transfer.staging import StagedFile
-from trial_core.errors import CheckpointDamaged, StorageError
+from trial_core.errors import CheckpointDamaged, CheckpointError, StorageError
 from trial_core.processes.machine.memory_files import MemoryFiles
 
 FILES = {"latest": b"model0", "model0/shard.pt": b"weights" * 1000}
@@ -130,7 +135,8 @@ def test_an_incomplete_message_counts_as_a_dead_process(
 
 
 def test_damage_and_storage_failures_differ(tmp_path: Path, persister: Persister) -> None:
-    """After a failure the rank retries; after damage it needs another checkpoint."""
+    """After a failure the rank retries; after damage it needs another checkpoint. For a file that
+    has changed, neither helps."""
     store, checkpoint = CheckpointStore(str(tmp_path / "store")), str(uuid.uuid4())
     entries = persister.upload(
         store.spec, checkpoint, RANK, staged(tmp_path / "staging", {"a": b"12", "b": b"345"})
@@ -144,6 +150,10 @@ def test_damage_and_storage_failures_differ(tmp_path: Path, persister: Persister
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(StorageError, match="write into"):
         persister.fetch(store.spec, checkpoint, entries, tmp_path / "file")
+    longer = StagedFile("a", str(tmp_path / "staging" / "a"), 3)
+    with pytest.raises(CheckpointError, match="changed while it was uploaded") as changed:
+        persister.upload(store.spec, checkpoint, RANK, [longer])
+    assert changed.type is CheckpointError
 
 
 def test_a_killed_persister_is_a_storage_error(tmp_path: Path, persister: Persister) -> None:
@@ -177,13 +187,14 @@ while time.monotonic() < deadline:
 
 
 def test_a_persister_that_was_forked_ahead(tmp_path: Path) -> None:
-    """It gets what has changed in the environment since, and a program that waits for its children
-    does not see it. After its end, a new interpreter works."""
+    """It gets what has changed in the environment since, but not the rank's input, and a program
+    that waits for its children does not see it. After its end, a new interpreter works."""
     script = tmp_path / "rank.py"
     script.write_text(FORKED_AHEAD)
     told = subprocess.run(
-        [sys.executable, script, tmp_path / "store"], stdout=subprocess.PIPE, cwd=Path.cwd()
-    )
+        [sys.executable, script, tmp_path / "store"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path.cwd(),
+    )  # fmt: skip
     assert told.stdout.decode().splitlines() == ["seven", "was killed by SIGKILL", "a file"]
 
 
@@ -198,7 +209,9 @@ from trial_core.checkpoint.transfer.staging import StagedFile
 
 def handle(request, stream):
     changed = os.environb.get(b"SET_LATE"), os.environ.get("REMOVED")
-    return persister_process.Finished(fetched_bytes=7 if changed == (b"\\xff", None) else 0)
+    has_input = not os.path.samestat(os.fstat(0), os.stat(os.devnull))
+    is_right = changed == (b"\\xff", None) and not has_input
+    return persister_process.Finished(fetched_bytes=7 if is_right else 0)
 
 handle, persister_process._handle = persister_process._handle, handle
 os.environ["REMOVED"] = "y"
@@ -251,6 +264,45 @@ Persister().upload(store.spec, str(uuid.uuid4()), 0, [StagedFile("me", __file__,
 print("uploaded", flush=True)
 time.sleep(600)
 """
+
+
+def test_a_persister_leaves_ctrl_c_to_its_rank(tmp_path: Path, persister: Persister) -> None:
+    """Both get it on a terminal, and the rank may still save a checkpoint."""
+    store = CheckpointStore(str(tmp_path / "store"))
+    files = staged(tmp_path / "staging", FILES)
+    persister.upload(store.spec, str(uuid.uuid4()), RANK, files)
+    (pid,) = persister_processes()
+    os.kill(pid, signal.SIGINT)
+    assert persister.upload(store.spec, str(uuid.uuid4()), RANK, files)
+    assert persister_processes() == [pid]
+
+
+def test_a_persister_that_fails_otherwise_ends(tmp_path: Path) -> None:
+    """Its rank would wait for an answer."""
+    store, not_a_path = CheckpointStore(str(tmp_path / "store")), StagedFile("a", "\0", 1)
+    with (
+        closing(Persister(stall_seconds=30)) as persister,
+        pytest.raises(StorageError, match="ended with exit code 1; see this rank's log"),
+    ):
+        persister.upload(store.spec, str(uuid.uuid4()), RANK, [not_a_path])
+
+
+def test_a_persister_whose_answer_is_not_read_ends_in_silence(tmp_path: Path) -> None:
+    """Its rank was killed meanwhile."""
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-m", PROCESS, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()], stderr=subprocess.PIPE,
+            )  # fmt: skip
+        request = UploadRequest(
+            storage=StorageSpec(f"file://{tmp_path}"), uuid=str(uuid.uuid4()), rank=RANK,
+            files=[], shared=[], stored=[],
+        )  # fmt: skip
+        ours.sendall(msgspec.json.encode(request) + b"\n")
+        assert ours.recv(1, socket.MSG_PEEK)
+    assert (process.communicate(timeout=60)[1], process.returncode) == (b"", 0)
 
 
 def test_credentials_are_not_on_the_command_line(tmp_path: Path, persister: Persister) -> None:

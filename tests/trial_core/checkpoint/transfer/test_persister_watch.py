@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -23,6 +24,8 @@ from trial_core.checkpoint.transfer.persister_watch import (
 )
 from trial_core.checkpoint.transfer.staging import StagedFile
 from trial_core.errors import StorageError
+
+pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 
 TIMEOUT_SECONDS = 0.5
 
@@ -117,6 +120,32 @@ def test_a_few_bytes_are_no_progress(
     with StallWatch(0, 0.01 * POLLS_PER_TIMEOUT, is_over.set) as watch:
         assert is_over.wait(20)
     assert watch.has_stalled == stalls
+
+
+def test_small_files_that_are_stored_slowly_are_progress(
+    tmp_path: Path, impatient: Persister, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each counts when it is stored, though none of them moves enough bytes."""
+    pipes = [tmp_path / f"{number:02}" for number in range(2 * POLLS_PER_TIMEOUT)]
+    for pipe in pipes:
+        os.mkfifo(pipe)  # it is read when it is opened here
+    unread, has_noted, note_report = iter(pipes), threading.Semaphore(), StallWatch.note_report
+
+    def note(watch: StallWatch) -> None:
+        note_report(watch)
+        has_noted.release()
+
+    def moved_bytes(watch: StallWatch) -> int:
+        if has_noted.acquire(timeout=2) and (pipe := next(unread, None)) is not None:
+            pipe.open("wb").close()
+        return 0
+
+    monkeypatch.setattr(StallWatch, "note_report", note)
+    monkeypatch.setattr(StallWatch, "_moved_bytes", moved_bytes)
+    files = [StagedFile(pipe.name, str(pipe), 0) for pipe in pipes]
+    store = CheckpointStore(str(tmp_path / "store"))
+    entries = impatient.upload(store.spec, str(uuid.uuid4()), 0, files)
+    assert [each.path for each in entries] == [pipe.name for pipe in pipes]
 
 
 def test_a_long_transfer_logs_its_progress(
