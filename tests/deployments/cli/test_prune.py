@@ -280,6 +280,9 @@ def test_dry_run_shows_leftovers(
     assert "never committed; its trial was last active at 2001-05-09" in rows[0]
     assert "and is presumed dead after 7 days" in rows[1]
     assert total == "to delete: 1 of 2 leftovers, 4 B"
+    assert run(tmp_path, "prune", *RULES, "--dry-run", "--json") == 0
+    listed = json.loads(capsys.readouterr().out)["leftovers"]
+    assert [row["action"] for row in listed] == ["delete", "keep"]
     assert uploads(tmp_path) == {*leftovers}
 
 

@@ -127,11 +127,13 @@ def test_storages_of_one_url_are_told_apart(
     for endpoint in ("http://one:9000", "http://two:9000"):
         bucket = CheckpointStore("s3://bucket/runs", {"endpoint_url": endpoint})
         note_storage(bucket, endpoint, logger)
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        note_storage(CheckpointStore("s3://bucket/runs"), endpoint, logger)
     for machine in ("one", "two"):
         monkeypatch.setattr("socket.gethostname", lambda machine=machine: machine)
         note_storage(stored, machine, logger)
     assert caplog.records == []
-    assert len(list((tmp_path / "home" / "storages").iterdir())) == 4
+    assert len(list((tmp_path / "home" / "storages").iterdir())) == 6
 
 
 def test_a_storage_in_memory_is_no_storage_to_come_back_to(config: ExperimentConfig) -> None:

@@ -12,6 +12,7 @@ from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.transfer.fetch import download, fetch_files, take_local
 from trial_core.errors import CheckpointDamaged, CheckpointError, StorageError
+from trial_core.processes.machine.memory_files import MemoryFiles, is_memory_file
 
 DAMAGED = "mp_rank_00/model states.pt"
 CHANGED = FILES[DAMAGED][:-1] + b"\x00"
@@ -138,6 +139,19 @@ def test_a_local_copy_is_linked_or_copied(
     assert (target.stat().st_ino == staged.stat().st_ino) == can_link
     staged.unlink()
     assert stored_files(target.parent) == {"a": b"1" * 1000}
+
+
+def test_a_local_copy_in_memory_stays_there(tmp_path: Path) -> None:
+    """Its bytes are not written to a disk."""
+    memory = MemoryFiles(10_000)
+    memory.begin()
+    memory.write(tmp_path / "kept", "a.pt", lambda file: file.write(b"in memory"))
+    memory.end()
+    target, wanted = tmp_path / "target", [entry("a.pt", b"in memory")]
+    assert take_local(new_manifest().uuid, wanted, target, [tmp_path / "kept"]) == []
+    assert is_memory_file(target / "a.pt")
+    assert (target / "a.pt").read_bytes() == b"in memory"
+    memory.close()
 
 
 def test_a_file_is_fetched_if_its_local_copy_cannot_be_read(

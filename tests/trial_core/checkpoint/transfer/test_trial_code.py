@@ -15,7 +15,7 @@ from trial_core.checkpoint.transfer import checkpoint_source, trial_code
 from trial_core.checkpoint.transfer.checkpoint_source import CheckpointSource
 from trial_core.checkpoint.transfer.code_folder import pack_code
 from trial_core.checkpoint.transfer.fetch import download
-from trial_core.checkpoint.transfer.trial_code import code_of_checkpoint, upload_code
+from trial_core.checkpoint.transfer.trial_code import TrialCode, code_of_checkpoint, upload_code
 from trial_core.errors import CheckpointDamaged, CheckpointNotFound
 
 
@@ -39,7 +39,8 @@ def test_code_is_verified_and_downloaded_as_the_other_files(
     download(store, manifest.uuid, tmp_path / "downloaded")
     assert (tmp_path / "downloaded" / layout.CODE_NAME).read_bytes() == archive
     found = code_of_checkpoint(CheckpointSource(manifest, store), tmp_path / "code")
-    assert found.archive == archive
+    assert manifest.code is not None
+    assert (found.archive, found.digest) == (archive, manifest.code.digest)
     assert (tmp_path / "code" / "model.py").read_text() == "x = 1"
 
 
@@ -108,4 +109,5 @@ def test_code_is_deleted_with_its_checkpoint(local_store: CheckpointStore) -> No
 def test_no_code_is_no_file(local_store: CheckpointStore) -> None:
     """A notebook has no code folder."""
     assert upload_code(local_store, "u-1", None) is None
+    assert TrialCode(Path("nowhere")).digest == ""
     assert stored_keys(local_store) == set()

@@ -71,7 +71,8 @@ def test_a_retry_skips_stored_files(
 def test_what_has_changed_once_is_not_hashed_before_it_is_sent(
     local_store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What has not changed is, each time, and is not stored again."""
+    """What has not changed is, each time, and is not stored again. What changes no more is stored
+    once more, and then hashed as well."""
     hashed: list[str] = []
 
     def digest(path: Path, *arguments: Any) -> str:
@@ -81,15 +82,17 @@ def test_what_has_changed_once_is_not_hashed_before_it_is_sent(
     monkeypatch.setattr("trial_core.checkpoint.transfer.upload.local_digest", digest)
     shared: list[FileEntry] = []
     changing: set[str] = set()
-    for number in range(4):
-        content = {"frozen": b"f" * 9, "trained": b"%09d" % number, "step": b"1"}
+    for number in range(6):
+        content = {"frozen": b"f" * 9, "trained": b"%09d" % min(number, 3), "step": b"1"}
         files = staged_files(stage(tmp_path / f"{number}", content), 0)
         hashed.clear()
         entries = upload_staged(
             local_store, f"u{number}", files, 0, shared=shared, changing=changing
         )
-        assert sorted(hashed) == [[], ["frozen", "trained"], ["frozen"], ["frozen"]][number]
-        assert [each.path for each in entries if each.stored_at] == ["frozen"][:number]
+        both, one = ["frozen", "trained"], ["frozen"]
+        assert sorted(hashed) == [[], both, one, one, one, both][number]
+        stored = [each.path for each in entries if each.stored_at]
+        assert stored == [[], one, one, one, one, both][number]
         places = ("/".join(each.place(f"u{number}")) for each in entries)
         shared = [replace(each, stored_at=at) for each, at in zip(entries, places, strict=True)]
 
