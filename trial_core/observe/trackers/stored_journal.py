@@ -61,6 +61,7 @@ def _has_adopted(store: CheckpointStore, trial: str, folder: Path) -> bool:
     journal = store.storage.read(f"{stored}/{JOURNAL}")
     if journal is None:
         return False
+    journal = journal[: journal.rfind(b"\n") + 1]
     ours = age(local.read_bytes()) if local.exists() else None
     theirs = age(journal)
     if ours is not None and ours > theirs:
@@ -68,12 +69,17 @@ def _has_adopted(store: CheckpointStore, trial: str, folder: Path) -> bool:
     states: dict[Path, bytes] = {}
     for key in store.storage.sizes(stored):
         file = folder / key.rpartition("/")[2]
-        if file.suffix == ".json" and (data := store.storage.read(f"{stored}/{file.name}")):
-            is_ours = ours == theirs and file.exists()
+        if file.suffix != ".json" or not (data := store.storage.read(f"{stored}/{file.name}")):
+            continue
+        # Written again from its fields: in a shared folder, it may be a link to a file of this
+        # user's, and `keep` stores what is here.
+        with suppress(msgspec.MsgspecError):
             if file.name == ORDER:
-                states[file] = _adopted(file, data)
-            elif not is_ours or read_state(file).sent < decode(data, State).sent:
-                states[file] = data
+                states[file] = _adopted(file, decode(data, SenderOrder))
+                continue
+            state, is_ours = decode(data, State), ours == theirs and file.exists()
+            if not is_ours or read_state(file).sent < state.sent:
+                states[file] = msgspec.json.encode(state)
     # The journal first: a state behind the journal sends twice; one ahead of it loses records.
     if ours != theirs:
         _take_segments(store, stored, folder, journal)
@@ -97,14 +103,13 @@ def _take_segments(store: CheckpointStore, stored: str, folder: Path, journal: b
                     replace_file(file, data)
 
 
-def _adopted(file: Path, stored: bytes) -> bytes:
+def _adopted(file: Path, stored: SenderOrder) -> bytes:
     """The stored order, marked as adopted; this machine's own if both name the same trackers."""
     with suppress(OSError, msgspec.MsgspecError):
-        order = decode(stored, SenderOrder)
-        stored = msgspec.json.encode(msgspec.structs.replace(order, is_adopted=True))
         own = file.read_bytes()
-        return own if decode(own, SenderOrder).trackers == order.trackers else stored
-    return stored
+        if decode(own, SenderOrder).trackers == stored.trackers:
+            return own
+    return msgspec.json.encode(msgspec.structs.replace(stored, is_adopted=True))
 
 
 def keep(
@@ -139,9 +144,9 @@ def _store(store: CheckpointStore, trial: str, run_dir: Path, is_end: bool) -> N
     # never change.
     if journal.exists() and (data := journal.read_bytes()):
         folder = layout.run_file_key(trial, FOLDER)
-        segments = [*journal.parent.glob("journal-*.jsonl")]
+        segments = [journal.with_name(each.name) for each in first_line(data)[0].segments]
         there = store.storage.sizes(folder) if segments else {}
-        for file in segments:
+        for file in filter(Path.exists, segments):
             if there.get(key := f"{folder}/{file.name}") != file.stat().st_size:
                 store.storage.write(key, file.read_bytes())
         store.storage.write(f"{folder}/{JOURNAL}", data)

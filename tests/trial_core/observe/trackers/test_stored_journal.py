@@ -131,6 +131,23 @@ def test_a_newer_local_journal_stays(copies: Copies) -> None:
     assert read_state(copies.state_file) == State(run="here", sent=1)
 
 
+@pytest.mark.parametrize("name", ["noting.json", ORDER, JOURNAL])
+@pytest.mark.parametrize("text", [b"the key of this user", b'{"auths": "the key of this user"}'])
+def test_a_link_brings_no_file_of_this_user_into_the_storage(
+    copies: Copies, tmp_path: Path, name: str, text: bytes
+) -> None:
+    """Who writes to a shared folder can make one in a record's place."""
+    copies.write_stored(LINE % 1)
+    (tmp_path / "key").write_bytes(text)
+    link = tmp_path / "store" / layout.run_file_key(TRIAL, f"{FOLDER}/{name}")
+    link.unlink(missing_ok=True)
+    link.symlink_to(tmp_path / "key")
+    copies.adopt()
+    keep(copies.store, TRIAL, copies.run_dir, LOGGER)
+    there = [each for each in (tmp_path / "store").rglob("*") if each.is_file()]
+    assert not [each for each in there if not each.is_symlink() and b"key" in each.read_bytes()]
+
+
 def test_no_record_chooses_a_file_to_send(tmp_path: Path) -> None:
     """The report has one place, and is a file of its own: who writes to the storage could have any
     file of the next machine sent."""
