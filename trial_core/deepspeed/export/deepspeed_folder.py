@@ -155,8 +155,8 @@ def _require_names_within(file: str, content: Any) -> None:
 
 def _names(value: Any) -> Iterator[Any]:
     """All keys in a file at any depth, and the names that DeepSpeed makes keys of."""
-    if isinstance(value, Mapping):
-        for key, each in value.items():
+    if isinstance(value, dict):
+        for key, each in dict.items(value):  # a pickle can give a Counter another `items`
             yield from key if type(key) is tuple else (key,)
             if key == AUTOEP_EXPERT_KEY_PREFIX:
                 yield each

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,19 @@ def test_names_that_lead_out_of_the_export_are_refused(tmp_path: Path, name: str
     with pytest.raises(CheckpointError, match="outside of the export"):
         convert(folder)
     assert {each.name for each in files(tmp_path) - before} <= {MODEL, OPTIMIZER}
+
+
+class Hiding:
+    """Unpickled, a Counter that has a name, and whose own `items` tells of none."""
+
+    def __reduce__(self) -> Any:
+        return Counter, ({"../../out": 1},), {"items": set}
+
+
+def test_no_object_hides_its_names(tmp_path: Path) -> None:
+    """The reader constructs it, and DeepSpeed would get a copy that tells them."""
+    with pytest.raises(CheckpointError, match="outside of the export"):
+        convert(checkpoint(tmp_path / "saved", any=Hiding()))
 
 
 def test_a_path_is_not_a_name(tmp_path: Path) -> None:
