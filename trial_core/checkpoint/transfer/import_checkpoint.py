@@ -129,6 +129,7 @@ def import_checkpoint(
             entrypoint=source.shown,
             hyperparameters={},
         )
+        Manifest.from_json(manifest.to_json())  # what the commit would refuse
     except BaseException:
         with contextlib.suppress(StorageError):
             _discard(store, trial, uuid)

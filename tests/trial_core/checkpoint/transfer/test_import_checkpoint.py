@@ -531,9 +531,15 @@ def incomplete_index(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+def odd_name(folder: Path) -> None:
+    """No manifest lists it."""
+    save_file({"a": torch.ones(2)}, folder / "a\\b.safetensors")
+
+
 @pytest.mark.parametrize(
     ("fill", "text"),
     [
+        (odd_name, "is not a plain relative path"),
         (incomplete_index, "index.json lists missing.safetensors, which is not there"),
         (huge_rank, "has 1 of the files .*expected 1000000"),
         (pipe, "pytorch_model.bin is no regular file"),
