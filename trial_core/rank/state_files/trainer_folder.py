@@ -26,6 +26,8 @@ _TAGS = ("latest", "latest_universal")
 CHECKPOINT = re.compile(r"checkpoint-\d+", re.ASCII)
 """The name of a Trainer's folder."""
 _BEST = "best_model_checkpoint"
+_ADAPTER, _MEGATRON = "adapter_config.json", "megatron.core"
+"""An adapter's config of peft, and the one module that it may name."""
 _WAY_OUT = (
     "If you trust the writers of the storage, set checkpointing.trusted: true; without an "
     "experiment file, TrialflowCallback(exp_conf={'checkpointing': {'trusted': True}})"
@@ -55,6 +57,11 @@ def require_safe(folder: Path, classes: Sequence[Any]) -> None:
                 f"{name} names {_beginning(file)!r}; expected a folder next to it, such as "
                 "global_step100"
             )
+        if file.name == _ADAPTER and (module := _module_of(file)) not in (None, _MEGATRON):
+            raise CheckpointError(
+                f"{name} names the module {module!r}, which peft 0.18 imports: it may be a file of "
+                f"this folder; expected {_MEGATRON}. {_WAY_OUT}"
+            )
         if file.name.endswith(_PICKLES) and name.parts[1:] != (_NOT_READ,):
             try:
                 reader.load_mapped(file)
@@ -77,6 +84,13 @@ def name_best_beside(folder: Path) -> None:
         name = Path(str(best)).name
         state[_BEST] = str(folder.parent / name) if CHECKPOINT.fullmatch(name) else None
         replace_file(file, json.dumps(state, indent=2, sort_keys=True).encode())
+
+
+def _module_of(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text()).get("megatron_core")
+    except (ValueError, RecursionError, AttributeError):
+        return None  # peft cannot read it, either
 
 
 def _beginning(file: Path) -> str:

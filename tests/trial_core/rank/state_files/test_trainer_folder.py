@@ -103,6 +103,18 @@ def test_a_state_that_names_no_best_checkpoint_stays(folder: Path, text: str | N
     assert (file.read_text() if file.exists() else None) == text
 
 
+def test_an_adapter_names_no_module_to_import(folder: Path) -> None:
+    """The Trainer loads adapters that lie below its folder, with their configs."""
+    (folder / "second").mkdir()
+    config = folder / "second" / "adapter_config.json"
+    for text in ('{"megatron_core": "megatron.core"}', '{"peft_type": "LORA"}', "{"):
+        config.write_text(text)
+        require_safe(folder.parent, ())
+    config.write_text('{"megatron_config": {"a": 1}, "megatron_core": "out.checkpoint-5.evil"}')
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json names .*evil"):
+        require_safe(folder.parent, ())
+
+
 DTYPE = b"cnumpy\ndtype\n"
 OBJECT = DTYPE + b"(X\x01\x00\x00\x00O\x89\x88t"
 CORE = f"c{np.random.get_state()[1].__reduce__()[0].__module__}\n_reconstruct\n".encode()
