@@ -122,7 +122,8 @@ def note_damage(storage: Storage, uuid: str, damage: Iterable[Damage]) -> None:
         if each.seen_digest is None:
             continue
         try:
-            note = msgspec.json.encode({"seen": each.seen_digest, "expected": each.entry.digest})
+            # Not what was seen: a link may lead to a file of this user's, whose digest is a secret.
+            note = msgspec.json.encode({"expected": each.entry.digest})
             storage.write(layout.damage_key(*each.entry.place(uuid)), note)
         except StorageError as error:
             _logger.warning("later checkpoints may refer to a damaged file: %s", error)

@@ -225,6 +225,10 @@ class Storage:
             if key.startswith(f"{folder}/") and _is_plain(key)  # no request can be for another
         }
 
+    def is_linked(self, key: str) -> bool:
+        """Return whether an object's place is a link, or in a folder that is one."""
+        return False
+
     def now(self) -> datetime | None:
         """The time by the storage's clock; None if it does not tell. Writes a probe object.
 

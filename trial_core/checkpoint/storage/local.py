@@ -76,6 +76,10 @@ class LocalStorage(Storage):
                 found[key] = StoredObject(status.st_size, modified_at)
         return found
 
+    def is_linked(self, key: str) -> bool:
+        path, root = Path(self._path(key)), Path(self._root or "/")
+        return any(each.is_symlink() for each in (path, *path.parents) if root in each.parents)
+
     def clear(self, folder: str, keep: Collection[str] = ()) -> DeletedFiles:
         """As `Storage.clear`; deletes the empty folders as well.
 

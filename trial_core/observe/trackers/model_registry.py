@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.json_objects import read_json
+from trial_core.common.text_format import one_line
 from trial_core.errors import ConfigError
 from trial_core.models.registry import Registry
 from trial_core.observe.trackers.in_mlflow import MlflowTracker, quiet_client
@@ -44,7 +45,8 @@ def show_champion(
         The version there, as ``gpt version 3``; None if the experiment does not ask for it.
 
     Raises:
-        NotShown: MLflow cannot be reached, or refuses; or only the storage names its place.
+        NotShown: MLflow cannot be reached, or refuses; or only the storage names its place, or
+            another registered model.
         RegistryError, StorageError: our registry cannot be read.
     """
     champion = registry.champion(model)
@@ -54,10 +56,17 @@ def show_champion(
     options: dict[str, Any] = {} if order is None else order.trackers.get("mlflow", {})
     if not (name := options.get("registered_model")):
         return None
+    ours = (own or {}).get("mlflow", {})
+    if name is not True and name not in (model, ours.get("registered_model")):
+        raise NotShown(
+            f"the trial's storage names the registered model {one_line(str(name))}, which your "
+            "experiment does not name; its champion would change. If you trust it, give an "
+            "experiment (--config) whose trackers.mlflow has this registered_model"
+        )
     state = _stored(registry, champion.trial, "mlflow.json", State) or State()
     options = MlflowTracker.without_paths(options)
     try:
-        MlflowTracker.require_own_place("mlflow", options, (own or {}).get("mlflow", {}))
+        MlflowTracker.require_own_place("mlflow", options, ours)
     except ConfigError as error:  # not shortened: it says what to set
         raise NotShown(str(error)) from error
     try:

@@ -573,6 +573,24 @@ def test_a_damaged_copy_repairs_nothing(local_store: CheckpointStore, tmp_path: 
     assert local_store.storage.read(key) == before
 
 
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_a_link_is_no_copy(local_store: CheckpointStore, tmp_path: Path, is_folder: bool) -> None:
+    """It may lead to any file of this user's, which nothing stores or tells the digest of."""
+    saved = [save(local_store, tmp_path, batches) for batches in (7, 11)]
+    root = Path(local_store.url.removeprefix("file://"))
+    copy = root / layout.file_key(saved[1].uuid, "base/frozen weights.pt")
+    assert copy.exists()
+    linked = copy.parent if is_folder else copy
+    linked.rename(tmp_path / "home")
+    linked.symlink_to(tmp_path / "home")
+    flip_a_bit(local_store, layout.file_key(saved[0].uuid, "base/frozen weights.pt"))
+    damage = local_store.find_damage(saved[0].uuid, saved[0].all_files)
+    assert repair(local_store, saved[0], damage) == damage != []
+    (note,) = (root / layout.DAMAGES).rglob("*.json")
+    assert damage[0].seen_digest is not None
+    assert damage[0].seen_digest not in note.read_text()
+
+
 def test_a_repair_that_stores_damage_is_none(
     local_store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,20 @@ from trial_core.observe.trackers.model_registry import NotShown, show_champion
 from trial_core.observe.trackers.sender import SenderOrder
 
 
+def promoted(store: CheckpointStore, **options: object) -> Registry:
+    """A registry whose champion's trial had these options of MLflow, by its storage."""
+    registry = new_registry(store, 1)
+    registry.promote(MODEL, 1, why="")
+    trial = registry.version(MODEL, 1).trial
+    order = SenderOrder(
+        trial=trial, experiment="gpt", run_dir="", patience_seconds=1.0,
+        trackers={"mlflow": options},
+    )  # fmt: skip
+    key = layout.run_file_key(trial, f"{FOLDER}/{ORDER}")
+    store.storage.write(key, msgspec.json.encode(order))
+    return registry
+
+
 @pytest.mark.long
 def test_the_alias_follows_the_champion(
     mlflow: MlflowServer, moto_s3: S3Server, here: Path
@@ -77,15 +91,7 @@ def test_what_mlflow_says_is_shown_without_secrets(
 ) -> None:
     """Its errors name the server's URL, with the password in it."""
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:hunter22@127.0.0.1:9")
-    registry = new_registry(local_store, 1)
-    registry.promote(MODEL, 1, why="")
-    trial = registry.version(MODEL, 1).trial
-    order = SenderOrder(
-        trial=trial, experiment="gpt", run_dir="", patience_seconds=1.0,
-        trackers={"mlflow": {"registered_model": True}},
-    )  # fmt: skip
-    key = layout.run_file_key(trial, f"{FOLDER}/{ORDER}")
-    local_store.storage.write(key, msgspec.json.encode(order))
+    registry = promoted(local_store, registered_model=True)
     with pytest.raises(NotShown, match=r"127\.0\.0\.1") as problem:
         show_champion(registry, MODEL)
     assert "hunter22" not in str(problem.value)
@@ -93,17 +99,21 @@ def test_what_mlflow_says_is_shown_without_secrets(
 
 def test_a_server_that_only_the_storage_names_is_not_asked(local_store: CheckpointStore) -> None:
     """It would get the caller's token."""
-    registry = new_registry(local_store, 1)
-    registry.promote(MODEL, 1, why="")
-    trial = registry.version(MODEL, 1).trial
     options = {"registered_model": True, "tracking_uri": "http://127.0.0.1:9"}
-    order = SenderOrder(
-        trial=trial, experiment="gpt", run_dir="", patience_seconds=1.0,
-        trackers={"mlflow": options},
-    )  # fmt: skip
-    key = layout.run_file_key(trial, f"{FOLDER}/{ORDER}")
-    local_store.storage.write(key, msgspec.json.encode(order))
+    registry = promoted(local_store, **options)
     with pytest.raises(NotShown, match="set MLFLOW_TRACKING_URI"):
         show_champion(registry, MODEL)
     with pytest.raises(NotShown, match="127"):
         show_champion(registry, MODEL, {"mlflow": options})
+
+
+@pytest.mark.parametrize("named", [None, MODEL, "payments"])
+def test_no_storage_moves_the_alias_of_another_model(
+    local_store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, named: str | None
+) -> None:
+    """MLflow's own models are not those of who writes to the storage."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    registry = promoted(local_store, registered_model=MODEL if named == MODEL else "payments")
+    own = {} if named is None else {"mlflow": {"registered_model": named}}
+    with pytest.raises(NotShown, match="payments" if named is None else "Connection"):
+        show_champion(registry, MODEL, own)

@@ -84,6 +84,14 @@ def test_what_another_package_allows_is_not_numpys(path: Path) -> None:
         assert (state["greeting"].words, state["for"]) == ("hello", datetime.timedelta(1))
 
 
+def test_what_another_package_allows_stays(path: Path) -> None:
+    """Also if the reader allows it itself."""
+    torch.save({"for": datetime.timedelta(1)}, path)
+    with torch.serialization.safe_globals([datetime.timedelta]):
+        Reader().load(path)
+        assert datetime.timedelta in torch.serialization.get_safe_globals()
+
+
 def test_hidden_code_is_not_run(tmp_path: Path, path: Path) -> None:
     """Not even under a harmless name."""
     torch.save({"callbacks": Trap(tmp_path / "sprung")}, path)
