@@ -92,7 +92,7 @@ class RetrainingRun:
         """
         manifest, own = self.store.open(champion.checkpoint), self.config
         if own.environment.code != "from_checkpoint":
-            checked_entrypoint(manifest.entrypoint, own.entrypoint, own.code)
+            checked_entrypoint(manifest.entrypoint, own.entrypoint, own.code, self.store.url)
         config = own
         if isinstance(own, SearchExperiment):
             config = own.of_trial(manifest.hyperparameters, plan.trial)

@@ -22,7 +22,9 @@ os.environ["PREFECT_SERVER_ANALYTICS_ENABLED"] = "false"
 os.environ["DO_NOT_TRACK"] = "1"
 if "PYTEST_XDIST_WORKER" not in os.environ:
     # In place of the person's own: its server, profile and results stay as they are.
-    _prefect_home = tempfile.TemporaryDirectory(prefix="tests-", ignore_cleanup_errors=True)
+    _prefect_home = tempfile.TemporaryDirectory(
+        prefix="trialflow-tests-", ignore_cleanup_errors=True
+    )
     os.environ["PREFECT_HOME"] = _prefect_home.name
 # A shell starts background jobs with SIGINT ignored, and commands under test would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -26,24 +26,32 @@ _MAKE_NAMES = frozenset((
 """Names in the text of a module that may define others, or modules, at run time."""
 
 
-def checked_entrypoint(stored: str, own: str, folder: Path) -> str:
+def checked_entrypoint(stored: str, own: str, folder: Path, storage_url: str) -> str:
     """Check and return an entrypoint that a checkpoint names, and that runs in another experiment.
 
     A writer to the storage must not choose a program or a module of this machine.
 
     Args:
         own: the experiment's entrypoint.
-        folder: the experiment's code folder.
+        folder: the experiment's code folder, in which the storage may be.
 
     Raises:
-        TrialError: it is another command, or not of a module in `folder` or in `own`'s package.
+        TrialError: it is another command, or not of a module in `folder` or in `own`'s package; or
+            its module is in the storage.
     """
     if stored == own:
         return stored
-    package, own_package = (re.split("[.:]", each)[0] for each in (stored, own))
-    is_known = package == own_package or any(
-        (folder / name).exists() for name in (package, f"{package}.py") if package.isidentifier()
+    parts, own_package = stored.partition(":")[0].split("."), re.split("[.:]", own)[0]
+    is_known = parts[0] == own_package or any(
+        (folder / name).exists() for name in (parts[0], f"{parts[0]}.py")
     )
+    module, storage = (
+        each.resolve()
+        for each in (folder.joinpath(*parts), Path(storage_url.removeprefix("file://")))
+    )
+    is_in_storage = folder.resolve() in storage.parents and storage in (module, *module.parents)
+    # A folder of a run, or a fetched one as checkpoint-5, has another name.
+    is_known = is_known and all(map(str.isidentifier, parts)) and not is_in_storage
     if is_command(stored) or not is_known:
         raise TrialError(
             f"the checkpoint names the entrypoint {stored!r}; expected module:Class of {folder}, "

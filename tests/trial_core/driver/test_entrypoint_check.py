@@ -87,13 +87,25 @@ def test_packages_of_other_machines_and_folders_may_have_it(code: Path) -> None:
 
 @pytest.mark.parametrize(
     "stored",
-    ["python train.py --to /etc", "python train.d/../x.py", "python -m train", "other:Trial"],
+    [
+        "python train.py --to /etc",
+        "python train.d/../x.py",
+        "python -m train",
+        "other:Trial",
+        "train.checkpoint-5.evil:Trial",
+        "runs.checkpoints:Trial",
+        "runs.checkpoints.evil:Trial",
+        "link.evil:Trial",
+    ],  # a storage may be in the code folder
 )
 def test_a_stored_entrypoint_is_no_other_command(tmp_path: Path, stored: str) -> None:
     """Not even with the same beginning: its arguments would be a stranger's."""
     own = "python train.py"
+    storage = tmp_path / "runs" / "checkpoints"
+    storage.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(storage)
     (tmp_path / "train.py").touch()
-    assert checked_entrypoint(own, own, tmp_path) == own
-    assert checked_entrypoint("train:Trial", own, tmp_path) == "train:Trial"
+    for known in (own, "train:Trial", "runs.train:Trial"):
+        assert checked_entrypoint(known, own, tmp_path, f"file://{storage}") == known
     with pytest.raises(TrialError, match="expected module:Class"):
-        checked_entrypoint(stored, own, tmp_path)
+        checked_entrypoint(stored, own, tmp_path, f"file://{storage}")
