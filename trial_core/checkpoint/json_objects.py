@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import getpass
+import json
 import logging
 import socket
 from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -52,6 +53,17 @@ def read_json(
         return None
     read = decode_json(data, kind, "" if is_silent else f"{storage.url}/{key}")
     return unreadable if read is None else read
+
+
+def decode_mapping(data: bytes | str, where: str) -> dict[str, Any]:
+    """A stored JSON object of any content. Raises CheckpointDamaged, with its name, for others."""
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointDamaged(f"{where} cannot be read as JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise CheckpointDamaged(f"{where} holds {type(found).__name__}, expected a JSON object")
+    return found
 
 
 def decode_json(data: bytes, kind: type[Record], where: str = "") -> Record | None:

@@ -29,8 +29,9 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import groups
 
+from trial_core.checkpoint.json_objects import decode_mapping
 from trial_core.common.text_format import first_few
-from trial_core.errors import CheckpointError
+from trial_core.errors import CheckpointDamaged, CheckpointError
 from trial_core.rank.collectives.distributed import DistributedContext
 from trial_core.rank.state_files.bit_sum import bit_sum
 
@@ -177,15 +178,18 @@ def fingerprints_of(
 ) -> dict[str, Fingerprint]:
     """The recorded fingerprints of an engine, or of one of its model-parallel ranks, by name.
 
-    Without names that ranks disagree about.
+    Without names that ranks disagree about. Raises CheckpointDamaged if a file has none.
     """
     found: dict[str, set[Fingerprint]] = {}
     for file in folder.glob(f"{FILE_PREFIX}*.json"):
-        recorded = json.loads(file.read_text())
-        for each in recorded["engines"][engine : engine + 1]:
-            if recorded["version"] == _VERSION and model_rank in (None, each["model_rank"]):
-                for name, values in each["tensors"].items():
-                    found.setdefault(name, set()).add(Fingerprint(*values))
+        recorded = decode_mapping(file.read_bytes(), file.name)
+        try:
+            for each in recorded["engines"][engine : engine + 1]:
+                if recorded["version"] == _VERSION and model_rank in (None, each["model_rank"]):
+                    for name, values in each["tensors"].items():
+                        found.setdefault(name, set()).add(Fingerprint(*values))
+        except (LookupError, TypeError, AttributeError) as error:
+            raise CheckpointDamaged(f"{file.name} holds no fingerprints: {error!r}") from error
     return {name: each.pop() for name, each in found.items() if len(each) == 1}
 
 

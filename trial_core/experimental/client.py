@@ -5,7 +5,6 @@ No server is asked. All is read from one storage: `login` chooses it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import msgspec
 
 from trial_core.checkpoint import layout
+from trial_core.checkpoint.json_objects import decode_mapping
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.retention.pruning import delete_checkpoint
 from trial_core.checkpoint.retention_policy import best_of_trial
@@ -53,7 +53,8 @@ class StoredCheckpoint(SaysWhatToUse):
     @property
     def metadata(self) -> dict[str, Any]:
         """What a Core API script has stored with it. Raises CheckpointDamaged."""
-        return dict(json.loads(self.store.read_file(self.manifest, "metadata.json") or "{}"))
+        stored = self.store.read_file(self.manifest, "metadata.json") or b"{}"
+        return decode_mapping(stored, f"metadata.json of checkpoint {self.uuid}")
 
     def download(self, path: str | None = None, mode: Any = None) -> str:
         """Fetch and verify all files into a folder, by default ``checkpoints/UUID``; returns it."""

@@ -69,6 +69,17 @@ def test_metadata_that_differ_from_the_manifest_are_refused(tmp_path: Path) -> N
         assert found.metadata
 
 
+@pytest.mark.parametrize(
+    "text", [b"[1]", b"{", b"[" * 100_000, b"\xff"], ids=["list", "cut", "deep", "bytes"]
+)
+def test_metadata_that_are_no_mapping_are_refused(tmp_path: Path, text: bytes) -> None:
+    """By the name of the file."""
+    stored = CheckpointStore(str(tmp_path / "stored"))
+    manifest = put_files(stored, 3, {"metadata.json": text})
+    with pytest.raises(CheckpointDamaged, match=r"metadata\.json"):
+        assert client.StoredCheckpoint(stored, manifest).metadata
+
+
 @pytest.mark.parametrize("reference", [TRIAL, NUMBER])
 def test_a_trial_has_checkpoints_and_metrics(store: CheckpointStore, reference: int | str) -> None:
     """By its id, or by the number that scripts know it by."""

@@ -45,6 +45,23 @@ def test_all_ties_are_written_out_or_none(
     assert config["tie_word_embeddings"] == word
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("model.safetensors", "{}"), ("pytorch_model.bin", "{}"), ("config.json", "[]"),
+        ("model.safetensors.index.json", "{}"), ("config.json", "{"), ("other.json", "{}"),
+    ],
+)  # fmt: skip
+def test_files_beside_the_config_are_no_weights(tmp_path: Path, name: str, text: str) -> None:
+    """They would replace the exported ones, or run code. There is a config."""
+    if name != "other.json":
+        (tmp_path / "config.json").write_text("{}")
+    (tmp_path / name).write_text(text)
+    (tmp_path / "model").mkdir()
+    with pytest.raises(CheckpointError, match=name.replace("other", "config")):
+        write_model({"a": weight(1)}, HFFacts(), tmp_path, tmp_path / "model", "2GB")
+
+
 def test_a_stored_pattern_is_not_searched_for(tmp_path: Path) -> None:
     """A search for `(a+)+$` would not end."""
     (tmp_path / "config.json").write_text("{}")

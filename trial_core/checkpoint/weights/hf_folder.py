@@ -9,16 +9,18 @@ from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
+from trial_core.checkpoint.json_objects import decode_mapping
 from trial_core.checkpoint.weights.model_files import HFFacts
 from trial_core.checkpoint.weights.weights import SavedWeight
-from trial_core.errors import CheckpointError, ConfigError, StorageError
+from trial_core.errors import CheckpointDamaged, CheckpointError, ConfigError, StorageError
 
 _ADAPTER_CONFIG = "adapter_config.json"
+_WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|pkl|ckpt|h5|msgpack)(\.index\.json)?")
+"""The names of files that ``from_pretrained`` reads weights of."""
 _INSTALL = "install huggingface_hub: pip install 'trialflow[hf]'"
 
 
@@ -35,7 +37,7 @@ def write_model(
         shard_size: the size of the largest file: ``2GB``.
 
     Raises:
-        CheckpointError: the adapter cannot be merged.
+        CheckpointError: the adapter cannot be merged, or other files hold weights, or no config.
         ConfigError: ``huggingface_hub`` is not installed, or the size is not valid.
     """
     try:
@@ -181,6 +183,11 @@ def _copy_files(files: Path, target: Path, but: str) -> None:
     for file in files.iterdir():
         if re.fullmatch(rf"facts_\d+\.json|{but}", file.name):
             continue
+        if _WEIGHTS.fullmatch(file.name):
+            raise CheckpointError(
+                f"{file.name} is beside the model's config, where no trial saves weights: the "
+                "checkpoint may be hostile; export its own weights: --to model.safetensors"
+            )
         if file.is_dir():  # a tokenizer may have several templates
             shutil.copytree(file, target / file.name)
         else:
@@ -189,7 +196,9 @@ def _copy_files(files: Path, target: Path, but: str) -> None:
 
 def _correct_config(file: Path, stored: Mapping[str, SavedWeight], facts: HFFacts) -> None:
     """Write the type of most weights into a config, and that a stored weight is not tied."""
-    config: dict[str, Any] = json.loads(file.read_text())
+    if not file.is_file():
+        raise CheckpointDamaged(f"the checkpoint holds no {file.name} of its model")
+    config = decode_mapping(file.read_bytes(), file.name)
     types = Counter(each.dtype for each in stored.values() if each.dtype.is_floating_point)
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     config[key] = str(max(types, key=types.__getitem__, default=torch.float32))[len("torch.") :]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from trial_core.checkpoint.json_objects import decode_mapping
 from trial_core.checkpoint.manifest import FileEntry, Manifest
 from trial_core.checkpoint.retention.pruning import delete_checkpoint
 from trial_core.checkpoint.storage.base import MAX_OBJECT_BYTES
@@ -210,8 +211,8 @@ class CheckpointContext:
 
         Raises:
             CheckpointNotFound: no such checkpoint exists.
-            CheckpointDamaged: the metadata differs from the manifest, or is too large to be read
-                without a fetch, or the manifest is damaged.
+            CheckpointDamaged: the metadata differs from the manifest, is no JSON object, or is too
+                large to be read without a fetch, or the manifest is damaged.
             StorageError: the storage failed.
         """
         if storage_id in self._fetched:
@@ -220,8 +221,7 @@ class CheckpointContext:
         else:
             self._refuse_unseen(storage_id)
             data = self._store.read_file(self._store.open(storage_id), METADATA)
-        found: dict[str, Any] = json.loads(data or "{}")
-        return found
+        return decode_mapping(data or b"{}", f"{METADATA} of checkpoint {storage_id}")
 
     def delete(self, storage_id: str) -> None:
         """Delete a checkpoint from the storage. Call it on one rank.

@@ -167,3 +167,15 @@ def test_other_weights_than_those_of_the_model_are_refused(tmp_path: Path) -> No
     write_fingerprint(folder, "layer.weight", torch.arange(4.0).flip(0))
     with pytest.raises(CheckpointError, match=r"1 of the exported tensors .* layer\.weight"):
         convert(folder)
+
+
+@pytest.mark.parametrize(
+    "text", ["[1]", "[" * 99_999, '{"engines": [7]}', "{}"], ids=["list", "deep", "number", "none"]
+)
+def test_fingerprints_that_are_none_are_refused(tmp_path: Path, text: str) -> None:
+    """By the name of the file."""
+    folder = checkpoint(tmp_path / "saved")
+    (folder / "trialflow").mkdir()
+    (folder / "trialflow" / "fingerprints-00.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"fingerprints-00\.json"):
+        convert(folder)
