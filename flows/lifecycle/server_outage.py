@@ -8,7 +8,6 @@ both are kept until the server answers, or until its outage is too long.
 from __future__ import annotations
 
 import asyncio
-import math
 import sys
 import threading
 import time
@@ -100,7 +99,7 @@ def reports_kept(outage: ServerOutage) -> Iterator[None]:
     with _installing:
         _waiting.append(outage)
         if len(_waiting) == 1:
-            _install(outage)
+            _install()
     try:
         yield
     finally:
@@ -110,16 +109,15 @@ def reports_kept(outage: ServerOutage) -> Iterator[None]:
                 _uninstall(is_away=outage.is_on)
 
 
-def _install(outage: ServerOutage) -> None:
+def _install() -> None:
     if InvalidHandshake not in clients.RETRYABLE_EXCEPTIONS:
         # The error if a proxy answers in place of the server, or if the server is ending.
         clients.RETRYABLE_EXCEPTIONS = (*clients.RETRYABLE_EXCEPTIONS, InvalidHandshake)
-    # At least a second each. A subclass would not do: Prefect sends nothing by unknown clients.
-    attempts = sys.maxsize if outage.limit_seconds is None else math.ceil(outage.limit_seconds)
+    # A subclass would not do: Prefect sends nothing by unknown clients.
     EventsWorker.set_client_override(
         clients.PrefectEventsClient,
         api_url=str(get_client(sync_client=True).api_url),  # no setting has a temporary server's
-        reconnection_attempts=attempts,
+        reconnection_attempts=sys.maxsize,  # `_uninstall` ends them
     )
     set_api_log_sink(lambda log: PatientLogWorker.instance().send(log))
 

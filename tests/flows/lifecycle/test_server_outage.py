@@ -61,7 +61,16 @@ def recorded(stage: Stage, run: UUID) -> tuple[list[str], set[str]]:
 
 
 @pytest.mark.parametrize(
-    "answer", [b"", pytest.param(UNAVAILABLE, marks=pytest.mark.long)], ids=["cut", "503"]
+    "answer",
+    [
+        b"",
+        pytest.param(UNAVAILABLE, marks=pytest.mark.long),
+        pytest.param(
+            UNAVAILABLE.replace(b"503 Service Unavailable", b"429 Too Many Requests"),
+            marks=pytest.mark.long,
+        ),
+    ],
+    ids=["cut", "503", "429"],
 )
 def test_what_happened_meanwhile_is_reported_later(
     stage: Stage, wire: Wire, monkeypatch: pytest.MonkeyPatch, answer: bytes
@@ -80,6 +89,7 @@ def test_what_happened_meanwhile_is_reported_later(
         assert stopping.request is None
 
     stage.act = train_without_server
+    stage.set_stopping(server_outage_seconds=None)
     run, result = stage.train()
     flush()
     assert isinstance(result, TrialResult)
@@ -163,13 +173,12 @@ def test_a_server_that_is_back_too_late(stage: Stage, wire: Wire) -> None:
 
 PROGRAM = """
 from prefect.events import emit_event
-from trialflow.flows.lifecycle.server_outage import (
-    PatientLogWorker, ServerOutage, reports_kept
-)
+from trialflow.flows.lifecycle import server_outage as it
 
-outage = ServerOutage(3600.0)
-with reports_kept(outage):
-    PatientLogWorker.instance().send({"message": "kept"})
+it.LAST_REPORTS_SECONDS = 3600.0  # for a server that is there
+outage = it.ServerOutage(3600.0)
+with it.reports_kept(outage):
+    it.PatientLogWorker.instance().send({"message": "kept"})
     emit_event("kept", {"prefect.resource.id": "some.resource"})
     outage.did_not_answer(outage.answers)
 """
