@@ -231,8 +231,7 @@ class StopMonitor:
             raise Abort(f"{reason}: scheduled again")
         if Step.END_BY_SIGNAL in steps and self._signals.received is not None:
             self._end_by_signal(self._signals.received, reason)
-        by_parent = self._ends_with_parent and request.reason == "suspended"
-        return self._end(steps[-1], reason, run, None if by_parent else suspended)
+        return self._end(steps[-1], reason, run, suspended)
 
     def _end(
         self, step: Step, reason: str, run: FlowRun | None, suspended: State[Any] | None
