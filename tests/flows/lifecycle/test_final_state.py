@@ -38,6 +38,7 @@ TRIES = ([], [Step.REQUEUE], [Step.END_BY_SIGNAL], [Step.REQUEUE, Step.END_BY_SI
         (replace(SUBFLOW, is_in_main_thread=False), [Step.CANCEL]),
         (SUBFLOW, [Step.END_BY_SIGNAL, Step.KEEP_STATE]),
         (DEPLOYED, [Step.REQUEUE, Step.KEEP_STATE]),
+        (replace(DEPLOYED, is_in_main_thread=False), [Step.REQUEUE, Step.KEEP_STATE]),
         (
             replace(DEPLOYED, has_signal=True),
             [Step.REQUEUE, Step.END_BY_SIGNAL, Step.KEEP_STATE],

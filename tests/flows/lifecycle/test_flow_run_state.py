@@ -1,21 +1,24 @@
-"""A 404 ends a run only if its flow run was really deleted."""
+"""A 404 ends a run only if its flow run was really deleted, and a waiting run is not lost."""
 
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
-from typing import ClassVar
+from typing import Any, ClassVar
 from uuid import uuid4
 
 import pytest
-from prefect.client.schemas.objects import FlowRun
-from prefect.exceptions import ObjectNotFound
+from prefect.client.schemas.objects import FlowRun, State
+from prefect.context import FlowRunContext
+from prefect.exceptions import Abort, ObjectNotFound, TerminationSignal
+from prefect.states import Cancelling, Running
 
 from tests.support.prefect import isolated
-from trialflow.flows.lifecycle.flow_run_state import FlowRunReader
+from trialflow.flows.lifecycle.flow_run_state import FlowRunReader, requeue_if_stopped
 from trialflow.flows.server.prefect_settings import environment
 
 RUN = FlowRun(id=uuid4(), flow_id=uuid4(), name="gpt")
@@ -24,20 +27,29 @@ UNKNOWN = (404, json.dumps({"detail": "Flow run not found"}))
 HEALTHY = (200, "true")
 PROXYS_404 = (404, "<html>no such page</html>")
 PROXYS_200 = (200, "<html>we are back soon</html>")
+WAITING = RUN.model_copy(update={"deployment_id": uuid4()})
+ACCEPTED = (201, json.dumps({"status": "ACCEPT", "details": {}, "state": {"type": "SCHEDULED"}}))
 
 
 class Server(BaseHTTPRequestHandler):
     """A server, or a proxy before it.
 
     Attributes:
-        run, health: status and body of its answers.
+        run, health, accepted: status and body of its answers; the last to a new state of the run.
     """
 
     run: ClassVar[tuple[int, str]]
     health: ClassVar[tuple[int, str]]
+    accepted: ClassVar[tuple[int, str]]
 
     def do_GET(self) -> None:
-        status, body = self.health if self.path.endswith("/health") else self.run
+        self._answer(*(self.health if self.path.endswith("/health") else self.run))
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self._answer(*self.accepted)
+
+    def _answer(self, status: int, body: str) -> None:
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -84,7 +96,8 @@ def watching(tmp_path: Path) -> Iterator[Watching]:
         thread = Thread(target=server.serve_forever)
         thread.start()
         url = f"http://127.0.0.1:{server.server_port}/api"
-        with environment({**isolated(tmp_path), "PREFECT_API_URL": url}):
+        plain = {"PREFECT_API_URL": url, "PREFECT_CLIENT_CSRF_SUPPORT_ENABLED": "false"}
+        with environment({**isolated(tmp_path), **plain}):
             yield Watching()
         server.shutdown()
         thread.join()
@@ -109,3 +122,32 @@ def test_a_deleted_run_is_noticed(watching: Watching) -> None:
     """After a minute in which the healthy server does not know it."""
     assert not watching.is_deleted_within(60, UNKNOWN)
     assert watching.is_deleted_within(5, UNKNOWN)
+
+
+def shown(state: State[Any]) -> tuple[int, str]:
+    """The answer that the waiting run has this state."""
+    return 200, WAITING.model_copy(update={"state": state}).model_dump_json()
+
+
+@pytest.mark.usefixtures("watching")
+@pytest.mark.parametrize(
+    ("run", "accepted", "end"),
+    [
+        (shown(Running()), ACCEPTED, Abort),
+        (shown(Cancelling()), ACCEPTED, TerminationSignal),
+        (UNKNOWN, ACCEPTED, TerminationSignal),
+        (shown(Running()), UNKNOWN, TerminationSignal),
+    ],
+    ids=["running", "cancelled", "no answer", "not accepted"],
+)
+def test_a_run_that_is_stopped_while_it_waits(
+    run: tuple[int, str], accepted: tuple[int, str], end: type[BaseException]
+) -> None:
+    """It goes back into its queue, unless it was cancelled or the server does not take it back."""
+    Server.run, Server.accepted = run, accepted
+    with (
+        FlowRunContext.model_construct(flow_run=WAITING),
+        pytest.raises(end),
+        requeue_if_stopped("GPUs"),
+    ):
+        raise TerminationSignal(signal=signal.SIGTERM)

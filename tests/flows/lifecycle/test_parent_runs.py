@@ -64,20 +64,31 @@ def train_one(config: Any) -> Any:
     return train(config)
 
 
+@task
+def train_another(config: Any) -> Any:
+    return train(config)
+
+
 LONG = pytest.mark.long
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
     "how",
-    [pytest.param("called", marks=LONG), "in tasks", pytest.param("in a subflow", marks=LONG)],
+    [
+        pytest.param("called", marks=LONG),
+        "in tasks",
+        pytest.param("in two tasks", marks=LONG),
+        pytest.param("in a subflow", marks=LONG),
+    ],
 )
 def test_a_retry_continues_the_trials(stage: Stage, configs: list[Any], how: str) -> None:
     """And not one of them under the other's hyperparameters, in whatever order they start."""
     attempts: list[list[str]] = []
+    tasks = [train_one, train_another]
 
     @flow
-    def inner(given: list[Any]) -> list[Any]:
+    def inner(given: list[Any], attempt: int) -> list[Any]:
         return [train(config) for config in given]
 
     @flow(retries=1)
@@ -87,8 +98,11 @@ def test_a_retry_continues_the_trials(stage: Stage, configs: list[Any], how: str
             results = [train(config) for config in ordered]
         elif how == "in tasks":
             results = [future.result() for future in [train_one.submit(each) for each in configs]]
+        elif how == "in two tasks":  # of the same experiment
+            by_task = {each: each(configs[0]) for each in tasks[:: -1 if attempts else 1]}
+            results = [by_task[each] for each in tasks]
         else:
-            results = inner(configs)
+            results = inner(configs, len(attempts))  # in the same place, with other parameters
         again = train(configs[0])  # a further trial with the same hyperparameters
         trials = [result.trial for result in results]
         attempts.append([*(trials if ordered is configs or how != "called" else trials[::-1])])

@@ -19,7 +19,7 @@ from prefect.states import Completed, Pending, Running
 
 from tests.support.prefect import ROOT, PrefectServer
 from tests.support.prefect_worker import kill
-from tests.support.waiting import ask
+from tests.support.waiting import WAIT_SECONDS, ask
 from trialflow.deployments.automations import automations
 from trialflow.flows.lifecycle import detached_engine, restarted_engine
 from trialflow.flows.lifecycle.crash_limit import RESTART_CRASHED, TAG
@@ -180,6 +180,25 @@ def test_an_engine_that_was_asked_to_end_does_not_begin_again() -> None:
         finally:
             supervisor.kill()
             kill(engine)
+
+
+def test_a_signal_to_a_supervisor_that_starts_an_engine_reaches_the_engine() -> None:
+    """A worker that is stopped at that moment does not wait for it."""
+    program = (
+        "import os, signal, subprocess, sys; "
+        "from trialflow.flows.lifecycle import detached_engine as it; "
+        "it.ENGINE, start = 'code', subprocess.Popen; "  # it reads its input until the end
+        "subprocess.Popen = lambda *given, **more: "
+        "os.kill(os.getpid(), signal.SIGTERM) or start(*given, **more); "
+        "sys.exit(it.Supervisor([]).run())"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as supervisor:
+        try:
+            assert supervisor.wait(WAIT_SECONDS) == 128 + signal.SIGTERM
+        finally:
+            supervisor.kill()
 
 
 def test_engines_that_are_killed_while_they_start_are_given_up(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import pytest
 from tests.support.prefect import ROOT
 from trial_core.schedule.stop_requests import StopHandler
 from trialflow.flows.lifecycle import stop_signals
-from trialflow.flows.lifecycle.stop_signals import StopSignals
+from trialflow.flows.lifecycle.stop_signals import StopSignals, signals_in_thread
 
 TIMEOUT_SECONDS = 30.0
 
@@ -77,6 +78,41 @@ def test_a_second_signal_ends_the_grace_period(
         finally:
             signals.restore()
     assert stopping.has_expired == is_second  # its thread has ended
+
+
+@pytest.fixture
+def handled() -> Iterator[None]:
+    """The main thread has a handler of SIGTERM, and ignores Ctrl-C, as in a shell's background."""
+    handlers = {signal.SIGTERM: lambda number, frame: None, signal.SIGINT: signal.SIG_IGN}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("handled")
+def test_a_run_in_another_thread_is_asked_until_it_ends() -> None:
+    """Its signals are then only for the others."""
+    with StopHandler(grace_seconds=60) as stopping, ThreadPoolExecutor() as threads:
+        ended, runs = [
+            threads.submit(StopSignals, stopping, False, lambda: None).result() for _ in range(2)
+        ]
+        for each in (ended, runs):
+            threads.submit(each.install).result()
+        ended.restore()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stopping.wait(TIMEOUT_SECONDS)
+        runs.restore()
+    assert (ended.received, runs.received) == (None, signal.SIGTERM)
+
+
+@pytest.mark.usefixtures("handled")
+def test_an_ignored_signal_asks_no_run_in_another_thread() -> None:
+    """Python would do nothing either."""
+    before = {*threading.enumerate()}
+    with signals_in_thread(lambda number: None):
+        listening = {*threading.enumerate()} - before
+    assert [each.name for each in listening] == ["signals SIGTERM"]
 
 
 PROGRAM = """

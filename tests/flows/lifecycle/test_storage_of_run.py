@@ -16,6 +16,7 @@ from prefect.states import Pending
 import trialflow.flows.train
 from tests.flows.lifecycle.conftest import Stage
 from tests.support.stores import mount, unmount
+from tests.support.wire import UNAUTHORIZED, Wire
 from trial_core.checkpoint.fencing import newest_attempts
 from trial_core.checkpoint.retention.trial_owner import own_trial
 from trial_core.checkpoint.storage_mark import read_mark
@@ -129,9 +130,9 @@ def test_a_label_that_the_server_does_not_take_is_written_with_a_report(
 
 
 def test_a_run_waits_for_the_server_before_it_begins(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
+    stage: Stage, wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Within `stopping.server_outage_seconds`, unless it is stopped."""
+    """Within `stopping.server_outage_seconds`, unless it is stopped or the server refuses it."""
     monkeypatch.setattr(trialflow.flows.lifecycle.storage_of_run, "RETRY_SECONDS", 0.0)
     found: list[str | None] = []
 
@@ -147,10 +148,15 @@ def test_a_run_waits_for_the_server_before_it_begins(
             stopping.ask("cancelled", "by this test")
             with pytest.raises(Stopped, match="nothing was begun"):
                 storage_of_run(None, stopping)
+        wire.cut(UNAUTHORIZED)
+        with pytest.raises(TrialflowError, match="401"):
+            storage_of_run(None, stopping)
+        wire.mend()
+        found.append("the end")  # a stopped run's error would not be seen
 
     stage.act = begin
     stage.train()
-    assert found == ["a mark"]
+    assert found == ["a mark", "the end"]
 
 
 def test_a_run_continues_only_a_trial_that_is_there(beginning: Stage) -> None:
