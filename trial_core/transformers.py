@@ -149,7 +149,8 @@ class TrialflowCallback(TrainerCallback):
     def _fetch_best(self, best: Mapping[str, str] | None, output: Path) -> None:
         """Fetch the best checkpoint, too, if this is another machine. Collective."""
         context = self._context
-        best = {name: uuid for name, uuid in (best or {}).items() if CHECKPOINT.fullmatch(name)}
+        known = best.items() if isinstance(best, Mapping) else ()  # else somebody's metadata
+        best = {name: str(uuid) for name, uuid in known if CHECKPOINT.fullmatch(name)}
         missing = [name for name in best if not (output / name).is_dir()]
         if any(context.distributed.allgather(missing)):
             try:

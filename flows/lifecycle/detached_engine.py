@@ -8,8 +8,8 @@ supervisor's signals. An engine whose supervisor is gone knows that its worker w
 
 An engine that was killed is started again at once (`restarted_engine`): the worker and the server
 do not notice it, and would need a quarter of a minute. If engines end in the same way soon after
-their start, as where memory is short, the supervisor pauses, then gives up: the worker reports a
-crash, and Prefect's automation decides.
+their start, as where memory is short, the supervisor pauses, then gives up: the run's state says
+why it crashed, and Prefect's automation decides.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from types import FrameType
+from uuid import UUID
 
 from rich.console import Console
 
@@ -82,12 +84,13 @@ class Supervisor:
         while -code in KILLED and self._asked is None:
             soon = soon + 1 if time.monotonic() - began < SOON_SECONDS else 0
             if soon > len(PAUSES_SECONDS):
-                print(
+                cause = (
                     f"the run's process was ended by {signal.Signals(-code).name} {soon} times, "
                     f"each within {SOON_SECONDS:g} s of its start; it is not started again here "
-                    "(SIGKILL: also if the machine is out of memory)",
-                    file=sys.stderr,
+                    "(SIGKILL: also if the machine is out of memory)"
                 )
+                print(cause, file=sys.stderr)
+                self._report_crash(cause)
                 break
             if self._is_asked.wait(PAUSES_SECONDS[soon - 1] if soon else 0.0):
                 break
@@ -106,6 +109,19 @@ class Supervisor:
         if self._asked is not None:  # while it was started
             self._engine.send_signal(self._asked)
         return self._engine.wait()
+
+    def _report_crash(self, cause: str) -> None:
+        """Have the run's state say why it crashes, if the server answers."""
+        # Imported late: a supervisor is small. The worker reports a crash in any case.
+        with suppress(Exception):
+            from prefect.client.orchestration import get_client
+            from prefect.states import Crashed
+
+            from trialflow.tasks.client_retries import client_retries
+
+            run = self._arguments[0] if self._arguments else os.environ["PREFECT__FLOW_RUN_ID"]
+            with client_retries(0), get_client(sync_client=True) as client:
+                client.set_flow_run_state(UUID(run), Crashed(message=cause))
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
         self._asked = number

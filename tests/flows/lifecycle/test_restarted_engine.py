@@ -17,12 +17,14 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
 from prefect.states import Completed, Pending, Running
 
+from tests.flows.lifecycle.conftest import whole_state_of
 from tests.support.prefect import ROOT, PrefectServer
 from tests.support.prefect_worker import kill
 from tests.support.waiting import WAIT_SECONDS, ask
 from trialflow.deployments.automations import automations
 from trialflow.flows.lifecycle import detached_engine, restarted_engine
 from trialflow.flows.lifecycle.crash_limit import RESTART_CRASHED, TAG
+from trialflow.flows.train import train
 
 pytestmark = pytest.mark.server
 
@@ -201,8 +203,12 @@ def test_a_signal_to_a_supervisor_that_starts_an_engine_reaches_the_engine() -> 
             supervisor.kill()
 
 
-def test_engines_that_are_killed_while_they_start_are_given_up(tmp_path: Path) -> None:
-    """Before they can look at the run, as where memory is short; the worker reports the crash."""
+def test_engines_that_are_killed_while_they_start_are_given_up(
+    prefect_server: PrefectServer, tmp_path: Path
+) -> None:
+    """Before they can look at the run, as where memory is short; the run's state has the cause."""
+    with prefect_server.configured(), get_client(sync_client=True) as client:
+        run = client.create_flow_run(train, state=Running()).id
     starts = tmp_path / "starts"
     (tmp_path / "killed_at_once.py").write_text(
         f"import os; open({str(starts)!r}, 'a').write('x'); os.kill(os.getpid(), 9)"
@@ -210,16 +216,22 @@ def test_engines_that_are_killed_while_they_start_are_given_up(tmp_path: Path) -
     program = (
         "import sys; from trialflow.flows.lifecycle import detached_engine as it; "
         "it.ENGINE = it.RESTARTED_ENGINE = 'killed_at_once'; it.PAUSES_SECONDS = (0.0, 0.1); "
-        "sys.exit(it.Supervisor([]).run())"
+        "sys.exit(it.Supervisor(sys.argv[1:]).run())"
     )
+    path = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     ended = subprocess.run(
-        [sys.executable, "-c", program],
+        [sys.executable, "-c", program, str(run)],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
+        env={**os.environ, **prefect_server.environment, **path},
         capture_output=True,
         text=True,
         check=False,
     )
     assert ended.returncode == 128 + signal.SIGKILL
     assert starts.read_text() == "xxx"
-    assert "ended by SIGKILL 3 times, each within 60 s of its start" in ended.stderr
+    cause = "ended by SIGKILL 3 times, each within 60 s of its start"
+    assert cause in ended.stderr
+    with prefect_server.configured():
+        state = whole_state_of(run)
+    assert state.name == "Crashed"
+    assert cause in str(state.message)

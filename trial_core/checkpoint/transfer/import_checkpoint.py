@@ -32,7 +32,7 @@ from trial_core.checkpoint.storage.storage_errors import ErrorTranslator
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.transfer.upload import UPLOAD_THREADS
 from trial_core.common.text_format import first_few
-from trial_core.errors import CheckpointDamaged, CheckpointNotFound, StorageError
+from trial_core.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, StorageError
 from trial_core.schedule.sequencer import Progress
 
 EXPERIMENT = "imported"
@@ -104,7 +104,11 @@ def import_checkpoint(
         stop.check()
         name = found.files[path]
         with source.local(path) as file:
-            _check_file(file, PurePosixPath(path).suffix, f"{source.shown}: {path}")
+            shown = f"{source.shown}: {path}"
+            try:
+                _check_file(file, PurePosixPath(path).suffix, shown)
+            except OSError as error:
+                raise CheckpointError(f"{shown} cannot be read: {error}") from error
             size, digest = store.storage.upload(file, layout.file_key(uuid, name), stop)
         rank = found.rank_of(PurePosixPath(name).name)
         return FileEntry(path=layout.StoredPath(name), size_bytes=size, digest=digest, rank=rank)

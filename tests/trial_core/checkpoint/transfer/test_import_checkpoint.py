@@ -536,9 +536,15 @@ def odd_name(folder: Path) -> None:
     save_file({"a": torch.ones(2)}, folder / "a\\b.safetensors")
 
 
+def link_to_memory(folder: Path) -> None:
+    """A regular file, whose beginning cannot be read."""
+    (folder / "pytorch_model.bin").symlink_to("/proc/self/mem")
+
+
 @pytest.mark.parametrize(
     ("fill", "text"),
     [
+        (link_to_memory, "pytorch_model.bin cannot be read: "),
         (odd_name, "is not a plain relative path"),
         (incomplete_index, "index.json lists missing.safetensors, which is not there"),
         (huge_rank, "has 1 of the files .*expected 1000000"),
