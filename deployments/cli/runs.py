@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from html import escape
@@ -126,7 +126,7 @@ def list_(
                 {
                     "trial": each.trial,
                     "saved_at": each.saved_at,
-                    **each.results,
+                    **_with_json_names(each.results),
                     "hyperparameters": each.hyperparameters,
                 }
                 for each in found
@@ -200,7 +200,7 @@ def compare(
     if figure is not None:
         _draw(found, figure)
     if json_:
-        print_json({"trials": ids, **rows})
+        print_json({"trials": ids, **_with_json_names(rows)})
     else:
         print_table(("", *ids), [(name, *map(_cell, row)) for name, row in rows.items()])
 
@@ -219,6 +219,11 @@ def _draw(trials: Sequence[StoredTrial], path: Path) -> None:
         write_html({"data": lines, "layout": layout}, path)
     except OSError as error:
         raise ConfigError(f"--figure {path}: {error.strerror}") from None
+
+
+def _with_json_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values by the names that programs read: ``best_loss``."""
+    return {name.replace(" ", "_"): value for name, value in values.items()}
 
 
 def _cell(value: Any) -> str:
@@ -295,7 +300,7 @@ def show(
             f"there: {', '.join(store.trials()) or 'none'}"
         )
     if json_:
-        results = {} if saved is None else saved.results
+        results = {} if saved is None else _with_json_names(saved.results)
         values = {} if saved is None else saved.hyperparameters
         print_json({**ledger.to_json(), "results": results, "hyperparameters": values})
         return

@@ -113,7 +113,7 @@ def test_trials_are_listed_with_their_best_metric(
     assert (first["trial"], first["ended"]) == ("gpt-a", "completed")
     assert second == {
         "trial": "gpt-b", "saved_at": "2031-05-09T14:00:00Z", "batches": 14, "ended": None,
-        "best loss": 0.3, "best at batch": 7, "last loss": 0.7, "last worst": None,
+        "best_loss": 0.3, "best_at_batch": 7, "last_loss": 0.7, "last_worst": None,
         "hyperparameters": {"lr": 0.25, "width": 64, "of.optimizer": "gpt-b"},
     }  # fmt: skip
     assert main(["runs", "list", "--storage", compared]) == 0
@@ -151,6 +151,7 @@ def test_trials_are_compared_by_what_differs_and_their_results(
     shown = json.loads(capsys.readouterr().out)
     assert shown["trials"] == ["gpt-a", "gpt-b"]
     assert shown["hyperparameters.lr"] == [0.1, 0.25]
+    assert shown["best_at_batch"] == [7, 7]
     assert "hyperparameters.width" not in shown
 
 
@@ -169,7 +170,7 @@ def test_one_trial_is_shown_with_its_results(
     assert any(line.startswith("gpt-b: goodput") for line in lines)
     assert main(["runs", "show", "gpt-b", "--storage", compared, "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
-    assert shown["results"]["best loss"] == 0.3
+    assert shown["results"]["best_loss"] == 0.3
     assert shown["hyperparameters"] == {"lr": 0.25, "width": 64, "of.optimizer": "gpt-b"}
 
 
