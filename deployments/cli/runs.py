@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -227,9 +228,9 @@ def _with_json_names(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _cell(value: Any) -> str:
-    """A value for a table. Why a run ended may be a long text, which `--json` has in full."""
+    """A value for a table. On a terminal it is cut: why a run ended may be a long text."""
     text = "" if value is None else text_format.number(value)
-    return text_format.shortened(text, CELL_CHARACTERS)
+    return text_format.shortened(text, *([CELL_CHARACTERS] if sys.stdout.isatty() else []))
 
 
 @app.command

@@ -174,9 +174,12 @@ def test_one_trial_is_shown_with_its_results(
     assert shown["hyperparameters"] == {"lr": 0.25, "width": 64, "of.optimizer": "gpt-b"}
 
 
-def test_a_table_shows_the_beginning_of_a_long_text() -> None:
-    """As of the error with which a run has failed; `--json` has all of it."""
-    shown = runs._cell("failed: " + "the loss is not finite " * 9)
+def test_a_table_shows_the_beginning_of_a_long_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of the error with which a run has failed; a program gets all of it."""
+    reason = "failed: " + "the loss is not finite " * 9
+    assert runs._cell(reason) == reason.strip()
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    shown = runs._cell(reason)
     assert len(shown) == runs.CELL_CHARACTERS
     assert shown.startswith("failed: the loss is not finite")
     assert shown.endswith("…")
