@@ -150,7 +150,7 @@ def test_a_hold_on_no_checkpoint_does_not_stop_a_promotion() -> None:
 
 def test_a_deep_journal_is_refused() -> None:
     """With an error that names the object."""
-    data = json_bytes({**msgspec.to_builtins(PLAN), "data": {"a": "<deep 600>"}})
+    data = json_bytes({**msgspec.to_builtins(PLAN), "data": {"a": "<deep 100000>"}})
     with memory_store() as store:
         store.storage.write(layout.retraining_key(MODEL, "r", "plan.json"), data)
         with pytest.raises(RegistryError, match=r"plan\.json cannot be read"):
