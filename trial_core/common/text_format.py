@@ -7,8 +7,11 @@ import itertools
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from statistics import fmean
 from typing import Any, TypeGuard
 
+SHOWN_NUMBERS = 6
+"""Of an array; a larger one is summarized."""
 _ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -56,14 +59,30 @@ def number(value: Any) -> str:
     """A metric's value with 4 significant digits: ``0.03142``, ``48676``, ``2.5e-07``.
 
     A whole part has all its digits, up to a billion. Final zeros mean that digits were left out:
-    3.69996 is ``3.700``, and 3.7 is ``3.7``.
+    3.69996 is ``3.700``, and 3.7 is ``3.7``. Of a large array: ``[8×64: mean 0.1, -2 to 3.5]``.
     """
+    if isinstance(value, list):
+        return clean(_array(value))
     if not isinstance(value, float):
         return clean(str(value))
     if 1e3 <= abs(value) < 1e9:
         return f"{value:.0f}"
     short = f"{value:.4g}"
     return short if float(short) == value else f"{value:#.4g}".rstrip(".")
+
+
+def _array(value: list[Any]) -> str:
+    """Nested lists as text; those of more numbers than a line shows as shape, mean and range."""
+    shape, numbers = [len(value)], value
+    while numbers and all(isinstance(each, list) for each in numbers):
+        shape.append(len(numbers[0]))
+        numbers = [*itertools.chain.from_iterable(numbers)]
+    if len(numbers) <= SHOWN_NUMBERS or not all(map(is_number, numbers)):
+        return str(value)
+    is_even = math.prod(shape) == len(numbers)
+    shown = "×".join(map(str, shape)) if is_even else f"{len(numbers)} numbers"
+    low, high, mean = (number(float(each)) for each in (min(numbers), max(numbers), fmean(numbers)))
+    return f"[{shown}: mean {mean}, {low} to {high}]"
 
 
 def is_number(value: Any) -> TypeGuard[float]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from itertools import combinations
+from typing import Any
 
+import pytest
 from hypothesis import given, settings, strategies as st
 
 from trial_core.common.text_format import finite_numbers, number, rate, unique_slug
@@ -49,6 +51,25 @@ def test_numbers_have_the_digits_that_mean_something() -> None:
     assert [number(value) for value in (float("nan"), float("-inf"), 7, "x")] == [
         "nan", "-inf", "7", "x",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ([0.25, 1], "[0.25, 1]"),
+        ([[1, 2], [3, 4]], "[[1, 2], [3, 4]]"),
+        ([0.5] * 7, "[7: mean 0.5, 0.5 to 0.5]"),
+        ([[[0, 1], [2, 3]]] * 3, "[3×2×2: mean 1.5, 0 to 3]"),
+        ([[1] * 9, [2]], "[10 numbers: mean 1.1, 1 to 2]"),
+        (["a"] * 7, str(["a"] * 7)),
+        ([[1.0, None]] * 7, str([[1.0, None]] * 7)),
+        ([], "[]"),
+        ([math.nan] * 7, "[7: mean nan, nan to nan]"),
+    ],
+)
+def test_a_large_array_is_shown_by_its_shape_mean_and_range(value: Any, shown: str) -> None:
+    """A small one whole; and one with anything else than numbers."""
+    assert number(value) == shown
 
 
 def test_json_has_only_finite_numbers() -> None:
