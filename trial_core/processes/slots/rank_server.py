@@ -8,6 +8,7 @@ collectives allowed. A background thread is the I/O lane: no collectives. Anothe
 
 from __future__ import annotations
 
+import importlib
 import logging
 import queue
 import runpy
@@ -55,6 +56,13 @@ CLOSE_SECONDS = 1.0
 
 RUNPY = (runpy.__file__, "<frozen runpy>")
 """The files of the frames through which a Core API script is run."""
+IMPORTLIB = ("<frozen importlib", importlib.__file__)
+NO_CUDA = (
+    "Torch not compiled with CUDA enabled",
+    "Found no NVIDIA driver on your system",
+    "No CUDA GPUs are available",
+)
+"""Texts of torch's errors where there is no GPU."""
 
 
 class Workloads(Protocol):
@@ -204,7 +212,8 @@ class RankServer:
 
 def to_rank_error(error: BaseException, batches_trained: int | None = None) -> RankError:
     """Turn an exception into plain data; its traceback begins with the user's code."""
-    frames = traceback.extract_tb(error.__traceback__)
+    found = traceback.extract_tb(error.__traceback__)
+    frames = [each for each in found if not each.filename.startswith(IMPORTLIB)]
     library = str(Path(__file__).resolve().parents[2])
     first_user_frame = next(
         (i for i, f in enumerate(frames) if not f.filename.startswith((library, *RUNPY))), 0
@@ -214,9 +223,19 @@ def to_rank_error(error: BaseException, batches_trained: int | None = None) -> R
     return RankError(
         error_type=type(error).__name__,
         is_ours=isinstance(error, TrialflowError),
-        message=_encodable(str(error) or "without a message"),
+        message=_encodable(str(error) or "without a message") + _advice(str(error)),
         traceback=_encodable("".join(report.format())),
         batches_trained=batches_trained,
+    )
+
+
+def _advice(message: str) -> str:
+    if not any(each in message for each in NO_CUDA):
+        return ""
+    return (
+        ". This rank has no GPU, and the trial asks for one: leave the device to its context "
+        "(wrap_model, to_device, context.device); if there should be one, `trialflow doctor` "
+        "says what is missing"
     )
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import msgspec
 import pytest
 
+from tests.support.prefect import ROOT
 from tests.support.versions import set_version
 from trial_core.errors import ConfigError, TrialError
 from trial_core.messages import Answer, encode
@@ -51,6 +55,33 @@ def test_an_error_message_with_invalid_unicode_can_be_sent() -> None:
     error = to_rank_error(OSError("no file \udcff"))
     assert error.message == "no file ?"
     assert encode(Answer(number=1, error=error))
+
+
+def test_a_trial_that_asks_for_a_gpu_that_is_not_there_gets_advice() -> None:
+    """After torch's own line; other errors get none."""
+    message = to_rank_error(AssertionError("Torch not compiled with CUDA enabled")).message
+    assert message.startswith("Torch not compiled with CUDA enabled. This rank has no GPU")
+    assert to_rank_error(AssertionError("CUDA out of memory")).message == "CUDA out of memory"
+
+
+def test_a_failed_import_is_shown_without_importlib(tmp_path: Path) -> None:
+    """From the user's first line that is executed to the one that fails."""
+    (tmp_path / "outer_module.py").write_text("import inner_module\n")
+    (tmp_path / "inner_module.py").write_text("import no_such_module\n")
+    program = (
+        "import importlib; from trial_core.processes.slots.rank_server import to_rank_error\n"
+        "try: importlib.import_module('outer_module')\n"
+        "except ImportError as error: print(to_rank_error(error).traceback)"
+    )
+    path = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    command = [sys.executable, "-c", program]
+    shown = subprocess.run(
+        command, env={**os.environ, **path}, capture_output=True, text=True, check=True
+    ).stdout
+    assert "importlib" not in shown
+    assert [line.split(", ")[0] for line in shown.splitlines() if "_module.py" in line] == [
+        f'  File "{tmp_path}/{name}_module.py"' for name in ("outer", "inner")
+    ]
 
 
 @pytest.mark.parametrize(
