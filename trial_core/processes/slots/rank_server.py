@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import logging
 import queue
+import re
 import runpy
 import threading
 import traceback
@@ -57,12 +58,19 @@ CLOSE_SECONDS = 1.0
 RUNPY = (runpy.__file__, "<frozen runpy>")
 """The files of the frames through which a Core API script is run."""
 IMPORTLIB = ("<frozen importlib", importlib.__file__)
-NO_CUDA = (
-    "Torch not compiled with CUDA enabled",
-    "Found no NVIDIA driver on your system",
-    "No CUDA GPUs are available",
-)
-"""Texts of torch's errors where there is no GPU."""
+ADVICE = {
+    "Torch not compiled with CUDA enabled|Found no NVIDIA driver on your system|No CUDA GPUs are": (
+        "This rank has no GPU, and the trial asks for one: leave the device to its context "
+        "(wrap_model, to_device, context.device); if there should be one, `trialflow doctor` "
+        "says what is missing"
+    ),
+    "same dtype, but got .*(BFloat16|Half)|type .* and (bias|weight) type .* should be the same": (
+        "A model with bf16 or fp16 weights computes in that type alone: cast its floating-point "
+        "inputs, as by inputs.to(torch.bfloat16), or have torch do it with torch_autocast in "
+        "DeepSpeed's configuration, or use_amp in a PyTorchTrial"
+    ),
+}
+"""For texts in errors of torch's, what a trial has to do."""
 
 
 class Workloads(Protocol):
@@ -230,13 +238,7 @@ def to_rank_error(error: BaseException, batches_trained: int | None = None) -> R
 
 
 def _advice(message: str) -> str:
-    if not any(each in message for each in NO_CUDA):
-        return ""
-    return (
-        ". This rank has no GPU, and the trial asks for one: leave the device to its context "
-        "(wrap_model, to_device, context.device); if there should be one, `trialflow doctor` "
-        "says what is missing"
-    )
+    return next((f". {each}" for text, each in ADVICE.items() if re.search(text, message)), "")
 
 
 def _encodable(text: str) -> str:

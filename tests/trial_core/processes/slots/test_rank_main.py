@@ -57,11 +57,20 @@ def test_an_error_message_with_invalid_unicode_can_be_sent() -> None:
     assert encode(Answer(number=1, error=error))
 
 
-def test_a_trial_that_asks_for_a_gpu_that_is_not_there_gets_advice() -> None:
-    """After torch's own line; other errors get none."""
-    message = to_rank_error(AssertionError("Torch not compiled with CUDA enabled")).message
-    assert message.startswith("Torch not compiled with CUDA enabled. This rank has no GPU")
-    assert to_rank_error(AssertionError("CUDA out of memory")).message == "CUDA out of memory"
+@pytest.mark.parametrize(
+    ("text", "advice"),
+    [
+        ("Torch not compiled with CUDA enabled", "This rank has no GPU"),
+        ("mat1 and mat2 must have the same dtype, but got Float and BFloat16", "A model with bf16"),
+        ("Input type (float) and bias type (c10::Half) should be the same", "A model with bf16"),
+        ("CUDA out of memory", ""),
+    ],
+)
+def test_known_errors_of_torch_are_followed_by_advice(text: str, advice: str) -> None:
+    """After torch's own line."""
+    message = to_rank_error(RuntimeError(text)).message
+    assert message.startswith(f"{text}. {advice}" if advice else text)
+    assert advice or message == text
 
 
 def test_a_failed_import_is_shown_without_importlib(tmp_path: Path) -> None:
