@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import re
+import runpy
 from pathlib import Path
 from types import ModuleType
 
@@ -50,6 +51,14 @@ def test_links_and_images_resolve(document: Path) -> None:
 def test_no_placeholder_is_left(document: Path) -> None:
     """No document has a word that stands for missing text."""
     assert PLACEHOLDER.findall(document.read_text()) == []
+
+
+def test_the_tables_of_the_configuration_are_those_of_the_code() -> None:
+    """`make docs` writes them; they can be read in the repository, too."""
+    made = runpy.run_path(str(ROOT / "docs" / "hooks" / "configuration.py"))
+    page = (ROOT / "docs" / "reference" / "configuration.md").read_text()
+    assert page == made["with_tables"](page)
+    assert "| `scheduling_unit` |" in page
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])

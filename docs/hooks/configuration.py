@@ -1,6 +1,7 @@
-"""MkDocs hook: makes tables for reference/configuration.md from the pydantic models.
+"""The tables of reference/configuration.md, made from the pydantic models.
 
-On the pages that mkdocstrings makes, it leaves out the sentence that says where to read them.
+``python docs/hooks/configuration.py`` writes them into the page; `make docs` does so first. As a
+hook of MkDocs, it leaves out a sentence of the pages that mkdocstrings makes: where to read them.
 """
 
 from __future__ import annotations
@@ -8,24 +9,29 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from trial_core.config import ExperimentConfig
 from trial_core.config.section_base import Section
 from trial_core.search.settings import SearchSettings
 
-PAGE = "reference/configuration.md"
-MARKER = "<!-- fields -->"
-IGNORED_MARKER = "<!-- ignored -->"
+PAGE = Path(__file__).parents[1] / "reference" / "configuration.md"
 GENERATED = "Generated from the code"
 
 
-def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Part of MkDocs' hook interface."""
-    if page.file.src_uri != PAGE:  # on the site, the sentence for readers of the file is untrue
-        return re.sub(rf"^{GENERATED}.*\n", "", markdown, flags=re.MULTILINE)
-    markdown = markdown.replace(MARKER, "\n".join(tables()))
-    return markdown.replace(IGNORED_MARKER, "\n".join(ignored()))
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """A hook of MkDocs': on the site, the sentence for readers of the file is untrue."""
+    return re.sub(rf"^{GENERATED}.*\n", "", markdown, flags=re.MULTILINE)
+
+
+def with_tables(page: str) -> str:
+    """The page with its tables as the code is now, between their marks."""
+    for mark, lines in (("fields", tables()), ("ignored", ignored())):
+        begin, end = f"<!-- {mark} -->\n", f"<!-- end of {mark} -->"
+        before, _, rest = page.partition(begin)
+        page = f"{before}{begin}{chr(10).join(lines)}\n\n{end}{rest.partition(end)[2]}"
+    return page
 
 
 def tables() -> Iterator[str]:
@@ -107,3 +113,7 @@ def _type(field: dict[str, Any], definitions: dict[str, Any]) -> str:
     names = {"object": "mapping", "array": "list", "boolean": "boolean"}
     kind = field.get("type", "any")
     return names.get(kind, kind)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_tables(PAGE.read_text()))
