@@ -281,17 +281,18 @@ def show(
     storage: StorageOption = None,
     json_: AsJson = False,
 ) -> None:
-    """Show a trial: its results and hyperparameters, and its ledger of time.
+    """Show a trial: its results, its hyperparameters, and its ledger of time.
 
     The ledger has the use of its slots in all runs, goodput and cost.
     """
     from trial_core.observe.ledger.stored_ledger import read_ledger
     from trial_core.observe.ledger.time_ledger import TimeLedger
+    from trial_core.observe.trackers.stored_journal import lacking
 
     store = open_store(config, storage)
     with waiting(f"reading {store.url}"):
         trial = store.trial(trial)
-        ledger = read_ledger(store, trial)
+        ledger, unsent = read_ledger(store, trial), lacking(store, trial)
         saved = None
         with suppress(CheckpointNotFound, CheckpointDamaged):
             saved = _read(store, trial)
@@ -303,8 +304,14 @@ def show(
     if json_:
         results = {} if saved is None else _with_json_names(saved.results)
         values = {} if saved is None else saved.hyperparameters
-        print_json({**ledger.to_json(), "results": results, "hyperparameters": values})
+        own = {"results": results, "hyperparameters": values, "unsent_records": unsent}
+        print_json({**ledger.to_json(), **own})
         return
+    for name, count in unsent.items():
+        print(
+            f"tracker {name} has not got {text_format.plural(count, 'record')}: trialflow runs "
+            f"sync {trial}, unless the trial is being trained\n"
+        )
     if saved is not None:
         shown = [*saved.results.items(), *saved.hyperparameters.items()]
         print_table((trial, ""), [(name, _cell(value)) for name, value in shown])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ from trial_core.checkpoint import layout
 from trial_core.checkpoint.json_objects import encode_json
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.observe.report.history import ReportHistory
+from trial_core.observe.trackers.journal import FOLDER, JOURNAL, ORDER, JournalWriter, State
+from trial_core.observe.trackers.records import Noted
+from trial_core.observe.trackers.sender import SenderOrder
 from trial_core.schedule.sequencer import Progress
 from trialflow.deployments.cli import runs
 from trialflow.deployments.cli.json_result import JsonResult
@@ -172,6 +176,32 @@ def test_one_trial_is_shown_with_its_results(
     shown = json.loads(capsys.readouterr().out)
     assert shown["results"]["best_loss"] == 0.3
     assert shown["hyperparameters"] == {"lr": 0.25, "width": 64, "of.optimizer": "gpt-b"}
+
+
+def test_trackers_that_lack_records_are_named(
+    compared: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the command that sends them; others are not."""
+    with closing(JournalWriter(tmp_path / JOURNAL)) as journal:
+        for batches in (1, 2, 3):
+            journal.append(Noted(at=1.0, batches=batches, text="seen"))
+    order = SenderOrder(
+        trial="gpt-b", experiment="gpt", run_dir="/r", trackers={"mlflow": {}, "wandb": {}},
+        patience_seconds=1.0,
+    )  # fmt: skip
+    storage = CheckpointStore(compared).storage
+    files = {
+        JOURNAL: (tmp_path / JOURNAL).read_bytes(), ORDER: encode_json(order),
+        "mlflow.json": encode_json(State(sent=1)), "wandb.json": encode_json(State(sent=3)),
+    }  # fmt: skip
+    for name, data in files.items():
+        storage.write(layout.run_file_key("gpt-b", f"{FOLDER}/{name}"), data)
+    assert main(["runs", "show", "gpt-b", "--storage", compared]) == 0
+    first, *others = printed(capsys)
+    assert first.startswith("tracker mlflow has not got 2 records: trialflow runs sync gpt-b")
+    assert not any("wandb" in line for line in others)
+    assert main(["runs", "show", "gpt-b", "--storage", compared, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["unsent_records"] == {"mlflow": 2}
 
 
 def test_a_table_shows_the_beginning_of_a_long_text(monkeypatch: pytest.MonkeyPatch) -> None:

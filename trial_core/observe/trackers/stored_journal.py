@@ -152,6 +152,25 @@ def _store(store: CheckpointStore, trial: str, run_dir: Path, is_end: bool) -> N
         store.storage.write(f"{folder}/{JOURNAL}", data)
 
 
+def lacking(store: CheckpointStore, trial: str) -> dict[str, int]:
+    """The number of records that each tracker lacks, as the trial's storage shows; without zeros.
+
+    Raises:
+        StorageError: the storage failed.
+    """
+
+    def read(name: str) -> bytes:
+        return store.storage.read(layout.run_file_key(trial, f"{FOLDER}/{name}")) or b""
+
+    found: dict[str, int] = {}
+    with suppress(msgspec.MsgspecError):  # the next run or `runs sync` tells
+        _, count = age(read(JOURNAL))
+        for name in filter(layout.is_name, decode(read(ORDER), SenderOrder).trackers):
+            state = read(f"{name}.json")
+            found[name] = count - (decode(state, State).sent if state else 0)
+    return {name: left for name, left in found.items() if left > 0}
+
+
 def sync_trackers(
     store: CheckpointStore, trial: str, run_dir: Path, patience_seconds: float,
     hear: Callable[[str], None], logger: AnyLogger,
