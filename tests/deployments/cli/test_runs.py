@@ -66,7 +66,8 @@ def test_as_json(store: CheckpointStore, capsys: pytest.CaptureFixture[str]) -> 
     outcome = JsonResult(is_printed=False)
     outcome.store, outcome.trial = store, "gpt-7"
     ledger = json.loads(outcome.line())["ledger"]
-    assert {**ledger, "results": {}, "hyperparameters": {}} == shown  # it has not saved
+    # It has not saved.
+    assert {**ledger, "results": {}, "hyperparameters": {}, "unsent_records": {}} == shown
 
 
 def test_a_trial_without_a_ledger(
