@@ -76,7 +76,7 @@ def _read(store: CheckpointStore, trial: str) -> StoredTrial:
     """
     from trial_core.checkpoint import layout
     from trial_core.checkpoint.json_objects import read_json
-    from trial_core.checkpoint.retention_policy import best_of_trial
+    from trial_core.checkpoint.retention_policy import best_of_trial, own_metric
     from trial_core.observe.report.history import ReportHistory
     from trial_core.observe.report.live_report import HISTORY
 
@@ -94,7 +94,7 @@ def _read(store: CheckpointStore, trial: str) -> StoredTrial:
     results = {
         "batches": newest.progress.batches_trained,
         "ended": history.ended or None,  # None: it trains, or was killed
-        f"best {metric}": best and best.metrics["validation"][metric],
+        f"best {metric}": best and own_metric(best, metric),
         "best at batch": best and best.progress.batches_trained,
         **{f"last {name}": value for name, value in newest.last_validation.items()},
     }

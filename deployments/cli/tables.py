@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from datetime import datetime
@@ -40,7 +41,9 @@ def print_json(value: object) -> None:
     """Print plain data, or a record, as JSON to stdout. NaN is null."""
     import msgspec
 
-    print(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+    text = msgspec.json.format(msgspec.json.encode(value), indent=2).decode()
+    # msgspec leaves these, which a terminal may obey.
+    print(re.sub(r"[\x7f-\x9f]", lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

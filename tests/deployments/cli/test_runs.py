@@ -83,6 +83,17 @@ def test_a_trial_without_a_ledger(
     assert "'../x' cannot be a trial's id" in capsys.readouterr().err
 
 
+def test_a_config_with_dotted_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another program may store one that has a field twice."""
+    store = CheckpointStore(f"file://{tmp_path}/storage")
+    config = {"searcher": {"metric": "loss"}, "searcher.metric": "other"}
+    store.commit(new_manifest(progress=Progress(7, validated_at=7), config=config))
+    assert main(["runs", "list", "--storage", store.url]) == 0
+    assert "Traceback" not in capsys.readouterr().err
+
+
 @pytest.fixture
 def compared(tmp_path: Path) -> str:
     """The URL of a storage with two trials, the second of which has improved and then not."""

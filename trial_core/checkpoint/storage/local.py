@@ -36,6 +36,9 @@ from trial_core.errors import CheckpointDamaged, StorageError
 
 logger = logging.getLogger(__name__)
 
+_DEEPEST = 200
+"""Of a storage's folders. More would end in a RecursionError; no key of a run has so many."""
+
 # fsspec's memory:// is one file system for the whole process.
 _memory_lock = threading.Lock()
 
@@ -86,7 +89,7 @@ class LocalStorage(Storage):
         Of a link to a folder, only the link is deleted: the files are elsewhere.
         """
         self._require_no_link(self._path(folder))
-        with self._errors.translated(f"delete {folder} in"):
+        with self._errors.translated(f"delete {folder} in", RecursionError):
             for link in _links_below(self._path(folder)):
                 below = f"{link.relative_to(self._root or '/').as_posix()}/"
                 if any(key.startswith(below) for key in keep):
@@ -216,6 +219,8 @@ def _files_below(
         return
     if (own := (status.st_dev, status.st_ino)) in above:
         raise OSError(errno.ELOOP, "a symbolic link leads back to a folder above it", folder)
+    if len(above) > _DEEPEST:
+        raise OSError(errno.ELOOP, "folders are too deep: delete the topmost", f"{folder[:200]}…")
     for entry in entries:
         if entry.is_dir():
             yield from _files_below(entry.path, above | {own})

@@ -99,6 +99,25 @@ def test_a_link_to_a_folder_above_it_is_refused(local_store: CheckpointStore, ro
         local_store.list()
 
 
+@pytest.mark.parametrize(
+    "ask", [CheckpointStore.list, lambda store: store.storage.clear("manifests")]
+)
+def test_folders_that_are_too_deep_are_refused(
+    local_store: CheckpointStore, root: Path, ask: Callable[[CheckpointStore], object]
+) -> None:
+    """A program that may write there makes them; neither a listing nor a deletion is a crash."""
+    root.mkdir()
+    folders = [f"{root}/manifests{'/a' * depth}" for depth in range(1200)]
+    for each in folders:
+        os.mkdir(each)
+    try:
+        with pytest.raises(StorageError):
+            ask(local_store)
+    finally:
+        for each in reversed(folders):  # what pytest cannot delete
+            os.rmdir(each)
+
+
 @pytest.mark.parametrize("link", ["", "/more"])
 def test_a_deletion_goes_through_no_link(
     local_store: CheckpointStore, root: Path, tmp_path: Path, link: str,
