@@ -42,16 +42,16 @@ def checked_entrypoint(stored: str, own: str, folder: Path, storage_url: str) ->
     if stored == own:
         return stored
     parts, own_package = stored.partition(":")[0].split("."), re.split("[.:]", own)[0]
-    is_known = parts[0] == own_package or any(
-        (folder / name).exists() for name in (parts[0], f"{parts[0]}.py")
-    )
-    module, storage = (
-        each.resolve()
-        for each in (folder.joinpath(*parts), Path(storage_url.removeprefix("file://")))
-    )
-    is_in_storage = folder.resolve() in storage.parents and storage in (module, *module.parents)
     # A folder of a run, or a fetched one as checkpoint-5, has another name.
-    is_known = is_known and all(map(str.isidentifier, parts)) and not is_in_storage
+    is_known = all(map(str.isidentifier, parts)) and (
+        parts[0] == own_package
+        or any(os.path.exists(folder / name) for name in (parts[0], f"{parts[0]}.py"))
+    )
+    root, storage = folder.resolve(), Path(storage_url.removeprefix("file://")).resolve()
+    # A link leads into the storage, or one in it leads out: so each folder on the way.
+    way = (folder.joinpath(*parts[:end]).resolve() for end in range(1, len(parts) + 1))
+    if is_known and storage not in (root, *root.parents):
+        is_known = not any(storage in (each, *each.parents) for each in way)
     if is_command(stored) or not is_known:
         raise TrialError(
             f"the checkpoint names the entrypoint {stored!r}; expected module:Class of {folder}, "

@@ -83,9 +83,7 @@ def test_a_trial_without_a_ledger(
     assert "'../x' cannot be a trial's id" in capsys.readouterr().err
 
 
-def test_a_config_with_dotted_names(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_config_with_dotted_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Another program may store one that has a field twice."""
     store = CheckpointStore(f"file://{tmp_path}/storage")
     config = {"searcher": {"metric": "loss"}, "searcher.metric": "other"}

@@ -96,6 +96,8 @@ def test_packages_of_other_machines_and_folders_may_have_it(code: Path) -> None:
         "runs.checkpoints:Trial",
         "runs.checkpoints.evil:Trial",
         "link.evil:Trial",
+        "runs.checkpoints.out.evil:Trial",
+        f"{'long' * 100}:Trial",
     ],  # a storage may be in the code folder
 )
 def test_a_stored_entrypoint_is_no_other_command(tmp_path: Path, stored: str) -> None:
@@ -104,8 +106,19 @@ def test_a_stored_entrypoint_is_no_other_command(tmp_path: Path, stored: str) ->
     storage = tmp_path / "runs" / "checkpoints"
     storage.mkdir(parents=True)
     (tmp_path / "link").symlink_to(storage)
+    (storage / "out").symlink_to("/usr")
     (tmp_path / "train.py").touch()
     for known in (own, "train:Trial", "runs.train:Trial"):
         assert checked_entrypoint(known, own, tmp_path, f"file://{storage}") == known
     with pytest.raises(TrialError, match="expected module:Class"):
         checked_entrypoint(stored, own, tmp_path, f"file://{storage}")
+
+
+def test_a_stored_entrypoint_is_not_in_a_storage_behind_a_link(tmp_path: Path) -> None:
+    """The code folder may have a link to a shared disk."""
+    code, storage = tmp_path / "code", tmp_path / "disk" / "store"
+    code.mkdir()
+    storage.mkdir(parents=True)
+    (code / "data").symlink_to(storage.parent)
+    with pytest.raises(TrialError, match="expected module:Class"):
+        checked_entrypoint("data.store.evil:Trial", "toy:Trial", code, f"file://{storage}")
