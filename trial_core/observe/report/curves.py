@@ -141,7 +141,7 @@ def _chart(figure: CurveFigure) -> list[str]:
     places = _thinned(lines[0].points)
     batches = ", ".join(str(lines[0].points[place][0]) for place in places)
     last = ", ".join(f"{_named(line)}{text_format.number(line.points[-1][1])}" for line in lines)
-    title = figure.title.replace('"', "'")
+    title = figure.title.replace('"', "'").replace("%{", "% {")  # %%{ is a directive in any text
     note = [f"{len(places)} of {measured} points; all are in the HTML report", ""]
     return [
         "```mermaid",

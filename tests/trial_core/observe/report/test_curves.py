@@ -168,6 +168,13 @@ def test_values_have_no_exponent() -> None:
     assert "line [0.00000025, 0.0000002]" in text
 
 
+def test_a_name_gives_mermaid_no_directive() -> None:
+    """Mermaid looks for one in all of its text."""
+    name = '%%{init: {"themeCSS": "* {display: none}"}}%%'
+    ((title, _, _),) = in_mermaid(name, training=[(1, 1.0), (2, 0.5)])
+    assert "%{" not in title
+
+
 def test_quotes_in_a_name_do_not_end_a_title() -> None:
     """Mermaid has no escape for them, and would read what follows as a statement."""
     made = history(training={10: {'a" x-axis "b': 4.0}, 20: {'a" x-axis "b': 2.0}})
