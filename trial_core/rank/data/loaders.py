@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
+from trial_core.common.text_format import plural
 from trial_core.errors import TrialError
 from trial_core.rank.collectives.distributed import DistributedContext
 from trial_core.rank.data.dataloader import DataLoader
@@ -237,7 +238,8 @@ def build_loaders(
 
     Raises:
         TrialError: a loader has the wrong type, is empty, or is missing on a rank that needs data;
-            or the validation set is too small for a pipeline.
+            or the training set has fewer samples than ranks, or the validation set is too small for
+            a pipeline.
     """
     # A trial may build loaders without asking its rank, so a rank without data never calls it.
     needed = adapter.needs_data
@@ -251,8 +253,9 @@ def build_loaders(
         for each in (training, validation)
     ]
     lengths = [_micro_batches_of_all(adapter, each) for each in (training, validation)]
-    of_ranks = distributed.allgather((*lengths, _batch_samples(adapter, training), *found))
-    lengths_of_training, lengths_of_validation, sizes, *lists = zip(*of_ranks, strict=True)
+    counts = _batch_samples(adapter, training), _samples(training)
+    of_ranks = distributed.allgather((*lengths, *counts, *found))
+    lengths_of_training, lengths_of_validation, sizes, sets, *lists = zip(*of_ranks, strict=True)
     training_length = _common_length(lengths_of_training, "training")
     _common_length(lengths_of_validation, "validation")
     differing = [*map(differing_ranks, lists, ("training", "validation"))]
@@ -263,8 +266,9 @@ def build_loaders(
             training_length, adapter.micro_batches_per_batch * adapter.data_parallel_size
         )
     shards = validation_set(adapter, validation, seed, distributed)
-    warnings = [each for each in (*differing, shards.warning) if each]
-    samples = max((each for each in sizes if each is not None), default=None)
+    samples, in_set = (max(filter(None, each), default=None) for each in (sizes, sets))
+    short = _short_batches(adapter, samples, in_set, getattr(training, "drop_last", False))
+    warnings = [each for each in (*differing, short, shards.warning) if each]
     return Loaders(
         adapter, distributed, seed, training, shards, epoch, found[0] or {}, warnings, samples
     )
@@ -275,6 +279,44 @@ def _batch_samples(adapter: TrialAdapter, loader: Any) -> int | None:
     if not isinstance(loader, DataLoader) or loader.batch_size is None:
         return None
     return loader.batch_size * adapter.micro_batches_per_batch * adapter.data_parallel_size
+
+
+def _samples(loader: Any) -> int | None:
+    """Samples of one pass over a loader; None if they or their batches are not known."""
+    known = isinstance(loader, DataLoader) and loader.batch_size is not None
+    return length_of(loader.sampler) if known else None
+
+
+def _short_batches(
+    adapter: TrialAdapter, per_batch: int | None, samples: int | None, drops_last: bool
+) -> str:
+    """What the batches of a small or uneven training set lack, for people; empty: nothing.
+
+    Raises:
+        TrialError: it has fewer samples than there are ranks.
+    """
+    if per_batch is None or samples is None:
+        return ""
+    ranks = adapter.data_parallel_size
+    parts = ranks * adapter.micro_batches_per_batch
+    rest = samples % (per_batch // parts)
+    if samples < ranks:
+        raise TrialError(
+            f"the training set has {plural(samples, 'sample')} for {ranks} ranks, and each needs "
+            "another one: train on fewer slots"
+        )
+    if samples < per_batch:
+        return (
+            f"the training set has {plural(samples, 'sample')}, fewer than a batch of {per_batch}: "
+            "batches hold fewer, and throughput and sample counts are those of full ones"
+        )
+    if parts == 1 or drops_last or not rest:
+        return ""
+    return (
+        f"the last micro-batch of a pass over the training set has {plural(rest, 'sample')}, the "
+        f"others {per_batch // parts}: its gradient counts as much as theirs, and samples are "
+        "counted as if it were full; drop_last=True leaves it out"
+    )
 
 
 def _require_usable(adapter: TrialAdapter, loader: Any, which: str) -> Any:

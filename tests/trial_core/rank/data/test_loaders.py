@@ -13,8 +13,10 @@ import pytest
 
 from tests.support.slots import drive, lines, toy_config
 from tests.trial_core.trainer.fits import hooks
+from trial_core.errors import TrialError
 from trial_core.processes.slots.slot_group import SlotGroup
-from trial_core.rank.data.loaders import MicroBatches, build_loaders
+from trial_core.rank.data.dataloader import DataLoader
+from trial_core.rank.data.loaders import Loaders, MicroBatches, build_loaders
 
 
 @pytest.mark.slots
@@ -125,3 +127,50 @@ def test_a_rank_that_needs_no_data_builds_no_loaders() -> None:
     loaders.begin()
     assert loaders.training is None
     assert loaders.validation.begin() is None
+
+
+@pytest.mark.parametrize(
+    ("samples", "drop_last", "expected"),
+    [
+        (48, False, ""),
+        (
+            24,
+            False,
+            "the training set has 24 samples, fewer than a batch of 48: ",
+        ),
+        (
+            30,
+            False,
+            "the training set has 30 samples, fewer than a batch of 48: ",
+        ),
+        (100, False, "the last micro-batch of a pass over the training set has 4 samples, the oth"),
+        (100, True, ""),
+    ],
+)
+def test_short_batches_are_told(samples: int, drop_last: bool, expected: str) -> None:
+    """On two ranks with 24 samples each in a batch: with the numbers."""
+    (warning, *others) = [*_on_two_ranks(samples, drop_last).warnings, ""]
+    assert warning.startswith(expected)
+    assert bool(warning) == bool(expected)
+    assert not any(others)
+
+
+def test_a_set_of_fewer_samples_than_ranks_is_refused() -> None:
+    """A rank would train on another one's sample."""
+    with pytest.raises(TrialError, match="the training set has 1 sample for 2 ranks"):
+        _on_two_ranks(1)
+
+
+def _on_two_ranks(samples: int, drop_last: bool = False) -> Loaders:
+    data = DataLoader(range(samples), batch_size=24, drop_last=drop_last)
+    adapter: Any = SimpleNamespace(
+        needs_data=True, training_loader=lambda: data,
+        validation_loader=lambda: DataLoader(range(48), batch_size=24),
+        requires_reproducible_loaders=True, micro_batches_per_batch=1,
+        micro_batches_per_evaluation=1, data_parallel_rank=0, data_parallel_size=2,
+        evaluates_in_lockstep=False, pads_evaluation=True,
+    )  # fmt: skip
+    ranks: Any = SimpleNamespace(
+        allgather=lambda mine: [mine, mine], get_rank=lambda: 0, get_size=lambda: 2
+    )
+    return build_loaders(adapter, ranks, seed=0, compares_data=False)
