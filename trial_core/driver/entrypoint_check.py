@@ -15,6 +15,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
+from trial_core.checkpoint.layout import MANIFEST_NAME
 from trial_core.common.python_source import without_collections
 from trial_core.errors import TrialError
 from trial_core.schedule.command import command_of, is_command
@@ -37,7 +38,7 @@ def checked_entrypoint(stored: str, own: str, folder: Path, storage_url: str) ->
 
     Raises:
         TrialError: it is another command, or not of a module in `folder` or in `own`'s package; or
-            its module is in the storage.
+            its module is in the storage, or in a checkpoint that was downloaded.
     """
     if stored == own:
         return stored
@@ -49,9 +50,12 @@ def checked_entrypoint(stored: str, own: str, folder: Path, storage_url: str) ->
     )
     root, storage = folder.resolve(), Path(storage_url.removeprefix("file://")).resolve()
     # A link leads into the storage, or one in it leads out: so each folder on the way.
-    way = (folder.joinpath(*parts[:end]).resolve() for end in range(1, len(parts) + 1))
-    if is_known and storage not in (root, *root.parents):
-        is_known = not any(storage in (each, *each.parents) for each in way)
+    places = (folder.joinpath(*parts[:end]).resolve() for end in range(1, len(parts) + 1))
+    way = [*places] if is_known else []
+    if storage not in (root, *root.parents):
+        is_known = is_known and not any(storage in (each, *each.parents) for each in way)
+    downloaded = (MANIFEST_NAME, f".{MANIFEST_NAME}.part")  # in a folder of `download`'s
+    is_known = is_known and not any((each / name).exists() for each in way for name in downloaded)
     if is_command(stored) or not is_known:
         raise TrialError(
             f"the checkpoint names the entrypoint {stored!r}; expected module:Class of {folder}, "

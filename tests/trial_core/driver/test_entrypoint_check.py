@@ -98,6 +98,7 @@ def test_packages_of_other_machines_and_folders_may_have_it(code: Path) -> None:
         "link.evil:Trial",
         "runs.checkpoints.out.evil:Trial",
         f"{'long' * 100}:Trial",
+        "downloaded.evil:Trial",
     ],  # a storage may be in the code folder
 )
 def test_a_stored_entrypoint_is_no_other_command(tmp_path: Path, stored: str) -> None:
@@ -108,6 +109,8 @@ def test_a_stored_entrypoint_is_no_other_command(tmp_path: Path, stored: str) ->
     (tmp_path / "link").symlink_to(storage)
     (storage / "out").symlink_to("/usr")
     (tmp_path / "train.py").touch()
+    (tmp_path / "downloaded").mkdir()
+    (tmp_path / "downloaded" / "manifest.json").touch()
     for known in (own, "train:Trial", "runs.train:Trial"):
         assert checked_entrypoint(known, own, tmp_path, f"file://{storage}") == known
     with pytest.raises(TrialError, match="expected module:Class"):
