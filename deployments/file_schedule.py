@@ -23,7 +23,7 @@ class FileSchedule(Resource):
         deployment: its name, such as ``train/train``.
         slug: distinguishes the schedule from the deployment's others.
         schedule: the schedule, or None to remove any.
-        parameters: of its runs, in place of the deployment's.
+        parameters: of its runs, in place of the deployment's. None leaves them to people.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class FileSchedule(Resource):
         self._deployment = deployment
         self._slug = slug
         self._schedule = schedule
-        self._parameters = dict(parameters or {})
+        self._parameters = None if parameters is None else dict(parameters)
 
     def look(self, client: SyncPrefectClient) -> tuple[bool, str]:
         found = self._read(client)
@@ -45,7 +45,7 @@ class FileSchedule(Resource):
             return True, ""
         differs = {
             "other times": found.schedule != self._schedule,
-            "another experiment": found.parameters != self._parameters,
+            "another experiment": self._parameters not in (None, found.parameters),
         }
         return True, ", ".join(name for name, is_so in differs.items() if is_so)
 
@@ -60,7 +60,7 @@ class FileSchedule(Resource):
             )
             return
         wanted = DeploymentScheduleCreate(
-            schedule=self._schedule, slug=self._slug, parameters=self._parameters
+            schedule=self._schedule, slug=self._slug, parameters=self._parameters or {}
         )
         client.create_deployment_schedules(deployment.id, [wanted])
 

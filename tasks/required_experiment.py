@@ -30,6 +30,10 @@ GIVEN = BeforeValidator(_require)
 
 
 def require_experiment(flow: FlowT) -> FlowT:
-    """Mark the parameter `config` as required in the forms of a flow, in spite of its default."""
+    """Mark the parameter `config` as required in the forms of a flow, in spite of its default.
+
+    `trialflow deploy` takes the mark over. Prefect's `serve` and `deploy` read the signature, where
+    it is optional: a run without it begins, and fails.
+    """
     flow.parameters.required = ["config"]
     return flow

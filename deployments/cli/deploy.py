@@ -101,12 +101,16 @@ def deploy(
     from trialflow.deployments.resources import lease_problem, set_up, take_down
     from trialflow.deployments.retraining.model_resources import all_resources
 
+    if remove and schedule is not None:
+        raise ConfigError("--remove removes schedules as well: leave out --schedule")
+    if flow is not None and schedule is None and not (remove and files):
+        raise ConfigError("--flow says what --schedule runs: add that, or leave out --flow")
     target = target or Target()
     schedules: list[FileSchedule] = []
     retrained = [*files]
     if remove or schedule is not None:
         experiments = {path: read_any_experiment(path, []) for path in files}
-        schedules = file_schedules(experiments, None if remove else schedule, timezone, flow)
+        schedules = file_schedules(experiments, schedule, timezone, flow)
         retrained = [path for path, each in experiments.items() if remove and each.retraining]
     retrainings = read_retrainings(retrained)
     with configured_client() as client:
@@ -224,7 +228,7 @@ def file_schedules(
         ConfigError: no file is named, two have experiments of one name, the cron line is not valid,
             or the flow cannot run an experiment.
     """
-    from trial_core.common.text_format import slug
+    from trial_core.common.text_format import unique_slug
     from trial_core.search.settings import SearchExperiment
     from trialflow.deployments.file_schedule import FileSchedule
     from trialflow.deployments.schedules import cron_schedule
@@ -235,12 +239,12 @@ def file_schedules(
     found: dict[tuple[str, str], FileSchedule] = {}
     for path, experiment in experiments.items():
         own = "search" if isinstance(experiment, SearchExperiment) else "train"
-        if flow is not None and {flow, own} == {"search", "train"}:
+        if times is not None and flow not in (None, own, "evaluate" if own == "train" else own):
             raise ConfigError(f"{path}: `--flow {flow}` does not run this experiment; {own} does")
         for each in [flow or own] if times else [flow] if flow else ["train", "evaluate", "search"]:
-            given = {"config": experiment.model_dump(mode="json")} if times else {}
-            key = f"{each}/{each}", slug(experiment.name)
-            if key in found:
+            given = None if times is None else {"config": experiment.model_dump(mode="json")}
+            key = f"{each}/{each}", unique_slug(experiment.name)
+            if times is not None and key in found:
                 raise ConfigError(f"{path}: another file has an experiment {experiment.name}, too")
             found[key] = FileSchedule(*key, times, given, experiment.name)
     return [*found.values()]

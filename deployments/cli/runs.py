@@ -201,7 +201,11 @@ def compare(
     if figure is not None:
         _draw(found, figure)
     if json_:
-        print_json({"trials": ids, **_with_json_names(rows)})
+        of_results = {name for each in found for name in each.results}
+        results = _with_json_names({name: row for name, row in rows.items() if name in of_results})
+        print_json(
+            {"trials": ids, **{n: r for n, r in rows.items() if n not in of_results}, **results}
+        )
     else:
         print_table(("", *ids), [(name, *map(_cell, row)) for name, row in rows.items()])
 

@@ -356,6 +356,16 @@ def test_a_schedule_that_cannot_be(
         file_schedules({Path(each): toy_config(tmp_path) for each in files}, *arguments)
 
 
+def test_experiments_of_like_names_have_their_own_schedules(tmp_path: Path) -> None:
+    """Else one would take the other's place. A removal may name both, or one twice."""
+    names = ("gpt-v1", "gpt_v1", "模型", "Модель")
+    experiments = {Path(each): toy_config(tmp_path, name=each) for each in names}
+    made = file_schedules(experiments, "0 2 * * *", "UTC", None)
+    assert len({each._slug for each in made}) == len(names)
+    twice = {Path(each): toy_config(tmp_path) for each in "ab"}
+    assert len(file_schedules(twice, None, "UTC", None)) == 3
+
+
 @pytest.mark.long
 def test_without_a_configured_server(tmp_path: Path) -> None:
     """The error names the variable to set, and `trialflow up`."""

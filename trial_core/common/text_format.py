@@ -73,16 +73,20 @@ def number(value: Any) -> str:
 
 def _array(value: list[Any]) -> str:
     """Nested lists as text; those of more numbers than a line shows as shape, mean and range."""
-    shape, numbers = [len(value)], value
+    shape, numbers, is_even = [len(value)], value, True
     while numbers and all(isinstance(each, list) for each in numbers):
         shape.append(len(numbers[0]))
+        is_even = is_even and all(len(each) == shape[-1] for each in numbers)
         numbers = [*itertools.chain.from_iterable(numbers)]
     if len(numbers) <= SHOWN_NUMBERS or not all(map(is_number, numbers)):
         return str(value)
-    is_even = math.prod(shape) == len(numbers)
     shown = "×".join(map(str, shape)) if is_even else f"{len(numbers)} numbers"
-    low, high, mean = (number(float(each)) for each in (min(numbers), max(numbers), fmean(numbers)))
-    return f"[{shown}: mean {mean}, {low} to {high}]"
+    try:
+        mean = fmean(numbers)
+    except (ValueError, OverflowError):  # both infinities, or a sum that is too large
+        mean = math.nan
+    low, high = (number(float(each)) for each in (min(numbers), max(numbers)))
+    return f"[{shown}: mean {number(mean)}, {low} to {high}]"
 
 
 def is_number(value: Any) -> TypeGuard[float]:

@@ -171,7 +171,8 @@ class DeepSpeedTrialAdapter(TrialAdapter):
         return [next(map(float, engine.get_lr()), None) for engine in self._context.models]
 
     def scaled_steps(self) -> tuple[int, int]:
-        engines = [engine for engine in self._context.models if engine.fp16_enabled()]
+        models = self._context.models
+        engines = [each for each in models if each.fp16_enabled() or each.torch_autocast_enabled()]
         steps = sum(int(engine.global_steps) for engine in engines)
         return steps, sum(int(engine.skipped_steps) for engine in engines)
 

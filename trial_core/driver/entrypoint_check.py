@@ -16,8 +16,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from trial_core.checkpoint.layout import MANIFEST_NAME
+from trial_core.checkpoint.manifest import Manifest
 from trial_core.common.python_source import without_collections
-from trial_core.errors import TrialError
+from trial_core.errors import CheckpointError, TrialError
 from trial_core.schedule.command import command_of, is_command
 
 _MAKE_NAMES = frozenset((
@@ -54,14 +55,22 @@ def checked_entrypoint(stored: str, own: str, folder: Path, storage_url: str) ->
     way = [*places] if is_known else []
     if storage not in (root, *root.parents):
         is_known = is_known and not any(storage in (each, *each.parents) for each in way)
-    downloaded = (MANIFEST_NAME, f".{MANIFEST_NAME}.part")  # in a folder of `download`'s
-    is_known = is_known and not any((each / name).exists() for each in way for name in downloaded)
+    is_known = is_known and not any(map(_is_checkpoint, way))
     if is_command(stored) or not is_known:
         raise TrialError(
             f"the checkpoint names the entrypoint {stored!r}; expected module:Class of {folder}, "
             f"or of the package {own_package}: restore that code, or promote another version"
         )
     return stored
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    """True for a folder into which a checkpoint was downloaded, whole or in part."""
+    for name in (MANIFEST_NAME, f".{MANIFEST_NAME}.part"):
+        with suppress(OSError, CheckpointError):
+            Manifest.from_json((folder / name).read_bytes())
+            return True
+    return False
 
 
 def entrypoint_problem(

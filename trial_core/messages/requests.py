@@ -199,6 +199,19 @@ class TrainBatches(Request):
     watches_weights: bool = False
 
 
+class WeightsSeen(msgspec.Struct, frozen=True):
+    """What became of a rank's parameters with ``requires_grad`` in a workload.
+
+    Attributes:
+        with_gradient, without_gradient: their names.
+        has_changed: False if none of them has changed, although an optimizer was to step.
+    """
+
+    with_gradient: list[str]
+    without_gradient: list[str]
+    has_changed: bool
+
+
 class Trained(MayStop, kw_only=True):
     """A train-workload has ended.
 
@@ -213,7 +226,7 @@ class Trained(MayStop, kw_only=True):
         work: of one batch on all ranks, as far as this rank knows it.
         device: the accelerator's name; empty for the CPU.
         peak_memory_bytes: since the rank was started.
-        warnings: of this rank's weights.
+        weights: what became of this rank's weights, if that was asked for.
     """
 
     batches_trained: int
@@ -228,7 +241,7 @@ class Trained(MayStop, kw_only=True):
     work: Work = Work()
     device: str = ""
     peak_memory_bytes: int = 0
-    warnings: list[str] = []
+    weights: WeightsSeen | None = None
 
 
 class NameMetrics(Request):

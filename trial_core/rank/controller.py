@@ -388,7 +388,7 @@ class Controller:
             work=self._sample_work().times(info.batch_samples),
             device=accelerator_name(),
             peak_memory_bytes=peak_memory_bytes(),
-            warnings=watch.warnings(may_change and not skipped) if watch else [],
+            weights=watch.seen(may_change and not skipped) if watch else None,
         )
 
     def name_metrics(self, request: NameMetrics) -> MetricsNamed:

@@ -1,4 +1,4 @@
-"""Looks whether a batch trains the weights that it is to train: for tests of a trial."""
+"""Sees whether a batch trains the weights that it is to train: for tests of a trial."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-from trial_core.common.text_format import first_few, plural
+from trial_core.messages import WeightsSeen
 
 
 class WeightWatch:
@@ -22,21 +23,20 @@ class WeightWatch:
             f"models[{i}].{name}" if len(modules) > 1 else name: parameter
             for i, module in enumerate(modules)
             for name, parameter in module.named_parameters()
-            if parameter.requires_grad
+            if parameter.requires_grad and not is_lazy(parameter)
         }
-        self._without = set(self._parameters)
+        # FSDP2 gives a sharded parameter its gradient without autograd, which tells of none.
+        self._got = {name for name, each in self._parameters.items() if _is_sharded(each)}
         self._hooks: list[Any] = []
         self._before: list[torch.Tensor] = []
 
     def __enter__(self) -> WeightWatch:
         for name, parameter in self._parameters.items():
-            if _is_sharded(parameter):  # FSDP2 gives it its gradient without autograd
-                self._without.discard(name)
-                continue
-            hook = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                lambda _, name=name: self._without.discard(name)
-            )
-            self._hooks.append(hook)
+            if name not in self._got:
+                hook = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    lambda _, name=name: self._got.add(name)
+                )
+                self._hooks.append(hook)
         self._before = self._sums()
         return self
 
@@ -44,29 +44,18 @@ class WeightWatch:
         for hook in self._hooks:
             hook.remove()
 
-    def warnings(self, may_change: bool) -> list[str]:
-        """What is wrong, after the batch.
+    def seen(self, may_change: bool) -> WeightsSeen:
+        """What was seen, after the batch.
 
         Args:
             may_change: False if nothing steps after this batch, or with a learning rate of 0.
         """
-        if not self._parameters:
-            return ["the test has trained nothing: no parameter of the models has requires_grad"]
-        found = []
         pairs = zip(self._before, self._sums(), strict=True)
-        if may_change and all(torch.equal(before, after) for before, after in pairs):
-            found.append(
-                "no weight has changed in the test's batch: the trial's train_batch has to step "
-                "the optimizer, as with context.step_optimizer or engine.step"
-            )
-        if self._without:
-            names = first_few(sorted(self._without))
-            found.append(
-                f"{plural(len(self._without), 'parameter')} got no gradient in the test's batch: "
-                f"{names}; what gets none is not trained. If that is meant, set requires_grad to "
-                "False"
-            )
-        return found
+        return WeightsSeen(
+            with_gradient=sorted(self._got),
+            without_gradient=sorted(self._parameters.keys() - self._got),
+            has_changed=not may_change or any(not torch.equal(*pair) for pair in pairs),
+        )
 
     def _sums(self) -> list[torch.Tensor]:
         return [_sums(parameter) for parameter in self._parameters.values()]

@@ -109,7 +109,8 @@ def test_a_changed_file(client: SyncPrefectClient) -> None:
     deploy(client, requests(schedule=NIGHTLY, on_data_arrived=True))
     before = read_deployment(client)
     (ours,) = before.schedules
-    client.update_deployment_schedule(before.id, ours.id, active=False)
+    on_schedule = {"data": {"on": "schedule"}}
+    client.update_deployment_schedule(before.id, ours.id, active=False, parameters=on_schedule)
     theirs = DeploymentScheduleCreate(schedule=CronSchedule(cron="0 9 * * 1"), slug="mondays")
     client.create_deployment_schedules(before.id, [theirs])
     mine = {**before.parameters, "data": {"mine": 1}}
@@ -127,6 +128,7 @@ def test_a_changed_file(client: SyncPrefectClient) -> None:
     schedules = {each.slug: each for each in after.schedules}
     assert schedules[SLUG].schedule == wanted[0].schedule
     assert not schedules[SLUG].active
+    assert schedules[SLUG].parameters == on_schedule
     assert schedules["mondays"].active
     assert deploy(client, wanted) == dict.fromkeys([DEPLOYMENT, every], "unchanged")
 

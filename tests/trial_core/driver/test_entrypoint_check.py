@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.manifests import new_manifest
 from tests.support.slots import toy_config
 from trial_core.driver.code_source import refuse_missing_code
 from trial_core.driver.entrypoint_check import checked_entrypoint
@@ -110,8 +111,10 @@ def test_a_stored_entrypoint_is_no_other_command(tmp_path: Path, stored: str) ->
     (storage / "out").symlink_to("/usr")
     (tmp_path / "train.py").touch()
     (tmp_path / "downloaded").mkdir()
-    (tmp_path / "downloaded" / "manifest.json").touch()
-    for known in (own, "train:Trial", "runs.train:Trial"):
+    (tmp_path / "downloaded" / "manifest.json").write_bytes(new_manifest(3).to_json())
+    (tmp_path / "extension").mkdir()
+    (tmp_path / "extension" / "manifest.json").write_text("{}")  # the user's own
+    for known in (own, "train:Trial", "runs.train:Trial", "extension.model:Trial"):
         assert checked_entrypoint(known, own, tmp_path, f"file://{storage}") == known
     with pytest.raises(TrialError, match="expected module:Class"):
         checked_entrypoint(stored, own, tmp_path, f"file://{storage}")

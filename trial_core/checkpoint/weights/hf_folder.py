@@ -19,7 +19,7 @@ from trial_core.checkpoint.weights.weights import SavedWeight
 from trial_core.errors import CheckpointDamaged, CheckpointError, ConfigError, StorageError
 
 _ADAPTER_CONFIG = "adapter_config.json"
-_WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|pkl|ckpt|h5|msgpack)(\.index\.json)?")
+_WEIGHTS = re.compile(r".*\.(safetensors|bin|h5|msgpack)(\.index\.json)?")
 """The names of files that ``from_pretrained`` reads weights of."""
 _INSTALL = "install huggingface_hub: pip install 'trialflow[hf]'"
 

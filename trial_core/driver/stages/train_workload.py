@@ -5,10 +5,12 @@ The whole route of a stop: `trial_core/schedule/stop_requests.py`.
 
 from __future__ import annotations
 
-from trial_core.common.text_format import metrics_line
+from collections.abc import Sequence
+
+from trial_core.common.text_format import first_few, metrics_line, plural
 from trial_core.driver.run import Launch
 from trial_core.driver.stages.declared_stage import stage
-from trial_core.messages import TrainBatches, Trained
+from trial_core.messages import TrainBatches, Trained, WeightsSeen
 from trial_core.observe.events.observers import WorkloadTimes
 
 
@@ -33,7 +35,7 @@ def train_workload(launch: Launch, begin: int, until: int) -> int:
     launch.status.batches_trained = reached
     answers.metrics["training"] = metrics = results[0].metrics
     warnings = launch.losses.trained(begin, reached, metrics, [each.non_finite for each in results])
-    found = dict.fromkeys(warning for each in results for warning in each.warnings)
+    found = _untrained([each.weights for each in results if each.weights is not None])
     warnings += [each for each in found if each not in run.weight_warnings]
     run.weight_warnings.update(found)
     launch.warn(warnings + launch.losses.stepped(results[0]))
@@ -52,3 +54,26 @@ def train_workload(launch: Launch, begin: int, until: int) -> int:
     run.observer.learning_rates_read(reached, results[0].learning_rates)
     run.observer.metrics_reported("training", reached, results[0].metrics)
     return reached
+
+
+def _untrained(ranks: Sequence[WeightsSeen]) -> list[str]:
+    """What is wrong with the weights of a test, for people. A rank may have a part of them."""
+    if not ranks:
+        return []
+    got = {name for each in ranks for name in each.with_gradient}
+    without = {name for each in ranks for name in each.without_gradient} - got
+    if not got | without:
+        return ["the test has trained nothing: no parameter of the models has requires_grad"]
+    found = []
+    if not any(each.has_changed for each in ranks):
+        found.append(
+            "no weight has changed in the test's batch: the trial's train_batch has to step the "
+            "optimizer, as with context.step_optimizer or engine.step"
+        )
+    if without:
+        found.append(
+            f"{plural(len(without), 'parameter')} got no gradient in the test's batch: "
+            f"{first_few(sorted(without))}; what gets none is not trained. If that is meant, set "
+            "requires_grad to False"
+        )
+    return found

@@ -60,11 +60,11 @@ RUNPY = (runpy.__file__, "<frozen runpy>")
 IMPORTLIB = ("<frozen importlib", importlib.__file__)
 ADVICE = {
     "Torch not compiled with CUDA enabled|Found no NVIDIA driver on your system|No CUDA GPUs are": (
-        "This rank has no GPU, and the trial asks for one: leave the device to its context "
+        "This rank has no GPU, and the code asks for one: leave the device to a trial's context "
         "(wrap_model, to_device, context.device); if there should be one, `trialflow doctor` "
         "says what is missing"
     ),
-    "same dtype, but got .*(BFloat16|Half)|type .* and (bias|weight) type .* should be the same": (
+    "same dtype, but got:? .*(BFloat16|Half)|type .*(BFloat16|Half).* should be the same": (
         "A model with bf16 or fp16 weights computes in that type alone: cast its floating-point "
         "inputs, as by inputs.to(torch.bfloat16), or have torch do it with torch_autocast in "
         "DeepSpeed's configuration, or use_amp in a PyTorchTrial"

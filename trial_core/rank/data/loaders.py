@@ -238,7 +238,7 @@ def build_loaders(
 
     Raises:
         TrialError: a loader has the wrong type, is empty, or is missing on a rank that needs data;
-            or the training set has fewer samples than ranks, or the validation set is too small for
+            or a pass has fewer samples than ranks, or the validation set is too small for
             a pipeline.
     """
     # A trial may build loaders without asking its rank, so a rank without data never calls it.
@@ -293,7 +293,7 @@ def _short_batches(
     """What the batches of a small or uneven training set lack, for people; empty: nothing.
 
     Raises:
-        TrialError: it has fewer samples than there are ranks.
+        TrialError: a pass has fewer samples than there are ranks.
     """
     if per_batch is None or samples is None:
         return ""
@@ -302,18 +302,23 @@ def _short_batches(
     rest = samples % (per_batch // parts)
     if samples < ranks:
         raise TrialError(
-            f"the training set has {plural(samples, 'sample')} for {ranks} ranks, and each needs "
-            "another one: train on fewer slots"
+            f"a pass over the training data has {plural(samples, 'sample')}, and there are {ranks} "
+            "ranks: several would train on the same one; train on fewer slots"
         )
     if samples < per_batch:
+        short = rest and not drops_last
         return (
-            f"the training set has {plural(samples, 'sample')}, fewer than a batch of {per_batch}: "
-            "batches hold fewer, and throughput and sample counts are those of full ones"
+            f"a pass over the training data has {plural(samples, 'sample')}, fewer than a batch of "
+            f"{per_batch}: batches take samples of several passes"
+            + (
+                ", or hold fewer, although throughput and sample counts are those of full ones"
+                * bool(short)
+            )
         )
     if parts == 1 or drops_last or not rest:
         return ""
     return (
-        f"the last micro-batch of a pass over the training set has {plural(rest, 'sample')}, the "
+        f"the last micro-batch of a pass over the training data has {plural(rest, 'sample')}, the "
         f"others {per_batch // parts}: its gradient counts as much as theirs, and samples are "
         "counted as if it were full; drop_last=True leaves it out"
     )

@@ -63,6 +63,8 @@ def test_an_error_message_with_invalid_unicode_can_be_sent() -> None:
         ("Torch not compiled with CUDA enabled", "This rank has no GPU"),
         ("mat1 and mat2 must have the same dtype, but got Float and BFloat16", "A model with bf16"),
         ("Input type (float) and bias type (c10::Half) should be the same", "A model with bf16"),
+        ("expected m1 and m2 to have the same dtype, but got: float != c10::Half", "A model with"),
+        ("Input type (double) and bias type (float) should be the same", ""),
         ("CUDA out of memory", ""),
     ],
 )
