@@ -136,12 +136,12 @@ def test_a_rank_that_needs_no_data_builds_no_loaders() -> None:
         (
             24,
             False,
-            "the training set has 24 samples, fewer than a batch of 48: ",
+            "a pass over the training data has 24 samples, fewer than a batch of 48: ",
         ),
         (
             30,
             False,
-            "the training set has 30 samples, fewer than a batch of 48: ",
+            "a pass over the training data has 30 samples, fewer than a batch of 48: ",
         ),
         (100, False, "the last micro-batch of a pass over the training data has 4 samples, "),
         (100, True, ""),
