@@ -55,8 +55,10 @@ class FileSchedule(Resource):
             return
         found = self._read(client)
         if found is not None:
+            # The server empties parameters that an update does not have.
+            kept = found.parameters if self._parameters is None else self._parameters
             client.update_deployment_schedule(
-                deployment.id, found.id, schedule=self._schedule, parameters=self._parameters
+                deployment.id, found.id, schedule=self._schedule, parameters=kept
             )
             return
         wanted = DeploymentScheduleCreate(
