@@ -38,6 +38,7 @@ BEFORE: Mapping[str, tuple[str, ...]] = {
     "CONTRIBUTING.md": (),
     "docs/quickstart.md": (),
     "docs/guides/automations.md": (),
+    "docs/guides/checkpoint-code.md": (INIT, TRAIN),
     "docs/guides/checkpoints.md": (INIT, TRAIN, DEPLOY),
     "docs/guides/compose.md": (INIT,),
     "docs/guides/cookbook.md": (),
