@@ -61,7 +61,7 @@ class Target:
 def deploy(
     *files: Path,
     schedule: str | None = None,
-    timezone: str = "UTC",
+    timezone: str | None = None,
     flow: Literal["train", "evaluate", "search"] | None = None,
     target: Target | None = None,
     remove: Annotated[bool, Parameter(help="Remove what this command has created.")] = False,
@@ -90,7 +90,7 @@ def deploy(
     schedule
         When to run the files' experiments, as a cron line: "0 2 * * *". Default: no schedule.
     timezone
-        The time zone of --schedule, such as Europe/Berlin.
+        The time zone of --schedule, such as Europe/Berlin. Default: UTC.
     flow
         What --schedule runs. Default: search for an experiment that searches, else train.
     """
@@ -100,19 +100,23 @@ def deploy(
     from trialflow.deployments.flow_deployment import models_on_server
     from trialflow.deployments.resources import lease_problem, set_up, take_down
     from trialflow.deployments.retraining.model_resources import all_resources
+    from trialflow.deployments.retraining.retraining_requests import retraining_requests
 
     if remove and schedule is not None:
         raise ConfigError("--remove removes schedules as well: leave out --schedule")
     if flow is not None and schedule is None and not (remove and files):
         raise ConfigError("--flow says what --schedule runs: add that, or leave out --flow")
+    if timezone is not None and schedule is None:
+        raise ConfigError("--timezone is that of --schedule: add that, or leave out --timezone")
     target = target or Target()
     schedules: list[FileSchedule] = []
-    retrained = [*files]
     if remove or schedule is not None:
         experiments = {path: read_any_experiment(path, []) for path in files}
-        schedules = file_schedules(experiments, schedule, timezone, flow)
-        retrained = [path for path, each in experiments.items() if remove and each.retraining]
-    retrainings = read_retrainings(retrained)
+        schedules = file_schedules(experiments, schedule, timezone or "UTC", flow)
+        retrained = {path: each for path, each in experiments.items() if remove and each.retraining}
+        retrainings = retraining_requests(retrained)
+    else:
+        retrainings = read_retrainings(files)
     with configured_client() as client:
         if remove and files:  # only the objects of the files
             known = [each for each in schedules if each.look(client)[0]]
@@ -239,7 +243,8 @@ def file_schedules(
     found: dict[tuple[str, str], FileSchedule] = {}
     for path, experiment in experiments.items():
         own = "search" if isinstance(experiment, SearchExperiment) else "train"
-        if times is not None and flow not in (None, own, "evaluate" if own == "train" else own):
+        runs = ("train", "evaluate") if own == "train" else ("search",)
+        if times is not None and flow not in (None, *runs):
             raise ConfigError(f"{path}: `--flow {flow}` does not run this experiment; {own} does")
         for each in [flow or own] if times else [flow] if flow else ["train", "evaluate", "search"]:
             given = None if times is None else {"config": experiment.model_dump(mode="json")}

@@ -68,8 +68,9 @@ def _is_checkpoint(folder: Path) -> bool:
     """True for a folder into which a checkpoint was downloaded, whole or in part."""
     for name in (MANIFEST_NAME, f".{MANIFEST_NAME}.part"):
         with suppress(OSError, CheckpointError):
-            Manifest.from_json((folder / name).read_bytes())
-            return True
+            if (folder / name).is_file():  # no pipe, which would not end
+                Manifest.from_json((folder / name).read_bytes())
+                return True
     return False
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,7 @@ def test_a_stored_entrypoint_is_no_other_command(tmp_path: Path, stored: str) ->
     (tmp_path / "downloaded" / "manifest.json").write_bytes(new_manifest(3).to_json())
     (tmp_path / "extension").mkdir()
     (tmp_path / "extension" / "manifest.json").write_text("{}")  # the user's own
+    os.mkfifo(tmp_path / "extension" / ".manifest.json.part")  # reading it would not end
     for known in (own, "train:Trial", "runs.train:Trial", "extension.model:Trial"):
         assert checked_entrypoint(known, own, tmp_path, f"file://{storage}") == known
     with pytest.raises(TrialError, match="expected module:Class"):
