@@ -13,6 +13,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trial_core.errors import ConfigError
+from trialflow.deployments.cli import console
 from trialflow.deployments.cli.deploy import configured_client
 from trialflow.deployments.cli.experiment_options import TrialId, named_trial
 from trialflow.deployments.cli.waiting import waiting
@@ -114,7 +115,7 @@ def _run_of(named: str) -> Iterator[_Run]:
     folders = [path.parent for path in home_folder().glob(f"*/{LOCK}")]
     folders = [each for each in folders if each.name.startswith(named)]
     here = {each.name: holder for each in folders if (holder := holder_of(each))}
-    with using_server_of_up():
+    with using_server_of_up(console.note):
         url = get_current_settings().api.url
         with configured_client() if url else nullcontext() as client:
             with waiting("asking the Prefect server"):

@@ -282,7 +282,7 @@ def configured_client() -> Iterator[SyncPrefectClient]:
     from trialflow.flows.server.embedded_server import configured_api_problem, using_server_of_up
     from trialflow.flows.server.prefect_server import PrefectServerError
 
-    with using_server_of_up():
+    with using_server_of_up(console.note):
         if not get_current_settings().api.url:
             raise ConfigError(
                 "no Prefect server is configured: set PREFECT_API_URL to the server that runs "

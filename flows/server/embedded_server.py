@@ -84,12 +84,11 @@ def prefect_api(
 
     Raises:
         PrefectServerError: the user's server does not answer, or the embedded one did not start.
-        ConfigError: `trialflow up` is starting.
     """
     prepare_prefect(is_quiet)
     from prefect.settings import get_current_settings
 
-    with using_server_of_up() as login:
+    with using_server_of_up(waiting_for) as login:
         settings = get_current_settings()
         if settings.api.url:
             whose = "server of `trialflow up`" if login else "configured Prefect server"
@@ -124,16 +123,18 @@ def server() -> Iterator[PrefectApi]:
 
 
 @contextmanager
-def using_server_of_up() -> Iterator[ServerLogin | None]:
+def using_server_of_up(
+    waiting_for: Callable[[str], object] = lambda what: None,
+) -> Iterator[ServerLogin | None]:
     """Use the server of the `trialflow up` that runs with this PREFECT_HOME, for the block.
 
     Yields the login to it; None if none runs, or if another server is configured, which is then
-    used. Raises ConfigError if `trialflow up` is starting.
+    used. If `trialflow up` is starting, it calls `waiting_for` with a text, and waits.
     """
     from prefect.settings import get_current_settings
 
     settings = get_current_settings()
-    api_url = None if settings.api.url else address_of_running(settings.home)
+    api_url = None if settings.api.url else address_of_running(settings.home, waiting_for)
     if api_url is None:
         yield None
         return

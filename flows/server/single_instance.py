@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from pathlib import Path
 from trial_core.errors import ConfigError
 
 LOCK = "trialflow-up.lock"
+POLL_SECONDS = 0.2
 _ADDRESS = re.compile(r", at (?P<api_url>\S+)")
 
 
@@ -54,25 +56,34 @@ def single_instance(home: Path) -> Iterator[Callable[[str], None]]:
         yield lambda api_url: describe(f"at {api_url}")
 
 
-def address_of_running(home: Path) -> str | None:
+def address_of_running(
+    home: Path, waiting_for: Callable[[str], object] = lambda what: None
+) -> str | None:
     """Return the API's address of the `trialflow up` with this PREFECT_HOME; None if none runs.
 
-    Raises:
-        ConfigError: `trialflow up` is still starting.
+    Waits while it is starting.
+
+    Args:
+        waiting_for: called once before such a wait, with a text about it.
     """
+    is_told = False
+    while (record := _record_of_running(home)) is not None:
+        if found := _ADDRESS.search(record):
+            return found["api_url"]
+        if not is_told:
+            waiting_for(f"waiting for `trialflow up` ({record})")
+            is_told = True
+        time.sleep(POLL_SECONDS)
+    return None
+
+
+def _record_of_running(home: Path) -> str | None:
     try:
         with (home / LOCK).open() as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
-                record = file.read()
-            else:
-                return None  # left by one that has ended
+                return file.read()
     except OSError:  # no such file, or no locks: then `trialflow up` does not run here either
         return None
-    found = _ADDRESS.search(record)
-    if found is None:
-        raise ConfigError(
-            f"`trialflow up` is starting in {home} ({record}): wait until it shows its address"
-        )
-    return found["api_url"]
+    return None  # left by one that has ended

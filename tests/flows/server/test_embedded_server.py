@@ -26,7 +26,6 @@ from prefect.cache_policies import NO_CACHE
 from tests.support.browser import chromium
 from tests.support.prefect import PrefectServer, isolated, prepared
 from tests.support.wire import OTHER_PAGE, Wire
-from trial_core.errors import ConfigError
 from trialflow.deployments.cli import doctor
 from trialflow.deployments.cli.deploy import configured_client
 from trialflow.flows.server.embedded_server import prefect_api
@@ -218,16 +217,21 @@ def test_a_configured_server_is_used(prefect_server: PrefectServer, tmp_path: Pa
 
 
 def test_the_server_of_a_running_up_is_used(prefect_server: PrefectServer, tmp_path: Path) -> None:
-    """Where none is configured: no other server is started on the same database."""
+    """Where none is configured: no other server is started on the same database. While it is
+    starting, it is awaited."""
     password = password_path(tmp_path, urlsplit(prefect_server.api_url).port or 80)
     with environment(isolated(tmp_path)), single_instance(tmp_path) as store_address:
-        with pytest.raises(ConfigError, match=r"is starting in .*: wait until"), prefect_api():
-            pass
-        store_address(f"{prefect_server.api_url} (password: in {password})")
-        password.write_text("me:secret\n")
         said: list[str] = []
-        with prefect_api(waiting_for=said.append) as api:
-            assert said == ["connecting to the server of `trialflow up`"]
+
+        def note(what: str) -> None:
+            if "which is starting" in what:
+                store_address(f"{prefect_server.api_url} (password: in {password})")
+                password.write_text("me:secret\n")
+            said.append(what)
+
+        with prefect_api(waiting_for=note) as api:
+            assert ["which is starting" in what for what in said] == [True, False]
+            assert said[-1] == "connecting to the server of `trialflow up`"
             assert (api.api_url, api.ui_url) == (prefect_server.api_url, prefect_server.ui_url)
             assert (api.is_of_up, api.is_embedded) == (True, False)
             assert api.login == ServerLogin("me:secret", password)
