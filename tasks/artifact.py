@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 from uuid import UUID
 
-import prefect
 from prefect import runtime
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
@@ -14,10 +13,10 @@ from prefect.client.schemas.filters import (
     ArtifactFilterFlowRunId,
     ArtifactFilterKey,
 )
-from prefect.settings import get_current_settings
 
 from trial_core.common.text_format import unique_slug
 from trialflow.tasks.client_retries import client_retries
+from trialflow.tasks.ui_page import ui_page
 
 
 class MarkdownArtifact:
@@ -38,8 +37,7 @@ class MarkdownArtifact:
     @property
     def url(self) -> str | None:
         """The page of the newest artifact under this key, or None if no UI is known."""
-        ui_url = get_current_settings().ui_url
-        return f"{newer_ui(ui_url)}/artifacts/key/{self.key}" if ui_url else None
+        return ui_page(f"artifacts/key/{self.key}")
 
     def write(self, text: str) -> None:
         """Create or update the artifact. One thread at a time; at most every few seconds.
@@ -126,12 +124,6 @@ def _unsent_here() -> list[MarkdownArtifact]:
 class ReportArtifact(MarkdownArtifact):
     def __init__(self, trial: str) -> None:
         super().__init__(f"trial-{trial}", f"Trial {trial}")
-
-
-def newer_ui(ui_url: str) -> str:
-    """Return the UI that draws a report's curves, if this installation of Prefect has it."""
-    ui_url = ui_url.rstrip("/")
-    return f"{ui_url}/v2" if hasattr(prefect, "__ui_v2_static_path__") else ui_url
 
 
 def _this_flow_run() -> UUID | None:

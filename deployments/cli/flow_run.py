@@ -149,19 +149,16 @@ class FlowRun(Generic[Result]):
         """The hook that notes the flow run's id and shows its page."""
 
         def announce(flow: Any, flow_run: Any, state: Any) -> None:
-            from trialflow.tasks.artifact import newer_ui  # imports Prefect
+            from trialflow.tasks.ui_page import ui_page  # imports Prefect
 
             self.flow_run_id = str(flow_run.id)
-            if api.is_embedded:
-                later_page = _page(newer_ui(DEFAULT_UI), self.flow_run_id)
-                self.later_ui = f"prefect server start, then {later_page}"
             if api.is_of_up:
                 self._display.say(f"on the server of `trialflow up`, {api.api_url}")
-            if api.ui_url:
-                ui_url = api.ui_url if api.login is None else newer_ui(api.ui_url)
-                page = _page(ui_url, self.flow_run_id)
-                if not api.is_embedded:
-                    self.later_ui = page
+            if api.ui_url and (page := ui_page(f"runs/flow-run/{self.flow_run_id}")):
+                self.later_ui = page
+                if api.is_embedded:
+                    later_page = page.replace(api.ui_url, DEFAULT_UI)
+                    self.later_ui = f"prefect server start, then {later_page}"
                 if api.login is not None and self._is_on_terminal:
                     page = api.login.link(page)  # others may read a log file
                 elif api.login is not None:
@@ -176,7 +173,3 @@ class FlowRun(Generic[Result]):
         after = f" after {text_format.plural(batches, 'batch')}" if batches else ""
         console.note(f"stopped by {signal_name}{after}")
         return exit_code
-
-
-def _page(ui_url: str, flow_run_id: str) -> str:
-    return f"{ui_url.rstrip('/')}/runs/flow-run/{flow_run_id}"

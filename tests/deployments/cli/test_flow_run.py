@@ -20,6 +20,7 @@ from trialflow.deployments.cli.flow_run import FlowRun, StateHook
 from trialflow.deployments.cli.run_display import PlainLines
 from trialflow.flows.server import embedded_server
 from trialflow.flows.server.server_login import ServerLogin
+from trialflow.tasks import ui_page
 
 Waiting = Callable[[str], None]
 EXPERIMENT = toy_config(Path("/none"), code="/code", resources={"preload": False})
@@ -43,6 +44,7 @@ def run(monkeypatch: pytest.MonkeyPatch, out: io.StringIO) -> FlowRun[str]:
         yield API
 
     monkeypatch.setattr(embedded_server, "prefect_api", prefect_api)
+    monkeypatch.setattr(ui_page, "ui_page", lambda path: f"http://server/v2/{path}")
     return FlowRun(PlainLines(out), EXPERIMENT)
 
 
@@ -56,7 +58,7 @@ def test_a_flow_that_returns(run: FlowRun[str], out: io.StringIO) -> None:
     assert run.run(call) == 0
     assert (run.result, run.flow_run_id) == ("result", "1234")
     assert run.later_ui is not None
-    assert run.later_ui.startswith("prefect server start, then http://127.0.0.1:4200/")
+    assert run.later_ui.startswith("prefect server start, then http://127.0.0.1:4200/v2/")
     page = "http://server/v2/runs/flow-run/1234"
     assert f"watch it at {page} (password: in /file)\n" in out.getvalue()
     assert out.getvalue().startswith("starting a server…\n")
