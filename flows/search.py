@@ -48,7 +48,7 @@ from trial_core.errors import (
 from trial_core.observe.events.observers import Observer, current_observer, observing
 from trial_core.processes.machine.accelerators import count_accelerators, resolve_slot_count
 from trial_core.processes.machine.run_dirs import run_dir_of, trial_id
-from trial_core.schedule.stop_requests import StopHandler, StopRequest, as_the_trial_asked
+from trial_core.schedule.stop_requests import StopHandler, StopRequest, completed_early
 from trial_core.schedule.units import Batch
 from trial_core.search.figures import html
 from trial_core.search.log import SearchLog
@@ -206,11 +206,11 @@ def train_trial_to_rung(
     if has_reached(leg, result):
         return LegOutcome(result)
     is_asked = result.stopped_early and result.stop_reason is None
-    why = as_the_trial_asked(result.trial_stop_reason) if is_asked else "by itself"
+    how = completed_early(result.trial_stop_reason) if is_asked else "ended by itself"
     at = "no validation" if result.validated_at is None else f"validated at {result.validated_at}"
     return LegOutcome(
         failure=TrialError(
-            f"it has ended {why} after {result.batches_trained} batches ({at}), before its "
+            f"it has {how}, after {result.batches_trained} batches ({at}), before its "
             f"validation at {leg.until.value} {leg.until.unit}"
         ),
         is_counted=not is_asked,

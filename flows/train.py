@@ -14,6 +14,7 @@ from typing import Annotated, Any
 from prefect import flow, runtime
 from prefect.client.schemas.objects import State
 from prefect.logging import get_run_logger
+from prefect.states import Completed
 from pydantic import InstanceOf
 from pydantic.json_schema import SkipJsonSchema
 
@@ -23,7 +24,7 @@ from trial_core.driver.changed_settings import check_keep
 from trial_core.driver.code_source import refuse_missing_code
 from trial_core.driver.drive import drive_trial
 from trial_core.driver.placement import importing_ahead
-from trial_core.driver.result import TrialResult as TrialResult, describe_saved
+from trial_core.driver.result import TrialResult as TrialResult, describe_saved, status_of
 from trial_core.driver.run import Given
 from trial_core.errors import ConfigError
 from trial_core.models.checkpoint_reference import open_checkpoint
@@ -139,7 +140,9 @@ def train(
         )
     if isinstance(result, State):
         return result
-    return replace(result, flow_run_id=str(runtime.flow_run.id), config=config)
+    result = replace(result, flow_run_id=str(runtime.flow_run.id), config=config)
+    # The state of a run that ended early says why.
+    return Completed(message=status_of(result), data=result) if result.stopped_early else result
 
 
 def train_trial(

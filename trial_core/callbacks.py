@@ -51,7 +51,7 @@ class _Counts(TrialCallback):
 class EarlyStopping(_Counts):
     """Ends the run when a validation metric has not improved for some validations.
 
-    The run saves, and ends as completed; its last line, log and report say why.
+    The run saves and completes early; its last line, log, state and report say why.
 
     Args:
         metric: the metric to watch; by default the searcher's.
@@ -117,17 +117,17 @@ class EarlyStopping(_Counts):
             return
         state["waited"] += 1
         if state["waited"] >= self.patience:
-            since = "" if best is None else f" since batch {state['best_at']} ({number(best)})"
-            self.context.set_stop_requested(
-                reason=f"{self.metric} has not improved{since} in "
-                f"{plural(state['waited'], 'validation')}, and is {number(value)} at batch {batch}"
-            )
+            by = f" by more than {number(self.min_delta)}" if self.min_delta else ""
+            since = f"since batch {state['best_at']}"
+            if best is None:
+                since = f"in {plural(state['waited'], 'validation')}, and is {number(value)}"
+            self.context.set_stop_requested(reason=f"{self.metric} has not improved{by} {since}")
 
 
 class StopOnNonFinite(_Counts):
     """Ends the run when a training metric's mean over a workload is NaN or infinite.
 
-    The run ends as completed, with this reason, and earlier than a run without the callback, which
+    The run completes early, with this reason, and earlier than a run without the callback, which
     fails (`stopping.fail_on_non_finite_loss`). If it is a loss, no checkpoint is stored.
 
     Args:

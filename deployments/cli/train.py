@@ -18,7 +18,6 @@ from cyclopts import Parameter
 from trial_core.common import text_format
 from trial_core.errors import CheckpointError, ConfigError, Stopped, TrialError, TrialflowError
 from trial_core.observe.events.throughput import Throughput
-from trial_core.schedule.stop_requests import as_the_trial_asked
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.experiment_options import (
     DEFAULT_EXPERIMENT,
@@ -414,14 +413,15 @@ def _summary(
         best: the trial's best checkpoint, if it is another one than the last.
         end: the maximum length in batches, if the trial had reached it before.
     """
+    from trial_core.driver.result import how_early
+
     trained = result.batches_trained
     if end is not None:
         ending = f"is already at {trained} of {text_format.plural(end, 'batch')}"
         longer = f"{resume_option} --set searcher.max_length.batches={2 * trained}, for example"
         continue_with: str | None = f"{longer}; without --resume a new trial begins"
     else:
-        why = result.stop_reason or as_the_trial_asked(result.trial_stop_reason)
-        how = f"stopped early, {why}," if result.stopped_early else "completed"
+        how = f"{how_early(result)}," if result.stopped_early else "completed"
         ending = f"{how} after {text_format.plural(trained, 'batch')}"
         continue_with = resume_option if result.stop_reason else None
     throughput = Throughput.from_json(result.throughput)

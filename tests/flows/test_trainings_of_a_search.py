@@ -292,7 +292,7 @@ def superseded() -> None:
         ),
         pytest.param(
             {"validated_at": 2, "stop_reason": None, "trial_stop_reason": "enough"},
-            r"as the trial asked: enough after 3 batches \(validated at 2\), before .* at 3",
+            r"has completed early: enough, after 3 batches \(validated at 2\), before .* at 3",
             id="stop",
         ),
         pytest.param(

@@ -123,7 +123,7 @@ def test_a_loss_that_stays_nan_ends_the_run_before_it_saves_it(tmp_path: Path) -
     assert result.trial_stop_reason == "loss is nan in 1 workload, until batch 12"
     assert result.ledger is not None
     assert result.ledger["runs"][0]["is_over"]
-    assert "as the trial asked: loss is nan" in Path(str(result.report_path)).read_text()
+    assert "completed early: loss is nan" in Path(str(result.report_path)).read_text()
 
 
 def test_early_stopping_continues_its_count() -> None:
@@ -146,10 +146,9 @@ def test_early_stopping_continues_its_count() -> None:
                 return validation, trial.run_info.stop_reason
         return -1, None
 
-    expected = (4, "loss has not improved since batch 20 (4) in 3 validations, and is nan at batch")
+    expected = (4, "loss has not improved by more than 0.1 since batch 20")
     for resumed_at in range(5):
-        validation, reason = reason_after(resumed_at)
-        assert (validation, str(reason)[: len(expected[1])]) == expected
+        assert reason_after(resumed_at) == expected
 
 
 def test_early_stopping_takes_what_it_is_not_told_from_the_searcher() -> None:

@@ -240,7 +240,7 @@ class Loop:
         A validation without the searcher metric is only warned of, unless the last one was so, too.
         """
         launch, own, trained = self._launch, self._uploads.own, progress.batches_trained
-        if not validate(launch, trained):  # ended early by a stop request
+        if not validate(launch, trained):  # broken off by a stop request
             return progress
         call_hook(launch, "on_validation_end", trained)
         own.run_blocking("validate", trained)

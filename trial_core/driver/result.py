@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trial_core.config import ExperimentConfig
-from trial_core.schedule.stop_requests import as_the_trial_asked
+from trial_core.schedule.stop_requests import completed_early
 from trial_core.schedule.units import TrainUnit
 
 
@@ -76,5 +76,10 @@ def status_of(result: TrialResult) -> str:
     """Return the status of a run that has a result, for people."""
     if not result.stopped_early:
         return "completed"
-    why = result.stop_reason or as_the_trial_asked(result.trial_stop_reason)
-    return f"stopped: {why}; {describe_saved(result)}"
+    return f"{how_early(result)}; {describe_saved(result)}"
+
+
+def how_early(result: TrialResult) -> str:
+    """How a run has ended that has ended before its maximum length, for people."""
+    why = result.stop_reason
+    return completed_early(result.trial_stop_reason) if why is None else f"stopped: {why}"

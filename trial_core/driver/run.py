@@ -36,7 +36,7 @@ from trial_core.observe.events.observers import Observer
 from trial_core.observe.events.throughput import ThroughputMeter
 from trial_core.observe.ledger.run_clock import RunClock
 from trial_core.processes.slots.slot_group import SlotGroup
-from trial_core.schedule.stop_requests import StopHandler, as_the_trial_asked
+from trial_core.schedule.stop_requests import StopHandler, why_early
 from trial_core.schedule.units import EpochLength, TrainUnit
 
 R = TypeVar("R", bound=Result)
@@ -299,7 +299,7 @@ class Launch:
             answers.stop_requested = True
             answers.stop_reason = next((r.stop_reason for r in asking if r.stop_reason), None)
             self.run.logger.info(
-                "the run saves and ends, %s", as_the_trial_asked(answers.stop_reason)
+                "the run saves and completes early%s", why_early(answers.stop_reason)
             )
 
     def warn(self, warnings: Sequence[str]) -> None:

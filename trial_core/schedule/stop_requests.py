@@ -73,9 +73,20 @@ class StopRequest:
         return self.reason not in ("suspended", "time budget", "server lost")
 
 
-def as_the_trial_asked(reason: str | None) -> str:
-    """Why a run ends that its trial has stopped, for people."""
-    return "as the trial asked" + (f": {text_format.one_line(reason)}" if reason else "")
+def completed_early(reason: str | None) -> str:
+    """How a run has ended that its trial has ended, for people."""
+    return "completed early" + why_early(reason)
+
+
+def why_early(reason: str | None) -> str:
+    """Why a trial has ended its run; to be appended to a clause."""
+    return f": {text_format.one_line(reason)}" if reason else ", as the trial asked"
+
+
+def outcome_of(status: str) -> tuple[str, str]:
+    """Return the outcome, ``completed``, ``stopped`` or ``failed``, and why, of a run's status."""
+    how, _, why = status.partition(": ")
+    return how.partition(" ")[0], why
 
 
 def how_it_ended(error: BaseException, stopping: StopHandler) -> str:

@@ -31,9 +31,11 @@ from tests.support.slots import lines as seen
 from trial_core.checkpoint.retention.known_storages import note_storage
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
+from trial_core.driver.result import status_of
 from trial_core.errors import CheckpointError, ConfigError, StorageError
 from trial_core.observe.events.observers import current_observer
 from trial_core.schedule.sequencer import Progress
+from trial_core.schedule.stop_requests import outcome_of
 from trialflow.deployments.cli import train as command
 from trialflow.deployments.cli.train import Continuation, _other_best, _summary, train
 from trialflow.flows import train as flow_module
@@ -120,6 +122,22 @@ def test_the_summary_names_the_best_checkpoint_if_it_is_not_the_last(tmp_path: P
     summary = _summary(ended, 1.0, None, "--resume", best)
     assert f"  best  {saved[0].uuid[:8]}, at batch 40: loss 0.125" in summary
     assert _other_best(store, replace(ended, checkpoint_uuid=saved[0].uuid)) is None
+
+
+def test_one_word_for_an_early_end() -> None:
+    """The terminal and the run's status, which the report, `runs list` and the state show, have the
+    same words. A platform and a tracker learn that it has completed."""
+    why = "loss has not improved by more than 0.01 since batch 315"
+    ended = TrialResult("toy-1", 400, True, trial_stop_reason=why, report_path="/r")
+    first, _ = _summary(ended, 1.0, None, "--resume")
+    assert first == f"toy-1 completed early: {why}, after 400 batches (1.0 s)"
+    assert status_of(ended).startswith(f"completed early: {why}; nothing")
+    outcome, shown = outcome_of(status_of(ended))
+    assert outcome == "completed"
+    assert shown.startswith(why)
+    asked = replace(ended, trial_stop_reason=None)
+    assert status_of(asked).startswith("completed early, as the trial asked; nothing")
+    assert outcome_of(status_of(asked))[0] == "completed"
 
 
 def test_the_summary_without_a_storage_that_answers(

@@ -70,6 +70,7 @@ class Stage:
             stopped_early=True,
             checkpoint_uuid="4f0c21aa",
             checkpoint_at=10,
+            trial_stop_reason="it is enough",
         )
 
     def create_run(self, what: Any, **fields: Any) -> UUID:

@@ -358,6 +358,16 @@ def test_the_time_budget_needs_no_server(stage: Stage) -> None:
     assert isinstance(result, TrialResult)
 
 
+def test_a_run_that_its_trial_has_ended(stage: Stage) -> None:
+    """It is Completed. Its state says why, and has its result."""
+    run, result = stage.train()
+    state = whole_state_of(run)
+    assert state.name == "Completed"
+    assert state.message == "completed early: it is enough; saved at batch 10, checkpoint 4f0c21aa"
+    assert isinstance(result, TrialResult)
+    assert result.batches_trained == 10
+
+
 def test_a_deleted_run_stops(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """It saves and ends. Its flow run stays deleted."""
     monkeypatch.setattr(trialflow.flows.lifecycle.flow_run_state, "DELETION_SECONDS", 0.2)

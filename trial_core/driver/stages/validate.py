@@ -10,7 +10,7 @@ from trial_core.driver.run import Launch
 from trial_core.driver.stages.declared_stage import stage
 from trial_core.messages import MetricsNamed, NameMetrics, RunValidation, Validated
 from trial_core.schedule.sequencer import searcher_metric
-from trial_core.schedule.stop_requests import as_the_trial_asked
+from trial_core.schedule.stop_requests import completed_early
 
 
 @stage("check-metrics")
@@ -23,14 +23,14 @@ def check_metrics(launch: Launch) -> list[str] | None:
 
 @stage("validate", "@{batches_trained}")
 def validate(launch: Launch, batches_trained: int) -> bool:
-    """Validate. Return False if a stop request ended it early."""
+    """Validate. Return False if a stop request broke it off."""
     run, answers = launch.run, launch.answers
     stall_seconds = run.config.stopping.stall_timeout_seconds
     results = launch.ask(RunValidation(), Validated, stall_seconds)
     launch.note_stop_requests(results)
     if results[0].is_broken_off:
-        why = run.stopping.request or launch.status.moves or as_the_trial_asked(answers.stop_reason)
-        run.logger.info("validation at %d ended early: %s", batches_trained, why)
+        why = run.stopping.request or launch.status.moves or completed_early(answers.stop_reason)
+        run.logger.info("validation at %d was broken off: %s", batches_trained, why)
         return False
     answers.validated = results[0].metrics
     return True

@@ -164,7 +164,8 @@ class Observer:
         """The slot group has failed and is launched again."""
 
     def run_ended(self, status: str, tensorboard_url: str | None = None) -> None:
-        """The ranks have ended: ``completed``, ``stopped: why`` or ``failed: why``. Once a run.
+        """The ranks have ended: ``completed``, ``completed early: why``, ``stopped: why`` or
+        ``failed: why``. Once a run.
 
         Args:
             tensorboard_url: the place of the trial's TensorBoard files, if it has any.

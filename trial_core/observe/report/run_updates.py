@@ -19,6 +19,7 @@ from trial_core.common import text_format
 from trial_core.common.any_logger import AnyLogger
 from trial_core.observe.events.run_status import RunStatus
 from trial_core.schedule.ending import Ending
+from trial_core.schedule.stop_requests import outcome_of
 
 PROGRESS = "progress.json"
 """The file, in the trial's folder on this machine."""
@@ -34,9 +35,9 @@ class RunUpdate(msgspec.Struct, frozen=True, kw_only=True):
     """The progress of a run.
 
     Attributes:
-        why: the reason why it was stopped or has failed; else empty.
-        percent: the share of trained batches; also 100 once the run has completed. None if unknown,
-            as the length of a Core API script may be.
+        why: the reason why it was stopped, completed early or has failed; else empty.
+        percent: the share of trained batches; also 100 once the run has completed, unless early.
+            None if unknown, as the length of a Core API script may be.
         total_batches: batches when training ends; None if unknown.
         seconds_left: an estimate from the run's speed so far, with all its stages; None if unknown.
         stage: the stage that it is in; empty once it has ended.
@@ -113,8 +114,8 @@ class RunUpdates(RunStatus):
         self._has_ended.set()
 
     def progress(self) -> RunUpdate:
-        status, _, why = self._end.partition(": ")
-        has_completed = status == "completed"
+        status, why = outcome_of(self._end)
+        has_completed = self._end == "completed"
         total, left = self.total_batches, None if self._end else self.seconds_left
         percent = min(1000, 1000 * self.batches // total) / 10 if total else None
         metrics = {"training": self.training, "validation": self.validation}

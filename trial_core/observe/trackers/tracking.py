@@ -39,6 +39,7 @@ from trial_core.observe.trackers.stored_journal import adopt_stored, keep
 from trial_core.observe.trackers.tracker import find_tracker
 from trial_core.processes.machine.background import in_background
 from trial_core.schedule.ending import Ending
+from trial_core.schedule.stop_requests import outcome_of
 
 # How long the sender sends after the run has ended; less if the end has less time.
 PATIENCE_SECONDS = 15.0
@@ -103,7 +104,7 @@ class Tracking(Observer):
         if not isinstance(error, Superseded):  # else the newer run is the same run in the trackers
             self._measure_time()
             status = self._status or ("completed" if error is None else f"failed: {error}")
-            outcome, _, why = status.partition(": ")
+            outcome, why = outcome_of(status)
             why = text_format.shortened(why)
             self._append(RunEnded(at=time.time(), outcome=outcome, why=why))
         if self._journal is not None:
