@@ -1,7 +1,8 @@
 """A process worker on this machine that saves its runs when it is stopped.
 
 Prefect's own worker kills its runs when it is stopped, and leaves them behind when it is killed.
-This one also ends when the process that started it ends, SIGKILL included.
+This one is started again when it is killed, and its runs continue meanwhile. All of them end when
+the process that started the worker ends, SIGKILL included.
 """
 
 from __future__ import annotations
@@ -11,22 +12,36 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import FlowRunFilter, WorkPoolFilter
-from prefect.client.schemas.objects import State
-from prefect.states import AwaitingRetry
+from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.states import AwaitingRetry, Crashed
 
+from trial_core.common.text_format import plural
+from trial_core.errors import TrialflowError
+from trial_core.processes.machine.child import describe_exit, log_tail
+from trial_core.processes.machine.memory_files import oom_kills
 from trialflow.deployments import process_reaper
-from trialflow.flows.lifecycle.detached_engine import ENGINE, RESTARTED_ENGINE
+from trialflow.flows.lifecycle.crash_limit import FOUND, RESTART_CRASHED, may_begin_again
+from trialflow.flows.lifecycle.detached_engine import (
+    ENGINE,
+    RESTARTED_ENGINE,
+    SOON_SECONDS,
+    SUPERVISOR_MODULE,
+    RestartPauses,
+)
 from trialflow.flows.server.prefect_server import STOP_TIMEOUT_SECONDS, start_child
 from trialflow.flows.server.prefect_settings import chosen_settings
 
-ENGINES = {ENGINE, RESTARTED_ENGINE}
+# One of these is an argument of each process that holds a run: the supervisor and the engines.
+HOLDERS = {SUPERVISOR_MODULE, ENGINE, RESTARTED_ENGINE, "flow-run"}
 POLL_SECONDS = 0.1
-SERVE_POLL_SECONDS = 1.0
 # A run's grace period, 25 s by default, and time to start and end.
 STOP_RUNS_TIMEOUT_SECONDS = 60.0
 SETTINGS = {
@@ -36,6 +51,10 @@ SETTINGS = {
     # retries that is after a quarter of an hour, with 8 after an hour and a half.
     "PREFECT_CLIENT_MAX_RETRIES": "8",
 }
+
+
+class WorkerEnded(TrialflowError):
+    """The worker has ended by itself too often to be started again."""
 
 
 class LocalWorker:
@@ -54,45 +73,75 @@ class LocalWorker:
         # The job template's `command` begins with `python`, which must be this one.
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         variables = {**SETTINGS, **chosen_settings(), "PATH": path}
-        self._reaper = start_child([*command, "--type", "process", *options], variables, log_path)
+        command += ["--type", "process", *options]
+        self._log_path = log_path
+        self._start = partial(start_child, command, variables, log_path, answers=True)
+        self._reaper = self._start()
 
     def __enter__(self) -> LocalWorker:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Terminate the worker; after its grace period, kill it and its remaining runs."""
+        """End the runs, which save, and the worker; kill what is left after their grace periods."""
+        self.stop_runs(STOP_RUNS_TIMEOUT_SECONDS)
         if self._reaper.lives():
             os.kill(self._reaper.pid, signal.SIGTERM)
         self._reaper.wait(process_reaper.GRACE_SECONDS)
         self._reaper.end(STOP_TIMEOUT_SECONDS)
 
-    @property
-    def has_ended(self) -> bool:
-        return not self._reaper.lives()
+    def serve(self, on_end: Callable[[str], object]) -> NoReturn:
+        """Start the worker again whenever it ends, until a signal raises an exception here.
 
-    def serve(self) -> None:
-        """Return when the worker has ended. Stop its runs if a signal raises an exception here."""
-        try:
-            while not self.has_ended:
-                time.sleep(SERVE_POLL_SECONDS)
-        finally:
-            if not self.has_ended:
-                self.stop_runs(STOP_RUNS_TIMEOUT_SECONDS)
+        Args:
+            on_end: called before each new start, with a sentence about the worker's end.
+
+        Raises:
+            WorkerEnded: within a minute of its start, it was killed five times in a row, or it has
+                ended by itself, as it would again.
+        """
+        restarts = RestartPauses()
+        while True:
+            began, (is_killed, how) = time.monotonic(), self.wait_for_end()
+            pause_seconds = restarts.pause_seconds(time.monotonic() - began)
+            if pause_seconds is None or (restarts.soon and not is_killed):
+                times = plural(restarts.soon, "time")
+                raise WorkerEnded(
+                    f"the worker has ended {times}, within {SOON_SECONDS:g} s of its start: "
+                    f"it {how}"
+                )
+            on_end(f"the worker is started again, and its runs continue meanwhile: it {how}")
+            time.sleep(pause_seconds)
+            if not (self._reaper.lives() and self._reaper.tell(b"\n")):
+                self._reaper = self._start()
+
+    def wait_for_end(self) -> tuple[bool, str]:
+        """Wait until the worker has ended. Return whether it was killed, and how it ended."""
+        kills = oom_kills()
+        if answer := self._reaper.output.readline():
+            code = int(answer)
+        else:  # the reaper was killed: so are the worker and supervisors, whose engines save
+            self._reaper.kill()
+            code = self._reaper.exit_code or 0
+        if code >= 0:
+            log = log_tail(self._log_path) if self._log_path else "see its log"
+            return False, f"{describe_exit(code)}; {log}"
+        memory = " (meanwhile the kernel has killed a process for lack of memory)"
+        return True, f"{describe_exit(code)}{memory if oom_kills() > kills else ''}"
 
     def stop_runs(self, timeout_seconds: float) -> None:
         """Have the runs save, go back into their queue and end. The worker takes no more runs."""
         deadline = time.monotonic() + timeout_seconds
-        children = _children(psutil.Process(self._reaper.pid))
+        children = _children(self._reaper.pid) if self._reaper.lives() else []
         workers = [process for process in children if "worker" in _command(process)]
-        # Engines whose supervisor was killed are the reaper's children, and save by themselves.
-        engines = [process for process in children if ENGINES & {*_command(process)}]
         for worker in workers:
             worker.suspend()  # it would take its own runs from the queue again
-        runs = [run for worker in workers for run in _children(worker)]
+        runs = [run for worker in workers for run in _children(worker.pid)]
+        # Of workers and supervisors that were killed.
+        runs += [process for process in children if HOLDERS & {*_command(process)}]
         for run in runs:
             with contextlib.suppress(psutil.NoSuchProcess):
                 run.terminate()
-        while any(map(_is_running, [*runs, *engines])) and time.monotonic() < deadline:
+        while any(map(_is_running, runs)) and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
         for worker in workers:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -100,19 +149,47 @@ class LocalWorker:
                 worker.resume()
 
 
-def requeue_interrupted_starts(client: SyncPrefectClient, pool: str) -> int:
-    """Schedule the runs again that a worker was starting when it ended; return how many.
+def requeue_lost_runs(client: SyncPrefectClient, pool: str) -> list[str]:
+    """Schedule the runs again that have no process; return a sentence about each.
 
-    Call it only for a work pool that has no worker now.
+    Call it only while the work pool has no worker; its runs are on this machine.
     """
-    interrupted = client.read_flow_runs(
-        flow_run_filter=FlowRunFilter.model_validate({"state": {"type": {"any_": ["PENDING"]}}}),
-        work_pool_filter=WorkPoolFilter.model_validate({"name": {"any_": [pool]}}),
-    )
-    for run in interrupted:
-        state: State[None] = AwaitingRetry(message="its start was interrupted")
-        client.set_flow_run_state(run.id, state, force=True)
-    return len(interrupted)
+    is_begun = FlowRunFilter.model_validate({"state": {"type": {"any_": ["PENDING", "RUNNING"]}}})
+    of_pool = WorkPoolFilter.model_validate({"name": {"any_": [pool]}})
+    begun = client.read_flow_runs(flow_run_filter=is_begun, work_pool_filter=of_pool)
+    held = _held_runs() if begun else set()
+    return [_requeue(client, run) for run in begun if str(run.id) not in held]
+
+
+def _requeue(client: SyncPrefectClient, run: FlowRun) -> str:
+    state: State[None]
+    if run.state_type == StateType.PENDING:
+        state = AwaitingRetry(message="its start was interrupted")
+        then = "its start was interrupted: the worker starts it again in a few seconds"
+    elif may_begin_again(client, run):
+        state = AwaitingRetry(message=FOUND)
+        then = (
+            "it was Running and had no process any more: the worker continues it in a few seconds, "
+            "from its last committed checkpoint"
+        )
+    else:
+        state = Crashed(message="The run had no process any more")
+        then = (
+            "it was Running and had no process any more: it is Crashed now, and not started again, "
+            f"because the automation '{RESTART_CRASHED}' is paused or it has crashed too often"
+        )
+    client.set_flow_run_state(run.id, state, force=True)
+    return f"{run.name}: {then}"
+
+
+def _held_runs() -> set[str]:
+    """The ids of the flow runs that have a process on this machine. Ranks do not count."""
+    held = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if HOLDERS & {*process.cmdline()}:
+                held.add(process.environ().get("PREFECT__FLOW_RUN_ID", ""))
+    return held
 
 
 def _command(process: psutil.Process) -> list[str]:
@@ -122,9 +199,9 @@ def _command(process: psutil.Process) -> list[str]:
         return []
 
 
-def _children(process: psutil.Process) -> list[psutil.Process]:
+def _children(pid: int) -> list[psutil.Process]:
     try:
-        return process.children()
+        return psutil.Process(pid).children()
     except psutil.NoSuchProcess:
         return []
 

@@ -2,10 +2,11 @@
 
     process_reaper.py PARENT_PID COMMAND…
 
-The command runs until it ends, SIGTERM asks for its end, or the parent ends. The parent holds the
-other end of the reaper's standard input and never writes to it. So a parent that asks for the end
-and a parent that dies, SIGKILL included, look the same: all descendants are killed. They are killed
-as well when the command itself was killed. A Prefect worker that is killed leaves its runs behind.
+The command runs until SIGTERM asks for its end, or the parent ends. A command that ends by itself
+leaves its descendants to the reaper, as a Prefect worker that is killed leaves its runs: the reaper
+prints its exit code, and starts it again when the parent writes a line to the reaper's standard
+input. A parent that closes this input and a parent that dies, SIGKILL included, look the same: all
+descendants are killed.
 """
 
 from __future__ import annotations
@@ -33,21 +34,34 @@ GRACE_SECONDS = 10.0
 PR_SET_CHILD_SUBREAPER = 36
 
 
-def run(parent_pid: int, command: list[str]) -> int:
-    """Run `command` until it ends or the parent does. Return the exit code."""
+def run(parent_pid: int, command: list[str]) -> None:
+    """Run `command`, again for each line of the parent, until SIGTERM or the parent's end."""
     adopt_orphans()
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    process, is_asked, is_told = _start(command), False, False
 
     def terminate(number: int, frame: FrameType | None) -> None:
+        nonlocal is_asked
+        is_asked = True
         process.terminate()
 
     signal.signal(signal.SIGTERM, terminate)
-    while process.poll() is None and os.getppid() == parent_pid:
+    while os.getppid() == parent_pid and (process.poll() is None or not is_asked):
+        if process.returncode is not None and not is_told:
+            is_told = True
+            with contextlib.suppress(OSError):  # the parent has ended
+                print(process.returncode, flush=True)
         if select.select([sys.stdin.fileno()], [], [], POLL_SECONDS)[0]:
-            break
+            if not os.read(sys.stdin.fileno(), 1):
+                break
+            process, is_told = _start(command), False
         reap_orphans(process.pid)
     kill_descendants()
-    return process.wait()
+    process.wait()
+
+
+def _start(command: list[str]) -> subprocess.Popen[bytes]:
+    # Standard output holds the exit codes.
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr)
 
 
 def adopt_orphans() -> None:
@@ -79,4 +93,4 @@ def kill_descendants() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run(int(sys.argv[1]), sys.argv[2:]))
+    run(int(sys.argv[1]), sys.argv[2:])

@@ -10,6 +10,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,8 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from trial_core.common import text_format
-from trial_core.errors import ConfigError, LaunchError, TrialflowError
+from trial_core.errors import ConfigError, LaunchError
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.deploy import (
     DEFAULT_POOL,
@@ -29,7 +29,11 @@ from trialflow.deployments.cli.deploy import (
     wanted_resources,
 )
 from trialflow.deployments.cli.signals import Terminated, stoppable
-from trialflow.deployments.cli.waiting import print_above_the_wait, waiting
+from trialflow.deployments.cli.waiting import (
+    print_above_the_wait,
+    waiting,
+    waiting_at_end,
+)
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
@@ -38,10 +42,7 @@ if TYPE_CHECKING:
     from trialflow.flows.server.prefect_server import PrefectServerProcess
 
 DEFAULT_PORT = 4200
-
-
-class ServiceEnded(TrialflowError):
-    """The worker that a command started has ended by itself."""
+RUNS_SAVE = "waiting for the runs, which save and end"
 
 
 def up(
@@ -119,15 +120,14 @@ def _serve(
     home: Path,
     start_timeout_seconds: float,
 ) -> None:
-    """Start the server and the worker, and keep them until the worker ends or a signal comes.
+    """Start the server and the worker, and keep them until a signal comes.
 
-    A server that ends by itself is started again; runs continue meanwhile.
+    A server or a worker that ends is started again; runs continue meanwhile.
 
     Raises:
-        ServiceEnded: the worker ended.
+        WorkerEnded: the worker ended too often.
         KeyboardInterrupt, Terminated: a signal came.
     """
-    from trial_core.processes.machine.child import log_tail
     from trialflow.deployments.local_worker import LocalWorker
     from trialflow.flows.server.prefect_server import local_server, restarting
     from trialflow.flows.server.single_instance import single_instance
@@ -138,15 +138,33 @@ def _serve(
         store_address = until_the_end.enter_context(single_instance(home))
         with waiting("starting the Prefect server"):
             server = until_the_end.enter_context(
-                local_server(port, server_log, start_timeout_seconds)
+                waiting_at_end(
+                    local_server(port, server_log, start_timeout_seconds),
+                    "waiting for the Prefect server, which stores its records and ends",
+                )
             )
         until_the_end.enter_context(restarting(server))
         store_address(f"{server.api_url} (password: in {server.login.path})")
         pool_name = _set_up(pool, retrainings)
-        with LocalWorker(pool_name, worker_log) as worker:
+        with waiting_at_end(LocalWorker(pool_name, worker_log), RUNS_SAVE) as worker:
             print("\n".join(_instructions(server, port, worker_log)), flush=True)
-            worker.serve()
-        raise ServiceEnded(f"the worker ended unexpectedly; {log_tail(worker_log)}")
+            worker.serve(partial(_report_end, pool_name))
+
+
+def _report_end(pool: str, how: str) -> None:
+    """Say how the worker has ended, and schedule those of its runs again that ended with it."""
+    from prefect.client.orchestration import get_client
+
+    from trialflow.deployments.local_worker import requeue_lost_runs
+    from trialflow.tasks.client_retries import NO_ANSWER
+
+    console.warning(how)
+    try:
+        with get_client(sync_client=True) as client:
+            for sentence in requeue_lost_runs(client, pool):
+                print(sentence, flush=True)
+    except NO_ANSWER as error:
+        console.warning(f"the server was not asked for runs without a process: {error}")
 
 
 def _set_up(requested_pool: str | None, retrainings: Sequence[RetrainingRequest]) -> str:
@@ -154,7 +172,7 @@ def _set_up(requested_pool: str | None, retrainings: Sequence[RetrainingRequest]
     from prefect.client.orchestration import get_client
 
     from trialflow.deployments.flow_deployment import models_on_server
-    from trialflow.deployments.local_worker import requeue_interrupted_starts
+    from trialflow.deployments.local_worker import requeue_lost_runs
     from trialflow.deployments.resources import set_up
 
     with get_client(sync_client=True) as client:
@@ -177,9 +195,8 @@ def _set_up(requested_pool: str | None, retrainings: Sequence[RetrainingRequest]
                     print_above_the_wait(f"{change.verb}: {change.resource}")
         for warning in location_warnings(client, pool):
             console.warning(warning)
-        if count := requeue_interrupted_starts(client, pool):
-            runs = text_format.plural(count, "run")
-            print(f"scheduled again after an interrupted start: {runs}", flush=True)
+        for sentence in requeue_lost_runs(client, pool):
+            print(sentence, flush=True)
     return pool
 
 
@@ -276,10 +293,13 @@ def worker(
             f"`prefect worker start --pool {pool}`"
         )
     try:
-        with stoppable(announce_stop), LocalWorker(pool, None, options) as running:
-            running.serve()
+        with (
+            stoppable(announce_stop),
+            waiting_at_end(LocalWorker(pool, None, options), RUNS_SAVE) as running,
+        ):
+            running.serve(console.warning)
     except KeyboardInterrupt:
         return console.INTERRUPTED
     except Terminated:
         return console.TERMINATED
-    raise ServiceEnded("the worker ended unexpectedly")
+    return 0

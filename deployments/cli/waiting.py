@@ -12,8 +12,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING, TextIO
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from typing import TYPE_CHECKING, TextIO, TypeVar
 
 from trial_core.common import text_format
 from trialflow.deployments.cli.run_display import is_interactive
@@ -21,6 +21,8 @@ from trialflow.deployments.cli.run_display import is_interactive
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.live import Live
+
+T = TypeVar("T")
 
 SHOWN_AFTER_SECONDS = 2.0
 BAR_CELLS = 30
@@ -126,6 +128,21 @@ def waiting(text: str) -> Iterator[Waiting]:
         timer.cancel()
         wait.close()
         _current = None
+
+
+@contextmanager
+def waiting_at_end(context: AbstractContextManager[T], text: str) -> Iterator[T]:
+    """Enter a context for the block, and show `text` if leaving it takes longer than two seconds.
+
+    The context is not told of the block's exception.
+    """
+    with ExitStack() as until_the_end:
+        entered = until_the_end.enter_context(context)
+        try:
+            yield entered
+        finally:
+            with waiting(text):
+                until_the_end.close()
 
 
 def print_above_the_wait(text: str, file: TextIO | None = None) -> None:

@@ -1,8 +1,8 @@
 """Limits how often a crashed flow run is restarted.
 
 An automation (`trialflow deploy`) schedules a crashed run again, under the same id, unless
-`restarted_engine` has begun it again before. Neither knows the run's `max_restarts`. So the run
-itself fails if it has crashed too often.
+`restarted_engine` has begun it again before, or `trialflow up` has found it without a process. None
+of them knows the run's `max_restarts`. So the run itself fails if it has crashed too often.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from itertools import takewhile
 from uuid import UUID
 
 from prefect import runtime
-from prefect.client.orchestration import get_client
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.objects import FlowRun
 
 from trial_core.errors import TrialflowError
 
@@ -22,12 +23,23 @@ RESTART_CRASHED = "trialflow: restart crashed runs"
 MAX_ATTEMPTS = 50
 SCHEDULED_AGAIN = "The run had crashed: scheduled again by trialflow's automation"
 RESTARTED = "The run's process was killed: it begins again on the same machine"
+FOUND = "The run had no process any more: scheduled again by `trialflow up`"
 # Prefect's own intermediate states, such as Late, do not count.
 _SCHEDULED = ("Scheduled", "AwaitingRetry")
 
 
 class CrashedTooOften(TrialflowError):
     """A flow run has crashed more often than its experiment's `max_restarts` allows."""
+
+
+def may_begin_again(client: SyncPrefectClient, run: FlowRun) -> bool:
+    """Return whether a run whose process is gone is to begin again, as `RESTART_CRASHED` does."""
+    return (
+        run.deployment_id is not None
+        and TAG in run.tags
+        and run.run_count <= MAX_ATTEMPTS
+        and any(each.enabled for each in client.read_automations_by_name(RESTART_CRASHED))
+    )
 
 
 def check_crash_limit(max_restarts: int) -> None:
@@ -44,7 +56,7 @@ def check_crash_limit(max_restarts: int) -> None:
         states = client.read_flow_run_states(UUID(str(runtime.flow_run.id)))
     starts = [state for state in states if state.name in _SCHEDULED or state.message == RESTARTED]
     starts.sort(key=lambda state: state.timestamp)
-    after_crash = (SCHEDULED_AGAIN, RESTARTED)
+    after_crash = (SCHEDULED_AGAIN, RESTARTED, FOUND)
     count = len([*takewhile(lambda state: state.message in after_crash, reversed(starts))])
     if count > max_restarts:
         raise CrashedTooOften(

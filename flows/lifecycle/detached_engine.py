@@ -27,6 +27,7 @@ from uuid import UUID
 from rich.console import Console
 
 SUPERVISOR = "TRIALFLOW_SUPERVISOR"
+SUPERVISOR_MODULE = "trialflow.flows.lifecycle.detached_engine"
 ENGINE = "prefect.engine"
 RESTARTED_ENGINE = "trialflow.flows.lifecycle.restarted_engine"
 # A machine out of memory also sends SIGKILL. The other signals come from native code.
@@ -35,7 +36,7 @@ KILLED = {
 }  # fmt: skip
 SOON_SECONDS = 60.0
 PAUSES_SECONDS = (0.0, 1.0, 4.0, 15.0)
-"""Before each start after engines that ended soon; after the last one the supervisor gives up."""
+"""Before each start after processes that ended soon; after the last one they are given up."""
 # Prefect's connection to the worker, which accepts one engine only.
 _CONTROL = ("PREFECT__CONTROL_PORT", "PREFECT__CONTROL_TOKEN")
 # Removed from the environment: child processes of this one have another parent.
@@ -62,6 +63,26 @@ def _silence(console: Console) -> None:
         os.dup2(devnull.fileno(), console.file.fileno())
 
 
+class RestartPauses:
+    """Decides when a process that has ended is started again, and when no more.
+
+    At once if it lived for a minute; after a pause if it ended sooner; no more if that has happened
+    five times in a row.
+
+    Attributes:
+        soon: how many in a row have ended sooner.
+    """
+
+    soon = 0
+
+    def pause_seconds(self, lived_seconds: float) -> float | None:
+        """Return the pause before the next start, or None if there is to be none."""
+        self.soon = self.soon + 1 if lived_seconds < SOON_SECONDS else 0
+        if self.soon > len(PAUSES_SECONDS):
+            return None
+        return PAUSES_SECONDS[self.soon - 1] if self.soon else 0.0
+
+
 class Supervisor:
     """Runs an engine until it ends by itself, or a signal asks for its end.
 
@@ -79,20 +100,20 @@ class Supervisor:
         """Run engines until one ends for good; return its exit code, as a shell reports it."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._forward)
-        soon = 0
+        restarts = RestartPauses()
         began, code = time.monotonic(), self._ended(ENGINE)
         while -code in KILLED and self._asked is None:
-            soon = soon + 1 if time.monotonic() - began < SOON_SECONDS else 0
-            if soon > len(PAUSES_SECONDS):
+            pause_seconds = restarts.pause_seconds(time.monotonic() - began)
+            if pause_seconds is None:
                 cause = (
-                    f"the run's process was ended by {signal.Signals(-code).name} {soon} times, "
-                    f"each within {SOON_SECONDS:g} s of its start; it is not started again here "
-                    "(SIGKILL: also if the machine is out of memory)"
+                    f"the run's process was ended by {signal.Signals(-code).name} "
+                    f"{restarts.soon} times, each within {SOON_SECONDS:g} s of its start; it is "
+                    "not started again here (SIGKILL: also if the machine is out of memory)"
                 )
                 print(cause, file=sys.stderr)
                 self._report_crash(cause)
                 break
-            if self._is_asked.wait(PAUSES_SECONDS[soon - 1] if soon else 0.0):
+            if self._is_asked.wait(pause_seconds):
                 break
             for name in _CONTROL:
                 os.environ.pop(name, None)

@@ -22,7 +22,7 @@ from prefect.logging.configuration import setup_logging
 from prefect.logging.loggers import flow_run_logger
 from prefect.states import Pending
 
-from trialflow.flows.lifecycle.crash_limit import MAX_ATTEMPTS, RESTART_CRASHED, RESTARTED, TAG
+from trialflow.flows.lifecycle.crash_limit import RESTARTED, may_begin_again
 from trialflow.flows.lifecycle.detached_engine import ENGINE
 from trialflow.tasks.client_retries import NO_ANSWER
 
@@ -32,14 +32,9 @@ def take_again(flow_run_id: UUID) -> FlowRun | None:
     again."""
     with get_client(sync_client=True) as client:
         run = client.read_flow_run(flow_run_id)
-        restarts = client.read_automations_by_name(RESTART_CRASHED)
-        may_begin = (
-            run.deployment_id is not None
-            and TAG in run.tags
-            and run.run_count <= MAX_ATTEMPTS
-            and any(each.enabled for each in restarts)
-        )
-        if not may_begin or run.state is None or run.state.type != StateType.RUNNING:
+        if run.state is None or run.state.type != StateType.RUNNING:
+            return None
+        if not may_begin_again(client, run):
             return None
         # One state: a crash would trigger the automation too. By force: Prefect lets nobody take a
         # running flow run.

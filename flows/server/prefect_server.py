@@ -237,17 +237,20 @@ def start_child(
     variables: Mapping[str, str],
     log_path: Path | None,
     fds: tuple[int, ...] = (),
+    answers: bool = False,
 ) -> Child:
     """Run a Python script that starts Prefect, and ends when its standard input does.
 
-    Its output is appended to the log; None: it is this process's.
+    Its output is appended to the log; None: it is this process's. If it `answers`, its standard
+    output holds lines for this process instead.
     """
     with ExitStack() as opened:
         log = None
         if log_path is not None:
             log_path.parent.mkdir(parents=True, exist_ok=True)
             log = opened.enter_context(log_path.open("ab"))
-        return Child(command, {**variables, **LOG_EVERYTHING}, log=log, descriptors=fds)
+        variables = {**variables, **LOG_EVERYTHING}
+        return Child(command, variables, log=log, answers=answers, descriptors=fds)
 
 
 def local_server(port: int, log_path: Path, start_timeout_seconds: float) -> PrefectServerProcess:

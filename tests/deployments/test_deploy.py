@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +41,7 @@ from trialflow.deployments.cli.deploy import file_schedules, resolve_pool, wante
 from trialflow.deployments.cli.up import location_warnings
 from trialflow.deployments.desired_state import check_pool_name, deployments
 from trialflow.deployments.flow_deployment import working_folder
-from trialflow.deployments.local_worker import requeue_interrupted_starts
+from trialflow.deployments.local_worker import requeue_lost_runs
 from trialflow.deployments.resources import Change, lease_problem, set_up, take_down
 from trialflow.flows.lifecycle.crash_limit import (
     RESTARTED,
@@ -46,6 +49,7 @@ from trialflow.flows.lifecycle.crash_limit import (
     CrashedTooOften,
     check_crash_limit,
 )
+from trialflow.flows.lifecycle.detached_engine import SUPERVISOR_MODULE
 
 pytestmark = pytest.mark.server
 
@@ -204,17 +208,37 @@ def test_a_worker_does_not_create_a_pool(prefect_server: PrefectServer, tmp_path
 
 
 @pytest.mark.long
-def test_an_interrupted_start_is_requeued(client: SyncPrefectClient, tmp_path: Path) -> None:
-    """A run that was Pending when its worker ended is scheduled again; a running one is not."""
+def test_runs_without_a_process_are_requeued(client: SyncPrefectClient, tmp_path: Path) -> None:
+    """A run that was Pending or Running when its worker and its process ended is scheduled again,
+    unless crashed runs are not; one that has a process is not."""
     deploy(client)
-    interrupted, running = create_run(client, tmp_path), create_run(client, tmp_path)
+    interrupted, lost, running = (create_run(client, tmp_path) for _ in range(3))
     set_state(client, interrupted, "Pending")
+    set_state(client, lost, "Running")
     set_state(client, running, "Running")
-    assert requeue_interrupted_starts(client, "another") == 0
-    assert requeue_interrupted_starts(client, POOL) == 1
-    found = client.read_flow_run(interrupted)
-    assert (found.state_name, found.next_scheduled_start_time is None) == ("AwaitingRetry", False)
-    assert client.read_flow_run(running).state_name == "Running"
+    waits = "import sys; print('lives', flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", waits, SUPERVISOR_MODULE],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        env={**os.environ, "PREFECT__FLOW_RUN_ID": str(running)},
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        assert requeue_lost_runs(client, "another") == []
+        told = "\n".join(requeue_lost_runs(client, POOL))
+        assert client.read_flow_run(running).state_name == "Running"
+        process.communicate()
+    for run in (interrupted, lost):
+        found = client.read_flow_run(run)
+        assert (found.state_name, found.next_scheduled_start_time is None) == (
+            "AwaitingRetry", False,
+        )  # fmt: skip
+        assert found.name in told
+    (restarts,) = client.read_automations_by_name(RESTART_CRASHED)
+    client.pause_automation(restarts.id)
+    (told,) = requeue_lost_runs(client, POOL)
+    assert RESTART_CRASHED in told
+    assert client.read_flow_run(running).state_name == "Crashed"
 
 
 @pytest.mark.long

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,7 +11,7 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from tests.support.processes import wait_until_gone
+from tests.support.processes import alive, kill, wait_until_gone
 from tests.support.waiting import until
 from trialflow.deployments import process_reaper
 
@@ -21,7 +19,7 @@ from trialflow.deployments import process_reaper
 WORKER = """
 import subprocess, sys, time
 sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
-print(subprocess.Popen(sleep, start_new_session=True).pid, flush=True)
+print(subprocess.Popen(sleep, start_new_session=True).pid, file=sys.stderr, flush=True)
 time.sleep(600)
 """
 # Leaves an orphan behind that ends at once.
@@ -29,7 +27,7 @@ ORPHAN = """
 import subprocess, sys, time
 orphan = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'pass'])"
 subprocess.run([sys.executable, "-c", orphan])
-print("started", flush=True)
+print("started", file=sys.stderr, flush=True)
 time.sleep(600)
 """
 GONE_SECONDS = 10.0
@@ -45,27 +43,35 @@ def reaper(
     parent = str(parent_pid or os.getpid())
     command = [process_reaper.__file__, parent, sys.executable, "-c", program]
     with subprocess.Popen(
-        [sys.executable, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
+        [sys.executable, *command],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stderr is not None
         try:
-            yield process, process.stdout.readline()
+            yield process, process.stderr.readline()
         finally:
             process.terminate()
 
 
-def test_the_runs_of_a_killed_worker_are_killed() -> None:
-    """Also if the worker alone is killed, for example when memory is short."""
+def test_the_runs_of_a_killed_worker_live_as_long_as_its_parent() -> None:
+    """The parent learns how the worker has ended, and has it started again."""
     with reaper(WORKER) as (process, line):
-        run = int(line)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        runs = [int(line)]
         try:
             (worker,) = psutil.Process(process.pid).children()
             worker.kill()
-            process.wait(GONE_SECONDS)
-            assert wait_until_gone([run], GONE_SECONDS) == []
+            assert process.stdout.readline() == "-9\n"
+            process.stdin.write("\n")
+            process.stdin.flush()
+            runs.append(int(process.stderr.readline()))
+            assert alive(runs) == runs
+            process.stdin.close()
+            assert wait_until_gone(runs, GONE_SECONDS) == []
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(run, signal.SIGKILL)
+            kill(runs)
 
 
 def test_ended_orphans_are_reaped() -> None:

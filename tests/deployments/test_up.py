@@ -28,6 +28,7 @@ from tests.support.processes import descendants, wait_until_gone
 from tests.support.slots import lines, toy_config
 from tests.support.waiting import WAIT_SECONDS, until
 from trial_core.checkpoint.store import CheckpointStore
+from trialflow.deployments import process_reaper
 from trialflow.deployments.cli import up as up_command
 from trialflow.deployments.resources import lease_problem
 from trialflow.deployments.retraining.retraining_requests import RetrainingRequest
@@ -214,11 +215,13 @@ def test_only_this_user_reaches_the_server(tmp_path: Path) -> None:
 @pytest.mark.server
 @pytest.mark.slots
 def test_runs_save_and_resume_with_the_next_up(tmp_path: Path) -> None:
-    """A killed server is started again, while the run continues. After Ctrl-C the run saves, and
-    no process is left. The next `up` resumes the same run."""
+    """A killed server and a killed worker are started again, while the run continues. After Ctrl-C
+    the run saves, and no process is left. The next `up` resumes the same run, and does so after
+    SIGKILL."""
     config = toy_config(
-        tmp_path, ENDLESS, scheduling_unit=ENDLESS, hyperparameters={"record": str(tmp_path)}
-    )
+        tmp_path, ENDLESS, scheduling_unit=ENDLESS, hyperparameters={"record": str(tmp_path)},
+        max_restarts=1,
+    )  # fmt: skip
     store = CheckpointStore(config.checkpoint_storage.url)
 
     def seen() -> list[int]:
@@ -239,6 +242,17 @@ def test_runs_save_and_resume_with_the_next_up(tmp_path: Path) -> None:
         at_kill = len(seen())
         until(running.answers, "the server")
         until(lambda: len(seen()) > at_kill + 5, "training")
+        (reaper,) = (
+            each
+            for each in map(psutil.Process, descendants(running.process.pid))
+            if process_reaper.__file__ in each.cmdline()
+        )
+        (worker,) = reaper.children()
+        worker.kill()
+        until(lambda: "it was ended by SIGKILL" in running.log.read_text(), "the news")
+        until(lambda: any("worker" in each.cmdline() for each in reaper.children()), "a worker")
+        at_kill = len(seen())
+        until(lambda: len(seen()) > at_kill + 5, "training")
         running.stop(signal.SIGINT)
         assert running.process.returncode == 130
     saved = store.list()[-1].progress.batches_trained
@@ -248,4 +262,8 @@ def test_runs_save_and_resume_with_the_next_up(tmp_path: Path) -> None:
         assert seen()[: saved + 5] == list(range(saved + 5))
         (run,) = running.query("flow_runs/filter")
         assert (run["id"], run["state_name"]) == (run_id, "Running")
+        running.stop(signal.SIGKILL)
+    with up(tmp_path, 0) as running:
+        assert f"{run['name']}: it was Running and had no process" in running.log.read_text()
+        until(lambda: seen().count(saved) == 2, "training again", 400)
         running.stop(signal.SIGTERM)

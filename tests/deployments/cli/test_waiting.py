@@ -19,7 +19,7 @@ from rich.console import Console
 from tests.support.cli import TRIALFLOW, environment_in
 from tests.support.waiting import until
 from trialflow.deployments.cli import console, waiting as waiting_module
-from trialflow.deployments.cli.waiting import Waiting, waiting
+from trialflow.deployments.cli.waiting import Waiting, waiting, waiting_at_end
 
 ERASED = re.compile(r"\x1b\[2K")
 
@@ -145,3 +145,20 @@ def test_a_wait_within_another_shows_nothing_of_its_own(
         for timer in {*threading.enumerate()} - before:
             timer.join()
     assert capfd.readouterr().err == "reading all…\n"
+
+
+def test_what_the_end_of_a_command_waits_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is shown as other waits are, after the command's own work."""
+    monkeypatch.setattr(waiting_module, "SHOWN_AFTER_SECONDS", 0.0)
+    shown: list[str] = []
+
+    @contextmanager
+    def ends_slowly() -> Iterator[int]:
+        yield 7
+        until(lambda: shown.append(capsys.readouterr().err) or shown[-1], "the text")
+
+    with waiting_at_end(ends_slowly(), "runs save") as entered:
+        assert entered == 7
+    assert "runs save" in shown[-1]

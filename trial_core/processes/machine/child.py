@@ -204,6 +204,16 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
+def describe_exit(exit_code: int) -> str:
+    """The text that follows "the process": "ended with exit code 3", "was ended by SIGKILL"."""
+    if exit_code >= 0:
+        return f"ended with exit code {exit_code}"
+    try:
+        return f"was ended by {signal.Signals(-exit_code).name}"
+    except ValueError:  # real-time signals have no names
+        return f"was ended by signal {-exit_code}"
+
+
 def log_tail(log_path: Path) -> str:
     """The end of a log, for an error message."""
     with log_path.open("rb") as log:

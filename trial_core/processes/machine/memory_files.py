@@ -27,6 +27,7 @@ GROWTH_BYTES = 64 * 2**20
 
 _MEMORY_FILE_PATH = re.compile(r"/proc/\d+/fd/\d+")
 CGROUPS = Path("/sys/fs/cgroup")
+VMSTAT = Path("/proc/vmstat")
 _CGROUP_VERSIONS = (
     ("memory.max", "memory.current", "memory.stat", ""),
     (
@@ -251,3 +252,14 @@ def free_bytes() -> int:
         except (OSError, ValueError):  # no such cgroup, or no limit ("max")
             continue
     return max(0, free)
+
+
+def oom_kills() -> int:
+    """How many processes the kernel has killed for lack of memory since the machine's start.
+
+    In a container, too, this is the number of the whole machine; 0 if it is unknown.
+    """
+    try:
+        return int(re.findall(r"^oom_kill (\d+)$", VMSTAT.read_text(), re.MULTILINE)[0])
+    except (OSError, IndexError):
+        return 0

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from typing import Any, NamedTuple
 from trial_core.common.text_format import last_line
 from trial_core.errors import LaunchError
 from trial_core.processes.machine.accelerators import CPU_SLOTS
+from trial_core.processes.machine.child import describe_exit
 from trial_core.processes.nodes.node_provider import (
     AGENT_MODULE,
     NODE_SECONDS,
@@ -298,10 +298,8 @@ class AgentHost:
         if process.returncode is None:
             process.kill()
             return f"Ray's raylet, process {raylet} on {socket.gethostname()}, has ended"
-        code = process.returncode
         reader.join(timeout=1.0)
-        how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
-        return "\n".join([f"the agent has ended with {how}", *lines])
+        return "\n".join([f"the agent {describe_exit(process.returncode)}", *lines])
 
 
 def _follow(output: Iterable[str], lines: deque[str]) -> None:

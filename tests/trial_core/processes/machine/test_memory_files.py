@@ -17,6 +17,7 @@ from trial_core.processes.machine.memory_files import (
     MemoryFiles,
     free_bytes,
     is_memory_file,
+    oom_kills,
 )
 
 LIMIT_BYTES = 1000
@@ -226,6 +227,14 @@ def test_page_cache_of_a_container_is_free(
         f"anon 90\nfile 900\n{prefix}inactive_file 300\n{prefix}active_file 400\n"
     )
     assert free_bytes() == 710
+
+
+def test_kills_for_lack_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel counts them. Systems that do not are not an error."""
+    monkeypatch.setattr(memory_files, "VMSTAT", tmp_path / "vmstat")
+    assert oom_kills() == 0
+    (tmp_path / "vmstat").write_text("pgfault 7\noom_kill 3\ndrop_pagecache 1\n")
+    assert oom_kills() == 3
 
 
 def test_without_a_container_the_machines_memory_counts(
