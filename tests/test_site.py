@@ -44,12 +44,23 @@ def driver_of(browser: Browser) -> Chrome:
     return browser._driver
 
 
-def test_llms_txt_lists_the_pages(site: Path) -> None:
-    """In their order, with titles, and each is there."""
+def test_llms_txt_lists_the_markdown_of_each_page(site: Path) -> None:
+    """In their order, with titles; each is beside its page."""
     listed = re.findall(r"^- \[(.+)\]\((.+)\)$", (site / "llms.txt").read_text(), re.MULTILINE)
-    assert listed[:2] == [("Home", "index.html"), ("Quick start", "quickstart.html")]
+    assert listed[:2] == [("Home", "index.md"), ("Quick start", "quickstart.md")]
+    pages = {str(page.relative_to(site)) for page in site.glob("**/*.html")} - {"404.html"}
+    assert {url.replace(".md", ".html") for _, url in listed} == pages
     assert [url for _, url in listed if not (site / url).is_file()] == []
     assert len(listed) > 50
+
+
+def test_the_markdown_has_what_the_page_has(site: Path) -> None:
+    """Also what is generated from the code; blocks of code name their language, and links lead to
+    the Markdown of other pages."""
+    assert "`--take-over`" in (site / "reference/cli.md").read_text()
+    guide = (site / "guides/stopping.md").read_text()
+    assert "```yaml\nstopping:" in guide
+    assert "](scripts.md#stops-and-failures)" in guide
 
 
 @pytest.mark.parametrize(
