@@ -63,6 +63,7 @@ check: $(VENV)/.installed-dev
 # The documentation site, in build/site. Dead links and anchors are errors.
 docs: $(VENV)/.installed-docs
 	@$(BIN)/python docs/hooks/configuration.py
+	@$(BIN)/python docs/hooks/json_results.py
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet $(ARGS)
 	@echo "documentation: build/site/index.html"
 

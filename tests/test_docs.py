@@ -17,6 +17,7 @@ import trial_core.pytorch
 import trialflow
 from tests.support.snippets import DOCUMENTS, ROOT
 from tests.support.strategies import LONG_FACTOR
+from trialflow.deployments.cli.console import EXIT_CODES
 
 CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.DOTALL | re.MULTILINE)
 TARGET = re.compile(r"\]\(([^)\s]+)\)")
@@ -59,6 +60,21 @@ def test_the_tables_of_the_configuration_are_those_of_the_code() -> None:
     page = (ROOT / "docs" / "reference" / "configuration.md").read_text()
     assert page == made["with_tables"](page)
     assert "| `scheduling_unit` |" in page
+
+
+def test_the_tables_of_json_are_those_of_the_code() -> None:
+    """`make docs` writes them; a test of commands compares what they print with the same types."""
+    made = runpy.run_path(str(ROOT / "docs" / "hooks" / "json_results.py"))
+    page = (ROOT / "docs" / "reference" / "json.md").read_text()
+    assert page == made["with_tables"](page)
+    assert "## `runs list`" in page
+
+
+def test_the_table_of_exit_codes_is_that_of_the_code() -> None:
+    """Programs branch on them."""
+    page = (ROOT / "docs" / "reference" / "cli.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| (.+) \|$", page, re.MULTILINE)
+    assert {int(code): meaning for code, meaning in rows} == EXIT_CODES
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])

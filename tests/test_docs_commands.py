@@ -47,6 +47,7 @@ BEFORE: Mapping[str, tuple[str, ...]] = {
     "docs/guides/deploying.md": (INIT, TRAIN, DEPLOY),
     "docs/guides/huggingface.md": (),
     "docs/guides/kubernetes.md": (),
+    "docs/guides/mcp.md": (),
     "docs/guides/move-from-determined.md": (),
     "docs/guides/opentelemetry.md": (),
     "docs/guides/pytorch.md": (INIT,),
@@ -59,6 +60,7 @@ BEFORE: Mapping[str, tuple[str, ...]] = {
     "docs/guides/stages.md": (INIT,),
     "docs/guides/stopping.md": (INIT, TRAIN, DEPLOY),
     "docs/guides/trackers.md": (INIT,),
+    "docs/reference/json.md": (INIT, TRAIN),
     "examples/digits/README.md": (),
     "examples/gan/README.md": (),
     # What `trialflow up` of that page sets up.

@@ -188,7 +188,7 @@ def test_a_trial_is_trained_in_a_folder_with_packages_of_our_names(installed: In
     stored = json.loads(
         installed.run("trialflow", "checkpoints", "list", "--config", experiment, "--json")
     )
-    assert [checkpoint["batches_trained"] for checkpoint in stored] == [4]
+    assert [each["batches_trained"] for each in stored["checkpoints"]] == [4]
     assert not (installed.folder / "extensions").exists(), "CPU ranks compile nothing"
 
 
@@ -200,7 +200,7 @@ def test_every_command_runs_in_a_folder_with_packages_of_our_names(installed: In
     trained = json.loads(installed.run("trialflow", "train", experiment, "--json"))
     at, uuid = ("--config", experiment), trained["checkpoint_uuid"]
     listed = json.loads(installed.run("trialflow", "checkpoints", "list", *at, "--json"))
-    assert uuid in [each["uuid"] for each in listed]
+    assert uuid in [each["uuid"] for each in listed["checkpoints"]]
     for command in (
         f"checkpoints show {uuid}", f"checkpoints verify {uuid}", f"checkpoints pin {uuid}",
         f"checkpoints unpin {uuid}", "checkpoints prune --leftovers-only --dry-run",

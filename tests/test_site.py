@@ -17,7 +17,7 @@ from tests.support.browser import Browser, chromium
 from tests.support.snippets import ROOT
 
 PHONE = {"width": 420, "height": 900, "deviceScaleFactor": 1, "mobile": True}
-LISTS = ("cli", "configuration", "determined-names")
+LISTS = ("cli", "configuration", "determined-names", "json")
 LONG_PAGES = [f"reference/{each}.html" for each in LISTS]
 """Lists, which are searched and not read."""
 

@@ -17,6 +17,7 @@ from trialflow.deployments.cli.experiment_options import (
     open_store_of,
     read_any_experiment,
 )
+from trialflow.deployments.cli.json_output import AsJson, print_json
 
 if TYPE_CHECKING:
     from trial_core.config import ExperimentConfig
@@ -36,24 +37,36 @@ def config(
             "which not and why, in place of the experiment.",
         ),
     ] = False,
+    json_: AsJson = False,
 ) -> None:
     """Check an experiment and print it as JSON parameters for a deployment.
 
     For example: prefect deployment run train/train --params "$(trialflow config experiment.yaml)".
-    The output includes any credentials in the experiment.
+    The output includes any credentials in the experiment. With --json it also names its schema, and
+    is no parameters.
     """
     experiment = read_any_experiment(config, set_ or [], storage)
     if code:
-        _print_code(experiment)
+        _print_code(experiment, json_)
+        return
+    parameters = {"config": experiment.model_dump(mode="json")}
+    if json_:
+        print_json("config", parameters)
     else:
-        print(json.dumps({"config": experiment.model_dump(mode="json")}, indent=2))
+        print(json.dumps(parameters, indent=2))
 
 
-def _print_code(experiment: ExperimentConfig) -> None:
+def _print_code(experiment: ExperimentConfig, as_json: bool) -> None:
     """Print the packed files of the code folder, with sizes, then the files that are left out."""
     from trial_core.checkpoint.transfer.trial_code import entrypoint_left_out, packed_code
 
     packed = packed_code(experiment, open_store_of(experiment))
+    problems = [packed.problem, entrypoint_left_out(experiment, packed)]
+    if as_json:
+        left_out = [{"path": each.path, "why": each.why} for each in packed.left_out]
+        found = {"files": packed.files, "left_out": left_out, "problems": [*filter(None, problems)]}
+        print_json("config", found)
+        return
     print(packed.summary(experiment.code))
     for name, size_bytes in packed.files.items():
         print(f"{size(size_bytes):>10}  {name}")
@@ -61,6 +74,6 @@ def _print_code(experiment: ExperimentConfig) -> None:
         print("left out:")
     for each in packed.left_out:
         print(f"  {each}")
-    for problem in (packed.problem, entrypoint_left_out(experiment, packed)):
+    for problem in problems:
         if problem is not None:
             console.warning(problem)

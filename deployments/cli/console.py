@@ -1,17 +1,4 @@
-"""Errors and warnings on stderr, and the exit codes of `trialflow`.
-
-Exit codes are part of the interface:
-
-====  ==============================================================================================
-0     success
-1     failure: a rank died or raised, the storage failed, a checkpoint is damaged;
-      `doctor` found a problem
-2     refused: wrong usage, experiment, trial or storage; change something and try again
-70    a bug in trialflow
-130   stopped by Ctrl-C
-143   stopped by SIGTERM
-====  ==============================================================================================
-"""
+"""Errors and warnings on stderr, and the exit codes of `trialflow`."""
 
 from __future__ import annotations
 
@@ -43,6 +30,16 @@ REFUSED = 2
 BUG = 70
 INTERRUPTED = 130
 TERMINATED = 143
+EXIT_CODES = {
+    0: "success",
+    FAILED: "failure: a rank died or raised, the storage failed, a checkpoint is damaged; `doctor` "
+    "found a problem",
+    REFUSED: "refused: wrong usage, experiment, trial or storage; change something and try again",
+    BUG: "a bug in trialflow; the traceback is in a file, or on stderr with `TRIALFLOW_DEBUG=1`",
+    INTERRUPTED: "stopped by Ctrl-C",
+    TERMINATED: "stopped by SIGTERM",
+}
+"""They are part of the interface."""
 
 _FRAME = re.compile(r'^ *File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.+)$', re.M)
 

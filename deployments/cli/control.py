@@ -1,4 +1,4 @@
-"""`trialflow suspend`, `resume` and `cancel`: end a trial's run, and let it continue.
+"""`trialflow start`, `suspend`, `resume` and `cancel`: begin a run, end it, let it continue.
 
 As the buttons of Prefect's UI do. A run that no server knows, as that of a script, is cancelled by
 SIGTERM to its process on this machine.
@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from trial_core.errors import ConfigError
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.deploy import configured_client
-from trialflow.deployments.cli.experiment_options import TrialId, named_trial
+from trialflow.deployments.cli.experiment_options import (
+    DEFAULT_EXPERIMENT,
+    Experiment,
+    Overrides,
+    StorageOption,
+    TrialId,
+    named_trial,
+    read_any_experiment,
+)
+from trialflow.deployments.cli.json_output import AsJson, print_json
 from trialflow.deployments.cli.waiting import waiting
 
 if TYPE_CHECKING:
@@ -29,7 +38,49 @@ RETRAINING = "retrain "
 """The first word of a retraining's flow run name; the id of its challenger's trial follows."""
 
 
-def suspend(trial: TrialId, /) -> None:
+def start(
+    config: Experiment = DEFAULT_EXPERIMENT,
+    /,
+    *,
+    set_: Overrides = None,
+    storage: StorageOption = None,
+    json_: AsJson = False,
+) -> None:
+    """Have a worker of the Prefect server run an experiment, and return at once.
+
+    The server is that of PREFECT_API_URL, else of a running `trialflow up`. Its deployment
+    train/train runs the experiment, or search/search if it searches.
+    """
+    from trialflow.flows.server.prefect_settings import prepare_prefect
+
+    prepare_prefect()
+    from prefect.exceptions import ObjectNotFound
+
+    from trial_core.processes.machine.run_dirs import trial_id
+    from trial_core.search.settings import SearchExperiment
+
+    experiment = read_any_experiment(config, set_ or [], storage)
+    flow, name = "train", experiment.name
+    if isinstance(experiment, SearchExperiment):
+        flow, name = "search", f"{name} search"
+    parameters = {"config": experiment.model_dump(mode="json")}
+    with configured_client() as client:
+        with waiting("asking the Prefect server"):
+            try:
+                deployment = client.read_deployment_by_name(f"{flow}/{flow}")
+            except ObjectNotFound:
+                raise ConfigError(
+                    f"the Prefect server has no deployment {flow}/{flow}: create it with "
+                    "`trialflow deploy`"
+                ) from None
+            run = client.create_flow_run_from_deployment(deployment.id, parameters=parameters)
+            trial = trial_id(name, str(run.id))
+            client.update_flow_run(run.id, name=trial)  # `cancel` finds it before it begins
+        what = f"is scheduled: a worker of {deployment.work_pool_name} starts it"
+        _Run(trial, client, run, "").tell("start", what, json_)
+
+
+def suspend(trial: TrialId, /, *, json_: AsJson = False) -> None:
     """Have a trial's run save, end and free its slots, until `trialflow resume`.
 
     For runs of a deployment, which a worker starts again. Other runs: `trialflow cancel`.
@@ -38,17 +89,17 @@ def suspend(trial: TrialId, /) -> None:
         from prefect.states import Suspended
 
         run.ask(Suspended(), "PAUSED")
-        print(f"{run.trial} saves and ends; `trialflow resume {run.trial}` continues it")
+        run.tell("suspend", f"saves and ends; `trialflow resume {run.trial}` continues it", json_)
 
 
-def resume(trial: TrialId, /) -> None:
+def resume(trial: TrialId, /, *, json_: AsJson = False) -> None:
     """Have a worker continue the suspended run of a trial."""
     with _run_of(trial) as run:
         run.ask(None, "SCHEDULED")
-        print(f"{run.trial} is scheduled: a worker continues it from its last checkpoint")
+        run.tell("resume", "is scheduled: a worker continues it from its last checkpoint", json_)
 
 
-def cancel(trial: TrialId, /) -> None:
+def cancel(trial: TrialId, /, *, json_: AsJson = False) -> None:
     """Have a trial's run save and end. `trialflow train --resume` continues the trial."""
     with _run_of(trial) as run:
         if run.flow_run is None:
@@ -57,7 +108,7 @@ def cancel(trial: TrialId, /) -> None:
             from prefect.states import Cancelling
 
             run.ask(Cancelling(), "CANCELLING", "CANCELLED")
-        print(f"{run.trial} ends, and saves first what it has trained; {run.later}")
+        run.tell("cancel", f"ends, and saves first what it has trained; {run.later}", json_)
 
 
 class _Run(NamedTuple):
@@ -76,6 +127,14 @@ class _Run(NamedTuple):
         if "search" in given:
             return f"`trialflow search FILE --resume --search {self.trial}` continues the search"
         return f"`trialflow train --resume --trial {self.trial}` continues the trial"
+
+    def tell(self, command: str, what: str, as_json: bool) -> None:
+        """Print what becomes of the run."""
+        if as_json:
+            run_id = None if self.flow_run is None else str(self.flow_run.id)
+            print_json(command, {"trial": self.trial, "flow_run_id": run_id, "message": what})
+        else:
+            print(f"{self.trial} {what}")
 
     def ask(self, state: State[Any] | None, *expected: str) -> None:
         """Set the flow run's state, or resume it if `state` is None.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -14,6 +15,7 @@ from cyclopts.validators import Number
 from trial_core.errors import ConfigError, TrialflowError
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.experiment_options import read_any_experiment, read_retraining
+from trialflow.deployments.cli.json_output import AsJson, print_json
 from trialflow.deployments.cli.waiting import print_above_the_wait, waiting
 
 if TYPE_CHECKING:
@@ -66,6 +68,7 @@ def deploy(
     target: Target | None = None,
     remove: Annotated[bool, Parameter(help="Remove what this command has created.")] = False,
     dry_run: Annotated[bool, Parameter(help="Print the changes without making them.")] = False,
+    json_: AsJson = False,
 ) -> None:
     """Set up the Prefect server at PREFECT_API_URL for trialflow, or undo it.
 
@@ -121,7 +124,8 @@ def deploy(
         if remove and files:  # only the objects of the files
             known = [each for each in schedules if each.look(client)[0]]
             of_files = [*all_resources(each.model for each in retrainings), *known]
-            _print(take_down(reversed(of_files or schedules), client, dry_run), dry_run)
+            changes = take_down(reversed(of_files or schedules), client, dry_run)
+            _print(changes, dry_run, json_)
             return
         pool_type, pool = resolve_pool(client, target.type_, target.pool)
         resources = wanted_resources(
@@ -136,14 +140,15 @@ def deploy(
             models=models_on_server(client),
         )
         if remove:
-            _print(take_down(reversed(resources), client, dry_run), dry_run)
+            _print(take_down(reversed(resources), client, dry_run), dry_run, json_)
             return
-        _print(set_up([*resources, *schedules], client, dry_run), dry_run)
-        _print(remove_withdrawn(retrainings, client, dry_run), dry_run)
+        made = set_up([*resources, *schedules], client, dry_run)
+        withdrawn = remove_withdrawn(retrainings, client, dry_run)
+        _print(chain(made, withdrawn), dry_run, json_)
         # Also without a GPU limit: concurrency limits of deployments have leases too.
         if problem := lease_problem(client):
             console.warning(problem)
-    if not dry_run:
+    if not dry_run and not json_:
         worker = "trialflow worker" if pool_type == "process" else "prefect worker start"
         print(f"\nstart a worker on the machine that trains: {worker} --pool {pool}")
 
@@ -307,8 +312,12 @@ def configured_client() -> Iterator[SyncPrefectClient]:
             ) from error
 
 
-def _print(changes: Iterator[Change], dry_run: bool) -> None:
+def _print(changes: Iterator[Change], dry_run: bool, as_json: bool) -> None:
     with waiting("asking the Prefect server"):
+        if as_json:
+            made = [asdict(each) for each in changes]
+            print_json("deploy", {"is_dry_run": dry_run, "changes": made})
+            return
         for each in changes:
             is_change = each.verb in ("created", "changed", "removed")
             would = "would be " if dry_run and is_change else ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import platform
 import shutil
@@ -31,7 +30,7 @@ from trialflow.deployments.cli.experiment_options import (
     read_any_experiment,
     with_engine,
 )
-from trialflow.deployments.cli.tables import AsJson
+from trialflow.deployments.cli.json_output import AsJson, print_json
 from trialflow.deployments.cli.waiting import waiting
 
 NEEDED = ("trialflow", "torch", "deepspeed", "prefect", "fsspec")
@@ -69,7 +68,7 @@ def doctor(
         if not json_:
             print(text_format.clean(str(check)), flush=True)
     if json_:
-        print(json.dumps([asdict(check) for check in checks], indent=2))
+        print_json("doctor", {"checks": [asdict(check) for check in checks]})
     return console.FAILED if any(check.status == "fail" for check in checks) else 0
 
 

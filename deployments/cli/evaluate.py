@@ -20,8 +20,8 @@ from trialflow.deployments.cli.experiment_options import (
     with_engine,
 )
 from trialflow.deployments.cli.flow_run import FlowRun, StateHook
+from trialflow.deployments.cli.json_output import AsJson, print_json
 from trialflow.deployments.cli.run_display import display_for_stdout
-from trialflow.deployments.cli.tables import AsJson, print_json
 
 if TYPE_CHECKING:
     from trialflow.flows.evaluate import EvaluateResult
@@ -66,13 +66,14 @@ def evaluate(
         if json_:
             result = run.result
             print_json(
+                "evaluate",
                 {
                     "checkpoint": result.checkpoint_uuid,
                     "trial": result.trial,
                     "batches_trained": result.batches_trained,
                     "metrics": result.metrics,
                     "flow_run_id": result.flow_run_id,
-                }
+                },
             )
         else:
             print("\n".join(_summary(run.result)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from pathlib import Path
 from typing import Annotated
@@ -26,7 +25,7 @@ from trialflow.deployments.cli.experiment_options import (
     StorageOption,
     open_store,
 )
-from trialflow.deployments.cli.tables import AsJson
+from trialflow.deployments.cli.json_output import AsJson, print_json
 from trialflow.deployments.cli.waiting import waiting
 
 
@@ -130,7 +129,7 @@ def export(
             "missing": done.missing,
             "pushed_to": pushed,
         }
-        print(json.dumps(result))
+        print_json("export", result)
     else:
         names = text_format.plural(done.names, "file" if format_ == "deepspeed" else "name")
         at = f"trial {manifest.trial}, batch {manifest.progress.batches_trained}"

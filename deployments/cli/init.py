@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from trial_core.errors import ConfigError
+from trialflow.deployments.cli.json_output import AsJson, print_json
 
 Template = Literal["pytorch", "deepspeed", "hf"]
 IGNORED = ("trialflow-runs/", "__pycache__/")
@@ -29,6 +30,8 @@ def init(
     ] = "pytorch",
     folder: Annotated[Path, Parameter(help="Where to write it; made if it is missing.")] = Path(),
     /,
+    *,
+    json_: AsJson = False,
 ) -> None:
     """Write a small working trial, to begin from.
 
@@ -52,9 +55,14 @@ def init(
         for name, text in texts.items():
             with (folder / name).open("x", encoding="utf-8") as file:
                 file.write(text)
+    commands = _next_commands(template, folder)
+    if json_:
+        result = {"folder": str(folder.absolute()), "files": [*texts], "next": commands}
+        print_json("init", result)
+        return
     print(f"wrote {', '.join(texts)} in {folder.absolute()}")
     print("next:")
-    for command in _next_commands(template, folder):
+    for command in commands:
         print(f"  {command}")
 
 

@@ -22,6 +22,7 @@ from trialflow.deployments.cli.experiment_options import (
     Experiment,
     read_experiment,
 )
+from trialflow.deployments.cli.json_output import AsJson, print_json
 
 if TYPE_CHECKING:
     from trial_core.config import ExperimentConfig
@@ -42,19 +43,26 @@ def jobset(
     *,
     nodes: Annotated[int, Parameter(help="How many nodes train.", validator=Number(gte=1))],
     image: Annotated[str, Parameter(help="The image of all pods.")] = DEFAULT_IMAGE,
+    json_: AsJson = False,
 ) -> None:
     """Print a JobSet that trains an experiment on Kubernetes nodes, for `kubectl create -f -`.
 
     Its pods read the experiment under its path here, in the image's working folder. Changes nothing
     on a server.
     """
+    import yaml
+
     experiment = read_experiment(config, [])
     if experiment.checkpoint_storage.url.startswith("file://"):
         console.warning(
             f"checkpoint_storage is {experiment.checkpoint_storage.url}: all pods must see it. "
             "Mount it in both pod templates, or use an object storage"
         )
-    print(render_jobset(experiment, config, nodes, image), end="")
+    text = render_jobset(experiment, config, nodes, image)
+    if json_:
+        print_json("jobset", {"jobset": yaml.safe_load(text)})
+    else:
+        print(text, end="")
 
 
 def render_jobset(experiment: ExperimentConfig, path: PurePath, nodes: int, image: str) -> str:

@@ -8,6 +8,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from trialflow.deployments.cli import console
+from trialflow.deployments.cli.json_output import AsJson, print_json, stdout_for_json
 
 
 def join(
@@ -36,6 +37,7 @@ def join(
     wait_seconds: Annotated[
         float, Parameter(help="How long to try while the driver cannot be reached.")
     ] = 300.0,
+    json_: AsJson = False,
 ) -> int:
     """Train on this machine for a run that was started elsewhere with resources.engine: join.
 
@@ -48,6 +50,10 @@ def join(
     from trial_core.processes.nodes.join_token import read_token
 
     console.show_log()
-    code = run_agent(driver, read_token(token_file), slots=slots, wait_seconds=wait_seconds)
+    token = read_token(token_file)
+    with stdout_for_json(json_):
+        code = run_agent(driver, token, slots=slots, wait_seconds=wait_seconds)
+    if json_:
+        print_json("join", {"driver": driver, "has_left": bool(code)})
     console.note("this node has left the run" if code else "the driver needs this node no longer")
     return code

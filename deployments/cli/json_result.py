@@ -11,6 +11,7 @@ from trial_core.common import text_format
 from trial_core.errors import CheckpointError, Stopped, TrialflowError
 from trial_core.observe.events.run_status import RunStatus
 from trialflow.deployments.cli import console
+from trialflow.deployments.cli.json_output import json_document, json_text
 
 if TYPE_CHECKING:
     from trial_core.checkpoint.store import CheckpointStore
@@ -78,13 +79,11 @@ class JsonResult:
 
     def line(self) -> str:
         """Everything known, as one line of JSON."""
-        import msgspec
-
         error_type, error = self._error or (None, None)
         fields = self._known_fields() if self.result is None else asdict(self.result)
         fields.pop("config", None)
         line = {"status": self.status, **fields, "error_type": error_type, "error": error}
-        return msgspec.json.encode(line).decode()
+        return json_text(json_document("train", line))
 
     def _known_fields(self) -> dict[str, Any]:
         """Return the known fields of a `TrialResult` that the flow did not return."""

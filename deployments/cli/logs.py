@@ -6,6 +6,7 @@ import io
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from typing import IO, TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
@@ -19,6 +20,7 @@ from trialflow.deployments.cli.experiment_options import (
     named_trial,
     open_store,
 )
+from trialflow.deployments.cli.json_output import AsJson, print_json
 from trialflow.deployments.cli.waiting import waiting
 
 if TYPE_CHECKING:
@@ -41,26 +43,33 @@ def logs(
     ] = False,
     config: ConfigFile = None,
     storage: StorageOption = None,
+    json_: AsJson = False,
 ) -> None:
     """Print the complete log of a rank: from the run's folder, else from the storage."""
     from trial_core.processes.machine.run_dirs import holder_of, home_folder
 
+    if follow and json_:
+        raise ConfigError("--json prints a whole log: leave out --follow")
     name = f"rank-{rank}.log"
     here = {path.parents[1].name: path for path in home_folder().glob(f"*/logs/{name}")}
     found = named_trial(trial, here)
-    if found is None:
-        with tempfile.TemporaryFile() as fetched:
+    with ExitStack() as opened:
+        if found is None:
+            fetched = opened.enter_context(tempfile.TemporaryFile())
             store = open_store(config, storage)
             with waiting(f"reading {store.url}"):
-                _fetch(store, trial, name, fetched)
+                found = _fetch(store, trial, name, fetched)
             fetched.seek(0)
-            _print(io.TextIOWrapper(fetched, encoding="utf-8", errors="replace"))
-        return
-    with here[found].open(encoding="utf-8", errors="replace") as file:
-        while follow and holder_of(here[found].parents[1]) is not None:
+            file: IO[str] = io.TextIOWrapper(fetched, encoding="utf-8", errors="replace")
+        else:
+            file = opened.enter_context(here[found].open(encoding="utf-8", errors="replace"))
+            while follow and holder_of(here[found].parents[1]) is not None:
+                _print(file)
+                time.sleep(FOLLOW_SECONDS)
+        if json_:
+            print_json("logs", {"trial": found, "rank": rank, "text": file.read()})
+        else:
             _print(file)
-            time.sleep(FOLLOW_SECONDS)
-        _print(file)
 
 
 def _print(file: IO[str]) -> None:
@@ -70,8 +79,8 @@ def _print(file: IO[str]) -> None:
     sys.stdout.flush()
 
 
-def _fetch(store: CheckpointStore, named: str, name: str, file: IO[bytes]) -> None:
-    """Fetch a log from its newest folder, whose name begins with its time.
+def _fetch(store: CheckpointStore, named: str, name: str, file: IO[bytes]) -> str:
+    """Fetch a log from its newest folder, whose name begins with its time; return the trial.
 
     Raises:
         ConfigError: there is none.
@@ -98,3 +107,4 @@ def _fetch(store: CheckpointStore, named: str, name: str, file: IO[bytes]) -> No
         view = memoryview(bytearray(min(PIECE_BYTES, stored[key] - start)))
         read = store.storage.read_into(key, start, view, CancelSignal())
         file.write(view[: read.size_bytes])
+    return trial

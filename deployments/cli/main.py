@@ -27,6 +27,7 @@ from trialflow.deployments.cli import (
     jobset,
     join,
     logs,
+    mcp_server,
     migrate,
     models,
     retrain,
@@ -62,6 +63,7 @@ app.command(migrate.migrate)
 app.command(train.train)
 app.command(tune_batch.tune_batch)
 app.command(logs.logs)
+app.command(control.start)
 app.command(control.suspend)
 app.command(control.resume)
 app.command(control.cancel)
@@ -81,6 +83,7 @@ app.command(up.worker)
 app.command(join.join)
 app.command(jobset.jobset)
 app.command(doctor.doctor)
+app.command(mcp_server.mcp)
 app.register_install_completion_command(
     help="Write completion for the shell that calls this (bash, zsh, fish), and have it load that."
 )

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
@@ -17,6 +17,7 @@ from trial_core.common.text_format import plural
 from trial_core.errors import ConfigError
 from trial_core.processes.machine.accelerators import KIND_VARIABLE
 from trialflow.deployments.cli import console
+from trialflow.deployments.cli.json_output import AsJson, print_json
 from trialflow.deployments.cli.waiting import waiting
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ def migrate(
     diff: Annotated[
         bool, Parameter(negative=(), help="Print the changes, and do not make them.")
     ] = False,
+    json_: AsJson = False,
 ) -> None:
     """Move trials and scripts from Determined.
 
@@ -47,7 +49,8 @@ def migrate(
     if not folder.exists():
         raise ConfigError(f"{folder}: no such folder or file")
     os.environ.setdefault(KIND_VARIABLE, "cpu")  # DeepSpeed looks for accelerators, and warns
-    changed = left = 0
+    changed: list[str] = []
+    findings: list[dict[str, Any]] = []
     for path in _files(folder):
         try:
             # The first one imports DeepSpeed, which prints.
@@ -55,24 +58,28 @@ def migrate(
                 migrated = _migrated(path)
         except (ConfigError, OSError) as error:
             console.warning(f"not changed: {error}")
-            left += 1
+            findings.append({"path": str(path), "line": 0, "text": str(error)})
             continue
         if migrated.content != (old := path.read_bytes()):
-            changed += 1
-            if diff:
+            changed.append(str(path))
+            if diff and not json_:
                 texts = [each.decode(errors="replace") for each in (old, migrated.content)]
                 before, after = (each.splitlines(keepends=True) for each in texts)
                 name = os.path.relpath(path)
                 patch = difflib.unified_diff(before, after, f"a/{name}", f"b/{name}")
                 print(*patch, sep="", end="")
-            else:
+            if not diff:
                 _replace(path, migrated.content)
-                print(f"changed {path}")
+                if not json_:
+                    print(f"changed {path}")
         for finding in migrated.findings:
             console.note(f"{path}{f':{finding.line}' if finding.line else ''}: {finding.text}")
-        left += len(migrated.findings)
+            findings.append({"path": str(path), "line": finding.line, "text": finding.text})
+    if json_:
+        print_json("migrate", {"is_dry_run": diff, "changed": changed, "findings": findings})
     verb = "would change" if diff else "changed"
-    console.note(f"{verb} {plural(changed, 'file')}; {plural(left, 'line')} to look at")
+    count = plural(len(findings), "line")
+    console.note(f"{verb} {plural(len(changed), 'file')}; {count} to look at")
 
 
 def _migrated(path: Path) -> Migrated:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,9 +18,10 @@ from trialflow.deployments.cli.experiment_options import (
     own_trackers,
     read_any_experiment,
 )
+from trialflow.deployments.cli.json_output import AsJson, print_json
 from trialflow.deployments.cli.model_view import LIST_COLUMNS, ModelView, listed
 from trialflow.deployments.cli.search import named_view
-from trialflow.deployments.cli.tables import AsJson, print_table
+from trialflow.deployments.cli.tables import print_table
 from trialflow.deployments.cli.waiting import waiting
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def list_(
     with waiting(f"reading {registry.store.url}"):
         models = [listed(registry, name) for name in registry.models()]
     if json_:
-        print(json.dumps([summary for summary, _ in models], indent=2))
+        print_json("models list", {"models": [summary for summary, _ in models]})
     elif not models:
         print(f"no models in {registry.store.url}")
     else:
@@ -78,7 +78,7 @@ def show(
         registry.check_exists(model)
         view = ModelView(registry, model)
     if json_:
-        print(json.dumps(view.details(), indent=2))
+        print_json("models show", view.details())
     else:
         view.print()
 
@@ -141,7 +141,7 @@ def promote(
     is_new = before is None or move.number > before.number
     if is_new:
         _tell_server(registry, move, own_trackers(config, storage))
-    _print_move(move, is_new, json_, _storage_options(config, storage))
+    _print_move("models promote", move, is_new, json_, _storage_options(config, storage))
 
 
 @app.command
@@ -165,7 +165,7 @@ def rollback(
     with waiting(f"verifying the previous champion of model {model}"):
         move = registry.rollback(model, why=why)
     _tell_server(registry, move, own_trackers(config, storage))
-    _print_move(move, True, json_, _storage_options(config, storage))
+    _print_move("models rollback", move, True, json_, _storage_options(config, storage))
 
 
 def _storage_options(config: Path | None, storage: str | None) -> str:
@@ -244,11 +244,13 @@ def _tell_server(registry: Registry, move: Move, trackers: dict[str, dict[str, A
         console.warning(f"the champion has changed, and no event tells of it: {error}")
 
 
-def _print_move(move: Move, is_new: bool, as_json: bool, storage_options: str) -> None:
+def _print_move(
+    command: str, move: Move, is_new: bool, as_json: bool, storage_options: str
+) -> None:
     if as_json:
         from msgspec import to_builtins
 
-        print(json.dumps({**to_builtins(move), "is_new": is_new}, indent=2))
+        print_json(command, {**to_builtins(move), "is_new": is_new})
         return
     before = "" if move.previous is None else f"; before: version {move.previous}"
     already = "" if is_new else " already"

@@ -22,8 +22,8 @@ from trialflow.deployments.cli.experiment_options import (
     refuse_what_cannot_run,
 )
 from trialflow.deployments.cli.flow_run import FlowRun, StateHook
+from trialflow.deployments.cli.json_output import AsJson, print_json
 from trialflow.deployments.cli.run_display import display_for_stdout
-from trialflow.deployments.cli.tables import AsJson, print_json
 from trialflow.deployments.cli.waiting import waiting
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def retrain(
     exit_code = run.run(call)
     if exit_code == 0:
         if json_:
-            print_json(_as_data(run.result, skipped))
+            print_json("retrain", _as_data(run.result, skipped))
         else:
             print("\n".join(_summary_lines(run.result, skipped, run.later_ui)))
     run.note_unsent(config, storage)
@@ -154,6 +154,7 @@ def data_arrived(
             "experiment's `data`.",
         ),
     ] = None,
+    json_: AsJson = False,
 ) -> None:
     """Tell the Prefect server that a model has new data, so that a worker retrains it.
 
@@ -185,6 +186,10 @@ def data_arrived(
         send(client, event)
         if problem := _automation_problem(client, model):
             console.warning(problem)
+    if json_:
+        sent = {"event": event.event, "model": model, "data": new_data, "problem": problem}
+        print_json("data-arrived", sent)
+        return
     where = f": {json.dumps(new_data, ensure_ascii=False)}" if new_data else ""
     print(text_format.clean(f"sent {event.event}: model {model} has new data{where}"))
 

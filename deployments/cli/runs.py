@@ -26,7 +26,8 @@ from trialflow.deployments.cli.experiment_options import (
     open_store,
     own_trackers,
 )
-from trialflow.deployments.cli.tables import AsJson, local_time, print_json, print_table
+from trialflow.deployments.cli.json_output import AsJson, print_json, stdout_for_json
+from trialflow.deployments.cli.tables import local_time, print_table
 from trialflow.deployments.cli.waiting import waiting
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ app = App(
 )
 
 CELL_CHARACTERS = 60
+LISTED = ("trial", "experiment", "saved_at", "metric")
 DAY_SECONDS = 86400.0
 
 
@@ -122,17 +124,15 @@ def list_(
                 continue  # deleted meanwhile; or a warning has said that it cannot be read
     found.sort(key=lambda trial: trial.saved_at)
     if json_:
-        print_json(
-            [
-                {
-                    "trial": each.trial,
-                    "saved_at": each.saved_at,
-                    **_with_json_names(each.results),
-                    "hyperparameters": each.hyperparameters,
-                }
-                for each in found
-            ]
-        )
+        shown = [
+            {
+                **{name: getattr(each, name) for name in LISTED},
+                "results": _with_json_names(each.results),
+                "hyperparameters": each.hyperparameters,
+            }
+            for each in found
+        ]
+        print_json("runs list", {"trials": shown})
         return
     rows = [
         (each.trial, local_time(each.saved_at), *map(_cell, [each.metric, *each.results.values()]))
@@ -203,9 +203,8 @@ def compare(
     if json_:
         of_results = {name for each in found for name in each.results}
         results = _with_json_names({name: row for name, row in rows.items() if name in of_results})
-        print_json(
-            {"trials": ids, **{n: r for n, r in rows.items() if n not in of_results}, **results}
-        )
+        settings = {name: row for name, row in rows.items() if name not in of_results}
+        print_json("runs compare", {"trials": ids, "settings": settings, "results": results})
     else:
         print_table(("", *ids), [(name, *map(_cell, row)) for name, row in rows.items()])
 
@@ -245,6 +244,7 @@ def sync(
     wait_seconds: Annotated[float, Parameter(help="How long a tracker may take.")] = 60.0,
     config: ConfigFile = None,
     storage: StorageOption = None,
+    json_: AsJson = False,
 ) -> int:
     """Send a trial's missing records to trackers that could not be reached.
 
@@ -263,10 +263,14 @@ def sync(
             trial,
             run_dir,
             wait_seconds,
-            print,
+            console.note if json_ else print,
             getLogger(__name__),
             own_trackers(config, storage),
         )
+    if json_:
+        sent = {name: count - after.get(name, 0) for name, count in before.items()}
+        print_json("runs sync", {"trial": trial, "sent": sent, "unsent": after})
+        return 1 if after else 0
     if not before:
         print(f"the trackers of {trial} have got everything")
     for name, count in before.items():
@@ -309,7 +313,7 @@ def show(
         results = {} if saved is None else _with_json_names(saved.results)
         values = {} if saved is None else saved.hyperparameters
         own = {"results": results, "hyperparameters": values, "unsent_records": unsent}
-        print_json({**ledger.to_json(), **own})
+        print_json("runs show", {**ledger.to_json(), **own})
         return
     for name, count in unsent.items():
         print(
@@ -358,40 +362,56 @@ def clean(
     yes: Annotated[bool, Parameter(name=["--yes", "-y"], help="Remove without asking.")] = False,
     config: ConfigFile = None,
     storage: StorageOption = None,
+    json_: AsJson = False,
 ) -> None:
     """Remove the local folders of ended runs that are wholly stored. Shows them and asks first.
 
     Reports, logs and TensorBoard files stay in the storage, and `--resume` continues the trials as
     before. Folders of live runs are kept, and folders with a file that the storage does not have.
     """
-    from trial_core.processes.machine.run_dirs import LOCK, home_folder, locked_if_ended
+    from trial_core.processes.machine.run_dirs import LOCK, home_folder
 
+    if json_ and not yes:
+        raise ConfigError("--json cannot ask for confirmation: give --yes as well")
     store, home = open_store(config, storage), home_folder()
     with waiting(f"comparing {home} with {store.url}"):
         folders = {lock.parent: _size(lock.parent) for lock in sorted(home.glob(f"*/{LOCK}"))}
         kept = {path: _why_kept(path, store, older_than) for path in folders}
-    print_table(
-        ("action", "trial", "size", "why"),
-        (
-            ("keep" if why else "remove", path.name, text_format.size(folders[path]), why)
-            for path, why in kept.items()
-        ),
-    )
     removable = [path for path, why in kept.items() if not why]
     count = text_format.plural(len(removable), "folder")
     size = text_format.size(sum(folders[path] for path in removable))
-    print(f"\nto remove: {count} of {len(folders)} in {home}, {size}")
-    if not removable or not (yes or console.is_confirmed(f"remove {count}", "removed")):
-        return
-    for path in removable:
-        # Once more: a run may have begun while the question waited for its answer.
-        if why := _why_kept(path, store, older_than):
-            console.warning(f"{path} was not removed: {why}")
-            continue
-        with locked_if_ended(path) as has_ended:
-            if has_ended:
-                shutil.rmtree(path)
-                print(f"removed {path}, {text_format.size(folders[path])}", flush=True)
+    removed = []
+    with stdout_for_json(json_):
+        print_table(
+            ("action", "trial", "size", "why"),
+            (
+                ("keep" if why else "remove", path.name, text_format.size(folders[path]), why)
+                for path, why in kept.items()
+            ),
+        )
+        print(f"\nto remove: {count} of {len(folders)} in {home}, {size}")
+        if removable and (yes or console.is_confirmed(f"remove {count}", "removed")):
+            removed = [
+                path for path in removable if _remove(path, folders[path], store, older_than)
+            ]
+    if json_:
+        shown = [{"trial": path.name, "size_bytes": folders[path]} for path in removed]
+        left = [{"trial": path.name, "why": why} for path, why in kept.items() if why]
+        print_json("runs clean", {"folder": str(home), "removed": shown, "kept": left})
+
+
+def _remove(path: Path, size_bytes: int, store: CheckpointStore, older_than: float) -> bool:
+    """Remove a run's folder, unless a run has begun while a question waited for its answer."""
+    from trial_core.processes.machine.run_dirs import locked_if_ended
+
+    if why := _why_kept(path, store, older_than):
+        console.warning(f"{path} was not removed: {why}")
+        return False
+    with locked_if_ended(path) as has_ended:
+        if has_ended:
+            shutil.rmtree(path)
+            print(f"removed {path}, {text_format.size(size_bytes)}", flush=True)
+    return has_ended
 
 
 def _size(folder: Path) -> int:

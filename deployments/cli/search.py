@@ -18,7 +18,8 @@ from trialflow.deployments.cli.experiment_options import (
     named_trial,
     open_store,
 )
-from trialflow.deployments.cli.tables import AsJson, local_time, print_json, print_table
+from trialflow.deployments.cli.json_output import AsJson, print_json
+from trialflow.deployments.cli.tables import local_time, print_table
 from trialflow.deployments.cli.waiting import waiting
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def list_(
                 found.append({"search": name, "problem": str(error)})
     found.sort(key=lambda each: each.get("last_at", ""))
     if json_:
-        print_json(found)
+        print_json("search list", {"searches": found})
     elif not found:
         print(f"no searches in {store.url}")
     else:
@@ -92,7 +93,7 @@ def show(
         raise ConfigError("give one of --json, --csv, --html and --optuna")
     view = named_view(open_store(config, storage), name)
     if json_:
-        print_json(view.details())
+        print_json("search show", view.details())
     elif csv_:
         csv.writer(sys.stdout, lineterminator="\n").writerows(_results(view))
     elif html is not None:

@@ -25,9 +25,9 @@ from trialflow.deployments.cli.experiment_options import (
     with_engine,
 )
 from trialflow.deployments.cli.flow_run import FlowRun, StateHook
+from trialflow.deployments.cli.json_output import AsJson, print_json
 from trialflow.deployments.cli.run_display import display_for_stdout
 from trialflow.deployments.cli.search import print_search
-from trialflow.deployments.cli.tables import AsJson, print_json
 
 if TYPE_CHECKING:
     from trial_core.checkpoint.store import CheckpointStore
@@ -86,7 +86,7 @@ def search(
             raise ConfigError(f"{option} continues a search: give --resume as well")
     experiment = read_as(SearchExperiment, config, with_engine(set_, engine), storage)
     if simulate is not None:
-        return _simulate(experiment, simulate)
+        return _simulate(experiment, simulate, json_)
     store = open_store_of(experiment)
     refuse_what_cannot_run(experiment, store)
     display = display_for_stdout(quiet or json_, (experiment.searcher.metric, "loss"))
@@ -105,7 +105,7 @@ def search(
     exit_code = run.run(call)
     if run.result is not None:
         if json_:
-            print_json(asdict(run.result))
+            print_json("search", asdict(run.result))
         else:
             print("\n".join(_summary(run.result, experiment, run.later_ui)))
     elif run.stopped_by is not None:
@@ -114,11 +114,15 @@ def search(
     return exit_code
 
 
-def _simulate(experiment: SearchExperiment, curves: Path) -> int:
+def _simulate(experiment: SearchExperiment, curves: Path, as_json: bool) -> int:
     from trial_core.search.simulate import read_curves, simulate
     from trial_core.search.view import view_of
 
-    print_search(view_of(simulate(experiment, read_curves(curves))))
+    view = view_of(simulate(experiment, read_curves(curves)))
+    if as_json:
+        print_json("search show", view.details())
+    else:
+        print_search(view)
     return 0
 
 

@@ -1,14 +1,10 @@
-"""Tables on a terminal, and the `--json` option of commands that print one."""
+"""Tables on a terminal."""
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterable, Sequence
 from datetime import datetime
-from typing import Annotated
-
-from cyclopts import Parameter
 
 from trial_core.common import text_format
 
@@ -16,8 +12,6 @@ SHORT_UUID = 8
 # Piped output has no terminal width: lines are not cut.
 PIPED_WIDTH = 1000
 NUMBERS = ("batches", "size", "files", "rank")
-
-AsJson = Annotated[bool, Parameter(name="--json", negative=(), help="Print JSON.")]
 
 
 def local_time(created_at: str) -> str:
@@ -35,15 +29,6 @@ def shortest_unique(uuids: Sequence[str]) -> int:
     while len({uuid[:length] for uuid in uuids}) < len(set(uuids)):
         length += 1
     return length
-
-
-def print_json(value: object) -> None:
-    """Print plain data, or a record, as JSON to stdout. NaN is null."""
-    import msgspec
-
-    text = msgspec.json.format(msgspec.json.encode(value), indent=2).decode()
-    # msgspec leaves these, which a terminal may obey.
-    print(re.sub(r"[\x7f-\x9f]", lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

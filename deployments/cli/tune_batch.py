@@ -19,8 +19,8 @@ from trialflow.deployments.cli.experiment_options import (
     with_engine,
 )
 from trialflow.deployments.cli.flow_run import FlowRun
+from trialflow.deployments.cli.json_output import AsJson, print_json
 from trialflow.deployments.cli.run_display import display_for_stdout
-from trialflow.deployments.cli.tables import AsJson
 from trialflow.deployments.cli.train import tried
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def tune_batch(
     ranks = topology.data_parallel_size
     config_keys = {"train_batch_size": batch, "train_micro_batch_size_per_gpu": micro}
     if json_:
-        print(json.dumps({**config_keys, "data_parallel_ranks": ranks}))
+        print_json("tune-batch", {**config_keys, "data_parallel_ranks": ranks})
     else:
         print(
             f"the largest micro-batch that fits has {plural(micro, 'sample')}, a batch of a rank "

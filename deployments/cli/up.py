@@ -28,6 +28,7 @@ from trialflow.deployments.cli.deploy import (
     resolve_pool,
     wanted_resources,
 )
+from trialflow.deployments.cli.json_output import AsJson, print_json, stdout_for_json
 from trialflow.deployments.cli.signals import Terminated, stoppable
 from trialflow.deployments.cli.waiting import (
     print_above_the_wait,
@@ -61,6 +62,7 @@ def up(
             "of the existing deployments, or local."
         ),
     ] = None,
+    json_: AsJson = False,
 ) -> int:
     """Run a Prefect server, a worker and trialflow's deployments on this machine.
 
@@ -97,7 +99,7 @@ def up(
     try:
         with stoppable(announce_stop):
             timeout_seconds = settings.server.ephemeral.startup_timeout_seconds
-            _serve(port, pool, retrainings, settings.home, timeout_seconds)
+            _serve(port, pool, retrainings, settings.home, timeout_seconds, json_)
     except KeyboardInterrupt:
         return console.INTERRUPTED
     except Terminated:
@@ -119,6 +121,7 @@ def _serve(
     retrainings: Sequence[RetrainingRequest],
     home: Path,
     start_timeout_seconds: float,
+    as_json: bool,
 ) -> None:
     """Start the server and the worker, and keep them until a signal comes.
 
@@ -132,7 +135,8 @@ def _serve(
     from trialflow.flows.server.prefect_server import local_server, restarting
     from trialflow.flows.server.single_instance import single_instance
 
-    print("starting Prefect…", flush=True)
+    say = console.note if as_json else partial(print, flush=True)
+    say("starting Prefect…")
     server_log, worker_log = home / "trialflow-server.log", home / "trialflow-worker.log"
     with ExitStack() as until_the_end:
         store_address = until_the_end.enter_context(single_instance(home))
@@ -145,9 +149,15 @@ def _serve(
             )
         until_the_end.enter_context(restarting(server))
         store_address(f"{server.api_url} (password: in {server.login.path})")
-        pool_name = _set_up(pool, retrainings)
+        with stdout_for_json(as_json):
+            pool_name = _set_up(pool, retrainings)
         with waiting_at_end(LocalWorker(pool_name, worker_log), RUNS_SAVE) as worker:
-            print("\n".join(_instructions(server, port, worker_log)), flush=True)
+            if as_json:
+                where = {"api_url": server.api_url, "ui_url": server.ui_url, "pool": pool_name}
+                logs = {"server_log": str(server.log_path), "worker_log": str(worker_log)}
+                print_json("up", {**where, "password_file": str(server.login.path), **logs})
+            else:
+                print("\n".join(_instructions(server, port, worker_log)), flush=True)
             worker.serve(partial(_report_end, pool_name))
 
 
@@ -162,7 +172,7 @@ def _report_end(pool: str, how: str) -> None:
     try:
         with get_client(sync_client=True) as client:
             for sentence in requeue_lost_runs(client, pool):
-                print(sentence, flush=True)
+                console.note(sentence)
     except NO_ANSWER as error:
         console.warning(f"the server was not asked for runs without a process: {error}")
 
@@ -255,6 +265,7 @@ def _instructions(server: PrefectServerProcess, port: int, worker_log: Path) -> 
 def worker(
     *options: Annotated[str, Parameter(allow_leading_hyphen=True)],
     pool: Annotated[str, Parameter(help="The work pool, of type process.")] = DEFAULT_POOL,
+    json_: AsJson = False,
 ) -> int:
     """Run a Prefect worker on this machine that saves its runs when it is stopped.
 
@@ -294,12 +305,15 @@ def worker(
         )
     try:
         with (
+            stdout_for_json(json_),
             stoppable(announce_stop),
             waiting_at_end(LocalWorker(pool, None, options), RUNS_SAVE) as running,
         ):
             running.serve(console.warning)
     except KeyboardInterrupt:
-        return console.INTERRUPTED
+        stop, code = "Ctrl-C", console.INTERRUPTED
     except Terminated:
-        return console.TERMINATED
-    return 0
+        stop, code = "SIGTERM", console.TERMINATED
+    if json_:
+        print_json("worker", {"pool": pool, "stopped_by": stop})
+    return code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from tests.support.deploying import (
     remove,
     set_state,
 )
+from tests.support.json_types import check_json
 from tests.support.prefect import PrefectServer
 from tests.support.slots import toy_config
 from trial_core.errors import ConfigError
@@ -357,7 +359,9 @@ def test_an_experiment_is_run_on_a_schedule(
     write_experiment(tmp_path, scheduling_unit=2)
     assert f"changed: {title} (another experiment)" in command(*nightly)
     assert schedules() == [("toy", times, 2)]
-    assert command("--remove") == "removed: schedule of train/train (toy)\n"
+    done = check_json(json.loads(command("--remove", "--json")))
+    removed = {"verb": "removed", "resource": "schedule of train/train (toy)", "detail": ""}
+    assert done == {"is_dry_run": False, "changes": [removed]}
     assert schedules() == []
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.cli import trialflow, write_experiment
 from tests.support.flow import one_slot, stages, train
+from tests.support.json_types import check_json
 from tests.support.manifests import new_manifest
 from tests.support.prefect import PrefectServer
 from tests.support.slots import lines
@@ -72,7 +73,7 @@ def test_the_newest_checkpoint_on_other_slots(prefect_server: PrefectServer, her
     )  # fmt: skip
     command = trialflow(here, "evaluate", str(path), "--json", variables=prefect_server.environment)
     assert command.returncode == 0, command.stderr
-    printed = json.loads(command.stdout)
+    printed = check_json(json.loads(command.stdout))
     assert printed["checkpoint"] == result.checkpoint_uuid
     assert (printed["trial"], printed["batches_trained"]) == (result.trial, 8)
     assert printed["metrics"] == pytest.approx(result.validation_metrics, rel=1e-5)

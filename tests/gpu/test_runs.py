@@ -21,6 +21,7 @@ from tests.gpu.machine import (
     wait_until_off,
 )
 from tests.support.cli import trialflow, write_experiment
+from tests.support.json_types import check_json
 from tests.support.tensors import differing, tensors
 from tests.support.waiting import until
 from trial_core.checkpoint.store import CheckpointStore
@@ -56,7 +57,7 @@ def test_doctor_counts_and_tries_the_gpus(tmp_path: Path) -> None:
     """As the driver's tool counts them; the compiler fits torch."""
     variables = {"DS_ACCELERATOR": "cuda", "TORCH_CUDA_ARCH_LIST": ""}
     done = trialflow(tmp_path, "doctor", "--json", variables=variables)
-    found = {check["subject"]: check for check in json.loads(done.stdout)}
+    found = {check["subject"]: check for check in check_json(json.loads(done.stdout))["checks"]}
     assert {check["status"] for check in found.values()} == {"ok"}, done.stdout
     assert found["accelerators"]["found"].startswith(
         f"{count_accelerators(os.environ)} × cuda (NVIDIA "

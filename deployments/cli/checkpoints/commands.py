@@ -19,7 +19,8 @@ from trialflow.deployments.cli.experiment_options import (
     StorageOption,
     open_store,
 )
-from trialflow.deployments.cli.tables import AsJson, local_time, print_table, shortest_unique
+from trialflow.deployments.cli.json_output import AsJson, print_json
+from trialflow.deployments.cli.tables import local_time, print_table, shortest_unique
 from trialflow.deployments.cli.waiting import waiting
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def list_(
             }
             for manifest in manifests
         ]
-        print(json.dumps(shown, indent=2))
+        print_json("checkpoints list", {"checkpoints": shown})
     elif not manifests:
         of_trial = f" of trial {trial}" if trial else ""
         print(f"no checkpoints{of_trial} in {store.url}")
@@ -98,7 +99,7 @@ def show(
         pinned = protections(store, manifest.uuid, "pin").get(manifest.uuid, [])
         held = Registry(store).held().get(manifest.uuid, [])
     if json_:
-        print(manifest.to_json().decode(), end="")
+        print_json("checkpoints show", {"manifest": json.loads(manifest.to_json())})
     else:
         why = [str(each) for each in (*pinned, *held)]
         print("\n".join(text_format.clean(line) for line in description(store, manifest, why)))
@@ -124,7 +125,8 @@ def download(
     with waiting(f"downloading {checkpoint}") as wait:
         manifest = fetch(store, referenced_uuid(store, checkpoint), to, wait.bytes_read)
     if json_:
-        print(json.dumps({**summary(store, manifest), "folder": str(to.absolute())}, indent=2))
+        result = {**summary(store, manifest), "folder": str(to.absolute())}
+        print_json("checkpoints download", result)
     else:
         files = text_format.plural(len(manifest.all_files), "file")
         size = text_format.size(manifest.total_bytes)
@@ -147,7 +149,7 @@ def pin(
     store, uuids = _named(checkpoints, config, storage)
     with waiting(f"writing to {store.url}"):
         pinned = [protections.pin(store, uuid, reason) for uuid in uuids]
-    _say_pins(pinned, "pinned", json_)
+    _say_pins(pinned, "pin", json_)
 
 
 @app.command
@@ -164,7 +166,7 @@ def unpin(
     released = protections.WHEN_RELEASED
     with waiting(f"writing to {store.url}"):
         gone = [protections.unpin(store, uuid) for uuid in uuids]
-    _say_pins(gone, "unpinned", json_)
+    _say_pins(gone, "unpin", json_)
     for each in gone:
         if why := protections.protected(store, each.uuid).get(each.uuid):
             console.note(f"{each.uuid} is still kept, {text_format.one_line(why)}: {released}")
@@ -181,14 +183,14 @@ def _named(
         return store, [referenced_uuid(store, checkpoint) for checkpoint in checkpoints]
 
 
-def _say_pins(pins: list[Protection], done: str, as_json: bool) -> None:
+def _say_pins(pins: list[Protection], verb: str, as_json: bool) -> None:
     if as_json:
         shown = [{"uuid": p.uuid, "reason": p.reason, "by": p.by, "at": p.at} for p in pins]
-        print(json.dumps(shown, indent=2))
+        print_json(f"checkpoints {verb}", {"pins": shown})
         return
     for each in pins:
         reason = f" ({text_format.one_line(each.reason)})" if each.reason else ""
-        print(f"{done} {each.uuid}{reason}")
+        print(f"{verb}ned {each.uuid}{reason}")
 
 
 def summary(store: CheckpointStore, manifest: Manifest) -> dict[str, Any]:

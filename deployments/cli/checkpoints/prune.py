@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,7 +19,8 @@ from trialflow.deployments.cli.experiment_options import (
     open_store_of,
     read_any_experiment,
 )
-from trialflow.deployments.cli.tables import AsJson, local_time, print_table, shortest_unique
+from trialflow.deployments.cli.json_output import AsJson, print_json
+from trialflow.deployments.cli.tables import local_time, print_table, shortest_unique
 from trialflow.deployments.cli.waiting import print_above_the_wait, waiting
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ def prune(
             pruned = _delete(store, plans, is_silent=json_)
             swept = _sweep(store, leftovers, leftovers_after_days, is_silent=json_)
     if json_:
-        print(json.dumps(_as_json(policy, plans, leftovers, pruned, swept), indent=2))
+        print_json("checkpoints prune", _as_json(policy, plans, leftovers, pruned, swept))
 
 
 def _plans(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,7 +17,8 @@ from trialflow.deployments.cli.experiment_options import (
     StorageOption,
     open_store,
 )
-from trialflow.deployments.cli.tables import AsJson, print_table, shortest_unique
+from trialflow.deployments.cli.json_output import AsJson, print_json
+from trialflow.deployments.cli.tables import print_table, shortest_unique
 from trialflow.deployments.cli.waiting import waiting
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def verify(
             names = _all(store, None if trial is None else store.trial(trial))
     found = [*_verify(store, names, repair)]
     if json_:
-        print(json.dumps([summary(each) for each in found], indent=2))
+        print_json("checkpoints verify", {"checkpoints": [summary(each) for each in found]})
     else:
         _print(store, found)
     if not all(each.is_whole for each in found):

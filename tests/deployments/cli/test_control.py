@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -84,11 +85,12 @@ def training(trial: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.long
-def test_a_run_of_a_deployment(server: PrefectServer) -> None:
+def test_a_run_of_a_deployment(server: PrefectServer, capsys: pytest.CaptureFixture[str]) -> None:
     """It is suspended without a limit, resumed and cancelled, by the trial's first characters."""
     Run(server, TRIAL).set_state("FAILED")  # an earlier run of the trial, which is over
     run = Run(server, TRIAL)
-    assert main(["suspend", "controlled-4f"]) == 0
+    assert main(["suspend", "controlled-4f", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["flow_run_id"] == run.id
     assert run.state["name"] == "Suspended"
     assert run.state["state_details"]["pause_timeout"] is None
     assert main(["resume", "controlled-4f"]) == 0
@@ -140,7 +142,9 @@ def test_a_run_without_a_server(
             assert process.poll() is None
         with training("of-a-script-1") as process:
             assert main(["suspend", "of-a-script"]) == REFUSED
-            assert main(["cancel", "of-a-script"]) == 0
+            assert main(["cancel", "of-a-script", "--json"]) == 0
+            asked = json.loads(capsys.readouterr().out)
+            assert (asked["trial"], asked["flow_run_id"]) == ("of-a-script-1", None)
             assert process.wait(30) == -signal.SIGTERM
         assert main(["cancel", "of-a-script"]) == REFUSED
         assert "PREFECT_API_URL is not set" in capsys.readouterr().err

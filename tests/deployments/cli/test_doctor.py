@@ -13,6 +13,7 @@ import pytest
 from tests.support.cli import trialflow, write_experiment
 from tests.support.faults.s3 import faulty_s3
 from tests.support.gpus import fake_gpus
+from tests.support.json_types import check_json
 from tests.support.prefect import free_port, isolated
 from tests.support.s3 import S3Server
 from tests.support.versions import set_version
@@ -27,7 +28,7 @@ def test_a_machine_that_can_train(tmp_path: Path) -> None:
     variables = {"PREFECT_API_URL": "", **isolated(tmp_path / "prefect")}
     done = trialflow(tmp_path, "doctor", "--json", variables=variables)
     assert (done.returncode, done.stderr) == (0, "")
-    found = {check["subject"]: check for check in json.loads(done.stdout)}
+    found = {check["subject"]: check for check in check_json(json.loads(done.stdout))["checks"]}
     assert len(found) == 12
     assert {check["status"] for check in found.values()} == {"ok"}
     assert found["torch"]["found"] == importlib.metadata.version("torch")

@@ -15,6 +15,7 @@ import torch
 from safetensors import safe_open
 
 from tests.support.cli import trialflow
+from tests.support.json_types import check_json
 from tests.support.manifests import FILES, new_manifest, upload
 from tests.support.slots import drive, toy_config
 from trial_core.checkpoint.manifest import Manifest
@@ -71,7 +72,7 @@ def test_a_checkpoint_is_exported_to_one_file(
     done = trialflow(tmp_path, "export", manifest.uuid[:8], *arguments)
     assert done.returncode == 0, done.stderr
     target = tmp_path / "model.safetensors"
-    assert json.loads(done.stdout) == {
+    assert check_json(json.loads(done.stdout)) == {
         "uuid": manifest.uuid,
         "file": str(target),
         "names": 4,

@@ -12,6 +12,7 @@ import pytest
 from tests.support.cli import write_experiment
 from trial_core.errors import CheckpointDamaged, RankFailed, Stopped, TrialflowError
 from trialflow.deployments.cli.json_result import JsonResult
+from trialflow.deployments.cli.json_types import PRINTED_BY_ALL
 from trialflow.deployments.cli.main import main
 from trialflow.flows.train import TrialResult
 
@@ -22,7 +23,7 @@ def printed_line(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     """The only line of stdout, parsed."""
     (text,) = capsys.readouterr().out.splitlines()
     outcome: dict[str, Any] = json.loads(text)
-    assert outcome.keys() == FIELDS | {"status", "error_type", "error"}
+    assert outcome.keys() == FIELDS | PRINTED_BY_ALL.keys() | {"status", "error_type", "error"}
     return outcome
 
 

@@ -8,6 +8,8 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import reduce
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from cyclopts import App
 from tests.support.cli import ROOT, TRIALFLOW, environment_in, write_experiment
 from trial_core.config import ExperimentConfig, load_config
 from trialflow.deployments.cli import config
+from trialflow.deployments.cli.json_types import json_types
 from trialflow.deployments.cli.main import app, main
 
 HEAVY = ("torch", "deepspeed", "prefect", "fsspec", "s3fs", "numpy", "pydantic")
@@ -52,6 +55,16 @@ def commands(group: App = app, *names: str) -> Iterator[tuple[str, ...]]:
             continue
         is_command = group[name].default_command is not None
         yield from [(*names, name)] if is_command else commands(group[name], *names, name)
+
+
+def test_every_command_has_json_of_a_documented_type() -> None:
+    """Also those that only act: programs learn what they did."""
+    found = {" ".join(words): reduce(App.__getitem__, words, app) for words in commands()}
+    found |= {f"search {name}": app["search"][name] for name in ("list", "show")}
+    del found["mcp"]  # its stdout is a protocol's
+    assert found.keys() == json_types().keys()
+    calls = {name: each.default_command for name, each in found.items()}
+    assert [name for name in calls if "json_" not in signature(calls[name]).parameters] == []
 
 
 ENTRY = re.compile(r"│ (?:\*  |   )?(?P<name>[-A-Z].*?)  +\S")

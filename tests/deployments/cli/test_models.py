@@ -72,7 +72,7 @@ def test_list(
     assert gpt.split()[:3] == ["gpt", "1", "2"]
     assert gpt.rstrip().endswith("loss 0.25")
     assert models(tmp_path, "list", "--json") == 0
-    first, second = printed_json(capsys)
+    first, second = printed_json(capsys)["models"]
     assert (first["model"], first["champion"], first["versions"]) == ("bare", None, 1)
     assert (second["champion"], second["checkpoint"]) == (1, UUIDS[0])
 
@@ -92,7 +92,7 @@ def test_an_unreadable_model(
     assert "model bare: " in seen.err
     assert "000001.json cannot be read" in seen.err
     assert models(tmp_path, "list", "--json") == 0
-    first, second = printed_json(capsys)
+    first, second = printed_json(capsys)["models"]
     assert "000001.json" in first["problem"]
     assert second["champion"] == 1
 

@@ -15,6 +15,7 @@ import pytest
 
 from tests.support.cli import trialflow, write_experiment
 from tests.support.hosts import DRIVER, new_hosts, run
+from tests.support.json_types import check_json
 from tests.support.nodes import LOOPBACK, Agents, FakeAgent, fake_agent, hub
 from tests.support.prefect import isolated
 from tests.support.ray import RayCluster
@@ -69,7 +70,7 @@ def doctor(
     here = {"PREFECT_API_URL": "", **isolated(folder / "prefect"), **(variables or {})}
     done = trialflow(folder, "doctor", "--json", *arguments, variables=here)
     assert done.stdout, done.stderr
-    checks = json.loads(done.stdout)
+    checks = check_json(json.loads(done.stdout))["checks"]
     subjects = [check["subject"] for check in checks]
     return done.returncode, checks[subjects.index("server") + 1 :]
 

@@ -176,7 +176,7 @@ def test_holds(history: list[Manifest], tmp_path: Path, capsys: pytest.CaptureFi
     assert "gpt" not in second
     assert "  gpt v2 (champion)  " in third
     assert run(tmp_path, "list", "--json") == 0
-    listed = json.loads(capsys.readouterr().out)
+    listed = json.loads(capsys.readouterr().out)["checkpoints"]
     assert [each["is_pinned"] for each in listed] == [True, False, False, False]
     assert listed[2]["held_by"] == [{"model": "gpt", "version": 2, "alias": "champion"}]
     assert run(tmp_path, "show", "00000013") == 0
@@ -197,13 +197,13 @@ def test_pins_as_json(
 ) -> None:
     """`--json` prints pins; `list --json` marks pinned checkpoints."""
     assert run(tmp_path, "pin", "00000007", "--reason", "figure 3", "--json") == 0
-    (made,) = json.loads(capsys.readouterr().out)
+    (made,) = json.loads(capsys.readouterr().out)["pins"]
     assert (made["uuid"], made["reason"]) == (history[0].uuid, "figure 3")
     assert run(tmp_path, "list", "--json") == 0
-    listed = json.loads(capsys.readouterr().out)
+    listed = json.loads(capsys.readouterr().out)["checkpoints"]
     assert [each["is_pinned"] for each in listed] == [True, False, False, False]
     assert run(tmp_path, "unpin", "00000007", "--json") == 0
-    assert json.loads(capsys.readouterr().out) == [made]
+    assert json.loads(capsys.readouterr().out)["pins"] == [made]
 
 
 @pytest.mark.parametrize(

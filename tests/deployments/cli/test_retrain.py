@@ -12,6 +12,7 @@ from prefect.client.orchestration import get_client
 from prefect.states import Running
 
 from tests.support.cli import trialflow, write_experiment
+from tests.support.json_types import check_json
 from tests.support.prefect import PrefectServer
 from trialflow.deployments.cli.main import main
 from trialflow.flows.retrain import retrain
@@ -50,7 +51,7 @@ def test_retrain_twice(tmp_path: Path, server: Mapping[str, str]) -> None:
     )  # fmt: skip
     first = trialflow(tmp_path, "retrain", str(path), "--json", variables=server)
     assert first.returncode == 0, first.stderr
-    outcome = json.loads(first.stdout)
+    outcome = check_json(json.loads(first.stdout))
     assert (outcome["status"], outcome["champion"], outcome["challenger"]) == ("promoted", None, 1)
     assert outcome["data"] == {"day": "2"}
     second = trialflow(
@@ -66,7 +67,7 @@ def test_retrain_twice(tmp_path: Path, server: Mapping[str, str]) -> None:
     assert facts[-2].startswith("  report      ")
     assert '"day": 3' in Path(facts[-2].split()[-1]).read_text()
     listed = trialflow(tmp_path, "models", "list", "--json", "--storage", str(tmp_path / "storage"))
-    (model,) = json.loads(listed.stdout)
+    (model,) = json.loads(listed.stdout)["models"]
     assert (model["model"], model["champion"], model["versions"]) == ("gpt", 1, 2)
 
 

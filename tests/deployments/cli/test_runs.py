@@ -21,6 +21,7 @@ from trial_core.observe.trackers.sender import SenderOrder
 from trial_core.schedule.sequencer import Progress
 from trialflow.deployments.cli import runs
 from trialflow.deployments.cli.json_result import JsonResult
+from trialflow.deployments.cli.json_types import PRINTED_BY_ALL
 from trialflow.deployments.cli.main import main
 
 
@@ -67,7 +68,9 @@ def test_as_json(store: CheckpointStore, capsys: pytest.CaptureFixture[str]) -> 
     outcome.store, outcome.trial = store, "gpt-7"
     ledger = json.loads(outcome.line())["ledger"]
     # It has not saved.
-    assert {**ledger, "results": {}, "hyperparameters": {}, "unsent_records": {}} == shown
+    assert {**ledger, "results": {}, "hyperparameters": {}, "unsent_records": {}} == {
+        name: shown[name] for name in shown if name not in PRINTED_BY_ALL
+    }
 
 
 def test_a_trial_without_a_ledger(
@@ -123,11 +126,14 @@ def test_trials_are_listed_with_their_best_metric(
 ) -> None:
     """The newest last: how far it is, and how its last run has ended, if it has."""
     assert main(["runs", "list", "--storage", compared, "--json"]) == 0
-    second, first = json.loads(capsys.readouterr().out)
-    assert (first["trial"], first["ended"]) == ("gpt-a", "completed")
+    second, first = json.loads(capsys.readouterr().out)["trials"]
+    assert (first["trial"], first["results"]["ended"]) == ("gpt-a", "completed")
     assert second == {
-        "trial": "gpt-b", "saved_at": "2031-05-09T14:00:00Z", "batches": 14, "ended": None,
-        "best_loss": 0.3, "best_at_batch": 7, "last_loss": 0.7, "last_worst": None,
+        "trial": "gpt-b", "experiment": "gpt", "saved_at": "2031-05-09T14:00:00Z", "metric": "loss",
+        "results": {
+            "batches": 14, "ended": None, "best_loss": 0.3, "best_at_batch": 7, "last_loss": 0.7,
+            "last_worst": None,
+        },
         "hyperparameters": {"lr": 0.25, "width": 64, "of.optimizer": "gpt-b"},
     }  # fmt: skip
     assert main(["runs", "list", "--storage", compared]) == 0
@@ -164,9 +170,9 @@ def test_trials_are_compared_by_what_differs_and_their_results(
     assert main([*words, "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["trials"] == ["gpt-a", "gpt-b"]
-    assert shown["hyperparameters.lr"] == [0.1, 0.25]
-    assert shown["best_at_batch"] == [7, 7]
-    assert "hyperparameters.width" not in shown
+    assert shown["settings"]["hyperparameters.lr"] == [0.1, 0.25]
+    assert shown["results"]["best_at_batch"] == [7, 7]
+    assert "hyperparameters.width" not in shown["settings"]
 
 
 def test_one_trial_is_shown_with_its_results(

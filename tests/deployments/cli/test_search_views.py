@@ -74,7 +74,7 @@ def test_the_list(storage: Storage, search: Search, run: Run) -> None:
     assert f" {part.state.progress:.0%} " in rows[2]
     assert "toy-0b" in warned
     _, text, _ = run("list", "--json")
-    altered, whole, _ = json.loads(text)
+    altered, whole, _ = json.loads(text)["searches"]
     assert altered["search"] == "toy-0b"
     assert {name: whole[name] for name in ("search", "searcher", "best", "is_over", "failed")} == {
         "search": SEARCH, "searcher": "asha", "best": metric, "is_over": True, "failed": 1
@@ -103,7 +103,7 @@ def test_a_search_that_its_sampler_has_ended(storage: Storage, run: Run) -> None
     (row,) = words(run("list")[1])[2:]
     assert row.startswith(f"{SEARCH} toy custom 3 of 16 loss")
     assert " over " in row
-    (shown,) = json.loads(run("list", "--json")[1])
+    (shown,) = json.loads(run("list", "--json")[1])["searches"]
     assert (shown["is_over"], shown["progress"], shown["trials"]) == (True, 1.0, 3)
     said = words(run("show", SEARCH)[1])[0]
     assert said.startswith(f"{SEARCH}: 3 of 16 trials begun, the sampler has no more: 3 ended")
@@ -111,7 +111,7 @@ def test_a_search_that_its_sampler_has_ended(storage: Storage, run: Run) -> None
 
 def test_a_storage_without_searches(storage: Storage, run: Run) -> None:
     assert run("list") == (0, f"no searches in {storage.url}\n", "")
-    assert run("list", "--json")[1].strip() == "[]"
+    assert json.loads(run("list", "--json")[1])["searches"] == []
 
 
 def test_a_search_as_tables(search: Search, run: Run) -> None:

@@ -1,13 +1,12 @@
-"""Times in tables, and JSON."""
+"""Times in tables."""
 
 from __future__ import annotations
 
-import json
 import time
 
 import pytest
 
-from trialflow.deployments.cli.tables import local_time, print_json
+from trialflow.deployments.cli.tables import local_time
 
 
 @pytest.mark.parametrize(
@@ -28,12 +27,3 @@ def test_a_time_that_no_clock_shows_stays_as_it_is(
         shown = local_time(at)
     time.tzset()
     assert shown == at
-
-
-def test_json_has_no_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
-    """Stored texts may have them, and a terminal would obey."""
-    value = {"by": "\x1b[31m \x7f \x9b31m é"}
-    print_json(value)
-    text = capsys.readouterr().out
-    assert text.replace("\n", "").isprintable()
-    assert json.loads(text) == value

@@ -30,7 +30,7 @@ def flip_a_bit(path: Path) -> None:
 def verified(tmp_path: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
     """The exit code, and the output of --json."""
     code = run(tmp_path, "verify", *arguments, "--json")
-    return code, json.loads(capsys.readouterr().out)
+    return code, json.loads(capsys.readouterr().out)["checkpoints"]
 
 
 def test_intact_checkpoints(

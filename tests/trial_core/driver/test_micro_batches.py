@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.cli import trialflow, write_experiment
 from tests.support.driving import TRIAL, Notices, drive
+from tests.support.json_types import check_json
 from tests.support.slots import lines, toy_config
 from tests.support.tensors import tensors
 from trial_core.checkpoint.store import CheckpointStore
@@ -110,7 +111,7 @@ def test_tune_batch_finds_the_largest(here: Path) -> None:
     )  # fmt: skip
     done = trialflow(here, "tune-batch", "--json")
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == {
+    assert check_json(json.loads(done.stdout)) == {
         "train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "data_parallel_ranks": 2,
     }  # fmt: skip
     assert not list(here.glob("home/checkpoints/manifests/*/*"))
