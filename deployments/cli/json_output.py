@@ -1,4 +1,4 @@
-"""`--json`: what a command prints for programs. `json_types` has the types of all results."""
+"""`--json`: what a command prints for programs. `docs/hooks/json_types.py` has the types."""
 
 from __future__ import annotations
 

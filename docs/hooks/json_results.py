@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from json_types import PRINTED_BY_ALL, json_types  # MkDocs finds it beside this one, as Python does
 
 from trialflow.deployments.cli.json_output import SCHEMA_VERSION
-from trialflow.deployments.cli.json_types import PRINTED_BY_ALL, json_types
 
 PAGE = Path(__file__).parents[1] / "reference" / "json.md"
 MARKS = "<!-- results -->\n", "<!-- end of results -->"

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import msgspec
 
+from tests.support.snippets import ROOT
 from trialflow.deployments.cli.json_output import SCHEMA_VERSION
-from trialflow.deployments.cli.json_types import json_types
+
+sys.path.insert(0, str(ROOT / "docs" / "hooks"))
+from json_types import PRINTED_BY_ALL, json_types
+
+__all__ = ["PRINTED_BY_ALL", "check_json", "json_types"]
 
 
 def check_json(document: dict[str, Any]) -> dict[str, Any]:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tests.support.cli import write_experiment
+from tests.support.json_types import PRINTED_BY_ALL
 from trial_core.errors import CheckpointDamaged, RankFailed, Stopped, TrialflowError
 from trialflow.deployments.cli.json_result import JsonResult
-from trialflow.deployments.cli.json_types import PRINTED_BY_ALL
 from trialflow.deployments.cli.main import main
 from trialflow.flows.train import TrialResult
 

@@ -17,9 +17,9 @@ import pytest
 from cyclopts import App
 
 from tests.support.cli import ROOT, TRIALFLOW, environment_in, write_experiment
+from tests.support.json_types import json_types
 from trial_core.config import ExperimentConfig, load_config
 from trialflow.deployments.cli import config
-from trialflow.deployments.cli.json_types import json_types
 from trialflow.deployments.cli.main import app, main
 
 HEAVY = ("torch", "deepspeed", "prefect", "fsspec", "s3fs", "numpy", "pydantic")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.json_types import PRINTED_BY_ALL
 from tests.support.manifests import new_manifest
 from tests.trial_core.observe.ledger.test_time_ledger import run_time
 from trial_core.checkpoint import layout
@@ -21,7 +22,6 @@ from trial_core.observe.trackers.sender import SenderOrder
 from trial_core.schedule.sequencer import Progress
 from trialflow.deployments.cli import runs
 from trialflow.deployments.cli.json_result import JsonResult
-from trialflow.deployments.cli.json_types import PRINTED_BY_ALL
 from trialflow.deployments.cli.main import main
 
 

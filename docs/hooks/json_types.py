@@ -1,4 +1,4 @@
-"""The types of what commands print with `--json`. The reference page of JSON is made from them.
+"""The types of what commands print with `--json`, of which the reference page is made.
 
 A test compares what commands print with these types.
 """
