@@ -27,6 +27,7 @@ from trial_core.pytorch.distributed_model import unwrapped
 from trial_core.rank.collectives.accelerator import peak_memory_bytes, reset_peak_memory
 from trial_core.rank.trial.callback import TrialCallback
 from trial_core.rank.trial.custom_reducers import MetricReducer
+from trial_core.schedule.work import samples_of
 
 __all__ = ["EarlyStopping", "ExponentialMovingAverage", "StopOnNonFinite", "ThroughputAndMemory"]
 
@@ -305,19 +306,22 @@ class ThroughputAndMemory(TrialCallback):
 class _Measured(MetricReducer):
     def __init__(self, context: Any) -> None:
         self._info = context.run_info
-        self._begin, self._began = 0, 0.0
+        self._begin, self._samples, self._began = 0, 0, 0.0
 
     def reset(self) -> None:
-        self._begin, self._began = self._info.batches_trained, time.monotonic()
+        self._begin, self._samples = self._info.batches_trained, self._info.samples_trained
+        self._began = time.monotonic()
         reset_peak_memory()
 
-    def per_slot_reduce(self) -> tuple[float, float]:
+    def per_slot_reduce(self) -> tuple[float, float, int]:
         seconds = time.monotonic() - self._began
-        return seconds, peak_memory_bytes(since_start=False) / GIB
+        samples = self._info.samples_trained - self._samples
+        return seconds, peak_memory_bytes(since_start=False) / GIB, samples
 
     def cross_slot_reduce(self, per_slot_metrics: list[Any]) -> dict[str, float]:
-        seconds, memory = (max(each) for each in zip(*per_slot_metrics, strict=True))
-        batches, samples = self._info.batches_trained - self._begin, self._info.batch_samples
+        seconds, memory, counts = zip(*per_slot_metrics, strict=True)
+        batches = self._info.batches_trained - self._begin
+        samples = samples_of(counts) or batches * self._info.batch_samples
         unit = "samples" if samples else "batches"
-        speed = batches * (samples or 1) / max(seconds, 1e-9)
-        return {f"{unit}_per_second": speed, "peak_memory_gib": memory}
+        speed = (samples or batches) / max(*seconds, 1e-9)
+        return {f"{unit}_per_second": speed, "peak_memory_gib": max(memory)}

@@ -56,12 +56,12 @@ class ResumePoint:
 
     def at_batches_of(self, samples: int) -> Progress:
         """The progress that training begins with in batches of so many samples; 0 if unknown."""
-        saved = self.saved_by
+        saved, extra = self.saved_by, self.progress.extra_samples
         before = saved.batch_samples if saved and self.restore == "everything" else 0
-        if not samples or before in (0, samples):
+        if not before and not extra:  # none were counted
             return self.progress
-        extra = self.progress.batches_trained * (before - samples)
-        return replace(self.progress, extra_samples=self.progress.extra_samples + extra)
+        extra += self.progress.batches_trained * (before - samples)
+        return replace(self.progress, extra_samples=extra)
 
     def require_convertible(self, now: Topology) -> None:
         """Check that ranks of topology `now` can restore the checkpoint.

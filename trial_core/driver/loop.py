@@ -192,8 +192,9 @@ class Loop:
         continues = start.checkpoint is not None and start.restore == "everything"
         launch.status.saved_at = begin if continues else None
         end = launch.status.end = in_batches(self._schedule.max_length, epoch)
-        self._run.observer.batches_resized(progress.extra_samples)
-        self._run.observer.run_started(self._run.trial, end, begin, launch.answers.batch_samples)
+        batch_samples = launch.answers.batch_samples
+        self._run.observer.samples_trained(begin * batch_samples + progress.extra_samples)
+        self._run.observer.run_started(self._run.trial, end, begin, batch_samples)
         if self._saves_continuously:  # nothing of this launch is durable yet
             launch.slots.break_training()
         return epoch
@@ -227,12 +228,13 @@ class Loop:
         launch, trained = self._launch, progress.batches_trained
         reached = train_workload(launch, trained, work.until)
         if reached > trained:
+            progress = progress.after_training(reached, launch.answers.extra_samples)
             call_hook(launch, "on_training_workload_end", reached)
             if not launch.answers.stop_requested:  # else the trial has decided how the run ends
                 self._mistake = launch.losses.failure(
                     self._is_last(reached), launch.status.saved_at
                 )
-        return progress.after_training(reached)
+        return progress
 
     def _validate(self, progress: Progress) -> Progress:
         """Validate and report. A mistake is raised later, once the run has saved.

@@ -169,6 +169,7 @@ class RankAnswers:
     Attributes:
         hooks: the callback hooks that the trial overrides, once it is built.
         topology, versions, batch_samples: set once the trial is built.
+        extra_samples: of the last train-workload, see `Progress`.
         epoch: the length of an epoch, once the loaders are built; None if it is unknown.
         loads_micro_batches: True if micro-batches may be made smaller: the loaders follow.
         may_add_metrics: True if a callback may add validation metrics, once check-metrics has run.
@@ -184,6 +185,7 @@ class RankAnswers:
     topology: Topology | None = None
     versions: dict[str, str] = field(default_factory=dict)
     batch_samples: int = 0
+    extra_samples: int = 0
     epoch: EpochLength | None = None
     loads_micro_batches: bool = False
     may_add_metrics: bool = False

@@ -223,7 +223,8 @@ class Trained(MayStop, kw_only=True):
         learning_rates: the next batch's, one per optimizer; None for an engine that has none.
         non_finite: this rank's metrics that were NaN or infinite in some batch.
         scaled_steps, skipped_steps: optimizer steps with a loss scaler, and how many it skipped.
-        work: of one batch on all ranks, as far as this rank knows it.
+        samples: see `trial_core.schedule.work.samples_of`.
+        work: in one sample, as far as this rank knows it.
         device: the accelerator's name; empty for the CPU.
         peak_memory_bytes: since the rank was started.
         weights: what became of this rank's weights, if that was asked for.
@@ -238,6 +239,7 @@ class Trained(MayStop, kw_only=True):
     non_finite: dict[str, NonFinite] = {}
     scaled_steps: int = 0
     skipped_steps: int = 0
+    samples: int = 0
     work: Work = Work()
     device: str = ""
     peak_memory_bytes: int = 0

@@ -62,8 +62,10 @@ class TorchTrial(ABC):
         """The number of records in `batch`, a batch of the training or validation loader.
 
         By default the length of the first tensor or array in nested dicts, lists and tuples.
-        Override it for batches of other types. Only the trial's own code uses it: trialflow counts
-        samples by the size of a batch that the experiment or DeepSpeed's config names.
+        Override it for batches of other types. A run counts its samples by it where the training
+        loader does not tell their number: an iterable data set, a ``batch_sampler``, a loader of
+        another type. There, batches without a tensor or array count as the experiment's
+        ``global_batch_size`` or DeepSpeed's ``train_batch_size`` says.
 
         Raises:
             TrialError: there is no tensor or array with a first dimension.

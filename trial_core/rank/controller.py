@@ -357,7 +357,7 @@ class Controller:
         info.tensorboard.start()
         self._trial.forward_clock.begin_workload()
         began, waited = time.monotonic(), loaders.waited_seconds
-        steps = adapter.scaled_steps()
+        steps, samples = adapter.scaled_steps(), info.samples_trained
         loop = _require(self._training, BuildLoadersAndRestore)
         may_change = adapter.steps_each_batch and 0.0 not in adapter.learning_rates()
         watch = WeightWatch(adapter.modules) if request.watches_weights else None
@@ -385,7 +385,8 @@ class Controller:
             non_finite=outcome.non_finite,
             scaled_steps=scaled,
             skipped_steps=skipped,
-            work=self._sample_work().times(info.batch_samples),
+            samples=info.samples_trained - samples,
+            work=self._sample_work(),
             device=accelerator_name(),
             peak_memory_bytes=peak_memory_bytes(),
             weights=watch.seen(may_change and not skipped) if watch else None,

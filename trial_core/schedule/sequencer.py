@@ -80,7 +80,7 @@ class Progress:
         postponed_at: `batches_trained` when an upload last kept a checkpoint from being saved; None
             if the last one that was due is saved.
         extra_samples: samples trained beyond `batches_trained` times the samples of a batch: not 0
-            if batches have had another size, negative if a smaller one.
+            if batches have had another size, negative if a smaller one, as at the end of a pass.
     """
 
     batches_trained: int = 0
@@ -92,8 +92,9 @@ class Progress:
     postponed_at: int | None = None
     extra_samples: int = 0
 
-    def after_training(self, batches_trained: int) -> Progress:
-        return replace(self, batches_trained=batches_trained)
+    def after_training(self, batches_trained: int, extra_samples: int = 0) -> Progress:
+        extra = self.extra_samples + extra_samples
+        return replace(self, batches_trained=batches_trained, extra_samples=extra)
 
     def after_validation(self, metric: float | None, smaller_is_better: bool) -> Progress:
         """The progress after a validation; only a finite number is an improvement."""

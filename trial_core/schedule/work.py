@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from numbers import Real
 from typing import Any, Literal, get_args
 
@@ -35,6 +36,18 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
             tokens=count * self.tokens,
             flops=count * self.flops,
         )
+
+
+def samples_of(ranks: Iterable[int]) -> int:
+    """The samples that all ranks have trained on, each counted once; 0 if unknown.
+
+    Args:
+        ranks: of each rank that tells it the samples of its micro-batches times the data-parallel
+            ranks; 0 of a rank that takes none, as within a pipeline. Several ranks may have the
+            same samples, as those of a tensor-parallel group: of each shard as many.
+    """
+    known = [each for each in ranks if each]
+    return sum(known) // len(known) if known else 0
 
 
 def said_work(source: str, number_type: Any, **numbers: Any) -> Work:

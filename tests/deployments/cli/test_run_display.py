@@ -198,7 +198,7 @@ def test_plain_lines_of_a_script() -> None:
         "validation @10: loss 0.25",
         "run-script [0→]: 4.0 s",
     ]
-    assert display.samples_per_second is None
+    assert display.batches_per_second is None
 
 
 def test_short_callbacks_have_no_line() -> None:

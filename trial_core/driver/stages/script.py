@@ -178,8 +178,9 @@ def _note(launch: Launch, progress: ScriptReports, event: MetricsReported) -> No
     run.clock.batches_trained(at.batches_trained)
     run.logger.info("%s metrics at %d: %s", kind, steps, metrics_line(metrics))
     if event.steps and event.seconds > 0:
+        work = event.work.times(event.steps)
         now, whole_run = run.throughput.measured(
-            event.steps, event.seconds, event.work, [event.device] * launch.world_size
+            event.steps, event.seconds, work, [event.device] * launch.world_size
         )
         run.observer.throughput_measured(steps, now, whole_run)
     run.observer.metrics_reported(kind, steps, metrics)

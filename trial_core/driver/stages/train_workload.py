@@ -12,6 +12,7 @@ from trial_core.driver.run import Launch
 from trial_core.driver.stages.declared_stage import stage
 from trial_core.messages import TrainBatches, Trained, WeightsSeen
 from trial_core.observe.events.observers import WorkloadTimes
+from trial_core.schedule.work import samples_of
 
 
 @stage("train-workload", "[{begin}→{until}]", is_timed=False)
@@ -40,8 +41,11 @@ def train_workload(launch: Launch, begin: int, until: int) -> int:
     run.weight_warnings.update(found)
     launch.warn(warnings + launch.losses.stepped(results[0]))
     seconds = max(result.seconds for result in results)
+    assumed = (reached - begin) * answers.batch_samples
+    samples = samples_of(each.samples for each in results) or assumed
+    answers.extra_samples = samples - assumed
     now, whole_run = run.throughput.measured(
-        reached - begin, seconds, results[0].work,
+        reached - begin, seconds, results[0].work.times(samples),
         [rank.device for rank in results], [rank.peak_memory_bytes for rank in results],
     )  # fmt: skip
     run.logger.info(
@@ -49,7 +53,7 @@ def train_workload(launch: Launch, begin: int, until: int) -> int:
     )
     waited = [each.data_seconds for each in results]
     forward = [each.forward_seconds for each in results]
-    run.observer.training_timed(WorkloadTimes(reached, seconds, waited, forward))
+    run.observer.training_timed(WorkloadTimes(reached, seconds, waited, forward, samples))
     run.observer.throughput_measured(reached, now, whole_run)
     run.observer.learning_rates_read(reached, results[0].learning_rates)
     run.observer.metrics_reported("training", reached, results[0].metrics)

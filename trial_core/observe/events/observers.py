@@ -28,12 +28,14 @@ class WorkloadTimes:
         data_seconds: how long each rank waited for data, by rank; empty if unknown. Ranks train
             in step, so the others wait for the rank that waits longest.
         forward_seconds: of a forward pass, by rank; empty or 0 if unknown.
+        samples: trained in it on all ranks; 0 if unknown.
     """
 
     reached: int
     seconds: float
     data_seconds: Sequence[float]
     forward_seconds: Sequence[float] = ()
+    samples: int = 0
 
 
 class Observer:
@@ -48,7 +50,7 @@ class Observer:
             trial: the trial's id.
             total_batches: batches when training ends.
             begins_at: batches already trained; not 0 for a resumed run.
-            batch_samples: samples in one batch on all ranks; 0 if unknown.
+            batch_samples: samples in one whole batch on all ranks; 0 if unknown.
         """
 
     def of_trial(self, number: int, trial: str) -> Observer:
@@ -69,9 +71,8 @@ class Observer:
             progress: 0 to 1.
         """
 
-    def batches_resized(self, extra_samples: int) -> None:
-        """Just before `run_started`: so many more samples have been trained than `begins_at` times
-        `batch_samples`. Not 0 if batches have had another size; negative if a smaller one."""
+    def samples_trained(self, samples: int) -> None:
+        """Just before `run_started`: so many samples have been trained by then; 0 if unknown."""
 
     def trial_owned(self, attempt: int, earlier: Sequence[RunTime] = ()) -> None:
         """The run has taken its trial, as the first or a later attempt at it. Called once a run.

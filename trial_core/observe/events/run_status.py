@@ -163,19 +163,27 @@ class RunStatus(Observer):
         return [stage for stage in stages if stage.name == UPLOAD and stage is not current]
 
     @property
-    def samples_per_second(self) -> float | None:
+    def batches_per_second(self) -> float | None:
         """The speed in the last seconds of train-workloads; None if unknown."""
         points = list(self._speed_points)
-        if len(points) < 2 or not self.batch_samples:
+        if len(points) < 2:
             return None
         (began, first), (now, last) = points[0], points[-1]
-        return (last - first) * self.batch_samples / (now - began)
+        return (last - first) / (now - began)
 
     @property
     def throughput(self) -> Throughput:
-        """The throughput in the last seconds of train-workloads; before, the last workload's."""
-        speed = self.samples_per_second
-        return self.last_throughput if speed is None else self.last_throughput.at(speed)
+        """The throughput in the last seconds of train-workloads; before, the last workload's.
+
+        Samples, tokens and operations are counted when a workload has ended: until then, a batch
+        has as many as in the last workload, and in the first one `batch_samples`.
+        """
+        speed, last = self.batches_per_second, self.last_throughput
+        if speed is None:
+            return last
+        if not last.batches_per_second:
+            last = Throughput(1.0, self.batch_samples or None)
+        return last.at(speed)
 
     @property
     def seconds_left(self) -> float | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trial_core.common import text_format
@@ -65,14 +65,12 @@ class Throughput:
         where = f" on rank {self.peak_rank}" if len(peaks) > 1 else ""
         return f"{text_format.size(max(peaks))}{where}"
 
-    def at(self, samples_per_second: float) -> Throughput:
-        """This at another speed, with the same work per sample."""
-        if not self.samples_per_second:
-            return replace(self, samples_per_second=samples_per_second)
-        factor = samples_per_second / self.samples_per_second
+    def at(self, batches_per_second: float) -> Throughput:
+        """This at another speed, with the same work per batch."""
+        factor = batches_per_second / (self.batches_per_second or batches_per_second)
         return Throughput(
-            _times(self.batches_per_second, factor),
-            samples_per_second,
+            batches_per_second,
+            _times(self.samples_per_second, factor),
             _times(self.tokens_per_second, factor),
             _times(self.mfu, factor),
             self.peak_memory_bytes,
@@ -121,19 +119,18 @@ class ThroughputMeter:
         self,
         batches: int,
         seconds: float,
-        work: Work,
+        done: Work,
         devices: Sequence[str],
         peak_memory_bytes: Sequence[int] = (),
     ) -> tuple[Throughput, Throughput]:
         """Add a train-workload; return its throughput, and that of all.
 
         Args:
-            work: of one batch.
+            done: the work in all its batches.
             devices: the ranks' devices by name; empty for a rank on the CPU.
             peak_memory_bytes: of each rank; empty if unknown.
         """
-        done = work.times(batches)
-        peaks = [self.peak_flops or peak_flops(each, work.number_type) for each in devices]
+        peaks = [self.peak_flops or peak_flops(each, done.number_type) for each in devices]
         alone = ThroughputMeter()
         for meter in (alone, self):
             meter._batches.add(batches, seconds)

@@ -40,7 +40,6 @@ class RunMetrics(Observer):
         self._clock = clock
         self._lock = threading.Lock()
         self._reached = 0
-        self._batch_samples = 0
         self._batches = meter.create_counter(
             "trialflow.batches", "{batch}", "Batches trained, those trained again included"
         )
@@ -94,7 +93,7 @@ class RunMetrics(Observer):
         self, trial: str, total_batches: int, begins_at: int, batch_samples: int
     ) -> None:
         with self._lock:
-            self._reached, self._batch_samples = begins_at, batch_samples
+            self._reached = begins_at
 
     def stage_ended(self, stage: str, detail: str, seconds: float) -> None:
         if (duration := self._durations.get(stage)) is not None:
@@ -107,10 +106,10 @@ class RunMetrics(Observer):
             self._reached = max(self._reached, batches)
         if trained > 0:
             self._batches.add(trained, self._attributes)
-            self._samples.add(trained * self._batch_samples, self._attributes)
 
     def training_timed(self, timed: WorkloadTimes) -> None:
         self.batches_trained(timed.reached)
+        self._samples.add(timed.samples, self._attributes)
         for rank, waited in enumerate(timed.data_seconds):
             attributes = self._of(rank=rank)
             self._data_wait.add(waited, attributes)

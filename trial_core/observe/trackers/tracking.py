@@ -79,7 +79,7 @@ class Tracking(Observer):
         self._ledger = ledger
         self._ending = ending
         self._logger = logger
-        self._batches = self._batch_samples = self._extra_samples = 0
+        self._batches = self._samples = 0
         self._status = ""
         self._journal: JournalWriter | None = None
         self._sender: SenderProcess | None = None
@@ -141,20 +141,20 @@ class Tracking(Observer):
         given = {name: text for name, text in tags.items() if text}
         self._append(Described(at=time.time(), parameters=parameters(self._config), tags=given))
 
-    def batches_resized(self, extra_samples: int) -> None:
-        self._extra_samples = extra_samples
+    def samples_trained(self, samples: int) -> None:
+        self._samples = samples
 
     def run_started(
         self, trial: str, total_batches: int, begins_at: int, batch_samples: int
     ) -> None:
-        self._batches, self._batch_samples = begins_at, batch_samples
+        self._batches = begins_at
         self._append(Began(at=time.time(), batches=begins_at, attempt=self._attempt))
 
     def metrics_reported(self, kind: MetricsKind, batches: int, metrics: Mapping[str, Any]) -> None:
         self._batches = batches
         values = {f"{kind}/{name}": value for name, value in metrics.items()}
-        if kind == "training" and self._batch_samples:
-            values["progress/samples"] = self._samples(batches)
+        if kind == "training" and self._samples:
+            values["progress/samples"] = self._samples
         self._measured(batches, values)
 
     def learning_rates_read(self, batches: int, learning_rates: Sequence[float | None]) -> None:
@@ -164,6 +164,7 @@ class Tracking(Observer):
         self._measured(batches, known)
 
     def training_timed(self, timed: WorkloadTimes) -> None:
+        self._samples = timed.samples and self._samples + timed.samples  # 0: unknown from here on
         if timed.data_seconds and timed.seconds > 0:
             waited = 100 * max(timed.data_seconds) / timed.seconds
             self._measured(timed.reached, {"speed/data_wait_percent": waited})
@@ -226,13 +227,10 @@ class Tracking(Observer):
         }
         self._measured(self._batches, values)
 
-    def _samples(self, batches: int) -> int:
-        return batches * self._batch_samples + self._extra_samples if self._batch_samples else 0
-
     def _measured(self, batches: int, values: Mapping[str, Any]) -> None:
         if numbers := text_format.finite_numbers(values):
             self._append(Metrics(
-                at=time.time(), batches=batches, samples=self._samples(batches),
+                at=time.time(), batches=batches, samples=self._samples,
                 attempt=self._attempt, values=numbers,
             ))  # fmt: skip
 

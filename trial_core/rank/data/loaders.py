@@ -6,7 +6,7 @@ import copy
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
@@ -25,17 +25,23 @@ from trial_core.schedule.units import EpochLength
 
 logger = logging.getLogger(__name__)
 
+SampleCounter = Callable[[Any, int], int]
+"""The samples of a micro-batch; 0 if unknown. The number is that of the micro-batches that the rank
+has taken before, in the whole life of the trial."""
+
 
 class MicroBatches(Iterator[Any]):
     """A training loader's micro-batches, counted as the trial takes them.
 
     Args:
         source: micro-batches without end. Nothing is loaded ahead.
+        samples_of: see `_counter`.
         drawn: how many this rank has taken before these, over the whole life of the trial.
         loader: the loader behind `source`, if it saves its own state; None otherwise.
         loaded: the state that was loaded into `loader`; None if none was.
 
     Attributes:
+        samples: of the micro-batches taken; those that cannot be counted are left out.
         waited_seconds: the time that loading took, without data that was loaded ahead. Ranks train
             in step, so all wait for the rank with the highest value.
     """
@@ -44,17 +50,19 @@ class MicroBatches(Iterator[Any]):
         self,
         source: Iterator[Any],
         per_batch: int,
+        samples_of: SampleCounter,
         drawn: int = 0,
         loader: Any = None,
         loaded: Any = None,
     ) -> None:
         self._source = source
         self._per_batch = per_batch
+        self._samples_of = samples_of
         self._drawn = self._drawn_before = drawn
         self._loader = loader
         self._loaded = loaded
         self._has_warned = False
-        self.taken = 0
+        self.taken = self.samples = 0
         self.waited_seconds = 0.0
 
     def __next__(self) -> Any:
@@ -62,6 +70,7 @@ class MicroBatches(Iterator[Any]):
         micro_batch = next(self._source)
         self.waited_seconds += time.perf_counter() - began
         self.taken += 1
+        self.samples += self._samples_of(micro_batch, self._drawn)
         self._drawn += 1
         return micro_batch
 
@@ -189,7 +198,8 @@ class Loaders:
         )
         own = None if isinstance(loader, DataLoader) or not _saves_state(loader) else loader
         loaded = None if own is None or saved is None else saved["loader"]
-        self.training = MicroBatches(iter(endless), per_batch, drawn, own, loaded)
+        counter = _counter(adapter, loader)
+        self.training = MicroBatches(iter(endless), per_batch, counter, drawn, own, loaded)
 
     @property
     def loads_micro_batches(self) -> bool | None:
@@ -287,6 +297,17 @@ def _samples(loader: Any) -> int | None:
     return length_of(loader.sampler) if known else None
 
 
+def _counter(adapter: TrialAdapter, loader: Any) -> SampleCounter:
+    """Counts by the place in the pass, if the loader tells sizes; else the trial counts."""
+    samples = _samples(loader)
+    if samples is None:
+        return lambda micro_batch, _: adapter.samples_in(micro_batch)
+    size, in_pass = int(loader.batch_size), int(loader.num_micro_batches)
+    last = min(size, samples - (in_pass - 1) * size)
+    ranks, behind = adapter.data_parallel_size, adapter.data_parallel_rank + 1
+    return lambda _, drawn: size if (drawn * ranks + behind) % in_pass else last
+
+
 def _short_batches(
     adapter: TrialAdapter, per_batch: int | None, samples: int | None, drops_last: bool
 ) -> str:
@@ -306,21 +327,18 @@ def _short_batches(
             "ranks: several would train on the same one; train on fewer slots"
         )
     if samples < per_batch:
-        short = rest and not drops_last
         return (
             f"a pass over the training data has {plural(samples, 'sample')}, fewer than a batch of "
             f"{per_batch}: batches take samples of several passes"
-            + (
-                ", or hold fewer, although throughput and sample counts are those of full ones"
-                * bool(short)
-            )
+            + ", or hold fewer"
+            * bool(rest and not drops_last)
         )
     if parts == 1 or drops_last or not rest:
         return ""
     return (
         f"the last micro-batch of a pass over the training data has {plural(rest, 'sample')}, the "
-        f"others {per_batch // parts}: its gradient counts as much as theirs, and samples are "
-        "counted as if it were full; drop_last=True leaves it out"
+        f"others {per_batch // parts}: its gradient counts as much as theirs; drop_last=True "
+        "leaves it out"
     )
 
 

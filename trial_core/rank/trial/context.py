@@ -41,6 +41,7 @@ class RunInfo:
         epoch: the length of an epoch; None before the loaders are built, or if they have none.
         stop_requested: True if the trial has asked to save and end.
         sample_work: as the trial has set it.
+        samples_trained: see `trial_core.schedule.work.samples_of`.
     """
 
     trial: str
@@ -55,6 +56,7 @@ class RunInfo:
     stop_reason: str | None = None
     tensorboard: TensorBoard = field(default_factory=TensorBoard)
     sample_work: Work = field(default_factory=lambda: Work(samples=1))
+    samples_trained: int = 0
 
     @property
     def experiment_seed(self) -> int:

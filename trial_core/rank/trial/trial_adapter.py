@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 from trial_core.checkpoint.manifest import FileEntry, Topology
 from trial_core.checkpoint.resume_point import Restore
-from trial_core.errors import TrialError
+from trial_core.errors import TrialError, TrialTypeError, TrialValueError
 from trial_core.processes.machine.memory_files import MemoryFiles
 from trial_core.rank.collectives.accelerator import has_accelerator
 from trial_core.rank.state_files.frozen_as_built import FrozenAsBuilt
@@ -158,6 +159,22 @@ class TrialAdapter(ABC):
 
     def validation_loader(self) -> Any:
         return self._trial.build_validation_data_loader()
+
+    def samples_in(self, micro_batch: Any) -> int:
+        """Samples of a micro-batch, as the trial counts them; 0 if it cannot.
+
+        Raises:
+            TrialTypeError: the trial's `get_batch_length` returned no number.
+        """
+        try:
+            length = self._trial.get_batch_length(micro_batch)
+        except (TrialTypeError, TrialValueError):  # of `data_length`
+            return 0
+        if not isinstance(length, Integral):
+            raise TrialTypeError(
+                f"get_batch_length returned {length!r}; return the number of records of a batch"
+            )
+        return int(length)
 
     @abstractmethod
     def train_batch(

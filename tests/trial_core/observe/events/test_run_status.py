@@ -49,11 +49,11 @@ def validate(status: RunStatus, clock: Clock, seconds: float) -> None:
 
 
 def test_speed_counts_only_training(status: RunStatus, clock: Clock) -> None:
-    """A validation between two workloads does not lower samples per second."""
+    """A validation between two workloads does not lower the batches per second."""
     train(status, clock, 0, 10, seconds=4)
     validate(status, clock, seconds=50)
     train(status, clock, 10, 20, seconds=4)
-    assert status.samples_per_second == pytest.approx(20 * 16 / 8)
+    assert status.batches_per_second == pytest.approx(20 / 8)
 
 
 def test_speed_follows_a_change(status: RunStatus, clock: Clock) -> None:
@@ -61,7 +61,7 @@ def test_speed_follows_a_change(status: RunStatus, clock: Clock) -> None:
     train(status, clock, 0, 2, seconds=60)
     for begin in range(2, 62, 10):
         train(status, clock, begin, begin + 10, seconds=5)
-    assert status.samples_per_second == pytest.approx(10 * 16 / 5)
+    assert status.batches_per_second == pytest.approx(10 / 5)
 
 
 def test_tokens_and_utilisation_follow_the_speed(status: RunStatus, clock: Clock) -> None:
@@ -73,12 +73,14 @@ def test_tokens_and_utilisation_follow_the_speed(status: RunStatus, clock: Clock
     assert status.throughput == Throughput(1.25, 20.0, 400.0, 0.25, (7,))
 
 
-def test_unknown_samples_have_no_speed(status: RunStatus, clock: Clock) -> None:
-    """A trial need not say how many samples a batch has."""
-    status.batch_samples = 0
+@pytest.mark.parametrize(("whole", "samples"), [(16, 40.0), (0, None)])
+def test_before_a_workload_has_ended_batches_are_whole(
+    status: RunStatus, clock: Clock, whole: int, samples: float | None
+) -> None:
+    """A trial need not say how many samples that is."""
+    status.batch_samples = whole
     train(status, clock, 0, 10, seconds=4)
-    train(status, clock, 10, 20, seconds=4)
-    assert status.samples_per_second is None
+    assert status.throughput == Throughput(2.5, samples)
 
 
 def test_time_left_counts_every_stage(status: RunStatus, clock: Clock) -> None:

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from tests.support.driving import drive
+from tests.support.driving import TRIAL, drive
 from tests.support.slots import toy_config
+from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.driver.result import TrialResult
 from trial_core.errors import ConfigError, RankFailed
-from trial_core.observe.events.observers import Observer
+from trial_core.observe.events.observers import Observer, WorkloadTimes
 from trial_core.observe.events.throughput import Throughput, ThroughputMeter, peak_flops
 from trial_core.observe.report.history import ReportHistory
 from trial_core.schedule.work import Work
@@ -25,10 +26,14 @@ GIB = 2**30
 
 
 class Measured(Observer):
-    """Notes each measurement: batches, the workload's, the run's."""
+    """Notes each measurement: batches, the workload's, the run's; and each workload's samples."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[int, Throughput, Throughput]] = []
+        self.samples: list[int] = []
+
+    def training_timed(self, timed: WorkloadTimes) -> None:
+        self.samples.append(timed.samples)
 
     def throughput_measured(self, batches: int, now: Throughput, whole_run: Throughput) -> None:
         self.seen.append((batches, now, whole_run))
@@ -52,8 +57,8 @@ def config(folder: Path, entrypoint: str, batches: int = 10, **hparams: Any) -> 
 def test_a_run_is_the_sum_of_its_workloads() -> None:
     """Not the mean of their speeds. The memory is that of the last launch's ranks."""
     meter, work = ThroughputMeter(), Work(samples=8, tokens=80, flops=1e15)
-    now, _ = meter.measured(10, 2.0, work, [H100, H100], [3 * GIB, 5 * GIB])
-    later, run = meter.measured(30, 3.0, work, [H100, H100], [4 * GIB, 2 * GIB])
+    now, _ = meter.measured(10, 2.0, work.times(10), [H100, H100], [3 * GIB, 5 * GIB])
+    later, run = meter.measured(30, 3.0, work.times(30), [H100, H100], [4 * GIB, 2 * GIB])
     assert (now.samples_per_second, later.samples_per_second) == (40, 80)
     assert (run.batches_per_second, run.samples_per_second, run.tokens_per_second) == (8, 64, 640)
     assert run.mfu == pytest.approx(8 * 1e15 / (2 * 989.5e12))
@@ -64,8 +69,8 @@ def test_a_run_is_the_sum_of_its_workloads() -> None:
 def test_what_is_known_late_counts_from_then_on() -> None:
     """As FLOPs that a profiler measures in the second workload."""
     meter = ThroughputMeter(peak_flops=100.0)
-    first, _ = meter.measured(10, 7.0, Work(samples=2), [""])
-    _, run = meter.measured(10, 4.0, Work(samples=2, flops=20), [""])
+    first, _ = meter.measured(10, 7.0, Work(samples=20), [""])
+    _, run = meter.measured(10, 4.0, Work(samples=20, flops=200), [""])
     assert first.mfu is None
     assert run.mfu == 10 * 20 / (4 * 100)
     assert run.samples_per_second == 40 / 11
@@ -112,7 +117,7 @@ def test_the_line_that_people_compare() -> None:
     known = Throughput(51.5, 412.0, 105_472.0, 0.384, (60 * GIB, 61 * GIB + GIB // 4))
     assert str(known) == "412 samples/s · 105k tokens/s · 38 % MFU · 61.2 GiB"
     assert known.memory == "61.2 GiB on rank 1"
-    assert str(known.at(206.0)) == "206 samples/s · 52.7k tokens/s · 19 % MFU · 61.2 GiB"
+    assert str(known.at(51.5 / 2)) == "206 samples/s · 52.7k tokens/s · 19 % MFU · 61.2 GiB"
     assert str(Throughput(2.5)) == "2.5 batches/s"
     assert str(Throughput(2.5, None, 1_250_000.0)) == "2.5 batches/s · 1.2M tokens/s"
     assert str(Throughput(2.5, 5.0, 500.0, 0.042)) == "5.0 samples/s · 500 tokens/s · 4.2 % MFU"
@@ -124,14 +129,20 @@ def test_the_line_that_people_compare() -> None:
 
 @pytest.mark.slots
 def test_result_report_and_json_agree(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Tokens and FLOPs are as many a sample as the trial says, in all places."""
+    """Tokens and FLOPs are as many a sample as the trial says, in all places. Samples are those
+    that ranks got: of 3, a batch of 4 has 2 on one rank and 1 on the other."""
     observer, work = Measured(), {"tokens": 32, "flops": 250_000, "number_type": "fp32"}
+    of = config(here, "throughput_trials:Says", work=work, train_samples=3)
     with JsonResult(is_printed=True) as outcome:
-        result = drive(config(here, "throughput_trials:Says", work=work), observer=observer)
+        result = drive(of, observer=observer)
         outcome.completed(result)
+    assert observer.samples == [15, 15]
+    saved = CheckpointStore(of.checkpoint_storage.url).list(TRIAL)[-1]
+    assert saved.progress.batches_trained * 4 + saved.progress.extra_samples == 30
     assert [batches for batches, _, _ in observer.seen] == [5, 10]
     for _, *both in observer.seen:
         for each in both:
+            assert each.samples_per_second == pytest.approx(3 * _known(each.batches_per_second))
             assert each.tokens_per_second == pytest.approx(32 * _known(each.samples_per_second))
             flops = 250_000 * _known(each.samples_per_second)
             assert each.mfu == pytest.approx(flops / (2 * 1e9))

@@ -159,7 +159,7 @@ def test_metrics_count_what_was_trained_and_name_the_rank(told: Told) -> None:
     # Trained again: what came after batch 4, or after 0 if its upload failed. The batch before the
     # failure may not have been told.
     assert batches in (8, 8 + 1, 8 + 4, 8 + 5)
-    assert samples == batches * 4
+    assert samples == (batches - batches % 4) * 4  # of train-workloads that have ended
     assert told.values(0, "trialflow.restarts") == [([], 1)]
     assert told.values(1, "trialflow.restarts") == [([], 0)]
     for metric in ("data_wait.time", "step.time", "forward_pass.duration"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 
 from trial_core.errors import TrialError
 from trial_core.rank.data.batch_length import data_length
+from trial_core.rank.trial.trial_adapter import TrialAdapter
 
 THREE = torch.ones(3, 5)
 
@@ -39,3 +41,19 @@ def test_a_batch_without_a_tensor_is_refused(batch: Any) -> None:
     """The error names its type and what to do."""
     with pytest.raises(TrialError, match=f"{type(batch).__qualname__}.*override get_batch_length"):
         data_length(batch)
+
+
+@pytest.mark.parametrize(("length", "samples"), [(lambda batch: np.int64(7), 7), (data_length, 0)])
+def test_a_run_counts_by_it_unless_it_cannot(length: Any, samples: int) -> None:
+    """A batch of strings counts as unknown."""
+    assert TrialAdapter.samples_in(_trial_with(length), ["one", "two"]) == samples
+
+
+def test_a_length_that_is_no_number_is_refused() -> None:
+    """The error names the method and what it returned."""
+    with pytest.raises(TrialError, match="get_batch_length returned None; return the number"):
+        TrialAdapter.samples_in(_trial_with(lambda batch: None), [])
+
+
+def _trial_with(length: Any) -> Any:
+    return SimpleNamespace(_trial=SimpleNamespace(get_batch_length=length))

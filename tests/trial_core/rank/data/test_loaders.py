@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import IterableDataset
 
 from tests.support.slots import drive, lines, toy_config
 from tests.trial_core.trainer.fits import hooks
@@ -98,7 +100,7 @@ def test_a_wrong_number_of_micro_batches_is_warned_of_once(
     caplog: pytest.LogCaptureFixture, taken: int, warnings: int
 ) -> None:
     """Epochs are counted by batches, so they would not match the passes over the data."""
-    micro_batches = MicroBatches(itertools.count(), per_batch=3)
+    micro_batches = MicroBatches(itertools.count(), 3, lambda *_: 1)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             list(itertools.islice(micro_batches, taken))
@@ -162,14 +164,44 @@ def test_a_set_of_fewer_samples_than_ranks_is_refused() -> None:
         _on_two_ranks(1)
 
 
-def _on_two_ranks(samples: int, drop_last: bool = False) -> Loaders:
-    data = DataLoader(range(samples), batch_size=24, drop_last=drop_last)
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(30))
+
+
+LISTS = [[0], [1, 2, 3], [4, 5]]
+
+
+@pytest.mark.parametrize(
+    ("data", "counts"),
+    [
+        (DataLoader(range(100), batch_size=24), [24, 24, 4, 24, 24]),
+        (DataLoader(range(100), batch_size=24, drop_last=True), [24] * 5),
+        (DataLoader(Stream(), batch_size=24), [24] * 5),
+        (DataLoader(range(6), batch_sampler=LISTS), [1, 2, 3, 1, 2]),
+        ([[0, 1], torch.zeros(5)], [0, 5, 0, 5, 0]),
+    ],
+)
+def test_samples_are_those_of_the_micro_batches(data: Any, counts: list[int]) -> None:
+    """Of the first of two ranks: by their places, else as the trial counts, which may not."""
+    loaders = _on_two_ranks(0, data=data)
+    loaders.begin()
+    taken = loaders.training
+    assert taken is not None
+    totals = [taken.samples for _ in itertools.islice(taken, 5)]
+    assert totals == [*itertools.accumulate(counts)]
+
+
+def _on_two_ranks(samples: int, drop_last: bool = False, data: Any = None) -> Loaders:
+    if data is None:
+        data = DataLoader(range(samples), batch_size=24, drop_last=drop_last)
     adapter: Any = SimpleNamespace(
         needs_data=True, training_loader=lambda: data,
         validation_loader=lambda: DataLoader(range(48), batch_size=24),
-        requires_reproducible_loaders=True, micro_batches_per_batch=1,
+        requires_reproducible_loaders=False, micro_batches_per_batch=1,
         micro_batches_per_evaluation=1, data_parallel_rank=0, data_parallel_size=2,
         evaluates_in_lockstep=False, pads_evaluation=True,
+        samples_in=lambda batch: len(batch) if torch.is_tensor(batch) else 0,
     )  # fmt: skip
     ranks: Any = SimpleNamespace(
         allgather=lambda mine: [mine, mine], get_rank=lambda: 0, get_size=lambda: 2
