@@ -110,8 +110,9 @@ def drive_trial(
         ExitStack() as at_end,  # before the report, which stores the trackers' files
     ):  # fmt: skip
         tracking = Tracking(
-            config, trial, run_dir, store, fence.number, ledger.read, ending, logger
-        )
+            config, trial, run_dir, store, fence.number, ledger.read, ending, logger,
+            report.trackers_lack,
+        )  # fmt: skip
         # The report first: the trackers show its page.
         observer = Observers(report, progress, given.observer, tracking, telemetry)
         try:

@@ -115,10 +115,8 @@ class Report(Observer):
         self._has_ended = threading.Event()
         self._logs_are_due = False
         # `publish` needs this context: Prefect's flow run and settings are context variables.
-        context = contextvars.copy_context()
-        self._thread = threading.Thread(
-            target=lambda: context.run(self._keep_writing), name="report", daemon=True
-        )
+        self._context = contextvars.copy_context()
+        self._thread = self._in_context(self._keep_writing)
 
     def run_started(
         self, trial: str, total_batches: int, begins_at: int, batch_samples: int
@@ -251,6 +249,12 @@ class Report(Observer):
         self.write()  # here: the thread may hang in `publish`
         self._end_updates()
 
+    def trackers_lack(self, lacking: Mapping[str, int]) -> None:
+        """Show how many records each of these trackers lacks, after `run_ended`."""
+        with self._lock:
+            self._facts.lacking = lacking
+        self.write()
+
     def __enter__(self) -> Report:
         self._thread.start()
         return self
@@ -266,7 +270,13 @@ class Report(Observer):
             storing.start()
             if not self._ending.join(storing):
                 self._logs.cut_short()
-        self._ending.join(self._thread)
+        if self._ending.join(self._thread) and self._facts.lacking:  # it did not show that yet
+            self._thread = self._in_context(self._publish_text)
+            self._thread.start()
+            self._ending.join(self._thread)
+
+    def _in_context(self, work: Callable[[], None]) -> threading.Thread:
+        return threading.Thread(target=lambda: self._context.run(work), name="report", daemon=True)
 
     def write(self) -> None:
         """Write the report's present state: its files and its history."""

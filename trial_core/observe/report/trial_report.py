@@ -60,6 +60,7 @@ class TrialFacts:
             data.
         forward_seconds: of a forward pass in the last train-workload, by rank; 0 if unknown.
         ledger: reads the trial's ledger of time, whose last run is this one; None if it has none.
+        lacking: how many records each tracker lacks after the run's end, for those that lack some.
         has_metric: True if the user has named the searcher metric, by which a checkpoint is best.
     """
 
@@ -80,6 +81,7 @@ class TrialFacts:
     )
     forward_seconds: Sequence[float] = ()
     ledger: Callable[[], TimeLedger] | None = None
+    lacking: Mapping[str, int] = field(default_factory=dict)
     has_metric: bool = True
 
     def render(self) -> str:

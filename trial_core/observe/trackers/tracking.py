@@ -64,11 +64,13 @@ class Tracking(Observer):
     Args:
         ledger: reads the trial's ledger of time.
         ending: limits the wait for the sender and the storage.
+        tell: called after the run's end with how many records each tracker lacks, if one does.
     """
 
     def __init__(
         self, config: ExperimentConfig, trial: str, run_dir: Path, store: CheckpointStore,
         attempt: int, ledger: Callable[[], TimeLedger], ending: Ending, logger: AnyLogger,
+        tell: Callable[[Mapping[str, int]], None] = lambda lacking: None,
     ) -> None:  # fmt: skip
         self._config = config
         self._trackers = trackers_of(config)
@@ -79,6 +81,7 @@ class Tracking(Observer):
         self._ledger = ledger
         self._ending = ending
         self._logger = logger
+        self._tell = tell
         self._batches = self._samples = 0
         self._status = ""
         self._journal: JournalWriter | None = None
@@ -113,7 +116,10 @@ class Tracking(Observer):
         if self._sender is not None:
             self._sender.end(self._ending.wait)
         with self._warning("what its trackers have got is not known"):
-            for name, count in unsent(self._run_dir, [*self._trackers]).items():
+            lacking = unsent(self._run_dir, [*self._trackers])
+            if lacking and not isinstance(error, Superseded):
+                self._tell(lacking)
+            for name, count in lacking.items():
                 self._logger.warning(
                     "tracker %s has not got %s; the trial's next run sends them, or trialflow runs "
                     "sync %s",

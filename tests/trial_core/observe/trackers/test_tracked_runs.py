@@ -118,14 +118,23 @@ def test_a_tracker_of_ones_own_that_hangs(
     here: Path, own_package: Path, caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """It is found by its entry point, and the run's end waits for it for a limited time."""
+    """It is found by its entry point, and the run's end waits for it for a limited time. The report
+    says what it lacks, wherever it is shown, until it has it."""
     monkeypatch.setattr("trial_core.observe.trackers.tracking.PATIENCE_SECONDS", 2.0)
     lines, hang = here / "lines", here / "hang"
     hang.touch()
     trackers = [{"lines": {"file": str(lines), "hang": str(hang)}}]
-    assert drive(one_slot(here, 8, trackers=trackers)).batches_trained == 8
+    shown: list[str] = []
+    done = drive(one_slot(here, 8, trackers=trackers), publish=shown.append)
+    assert done.batches_trained == 8
     assert not lines.exists()
     assert any("tracker lines has not got" in line for line in caplog.messages)
+    local = Path(_known(done.report_path))
+    stored = CheckpointStore(f"file://{here}/checkpoints").storage.read(f"runs/{TRIAL}/report.md")
+    page = local.with_name("report.html").read_text()
+    for report in (shown[-1], local.read_text(), _known(stored).decode(), page):
+        assert "tracker lines has not got" in report
+        assert f"trialflow runs sync {TRIAL}" in report
     left = [
         each for each in psutil.process_iter(["cmdline"]) if CHILD in (each.info["cmdline"] or ())
     ]
@@ -133,6 +142,12 @@ def test_a_tracker_of_ones_own_that_hangs(
     hang.unlink()
     drive(one_slot(here, 12, trackers=trackers))
     assert [step for step, _ in LinesTracker.points(lines, "training/loss")] == [4, 8, 12]
+    assert "has not got" not in local.read_text()
+
+
+def _known(value: Any) -> Any:
+    assert value is not None
+    return value
 
 
 def test_a_core_api_script_is_tracked(here: Path, own_package: Path) -> None:
