@@ -12,9 +12,10 @@ from uuid import UUID
 
 from prefect import runtime
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.objects import FlowRun, StateType
 
 from trial_core.errors import TrialflowError
+from trialflow.flows.lifecycle.killed_attempts import settle_killed_attempts
 
 TAG = "trialflow"
 """The tag of runs that are restarted after a crash."""
@@ -45,15 +46,19 @@ def may_begin_again(client: SyncPrefectClient, run: FlowRun) -> bool:
 def check_crash_limit(max_restarts: int) -> None:
     """Fail a run that crashed too often. Call it first, in the flow's thread.
 
-    Only consecutive restarts count: a retry by hand starts a new count.
+    It also has the timeline show how the run's killed attempts ended. Only consecutive restarts
+    count: a retry by hand starts a new count.
 
     Raises:
         CrashedTooOften: the run was restarted more than `max_restarts` times.
     """
     if runtime.deployment.id is None:
         return  # automations restart runs of deployments alone
+    flow_run_id = UUID(str(runtime.flow_run.id))
     with get_client(sync_client=True) as client:
-        states = client.read_flow_run_states(UUID(str(runtime.flow_run.id)))
+        states = client.read_flow_run_states(flow_run_id)
+        if sum(state.type == StateType.RUNNING for state in states) > 1:
+            settle_killed_attempts(client, flow_run_id)
     starts = [state for state in states if state.name in _SCHEDULED or state.message == RESTARTED]
     starts.sort(key=lambda state: state.timestamp)
     after_crash = (SCHEDULED_AGAIN, RESTARTED, FOUND)

@@ -76,6 +76,15 @@ class Run:
         """The names of all the states that it has had."""
         return [state["name"] for state in self._states()]
 
+    def states_of_parts(self) -> list[tuple[str, str]]:
+        """The states of each subflow and of its task."""
+        subflows = {"flow_runs": {"parent_flow_run_id": {"any_": [self.id]}}}
+        found = ask(self._server, "flow_runs/filter", subflows)
+        for each in found:
+            of_it = {"flow_runs": {"id": {"any_": [each["id"]]}}}
+            (each["task"],) = ask(self._server, "task_runs/filter", of_it)
+        return [(each["state_name"], each["task"]["state_name"]) for each in found]
+
     def leases(self) -> set[str | None]:
         """Those of its place in its deployment's concurrency limit, in the states that need one."""
         needing = (each for each in self._states() if each["name"] in ("Pending", "Running"))
@@ -105,10 +114,12 @@ class Run:
 
 def test_a_killed_run_begins_again(prefect_server: PrefectServer, tmp_path: Path) -> None:
     """At once, as the same run, in another process, with its place in the deployment's limit. Its
-    log says why. No crash is reported, which would schedule it once more."""
+    log says why. No crash is reported, which would schedule it once more. The subflow and the task
+    that were killed have crashed in the timeline."""
     with restarting(prefect_server):
         run = Run(prefect_server, tmp_path, times=1)
         assert run.supervised() == 0
+        assert sorted(run.states_of_parts()) == [("Completed", "Completed"), ("Crashed", "Crashed")]
     assert len(set(run.attempts())) == 2
     again = ["Pending", "Running"]
     assert run.states() == ["Scheduled", *again, *again, "Completed"]
