@@ -36,6 +36,7 @@ from trial_core.rank.state_files.trainer_folder import (
     name_best_beside,
     require_safe,
 )
+from trial_core.schedule.work import Work
 
 try:
     from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -202,7 +203,8 @@ class TrialflowCallback(TrainerCallback):
     # ------------------------------------------------------------------------------- the hooks
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Refuse a search. Do not train a step more if the checkpoint is the end's."""
+        """Refuse a search. Do not train a step more if the checkpoint is the end's. Show the length
+        of the training, and from now on its speed."""
         if state.is_hyper_param_search:
             raise TrialError(
                 "Trainer.hyperparameter_search trains several models in one run; start a run for "
@@ -214,6 +216,10 @@ class TrialflowCallback(TrainerCallback):
             self._given = self._given.with_loader(kwargs.get("train_dataloader"), args, state)
             if self._before is not None:
                 require_same_place(self._before, self._given, args, state.global_step)
+        samples = self._given.samples_of_a_step if self._given else 0.0
+        host = self._context.host
+        host.note_progress(state.global_step, state.max_steps)
+        host.measure_steps(Work(samples=samples), is_default=True)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Tell what has changed since the checkpoint. What callbacks set at the start counts."""
@@ -239,7 +245,8 @@ class TrialflowCallback(TrainerCallback):
         if parts:
             parts.append(self.core_context.info.trial._config["searcher"]["metric"])
         kept = {name: logs[name] for name in names if any(part in name for part in parts or [""])}
-        metrics = {"batches": step, "epochs": state.epoch, **(before if at == step else {}), **kept}
+        place = {"batches": step, "epochs": state.epoch}
+        metrics = {**(before if at == step else {}), **kept, **place}
         if (at, before) != (step, metrics):
             self._reported[kind] = (step, metrics)
             if self.core_context.distributed.rank == 0:
@@ -247,10 +254,8 @@ class TrialflowCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Show how far training is. Save and end if the run was asked to stop."""
-        percent = 100 * state.global_step // max(1, state.max_steps)
-        if percent > self.last_progress:
-            self.last_progress = percent
-            self._context.train.report_progress(min(1.0, percent / 100))
+        self.last_progress = 100 * state.global_step // max(1, state.max_steps)
+        self._context.host.note_progress(state.global_step, state.max_steps)
         if self._context.preempt.should_preempt():
             self._is_stopping = control.should_training_stop = control.should_save = True
         elif control.should_training_stop or not (state.epoch or 0) % 1:

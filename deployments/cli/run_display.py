@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -32,8 +33,9 @@ REDRAWS_PER_SECOND = 8
 NARROWEST_BAR, WIDEST_BAR = 10, 40
 NARROWEST_WITH_BAR = 50
 MOST_RUNGS = 12
-# Shorter callbacks get no line.
-SHORTEST_CALLBACKS_SECONDS = 1.0
+# Shorter callbacks and parts of a script get no line.
+SHORTEST_SECONDS = 1.0
+PERCENT = re.compile(r"(\d*)\d%")
 # A plain line names a longer stage, except for the stages of every few lines.
 ANNOUNCED_AFTER_SECONDS = 2.0
 OFTEN = (TRAINING, "validate")
@@ -92,10 +94,18 @@ class Display(RunStatus):
         samples = f" of {text_format.plural(batch_samples, 'sample')}" if batch_samples else ""
         resumed = f", continuing from batch {begins_at}" if begins_at else ""
         self.say(f"trial {trial}{length}{samples}{resumed}")
+        self._say_if_nothing_is_left()
+
+    def length_known(self, total_batches: int) -> None:
+        super().length_known(total_batches)
+        self.say(f"it trains until batch {total_batches}")
+        self._say_if_nothing_is_left()
+
+    def _say_if_nothing_is_left(self) -> None:
         if not self.had_batches_left:
             self.say(
-                f"nothing is left to train: it is already at {begins_at} of "
-                f"{text_format.plural(total_batches, 'batch')}"
+                f"nothing is left to train: it is already at {self.batches} of "
+                f"{text_format.plural(self.total_batches, 'batch')}"
             )
 
     def search_advanced(self, news: str) -> None:
@@ -123,6 +133,7 @@ class PlainLines(Display):
         self._file = file or LastingOutput(sys.stdout)
         self._ended: dict[str, tuple[str, float]] = {}
         self._announced: Stage | None = None
+        self._tenth = ""
         self._is_over = threading.Event()
         self._watch = threading.Thread(
             target=self._announce_what_takes_long, name="plain-lines", daemon=True
@@ -163,6 +174,10 @@ class PlainLines(Display):
 
     def stage_takes_long(self, activity: str) -> None:
         super().stage_takes_long(activity)
+        if percent := PERCENT.fullmatch(activity):  # of a script, which may tell each step
+            tenth, self._tenth = self._tenth, percent[1]
+            if tenth == self._tenth:
+                return
         self.say(activity if self._names_stage(activity) else f"{self.stage}: {activity}")
 
     def stage_ended(self, stage: str, detail: str, seconds: float) -> None:
@@ -170,7 +185,7 @@ class PlainLines(Display):
         self._ended[stage] = (detail, seconds)
         if stage in (TRAINING, "validate", UPLOAD):
             return  # shown with their metrics or their checkpoint
-        if stage != "callbacks" or seconds >= SHORTEST_CALLBACKS_SECONDS:
+        if stage not in ("callbacks", "run-script") or seconds >= SHORTEST_SECONDS:
             self.say(f"{stage} {detail}".rstrip() + f": {text_format.duration(seconds)}")
 
     def metrics_reported(self, kind: MetricsKind, batches: int, metrics: Mapping[str, Any]) -> None:

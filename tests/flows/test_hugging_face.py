@@ -96,6 +96,13 @@ def test_a_trainer_reports_stores_and_resumes(here: Path, way: str) -> None:
         assert (validation["batches"], validation["epochs"]) == (step, step / 10)
         assert validation["eval_loss"] == stored[step].progress.best_metric
 
+    # Its length is the Trainer's; a step has one sample. Counters of steps are no curves.
+    assert first.throughput["samples_per_second"] == first.throughput["batches_per_second"] > 0
+    report = Path(first.report_path).read_text()
+    assert "batch 4 of 4" in report
+    titles = {line.split(":")[0].split('"')[1] for line in report.splitlines() if "title" in line}
+    assert titles == {"loss", "eval_loss", "grad_norm", "learning_rate", "throughput (samples/s)"}
+
     (here / "out" / "checkpoint-9").mkdir()  # left by a run that was killed before its upload
     shutil.rmtree(here / "out" / "checkpoint-4")
     changed = "--max_steps 6 --learning_rate 0.001"

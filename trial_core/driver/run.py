@@ -350,8 +350,15 @@ class Launch:
         if why is not None and not (end and batches_trained >= end) and not self.should_stop:
             self.move_now(why)
 
-    def note_batches(self, batches: int) -> None:
-        """Note that training has reached `batches`. Also called in the channel's thread."""
+    def note_batches(self, batches: int, total: int = 0) -> None:
+        """Note that training has reached `batches`. Also called in the channel's thread.
+
+        Args:
+            total: see `BatchesTrained`.
+        """
+        if total not in (0, self.status.end):
+            self.status.end = total
+            self.run.observer.length_known(total)
         self._note_trained(batches)
         self.run.clock.batches_trained(batches)
         self.run.observer.batches_trained(batches)

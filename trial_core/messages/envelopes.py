@@ -76,9 +76,14 @@ class Answer(Message):
 
 
 class BatchesTrained(Message):
-    """Rank 0's progress in training; sent at most a few times a second."""
+    """Rank 0's progress in training; sent at most a few times a second.
+
+    Attributes:
+        total: batches when training ends, if a script decides that; 0 if it does not.
+    """
 
     batches: int
+    total: int = 0
 
 
 class BatchesValidated(Message):

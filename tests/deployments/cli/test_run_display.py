@@ -201,6 +201,23 @@ def test_plain_lines_of_a_script() -> None:
     assert display.batches_per_second is None
 
 
+def test_a_script_that_tells_each_step() -> None:
+    """Without a terminal, a line for each tenth, and none for its short parts."""
+    display, out, _ = plain()
+    display.run_started("toy-0a", 0, 0, 0)
+    display.stage_started("run-script", "[0→]")
+    for step in range(1, 41):
+        display.stage_takes_long(f"{step / 400:.0%}")
+    display.stage_takes_long("sums up")
+    display.length_known(400)
+    display.stage_ended("run-script", "[0→]", 0.5)
+    assert out.getvalue().splitlines() == [
+        "trial toy-0a",
+        *(f"run-script [0→]: {each}" for each in ("10%", "sums up")),
+        "it trains until batch 400",
+    ]
+
+
 def test_short_callbacks_have_no_line() -> None:
     """Callbacks have a line only if they took a second or more."""
     display, out, _ = plain()

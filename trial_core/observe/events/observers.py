@@ -53,6 +53,9 @@ class Observer:
             batch_samples: samples in one whole batch on all ranks; 0 if unknown.
         """
 
+    def length_known(self, total_batches: int) -> None:
+        """A script has said at how many batches its training ends."""
+
     def of_trial(self, number: int, trial: str) -> Observer:
         """The observer of a trial of a search, for one of its runs. Several trials may run."""
         return Observer()

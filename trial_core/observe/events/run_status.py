@@ -84,6 +84,9 @@ class RunStatus(Observer):
         self._began = self._clock()
         self._speed_points = deque([(self._trained_seconds, begins_at)])
 
+    def length_known(self, total_batches: int) -> None:
+        self.total_batches = total_batches
+
     def stage_takes_long(self, activity: str) -> None:
         self.activity = activity
 

@@ -19,6 +19,8 @@ from trial_core.observe.report.history import Curve, ReportHistory
 
 TRAINING_PREFIXES = ("training_", "train_")
 VALIDATION_PREFIXES = ("validation_", "val_", "eval_")
+COUNTERS = frozenset({"batches", "epochs"})
+"""Of Hugging Face's Trainer, in each of its reports: lines that say nothing."""
 TWO_DECADES = 100.0
 COLOURS: Mapping[str, tuple[str, str]] = {
     "training": ("blue", "#3b82f6"), "validation": ("orange", "#d97706"), "": ("", "#3b82f6")
@@ -93,7 +95,7 @@ def _curves(history: ReportHistory, kind: Curve) -> dict[str, list[tuple[int, fl
     curves: dict[str, list[tuple[int, float]]] = {}
     for point in history.curves.get(kind, []):
         for name, value in point.values.items():
-            if math.isfinite(value):
+            if math.isfinite(value) and name not in COUNTERS:
                 curves.setdefault(name, []).append((point.batches, value))
     return curves
 

@@ -130,6 +130,10 @@ class Report(Observer):
             self._previous_end = ""
             facts.run_status.run_started(trial, total_batches, begins_at, batch_samples)
 
+    def length_known(self, total_batches: int) -> None:
+        with self._update() as facts:
+            facts.run_status.length_known(total_batches)
+
     def ranks_placed(self, nodes: Sequence[str]) -> None:
         placed = text_format.ranks_by_node(nodes)
         with self._update() as facts:

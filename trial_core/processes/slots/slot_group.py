@@ -86,7 +86,7 @@ class SlotGroup(Listener):
         working_dir: the folder of the user's code.
         log_dir: the folder of the ``rank-N.log`` files; None for a temporary folder.
         launcher: starts the ranks; None starts them here, with a fork server for this group alone.
-        on_batches: called with the number of trained batches, a few times a second.
+        on_batches: called with the fields of `BatchesTrained`, a few times a second.
         on_log: called with new lines of a rank's log, which the rank rate-limits.
         on_activity: called with rank 0's activity, if that takes long.
         on_script: called with what a Core API script reports.
@@ -109,7 +109,7 @@ class SlotGroup(Listener):
         log_dir: Path | None = None,
         environment: Mapping[str, str] | None = None,
         launcher: Launcher | None = None,
-        on_batches: Callable[[int], None] = lambda batches: None,
+        on_batches: Callable[[int, int], None] = lambda batches, total: None,
         on_log: Callable[[int, str], None] = lambda rank, line: None,
         on_activity: Callable[[str], None] = lambda text: None,
         on_script: Callable[[ScriptEvent], None] = lambda event: None,
@@ -374,7 +374,7 @@ class SlotGroup(Listener):
     def message_received(self, rank: int, message: FromRank) -> None:
         if isinstance(message, BatchesTrained):
             self._progress.note_progress()
-            self._on_batches(message.batches)
+            self._on_batches(message.batches, message.total)
         elif isinstance(message, BatchesValidated):
             self._progress.note_progress()
         elif isinstance(message, StepsPaused):

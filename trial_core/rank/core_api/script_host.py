@@ -32,6 +32,7 @@ from trial_core.rank.checkpoint_files import CheckpointFiles
 from trial_core.rank.collectives.accelerator import accelerator_name
 from trial_core.rank.collectives.distributed import DistributedContext
 from trial_core.rank.controller import AdapterBuilder, Controller
+from trial_core.rank.training import BatchReporter
 from trial_core.rank.trial.context import RunInfo
 from trial_core.schedule.work import Work
 
@@ -89,6 +90,10 @@ class ScriptHost:
         self.has_trainer = False
         self.run = run
         self._step_work: Work | None = None
+        self._total = 0
+        self._progress = BatchReporter(
+            lambda steps: self._tell(BatchesTrained(batches=steps, total=self._total))
+        )
         # Where the script's present training began: its steps, and when.
         self._training_since = (run.batches_trained, time.monotonic())
         self._serve_fit = serve_fit
@@ -128,11 +133,20 @@ class ScriptHost:
             self._receipts.wait(message.receipt)
             self._raise_error()
 
-    def measure_steps(self, work: Work) -> None:
-        """Measure how fast the script trains from now on; one step holds `work`."""
+    def measure_steps(self, work: Work, is_default: bool = False) -> None:
+        """Measure how fast the script trains from now on; one step holds `work`, unless that is the
+        default and the script has said another."""
+        if is_default and self._step_work is not None:
+            return
         if self._step_work is None:  # the script's work before was not training
             self._note_trained(self.run.batches_trained)
         self._step_work = work
+
+    def note_progress(self, steps: int, total: int) -> None:
+        """Show that so many steps of `total` are trained. Rank 0's calls count."""
+        if self.distributed.get_rank() == 0:
+            self._total = total
+            self._progress.report(steps)
 
     def _note_trained(self, steps_completed: int) -> None:
         self.run.batches_trained = steps_completed

@@ -60,6 +60,12 @@ class TrainerRecord(msgspec.Struct, frozen=True):
     step_samples: int
     epoch_steps: int | None = None
 
+    @property
+    def samples_of_a_step(self) -> float:
+        """Samples of a step, on average: the last one of an epoch may have fewer."""
+        samples, steps = self.arguments.get("data_length"), self.epoch_steps
+        return min(self.step_samples, samples / steps) if samples and steps else self.step_samples
+
     def with_loader(self, loader: Any, args: Any, state: Any) -> TrainerRecord:
         """The record with the steps of an epoch, which are counted as the Trainer does."""
         try:
