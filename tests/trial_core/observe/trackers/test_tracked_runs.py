@@ -142,6 +142,8 @@ def test_a_tracker_of_ones_own_that_hangs(
     hang.unlink()
     drive(one_slot(here, 12, trackers=trackers))
     assert [step for step, _ in LinesTracker.points(lines, "training/loss")] == [4, 8, 12]
+    samples = LinesTracker.points(lines, "progress/samples")
+    assert samples == [(step, 2 * step) for step in (4, 8, 12)]  # also of the resumed run
     assert "has not got" not in local.read_text()
 
 
