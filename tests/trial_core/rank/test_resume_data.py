@@ -132,6 +132,7 @@ def loaders(
         training_loader=lambda: loader,
         validation_loader=lambda: [0],
         needs_data=True,
+        samples_in=lambda batch: 0,
         requires_reproducible_loaders=False,
         micro_batches_per_batch=per_batch,
         micro_batches_per_evaluation=1,
