@@ -181,6 +181,7 @@ def train_trial(
         observer=Observers(current_observer(), RunEvents(config, trial)),
         publish=publish,
         publish_errors=NO_ANSWER,
+        links=page.links,
         devices=devices,
         is_new=is_new if part is None else None,
         pause_at=None if part is None else part.until,

@@ -39,6 +39,13 @@ class MarkdownArtifact:
         """The page of the newest artifact under this key, or None if no UI is known."""
         return ui_page(f"artifacts/key/{self.key}")
 
+    @property
+    def links(self) -> dict[str, str]:
+        """The page of this flow run, for the report; empty if no UI is known."""
+        ui_url, run = get_current_settings().ui_url, self._flow_run_id
+        name = "Run in Prefect, while its server runs"
+        return {name: f"{newer_ui(ui_url)}/runs/flow-run/{run}"} if ui_url and run else {}
+
     def write(self, text: str) -> None:
         """Create or update the artifact. One thread at a time; at most every few seconds.
 

@@ -25,6 +25,7 @@ from trial_core.checkpoint import layout
 from trial_core.checkpoint.layout import StoredPath
 from trial_core.checkpoint.storage.base import MAX_OBJECT_BYTES
 from trial_core.common.decoding import convert
+from trial_core.common.text_format import plural
 from trial_core.errors import CheckpointDamaged, CheckpointError
 from trial_core.schedule.sequencer import Progress
 from trial_core.schedule.units import EpochLength
@@ -118,6 +119,26 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True):
         if self.sharding != "none":
             return self.sharding.replace("fsdp", "FSDP")
         return f"ZeRO stage {self.zero_stage}" if self.zero_stage else "not sharded"
+
+    @property
+    def description(self) -> str:
+        """``4 ranks (2 data-parallel, 2 pipeline stages, ZeRO stage 1), 16 samples a batch``.
+
+        Leaves out what the trial does not use or does not tell.
+        """
+        parts = [
+            f"{self.data_parallel_size} data-parallel",
+            f"{self.pipeline_parallel_size} pipeline stages",
+            f"{self.model_parallel_size} model-parallel",
+            f"{self.sequence_parallel_size} sequence-parallel",
+        ]
+        shown = [part for part in parts if not part.startswith("1 ")]
+        if self.is_state_divided:
+            shown.append(self.state_division)
+        ranks = plural(self.world_size, "rank") + (f" ({', '.join(shown)})" if shown else "")
+        if not self.batch_samples:
+            return ranks
+        return f"{ranks}, {plural(self.batch_samples, 'sample')} a batch"
 
     def spreads_like(self, other: Topology) -> bool:
         """Return whether each rank holds the same part of the state, so no file is converted."""

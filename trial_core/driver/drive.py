@@ -56,7 +56,7 @@ from trial_core.observe.report.kubeflow_status import kubeflow_status
 from trial_core.observe.report.live_report import Report
 from trial_core.observe.report.run_updates import Place, RunUpdates, progress_file
 from trial_core.observe.telemetry.run_telemetry import run_telemetry
-from trial_core.observe.trackers.tracking import Tracking, check_trackers
+from trial_core.observe.trackers.tracking import Tracking, check_trackers, tracker_pages
 from trial_core.processes.machine.run_dirs import clear_kept, clear_rank_files, locked_run_dir
 from trial_core.processes.slots.slot_group import SlotGroup
 from trial_core.schedule.ending import Ending
@@ -102,7 +102,7 @@ def drive_trial(
         Report(
             config, trial, run_dir, store, given.stopping, ledger.read, ending,
             logger=logger, publish=given.publish, publish_errors=given.publish_errors,
-            has_metric=given.has_metric,
+            has_metric=given.has_metric, links={**given.links, **tracker_pages(config)},
         ) as report,
         RunUpdates(
             config.name, trial, _told_of_progress(run_dir), ending, logger=logger

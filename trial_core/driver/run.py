@@ -63,6 +63,7 @@ class Given:
         observer: gets the run's events.
         publish: shows the text of the report; None if the report is only a file.
         publish_errors: the errors that `publish` may raise, besides trialflow's own.
+        links: the run's pages elsewhere, by their names, for the report.
         devices: environment variables that give the ranks this run's accelerators.
         is_new: True if the trial is new, see `own_trial`.
         storage: the mark of the storage, if the run has begun before.
@@ -90,6 +91,7 @@ class Given:
     observer: Observer = field(default_factory=Observer)
     publish: Callable[[str], None] | None = None
     publish_errors: tuple[type[Exception], ...] = ()
+    links: Mapping[str, str] = field(default_factory=dict)
     devices: Mapping[str, str] = field(default_factory=dict)
     is_new: bool | None = None
     storage: str | None = None

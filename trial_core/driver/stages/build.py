@@ -62,7 +62,7 @@ def note_built(launch: Launch, ranks: Sequence[TrialBuilt]) -> None:
     answers.topology, answers.versions = built.topology, built.versions
     answers.batch_samples = built.batch_samples
     _warn_of_another_batch_size(launch.run.config.hyperparameters, built)
-    launch.run.logger.info("trial %s on %s", launch.run.trial, _describe(built))
+    launch.run.logger.info("trial %s on %s", launch.run.trial, built.topology.description)
     launch.run.observer.trial_built(built.topology, built.versions, launch.code.digest)
 
 
@@ -76,27 +76,6 @@ def _warn_of_another_batch_size(hyperparameters: Mapping[str, Any], built: Trial
             "number that the ranks can share equally",
             wanted, plural(ranks, "data-parallel rank"), built.batch_samples,
         )  # fmt: skip
-
-
-def _describe(built: TrialBuilt) -> str:
-    """``4 ranks (2 data-parallel, 2 pipeline stages, ZeRO stage 1), 16 samples a batch``.
-
-    Leaves out the parts that the trial does not use or does not tell.
-    """
-    topology = built.topology
-    parts = [
-        f"{topology.data_parallel_size} data-parallel",
-        f"{topology.pipeline_parallel_size} pipeline stages",
-        f"{topology.model_parallel_size} model-parallel",
-        f"{topology.sequence_parallel_size} sequence-parallel",
-    ]
-    shown = [part for part in parts if not part.startswith("1 ")]
-    if topology.is_state_divided:
-        shown.append(topology.state_division)
-    ranks = plural(topology.world_size, "rank") + (f" ({', '.join(shown)})" if shown else "")
-    if not built.batch_samples:
-        return ranks
-    return f"{ranks}, {plural(built.batch_samples, 'sample')} a batch"
 
 
 @stage("fetch-checkpoint", "@{manifest.progress.batches_trained}", is_transfer=True)

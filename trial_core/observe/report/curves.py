@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 
 from trial_core.common import text_format
@@ -22,10 +23,16 @@ VALIDATION_PREFIXES = ("validation_", "val_", "eval_")
 COUNTERS = frozenset({"batches", "epochs"})
 """Of Hugging Face's Trainer, in each of its reports: lines that say nothing."""
 TWO_DECADES = 100.0
-COLOURS: Mapping[str, tuple[str, str]] = {
-    "training": ("blue", "#3b82f6"), "validation": ("orange", "#d97706"), "": ("", "#3b82f6")
+PALETTE = {
+    "blue": "#3b82f6", "orange": "#d97706", "green": "#16a34a", "purple": "#9333ea",
+    "red": "#dc2626", "teal": "#0d9488", "pink": "#db2777", "brown": "#92400e",
+    "grey": "#6b7580",
 }  # fmt: skip
-"""A line's colour by its name: for Mermaid's text, and for drawing."""
+"""The colours of lines, in their order."""
+FAINT = "#9aa5b1"
+PLACES = {"validation": 1}
+"""A line's place among the colours, if it does not follow from its place in the figure."""
+NAMED_LINES = 4
 WIDTH = 900
 FONT_SIZE = 11
 # Of a character on Mermaid's axis, and of the space between two entries.
@@ -37,20 +44,27 @@ class MeasuredLine:
     """A line of a figure.
 
     Attributes:
-        name: ``training``, ``validation``, or empty if the figure has one line that needs no name.
+        name: ``training``, ``validation``, a trial, or empty if one line needs no name.
         points: (batches, value), at least one, in the order of batches; finite.
+        colour: for drawing; empty for the one of its place in the figure.
     """
 
     metric: str
     name: str
     points: Sequence[tuple[int, float]]
+    colour: str = ""
 
 
 @dataclass(frozen=True)
 class CurveFigure:
-    """One or two lines over batches."""
+    """Lines over batches.
+
+    Attributes:
+        is_percent: True for an axis from 0 to 100.
+    """
 
     lines: Sequence[MeasuredLine]
+    is_percent: bool = False
 
     @property
     def title(self) -> str:
@@ -61,13 +75,24 @@ class CurveFigure:
     def is_log(self) -> bool:
         """True if the axis is logarithmic: values are positive, over more than two decades."""
         values = [value for line in self.lines for _, value in line.points]
-        return min(values) > 0 and max(values) / min(values) > TWO_DECADES
+        spans = min(values) > 0 and max(values) / min(values) > TWO_DECADES
+        return spans and not self.is_percent
+
+    def colours(self) -> list[tuple[str, str]]:
+        """Each line's colour: its name, and for drawing."""
+        named = list(PALETTE.items())
+        places = (PLACES.get(line.name, place) for place, line in enumerate(self.lines))
+        found = [named[place % len(named)] for place in places]
+        return [
+            ("", line.colour) if line.colour else each
+            for line, each in zip(self.lines, found, strict=True)
+        ]
 
 
 def figures(history: ReportHistory, searcher_metric: str) -> list[CurveFigure]:
     """The loss, the searcher metric, the other metrics, the throughput, the learning rate."""
-    training = _curves(history, "training")
-    validation = _curves(history, "validation")
+    training = curves(history, "training")
+    validation = curves(history, "validation")
     partner = _partners(training, validation)
     metrics: list[list[MeasuredLine]] = []
     for name, points in training.items():
@@ -82,22 +107,40 @@ def figures(history: ReportHistory, searcher_metric: str) -> list[CurveFigure]:
         return "loss" not in names, searcher_metric not in names, names
 
     own = [
-        *((f"throughput ({unit})", each) for unit, each in _curves(history, "speed").items()),
-        *_curves(history, "learning_rate").items(),
+        *((f"throughput ({unit})", each) for unit, each in curves(history, "speed").items()),
+        *curves(history, "learning_rate").items(),
     ]
     return [
         *map(CurveFigure, sorted(metrics, key=rank)),
         *(CurveFigure([MeasuredLine(title, "", points)]) for title, points in own),
+        *_machine(curves(history, "machine")),
     ]
 
 
-def _curves(history: ReportHistory, kind: Curve) -> dict[str, list[tuple[int, float]]]:
-    curves: dict[str, list[tuple[int, float]]] = {}
+def _machine(use: Mapping[str, Sequence[tuple[int, float]]]) -> list[CurveFigure]:
+    """The machine's processor and memory in one figure, its GPUs in another, and their memory."""
+    lines: dict[str, list[MeasuredLine]] = {}
+    for name, points in use.items():
+        if (found := _USE.fullmatch(name)) is not None:
+            gpu, what = found.groups()
+            of = _OF_GPUS[what] if gpu else "processor and memory"
+            title = f"machine of the driver: {of} (%)"
+            lines.setdefault(title, []).append(MeasuredLine(title, gpu or _OF_ALL[what], points))
+    return [CurveFigure(each, is_percent=True) for each in lines.values()]
+
+
+_USE = re.compile(r"system/(?:(gpu\d+)_)?(cpu|memory|)_?percent")
+_OF_ALL, _OF_GPUS = {"cpu": "processor", "memory": "memory"}, {"": "GPUs", "memory": "GPU memory"}
+
+
+def curves(history: ReportHistory, kind: Curve) -> dict[str, list[tuple[int, float]]]:
+    """The finite points of each curve of a kind: (batches, value)."""
+    found: dict[str, list[tuple[int, float]]] = {}
     for point in history.curves.get(kind, []):
         for name, value in point.values.items():
             if math.isfinite(value) and name not in COUNTERS:
-                curves.setdefault(name, []).append((point.batches, value))
-    return curves
+                found.setdefault(name, []).append((point.batches, value))
+    return found
 
 
 def _partners(training: Iterable[str], validation: Iterable[str]) -> dict[str, str]:
@@ -123,13 +166,13 @@ def charts(figure: CurveFigure) -> list[str]:
     if len(figure.lines) == 1 or len(common) < 2:
         return [text for line in figure.lines for text in _chart(CurveFigure([line]))]
     together = [
-        MeasuredLine(line.metric, line.name, [point for point in line.points if point[0] in common])
+        replace(line, points=[point for point in line.points if point[0] in common])
         for line in figure.lines
     ]
     # Points without a partner in the other line are shown, too.
     alone = [line for line in figure.lines if len(line.points) >= 2 * len(common)]
     return [
-        *_chart(CurveFigure(together)),
+        *_chart(replace(figure, lines=together)),
         *(text for line in alone for text in _chart(CurveFigure([line]))),
     ]
 
@@ -142,16 +185,20 @@ def _chart(figure: CurveFigure) -> list[str]:
         return []
     places = _thinned(lines[0].points)
     batches = ", ".join(str(lines[0].points[place][0]) for place in places)
-    last = ", ".join(f"{_named(line)}{text_format.number(line.points[-1][1])}" for line in lines)
+    ends = [
+        f"{_named(line, name)}{text_format.number(line.points[-1][1])}"
+        for line, (name, _) in zip(lines, figure.colours(), strict=True)
+    ]
+    last = text_format.first_few(ends, NAMED_LINES)
     title = figure.title.replace('"', "'").replace("%{", "% {")  # %%{ is a directive in any text
     note = [f"{len(places)} of {measured} points; all are in the HTML report", ""]
     return [
         "```mermaid",
-        f"%%{{init: {_settings(lines)}}}%%",
+        f"%%{{init: {_settings(figure)}}}%%",
         "xychart-beta",
         f'  title "{title}: {last}"',
         f'  x-axis "batch" [{batches}]',
-        *(['  y-axis "log10"'] if figure.is_log else []),
+        *(['  y-axis "log10"'] if figure.is_log else ["  y-axis 0 --> 100"] * figure.is_percent),
         *(f"  line [{_values(line, places, figure.is_log)}]" for line in lines),
         "```",
         "",
@@ -159,10 +206,10 @@ def _chart(figure: CurveFigure) -> list[str]:
     ]
 
 
-def _settings(lines: Sequence[MeasuredLine]) -> str:
+def _settings(figure: CurveFigure) -> str:
     label = {"labelFontSize": FONT_SIZE}
     # Mermaid's default colour is nearly white on a white page.
-    palette = ", ".join(COLOURS[line.name][1] for line in lines)
+    palette = ", ".join(colour for _, colour in figure.colours())
     return json.dumps(
         {
             "xyChart": {"width": WIDTH, "height": 320, "xAxis": label, "yAxis": label},
@@ -171,8 +218,8 @@ def _settings(lines: Sequence[MeasuredLine]) -> str:
     )
 
 
-def _named(line: MeasuredLine) -> str:
-    return f"{line.name} ({COLOURS[line.name][0]}) " if line.name else ""
+def _named(line: MeasuredLine, colour: str) -> str:
+    return f"{line.name} ({colour}) " if line.name else ""
 
 
 def _thinned(points: Sequence[tuple[int, float]]) -> list[int]:

@@ -21,7 +21,7 @@ MAX_METRICS = 24
 MAX_CHECKPOINTS = 50
 MAX_EVENTS = 30
 
-Curve = Literal["training", "validation", "speed", "learning_rate"]
+Curve = Literal["training", "validation", "speed", "learning_rate", "machine"]
 
 
 class Point(msgspec.Struct, frozen=True, array_like=True):

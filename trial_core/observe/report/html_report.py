@@ -16,7 +16,13 @@ from markdown_it.token import Token
 from plotly.offline import get_plotlyjs
 
 from trial_core.common import text_format
-from trial_core.observe.report.curves import COLOURS, CurveFigure, MeasuredLine, figures
+from trial_core.observe.report.curves import (
+    NAMED_LINES,
+    PALETTE,
+    CurveFigure,
+    MeasuredLine,
+    figures,
+)
 from trial_core.observe.report.markdown import escaped, shortened, template
 from trial_core.observe.report.trial_report import TrialFacts
 
@@ -64,11 +70,12 @@ def place(number: int, title: str) -> list[str]:
 
 def plotly_figure(figure: CurveFigure) -> dict[str, Any]:
     """A figure for Plotly: a point per measurement, and the last value as text at its point."""
-    heights = _heights_of_last_values(figure)
+    heights, colours = _heights_of_last_values(figure), figure.colours()
     last_batch = max(line.points[-1][0] for line in figure.lines)
     return {
         "data": [
-            _line(line, height) for line, height in zip(figure.lines, heights, strict=True)
+            _line(line, colour, height)
+            for line, (_, colour), height in zip(figure.lines, colours, heights, strict=True)
         ],
         "layout": {
             "xaxis": {
@@ -80,25 +87,26 @@ def plotly_figure(figure: CurveFigure) -> dict[str, Any]:
             "yaxis": {
                 "type": "log" if figure.is_log else "linear",
                 "exponentformat": "power", "minexponent": 5,
-                **_range_of_a_constant(figure),
+                **({"range": [0, 101]} if figure.is_percent else _range_of_a_constant(figure)),
             },
-            "showlegend": len(figure.lines) > 1,
+            "showlegend": 1 < len(figure.lines) <= len(PALETTE),
+            **({} if len(figure.lines) <= NAMED_LINES else {"hovermode": "closest"}),
         },
     }  # fmt: skip
 
 
-def _line(line: MeasuredLine, height: str) -> dict[str, Any]:
+def _line(line: MeasuredLine, colour: str, height: str) -> dict[str, Any]:
     shown = [text_format.number(value) for _, value in line.points]
     return {
         "type": "scatter",
-        "mode": "lines+markers+text",
+        "mode": f"lines+markers{'+text' * bool(height)}",
         "name": line.name,
         "x": [batches for batches, _ in line.points],
         "y": [value for _, value in line.points],
         "text": [*("" for _ in shown[:-1]), shown[-1]],
-        "textposition": f"{height} right",
+        "textposition": f"{height or 'middle'} right",
         "cliponaxis": False,  # the last value is written next to the axes
-        "line": {"color": COLOURS[line.name][1], "width": 1.5},
+        "line": {"color": colour, "width": 1.5},
         "marker": {"size": 5 if len(line.points) <= MANY_POINTS else 3},
         "customdata": shown,
         "hovertemplate": f"{line.name} %{{customdata}}<extra></extra>".lstrip(),
@@ -114,9 +122,12 @@ def _range_of_a_constant(figure: CurveFigure) -> dict[str, Any]:
 
 
 def _heights_of_last_values(figure: CurveFigure) -> Sequence[str]:
-    """The position of each line's last value: next to its point, or above and below."""
-    if len(figure.lines) == 1:
-        return ["middle"]
+    """The position of each line's last value: next to its point, or above and below.
+
+    Empty in a figure of more lines than two, whose values are read with the pointer.
+    """
+    if len(figure.lines) != 2:
+        return ["middle" if len(figure.lines) == 1 else ""] * len(figure.lines)
 
     def at(value: float) -> float:
         return math.log10(value) if figure.is_log else value

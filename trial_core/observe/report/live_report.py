@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
 from trial_core.checkpoint import layout
+from trial_core.checkpoint.manifest import Topology
 from trial_core.checkpoint.storage.local_files import replace_file
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.common import text_format
@@ -30,6 +32,7 @@ from trial_core.observe.report.html_report import render_html
 from trial_core.observe.report.rank_logs import LogLimits, StoredLogs
 from trial_core.observe.report.trial_report import TrialFacts
 from trial_core.observe.trackers.journal import DRIVER_EVENTS, PAGE as PAGE
+from trial_core.processes.machine.system_use import SystemUse
 from trial_core.processes.slots.log_pump import WARNING_PATTERN
 from trial_core.schedule.ending import Ending
 from trial_core.schedule.stop_requests import StopHandler
@@ -58,6 +61,7 @@ class Report(Observer):
             which the report was created.
         publish_errors: the errors of a failing `publish`, in addition to OSError and
             TrialflowError.
+        links: the run's pages elsewhere, by their names.
 
     Attributes:
         path: the report's file. The page is next to it.
@@ -77,6 +81,7 @@ class Report(Observer):
         publish: Callable[[str], None] | None = None,
         publish_errors: tuple[type[Exception], ...] = (),
         has_metric: bool = True,
+        links: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         place = config.checkpoint_storage
         store = store or CheckpointStore(place.url, place.options)
@@ -92,8 +97,10 @@ class Report(Observer):
         )
         self._facts = TrialFacts(
             config.name, trial, config.searcher.metric, config.searcher.smaller_is_better,
-            f"{store.url}/{layout.CHECKPOINTS}", self._logs.locations("HTML report", PAGE),
-            ledger=ledger, has_metric=has_metric,
+            f"{store.url}/{layout.CHECKPOINTS}",
+            {**links, **self._logs.locations("HTML report", PAGE)},
+            ledger=ledger, has_metric=has_metric, entrypoint=config.entrypoint,
+            hyperparameters=dict(text_format.flat(config.hyperparameters)),
         )  # fmt: skip
         self._publish = publish
         self._errors: tuple[type[Exception], ...] = (OSError, TrialflowError, *publish_errors)
@@ -102,6 +109,8 @@ class Report(Observer):
         self._blocked_seconds: dict[str, float] = {}
         self._warned: set[str] = set()
         self._placed: str | None = None
+        self._system = SystemUse(UPDATE_SECONDS)
+        self._used_at, self._measured, self._use = -1, 0, dict[str, float]()
         earlier = self._read_history()
         # How the previous run ended; None without one, empty once this run trains.
         self._previous_end: str | None = None
@@ -133,6 +142,10 @@ class Report(Observer):
     def length_known(self, total_batches: int) -> None:
         with self._update() as facts:
             facts.run_status.length_known(total_batches)
+
+    def trial_built(self, topology: Topology, versions: Mapping[str, str], code: str) -> None:
+        with self._update() as facts:
+            facts.topology, facts.versions, facts.code = topology.description, versions, code
 
     def ranks_placed(self, nodes: Sequence[str]) -> None:
         placed = text_format.ranks_by_node(nodes)
@@ -245,6 +258,8 @@ class Report(Observer):
         return "" if at is None else f"; the last checkpoint is at batch {at}"
 
     def run_ended(self, status: str, tensorboard_url: str | None = None) -> None:
+        if self._system.has_something():
+            self._attempt("complete", self._note_use)
         with self._lock:
             self._facts.status, self._facts.is_over = status, True
             self._facts.history.ended = status
@@ -308,7 +323,11 @@ class Report(Observer):
 
     def _keep_writing(self) -> None:
         while not self._has_ended.is_set():
-            self._has_changed.wait()
+            has_changed = self._has_changed.wait(self._system.seconds_left())
+            if self._system.seconds_left() == 0:
+                self._attempt("complete", self._note_use)
+            if not has_changed:
+                continue
             self._has_changed.clear()
             if self._has_ended.is_set():
                 break
@@ -320,6 +339,23 @@ class Report(Observer):
                 self._attempt("complete", self._add_tensorboard)
             self._has_ended.wait(UPDATE_SECONDS)
         self._publish_text()
+
+    def _note_use(self) -> None:
+        """Add the machine's use to the curves: at each batch, the mean of what was measured."""
+        values = self._system.measure()
+        with self._lock:
+            status, use = self._facts.run_status, self._use
+            if status.trial is None:  # the batch at which the run begins is not known
+                return
+            if status.batches != self._used_at:
+                self._used_at, self._measured = status.batches, 0
+                use.clear()
+            self._measured += 1
+            for name, value in values.items():
+                if value is not None and name.endswith("_percent"):
+                    use[name] = use.get(name, value)
+                    use[name] += (value - use[name]) / self._measured
+            self._facts.history.add_point("machine", status.batches, use)
 
     def _publish_text(self) -> None:
         if (publish := self._publish) is not None:

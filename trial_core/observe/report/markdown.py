@@ -17,6 +17,7 @@ from trial_core.common import text_format
 MAX_CHARACTERS = 300
 # An underscore within a word is not markup.
 _SPECIAL = re.compile(r"[\\|*`\[&]|(?<![^\W_])_|_(?![^\W_])")
+_PAGE = re.compile(r"https?://[!-;=?-~]+")  # no space, control character, or angle bracket
 
 
 def template(name: str) -> Template:
@@ -52,6 +53,11 @@ def code_in_cell(text: str) -> str:
     return code(text.replace("|", "¦"))
 
 
+def place(text: str) -> str:
+    """A link to a page; of any other place, its text as code."""
+    return f"<{text}>" if _PAGE.fullmatch(text) else code(text)
+
+
 def _metric(value: Any) -> str:
     return "" if value is None else shortened(text_format.number(value))
 
@@ -68,6 +74,7 @@ FILTERS: Mapping[str, Callable[..., str]] = {
     "duration": lambda seconds: "" if seconds is None else text_format.duration(seconds),
     "escaped": lambda value: escaped(str(value)),
     "metric": _metric,
+    "place": place,
     "percent": "{:.0%}".format,
     "shortened": lambda value: shortened(str(value)),
     "size": text_format.size,

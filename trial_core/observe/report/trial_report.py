@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any, NamedTuple
 
+from trial_core.common.text_format import setting
 from trial_core.messages import MetricsKind
 from trial_core.observe.events.run_status import RunStatus
 from trial_core.observe.ledger.time_ledger import TimeLedger
@@ -53,6 +54,10 @@ class TrialFacts:
 
     Attributes:
         locations: other objects of the run, and their places: ``("Logs", "s3://…")``.
+        hyperparameters: by their paths.
+        topology: the ranks, and how they divide the work; empty until the trial is built.
+        versions: of the ranks' libraries.
+        code: the digest of the trial's code; empty if none is stored.
         placed: the node of each rank, if they are on several nodes.
         status: ``running``, ``completed``, or how else the run ended.
         last: the last metrics of each kind, with their batch.
@@ -70,6 +75,11 @@ class TrialFacts:
     smaller_is_better: bool
     checkpoints_url: str
     locations: dict[str, str] = field(default_factory=dict)
+    entrypoint: str = ""
+    hyperparameters: Mapping[str, Any] = field(default_factory=dict)
+    topology: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    code: str = ""
     placed: str = ""
     status: str = "running"
     is_over: bool = False
@@ -112,6 +122,7 @@ class TrialFacts:
             stored=len(checkpoints) + self.history.unlisted + self.history.deleted,
             stall_seconds=statistics.median(stalls) if stalls else None,
             stall_share=None if ledger is None else ledger.stall_share,
+            values=[f"{n} {setting(v)}" for n, v in self.hyperparameters.items()],
             shown_metrics=SHOWN_METRICS,
             shown_ranks=SHOWN_RANKS,
             chart_lines=chart_lines,

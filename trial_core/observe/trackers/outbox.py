@@ -15,8 +15,8 @@ import msgspec
 from trial_core.common import text_format
 from trial_core.observe.trackers.journal import JournalReader, read_state, write_state
 from trial_core.observe.trackers.records import AnyRecord, Committed, Deleted, Metrics
-from trial_core.observe.trackers.system_metrics import SystemMetrics
 from trial_core.observe.trackers.tracker import RecordRefused, Tracker, describe
+from trial_core.processes.machine.system_use import SystemUse
 
 AT_ONCE = 500
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 60.0
@@ -41,7 +41,7 @@ class Outbox:
 
     def __init__(
         self, name: str, new_tracker: Callable[[], Tracker], journal: Path, state: Path,
-        say: Callable[[str], None], system: SystemMetrics | None = None,
+        say: Callable[[str], None], system: SystemUse | None = None,
     ) -> None:  # fmt: skip
         self.name = name
         self._new_tracker = new_tracker
@@ -137,7 +137,10 @@ class Outbox:
             self._send(self._tracker, self._pending[: self._at_once])
             return True
         if self._system is not None and self._attempt and self._system.seconds_left() == 0:
-            self._tracker.send([self._system.measure(self._batches, self._samples, self._attempt)])
+            self._tracker.send([Metrics(
+                at=time.time(), batches=self._batches, samples=self._samples,
+                attempt=self._attempt, values=self._system.measure(),
+            )])  # fmt: skip
         return False
 
     def _skip_sent(self) -> None:

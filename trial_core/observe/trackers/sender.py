@@ -25,13 +25,14 @@ from trial_core.common import text_format
 from trial_core.common.decoding import decode
 from trial_core.observe.trackers.journal import FOLDER, JOURNAL, SENDER_LOG, age, read_state
 from trial_core.observe.trackers.outbox import Outbox
-from trial_core.observe.trackers.system_metrics import SystemMetrics
 from trial_core.observe.trackers.tracker import TrackedRun, Tracker, find_tracker
 from trial_core.processes.machine.child import Child
+from trial_core.processes.machine.system_use import SystemUse
 
 NICENESS = 5
 END = b"."
 KILLED_PATIENCE_SECONDS = 5.0
+SYSTEM_SECONDS = 30.0
 
 
 class SenderOrder(msgspec.Struct, kw_only=True):
@@ -138,7 +139,7 @@ def _outbox(order: SenderOrder, name: str, say: Callable[[str], None]) -> Outbox
     run = TrackedRun(order.trial, order.experiment, folder / name, run_dir)
     run.folder.mkdir(exist_ok=True)
     kind = find_tracker(name)
-    system = SystemMetrics() if order.measures and not kind.measures_the_system else None
+    system = SystemUse(SYSTEM_SECONDS) if order.measures and not kind.measures_the_system else None
     new: partial[Tracker] = partial(kind, order.trackers[name], run)
     return Outbox(name, new, folder / JOURNAL, folder / f"{name}.json", say, system)
 

@@ -36,7 +36,7 @@ from trial_core.observe.trackers.records import (
 )
 from trial_core.observe.trackers.sender import SenderOrder, SenderProcess, unsent
 from trial_core.observe.trackers.stored_journal import adopt_stored, keep
-from trial_core.observe.trackers.tracker import find_tracker
+from trial_core.observe.trackers.tracker import find_tracker, without_user
 from trial_core.processes.machine.background import in_background
 from trial_core.schedule.ending import Ending
 from trial_core.schedule.stop_requests import outcome_of
@@ -54,6 +54,24 @@ def check_trackers(config: ExperimentConfig) -> None:
 
 def trackers_of(config: ExperimentConfig) -> dict[str, dict[str, Any]]:
     return {name: options for each in config.trackers for name, options in each.items()}
+
+
+def tracker_pages(config: ExperimentConfig) -> dict[str, str]:
+    """The addresses of the experiment's trackers that are servers, without credentials."""
+    return {
+        name: without_user(place)
+        for name, options in _remembered(config).items()
+        for place in options.values()
+        if isinstance(place, str) and place.startswith(("http://", "https://"))
+    }
+
+
+def _remembered(config: ExperimentConfig) -> dict[str, dict[str, Any]]:
+    there = {**os.environ, **config.environment.environment_variables}
+    return {
+        name: find_tracker(name).remembered(options, there)
+        for name, options in trackers_of(config).items()
+    }
 
 
 class Tracking(Observer):
@@ -247,12 +265,7 @@ class Tracking(Observer):
             trackers=self._trackers, patience_seconds=PATIENCE_SECONDS,
         )  # fmt: skip
         variables = self._config.environment.environment_variables
-        there = {**os.environ, **variables}
-        places = {
-            name: find_tracker(name).remembered(options, there)
-            for name, options in self._trackers.items()
-        }
-        remembered = msgspec.structs.replace(order, trackers=places)
+        remembered = msgspec.structs.replace(order, trackers=_remembered(self._config))
         (self._run_dir / FOLDER / ORDER).write_bytes(msgspec.json.encode(remembered))
         self._sender = SenderProcess(order, variables, self._logger.warning)
 

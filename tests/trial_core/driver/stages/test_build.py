@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from trial_core.checkpoint.manifest import Topology
-from trial_core.driver.stages.build import _describe, _warn_of_another_batch_size
+from trial_core.driver.stages.build import _warn_of_another_batch_size
 from trial_core.messages import TrialBuilt
 
 
@@ -32,8 +33,7 @@ from trial_core.messages import TrialBuilt
 )
 def test_the_description_of_a_trial(topology: Topology, samples: int, text: str) -> None:
     """Leaves out what the trial does not use, and samples that it does not know."""
-    built = TrialBuilt(hooks=[], topology=topology, batch_samples=samples, versions={})
-    assert _describe(built) == text
+    assert msgspec.structs.replace(topology, batch_samples=samples).description == text
 
 
 @pytest.mark.parametrize(

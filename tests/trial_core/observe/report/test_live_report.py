@@ -15,6 +15,7 @@ import pytest
 
 from tests.support.slots import toy_config
 from tests.support.waiting import until
+from trial_core.checkpoint.manifest import Topology
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import RankFailed
 from trial_core.observe.report.live_report import HISTORY, Report
@@ -32,7 +33,8 @@ def new_report(tmp_path: Path) -> NewReport:
 
     def new(run_dir: Path = tmp_path / "run", **arguments: Any) -> Report:
         run_dir.mkdir(exist_ok=True)
-        config, logger = toy_config(tmp_path), logging.getLogger(LOGGER)
+        config = toy_config(tmp_path, hyperparameters={"of": {"lr": 0.5}})
+        logger = logging.getLogger(LOGGER)
         return Report(config, "toy-0000beef", run_dir, logger=logger, **arguments)
 
     return new
@@ -77,6 +79,48 @@ def test_a_resumed_run_has_the_curves_of_all_runs(new_report: NewReport) -> None
     assert f"| 60 | {why} |" in text(second)
     assert "`uuid-20`" in text(second)
     assert "`uuid-80`" in text(second)
+
+
+def test_the_report_begins_with_what_was_run_and_ends_with_links(new_report: NewReport) -> None:
+    """Before the metrics: hyperparameters, slots, topology and code; links to pages are links."""
+    page = "http://127.0.0.1:4200/v2/runs/flow-run/1"
+    report = new_report(links={"Run": page, "Odd": "http://a> <b"})
+    topology = Topology(world_size=4, data_parallel_size=2, zero_stage=1, batch_samples=16)
+    report.trial_built(topology, {"torch": "2.13.0"}, "sha256:0123456789abcdef")
+    train(report, 0, 20)
+    report.write()
+    begin, _, rest = text(report).partition("## Last metrics")
+    assert "- hyperparameters: of.lr 0.5\n" in begin
+    assert "- slots: 4 ranks (2 data-parallel, ZeRO stage 1), 16 samples a batch\n" in begin
+    assert "`sha256:0123456789ab`, torch 2.13.0\n" in begin
+    links = rest.partition("## Links")[2]
+    assert f"- Run: <{page}>\n" in links
+    assert "- Odd: `http://a> <b`\n" in links
+    assert "report.html`" in links
+
+
+def test_the_machine_is_measured_at_each_batch(
+    new_report: NewReport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In percent: several values at one batch are averaged, and none is kept before the run."""
+    report = new_report()
+    values = iter([10.0, 20.0, 40.0, 70.0])
+    use = {"system/network_sent_bytes": 1.0, "system/gpu0_percent": None}
+    monkeypatch.setattr(
+        report._system, "measure", lambda: {**use, "system/cpu_percent": next(values)}
+    )
+    report._note_use()
+    train(report, 60, 60)
+    report._note_use()
+    report._note_use()
+    report.batches_trained(61)
+    report._note_use()
+    points = report._facts.history.curves["machine"]
+    assert [(each.batches, each.values) for each in points] == [
+        (60, {"system/cpu_percent": 30.0}), (61, {"system/cpu_percent": 70.0})
+    ]  # fmt: skip
+    report.write()
+    assert "machine of the driver: processor and memory" in text(report)
 
 
 def test_another_machine_reads_the_stored_history(new_report: NewReport, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Metrics of this machine: processor, memory, network, accelerators."""
+"""The use of this machine: processor, memory, network, accelerators."""
 
 from __future__ import annotations
 
@@ -7,36 +7,46 @@ from contextlib import suppress
 
 import psutil
 
-from trial_core.observe.trackers.records import Metrics
+SHORTEST_SECONDS = 1.0
+"""Of a shorter time, the processor's use is noise."""
 
-PERIOD_SECONDS = 30.0
 
+class SystemUse:
+    """Measures this machine, with everything that runs on it, now and then."""
 
-class SystemMetrics:
-    """Measures the driver's machine now and then, but no other node."""
-
-    def __init__(self) -> None:
-        self._due_at = 0.0
+    def __init__(self, period_seconds: float) -> None:
+        self._period_seconds = period_seconds
         psutil.cpu_percent()  # the next call measures the time since this one
+        self._began = time.monotonic()
+        self._due_at = self._began + SHORTEST_SECONDS
 
     def seconds_left(self) -> float:
         """Seconds until the next measurement; 0: now."""
         return max(0.0, self._due_at - time.monotonic())
 
-    def measure(self, batches: int, samples: int, attempt: int) -> Metrics:
-        """The present values, as metrics at the last batch reached."""
-        self._due_at = time.monotonic() + PERIOD_SECONDS
-        network = psutil.net_io_counters()
-        values: dict[str, float | None] = {
+    def has_something(self) -> bool:
+        """Return whether enough time has passed for another measurement, due or not."""
+        return time.monotonic() - self._began >= SHORTEST_SECONDS
+
+    def measure(self) -> dict[str, float | None]:
+        """The present values, by the names that trackers show; the processor's since the last."""
+        self._began = time.monotonic()
+        self._due_at = self._began + self._period_seconds
+        network = psutil.net_io_counters()  # None without an interface
+        sent = (
+            {}
+            if network is None
+            else {
+                "system/network_sent_bytes": float(network.bytes_sent),
+                "system/network_received_bytes": float(network.bytes_recv),
+            }
+        )
+        return {
             "system/cpu_percent": psutil.cpu_percent(),
             "system/memory_percent": psutil.virtual_memory().percent,
-            "system/network_sent_bytes": float(network.bytes_sent),
-            "system/network_received_bytes": float(network.bytes_recv),
+            **sent,
             **accelerators(),
         }
-        return Metrics(
-            at=time.time(), batches=batches, samples=samples, attempt=attempt, values=values
-        )
 
 
 def accelerators() -> dict[str, float | None]:
