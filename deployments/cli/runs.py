@@ -8,15 +8,12 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
 from trial_core.common import text_format
-from trial_core.common.text_format import flat
 from trial_core.errors import CheckpointDamaged, CheckpointNotFound, ConfigError
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.experiment_options import (
@@ -33,6 +30,7 @@ from trialflow.deployments.cli.waiting import waiting
 if TYPE_CHECKING:
     from trial_core.checkpoint.store import CheckpointStore
     from trial_core.observe.ledger.time_ledger import RunTime, TimeLedger
+    from trial_core.observe.report.stored_trial import StoredTrial
 
 app = App(
     name="runs",
@@ -42,68 +40,7 @@ app = App(
 )
 
 CELL_CHARACTERS = 60
-LISTED = ("trial", "experiment", "saved_at", "metric")
 DAY_SECONDS = 86400.0
-
-
-@dataclass(frozen=True)
-class StoredTrial:
-    """A trial in a storage: its experiment's fields by their paths, and its results.
-
-    Attributes:
-        points: (batches, value) of its searcher metric in validations.
-    """
-
-    trial: str
-    experiment: str
-    saved_at: str
-    metric: str
-    settings: dict[str, Any]
-    results: dict[str, Any]
-    points: list[tuple[int, float]]
-
-    @property
-    def hyperparameters(self) -> dict[str, Any]:
-        of = "hyperparameters."
-        found = {key: value for key, value in self.settings.items() if key.startswith(of)}
-        return {key.removeprefix(of): value for key, value in found.items()}
-
-
-def _read(store: CheckpointStore, trial: str) -> StoredTrial:
-    """Read a stored trial; a manifest that cannot be read is a warning.
-
-    Raises:
-        CheckpointNotFound: it has no checkpoint.
-        CheckpointDamaged: none of its manifests can be read.
-    """
-    from trial_core.checkpoint import layout
-    from trial_core.checkpoint.json_objects import read_json
-    from trial_core.checkpoint.retention_policy import best_of_trial, own_metric
-    from trial_core.observe.report.history import ReportHistory
-    from trial_core.observe.report.live_report import HISTORY
-
-    saved = store.resume_candidates(trial)
-    if not saved:
-        there = ", ".join(store.trials()) or "none"
-        raise CheckpointNotFound(
-            f"no checkpoint of trial {trial} in {store.url}; trials there: {there}"
-        )
-    newest, best = saved[0], best_of_trial(saved)
-    key = layout.run_file_key(trial, HISTORY)
-    history = read_json(store.storage, key, ReportHistory, is_silent=True) or ReportHistory()
-    settings = dict(flat({**newest.config, "hyperparameters": newest.hyperparameters}))
-    metric = str(settings.get("searcher.metric"))
-    results = {
-        "batches": newest.progress.batches_trained,
-        "ended": history.ended or None,  # None: it trains, or was killed
-        f"best {metric}": best and own_metric(best, metric),
-        "best at batch": best and best.progress.batches_trained,
-        **{f"last {name}": value for name, value in newest.last_validation.items()},
-    }
-    validations = history.curves.get("validation", [])
-    points = [(each.batches, each.values[metric]) for each in validations if metric in each.values]
-    saved_at = newest.created_at
-    return StoredTrial(trial, newest.experiment, saved_at, metric, settings, results, points)
 
 
 @app.command(name="list")
@@ -114,19 +51,24 @@ def list_(
 
     And with the hyperparameters that tell the trials of one experiment apart.
     """
+    from trial_core.observe.report.stored_trial import read_trial
+
     store = open_store(config, storage)
     found = []
     with waiting(f"reading {store.url}"):
         for trial in store.trials():
             try:
-                found.append(_read(store, trial))
+                found.append(read_trial(store, trial))
             except (CheckpointNotFound, CheckpointDamaged):
                 continue  # deleted meanwhile; or a warning has said that it cannot be read
-    found.sort(key=lambda trial: trial.saved_at)
+    found.sort(key=lambda trial: trial.newest.created_at)
     if json_:
         shown = [
             {
-                **{name: getattr(each, name) for name in LISTED},
+                "trial": each.trial,
+                "experiment": each.newest.experiment,
+                "saved_at": each.newest.created_at,
+                "metric": each.metric,
                 "results": _with_json_names(each.results),
                 "hyperparameters": each.hyperparameters,
             }
@@ -135,7 +77,11 @@ def list_(
         print_json("runs list", {"trials": shown})
         return
     rows = [
-        (each.trial, local_time(each.saved_at), *map(_cell, [each.metric, *each.results.values()]))
+        (
+            each.trial,
+            local_time(each.newest.created_at),
+            *map(_cell, [each.metric, *each.results.values()]),
+        )
         for each in found
     ]
     columns = ("trial", "last checkpoint", "metric", "batches", "ended", "best")
@@ -148,22 +94,17 @@ def list_(
 
 def _told_apart(trials: Sequence[StoredTrial]) -> list[dict[str, Any]]:
     """Return each trial's hyperparameters of which another one of its experiment has others."""
+    from trial_core.observe.report.stored_trial import differing
+
     groups: dict[str, list[dict[str, Any]]] = {}
     for each in trials:
-        groups.setdefault(each.experiment, []).append(each.hyperparameters)
-    differ = {
-        experiment: {
-            name
-            for name in {name for one in group for name in one}
-            if len({repr(one.get(name)) for one in group}) > 1
-        }
-        for experiment, group in groups.items()
-    }
+        groups.setdefault(each.newest.experiment, []).append(each.hyperparameters)
+    differ = {experiment: differing(group) for experiment, group in groups.items()}
     return [
         {
             name: value
             for name, value in each.hyperparameters.items()
-            if name in differ[each.experiment]
+            if name in differ[each.newest.experiment]
         }
         for each in trials
     ]
@@ -178,28 +119,39 @@ def compare(
             help="Ids of trials, or the first characters of them: see `trialflow runs list`.",
         ),
     ],
-    figure: Annotated[
+    html: Annotated[
         Path | None,
         Parameter(
-            help="Draw the searcher metrics of validations in this file (HTML). Default: no."
+            help="Also write a page that needs no network: with curves over batches, the lines of "
+            "code that differ, and from ten trials on parallel coordinates. Default: no."
         ),
     ] = None,
     config: ConfigFile = None,
     storage: StorageOption = None,
     json_: AsJson = False,
 ) -> None:
-    """Compare trials: the fields of their experiments that differ, and their results."""
+    """Compare trials: the fields of their experiments that differ, their code and results."""
+    from trial_core.observe.report.stored_trial import read_trial
+
     store = open_store(config, storage)
     with waiting(f"reading {store.url}"):
-        found = [_read(store, store.trial(trial)) for trial in trials]
+        found = [read_trial(store, store.trial(trial)) for trial in trials]
     ids = [each.trial for each in found]
     rows: dict[str, list[Any]] = {}
     for name in dict.fromkeys(name for each in found for name in (*each.settings, *each.results)):
         row = [{**each.settings, **each.results}.get(name) for each in found]
         if any(value != row[0] for value in row) or name not in found[0].settings:
             rows[name] = row
-    if figure is not None:
-        _draw(found, figure)
+    if html is not None:
+        from trial_core.observe.report.comparison import comparison_page
+
+        with waiting(f"reading {store.url}"):
+            text = comparison_page(found, store)
+        try:
+            html.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--html {html}: {error.strerror}") from None
+        console.note(f"the page is {html.absolute().as_uri()}")
     if json_:
         of_results = {name for each in found for name in each.results}
         results = _with_json_names({name: row for name, row in rows.items() if name in of_results})
@@ -207,22 +159,6 @@ def compare(
         print_json("runs compare", {"trials": ids, "settings": settings, "results": results})
     else:
         print_table(("", *ids), [(name, *map(_cell, row)) for name, row in rows.items()])
-
-
-def _draw(trials: Sequence[StoredTrial], path: Path) -> None:
-    from plotly.io import write_html
-
-    lines = [
-        # Plotly reads markup in texts.
-        {"type": "scatter", "name": f"{escape(each.metric)} of {each.trial}",
-         "x": [batches for batches, _ in each.points], "y": [value for _, value in each.points]}
-        for each in trials
-    ]  # fmt: skip
-    layout = {"xaxis": {"title": {"text": "batch"}}, "showlegend": True}
-    try:
-        write_html({"data": lines, "layout": layout}, path)
-    except OSError as error:
-        raise ConfigError(f"--figure {path}: {error.strerror}") from None
 
 
 def _with_json_names(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -295,6 +231,7 @@ def show(
     """
     from trial_core.observe.ledger.stored_ledger import read_ledger
     from trial_core.observe.ledger.time_ledger import TimeLedger
+    from trial_core.observe.report.stored_trial import read_trial
     from trial_core.observe.trackers.stored_journal import lacking
 
     store = open_store(config, storage)
@@ -303,7 +240,7 @@ def show(
         ledger, unsent = read_ledger(store, trial), lacking(store, trial)
         saved = None
         with suppress(CheckpointNotFound, CheckpointDamaged):
-            saved = _read(store, trial)
+            saved = read_trial(store, trial)
     if not ledger.runs and saved is None:
         raise ConfigError(
             f"no run of trial {trial} has a ledger of time in {store.url}; trials with checkpoints "

@@ -149,10 +149,10 @@ def test_trials_are_listed_with_their_best_metric(
 def test_trials_are_compared_by_what_differs_and_their_results(
     compared: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Fields with one value in all trials are left out; results are not. With a figure."""
+    """Fields with one value in all trials are left out; results are not. With a page."""
     page = tmp_path / "curves.html"
     words = ["runs", "compare", "gpt-a", "gpt-b", "--storage", compared]
-    assert main([*words, "--figure", str(page)]) == 0
+    assert main([*words, "--html", str(page)]) == 0
     assert printed(capsys)[2:] == [
         "hyperparameters.lr 0.1 0.25",
         "hyperparameters.of.optimizer gpt-a gpt-b",
@@ -163,10 +163,7 @@ def test_trials_are_compared_by_what_differs_and_their_results(
         "last loss 0.5 0.7",
         "last worst nan nan",
     ]
-    text = page.read_text()
-    assert '"name":"loss of gpt-b","x":[7,14],"y":[0.3,0.7]' in text.replace(" ", "").replace(
-        "lossofgpt-b", "loss of gpt-b"
-    )
+    assert "2 trials of gpt" in page.read_text()
     assert main([*words, "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["trials"] == ["gpt-a", "gpt-b"]
@@ -235,7 +232,7 @@ def test_a_table_shows_the_beginning_of_a_long_text(monkeypatch: pytest.MonkeyPa
     ("words", "error"),
     [
         (["gpt-c"], "no checkpoint of trial gpt-c in"),
-        (["gpt-a", "--figure", "/nowhere/a.html"], "--figure /nowhere/a.html: No such file"),
+        (["gpt-a", "--html", "/nowhere/a.html"], "--html /nowhere/a.html: No such file"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(

@@ -16,7 +16,7 @@ class SystemUse:
 
     def __init__(self, period_seconds: float) -> None:
         self._period_seconds = period_seconds
-        psutil.cpu_percent()  # the next call measures the time since this one
+        self._processor = _busy_and_total()
         self._began = time.monotonic()
         self._due_at = self._began + SHORTEST_SECONDS
 
@@ -32,6 +32,9 @@ class SystemUse:
         """The present values, by the names that trackers show; the processor's since the last."""
         self._began = time.monotonic()
         self._due_at = self._began + self._period_seconds
+        (busy, total), (busy_before, total_before) = _busy_and_total(), self._processor
+        self._processor = busy, total
+        passed = total - total_before
         network = psutil.net_io_counters()  # None without an interface
         sent = (
             {}
@@ -42,11 +45,22 @@ class SystemUse:
             }
         )
         return {
-            "system/cpu_percent": psutil.cpu_percent(),
+            "system/cpu_percent": 100 * (busy - busy_before) / passed if passed > 0 else None,
             "system/memory_percent": psutil.virtual_memory().percent,
             **sent,
             **accelerators(),
         }
+
+
+def _busy_and_total() -> tuple[float, float]:
+    """Seconds of all processors since the machine's start.
+
+    For a difference: `psutil.cpu_percent` remembers a call for the calling thread alone.
+    """
+    times = psutil.cpu_times()
+    guests = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)  # in user, in nice
+    total = sum(times) - guests
+    return total - times.idle - getattr(times, "iowait", 0.0), total
 
 
 def accelerators() -> dict[str, float | None]:

@@ -1,0 +1,222 @@
+"""A page that compares trials: what differs, their results, and their curves over batches."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import tempfile
+from collections.abc import Mapping, Sequence
+from html import escape
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.checkpoint.transfer.checkpoint_source import CheckpointSource
+from trial_core.checkpoint.transfer.trial_code import code_of_checkpoint
+from trial_core.common.text_format import clean, number, plural, setting
+from trial_core.errors import CheckpointError
+from trial_core.observe.report.curves import PALETTE, CurveFigure, MeasuredLine, curves
+from trial_core.observe.report.history import Curve
+from trial_core.observe.report.html_report import page, place, plotly_figure
+from trial_core.observe.report.markdown import code as as_code, escaped
+from trial_core.observe.report.ranked_lines import (
+    RankedTrial,
+    curves_by_rank,
+    parallel_coordinates,
+    scale,
+)
+from trial_core.observe.report.stored_trial import StoredTrial, differing
+
+MANY_TRIALS = 10
+"""From so many trials on, lines are coloured by rank, and there are parallel coordinates."""
+SHOWN_NAMES, SHOWN_FIGURES, SHOWN_DIFFERENCES, SHOWN_LINES = 10, 24, 10, 200
+LARGEST_TEXT_BYTES = 200_000
+_KINDS: Mapping[Curve, str] = {
+    "validation": "validation", "training": "training", "speed": "throughput",
+    "learning_rate": "", "machine": "machine of the driver",
+}  # fmt: skip
+
+_Figures = dict[str, dict[str, Any]]
+
+
+def comparison_page(trials: Sequence[StoredTrial], store: CheckpointStore) -> str:
+    """The page as HTML: one file that needs no network. Fetches the trials' code from `store`."""
+    if len(trials) >= MANY_TRIALS:
+        trials = _by_best(trials)
+    drawn = _figures(trials)
+    places = [line for i, title in enumerate(drawn) for line in place(i, title)]
+    names = ", ".join(dict.fromkeys(each.newest.experiment for each in trials))
+    parts = [
+        f"# {plural(len(trials), 'trial')} of {escaped(names)}",
+        f"in {as_code(store.url)}",
+        *_tables(trials),
+        "\n".join(places),
+        *_code(trials, store),
+    ]
+    return page(f"{plural(len(trials), 'trial')} compared", "\n\n".join(parts), [*drawn.values()])
+
+
+def _tables(trials: Sequence[StoredTrial]) -> list[str]:
+    """Results with the hyperparameters that differ; other settings; what is the same."""
+    values = [each.hyperparameters for each in trials]
+    differ = differing(values)
+    names, more = differ[:SHOWN_NAMES], differ[SHOWN_NAMES:]
+    results = list(dict.fromkeys(name for each in trials for name in each.results))
+    rows = [
+        [each.trial, *(_value(own.get(name)) for name in names),
+         *(_number(each.results.get(name)) for name in results)]
+        for each, own in zip(trials, values, strict=True)
+    ]  # fmt: skip
+    parts = ["## Hyperparameters and results", _table(["trial", *names, *results], rows)]
+    if more:
+        parts.append(f"{plural(len(more), 'more hyperparameter')} differ: {_listed(more)}")
+    if same := [f"{name} {_value(values[0][name])}" for name in values[0] if name not in differ]:
+        parts.append(f"the same in all: {_listed(same, ' · ')}")
+    others = [each.other_settings for each in trials]
+    if names := differing(others):
+        rows = [
+            [each.trial, *(_value(own.get(name)) for name in names)]
+            for each, own in zip(trials, others, strict=True)
+        ]
+        parts += ["## Other settings that differ", _table(["trial", *names], rows)]
+    return parts
+
+
+def _by_best(trials: Sequence[StoredTrial]) -> list[StoredTrial]:
+    """The trials, the best one first; last those without the first one's searcher metric."""
+    metric, settings = trials[0].metric, trials[0].settings
+    sign = -1 if settings.get("searcher.smaller_is_better") is False else 1
+
+    def rank(trial: StoredTrial) -> tuple[bool, float]:
+        has_none = trial.best is None or trial.metric != metric
+        return has_none, sign * (trial.best or 0.0)
+
+    return sorted(trials, key=rank)
+
+
+def _figures(trials: Sequence[StoredTrial]) -> _Figures:
+    """Parallel coordinates of many trials; a figure for each curve, the searcher metric first."""
+    metric, is_many = trials[0].metric, len(trials) >= MANY_TRIALS
+    judged = [each for each in trials if each.metric == metric and each.best is not None]
+    found: _Figures = {}
+    names = differing([each.hyperparameters for each in judged])[:SHOWN_NAMES]
+    if len(judged) >= MANY_TRIALS and names:
+        ranked = [
+            RankedTrial(
+                each.trial, [each.hyperparameters.get(name) for name in names], each.best or 0.0
+            )
+            for each in judged
+        ]
+        columns = [[row.values[i] for row in ranked] for i in range(len(names))]
+        found[f"Hyperparameters and the best {metric} of each trial"] = parallel_coordinates(
+            ranked, names, [_is_log(column) for column in columns], metric
+        )
+    by_trial = {kind: [curves(each.history, kind) for each in trials] for kind in _KINDS}
+    for kind, of in _KINDS.items():
+        names = list(dict.fromkeys(name for each in by_trial[kind] for name in each))
+        for name in sorted(names, key=lambda name: name not in (metric, "loss")):
+            lines = [
+                (t.trial, own.get(name, [])) for t, own in zip(trials, by_trial[kind], strict=True)
+            ]
+            shown = name.removeprefix("system/")
+            found[f"{shown} ({of})" if of else shown] = (
+                curves_by_rank([RankedTrial(t, (), 0.0, line) for t, line in lines], "batch")
+                if is_many
+                else _a_colour_each(name, lines)
+            )
+    return dict(islice(found.items(), SHOWN_FIGURES))
+
+
+def _a_colour_each(
+    name: str, lines: Sequence[tuple[str, Sequence[tuple[int, float]]]]
+) -> dict[str, Any]:
+    """A figure in which a trial has the colour of its place, as in all others."""
+    found = [
+        MeasuredLine(name, escape(trial), line, colour)
+        for (trial, line), colour in zip(lines, PALETTE.values(), strict=False)
+        if line
+    ]
+    return plotly_figure(CurveFigure(found))
+
+
+def _is_log(values: Sequence[Any]) -> bool:
+    numbers = [each for each in values if isinstance(each, (int, float))]
+    return len(numbers) == len(values) and scale(numbers) == "log"
+
+
+def _code(trials: Sequence[StoredTrial], store: CheckpointStore) -> list[str]:
+    """How the code of the other trials differs from that of the first."""
+    first = trials[0]
+    others = {each.code: each for each in trials[1:] if each.code != first.code}
+    parts = ["## Code"]
+    if not others:
+        return [*parts, f"the same in all: {as_code(first.code or 'none stored')}"]
+    with tempfile.TemporaryDirectory(prefix="trialflow-compare-") as folder:
+        old = _texts(first, store, Path(folder) / "0")
+        for i, (digest, other) in enumerate(islice(others.items(), SHOWN_DIFFERENCES), 1):
+            alike = [each.trial for each in trials if each.code == digest]
+            parts.append(f"### {escaped(first.trial)} and {_listed(alike)}")
+            new = _texts(other, store, Path(folder) / str(i))
+            for missing in (each for each in (old, new) if isinstance(each, str)):
+                parts.append(escaped(missing))
+            if not isinstance(old, str) and not isinstance(new, str):
+                parts.append(_difference(old, new))
+    if left := len(others) - SHOWN_DIFFERENCES:
+        parts += [f"not shown: {left} more versions"] * (left > 0)
+    return parts
+
+
+def _texts(
+    trial: StoredTrial, store: CheckpointStore, folder: Path
+) -> Mapping[str, Sequence[str]] | str:
+    """The lines of each of its files; why there are none. A large or binary file has one line."""
+    try:
+        code_of_checkpoint(CheckpointSource(trial.newest, store), folder)
+    except CheckpointError as error:
+        return str(error)
+    found = {}
+    for path in sorted(each for each in folder.rglob("*") if each.is_file()):
+        data = path.read_bytes()
+        try:
+            text = data[: LARGEST_TEXT_BYTES + 1].decode()
+        except UnicodeDecodeError:
+            text = ""
+        is_shown = text and len(data) <= LARGEST_TEXT_BYTES
+        stands = f"{len(data)} bytes, sha256:{hashlib.sha256(data).hexdigest()[:12]}"
+        name = path.relative_to(folder).as_posix()
+        found[name] = text.splitlines() if is_shown else [stands]
+    return found
+
+
+def _difference(old: Mapping[str, Sequence[str]], new: Mapping[str, Sequence[str]]) -> str:
+    """The differences of files as an indented block, which no line in it can end."""
+    lines = [
+        line
+        for name in sorted({*old, *new})
+        for line in difflib.unified_diff(
+            old.get(name, []), new.get(name, []), name, name, lineterm="", n=2
+        )
+    ]
+    if len(lines) > SHOWN_LINES:
+        lines[SHOWN_LINES:] = [f"… {len(lines) - SHOWN_LINES} more lines"]
+    return "\n".join(f"    {clean(line)}" for line in lines) or "only modes of files differ"
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    shown = [list(map(escaped, row)) for row in (columns, *rows)]
+    # The page breaks no cell that is aligned to the right: a phone scrolls the table.
+    lines = [shown[0], ["---:"] * len(columns), *shown[1:]]
+    return "\n".join(f"| {' | '.join(row)} |" for row in lines)
+
+
+def _listed(texts: Sequence[str], between: str = ", ") -> str:
+    return between.join(map(escaped, texts))
+
+
+def _value(value: Any) -> str:
+    return "" if value is None else setting(value)
+
+
+def _number(value: Any) -> str:
+    return "" if value is None else number(value)
