@@ -8,7 +8,6 @@ from datetime import datetime
 
 from trial_core.common import text_format
 
-SHORT_UUID = 8
 # Piped output has no terminal width: lines are not cut.
 PIPED_WIDTH = 1000
 NUMBERS = ("batches", "size", "files", "rank")
@@ -25,7 +24,7 @@ def local_time(created_at: str) -> str:
 
 def shortest_unique(uuids: Sequence[str]) -> int:
     """The number of leading characters that makes these uuids distinct; at least `SHORT_UUID`."""
-    length = SHORT_UUID
+    length = text_format.SHORT_UUID
     while len({uuid[:length] for uuid in uuids}) < len(set(uuids)):
         length += 1
     return length

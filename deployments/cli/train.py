@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import sys
 import time
@@ -17,7 +18,6 @@ from cyclopts import Parameter
 
 from trial_core.common import text_format
 from trial_core.errors import CheckpointError, ConfigError, Stopped, TrialError, TrialflowError
-from trial_core.observe.events.throughput import Throughput
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.experiment_options import (
     DEFAULT_EXPERIMENT,
@@ -34,7 +34,6 @@ from trialflow.deployments.cli.experiment_options import (
 from trialflow.deployments.cli.flow_run import FlowRun, StateHook
 from trialflow.deployments.cli.json_result import JsonResult
 from trialflow.deployments.cli.run_display import Display, PlainLines, display_for_stdout
-from trialflow.deployments.cli.tables import SHORT_UUID
 from trialflow.deployments.cli.waiting import waiting
 
 if TYPE_CHECKING:
@@ -173,10 +172,18 @@ def train(
                 said = _compared(run.result) if dry else f"{_tested(run.result)} ({took})"
                 print(said, file=outcome.stream, flush=True)
                 return exit_code
+            best = _best(store, run.result)
             summary = _summary(
                 run.result, time.monotonic() - began, run.later_ui, continuation.option,
-                best=_other_best(store, run.result),
+                best=best,
                 end=None if display.had_batches_left else display.total_batches,
+                next_step=_next_step(
+                    run.result, best, experiment, store,
+                    f"--config {shlex.quote(str(config))}" * (config != DEFAULT_EXPERIMENT),
+                    has_own_storage=storage is not None or any(
+                        each.startswith("checkpoint_storage") for each in overrides or ()
+                    ),
+                ),
             )  # fmt: skip
             print("\n".join(summary), file=outcome.stream, flush=True)
             run.note_unsent(config, storage)
@@ -386,17 +393,38 @@ def _page_written_at(trial: str) -> int | None:
     return page.stat().st_mtime_ns if page.exists() else None
 
 
-def _other_best(store: CheckpointStore, result: TrialResult) -> Manifest | None:
-    """Return the trial's best checkpoint, if it is another one than the last."""
-    from trial_core.checkpoint.retention_policy import best_of_trial
+def _best(store: CheckpointStore, result: TrialResult) -> Manifest | None:
+    """Return the trial's best checkpoint, if it is known."""
+    from trial_core.driver.summary import best_checkpoint
 
     try:
         with waiting(f"looking for the best checkpoint in {store.url}"):
-            best = best_of_trial(store.list(result.trial))
+            return best_checkpoint(store, result.trial)
     except CheckpointError as error:  # the run has ended well: its summary must appear
         console.warning(f"the best checkpoint is not known: {error}")
         return None
-    return None if best is None or best.uuid == result.checkpoint_uuid else best
+
+
+def _next_step(
+    result: TrialResult,
+    best: Manifest | None,
+    experiment: ExperimentConfig,
+    store: CheckpointStore,
+    place: str,
+    has_own_storage: bool,
+) -> str | None:
+    """Return the command that uses a completed run's result.
+
+    Args:
+        place: the option that names the experiment's file.
+        has_own_storage: True if the storage is not that of the file.
+    """
+    from trial_core.driver.summary import next_step, storage_option
+
+    if store.is_process_local:
+        return None
+    place = storage_option(store.url) if has_own_storage else place
+    return next_step(result, best, place, experiment.is_script)
 
 
 def _summary(
@@ -406,11 +434,13 @@ def _summary(
     resume_option: str,
     best: Manifest | None = None,
     end: int | None = None,
+    next_step: str | None = None,
 ) -> list[str]:
     """The lines that end a run's output.
 
     Args:
-        best: the trial's best checkpoint, if it is another one than the last.
+        best: the trial's best checkpoint.
+        next_step: a command that uses the result, for a run that has completed.
         end: the maximum length in batches, if the trial had reached it before.
     """
     from trial_core.driver.result import how_early
@@ -424,40 +454,10 @@ def _summary(
         how = f"{how_early(result)}," if result.stopped_early else "completed"
         ending = f"{how} after {text_format.plural(trained, 'batch')}"
         continue_with = resume_option if result.stop_reason else None
-    throughput = Throughput.from_json(result.throughput)
-    at = result.validated_at
-    when = "" if at in (None, trained) else f" (validated at batch {at})"
-    facts = [  # pairs, not a dict: a metric may be called "report"
-        *(
-            (text_format.clean(name), text_format.one_line(text_format.number(value)) + when)
-            for name, value in result.validation_metrics.items()
-        ),
-        ("throughput", throughput.speed or None),
-        ("peak memory", throughput.memory or None),
-        ("checkpoint", result.checkpoint_url),
-        ("best", best and _described(best)),
-        ("continue with", continue_with),
-        ("report", result.report_path),
-        ("HTML report", str(page) if (page := _report_page(result.trial)).exists() else None),
-        ("logs", result.run_dir and _logs(Path(result.run_dir))),
-        ("UI", later_ui),
-    ]
-    shown = [(name, fact) for name, fact in facts if fact is not None]
-    width = max(len(name) for name, _ in shown)
-    return [
-        f"{result.trial} {ending} ({text_format.duration(seconds)})",
-        *(f"  {name:<{width}}  {fact}" for name, fact in shown),
-    ]
+    from trial_core.driver.summary import summary_lines
 
-
-def _described(checkpoint: Manifest) -> str:
-    """A checkpoint in one line: its uuid, its batch and its metrics."""
-    metrics = text_format.metrics_line(checkpoint.metrics["validation"])
-    at = checkpoint.progress.batches_trained
-    return f"{checkpoint.uuid[:SHORT_UUID]}, at batch {at}: {metrics}"
-
-
-def _logs(run_dir: Path) -> str | None:
-    """The folder of the ranks' logs; None if no rank has written anything."""
-    folder = run_dir / "logs"
-    return str(folder) if any(file.stat().st_size for file in folder.glob("*.log")) else None
+    return summary_lines(
+        f"{result.trial} {ending} ({text_format.duration(seconds)})", result, best,
+        continue_with=continue_with, ui=later_ui,
+        next_step=None if continue_with else next_step,
+    )  # fmt: skip

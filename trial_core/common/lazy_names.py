@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from trial_core.common.unknown_names import unknown_name
+
+SAID_AFTER_SECONDS = 2.0
+_OUR_PROGRAMS = ("trial_core", "trialflow", "pytest")
+_importing: list[str] = []
 
 
 def lazy_names(
@@ -24,8 +32,41 @@ def lazy_names(
         if name not in names:
             raise unknown_name(package, name, names)
         module, _, there = homes.get(name, "").partition(":")
-        if module:
-            return getattr(importlib.import_module(module), there or name)
-        return importlib.import_module(f"{package}.{name}")
+        with _said_if_long(package):
+            if module:
+                return getattr(importlib.import_module(module), there or name)
+            return importlib.import_module(f"{package}.{name}")
 
     return get, lambda: sorted({*vars(sys.modules[package]), *names})
+
+
+@contextmanager
+def _said_if_long(package: str) -> Iterator[None]:
+    """Tell the person who has started a script what it waits for, if that takes seconds."""
+    if _importing or not _is_first_of_script():
+        yield
+        return
+
+    def say() -> None:
+        print(f"importing {package} and the libraries that it needs…", file=sys.stderr, flush=True)
+
+    timer = threading.Timer(SAID_AFTER_SECONDS, say)
+    timer.daemon = True
+    _importing.append(package)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        _importing.clear()
+
+
+def _is_first_of_script() -> bool:
+    """Return whether this is rank 0 of a person's own script, not one of our processes."""
+    if os.environ.get("RANK", "0") != "0":
+        return False
+    main = sys.modules.get("__main__")
+    if (spec := getattr(main, "__spec__", None)) is not None:  # python -m
+        return spec.name.partition(".")[0] not in _OUR_PROGRAMS
+    file = getattr(main, "__file__", None)  # none in a console, and with -c
+    return file is not None and not Path(file).absolute().is_relative_to(sys.prefix)

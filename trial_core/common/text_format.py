@@ -15,6 +15,9 @@ SHOWN_NUMBERS = 6
 _ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
+SHORT_UUID = 8
+"""So many characters of a uuid are shown at least."""
+
 
 def clean(text: str) -> str:
     """`text` without control characters: it cannot move the cursor or set colours."""

@@ -27,13 +27,16 @@ from trial_core.checkpoint.storage.retrying import retry_storage
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.transfer.checkpoint_source import copy_into, is_place, resume_manifest
 from trial_core.common.decoding import decode
+from trial_core.common.text_format import duration, plural
 from trial_core.config import ExperimentConfig
 from trial_core.driver.choose_resume_point import resume_points
 from trial_core.driver.drive import drive_trial, try_trial
 from trial_core.driver.placement import Placement
+from trial_core.driver.result import TrialResult, status_of
 from trial_core.driver.run import Given, Launch
 from trial_core.driver.script_order import Order
-from trial_core.errors import ConfigError, TrialflowError
+from trial_core.driver.summary import best_checkpoint, next_step, storage_option, summary_lines
+from trial_core.errors import CheckpointError, ConfigError, TrialflowError
 from trial_core.messages import Abort, Invitation, Logged, encode
 from trial_core.observe.report.live_report import REPORT
 from trial_core.processes.machine.run_dirs import run_dir_of
@@ -44,6 +47,7 @@ from trial_core.processes.slots.rank_main import show_title
 from trial_core.schedule.stop_requests import StopHandler
 
 LATEST = "latest"
+LATEST_ARGUMENT = f'latest_checkpoint="{LATEST}"'
 NO_GRACE_SECONDS = 1e8
 """No limit: the scheduler or person that stops a script decides how long to wait."""
 ANSWERS = 1
@@ -159,6 +163,7 @@ def carry_out(order: Order, log: ForwardedLog) -> None:
             f"checkpoint_storage: {store.url} is in the memory of one process, and the driver of a "
             "script is another process; use a folder that all ranks see, or an object storage"
         )
+    began = time.monotonic()
     points = first_points(store, config, order.latest_checkpoint)
     found = points[0].checkpoint if points[0].restore == "everything" else None
     trial = order.new_trial if found is None else found.trial
@@ -183,7 +188,27 @@ def carry_out(order: Order, log: ForwardedLog) -> None:
             try_trial(config, trial, given, joining)
             return
         logger.info("trial %s; its report: %s", trial, run_dir_of(trial) / REPORT)
-        drive_trial(config, trial, given, joining)
+        result = drive_trial(config, trial, given, joining)
+    lines = summary(result, store, time.monotonic() - began, is_script=order.fit is None)
+    _answer(Logged(level=logging.INFO, text="\n".join(lines)))
+
+
+def summary(
+    result: TrialResult, store: CheckpointStore, seconds: float, is_script: bool
+) -> list[str]:
+    """The lines that end the script's log."""
+    try:
+        best = best_checkpoint(store, result.trial)
+    except CheckpointError as error:  # the run has ended well
+        logger.warning("the best checkpoint is not known: %s", error)
+        best = None
+    trained, took = plural(result.batches_trained, "batch"), duration(seconds)
+    place, again = storage_option(store.url), f"start the script again with {LATEST_ARGUMENT}"
+    return summary_lines(
+        f"{result.trial} {status_of(result)}: {trained} trained ({took})", result, best,
+        continue_with=again if result.stop_reason else None,
+        next_step=next_step(result, best, place, is_script),
+    )  # fmt: skip
 
 
 def first_points(
@@ -224,13 +249,13 @@ def _fixed(
     return choose
 
 
-def _answer(message: Invitation | Abort) -> None:
-    """Write rank 0's line. It reads only the first one, and may be gone."""
+def _answer(message: Invitation | Abort | Logged) -> None:
+    """Write a line for rank 0, which reads those after the first at the end, and may be gone."""
     with suppress(BrokenPipeError):
         os.write(ANSWERS, _line_of(message))
 
 
-def _line_of(message: Invitation | Abort) -> bytes:
+def _line_of(message: Invitation | Abort | Logged) -> bytes:
     """Encode a message as a line of text."""
     return encode(message).hex().encode() + b"\n"
 

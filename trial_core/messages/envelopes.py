@@ -299,7 +299,9 @@ def decoding(kind: Any) -> Callable[[bytes], Any]:
 decode_from_rank: Callable[[bytes], FromRank] = decoding(FromRank)
 decode_from_driver: Callable[[bytes], FromDriver] = decoding(FromDriver)
 decode_hello: Callable[[bytes], Hello] = decoding(Hello)
-decode_invitation: Callable[[bytes], Invitation | Abort] = decoding(Invitation | Abort)
+decode_invitation: Callable[[bytes], Invitation | Abort | Logged] = decoding(
+    Invitation | Abort | Logged
+)
 
 
 def check_integer(value: int, place: str) -> None:

@@ -37,7 +37,7 @@ from trial_core.observe.events.observers import current_observer
 from trial_core.schedule.sequencer import Progress
 from trial_core.schedule.stop_requests import outcome_of
 from trialflow.deployments.cli import train as command
-from trialflow.deployments.cli.train import Continuation, _other_best, _summary, train
+from trialflow.deployments.cli.train import Continuation, _best, _summary, train
 from trialflow.flows import train as flow_module
 from trialflow.flows.lifecycle.stop_signals import SAME_REQUEST_SECONDS
 from trialflow.flows.train import TrialResult
@@ -84,8 +84,10 @@ def test_a_run_into_a_file(tmp_path: Path) -> None:
     summary = dict(re.split(" {2,}", line.strip()) for line in lines if line.startswith("  "))
     assert list(summary) == [
         "loss", "mean_index", "throughput", "peak memory", "checkpoint", "report", "HTML report",
-        "logs", "UI",
+        "logs", "UI", "next",
     ]  # fmt: skip
+    assert summary["next"].startswith("trialflow export best:toy-")
+    assert lines[-1].split(maxsplit=1)[1] == summary["next"]
     assert (Path(summary["checkpoint"].removeprefix("file://")) / "latest").is_file()
     assert Path(summary["report"]).read_text().startswith("# toy")
     assert Path(summary["HTML report"]).read_text().startswith("<!doctype html>")
@@ -117,11 +119,12 @@ def test_the_summary_names_the_best_checkpoint_if_it_is_not_the_last(tmp_path: P
     for manifest in saved:
         store.commit(manifest)
     ended = TrialResult(saved[0].trial, 60, False, checkpoint_uuid=saved[1].uuid)
-    best = _other_best(store, ended)
+    best = _best(store, ended)
     assert best is not None
     summary = _summary(ended, 1.0, None, "--resume", best)
     assert f"  best  {saved[0].uuid[:8]}, at batch 40: loss 0.125" in summary
-    assert _other_best(store, replace(ended, checkpoint_uuid=saved[0].uuid)) is None
+    last = replace(ended, checkpoint_uuid=saved[0].uuid)
+    assert not any("best" in line for line in _summary(last, 1.0, None, "--resume", best))
 
 
 def test_one_word_for_an_early_end() -> None:
@@ -150,7 +153,7 @@ def test_the_summary_without_a_storage_that_answers(
 
     store = CheckpointStore(str(tmp_path))
     monkeypatch.setattr(store, "list", fail)
-    assert _other_best(store, TrialResult("toy-1", 60, False)) is None
+    assert _best(store, TrialResult("toy-1", 60, False)) is None
     assert "the best checkpoint is not known: it is away" in capsys.readouterr().err
 
 

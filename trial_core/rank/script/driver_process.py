@@ -13,12 +13,13 @@ import msgspec
 
 from trial_core.driver.script_order import Order
 from trial_core.errors import SlotsError
-from trial_core.messages import Abort, Invitation, decode_invitation
+from trial_core.messages import Abort, Invitation, Logged, decode_invitation
 from trial_core.processes.machine.child import Child
 from trial_core.rank.collective_errors import run_on_rank_0
 from trial_core.rank.collectives.distributed import DistributedContext
 
 logger = logging.getLogger(__name__)
+driver_logger = logging.getLogger("trial_core.driver")
 
 END_SECONDS = 60.0
 """How long the driver may take to write its last report, after its ranks have left."""
@@ -126,19 +127,24 @@ class DriverProcess:
         self._has_invited = True
         if isinstance(reply, Abort):
             raise reply.error
+        if isinstance(reply, Logged):
+            raise SlotsError(f"the driver of this script said {reply.text!r}, no invitation")
         return reply
 
     def _end(self) -> None:
         self.close()
-        if self._child is None or (self._child.exit_code or 0) <= 0:
+        if self._child is None:
             return
         why = f"exit code {self._child.exit_code}"
-        with suppress(ValueError):
-            if isinstance(
-                said := decode_invitation(bytes.fromhex(self._last_words.decode())), Abort
-            ):
-                why = str(said.error)
-        logger.error("the driver of this script has failed after its ranks were done: %s", why)
+        for line in self._last_words.splitlines():
+            with suppress(ValueError):
+                said = decode_invitation(bytes.fromhex(line.decode()))
+                if isinstance(said, Logged):
+                    driver_logger.log(said.level, "%s", said.text)
+                elif isinstance(said, Abort):
+                    why = str(said.error)
+        if (self._child.exit_code or 0) > 0:
+            logger.error("the driver of this script has failed after its ranks were done: %s", why)
 
 
 def _forget_in_child() -> None:

@@ -20,6 +20,7 @@ from types import TracebackType
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from trial_core.common.text_format import plural
 from trial_core.errors import SlotsError, TrialflowError
 from trial_core.rank.collectives.distributed import DistributedContext
 
@@ -109,6 +110,7 @@ def visible_logs() -> Iterator[None]:
     """Log to stderr during the block, unless the script has configured logging."""
     logger = logging.getLogger("trial_core")
     if logger.hasHandlers():
+        _say_begin()
         yield
         return
     handler = logging.StreamHandler()
@@ -117,7 +119,15 @@ def visible_logs() -> Iterator[None]:
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
+        _say_begin()
         yield
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
+
+
+def _say_begin() -> None:
+    rank, size = _rank_and_size()
+    if rank == 0:
+        driver = logging.getLogger("trial_core.driver")
+        driver.info("starting %s, and a driver next to rank 0", plural(size, "rank"))

@@ -30,7 +30,10 @@ def store(tmp_path: Path) -> CheckpointStore:
 def add(
     store: CheckpointStore, number: int, folder: Path, code: str = "x = 1\n", **values: Any
 ) -> str:
-    """A trial whose loss is its number after 7 batches, and a half of it after 14."""
+    """A trial whose loss is its number after 7 batches, and a half of it after 14.
+
+    The first one lacks the other metric.
+    """
     trial, uuid = f"gpt-{number}", f"{number:08d}-0000-0000-0000-000000000000"
     (made := folder / str(number)).mkdir()
     (made / "model.py").write_text(code)
@@ -43,7 +46,8 @@ def add(
     store.commit(manifest)
     history = ReportHistory()
     for batches in (7, 14):
-        history.add_point("validation", batches, {"loss": 7 * number / batches, EVIL: 1.0})
+        evil = {EVIL: 1.0} if number > 1 else {}
+        history.add_point("validation", batches, {"loss": 7 * number / batches, **evil})
     store.storage.write(layout.run_file_key(trial, "report.json"), history.to_json())
     return trial
 
@@ -62,12 +66,14 @@ def test_curves_share_an_axis_and_differences_are_shown(
     """A line for each trial; hyperparameters that differ with the results; lines of code."""
     second = add(store, 2, tmp_path, "x = 1\ny = 2\n")
     page = compared(store, add(store, 1, tmp_path), second, add(store, 3, tmp_path, "y = 2\n"))
-    loss, _ = page.figures
+    loss, evil = page.figures
     assert lines(loss) == {
         "gpt-1": ([7, 14], [1.0, 0.5]), "gpt-2": ([7, 14], [2.0, 1.0]),
         "gpt-3": ([7, 14], [3.0, 1.5]),
     }  # fmt: skip
-    assert len({each["line"]["color"] for each in loss["data"]}) == 3
+    colours = [each["line"]["color"] for each in loss["data"]]
+    assert len(set(colours)) == 3
+    assert [each["line"]["color"] for each in evil["data"]] == colours[1:]
     text = page.text
     assert "the same in all: width 64\n" in text
     assert " ".join(text.split()).count("gpt-2 0.01 14 1 14 1") == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from contextlib import closing, suppress
@@ -96,33 +97,41 @@ def test_a_scripts_new_trial_does_not_continue_another_with_its_id(
         driver.give(lambda: order)
 
 
-# Invites, and fails once its ranks are done; or is killed.
+# Invites, and ends well or fails once its ranks are done; or is killed.
 DRIVER = """
 import os, sys
 from trial_core.driver.script_driver_main import _line_of
 from trial_core.errors import StorageError
-from trial_core.messages import Abort, Invitation
+from trial_core.messages import Abort, Invitation, Logged
 
 sys.stdin.readline()
 os.write(1, _line_of(Invitation(path="", address=None, secret=b"", log_dir="")))
 if sys.argv[1] == "is killed":
     os.kill(os.getpid(), 9)
+if sys.argv[1] == "ends":
+    os.write(1, _line_of(Logged(level=20, text="done\\n  report  /r")))
+    sys.exit()
 os.write(1, _line_of(Abort.of(StorageError("the disk is full"))))
 sys.exit(1)
 """
 
 
+OF_SCRIPT = "the driver of this script"
+
+
 @pytest.mark.parametrize(
     ("does", "logged"),
     [
-        ("fails", "has failed after its ranks were done: the disk is full"),
-        ("is killed", "was ended by SIGKILL"),
+        ("ends", "done\n  report  /r"),
+        ("fails", f"{OF_SCRIPT} has failed after its ranks were done: the disk is full"),
+        ("is killed", f"{OF_SCRIPT} was ended by SIGKILL"),
     ],
 )
 def test_how_a_driver_has_ended_is_logged(
     does: str, logged: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Once, on rank 0, also if it has ended after its ranks."""
+    """Once, on rank 0, also if it has ended after its ranks; at a good end, the run's summary."""
+    caplog.set_level(logging.INFO, "trial_core")
     config = toy_config(tmp_path)
     order = Order(
         experiment=config.model_dump(mode="json"), new_trial="toy-0000beef", world_size=1,
@@ -135,4 +144,4 @@ def test_how_a_driver_has_ended_is_logged(
     driver.give(lambda: order)
     driver.end()
     driver.close()
-    assert [each.getMessage() for each in caplog.records] == [f"the driver of this script {logged}"]
+    assert [each.getMessage() for each in caplog.records] == [logged]
