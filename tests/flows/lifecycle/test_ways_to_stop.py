@@ -118,7 +118,8 @@ ROWS = {
 def test_a_stopped_run(
     row: Row, prefect_server: PrefectServer, shared_worker: Worker, tmp_path: Path
 ) -> None:
-    """No process is left, the state is right, and the newest checkpoint is intact."""
+    """No process is left, the state is right and says where it saved, and the newest checkpoint is
+    intact."""
     with row.way(Stage(prefect_server, shared_worker, tmp_path)) as scene:
         ports = scene.ports()
         assert ports
@@ -128,7 +129,9 @@ def test_a_stopped_run(
         assert scene.state() == row.state
         # A worker that killed it after 30 s says so in the message. Prefect writes a parent's.
         if row.state == "Cancelled" and row.way not in (own_flow, served_own_flow):
-            assert scene.run()["state"]["message"].startswith("Stopped: ")
+            message = scene.run()["state"]["message"]
+            assert message.startswith("Stopped: ")
+            assert not row.saves or "; saved at batch " in message
         assert (assert_saved_where_it_ended(scene) if row.saves else scene.saved()) > 0
 
 
