@@ -42,9 +42,8 @@ class MarkdownArtifact:
     @property
     def links(self) -> dict[str, str]:
         """The page of this flow run, for the report; empty if no UI is known."""
-        ui_url, run = get_current_settings().ui_url, self._flow_run_id
-        name = "Run in Prefect, while its server runs"
-        return {name: f"{newer_ui(ui_url)}/runs/flow-run/{run}"} if ui_url and run else {}
+        page = ui_page(f"runs/flow-run/{self._flow_run_id}") if self._flow_run_id else None
+        return {"Run in Prefect, while its server runs": page} if page else {}
 
     def write(self, text: str) -> None:
         """Create or update the artifact. One thread at a time; at most every few seconds.
