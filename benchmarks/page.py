@@ -1,6 +1,6 @@
-"""Writes the table of `docs/benchmarks.md` from the latest line of each benchmark in the history.
+"""Writes the tables of `docs/benchmarks.md` and `docs/index.md` from the history's latest lines.
 
-``python -m benchmarks.page`` puts it between two comments of the page; the rest of the page is
+``python -m benchmarks.page`` puts each between two comments of its page; the rest of the pages is
 written by hand.
 """
 
@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 HISTORY = Path(__file__).with_name("history.jsonl")
-PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+DOCS = Path(__file__).parents[1] / "docs"
 BEGIN = "<!-- The table below is written by python -m benchmarks.page. -->"
 END = "<!-- The table ends here. -->"
 HEAD = """\
 | benchmark | figure | value | target | holds | date | machine | command |
-|---|---|---:|---:|---|---|---|---|
+|---|---|---|---|---|---|---|---|
 """
 Line = Mapping[str, Any]
 _START = "relative to the time of the imports"
@@ -139,6 +139,20 @@ ROWS: dict[str, dict[str, tuple[str, str]]] = {
 cases that share a row. Other figures are shown if they have a target."""
 
 
+FIRST = {
+    "a batch of a PyTorchTrial, relative to a bare PyTorch loop": "",
+    "pause of training for a checkpoint": "",
+    "… of torch DCP's `async_save`": "",
+    f"… the time, {_DCP}": f"fetch, verify and restore, from ranks to ranks, {_DCP}",
+    "from Cancel to free accelerators, with a checkpoint": "",
+    "from SIGKILL of a rank to training": "",
+    "from SIGKILL of a node to the next batch, with a spare": "",
+    "… goodput with failures": "share of the time that trains, with failures",
+    "… times that a person had to help": "",
+}
+"""Rows that the site's first page shows, too, in its order; with other words if they need some."""
+
+
 def latest(history: Iterable[Line]) -> dict[str, Line]:
     """Return the last line of each benchmark: first the benchmarks of `ROWS`, in their order."""
     last = {line["name"]: line for line in history}
@@ -151,7 +165,24 @@ def table(history: Iterable[Line]) -> str:
     return HEAD + "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
-def page(text: str, history: Iterable[Line]) -> str:
+def first_table(history: Iterable[Line]) -> str:
+    """Return the table of the site's first page.
+
+    Raises:
+        KeyError: the history lacks a figure of it.
+    """
+    rows = {row[1]: row for line in latest(history).values() for row in _rows(line)}
+    shown = (f"| {words or key} | {' | '.join(rows[key][2:5])} |\n" for key, words in FIRST.items())
+    return "| figure | measured | target | holds |\n|---|---|---|---|\n" + "".join(shown)
+
+
+PAGES: dict[Path, Callable[[Iterable[Line]], str]] = {
+    DOCS / "benchmarks.md": table,
+    DOCS / "index.md": first_table,
+}
+
+
+def page(text: str, new: str) -> str:
     """Return the page's text with a new table.
 
     Raises:
@@ -160,8 +191,8 @@ def page(text: str, history: Iterable[Line]) -> str:
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
-        raise ValueError(f"{PAGE.name} lacks {BEGIN!r} or {END!r}")
-    return f"{before}{BEGIN}\n\n{table(history)}\n{END}{after}"
+        raise ValueError(f"the page lacks {BEGIN!r} or {END!r}")
+    return f"{before}{BEGIN}\n\n{new}\n{END}{after}"
 
 
 def read(path: Path = HISTORY) -> list[Line]:
@@ -170,8 +201,9 @@ def read(path: Path = HISTORY) -> list[Line]:
 
 
 def write() -> None:
-    """Write the page."""
-    PAGE.write_text(page(PAGE.read_text(), read()))
+    """Write the pages."""
+    for path, tabled in PAGES.items():
+        path.write_text(page(path.read_text(), tabled(read())))
 
 
 def _rows(line: Line) -> Iterator[list[str]]:

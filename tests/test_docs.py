@@ -23,8 +23,9 @@ from trialflow.deployments.cli.console import EXIT_CODES
 CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.DOTALL | re.MULTILINE)
 TARGET = re.compile(r"\]\(([^)\s]+)\)")
 SCHEME = re.compile(r"[a-z]+:")
-# The last alternative: a table's cell that waits for a figure, such as RATIO1.
+GUIDES = ROOT / "docs" / "guides"
 PROMISES = (ROOT / "docs" / "promises.md").read_text()
+# The last alternative: a table's cell that waits for a figure, such as RATIO1.
 PLACEHOLDER = re.compile(r"\b(?:FIGURES|TODO|FIXME|XXX)\b|\|\s*[A-Z]{3,}\d\b")
 
 
@@ -83,6 +84,29 @@ def test_the_first_screen_says_what_has_not_been_tried(page: str) -> None:
     """The reader learns it above the first picture."""
     first_screen = (ROOT / page).read_text().partition("\n![")[0]
     assert "**Not tried yet:** several GPUs" in first_screen
+
+
+def test_the_first_page_promises_what_the_readme_promises() -> None:
+    """Its six cards have the README's words."""
+    listed = re.compile(r"^- \*\*.+\.\*\* .+$", flags=re.MULTILINE)
+    promised = listed.findall((ROOT / "README.md").read_text().replace("(docs/", "("))
+    cards = listed.findall((ROOT / "docs" / "index.md").read_text())
+    assert len(cards) == 6
+    assert set(cards) <= set(promised)
+
+
+@pytest.mark.parametrize("guide", sorted(GUIDES.glob("*.md")), ids=lambda guide: guide.stem)
+def test_a_guide_begins_with_its_purpose_and_something_to_see(guide: Path) -> None:
+    """A sentence, then a picture or a block of code, before its first section."""
+    head, _, _ = guide.read_text().partition("\n## ")
+    assert re.match(r"# .+\n\n[A-Za-z`][^|]+?\.\s", head)
+    assert re.search(r"^(```|!\[)", head, flags=re.MULTILINE)
+
+
+def test_the_first_page_leads_to_every_guide() -> None:
+    """Where a code host shows it, there is no other list of them."""
+    linked = set(re.findall(r"\]\(guides/(\S+?)\)", (ROOT / "docs" / "index.md").read_text()))
+    assert linked >= {guide.name for guide in GUIDES.glob("*.md")}
 
 
 @pytest.mark.parametrize(
@@ -195,5 +219,5 @@ def test_troubleshooting_explains_messages_that_exist() -> None:
 def test_a_search_shows_help_first() -> None:
     """Pages for contributors, and long lists, are not searched or rank below the others."""
     pages = {each: (ROOT / f"docs/{each}.md").read_text() for each in LOWER}
-    ranked = {each: re.match(r"---\nsearch:\n  (.+)\n---", text) for each, text in pages.items()}
+    ranked = {each: re.match(r"---\nsearch:\n  (.+)\n", text) for each, text in pages.items()}
     assert {found and found[1] for found in ranked.values()} == {"exclude: true", "boost: 0.01"}

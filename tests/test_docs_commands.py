@@ -36,6 +36,7 @@ DEPLOY = "trialflow deploy"
 BEFORE: Mapping[str, tuple[str, ...]] = {
     "README.md": (),
     "CONTRIBUTING.md": (),
+    "docs/index.md": (),
     "docs/quickstart.md": (),
     "docs/guides/automations.md": (),
     "docs/guides/checkpoint-code.md": (INIT, TRAIN),
@@ -50,7 +51,7 @@ BEFORE: Mapping[str, tuple[str, ...]] = {
     "docs/guides/mcp.md": (),
     "docs/guides/move-from-determined.md": (),
     "docs/guides/opentelemetry.md": (),
-    "docs/guides/pytorch.md": (INIT,),
+    "docs/guides/pytorch.md": (),
     "docs/guides/resuming.md": (INIT, TRAIN),
     "docs/guides/retraining.md": (INIT, TRAIN),
     "docs/guides/scripts.md": (INIT, TRAIN),

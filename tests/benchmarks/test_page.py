@@ -1,19 +1,21 @@
-"""That the page of benchmarks is written from the history, whose latest lines count."""
+"""That tables of figures are written from the history, whose latest lines count."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.all import ORDER
-from benchmarks.page import HISTORY, PAGE, ROWS, latest, page, read, table
+from benchmarks.page import HISTORY, PAGES, ROWS, latest, page, read, table
 
 
-def test_the_page_is_that_of_the_history() -> None:
-    """After a new line, `python -m benchmarks.page` has to write the page again."""
-    text = PAGE.read_text()
-    assert page(text, read(HISTORY)) == text
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_a_page_is_that_of_the_history(path: Path) -> None:
+    """After a new line, `python -m benchmarks.page` has to write the pages again."""
+    text = path.read_text()
+    assert page(text, PAGES[path](read(HISTORY))) == text
 
 
 def test_the_page_has_words_for_every_benchmark() -> None:
@@ -76,4 +78,4 @@ def test_a_line_holds_if_its_figures_do() -> None:
 def test_a_page_without_the_comments_is_left_as_it_is() -> None:
     """Else the table would replace what a person wrote."""
     with pytest.raises(ValueError, match="lacks"):
-        page("# Benchmarks\n", [])
+        page("# Benchmarks\n", "")
