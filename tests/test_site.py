@@ -117,7 +117,7 @@ def test_a_cell_names_its_column_on_a_phone(site: Path, browser: Browser) -> Non
     driver = driver_of(browser)
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", PHONE)
     browser.open((site / "index.html").as_uri(), "pause of training for a checkpoint")
-    script = "const cell = document.querySelectorAll('.home-figures td')[1];"
+    script = "const cell = document.querySelectorAll('.home-table td')[1];"
     script += "return getComputedStyle(cell, '::before').content + cell.textContent"
     assert "measured: " in str(driver.execute_script(f"{script}.replace('\"', '')"))
 

@@ -43,7 +43,7 @@ class DigitsTrial(pytorch.PyTorchTrial):
 
     def build_training_data_loader(self) -> pytorch.DataLoader:
         size = self.context.get_per_slot_batch_size()
-        return pytorch.DataLoader(digits(train=True), batch_size=size, shuffle=True)
+        return pytorch.DataLoader(digits(train=True), batch_size=size, shuffle=True, drop_last=True)
 
     def build_validation_data_loader(self) -> pytorch.DataLoader:
         size = self.context.get_per_slot_batch_size()

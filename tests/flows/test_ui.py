@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from tests.support.browser import Browser, chromium
 from tests.support.flow import stages, train
@@ -18,6 +19,7 @@ from tests.support.prefect import ROOT, PrefectServer
 from tests.support.prefect_worker import Scene
 from tests.support.slots import toy_config
 from tests.support.waiting import until
+from trial_core.config import load_config
 
 pytestmark = [pytest.mark.slots, pytest.mark.server, pytest.mark.browser, pytest.mark.long]
 
@@ -88,7 +90,6 @@ def test_the_timeline(watched: Watched) -> None:
     """Every stage has its name and batches; an upload overlaps the training after it."""
     recorded = stages(watched.server, watched.second.flow_run_id, "checkpoint-upload @80")
     watched.browser.open(watched.page(watched.second), "trained [40→50]")  # a line of its log
-    keep(watched.browser, "run.png")
     watched.browser.open(f"{watched.page(watched.second)}?tab=TaskRuns", "train-workload [70→80]")
     for stage in ("validate @80", "checkpoint-save @80", "checkpoint-upload @80"):
         assert stage in watched.browser.text
@@ -122,7 +123,31 @@ def test_the_report_of_a_resumed_trial(watched: Watched) -> None:
     assert watched.second.checkpoint_uuid in text
     assert "(best)" in text
     assert f"{watched.second.checkpoint_url}".rpartition("/")[0] in text
-    keep(watched.browser, "report.png")
+
+
+def test_an_example_warns_of_nothing(prefect_server: PrefectServer, here: Path) -> None:
+    """Its log and its report, which are the pictures of the site's first page, have no warning."""
+    pytest.importorskip("sklearn", reason="this example reads data of scikit-learn")
+    changes = (
+        "name=digits", f"checkpoint_storage=file://{here}/checkpoints", "scheduling_unit=40",
+        "searcher.max_length={batches: 480}", "min_validation_period={batches: 160}",
+        "min_checkpoint_period={batches: 160}", "hyperparameters.lr=0.0005",
+    )  # fmt: skip
+    done = train(load_config(ROOT / "examples" / "digits" / "pytorch.yaml", changes))
+    stages(prefect_server, done.flow_run_id, "checkpoint-upload @480")
+    warnings = {"flow_run_id": {"any_": [done.flow_run_id]}, "level": {"ge_": 30}}
+    assert prefect_server.query("logs/filter", {"logs": warnings}) == []
+    with chromium(width=1340, height=1700) as browser:
+        seen = Watched(prefect_server, browser, done, done)
+        browser.open(seen.page(done), "trained [0→40]")  # a line of its log
+        keep(browser, "run.png", box=(256, 0, 1325, 520))
+        seen.open_report(done, "batch 480 of 480")
+        assert "Events" not in browser.text
+        keep(browser, "report.png", box=(256, 140, 1325, 1500))
+    with chromium(width=900, height=1300) as browser:
+        (report,) = (here / "home").rglob("report.html")
+        browser.open(report.as_uri(), "batch 480 of 480")
+        keep(browser, "report-html.png", box=(0, 0, 885, 815))
 
 
 def test_a_flow_of_ones_own(
@@ -175,7 +200,19 @@ def test_the_buttons_that_end_and_continue_a_run(scene: Scene) -> None:
         scene.until_resumed(saved, saved)
 
 
-def keep(browser: Browser, name: str, is_changing: bool = False) -> None:
-    """Save a screenshot if TRIALFLOW_SCREENSHOTS is set. A page of a run in progress changes."""
+def keep(
+    browser: Browser,
+    name: str,
+    is_changing: bool = False,
+    box: tuple[int, int, int, int] | None = None,
+) -> None:
+    """Save a screenshot if TRIALFLOW_SCREENSHOTS is set. A page of a run in progress changes.
+
+    Args:
+        box: the part to save: left, upper, right and lower pixel.
+    """
     if SCREENSHOTS:
-        browser.save_png(Path(SCREENSHOTS) / name, is_changing)
+        path = Path(SCREENSHOTS) / name
+        browser.save_png(path, is_changing)
+        with Image.open(path) as whole:
+            whole.crop(box).quantize(128).save(path, optimize=True)
