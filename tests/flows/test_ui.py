@@ -147,7 +147,7 @@ def test_an_example_warns_of_nothing(prefect_server: PrefectServer, here: Path) 
     with chromium(width=900, height=1300) as browser:
         (report,) = (here / "home").rglob("report.html")
         browser.open(report.as_uri(), "batch 480 of 480")
-        keep(browser, "report-html.png", box=(0, 0, 885, 815))
+        keep(browser, "report-html.png", box=(0, 0, 885, 770))
 
 
 def test_a_flow_of_ones_own(
