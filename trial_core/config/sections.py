@@ -285,6 +285,13 @@ class CheckpointingConfig(Section):
         "machine share half of the memory that is free at their first snapshot; each takes what it "
         "needs.",
     )
+    snapshot: Literal["lazy", "eager"] = Field(
+        default="lazy",
+        title="When weights are copied",
+        description="When a save copies weights and optimizer state. lazy: while the next batch "
+        "computes, until its optimizer steps. eager: before training continues, as is always done "
+        "on accelerators, for files on disk, and for optimizers that are none of torch's.",
+    )
     when_busy: Literal["wait", "postpone"] = Field(
         default="wait",
         title="While an upload is running",

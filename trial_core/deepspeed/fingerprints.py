@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,11 +32,13 @@ from deepspeed.utils import groups
 from trial_core.checkpoint.json_objects import decode_mapping
 from trial_core.common.text_format import first_few
 from trial_core.errors import CheckpointDamaged, CheckpointError
+from trial_core.rank.collectives.accelerator import has_accelerator
 from trial_core.rank.collectives.distributed import DistributedContext
 from trial_core.rank.state_files.bit_sum import bit_sum
+from trial_core.rank.state_files.late_copies import collecting
 
 FILE_PREFIX = "trialflow/fingerprints-"
-_VERSION = 1
+_VERSION = 2
 _HALVES = {str(dtype): dtype for dtype in (torch.float16, torch.bfloat16)}
 _PARTITIONED = {
     DeepSpeedZeroOptimizer: ("bit16", "single_partition_of_fp32_groups"),
@@ -80,6 +82,17 @@ class _Tensor:
     def fingerprint(self, bits: int = 0) -> Fingerprint:
         return Fingerprint(str(self.own[0].dtype), self.elements, bits)
 
+    def fixed(self) -> _Tensor:
+        """With the fp32 weights of now, which are then read without DeepSpeed."""
+        master = self.master() if self.master else None
+        return replace(self, master=None if master is None else lambda: master)
+
+    def recorded(self) -> list[Any]:
+        """What this rank records: also its group, by its first rank, and what it has summed."""
+        bits, of_master, count = self.sums()
+        first = dist.get_process_group_ranks(self.group)[0]
+        return [str(self.own[0].dtype), self.elements, first, count, int(bits), int(of_master)]
+
     def sums(self) -> tuple[torch.Tensor, torch.Tensor, int]:
         """This rank's sums over the weights, and over the fp32 weights; of how many elements."""
         bits, dtype, count = bit_sum(*self.own), self.own[0].dtype, self.own[0].numel()
@@ -89,26 +102,33 @@ class _Tensor:
 def record_fingerprints(
     engines: Sequence[DeepSpeedEngine], folder: Path, rank: int, excludes_frozen: Sequence[bool]
 ) -> None:
-    """Write the fingerprints of the engines' tensors. Collective: every rank calls this.
+    """Write this rank's share of the fingerprints of the engines' tensors; later, if copies are.
 
     `excludes_frozen`: of each engine, whether its frozen parameters are not saved.
 
-    Each tensor is in the file of one rank: the first one that shares it.
+    A rank's file has the sums over the elements that it holds; `fingerprints_of` adds them up.
     """
-    recorded: list[dict[str, Any]] = []
-    for engine, exclude_frozen in zip(engines, excludes_frozen, strict=True):
-        tensors = _tensors(engine, exclude_frozen)
-        own = {
-            name: each.fingerprint(bits)
-            for each, (bits, of_master, count) in zip(tensors, _summed(tensors), strict=True)
-            if bits == of_master and count == each.elements and dist.get_rank(each.group) == 0
-            for name in each.names
-        }
-        recorded.append({"model_rank": engine.checkpoint_mp_rank, "tensors": own})
-    if any(each["tensors"] for each in recorded):
-        path = folder / f"{FILE_PREFIX}{rank:05d}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
+    parts = [
+        (engine.checkpoint_mp_rank, [each.fixed() for each in _tensors(engine, excludes)])
+        for engine, excludes in zip(engines, excludes_frozen, strict=True)
+    ]
+    if not any(tensors for _, tensors in parts):
+        return
+    path = folder / f"{FILE_PREFIX}{rank:05d}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+
+    def write() -> None:
+        recorded = []
+        for model_rank, tensors in parts:
+            summed = ((each.names, each.recorded()) for each in tensors if each.own[0].numel())
+            own = {name: values for names, values in summed for name in names}
+            recorded.append({"model_rank": model_rank, "tensors": own})
         path.write_text(json.dumps({"version": _VERSION, "engines": recorded}))
+
+    if (late := collecting()) is None or has_accelerator():
+        write()
+    else:
+        late.later(write)
 
 
 def check_loaded(
@@ -178,19 +198,31 @@ def fingerprints_of(
 ) -> dict[str, Fingerprint]:
     """The recorded fingerprints of an engine, or of one of its model-parallel ranks, by name.
 
-    Without names that ranks disagree about. Raises CheckpointDamaged if a file has none.
+    Without names that ranks disagree about, of which a part is missing, or whose fp32 weights had
+    other bits. Raises CheckpointDamaged if a file has none.
     """
-    found: dict[str, set[Fingerprint]] = {}
+    sums: dict[tuple[Any, ...], list[int]] = {}
     for file in folder.glob(f"{FILE_PREFIX}*.json"):
         recorded = decode_mapping(file.read_bytes(), file.name)
         try:
             for each in recorded["engines"][engine : engine + 1]:
                 if recorded["version"] == _VERSION and model_rank in (None, each["model_rank"]):
-                    for name, values in each["tensors"].items():
-                        found.setdefault(name, set()).add(Fingerprint(*values))
-        except (LookupError, TypeError, AttributeError) as error:
+                    for name, (dtype, elements, group, *own) in each["tensors"].items():
+                        key = name, dtype, elements, each["model_rank"], group
+                        before = sums.setdefault(key, [0, 0, 0])
+                        sums[key] = [a + b for a, b in zip(before, own, strict=True)]
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
             raise CheckpointDamaged(f"{file.name} holds no fingerprints: {error!r}") from error
+    found: dict[str, set[Fingerprint]] = {}
+    for (name, dtype, elements, *_), (count, bits, of_master) in sums.items():
+        if count == elements and _as_int64(bits) == _as_int64(of_master):
+            found.setdefault(name, set()).add(Fingerprint(dtype, elements, _as_int64(bits)))
     return {name: each.pop() for name, each in found.items() if len(each) == 1}
+
+
+def _as_int64(total: int) -> int:
+    """A sum modulo 2**64, as torch's integers have it."""
+    return (total + 2**63) % 2**64 - 2**63
 
 
 # ------------------------------------------------------------------------------ the live engine

@@ -220,6 +220,7 @@ class Trained(MayStop, kw_only=True):
         metrics: averaged over the workload's batches and all ranks; the same on every rank.
         data_seconds: how long this rank waited for data.
         forward_seconds: how long a forward pass of this rank took; 0 if unknown.
+        copy_seconds: how long this rank waited for the copies of a snapshot.
         learning_rates: the next batch's, one per optimizer; None for an engine that has none.
         non_finite: this rank's metrics that were NaN or infinite in some batch.
         scaled_steps, skipped_steps: optimizer steps with a loss scaler, and how many it skipped.
@@ -235,6 +236,7 @@ class Trained(MayStop, kw_only=True):
     seconds: float
     data_seconds: float = 0.0
     forward_seconds: float = 0.0
+    copy_seconds: float = 0.0
     learning_rates: list[float | None] = []
     non_finite: dict[str, NonFinite] = {}
     scaled_steps: int = 0

@@ -6,7 +6,7 @@ import contextlib
 import shutil
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from trial_core.checkpoint.manifest import FileEntry
@@ -28,7 +28,12 @@ RESTORED = "restored"
 
 
 class CheckpointFiles:
-    """This rank's staged and fetched checkpoints, below the run's folder on this machine."""
+    """This rank's staged and fetched checkpoints, below the run's folder on this machine.
+
+    Attributes:
+        complete: waits until the staged files are complete. Raises CheckpointRefused if they cannot
+            be.
+    """
 
     def __init__(
         self,
@@ -42,6 +47,7 @@ class CheckpointFiles:
         self._distributed = distributed
         self._is_moving = threading.Lock()
         self._persister = Persister(settings.stall_timeout_seconds)
+        self.complete: Callable[[], None] = lambda: None
 
     def staging(self, uuid: str) -> Path:
         """This rank's staging folder for checkpoint `uuid`."""
@@ -54,6 +60,7 @@ class CheckpointFiles:
     def persist(self, uuid: str, shared: Sequence[FileEntry] = ()) -> list[FileEntry]:
         """Upload the files that this rank has staged. For any thread; not collective."""
         folder, rank = self.staging(uuid), self._distributed.get_rank()
+        self.complete()
         if self.store.is_process_local:
             return upload_files(self.store, uuid, folder, rank, shared=shared)
         with self._is_moving:

@@ -66,6 +66,7 @@ from trial_core.rank.rank_state import capture_rng, restore_rng
 from trial_core.rank.restore_on_other_ranks import RankRemap
 from trial_core.rank.run_file_upload import RunFileUpload, tensorboard_in
 from trial_core.rank.state_files.built_settings import BuiltSettings
+from trial_core.rank.state_files.late_copies import finish_copies
 from trial_core.rank.training import BatchReporter, TrainingLoop
 from trial_core.rank.trial.callback import HOOKS, may_change_metrics, overridden_hooks
 from trial_core.rank.trial.context import RunInfo
@@ -381,6 +382,7 @@ class Controller:
             stop_reason=info.stop_reason,
             data_seconds=loaders.waited_seconds - waited,
             forward_seconds=self._trial.forward_clock.seconds(),
+            copy_seconds=self._trial.snapshots.waited_for_copies(),
             learning_rates=adapter.learning_rates(),
             non_finite=outcome.non_finite,
             scaled_steps=scaled,
@@ -452,6 +454,7 @@ class Controller:
 
     def run_hook(self, request: RunHook) -> HookDone:
         """Call one hook of every callback, in the order in which the trial names them."""
+        finish_copies()  # a hook may change weights, or read the staged files
         adapter, info = self._trial.adapter, self._trial.info
         if request.hook in ("on_trial_startup", "on_trial_shutdown"):
             self._owes_shutdown_hook = request.hook == "on_trial_startup"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from trial_core.rank.rank_state import (
 )
 from trial_core.rank.restore_on_other_ranks import RankRemap, read_remapped_state
 from trial_core.rank.state_files.built_settings import BuiltSettings, changes_of_data, read_settings
+from trial_core.rank.state_files.late_copies import LateCopies, finish_copies
 from trial_core.rank.state_files.safe_load import Reader
 from trial_core.rank.trial.trial_adapter import TrialAdapter
 
@@ -63,7 +65,9 @@ class Snapshots:
         self._verifies = settings.verify_first is not False
         self._reader = Reader(settings.trusted, adapter.checkpoint_classes)
         self._memory: MemoryFiles | None = None
+        self._late = LateCopies()
         self._is_rehearsed = False
+        files.complete = self._late.require_complete
 
     def rehearse(self) -> None:
         """Allocate memory for snapshots, before the first one. Collective: every rank calls this.
@@ -95,6 +99,7 @@ class Snapshots:
                 Not checked if they have restored one.
         """
         adapter, folder, memory = self._adapter, self._files.staging(uuid), self._memory_files()
+        finish_copies()
         folder.mkdir(parents=True, exist_ok=True)
         of_adapter = adapter.hook_state()
         state = {**of_adapter, **rank_state(batches_trained, adapter, training_data)}
@@ -102,7 +107,8 @@ class Snapshots:
             callback.on_checkpoint_save_start(state)
         self._files.forget_memory()
         memory.begin()
-        adapter.save(folder, memory, self._reader, _taken_out(state, of_adapter))
+        with self._copied_late(memory):
+            adapter.save(folder, memory, self._reader, _taken_out(state, of_adapter))
         memory.end()
         write_rank_state(folder, self._distributed.get_rank(), state, self._reader)
         if self.built is not None and self._distributed.get_rank() == 0:
@@ -112,7 +118,13 @@ class Snapshots:
             self._verifies = False  # the others are saved and loaded in the same way
         return folder
 
+    def waited_for_copies(self) -> float:
+        """How many seconds training has waited for late copies since this was last asked."""
+        waited, self._late.waited_seconds = self._late.waited_seconds, 0.0
+        return waited
+
     def close(self) -> None:
+        finish_copies()
         if self._memory is not None:
             self._memory.close()
             self._memory = None
@@ -216,6 +228,17 @@ class Snapshots:
             f"samples of this epoch are left out or come twice: resume on {plural(then, 'rank')}, "
             "or divide the size of a batch by the number of ranks (get_per_slot_batch_size)"
         ]
+
+    def _copied_late(self, memory: MemoryFiles) -> AbstractContextManager[None]:
+        """Inside the block, what a step changes is copied while training continues, if it may be.
+
+        Not if the driver reads the files, or this rank itself as soon as they are staged.
+        """
+        is_read_at_once = self._verifies or self._files.store.is_process_local
+        if self._settings.snapshot == "eager" or is_read_at_once:
+            return contextlib.nullcontext()
+        adapter = self._adapter
+        return self._late.collected(memory, adapter.optimizers, adapter.modules)
 
     def _memory_files(self) -> MemoryFiles:
         # Not created before training: only then is known how much memory it leaves free.

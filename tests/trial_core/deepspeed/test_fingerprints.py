@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -83,8 +82,7 @@ def universal(stored: Path, into: Path) -> dict[str, torch.Tensor]:
 
 def recorded(stored: Path) -> set[str]:
     """The names that have a fingerprint."""
-    (file,) = stored.glob(f"{FILE_PREFIX}*")
-    return set(json.loads(file.read_text())["engines"][0]["tensors"])
+    return set(fingerprints_of(stored, 0))
 
 
 @pytest.mark.slots

@@ -148,7 +148,8 @@ def test_a_snapshot_is_rehearsed_once(tmp_path: Path, rehearses: bool) -> None:
         links.append(os.readlink(folder / "shard"))
 
     ours._adapter = SimpleNamespace(
-        rehearses_save=rehearses, save=save, hook_state=dict, callbacks={},
+        rehearses_save=rehearses, save=save, hook_state=dict, callbacks={}, optimizers=[],
+        modules=[],
     )  # type: ignore[assignment]  # fmt: skip
     for _ in range(2):
         ours.rehearse()

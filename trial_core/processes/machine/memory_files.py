@@ -13,6 +13,7 @@ import mmap
 import os
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -55,6 +56,7 @@ class MemoryFiles:
         self._granted_bytes = 0
         self._files: dict[str, MemoryFile] = {}
         self._written: set[str] = set()
+        self._reserved: list[Callable[[], None]] = []
         self._is_rehearsal = False
 
     def begin(self, is_rehearsal: bool = False) -> None:
@@ -63,6 +65,7 @@ class MemoryFiles:
         A rehearsal keeps the memory, not the files; data that do not fit are not written to disk.
         """
         self._written.clear()
+        self._reserved.clear()
         self._is_rehearsal = is_rehearsal
         self._granted_bytes = 0
 
@@ -70,6 +73,11 @@ class MemoryFiles:
         """End a snapshot: free the memory of files that it did not write."""
         for name in self._files.keys() - self._written:
             self._files.pop(name).close()
+
+    def take_reserved(self) -> list[Callable[[], None]]:
+        """What fills the room that this snapshot's files have reserved: see `SpillingFile`."""
+        taken, self._reserved = self._reserved, []
+        return taken
 
     def close(self) -> None:
         self._written.clear()
@@ -90,7 +98,7 @@ class MemoryFiles:
         if memory_file is None:
             memory_file = self._files[name] = MemoryFile(name, self._has_room)
         memory_file.begin()
-        with _SpillingFile(memory_file, on_disk) as spilling:
+        with SpillingFile(memory_file, on_disk) as spilling:
             write(spilling)  # type: ignore[arg-type]  # as much of a file as torch.save needs
         if spilling.is_on_disk:
             self._files.pop(name).close()
@@ -102,6 +110,7 @@ class MemoryFiles:
         else:
             memory_file.end()
             self._written.add(name)
+            self._reserved += spilling.reserved
             path.symlink_to(memory_file.path)
 
     def _has_room(self, more_bytes: int) -> bool:
@@ -127,19 +136,23 @@ class MemoryFiles:
         )
 
 
-class _SpillingFile:
+class SpillingFile:
     """A file in memory that moves to disk when it no longer fits.
 
     A write that does not fit must not raise: `torch.save` would end its archive and raise another
     error. It must not be repeated either: it may be a slow copy from the accelerator.
+
+    Attributes:
+        reserved: each fills some room of the file. Call them before the file is read.
     """
 
     def __init__(self, memory_file: MemoryFile, path: Path) -> None:
         self._memory_file = memory_file
         self._path = path
         self._file: IO[bytes] | None = None
+        self.reserved: list[Callable[[], None]] = []
 
-    def __enter__(self) -> _SpillingFile:
+    def __enter__(self) -> SpillingFile:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -153,11 +166,21 @@ class _SpillingFile:
     def write(self, data: bytes | bytearray | memoryview) -> int:
         view = memoryview(data).cast("B")
         if self._file is None and not self._memory_file.append(view):
+            for fill in self.reserved:
+                fill()
+            self.reserved = []
             self._file = open(self._path, "wb")  # noqa: SIM115  # see `__exit__`
             self._memory_file.copy_to(self._file)
         if self._file is not None:
             self._file.write(view)
         return view.nbytes
+
+    def reserve(self, size_bytes: int, fill: Callable[[memoryview], None]) -> bool:
+        """Leave room for what `fill` writes later; without room in memory, return False."""
+        if self._file is not None or (start := self._memory_file.skip(size_bytes)) is None:
+            return False
+        self.reserved.append(partial(self._memory_file.fill, start, size_bytes, fill))
+        return True
 
     def flush(self) -> None:
         """Do nothing: the file is read only when it is complete."""
@@ -192,18 +215,30 @@ class MemoryFile:
 
     def append(self, view: memoryview) -> bool:
         """Append; without room, return False and write nothing."""
-        end = self.size_bytes + view.nbytes
-        if not self._has_room(end - self.kept_bytes):
+        if (start := self.skip(view.nbytes)) is None:
             return False
+        self._map[start : self.size_bytes] = view
+        return True
+
+    def skip(self, size_bytes: int) -> int | None:
+        """Leave room for so many bytes; return where it begins, or None if there is none."""
+        start = self.size_bytes
+        end = start + size_bytes
+        if not self._has_room(end - self.kept_bytes):
+            return None
         if end > self._capacity_bytes:
             self._capacity_bytes = end + GROWTH_BYTES
             os.ftruncate(self._fd, self._capacity_bytes)
             self._map.close()
             self._map = mmap.mmap(self._fd, self._capacity_bytes)
-        self._map[self.size_bytes : end] = view
         self.size_bytes = end
         self.kept_bytes = max(self.kept_bytes, end)
-        return True
+        return start
+
+    def fill(self, start: int, size_bytes: int, fill: Callable[[memoryview], None]) -> None:
+        """Have `fill` write to room that was left."""
+        with memoryview(self._map) as whole, whole[start : start + size_bytes] as room:
+            fill(room)
 
     def copy_to(self, file: IO[bytes]) -> None:
         with memoryview(self._map) as whole, whole[: self.size_bytes] as written:

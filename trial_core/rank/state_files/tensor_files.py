@@ -2,9 +2,9 @@
 
 `torch.save` would copy each storage of an accelerator to the host as a whole: into pinned memory
 that it keeps for ever, or into pageable memory. Here the storages go in pieces through one pinned
-buffer of a fixed size into the file. torch writes everything else: with `skip_data` it seeks over
-the bytes of each storage, in the order in which its pickler found them, and they are written then.
-The file is the same, byte for byte.
+buffer of a fixed size into the file, or are copied later (`late_copies`). torch writes everything
+else: with `skip_data` it seeks over the bytes of each storage, in the order in which its pickler
+found them, and they are written then. The file is the same, byte for byte.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from torch.utils.serialization import config as serialization
 
 from trial_core.errors import CheckpointError
 from trial_core.rank.collectives.accelerator import has_accelerator, host_buffer, is_on_accelerator
+from trial_core.rank.state_files.late_copies import collecting, late_copy
 
 
 def write_tensors(state: Any, file: IO[bytes]) -> None:
     """Write as `torch.save` does, without a CRC and with bounded memory for accelerators."""
     # The manifest's digest covers every byte, and is computed while training continues.
     with serialization.patch({"save.compute_crc32": False}):  # type: ignore[attr-defined]  # added at run time
-        if not has_accelerator():
+        if not has_accelerator() and collecting() is None:
             torch.save(state, file)
             return
         storages: list[torch.UntypedStorage] = []
@@ -61,8 +62,15 @@ class _FilledFile:
                 f"torch {torch.__version__} left room for {skipped_bytes} bytes of a tensor, and "
                 f"the next one has {found_bytes}; install a torch that trialflow supports"
             )
+        late = collecting()
+        if late is not None and late.takes(storage) and self._reserve(storage):
+            return
         for piece in _pieces(storage):
             self._file.write(piece)
+
+    def _reserve(self, storage: torch.UntypedStorage) -> bool:
+        reserve = getattr(self._file, "reserve", None)  # files on disk have none
+        return reserve is not None and bool(reserve(storage.nbytes(), late_copy(storage)))
 
 
 def _pieces(storage: torch.UntypedStorage) -> Iterator[memoryview]:

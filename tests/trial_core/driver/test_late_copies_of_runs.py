@@ -1,0 +1,61 @@
+"""Checkpoints whose weights are copied while the next batch computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.driving import drive
+from tests.support.slots import toy_config
+from tests.trial_core.driver.test_pausing import KINDS
+from trial_core.checkpoint.store import CheckpointStore
+
+pytestmark = pytest.mark.slots
+
+LONG = pytest.mark.long
+PYTORCH = KINDS["pytorch"]
+FSDP2 = {**PYTORCH, "optimizations": {"sharding": "fsdp2"}}
+
+
+def of_stage(stage: int) -> dict[str, Any]:
+    return {"hyperparameters": {"zero_stage": stage}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "slots"),
+    [
+        pytest.param(of_stage(1), 2, id="zero 1"),
+        pytest.param(PYTORCH, 1, id="pytorch"),
+        pytest.param(of_stage(0), 1, id="zero 0", marks=LONG),
+        pytest.param(of_stage(2), 2, id="zero 2", marks=LONG),
+        pytest.param(of_stage(3), 2, id="zero 3", marks=LONG),
+        pytest.param(
+            FSDP2, 2, id="fsdp2", marks=LONG
+        ),
+    ],
+)
+@pytest.mark.usefixtures("warm_home")
+def test_checkpoints_are_the_same_when_weights_are_copied_later(
+    tmp_path: Path, changes: dict[str, Any], slots: int
+) -> None:
+    """File by file, byte for byte, though the next batch has begun."""
+    stored = {}
+    for snapshot in ("lazy", "eager"):
+        place = {"type": "shared_fs", "host_path": str(tmp_path / snapshot), "save_trial_latest": 9}
+        config = toy_config(
+            tmp_path / snapshot, 4, scheduling_unit=1, min_checkpoint_period={"batches": 1},
+            checkpointing={"snapshot": snapshot, "verify_first": False},
+            resources={"slots_per_trial": slots}, **changes,
+            checkpoint_storage=place,
+        )  # fmt: skip
+        drive(config)
+        manifests = CheckpointStore(config.checkpoint_storage.url).list()
+        stored[snapshot] = {
+            (manifest.progress.batches_trained, entry.path): entry.digest
+            for manifest in manifests
+            for entry in manifest.all_files
+        }
+    assert {batches for batches, _ in stored["eager"]} == {1, 2, 3, 4}
+    assert stored["lazy"] == stored["eager"]
