@@ -63,7 +63,7 @@ from trial_core.messages import (
 )
 
 MIB, GIB = 2**20, 2**30
-PEERS = ("deepspeed_boto3", "torch_dcp", "torch_dcp_async", "lightning")
+PEERS = ("ours_eager", "copy", "deepspeed_boto3", "torch_dcp", "torch_dcp_async", "lightning")
 BYTES_PER_LAYER = 16 * (1024 * 1024 + 1024)
 CONNECTIONS = 8
 SLOWDOWN = 10
@@ -71,14 +71,15 @@ MIN_BATCH_SECONDS = 0.5
 SERVERS = {"ceph": ceph_gateway, "moto": moto_server}
 
 TARGETS = {
-    "blocked_ratio_deepspeed_boto3": 1 / 25,
+    "blocked_ratio_deepspeed_boto3": 1 / 60,
+    "blocked_ratio_ours_eager": 1 / 5,
     "blocked_ratio_slow_store": 1.1,
     "upload_processor_ratio": 1 / 2,
     "upload_memory_ratio": 1 / 4,
     "restore_processor_ratio": 2 / 3,
     "restore_memory_ratio": 1 / 4,
     "fetched_share": 0.27,
-    "training_ratio": 1.03,
+    "training_ratio": 1.02,
 }
 
 

@@ -1,8 +1,9 @@
 """Measures on each rank how long saving blocks training. Started by `benchmarks.checkpoint`.
 
 Every method saves the state of the same engine to the same S3 gateway, in turns. A turn is timed
-from a barrier until training could continue on all ranks. The next turn starts after the background
-part of the save.
+from a barrier until training could continue on all ranks. After ours, a batch computes that is
+longer than the copy; how long its optimizer's step would wait for the copy is added. The next turn
+starts after the background part of the save.
 """
 
 from __future__ import annotations
@@ -37,8 +38,10 @@ from trial_core.deepspeed.deepspeed_adapter import DeepSpeedTrialAdapter
 from trial_core.deepspeed.fingerprints import record_fingerprints
 from trial_core.rank.checkpoint_files import CheckpointFiles
 from trial_core.rank.rank_checkpoint import Snapshots
+from trial_core.rank.state_files.late_copies import finish_copies
 
 WIDTH = 1024
+BATCH = 256
 Remaining = Callable[[], Any]
 
 
@@ -79,9 +82,13 @@ class SaveMethods:
             for name, options in job["stores"].items()
         }  # fmt: skip
         self._ours = {
-            name: Snapshots(self._adapter, files, context.distributed, CheckpointingConfig())
-            for name, files in self._files.items()
+            (store, snapshot): Snapshots(
+                self._adapter, files, context.distributed, CheckpointingConfig(snapshot=snapshot)
+            )
+            for store, files in self._files.items()
+            for snapshot in ("lazy", "eager")
         }
+        self._copies: list[torch.Tensor] = []
         options = job["stores"]["fast"]
         self._s3 = boto3.client(
             "s3",
@@ -95,8 +102,9 @@ class SaveMethods:
 
     def close(self) -> None:
         """End the persister processes."""
-        for name, snapshots in self._ours.items():
-            self._files[name].close()
+        for files in self._files.values():
+            files.close()
+        for snapshots in self._ours.values():
             snapshots.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -111,6 +119,24 @@ class SaveMethods:
     def ours(self) -> Remaining:
         """trialflow: the snapshot blocks; the upload remains."""
         return self._snapshot("fast")
+
+    def ours_eager(self) -> Remaining:
+        """As `ours`, with checkpointing.snapshot: eager."""
+        return self._snapshot("fast", "eager")
+
+    def copy(self) -> Remaining:
+        """A bare copy of the same tensors in memory."""
+        state = self._state()
+        tensors = [*state.pop("model").values(), *state.values()]
+        self._copies = self._copies or [torch.empty_like(each) for each in tensors]
+        for target, tensor in zip(self._copies, tensors, strict=True):
+            target.copy_(tensor)
+        return lambda: None
+
+    def train(self) -> None:
+        """Compute a batch, up to the optimizer's step."""
+        loss = self._trial.engine.module(torch.ones(BATCH, WIDTH)).sum()
+        torch.autograd.grad(loss, [*self._trial.engine.module.parameters()])
 
     def ours_slow_store(self) -> Remaining:
         """As `ours`, to the slow store."""
@@ -154,9 +180,11 @@ class SaveMethods:
         dist.barrier()
         return lambda: None
 
-    def _snapshot(self, store: str) -> Remaining:
+    def _snapshot(self, store: str, snapshot: str = "lazy") -> Remaining:
         files, checkpoint = self._files[store], self._uuid()
-        self._ours[store].stage(checkpoint, 1, None)
+        ours = self._ours[store, snapshot]
+        ours.stage(checkpoint, 1, None)
+        files.complete = ours.require_complete
         persisted = self._threads.submit(files.persist, checkpoint)
 
         def finish() -> None:
@@ -189,6 +217,12 @@ def measure(methods: SaveMethods, names: list[str], turns: int) -> Iterator[dict
             finish = getattr(methods, name)()
             dist.barrier()
             blocked = time.perf_counter() - start
+            if name.startswith("ours"):
+                methods.train()
+                waiting = time.perf_counter()
+                finish_copies()
+                dist.barrier()
+                blocked += time.perf_counter() - waiting
             finish()
             dist.barrier()
             whole = time.perf_counter() - start

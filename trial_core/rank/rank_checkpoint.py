@@ -66,8 +66,9 @@ class Snapshots:
         self._reader = Reader(settings.trusted, adapter.checkpoint_classes)
         self._memory: MemoryFiles | None = None
         self._late = LateCopies()
+        self.require_complete = self._late.require_complete
         self._is_rehearsed = False
-        files.complete = self._late.require_complete
+        files.complete = self.require_complete
 
     def rehearse(self) -> None:
         """Allocate memory for snapshots, before the first one. Collective: every rank calls this.

@@ -31,9 +31,7 @@ def of_stage(stage: int) -> dict[str, Any]:
         pytest.param(of_stage(0), 1, id="zero 0", marks=LONG),
         pytest.param(of_stage(2), 2, id="zero 2", marks=LONG),
         pytest.param(of_stage(3), 2, id="zero 3", marks=LONG),
-        pytest.param(
-            FSDP2, 2, id="fsdp2", marks=LONG
-        ),
+        pytest.param(FSDP2, 2, id="fsdp2", marks=LONG),
     ],
 )
 @pytest.mark.usefixtures("warm_home")
