@@ -25,7 +25,6 @@ from trial_core.common.text_format import number, plural
 from trial_core.errors import TrialError, TrialValueError
 from trial_core.pytorch.distributed_model import unwrapped
 from trial_core.rank.collectives.accelerator import peak_memory_bytes, reset_peak_memory
-from trial_core.rank.state_files.late_copies import finish_copies
 from trial_core.rank.trial.callback import TrialCallback
 from trial_core.rank.trial.custom_reducers import MetricReducer
 from trial_core.schedule.work import samples_of
@@ -235,7 +234,6 @@ class ExponentialMovingAverage(TrialCallback):
             for name, average in averages.items()
         ]
         kept = [weight.detach().clone() for weight, _ in pairs]
-        finish_copies()
         with torch.no_grad():
             for weight, average in pairs:
                 weight.copy_(average)

@@ -16,6 +16,7 @@ from trial_core.messages import MetricsKind, NonFinite
 from trial_core.processes.slots.stop_barrier import StopBarrier
 from trial_core.rank.collectives.distributed import DistributedContext
 from trial_core.rank.data.loaders import MicroBatches
+from trial_core.rank.state_files.late_copies import finish_copies
 from trial_core.rank.trial.callback import PyTorchCallback, trial_callbacks
 from trial_core.rank.trial.context import RunInfo
 from trial_core.rank.trial.metric_reduction import BatchMetrics, Partials, calls_over_ranks, combine
@@ -122,6 +123,7 @@ def _begin_epochs(
     current = epoch.epoch_of(batch_idx)
     previous = epoch.epoch_of(batch_idx - 1) if batch_idx else -1
     for begun in range(previous + 1, current + 1):
+        finish_copies()  # a hook may change weights
         for callback in callbacks.values():
             if accepts(callback.on_training_epoch_start, begun):
                 callback.on_training_epoch_start(begun)

@@ -19,6 +19,7 @@ from trial_core.rank.collectives.distributed import DistributedContext
 from trial_core.rank.data.loaders import Loaders
 from trial_core.rank.data.validation_set import ValidationSet
 from trial_core.rank.rank_state import capture_rng, restore_rng
+from trial_core.rank.state_files.late_copies import finish_copies
 from trial_core.rank.training import BatchReporter, with_custom
 from trial_core.rank.trial.callback import overridden_hooks, trial_callbacks
 from trial_core.rank.trial.metric_reduction import BatchMetrics, Reducer, combine
@@ -38,6 +39,7 @@ class _Interrupted(Exception):
 @contextmanager
 def evaluating(adapter: TrialAdapter) -> Iterator[None]:
     """Inside the block, models and optimizers are in evaluation mode, without gradients."""
+    finish_copies()  # averages and optimizers with modes exchange weights
     adapter.set_training(False)
     with ExitStack() as stack:
         stack.enter_context(optimizers_evaluating(adapter.optimizers, adapter.weight_copies))

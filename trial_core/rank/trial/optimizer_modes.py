@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-from trial_core.rank.state_files.late_copies import finish_copies
-
 
 @dataclass(frozen=True)
 class WeightCopies:
@@ -58,8 +56,6 @@ def optimizers_evaluating(
     these optimizers.
     """
     switched = with_modes(optimizers)
-    if switched or copies:
-        finish_copies()
     to_training_mode(switched)
     parameters = [
         each for one in switched for group in one.param_groups for each in group["params"]
