@@ -28,8 +28,8 @@ def train_workload(launch: Launch, begin: int, until: int) -> int:
         request = TrainBatches(until=until, watches_weights=run.test_mode is not None)
         results = launch.ask(request, Trained, stall_seconds)
         reached = results[0].batches_trained
-        if waited := max(each.copy_seconds for each in results):
-            run.clock.count_as("checkpoint_stall", waited)
+        if copying := max(each.copy_seconds for each in results):
+            run.clock.count_as("checkpoint_stall", copying)
         run.clock.batches_trained(reached)
     launch.note_stop_requests(results)
     if reached == begin:
