@@ -43,7 +43,7 @@ from trialflow.flows.train import takeover_wait_seconds
 from trialflow.tasks.checkpoint_use import ExperimentOrResult, HasCheckpoint, checkpoint_of
 from trialflow.tasks.client_retries import NO_ANSWER
 from trialflow.tasks.events import RunEvents
-from trialflow.tasks.required_experiment import GIVEN, MISSING, require_experiment
+from trialflow.tasks.required_experiment import GIVEN, MISSING, experiment_form
 from trialflow.tasks.stages import as_prefect_task
 from trialflow.tasks.storage_block import with_credentials
 
@@ -72,7 +72,7 @@ class EvaluateResult:
 
 
 # flow.serve() pickles the flow without this module's names: no postponed annotations here.
-@require_experiment
+@experiment_form(checkpoint="Checkpoint", config="Experiment")
 @flow(name="evaluate", flow_run_name=evaluate_name, validate_parameters=True)
 def evaluate(
     config: Annotated[ExperimentConfig | HasCheckpoint, ExperimentOrResult(), GIVEN] = MISSING,

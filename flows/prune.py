@@ -21,7 +21,7 @@ from trial_core.config import ExperimentConfig
 from trial_core.errors import ConfigError
 from trialflow.flows.lifecycle.crash_limit import check_crash_limit
 from trialflow.tasks.prune import delete_checkpoints, plan_prune, plan_sweep, sweep
-from trialflow.tasks.required_experiment import GIVEN, MISSING, require_experiment
+from trialflow.tasks.required_experiment import GIVEN, MISSING, experiment_form
 from trialflow.tasks.storage_block import with_credentials
 
 
@@ -44,7 +44,13 @@ class PruneResult:
 
 
 # flow.serve() pickles the flow without this module's names: no postponed annotations here.
-@require_experiment
+@experiment_form(
+    dry_run="Dry run",
+    trial="Trial",
+    leftovers_only="Leftovers only",
+    leftovers_after_days="Age of leftovers",
+    config="Experiment",
+)
 @flow(name="prune", flow_run_name="prune {config.name}", validate_parameters=True)
 def prune(
     config: Annotated[ExperimentConfig, GIVEN] = MISSING,

@@ -67,7 +67,7 @@ from trialflow.flows.retraining.outcome import (
 from trialflow.flows.search import SearchRun, page_of
 from trialflow.flows.train import train_trial
 from trialflow.tasks.artifact import ReportArtifact
-from trialflow.tasks.required_experiment import GIVEN, MISSING, require_experiment
+from trialflow.tasks.required_experiment import GIVEN, MISSING, experiment_form
 from trialflow.tasks.retrain import (
     RetrainingRun,
     compare,
@@ -82,7 +82,7 @@ SKIPPED = "Skipped"
 
 
 # flow.serve() pickles the flow without this module's names: no postponed annotations here.
-@require_experiment
+@experiment_form(config="Experiment", data="Data of this run")
 @flow(name=FLOW, flow_run_name=retrain_name, validate_parameters=True)
 def retrain(
     config: Annotated[EitherExperiment, GIVEN] = MISSING, data: dict[str, Any] | None = None

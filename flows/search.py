@@ -68,7 +68,7 @@ from trialflow.flows.server.prefect_settings import prepare_temporary_server
 from trialflow.flows.train import PartOfTraining, train
 from trialflow.tasks.artifact import MarkdownArtifact
 from trialflow.tasks.client_retries import NO_ANSWER
-from trialflow.tasks.required_experiment import GIVEN, MISSING, require_experiment
+from trialflow.tasks.required_experiment import GIVEN, MISSING, experiment_form
 from trialflow.tasks.storage_block import with_credentials
 
 prepare_temporary_server()
@@ -110,7 +110,7 @@ class SearchResult:
 
 
 # flow.serve() pickles the flow without this module's names: no postponed annotations here.
-@require_experiment
+@experiment_form(search="Search to continue", config="Experiment", take_over="Take over")
 @flow(name=FLOW, flow_run_name=search_name, validate_parameters=True)
 def search(
     config: Annotated[SearchExperiment, GIVEN] = MISSING,

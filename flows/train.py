@@ -45,7 +45,7 @@ from trialflow.tasks.artifact import ReportArtifact
 from trialflow.tasks.checkpoint_use import HasCheckpoint, checkpoint_of, store_of
 from trialflow.tasks.client_retries import NO_ANSWER
 from trialflow.tasks.events import RunEvents
-from trialflow.tasks.required_experiment import GIVEN, MISSING, require_experiment
+from trialflow.tasks.required_experiment import GIVEN, MISSING, experiment_form
 from trialflow.tasks.stages import as_prefect_task
 from trialflow.tasks.storage_block import with_credentials
 
@@ -66,7 +66,13 @@ class PartOfTraining:
 
 
 # flow.serve() pickles the flow without this module's names: no postponed annotations here.
-@require_experiment
+@experiment_form(
+    trial="Trial to continue",
+    start="Start of a new trial",
+    config="Experiment",
+    keep="Settings to keep",
+    take_over="Take over",
+)
 @flow(name="train", flow_run_name=train_name, validate_parameters=True)
 def train(
     config: Annotated[ExperimentConfig, GIVEN] = MISSING,
@@ -79,10 +85,10 @@ def train(
     """Train a trial. A run that is asked to stop saves first, and ends in the state Prefect wants.
 
     Args:
-        config: the experiment.
+        config: the experiment: the fields of an experiment file.
         trial: id of the trial to continue from its last committed checkpoint. The default belongs
             to the flow run, so a retry of the flow run continues its trial. In a flow of your own
-            it belongs to that flow's run and to this call (`flows/lifecycle/parent_runs.py`).
+            it belongs to that flow's run and to this call.
         take_over: True to take the trial from another run that may be live, which ends that run.
             A flow run that continues its own trial does not need it.
         keep: settings that stay as in the checkpoint, although the experiment has other values:

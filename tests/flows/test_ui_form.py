@@ -84,12 +84,14 @@ def form(prefect_server: PrefectServer) -> Iterator[Form]:
 
 
 def test_the_form_rejects_invalid_values(form: Form) -> None:
-    """It has all fields of an experiment. A number that is too small is marked at its field, and no
-    run is created."""
+    """It has all fields of an experiment, first those that most people set. A number that is too
+    small is marked at its field, and no run is created."""
     titles = {field.title for field in ExperimentConfig.model_fields.values() if field.title}
     assert "Scheduling unit" in titles
     text = form.browser.text
     assert {title for title in titles if title not in text} == set()
+    first = ["Trial to continue", "Entrypoint", "Batches", "Slots per trial", "Restarts"]
+    assert sorted(first, key=text.index) == first
 
     form.put("Restarts (Optional)", "-1")
     form.submit()

@@ -132,13 +132,6 @@ class ExperimentConfig(Section):
 
     ignored: ClassVar[Mapping[str, str]] = determined.IGNORED
 
-    name: Annotated[str, Strict()] = Field(
-        default="",
-        title="Name",
-        description="Runs and checkpoints are named after it. Default: the code folder's name.",
-    )
-    description: str = Field(default="", title="Description", description="Free text.")
-    labels: list[Text] = Field(default=[], title="Labels", description="For finding runs.")
     entrypoint: Annotated[str, BeforeValidator(determined.entrypoint)] = Field(
         title="Entrypoint",
         description="The trial class, as module:Class; or the command of a script, with Trainer or "
@@ -163,15 +156,7 @@ class ExperimentConfig(Section):
         title="Data",
         description="Where the trial's data is; the trial reads it from its context.",
     )
-    resources: ResourcesConfig = Field(default_factory=ResourcesConfig, title="Resources")
-    searcher: SearcherConfig = Field(title="Searcher")
-    scheduling_unit: PositiveOrAuto = Field(
-        default="auto",
-        title="Scheduling unit",
-        description="Batches in one train-workload; each one reports training metrics. "
-        '"auto": by the length of training, so that a run has about 50 tasks at most, unless its '
-        "periods ask for more; never more than 10 000 batches.",
-    )
+    searcher: SearcherConfig = Field(title="Length and metric")
     min_validation_period: Period = Field(
         default=None,
         title="Validation period",
@@ -184,6 +169,29 @@ class ExperimentConfig(Section):
         "begins when the last one is stored; all but the two latest and those that are validated, "
         "or that a rule of checkpoint_storage keeps, are deleted.",
     )
+    resources: ResourcesConfig = Field(default_factory=ResourcesConfig, title="Resources")
+    checkpoint_storage: StorageConfig = Field(
+        default_factory=StorageConfig, title="Checkpoint storage"
+    )
+    name: Annotated[str, Strict()] = Field(
+        default="",
+        title="Name",
+        description="Runs and checkpoints are named after it. Default: the code folder's name.",
+    )
+    description: str = Field(default="", title="Description", description="Free text.")
+    labels: list[Text] = Field(default=[], title="Labels", description="For finding runs.")
+    max_restarts: Count = Field(
+        default=5,
+        title="Restarts",
+        description="How many times to restart from the last checkpoint after a rank has failed.",
+    )
+    scheduling_unit: PositiveOrAuto = Field(
+        default="auto",
+        title="Scheduling unit",
+        description="Batches in one train-workload; each one reports training metrics. "
+        '"auto": by the length of training, so that a run has about 50 tasks at most, unless its '
+        "periods ask for more; never more than 10 000 batches.",
+    )
     perform_initial_validation: Flag = Field(
         default=False,
         title="Validate first",
@@ -194,29 +202,10 @@ class ExperimentConfig(Section):
         title="Checkpoint policy",
         description="Which validations lead to a checkpoint: the best so far, all, or none.",
     )
-    checkpoint_storage: StorageConfig = Field(
-        default_factory=StorageConfig, title="Checkpoint storage"
-    )
-    checkpointing: CheckpointingConfig = Field(
-        default_factory=CheckpointingConfig, title="Checkpointing"
-    )
-    reproducibility: ReproducibilityConfig = Field(
-        default_factory=ReproducibilityConfig, title="Reproducibility"
-    )
-    optimizations: OptimizationsConfig = Field(
-        default_factory=OptimizationsConfig, title="Optimizations"
-    )
-    profiling: ProfilingConfig = Field(default_factory=ProfilingConfig, title="Profiling")
-    max_restarts: Count = Field(
-        default=5,
-        title="Restarts",
-        description="How many times to restart from the last checkpoint after a rank has failed.",
-    )
-    stopping: StoppingConfig = Field(default_factory=StoppingConfig, title="Stopping")
-    stages: list[StageConfig] = Field(
-        default=[],
-        title="Stages of your own",
-        description="Functions that a run calls after its own stages.",
+    tensorboard_logging: Flag = Field(
+        default=True,
+        title="TensorBoard",
+        description="Whether reported metrics are written for TensorBoard, if it is installed.",
     )
     trackers: Annotated[list[dict[str, dict[str, Any]]], BeforeValidator(tracker_list)] = Field(
         default=[],
@@ -225,17 +214,28 @@ class ExperimentConfig(Section):
         "of another package, each with its options. Keys and passwords come from the environment.",
         examples=[[{"mlflow": {"tracking_uri": "http://127.0.0.1:5000"}}]],
     )
+    stages: list[StageConfig] = Field(
+        default=[],
+        title="Stages of your own",
+        description="Functions that a run calls after its own stages.",
+    )
+    checkpointing: CheckpointingConfig = Field(
+        default_factory=CheckpointingConfig, title="Checkpointing"
+    )
+    stopping: StoppingConfig = Field(default_factory=StoppingConfig, title="Stopping")
+    optimizations: OptimizationsConfig = Field(
+        default_factory=OptimizationsConfig, title="Optimizations"
+    )
+    reproducibility: ReproducibilityConfig = Field(
+        default_factory=ReproducibilityConfig, title="Reproducibility"
+    )
+    profiling: ProfilingConfig = Field(default_factory=ProfilingConfig, title="Profiling")
+    environment: EnvironmentConfig = Field(default_factory=EnvironmentConfig, title="Environment")
+    cost: CostConfig = Field(default_factory=CostConfig, title="Cost")
     retraining: RetrainingConfig | None = Field(
         default=None,
         title="Retraining",
         description="How the flow `retrain` keeps this experiment's model up to date.",
-    )
-    cost: CostConfig = Field(default_factory=CostConfig, title="Cost")
-    environment: EnvironmentConfig = Field(default_factory=EnvironmentConfig, title="Environment")
-    tensorboard_logging: Flag = Field(
-        default=True,
-        title="TensorBoard",
-        description="Whether reported metrics are written for TensorBoard, if it is installed.",
     )
     ignored_fields: PlainMapping = Field(
         default={},

@@ -103,7 +103,14 @@ CheckpointPeriod = Annotated[
         TrainUnit | Continuous,
         PlainValidator(_length_or_continuous),
         PlainSerializer(_plain),
-        WithJsonSchema({"anyOf": [_LENGTH_SCHEMA, {"const": "continuous", "type": "string"}]}),
+        WithJsonSchema(
+            {
+                "anyOf": [
+                    _LENGTH_SCHEMA,
+                    {"type": "string", "title": "continuous", "const": "continuous"},
+                ]
+            }
+        ),
     ]
     | None,
     BeforeValidator(_none_for_zero),

@@ -43,13 +43,14 @@ def _slot_count(value: Any, alternative: str = "", advice: str = "") -> int:
 
 def _slots_schema(minimum: int) -> list[dict[str, Any]]:
     return [
-        {"type": "integer", "minimum": minimum, "maximum": MAX_SLOTS},
-        {"type": "string", "const": "auto"},
+        {"type": "integer", "title": "number", "minimum": minimum, "maximum": MAX_SLOTS},
+        {"type": "string", "title": "auto", "const": "auto"},
     ]
 
 
 _RANGE_SCHEMA = {
     "type": "object",
+    "title": "range",
     "properties": {"min": {"type": "integer", "minimum": 1}, "max": {"type": "integer"}},
     "required": ["min", "max"],
     "additionalProperties": False,
@@ -186,19 +187,6 @@ class ResourcesConfig(Section):
         description='"auto": ranks compute on accelerators, or on the CPU if the machine has none. '
         '"cpu": they compute on the CPU.',
     )
-    shrink_micro_batches: Flag = Field(
-        default=True,
-        title="Shrink micro-batches",
-        description="Whether a DeepSpeedTrial that has no memory for one of its first 10 batches "
-        "is launched again with smaller micro-batches, and as many more: train_batch_size stays. "
-        "Only if its DataLoader has the engine's micro-batch size.",
-    )
-    preload: bool = Field(
-        default=True,
-        title="Preload",
-        description="Fork the ranks from a process that has imported PyTorch and DeepSpeed. They "
-        "start faster, also after a crash, and share memory. False: each rank imports them.",
-    )
     engine: Literal["auto", "local", "join", "ray", "slurm"] = Field(
         default="auto",
         title="Engine",
@@ -214,6 +202,19 @@ class ResourcesConfig(Section):
         title="Slots per node",
         description='With several machines, how many ranks each has. "auto": one per accelerator, '
         "or two on the CPU.",
+    )
+    shrink_micro_batches: Flag = Field(
+        default=True,
+        title="Shrink micro-batches",
+        description="Whether a DeepSpeedTrial that has no memory for one of its first 10 batches "
+        "is launched again with smaller micro-batches, and as many more: train_batch_size stays. "
+        "Only if its DataLoader has the engine's micro-batch size.",
+    )
+    preload: bool = Field(
+        default=True,
+        title="Preload",
+        description="Fork the ranks from a process that has imported PyTorch and DeepSpeed. They "
+        "start faster, also after a crash, and share memory. False: each rank imports them.",
     )
     network: Text | None = Field(
         default=None,

@@ -72,8 +72,10 @@ class SearcherConfig(Section):
     yaml_path: ClassVar[str] = "searcher"
     ignored: ClassVar[Mapping[str, str]] = determined.IGNORED_SEARCHER
 
-    name: Annotated[Literal["single"], BeforeValidator(_single)] = Field(
-        default="single", title="Searcher", description="Always single: one trial per run."
+    max_length: LengthField = Field(
+        title="Length of training",
+        description="Training ends exactly after so many batches, or so many epochs.",
+        examples=[{"batches": 1000}],
     )
     metric: Text = Field(
         title="Metric",
@@ -85,10 +87,8 @@ class SearcherConfig(Section):
         title="Smaller is better",
         description="Whether a smaller value of the metric is better.",
     )
-    max_length: LengthField = Field(
-        title="Length of training",
-        description="Training ends exactly here.",
-        examples=[{"batches": 1000}],
+    name: Annotated[Literal["single"], BeforeValidator(_single)] = Field(
+        default="single", title="Searcher", description="Always single: one trial per run."
     )
     source_checkpoint_uuid: Annotated[Text, AfterValidator(_uuid)] | None = Field(
         default=None,

@@ -202,10 +202,10 @@ def test_all_mistakes_are_listed(tmp_path: Path) -> None:
         load_config(path, ["max_restarts=none"])
     assert str(error.value).splitlines() == [
         f"{path}: entrypoint: missing; for example entrypoint: model_def:MyTrial",
-        f"{path}: searcher.metric: missing; for example metric: validation_loss",
         f"{path}: searcher.max_length: missing; for example max_length: {{batches: 1000}}",
-        f'{path}: scheduling_unit: expected a positive integer or "auto", got "many"',
+        f"{path}: searcher.metric: missing; for example metric: validation_loss",
         f'{path}: max_restarts: expected an integer of at least 0, got "none"',
+        f'{path}: scheduling_unit: expected a positive integer or "auto", got "many"',
         f'{path}: nme: unknown field; did you mean "name"?',
     ]
 
