@@ -26,7 +26,7 @@ def test_one_line_installs_the_repository(tmp_path: Path, installer: str) -> Non
     else:
         run(tmp_path, uv.find_uv_bin(), "venv", "-q", "--python", sys.executable, "env")
         install = [uv.find_uv_bin(), "pip", "install", "--python", bin_folder / "python"]
-    repository = f"trialflow @ git+file://{ROOT}"
+    repository = f"git+file://{ROOT}"
     run(tmp_path, *install, "-q", "-c", ROOT / "constraints.txt", repository)
     run(tmp_path, bin_folder / "trialflow", "init", "pytorch", ".")
     said = run(tmp_path, bin_folder / "trialflow", "train", "experiment.yaml", "--test")
