@@ -203,11 +203,13 @@ def train_trial_to_rung(
     result: TrialResult = state.result()
     if result.stop_reason not in (None, describe_pause(part.until)):  # by its time budget
         return LegOutcome(stopped=str(result.stop_reason))
-    if has_reached(leg, result):
-        return LegOutcome(result)
     is_asked = result.stopped_early and result.stop_reason is None
+    at_rung = int(leg.until.value) if isinstance(leg.until, Batch) else result.batches_trained  # type: ignore[arg-type]
+    validated_at = result.validated_at
+    if not is_asked and validated_at is not None and validated_at >= at_rung:
+        return LegOutcome(result)
     how = completed_early(result.trial_stop_reason) if is_asked else "ended by itself"
-    at = "no validation" if result.validated_at is None else f"validated at {result.validated_at}"
+    at = "no validation" if validated_at is None else f"validated at {validated_at}"
     return LegOutcome(
         failure=TrialError(
             f"it has {how}, after {result.batches_trained} batches ({at}), before its "
@@ -217,42 +219,27 @@ def train_trial_to_rung(
     )
 
 
-def has_reached(leg: Leg, result: TrialResult) -> bool:
-    """Return whether a trial that has ended has validated at its rung."""
-    if result.stopped_early and result.stop_reason is None:
-        return False
-    if isinstance(leg.until, Batch):
-        return (result.validated_at or 0) >= int(leg.until.value)  # type: ignore[arg-type]
-    return result.validated_at == result.batches_trained
-
-
+@dataclass
 class SearchRun:
     """One run of the flow: it has trained what is due, side by side, until nothing is.
 
-    Args:
-        identity: identifies the owner of the search.
-        began: since when the time budget counts, by the monotonic clock. Default: now.
+    Attributes:
+        owner: identifies the owner of the search.
+        began: since when the time budget counts, by the monotonic clock.
     """
 
-    def __init__(
-        self,
-        experiment: SearchExperiment,
-        search: str,
-        identity: str,
-        store: CheckpointStore,
-        stopping: StopHandler,
-        sampler: Sampler,
-        began: float | None = None,
-    ) -> None:
-        self._experiment = experiment
-        self._id = search
-        self._identity = identity
-        self._store = store
-        self._stopping = stopping
-        self._sampler = sampler
+    experiment: SearchExperiment
+    search_id: str
+    owner: str
+    store: CheckpointStore
+    stopping: StopHandler
+    sampler: Sampler | None
+    began: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
         self._observer = current_observer()
         self._logger = get_run_logger()
-        self._page = page_of(search)
+        self._page = page_of(self.search_id)
         self._running: dict[int, Leg] = {}
         self._left: dict[int, str] = {}  # trials that this run does not train further, and why
         self._ended: queue.SimpleQueue[tuple[Leg, PrefectFuture[LegOutcome]] | None] = (
@@ -260,34 +247,31 @@ class SearchRun:
         )
         self._fork_servers = ForkServers()
         self._failure: TrialflowError | None = None
-        self._began = time.monotonic() if began is None else began
 
     def run(self, is_new: bool, take_over: bool) -> SearchResult:
         """Own the search, and continue it. Raises as the flow."""
-        mark = storage_of_run(self._experiment.stopping.server_outage_seconds, self._stopping)
+        mark = storage_of_run(self.experiment.stopping.server_outage_seconds, self.stopping)
         with own_trial(
-            self._store, self._id, self._identity, is_new=is_new, take_over=take_over, mark=mark
+            self.store, self.search_id, self.owner, is_new=is_new, take_over=take_over, mark=mark
         ) as (_, fence):
-            if not self._store.is_process_local:
+            if not self.store.is_process_local:
                 label = StorageLabel()
                 label.note(fence.record.storage)
                 label.send()
-            log = SearchLog(self._store.storage, self._id)
-            search = Search(self._experiment, log, self._id, self._sampler)
-            with self._fork_servers, self._stopping.subscribed(self._wake, self._wake):
+            log = SearchLog(self.store.storage, self.search_id)
+            search = Search(self.experiment, log, self.search_id, self.sampler)
+            wake = partial(self._ended.put, None)
+            with self._fork_servers, self.stopping.subscribed(wake, wake):
                 self._train_what_is_due(search)
-            report = run_dir_of(self._id) / REPORT
+            report = run_dir_of(self.search_id) / REPORT
             report.parent.mkdir(parents=True, exist_ok=True)
-            report.write_text(html(view_of(search, self._store.url)), encoding="utf-8")
+            report.write_text(html(view_of(search, self.store.url)), encoding="utf-8")
         if self._failure is not None:
             raise self._failure
         return self._result(search, report)
 
-    def _wake(self) -> None:
-        self._ended.put(None)
-
     def _train_what_is_due(self, search: Search) -> None:
-        limit = side_by_side(self._experiment)
+        limit = side_by_side(self.experiment)
         while True:
             self._start_what_is_due(search, limit)
             self._show(search)
@@ -318,28 +302,28 @@ class SearchRun:
             self._running[leg.trial.number] = leg
             name = f"{leg.trial.id} to {leg.until.value}"
             observer = self._observer.of_trial(leg.trial.number, leg.trial.id)
-            owner = f"{self._id}/{leg.trial.number}"
+            owner = f"{self.search_id}/{leg.trial.number}"
             objects = [leg, owner, observer, self._fork_servers]
             given: list[Any] = [name, *map(quote, objects)]  # quote: not looked into
             future = train_trial_to_rung.submit(*given)
             future.add_done_callback(partial(self._note_end, leg))
 
-    def _within_time_budget(self, leg: Leg) -> Leg:
-        """The leg, whose run has only what is left of the search's time budget."""
-        stopping = self._experiment.stopping
-        if stopping.time_budget_seconds is None:
-            return leg
-        left = stopping.time_budget_seconds - (time.monotonic() - self._began)
-        rest = stopping.model_copy(update={"time_budget_seconds": max(left, 0.001)})
-        return replace(leg, config=leg.config.model_copy(update={"stopping": rest}))
-
     def _note_end(self, leg: Leg, future: PrefectFuture[LegOutcome]) -> None:
         self._ended.put((leg, future))
+
+    def _within_time_budget(self, leg: Leg) -> Leg:
+        """The leg, whose run has only what is left of the search's time budget."""
+        stopping = self.experiment.stopping
+        if stopping.time_budget_seconds is None:
+            return leg
+        left = stopping.time_budget_seconds - (time.monotonic() - self.began)
+        rest = stopping.model_copy(update={"time_budget_seconds": max(left, 0.001)})
+        return replace(leg, config=leg.config.model_copy(update={"stopping": rest}))
 
     @property
     def _ends(self) -> bool:
         """True if no training is begun any more."""
-        return self._failure is not None or self._stopping.request is not None
+        return self._failure is not None or self.stopping.request is not None
 
     def _note(self, search: Search, leg: Leg, outcome: LegOutcome) -> None:
         """Write down what came of a training. Of one that was stopped nothing: it continues.
@@ -359,8 +343,9 @@ class SearchRun:
         elif failure is not None:
             if not is_of_trial(failure):
                 raise of_search(failure, leg)
-            search.failed(leg, str(failure), is_invalid(failure), outcome.is_counted)
-        elif self._stopping.wait(2 * POLL_SECONDS):  # the trial may learn of the stop first
+            kind = failure.error_type if isinstance(failure, RankFailed) else None
+            search.failed(leg, str(failure), kind == InvalidHP.__name__, outcome.is_counted)
+        elif self.stopping.wait(2 * POLL_SECONDS):  # the trial may learn of the stop first
             return
         elif outcome.is_cancelled:
             search.failed(leg, "its flow run was cancelled")
@@ -373,29 +358,27 @@ class SearchRun:
 
     def _show(self, search: Search) -> None:
         """Show the search, also on its page. A server that does not take it gets the next one."""
-        status, view = "running" if self._running else "", view_of(search, self._store.url)
+        status, view = "running" if self._running else "", view_of(search, self.store.url)
         self._observer.search_shown(*glance(view), search.state.progress)
         with suppress(*NO_ANSWER):
             self._page.write(markdown(view, status))
 
     def _result(self, search: Search, report: Path) -> SearchResult:
-        state, request = search.state, self._stopping.final_request()
+        state, request = search.state, self.stopping.final_request()
         why = "; ".join(self._left.values()) if request is None else str(request)
-        result = SearchResult(
-            search=self._id,
+        trial, best = state.best or (None, None)
+        return SearchResult(
+            search=self.search_id,
             is_over=state.is_over,
             stop_reason=None if state.is_over else why,
             trials=len(state.trials),
+            best_trial=trial.id if trial else None,
+            hyperparameters=dict(trial.hyperparameters) if trial else {},
+            metric=best.metric if best else None,
+            checkpoint_uuid=best.checkpoint if best else None,
             report_path=str(report),
             flow_run_id=str(runtime.flow_run.id),
         )
-        if state.best is None:
-            return result
-        trial, best = state.best
-        return replace(
-            result, best_trial=trial.id, hyperparameters=dict(trial.hyperparameters),
-            metric=best.metric, checkpoint_uuid=best.checkpoint,
-        )  # fmt: skip
 
 
 def page_of(search: str) -> MarkdownArtifact:
@@ -428,11 +411,6 @@ def of_search(failure: BaseException, leg: Leg) -> TrialflowError:
     )
     error.__cause__ = failure
     return error
-
-
-def is_invalid(failure: BaseException) -> bool:
-    """Return whether a trial says that its hyperparameters cannot be trained with."""
-    return isinstance(failure, RankFailed) and failure.error_type == InvalidHP.__name__
 
 
 def side_by_side(experiment: SearchExperiment) -> int:

@@ -53,7 +53,7 @@ def searched(
     found = Search(experiment or search_experiment(), SearchLog(storage, search), search)
     while results != 0 and (leg := found.next(())) is not None:
         number, length = leg.trial.number, int(leg.until.value)  # type: ignore[arg-type]
-        if leg.rung == 0 and number in (failures or {}):
+        if not leg.trial.reached and number in (failures or {}):
             found.failed(leg, (failures or {})[number], is_invalid=False)
         else:
             metric = metric_of(leg.trial.hyperparameters, length)

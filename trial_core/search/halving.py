@@ -70,11 +70,6 @@ class _Rung:
         self.places.insert(index, _Place(value, trial))
         return index
 
-    def rank(self, trial: int) -> str:
-        """A trial's rank, for people: ``2nd of 5``."""
-        index = next(i for i, place in enumerate(self.places, 1) if place.trial == trial)
-        return f"{ordinal(index)} of {len(self.places)}"
-
 
 class Bracket:
     """The decisions of one bracket. Its methods return what follows from an event.
@@ -96,9 +91,13 @@ class Bracket:
         self._begun = 0
         self._invalid = 0
 
-    def begin(self) -> list[Action]:
-        """The first trials."""
-        return self._fill()
+    def fill(self) -> list[Action]:
+        """New trials, as long as fewer are due than may be, and not all have begun."""
+        due = self._begun - len(self._rung_of) + sum(rung.outstanding for rung in self._rungs)
+        begun = self._begun - (0 if self._kind == "grid" else self._invalid)
+        count = max(min(self.plan.concurrent - due, self.plan.max_trials - begun), 0)
+        self._begun += count
+        return [Begin(self.number)] * count
 
     def extend(self, plan: BracketPlan) -> list[Action]:
         """Continue with more trials, or with rungs above the last one.
@@ -113,7 +112,7 @@ class Bracket:
         if not is_longer:
             for place in self._rungs[last].places:
                 actions += self._end(place.trial, TO_ITS_END)
-        return [*actions, *self._fill(), *self._end_who_cannot_continue()]
+        return [*actions, *self.fill(), *self._end_who_cannot_continue()]
 
     def has_ended(self, trial: int) -> bool:
         """Return whether a trial is never trained further, as it is now."""
@@ -147,11 +146,13 @@ class Bracket:
         self._rungs[self._rung_of[trial]].outstanding -= 1
         for rung in self._rungs:
             rung.places = [place for place in rung.places if place.trial != trial]
-        return self._fill()
+        return self.fill()
 
     def rank(self, trial: int, rung: int) -> str:
-        """A trial's rank among those that have reached a rung, for people."""
-        return self._rungs[rung].rank(trial)
+        """A trial's rank among those that have reached a rung, for people: ``2nd of 5``."""
+        places = self._rungs[rung].places
+        index = next(i for i, place in enumerate(places, 1) if place.trial == trial)
+        return f"{ordinal(index)} of {len(places)}"
 
     @property
     def progress(self) -> float:
@@ -173,17 +174,14 @@ class Bracket:
         if index == len(self._rungs) - 1:
             rung.insert(trial, value)
             actions += self._end(trial, TO_ITS_END)
-        else:
-            promoted = self._promoted(index, trial, value)
-            for each in promoted:
-                if each in self._exited:  # as if it had been trained, and were the worst again
-                    self._advance(each, index)
-                    return self._decide(each, WORST)
-                actions.append(self._advance(each, index))
-        return [*actions, *self._fill(), *self._end_who_cannot_continue()]
+        elif (promoted := self._promoted(index, trial, value)) is not None:
+            actions.append(self._advance(promoted, index))
+            if promoted in self._exited:  # as if it had been trained, and were the worst again
+                return self._decide(promoted, WORST)
+        return [*actions, *self.fill(), *self._end_who_cannot_continue()]
 
-    def _promoted(self, index: int, trial: int, value: float) -> list[int]:
-        """Insert a trial into a rung, and return who is promoted because of that: one, or nobody.
+    def _promoted(self, index: int, trial: int, value: float) -> int | None:
+        """Insert a trial into a rung, and return who is promoted because of that, if any.
 
         Either the trial itself, or one that was too many before: there is room for one more.
         """
@@ -191,27 +189,18 @@ class Bracket:
         before = int(len(rung.places) / self._divisor)
         after = int((len(rung.places) + 1) / self._divisor)
         place = rung.insert(trial, value)
-        if place < after:
-            rung.places[place].is_promoted = True
-            return [trial]
-        if after != before and not rung.places[before].is_promoted:
-            rung.places[before].is_promoted = True
-            return [rung.places[before].trial]
-        return []
+        if place >= after:
+            if after == before or rung.places[before].is_promoted:
+                return None
+            place = before
+        rung.places[place].is_promoted = True
+        return rung.places[place].trial
 
     def _advance(self, trial: int, index: int) -> Advance:
         self._rung_of[trial] = index + 1
         self._ended -= {trial} - self._exited  # after a trial that was above it was invalid
         self._rungs[index + 1].outstanding += 1
         return Advance(trial, index + 1, self.rank(trial, index))
-
-    def _fill(self) -> list[Action]:
-        """New trials, as long as fewer are due than may be, and not all have begun."""
-        due = self._begun - len(self._rung_of) + sum(rung.outstanding for rung in self._rungs)
-        begun = self._begun - (0 if self._kind == "grid" else self._invalid)
-        count = max(min(self.plan.concurrent - due, self.plan.max_trials - begun), 0)
-        self._begun += count
-        return [Begin(self.number)] * count
 
     def _may_continue(self, last: int) -> set[int]:
         """Who waits for its promotion if there are more trials, or rungs above the last one."""
@@ -241,12 +230,12 @@ class Bracket:
         if len(self._rungs[0].places) < self.plan.max_trials:
             return []
         actions: list[Action] = []
-        for rung in self._rungs:
+        for index, rung in enumerate(self._rungs):
             if rung.outstanding:
                 break
             for place in rung.places:
                 if not place.is_promoted:
-                    actions += self._end(place.trial, rung.rank(place.trial))
+                    actions += self._end(place.trial, self.rank(place.trial, index))
         return actions
 
 
@@ -262,8 +251,8 @@ class StoppingBracket(Bracket):
         is_good = place < max(int(len(rung.places) / self._divisor), 1)
         if is_good and not is_last and trial not in self._exited:
             return [self._advance(trial, index)]
-        why = TO_ITS_END if is_last else rung.rank(trial)
-        return [*self._end(trial, why), *self._fill()]
+        why = TO_ITS_END if is_last else self.rank(trial, index)
+        return [*self._end(trial, why), *self.fill()]
 
     def _end_who_cannot_continue(self) -> list[Action]:
         return []  # they have ended
@@ -305,7 +294,7 @@ class ProgressiveBracket(Bracket):
                 if place.trial not in self._exited:
                     place.is_promoted = True
                     actions.append(self._advance(place.trial, index))
-        return [*actions, *self._fill(), *self._end_who_cannot_continue()]
+        return [*actions, *self.fill(), *self._end_who_cannot_continue()]
 
     def _extend_from(self, last: int) -> list[Action]:
         if self._last < last or (last and not self._has_other_order(last)):

@@ -8,11 +8,7 @@ from random import Random
 from typing import Any, Literal
 
 import optuna
-from optuna.distributions import (
-    CategoricalDistribution,
-    FloatDistribution,
-    IntDistribution,
-)
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -105,8 +101,7 @@ def store_study(
     try:
         study = optuna.create_study(storage=url, study_name=name, direction=_direction(experiment))
         for trial in state.trials:
-            is_due = trial.status == "due"
-            running = TrialState.RUNNING if is_due else TrialState.PRUNED
+            running = TrialState.RUNNING if trial.status == "due" else TrialState.PRUNED
             study.add_trial(frozen(experiment, trial, running))
     except optuna.exceptions.DuplicatedStudyError:
         raise SearchError(
@@ -209,7 +204,8 @@ def _params_of(ranges: Any, value: Any, path: Location) -> Params | None:
     if not isinstance(ranges, (Mapping, list)):
         return {} if type(ranges) is type(value) and ranges == value else None
     if isinstance(ranges, list):
-        ranges, value = dict(enumerate(ranges)), _by_index(value)
+        ranges = dict(enumerate(ranges))
+        value = dict(enumerate(value)) if isinstance(value, list) else None
     if not isinstance(value, Mapping) or ranges.keys() != value.keys():
         return None
     params: Params = {}
@@ -218,10 +214,6 @@ def _params_of(ranges: Any, value: Any, path: Location) -> Params | None:
             return None
         params |= inner
     return params
-
-
-def _by_index(value: Any) -> Any:
-    return dict(enumerate(value)) if isinstance(value, list) else None
 
 
 def _suggested(trial: Trial, ranges: Any, path: Location) -> Any:

@@ -1,10 +1,8 @@
-"""Where a trial's hyperparameters come from: a grid, chance, or a sampler that the user names."""
+"""A sampler that the user names, which chooses the hyperparameters of a search's trials."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -22,19 +20,6 @@ class Sampler(Protocol):
     def tell(self, trial: SearchTrial) -> None:
         """A trial has begun, has reached a rung, or has failed: called for each such record, in
         order. When a search continues, first for the records that there are."""
-
-
-class _Ranges:
-    """Values drawn from the ranges, or the points of the grid."""
-
-    def __init__(self, experiment: SearchExperiment) -> None:
-        self._experiment = experiment
-
-    def ask(self, number: int) -> dict[str, Any] | None:
-        return self._experiment.sample(number)
-
-    def tell(self, trial: SearchTrial) -> None:
-        pass
 
 
 class _Asked:
@@ -58,36 +43,29 @@ class _Asked:
         )  # fmt: skip
 
 
-@contextmanager
-def _importable(folder: str) -> Iterator[None]:
-    """Modules of the folder can be imported in the block. They stay imported."""
-    sys.path.insert(0, folder)
-    try:
-        yield
-    finally:
-        sys.path.remove(folder)
-
-
-def sampler_of(experiment: SearchExperiment) -> Sampler:
-    """The sampler of a search.
+def sampler_of(experiment: SearchExperiment) -> Sampler | None:
+    """The sampler that a search names; None if its ranges, or the points of its grid, decide.
 
     Raises:
         ConfigError: the class that it names cannot be imported or created, or is no sampler.
     """
     settings = experiment.searcher
     if settings.sampler is None:
-        return _Ranges(experiment)
+        return None
     name = settings.sampler
     module, _, attribute = name.partition(":")
+    folder = str(experiment.code)
+    sys.path.insert(0, folder)
     try:
-        with _importable(str(experiment.code)):
-            made = getattr(import_module(module), attribute)(**settings.sampler_options)
+        made = getattr(import_module(module), attribute)(**settings.sampler_options)
     except Exception as error:
         raise ConfigError(
             f"searcher.sampler: {name} cannot be used: {type(error).__name__}: {error}; expected "
             "module:Class, in the code folder or installed here, with options that it takes "
             "(optuna: pip install 'trialflow[search]')"
         ) from error
+    finally:
+        sys.path.remove(folder)
     if hasattr(made, "sample_independent"):
         from trial_core.search.optuna_sampler import OptunaSampler
 

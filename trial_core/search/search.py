@@ -40,7 +40,6 @@ class Leg:
     """
 
     trial: SearchTrial
-    rung: int
     config: ExperimentConfig
     until: TrainUnit
     is_last: bool
@@ -177,16 +176,14 @@ class Search:
     def news(self, trial: SearchTrial) -> str:
         """What has just come of a trial, and the best so far, for people, on a line."""
         settings, state = self.experiment.searcher, self.state
-        parts = [f"trial {trial.number}"]
+        found = ""
         if trial.reached and trial.status not in ("failed", "invalid"):
-            last = trial.reached[-1]
-            value = "not finite" if last.metric is None else number(last.metric)
-            parts = [f"trial {trial.number}: {settings.metric} {value}"]
-        unit = settings.unit
-        parts.append(described(state, trial, unit))
+            last = trial.reached[-1].metric
+            found = f": {settings.metric} {'not finite' if last is None else number(last)}"
+        parts = [f"trial {trial.number}{found}", described(state, trial, settings.unit)]
         others = [state.trials[each.trial] for each in self._follows if isinstance(each, Advance)]
         parts += [
-            f"trial {other.number} {described(state, other, unit)}"
+            f"trial {other.number} {described(state, other, settings.unit)}"
             for other in others
             if other is not trial
         ]
@@ -208,13 +205,14 @@ class Search:
                     f"the log of search {self.id} was altered: its trial {event.trial} is "
                     f"{self._id_of(event.trial)}, not {event.id}; restore it from a backup"
                 )
-            if isinstance(event, (Begun, RungReached, Exited)):
+            if self._sampler and isinstance(event, (Begun, RungReached, Exited)):
                 self._call(self._sampler.tell, self.state.trials[event.trial])
 
     def _begin(self, work: Begin) -> bool:
         """Begin a new trial; False if the sampler has no more hyperparameters now."""
         trial = len(self.state.trials)
-        hyperparameters = self._call(self._sampler.ask, trial)
+        ask = self._sampler.ask if self._sampler else self.experiment.sample
+        hyperparameters = self._call(ask, trial)
         if hyperparameters is None:
             return False
         if not isinstance(hyperparameters, dict):
@@ -240,7 +238,7 @@ class Search:
         is_last = trial.rung == len(self.state.rungs_of(trial)) - 1
         until: TrainUnit = (Batch if unit == "batches" else Epoch)(length)
         config = self.experiment.of_trial(trial.hyperparameters, self.id)
-        return Leg(trial, trial.rung, config, until, is_last)
+        return Leg(trial, config, until, is_last)
 
     def _call(self, method: Callable[[Any], Any], argument: Any) -> Any:
         try:

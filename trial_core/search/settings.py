@@ -268,7 +268,7 @@ class SearchExperiment(ExperimentConfig):
             began: the section `searcher` with which it began, if it continues.
         """
         settings = self.searcher if began is None else as_recorded(SearchSettings, began)
-        return settings.plan(self._points(settings))
+        return settings.plan(len(self.points))
 
     def extended_plan(self, plans: Sequence[BracketPlan]) -> list[BracketPlan]:
         """The brackets of a search that continues with this experiment.
@@ -279,26 +279,20 @@ class SearchExperiment(ExperimentConfig):
         settings = self.searcher
         most = settings.max_trials or 0
         if settings.name == "grid":
-            most = min(self._points(settings), most or MAX_TRIALS)
+            most = min(len(self.points), most or MAX_TRIALS)
         return extended(
             plans, settings.divisor, settings.length, most, settings.max_concurrent_trials
         )
 
-    def _points(self, settings: SearchSettings) -> int:
-        return len(self._grid) if settings.name == "grid" else 0
-
     @cached_property
-    def _grid(self) -> list[dict[str, Any]]:
-        return grid(self.hyperparameters)
-
-    def grid(self) -> list[dict[str, Any]]:
-        """The points of the grid, in the order in which they are tried."""
-        return self._grid[: self.searcher.max_trials]
+    def points(self) -> list[dict[str, Any]]:
+        """The points of the grid, in the order in which they are tried; empty without a grid."""
+        return grid(self.hyperparameters) if self.searcher.name == "grid" else []
 
     def sample(self, trial: int) -> dict[str, Any]:
         """The hyperparameters of a trial: of the grid, or drawn by the seed and its number."""
-        if self.searcher.name == "grid":
-            return self._grid[trial]
+        if self.points:
+            return self.points[trial]
         seed = self.reproducibility.experiment_seed
         return sample(self.hyperparameters, lambda place: Random(f"{seed} {trial} {place}"))
 
@@ -308,17 +302,13 @@ class SearchExperiment(ExperimentConfig):
         Raises:
             ConfigError: the hyperparameters cannot be stored.
         """
-        settings = self.searcher
-        searcher = SearcherConfig.model_validate(
-            {name: getattr(settings, name) for name in SearcherConfig.model_fields}
-            | {"name": "single"}
-        )
+        searcher = {name: getattr(self.searcher, name) for name in SearcherConfig.model_fields}
         fields = {name: getattr(self, name) for name in ExperimentConfig.model_fields}
         return ExperimentConfig.from_mapping(
             fields
             | {
                 "hyperparameters": dict(hyperparameters),
-                "searcher": searcher,
+                "searcher": searcher | {"name": "single"},
                 "retraining": self.retraining
                 and self.retraining.model_copy(update={"search": False}),
                 "trackers": [

@@ -69,18 +69,16 @@ def read_curves(path: Path) -> list[LearningCurve]:
 
 
 def simulate(experiment: SearchExperiment, curves: Sequence[LearningCurve]) -> Search:
-    """Run a search to its end, a trial at a time. Trial *n* has curve *n*; then they repeat."""
+    """Run a search to its end, a trial at a time. Trial *n* has curve *n*; then they repeat.
+
+    At a length, a curve has the value of the last validation until then, else of the first.
+    """
     search = in_memory(experiment)
     while (leg := search.next(())) is not None:
         length = int(leg.until.value)  # type: ignore[arg-type]
         if curve := curves[leg.trial.number % len(curves)]:
-            search.reached(leg, length, {experiment.searcher.metric: at(curve, length)}, None)
+            until = [value for batches, value in curve if batches <= length] or [curve[0][1]]
+            search.reached(leg, length, {experiment.searcher.metric: until[-1]}, None)
         else:
             search.failed(leg, "it has no curve", is_counted=False)
     return search
-
-
-def at(curve: LearningCurve, length: int) -> float:
-    """A curve's value at a length: of the last validation until then, else of the first."""
-    reached = [value for batches, value in curve if batches <= length]
-    return reached[-1] if reached else curve[0][1]

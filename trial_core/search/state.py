@@ -80,7 +80,7 @@ class SearchState:
         self._smaller_is_better = smaller_is_better
         self._brackets: list[Bracket] = brackets(plans, kind, stops_once)
         for bracket in self._brackets:
-            self._follow(bracket.begin())
+            self._follow(bracket.fill())
 
     @property
     def is_over(self) -> bool:

@@ -412,7 +412,7 @@ def test_what_is_due_is_not_held_up_by_new_trials(storage: Any) -> None:
         search.reached(leg, 8, {"loss": float(leg.trial.number)}, None)
     promoted = search.next(())
     assert promoted is not None
-    assert (promoted.trial.number, promoted.rung) == (0, 1)
+    assert (promoted.trial.number, promoted.trial.rung) == (0, 1)
 
 
 @pytest.mark.parametrize(

@@ -273,7 +273,7 @@ def test_lengths_are_in_words() -> None:
 
 def test_a_grid_has_determineds_points_in_its_order() -> None:
     """By the names of hyperparameters, the last one fastest; choices with ranges are expanded."""
-    points = experiment(name="grid", max_trials=None).grid()
+    points = experiment(name="grid", max_trials=None).points
     optimizers = ["adam", {"momentum": 0.5}, {"momentum": 0.9}]
     rates = [1e-4, 10**-2.5, 0.1]
     expected = itertools.product([1, 4], rates, optimizers)
