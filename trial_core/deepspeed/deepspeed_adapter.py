@@ -213,7 +213,11 @@ class DeepSpeedTrialAdapter(TrialAdapter):
 
     @property
     def rehearses_save(self) -> bool:
-        return super().rehearses_save and not self._overrides("save")
+        return super().rehearses_save and self.saves_plainly
+
+    @property
+    def saves_plainly(self) -> bool:
+        return not self._overrides("save")
 
     @property
     def loads_plainly(self) -> bool:

@@ -359,6 +359,7 @@ class Controller:
         self._trial.forward_clock.begin_workload()
         began, waited = time.monotonic(), loaders.waited_seconds
         steps, samples = adapter.scaled_steps(), info.samples_trained
+        copied = self._trial.snapshots.waited_seconds
         loop = _require(self._training, BuildLoadersAndRestore)
         may_change = adapter.steps_each_batch and 0.0 not in adapter.learning_rates()
         watch = WeightWatch(adapter.modules) if request.watches_weights else None
@@ -382,7 +383,7 @@ class Controller:
             stop_reason=info.stop_reason,
             data_seconds=loaders.waited_seconds - waited,
             forward_seconds=self._trial.forward_clock.seconds(),
-            copy_seconds=self._trial.snapshots.waited_for_copies(),
+            copy_seconds=self._trial.snapshots.waited_seconds - copied,
             learning_rates=adapter.learning_rates(),
             non_finite=outcome.non_finite,
             scaled_steps=scaled,

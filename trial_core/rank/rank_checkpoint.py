@@ -119,10 +119,10 @@ class Snapshots:
             self._verifies = False  # the others are saved and loaded in the same way
         return folder
 
-    def waited_for_copies(self) -> float:
-        """How many seconds training has waited for late copies since this was last asked."""
-        waited, self._late.waited_seconds = self._late.waited_seconds, 0.0
-        return waited
+    @property
+    def waited_seconds(self) -> float:
+        """How long training has waited for late copies in all."""
+        return self._late.waited_seconds
 
     def close(self) -> None:
         finish_copies()
@@ -233,12 +233,12 @@ class Snapshots:
     def _copied_late(self, memory: MemoryFiles) -> AbstractContextManager[None]:
         """Inside the block, what a step changes is copied while training continues, if it may be.
 
-        Not if the driver reads the files, or this rank itself as soon as they are staged.
+        Not if the driver reads the files, or this rank or the trial as soon as they are staged.
         """
-        is_read_at_once = self._verifies or self._files.store.is_process_local
-        if self._settings.snapshot == "eager" or is_read_at_once:
-            return contextlib.nullcontext()
         adapter = self._adapter
+        is_read_at_once = self._verifies or self._files.store.is_process_local
+        if self._settings.snapshot == "eager" or is_read_at_once or not adapter.saves_plainly:
+            return contextlib.nullcontext()
         return self._late.collected(memory, adapter.optimizers, adapter.modules)
 
     def _memory_files(self) -> MemoryFiles:

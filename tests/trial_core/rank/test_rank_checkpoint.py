@@ -149,7 +149,7 @@ def test_a_snapshot_is_rehearsed_once(tmp_path: Path, rehearses: bool) -> None:
 
     ours._adapter = SimpleNamespace(
         rehearses_save=rehearses, save=save, hook_state=dict, callbacks={}, optimizers=[],
-        modules=[],
+        modules=[], saves_plainly=True,
     )  # type: ignore[assignment]  # fmt: skip
     for _ in range(2):
         ours.rehearse()

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
@@ -39,7 +39,7 @@ class LateCopies:
     """The copies of this rank's last snapshot that are made late.
 
     Attributes:
-        waited_seconds: how long training has waited for copies since it was last reset.
+        waited_seconds: how long training has waited for copies in all.
     """
 
     def __init__(self) -> None:
@@ -94,9 +94,8 @@ class LateCopies:
 
     def finish(self) -> None:
         """Wait until all is copied. For any thread."""
-        if (thread := self._thread) is not None:
-            thread.join()
-            self._thread = None
+        if self._thread is not None:
+            self._thread.join()
 
     def require_complete(self) -> None:
         """Wait until all is copied. Raises CheckpointRefused if the copies are not of the save."""
@@ -134,7 +133,8 @@ def finish_copies(*_: object) -> None:
         began = time.monotonic()
         late.finish()
         late.waited_seconds += time.monotonic() - began
-        _pending.remove(late)
+        with suppress(ValueError):  # another thread has waited, too
+            _pending.remove(late)
 
 
 def late_copy(storage: torch.UntypedStorage) -> Callable[[memoryview], None]:

@@ -126,6 +126,11 @@ class TrialAdapter(ABC):
         return has_accelerator()
 
     @property
+    def saves_plainly(self) -> bool:
+        """True if `save` runs no `save` of the trial, which may read what was written. On all."""
+        return True
+
+    @property
     def loads_plainly(self) -> bool:
         """True if `load` runs no `load` of the trial, and reads only the files of the last `save`.
 
