@@ -74,6 +74,7 @@ class LocalWorker:
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         variables = {**SETTINGS, **chosen_settings(), "PATH": path}
         command += ["--type", "process", *options]
+        self._has_limit = "--limit" in options
         self._log_path = log_path
         self._start = partial(start_child, command, variables, log_path, answers=True)
         self._reaper = self._start()
@@ -111,6 +112,8 @@ class LocalWorker:
                 )
             on_end(f"the worker is started again, and its runs continue meanwhile: it {how}")
             time.sleep(pause_seconds)
+            while self._has_limit and self._reaper.lives() and self._left_runs():
+                time.sleep(POLL_SECONDS)  # a new worker would not count them
             if not (self._reaper.lives() and self._reaper.tell(b"\n")):
                 self._reaper = self._start()
 
@@ -136,8 +139,7 @@ class LocalWorker:
         for worker in workers:
             worker.suspend()  # it would take its own runs from the queue again
         runs = [run for worker in workers for run in _children(worker.pid)]
-        # Of workers and supervisors that were killed.
-        runs += [process for process in children if HOLDERS & {*_command(process)}]
+        runs += self._left_runs()
         for run in runs:
             with contextlib.suppress(psutil.NoSuchProcess):
                 run.terminate()
@@ -148,6 +150,11 @@ class LocalWorker:
                 worker.terminate()  # before it resumes, so that it does nothing else
                 worker.resume()
 
+    def _left_runs(self) -> list[psutil.Process]:
+        """Those of workers and supervisors that were killed."""
+        children = _children(self._reaper.pid) if self._reaper.lives() else []
+        return [process for process in children if HOLDERS & {*_command(process)}]
+
 
 def requeue_lost_runs(client: SyncPrefectClient, pool: str) -> list[str]:
     """Schedule the runs again that have no process; return a sentence about each.
@@ -156,8 +163,8 @@ def requeue_lost_runs(client: SyncPrefectClient, pool: str) -> list[str]:
     """
     is_begun = FlowRunFilter.model_validate({"state": {"type": {"any_": ["PENDING", "RUNNING"]}}})
     of_pool = WorkPoolFilter.model_validate({"name": {"any_": [pool]}})
+    held = _held_runs()  # before the states are read: a run may end meanwhile
     begun = client.read_flow_runs(flow_run_filter=is_begun, work_pool_filter=of_pool)
-    held = _held_runs() if begun else set()
     return [_requeue(client, run) for run in begun if str(run.id) not in held]
 
 
@@ -176,7 +183,8 @@ def _requeue(client: SyncPrefectClient, run: FlowRun) -> str:
         state = Crashed(message="The run had no process any more")
         then = (
             "it was Running and had no process any more: it is Crashed now, and not started again, "
-            f"because the automation '{RESTART_CRASHED}' is paused or it has crashed too often"
+            f"because the automation '{RESTART_CRASHED}' is paused, it has crashed too often, or "
+            "it is none of trialflow's"
         )
     client.set_flow_run_state(run.id, state, force=True)
     return f"{run.name}: {then}"

@@ -23,6 +23,6 @@ def ui_page(path: str) -> str | None:
 def _default_ui(ui_url: str) -> str:
     try:
         told = httpx.get(f"{ui_url}/ui-settings", timeout=TIMEOUT_SECONDS).json()
-    except (httpx.HTTPError, ValueError):  # Prefect Cloud answers with a page
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError):  # Prefect Cloud answers with a page
         return ui_url
     return f"{ui_url}/v2" if isinstance(told, dict) and told.get("default_ui") == "v2" else ui_url

@@ -6,8 +6,12 @@ import io
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
-from typing import IO, TYPE_CHECKING, Annotated
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
@@ -52,24 +56,48 @@ def logs(
         raise ConfigError("--json prints a whole log: leave out --follow")
     name = f"rank-{rank}.log"
     here = {path.parents[1].name: path for path in home_folder().glob(f"*/logs/{name}")}
-    found = named_trial(trial, here)
-    with ExitStack() as opened:
-        if found is None:
-            fetched = opened.enter_context(tempfile.TemporaryFile())
-            store = open_store(config, storage)
-            with waiting(f"reading {store.url}"):
-                found = _fetch(store, trial, name, fetched)
-            fetched.seek(0)
-            file: IO[str] = io.TextIOWrapper(fetched, encoding="utf-8", errors="replace")
-        else:
-            file = opened.enter_context(here[found].open(encoding="utf-8", errors="replace"))
-            while follow and holder_of(here[found].parents[1]) is not None:
-                _print(file)
-                time.sleep(FOLLOW_SECONDS)
+    with _opened(trial, name, here, partial(open_store, config, storage)) as (found, file):
+        while follow and found in here and holder_of(here[found].parents[1]) is not None:
+            _print(file)
+            time.sleep(FOLLOW_SECONDS)
         if json_:
             print_json("logs", {"trial": found, "rank": rank, "text": file.read()})
         else:
             _print(file)
+
+
+def end_of_log(
+    trial: str, rank: int, lines: int, config: ConfigFile, storage: StorageOption
+) -> dict[str, Any]:
+    """The last lines of a rank's log, for programs: of a trial that the storage knows."""
+    from trial_core.checkpoint import layout
+    from trial_core.processes.machine.run_dirs import home_folder
+
+    name, store = f"rank-{rank}.log", open_store(config, storage)
+    local = {path.parents[1].name: path for path in home_folder().glob(f"*/logs/{name}")}
+    named, known = [each for each in local if each.startswith(trial)], store.trials()
+    # One that has saved nothing yet has an attempt.
+    begun = (each for each in named if store.storage.sizes(layout.attempts_folder(each)))
+    here = {each: local[each] for each in {*begun, *(set(named) & set(known))}}
+    with _opened(trial, name, here, lambda: store) as (found, file):
+        return {"trial": found, "rank": rank, "text": "".join(deque(file, maxlen=lines))}
+
+
+@contextmanager
+def _opened(
+    trial: str, name: str, here: Mapping[str, Path], find_store: Callable[[], CheckpointStore]
+) -> Iterator[tuple[str, IO[str]]]:
+    """The id of a trial, and its log: one of those on this machine, else fetched."""
+    with ExitStack() as opened:
+        if (found := named_trial(trial, here)) is not None:
+            yield found, opened.enter_context(here[found].open(encoding="utf-8", errors="replace"))
+            return
+        fetched = opened.enter_context(tempfile.TemporaryFile())
+        store = find_store()
+        with waiting(f"reading {store.url}"):
+            found = _fetch(store, trial, name, fetched)
+        fetched.seek(0)
+        yield found, io.TextIOWrapper(fetched, encoding="utf-8", errors="replace")
 
 
 def _print(file: IO[str]) -> None:

@@ -21,7 +21,7 @@ from trialflow.deployments.cli.experiment_options import (
     ConfigFile,
     StorageOption,
 )
-from trialflow.deployments.cli.json_output import taking_results
+from trialflow.deployments.cli.json_output import print_json, taking_results
 
 if TYPE_CHECKING:
     from mcp.server import MCPServer
@@ -127,9 +127,11 @@ class _Tools:
 
     def logs(self, trial: str, rank: int = 0, lines: int = 200) -> ToolResult:
         """The end of what a rank of a trial has printed: so many lines of its log."""
-        found = self._result(logs.logs, trial, rank=rank)
-        kept = found["text"].splitlines(keepends=True)[-lines:] if lines > 0 else []
-        return {**found, "text": "".join(kept)}
+
+        def end_of_log(**place: Any) -> None:
+            print_json("logs", logs.end_of_log(trial, rank, max(lines, 1), **place))
+
+        return self._taken(end_of_log, config=self.config, storage=self.storage)
 
     def start(self, settings: dict[str, Any] | None = None) -> ToolResult:
         """Have a worker run the server's experiment; returns its trial's id at once.
@@ -144,7 +146,10 @@ class _Tools:
                 raise ToolError(
                     f"{field} cannot be set here, only fields of {', '.join(STARTABLE)}"
                 )
-        changed = [f"{field}={json.dumps(value)}" for field, value in (settings or {}).items()]
+        changed = [
+            f"{field}={json.dumps(value, ensure_ascii=False)}"
+            for field, value in (settings or {}).items()
+        ]
         experiment = self.config or DEFAULT_EXPERIMENT
         return self._taken(
             control.start, experiment, set_=changed, storage=self.storage, json_=True

@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,10 @@ def lazy_names(
         if name not in names:
             raise unknown_name(package, name, names)
         module, _, there = homes.get(name, "").partition(":")
-        with _said_if_long(package):
-            if module:
-                return getattr(importlib.import_module(module), there or name)
-            return importlib.import_module(f"{package}.{name}")
+        full = module or f"{package}.{name}"
+        with nullcontext() if full in sys.modules else _said_if_long(package):
+            found = importlib.import_module(full)
+        return getattr(found, there or name) if module else found
 
     return get, lambda: sorted({*vars(sys.modules[package]), *names})
 
@@ -53,8 +53,9 @@ def _said_if_long(package: str) -> Iterator[None]:
     timer = threading.Timer(SAID_AFTER_SECONDS, say)
     timer.daemon = True
     _importing.append(package)
-    timer.start()
     try:
+        with suppress(RuntimeError):  # no thread begins while the interpreter ends
+            timer.start()
         yield
     finally:
         timer.cancel()

@@ -14,6 +14,8 @@ from trial_core.observe.events.throughput import Throughput
 from trial_core.observe.trackers.journal import PAGE
 from trial_core.processes.machine.run_dirs import run_dir_of
 
+SHOWN_METRICS = 24
+
 
 def summary_lines(
     headline: str,
@@ -35,11 +37,14 @@ def summary_lines(
     throughput, at = Throughput.from_json(result.throughput), result.validated_at
     when = "" if at in (None, result.batches_trained) else f" (validated at batch {at})"
     is_last = best is None or best.uuid == result.checkpoint_uuid
+    metrics = [*result.validation_metrics.items()]
+    left = len(metrics) - SHOWN_METRICS
     facts = [  # pairs, not a dict: a metric may be called "report"
         *(
             (text_format.clean(name), text_format.one_line(text_format.number(value)) + when)
-            for name, value in result.validation_metrics.items()
+            for name, value in metrics[:SHOWN_METRICS]
         ),
+        ("…", f"{text_format.plural(left, 'more metric')}, in the report" if left > 0 else None),
         ("throughput", throughput.speed or None),
         ("peak memory", throughput.memory or None),
         ("checkpoint", result.checkpoint_url),

@@ -79,7 +79,8 @@ class TrainingLoop:
         adapter, info, micro_batches = self.adapter, self.info, self.micro_batches
         stop_barrier, first_batch = self.stop_barrier, info.batches_trained
         stop_barrier.begin_workload(has_breaks=True)
-        samples_before = 0 if micro_batches is None else micro_batches.samples
+        if micro_batches is not None:
+            samples_before, uncounted = micro_batches.samples, micro_batches.uncounted
         metrics = BatchMetrics()
         adapter.reducers.reset("training")
         adapter.set_training(True)
@@ -106,7 +107,7 @@ class TrainingLoop:
                 self.on_stop_requested()
         if info.batches_trained == first_batch:
             return TrainOutcome({}, [], {})  # nothing to average
-        if micro_batches is not None:
+        if micro_batches is not None and micro_batches.uncounted == uncounted:
             samples = micro_batches.samples - samples_before
             info.samples_trained += samples * adapter.data_parallel_size
         reduced = reduce_training(metrics, adapter, self.distributed, self.wants_batch_metrics)

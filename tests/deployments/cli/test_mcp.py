@@ -68,8 +68,9 @@ def serving(folder: Path, *options: str, **variables: str) -> Iterator[Tools]:
 def test_what_is_stored_can_be_read(stored: list[Manifest], tmp_path: Path) -> None:
     """As the commands print it with --json; nothing that changes something is offered."""
     storage = ("--storage", str(tmp_path / "storage"))
-    (tmp_path / "home" / "gpt-7" / "logs").mkdir(parents=True)
-    (tmp_path / "home" / "gpt-7" / "logs" / "rank-0.log").write_text("one\ntwo\nthree\n")
+    for trial in ("gpt-7", "elsewhere-1"):
+        (tmp_path / "home" / trial / "logs").mkdir(parents=True)
+        (tmp_path / "home" / trial / "logs" / "rank-0.log").write_text("one\ntwo\nthree\n")
     with serving(tmp_path, *storage) as tools:
         assert tools.annotations == dict.fromkeys(READING, True)
         listed = trialflow(tmp_path, "runs", "list", "--json", *storage)
@@ -80,6 +81,7 @@ def test_what_is_stored_can_be_read(stored: list[Manifest], tmp_path: Path) -> N
         )
         assert tools.call("compare", trials=["gpt-7", "gpt-11"])["results"]["batches"] == [7, 11]
         assert tools.call("logs", trial="gpt-7", lines=2)["text"] == "two\nthree\n"
+        assert "no trial elsewhere-1" in tools.refusal("logs", trial="elsewhere-1")
 
 
 def test_a_mistake_is_told(stored: list[Manifest], tmp_path: Path) -> None:

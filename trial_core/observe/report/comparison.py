@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from html import escape
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.transfer.checkpoint_source import CheckpointSource
 from trial_core.checkpoint.transfer.trial_code import code_of_checkpoint
-from trial_core.common.text_format import clean, number, plural, setting
+from trial_core.common.text_format import (
+    clean,
+    is_finite_number,
+    number,
+    plural,
+    setting,
+)
 from trial_core.errors import CheckpointError
 from trial_core.observe.report.curves import PALETTE, CurveFigure, MeasuredLine, curves
 from trial_core.observe.report.history import Curve
@@ -31,7 +38,8 @@ from trial_core.observe.report.stored_trial import StoredTrial, differing
 MANY_TRIALS = 10
 """From so many trials on, lines are coloured by rank, and there are parallel coordinates."""
 SHOWN_NAMES, SHOWN_FIGURES, SHOWN_DIFFERENCES, SHOWN_LINES = 10, 24, 10, 200
-LARGEST_TEXT_BYTES = 200_000
+LARGEST_TEXT_BYTES, COMPARED_LINES, LINE_CHARACTERS = 200_000, 500, 300
+"""Lines that differ beyond a file's common begin and end: more would take minutes to compare."""
 _KINDS: Mapping[Curve, str] = {
     "validation": "validation", "training": "training", "speed": "throughput",
     "learning_rate": "", "machine": "machine of the driver",
@@ -44,7 +52,8 @@ def comparison_page(trials: Sequence[StoredTrial], store: CheckpointStore) -> st
     """The page as HTML: one file that needs no network. Fetches the trials' code from `store`."""
     if len(trials) >= MANY_TRIALS:
         trials = _by_best(trials)
-    drawn = _figures(trials)
+    figures = _figures(trials)
+    drawn, left = dict(islice(figures.items(), SHOWN_FIGURES)), len(figures) - SHOWN_FIGURES
     places = [line for i, title in enumerate(drawn) for line in place(i, title)]
     names = ", ".join(dict.fromkeys(each.newest.experiment for each in trials))
     parts = [
@@ -52,6 +61,7 @@ def comparison_page(trials: Sequence[StoredTrial], store: CheckpointStore) -> st
         f"in {as_code(store.url)}",
         *_tables(trials),
         "\n".join(places),
+        *([f"not shown: {plural(left, 'more curve')}"] if left > 0 else []),
         *_code(trials, store),
     ]
     return page(f"{plural(len(trials), 'trial')} compared", "\n\n".join(parts), [*drawn.values()])
@@ -125,7 +135,7 @@ def _figures(trials: Sequence[StoredTrial]) -> _Figures:
                 if is_many
                 else _a_colour_each(name, lines)
             )
-    return dict(islice(found.items(), SHOWN_FIGURES))
+    return found
 
 
 def _a_colour_each(
@@ -141,7 +151,7 @@ def _a_colour_each(
 
 
 def _is_log(values: Sequence[Any]) -> bool:
-    numbers = [each for each in values if isinstance(each, (int, float))]
+    numbers = [each for each in values if is_finite_number(each)]
     return len(numbers) == len(values) and scale(numbers) == "log"
 
 
@@ -191,16 +201,35 @@ def _texts(
 
 def _difference(old: Mapping[str, Sequence[str]], new: Mapping[str, Sequence[str]]) -> str:
     """The differences of files as an indented block, which no line in it can end."""
-    lines = [
-        line
-        for name in sorted({*old, *new})
-        for line in difflib.unified_diff(
-            old.get(name, []), new.get(name, []), name, name, lineterm="", n=2
-        )
-    ]
+    names = [name for name in sorted({*old, *new}) if old.get(name) != new.get(name)]
+    lines: list[str] = []
+    while names and len(lines) <= SHOWN_LINES:
+        name = names.pop(0)
+        lines += _changes(name, old.get(name, ()), new.get(name, ()))
     if len(lines) > SHOWN_LINES:
-        lines[SHOWN_LINES:] = [f"… {len(lines) - SHOWN_LINES} more lines"]
-    return "\n".join(f"    {clean(line)}" for line in lines) or "only modes of files differ"
+        more = f", and {plural(len(names), 'more file')}" if names else ""
+        lines[SHOWN_LINES:] = [f"… {plural(len(lines) - SHOWN_LINES, 'more line')}{more}"]
+    shown = (clean(line[:LINE_CHARACTERS]) + "…" * (line[LINE_CHARACTERS:] != "") for line in lines)
+    return "\n".join(f"    {line}" for line in shown) or "only modes of files differ"
+
+
+def _changes(name: str, old: Sequence[str], new: Sequence[str]) -> list[str]:
+    """The changes of a file, after the lines that both begin with."""
+    alike = (a == b for a, b in zip(old, new, strict=False))
+    same = max(len([*takewhile(bool, alike)]) - 2, 0)
+    alike = (a == b for a, b in zip(reversed(old[same:]), reversed(new[same:]), strict=False))
+    end = max(len([*takewhile(bool, alike)]) - 2, 0)
+    before, after = old[same : len(old) - end], new[same : len(new) - end]
+    if max(len(before), len(after)) > COMPARED_LINES:
+        counts = f"{len(old)} lines, and {len(new)}"
+        return [f"--- {name}", f"+++ {name}", f"too much differs to be shown: {counts}"]
+    found = [*difflib.unified_diff(before, after, name, name, lineterm="", n=2)]
+    return [_moved(line, same) if line.startswith("@@ ") else line for line in found]
+
+
+def _moved(header: str, by: int) -> str:
+    """The header of a hunk, with other numbers of lines."""
+    return re.sub(r"([-+])(\d+)", lambda found: f"{found[1]}{int(found[2]) + by}", header)
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

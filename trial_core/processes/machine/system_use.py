@@ -29,7 +29,15 @@ class SystemUse:
         return time.monotonic() - self._began >= SHORTEST_SECONDS
 
     def measure(self) -> dict[str, float | None]:
-        """The present values, by the names that trackers show; the processor's since the last."""
+        """The present values, by the names that trackers show; the processor's since the last.
+
+        Empty if the machine does not tell them.
+        """
+        with suppress(OSError, psutil.Error):
+            return self._measured()
+        return {}
+
+    def _measured(self) -> dict[str, float | None]:
         self._began = time.monotonic()
         self._due_at = self._began + self._period_seconds
         (busy, total), (busy_before, total_before) = _busy_and_total(), self._processor
@@ -57,7 +65,10 @@ def _busy_and_total() -> tuple[float, float]:
 
     For a difference: `psutil.cpu_percent` remembers a call for the calling thread alone.
     """
-    times = psutil.cpu_times()
+    try:
+        times = psutil.cpu_times()
+    except (OSError, psutil.Error):
+        return 0.0, 0.0
     guests = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)  # in user, in nice
     total = sum(times) - guests
     return total - times.idle - getattr(times, "iowait", 0.0), total

@@ -41,7 +41,7 @@ class MicroBatches(Iterator[Any]):
         loaded: the state that was loaded into `loader`; None if none was.
 
     Attributes:
-        samples: of the micro-batches taken; those that cannot be counted are left out.
+        samples, uncounted: of the micro-batches taken; how many of them could not be counted.
         waited_seconds: the time that loading took, without data that was loaded ahead. Ranks train
             in step, so all wait for the rank with the highest value.
     """
@@ -62,7 +62,7 @@ class MicroBatches(Iterator[Any]):
         self._loader = loader
         self._loaded = loaded
         self._has_warned = False
-        self.taken = self.samples = 0
+        self.taken = self.samples = self.uncounted = 0
         self.waited_seconds = 0.0
 
     def __next__(self) -> Any:
@@ -70,7 +70,9 @@ class MicroBatches(Iterator[Any]):
         micro_batch = next(self._source)
         self.waited_seconds += time.perf_counter() - began
         self.taken += 1
-        self.samples += self._samples_of(micro_batch, self._drawn)
+        samples = self._samples_of(micro_batch, self._drawn)
+        self.samples += samples
+        self.uncounted += not samples
         self._drawn += 1
         return micro_batch
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -175,11 +174,12 @@ class TrialAdapter(ABC):
             length = self._trial.get_batch_length(micro_batch)
         except (TrialTypeError, TrialValueError):  # of `data_length`
             return 0
-        if not isinstance(length, Integral):
+        try:
+            return int(length)
+        except (TypeError, ValueError):
             raise TrialTypeError(
                 f"get_batch_length returned {length!r}; return the number of records of a batch"
-            )
-        return int(length)
+            ) from None
 
     @abstractmethod
     def train_batch(

@@ -104,6 +104,20 @@ def test_code_that_cannot_be_read_is_named(store: CheckpointStore, tmp_path: Pat
     assert layout.CODE_NAME in page.text
 
 
+def test_long_differences_are_cut(store: CheckpointStore, tmp_path: Path) -> None:
+    """To compare all lines of two large files may take an hour; a changed line in one is shown."""
+    many = [f"x{number % 5}" if number % 2 else f"y = {number}" for number in range(9000)]
+    trials = [
+        add(store, 1, tmp_path, "\n".join(many)),
+        add(store, 2, tmp_path, "\n".join([*many[:5000], "z" * 999, *many[5001:]])),
+        add(store, 3, tmp_path, "\n".join(f"-{each}" for each in many)),
+    ]
+    text = compared(store, *trials).text
+    assert f"\n+{'z' * 299}…\n" in text
+    assert "@@ -4999,5 +4999,5 @@" in text
+    assert "9000 lines, and 9000" in text
+
+
 def test_a_stranger_writes_no_markup(store: CheckpointStore, tmp_path: Path) -> None:
     """Names of metrics and of hyperparameters, their values, and code are text."""
     trials = [add(store, n, tmp_path, f"{EVIL} {n}\n```\n", **{EVIL: f"{EVIL}{n}"}) for n in (1, 2)]
