@@ -32,3 +32,11 @@ def test_the_last_line_of_a_completed_run_is_a_next_step(
     assert found == step
     last = f"  next    {step}" if step else "  report  /r"
     assert summary_lines("done", result, next_step=found)[-1] == last
+
+
+def test_many_metrics_are_left_to_the_report() -> None:
+    """A script's driver writes these lines into a pipe, which holds 64 KiB."""
+    metrics = {f"accuracy of class {number}": 0.5 for number in range(1000)}
+    lines = summary_lines("done", replace(DONE, validation_metrics=metrics))
+    assert len("\n".join(lines)) < 10_000
+    assert any("976 more metrics, in the report" in line for line in lines)
