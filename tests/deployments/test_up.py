@@ -175,7 +175,7 @@ def test_a_server_that_ends_while_the_deployments_are_set_up(
     monkeypatch.setattr(prefect_server, "local_server", lambda *arguments: nullcontext(ended))
     monkeypatch.setattr(up_command, "_set_up", set_up)
     with pytest.raises(KeyboardInterrupt):
-        up_command._serve(4200, None, (), tmp_path, 1.0)
+        up_command._serve(4200, None, (), tmp_path, 1.0, False)
 
 
 @pytest.mark.long  # test_request_guard has the guard and the password

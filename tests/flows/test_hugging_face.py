@@ -101,7 +101,8 @@ def test_a_trainer_reports_stores_and_resumes(here: Path, way: str) -> None:
     report = Path(first.report_path).read_text()
     assert "batch 4 of 4" in report
     titles = {line.split(":")[0].split('"')[1] for line in report.splitlines() if "title" in line}
-    assert titles == {"loss", "eval_loss", "grad_norm", "learning_rate", "throughput (samples/s)"}
+    curves = {"loss", "eval_loss", "grad_norm", "learning_rate", "throughput (samples/s)"}
+    assert titles - {"machine of the driver"} == curves
 
     (here / "out" / "checkpoint-9").mkdir()  # left by a run that was killed before its upload
     shutil.rmtree(here / "out" / "checkpoint-4")

@@ -133,6 +133,7 @@ def services(folder: Path) -> Iterator[dict[str, Any]]:
     assert rest == "", "stdout is for JSON alone"
 
 
+@pytest.mark.long
 @pytest.mark.server
 @pytest.mark.slots
 def test_a_run_from_its_start_to_a_champion(tmp_path: Path) -> None:
