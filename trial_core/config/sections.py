@@ -286,11 +286,11 @@ class CheckpointingConfig(Section):
         "needs.",
     )
     snapshot: Literal["lazy", "eager"] = Field(
-        default="lazy",
+        default="eager",
         title="When weights are copied",
-        description="When a save copies weights and optimizer state. lazy: while the next batch "
-        "computes, until its optimizer steps. eager: before training continues, as is always done "
-        "on accelerators, for files on disk, and for optimizers that are none of torch's.",
+        description="When a save copies weights and optimizer state. eager: before training "
+        "continues. lazy: while the next batch computes, until its optimizer steps; for CPU ranks, "
+        "whose trial changes weights by torch's optimizers alone.",
     )
     when_busy: Literal["wait", "postpone"] = Field(
         default="wait",

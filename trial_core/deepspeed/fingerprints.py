@@ -15,6 +15,7 @@ import json
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +33,6 @@ from deepspeed.utils import groups
 from trial_core.checkpoint.json_objects import decode_mapping
 from trial_core.common.text_format import first_few
 from trial_core.errors import CheckpointDamaged, CheckpointError
-from trial_core.rank.collectives.accelerator import has_accelerator
 from trial_core.rank.collectives.distributed import DistributedContext
 from trial_core.rank.state_files.bit_sum import bit_sum
 from trial_core.rank.state_files.late_copies import collecting
@@ -66,6 +66,7 @@ class _Tensor:
 
     Attributes:
         elements: of the whole tensor.
+        is_trained: True for a parameter that an optimizer's step changes, and nothing else.
         group: the ranks that share it, or hold a part of it each.
         own: the elements that this rank sums. All ranks of the group together sum all.
         master: returns the optimizer's fp32 weights of these elements; None if it has none of its
@@ -78,6 +79,7 @@ class _Tensor:
     own: _Fragment
     master: Callable[[], _Fragment] | None
     names: list[str] = field(default_factory=list)
+    is_trained: bool = False
 
     def fingerprint(self, bits: int = 0) -> Fingerprint:
         return Fingerprint(str(self.own[0].dtype), self.elements, bits)
@@ -108,27 +110,38 @@ def record_fingerprints(
 
     A rank's file has the sums over the elements that it holds; `fingerprints_of` adds them up.
     """
+    late = collecting()
     parts = [
-        (engine.checkpoint_mp_rank, [each.fixed() for each in _tensors(engine, excludes)])
+        (engine.checkpoint_mp_rank, _tensors(engine, excludes))
         for engine, excludes in zip(engines, excludes_frozen, strict=True)
     ]
     if not any(tensors for _, tensors in parts):
         return
+    # The next forward pass may change the others.
+    trained = [each for _, tensors in parts for each in tensors if each.is_trained and late]
+    summing = {id(each): each.fixed().recorded for each in trained}
+    summing |= {
+        id(each): partial(list, each.recorded())
+        for _, tensors in parts
+        for each in tensors
+        if id(each) not in summing
+    }
     path = folder / f"{FILE_PREFIX}{rank:05d}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
 
     def write() -> None:
         recorded = []
         for model_rank, tensors in parts:
-            summed = ((each.names, each.recorded()) for each in tensors if each.own[0].numel())
+            held = (each for each in tensors if each.own[0].numel())
+            summed = ((each.names, summing[id(each)]()) for each in held)
             own = {name: values for names, values in summed for name in names}
             recorded.append({"model_rank": model_rank, "tensors": own})
         path.write_text(json.dumps({"version": _VERSION, "engines": recorded}))
 
-    if (late := collecting()) is None or has_accelerator():
+    if late is None:
         write()
     else:
-        late.later(write)
+        late.later(write, [each.own[0] for each in trained if each.own[0].numel()])
 
 
 def check_loaded(
@@ -243,6 +256,8 @@ def _tensors(engine: DeepSpeedEngine, exclude_frozen: bool = False) -> list[_Ten
         if not exclude_frozen or not is_frozen:
             if id(tensor) not in found:
                 found[id(tensor)] = _tensor(engine, tensor, masters.get(id(tensor)))
+                is_parameter = isinstance(tensor, torch.nn.Parameter)
+                found[id(tensor)].is_trained = is_parameter and not is_frozen
             found[id(tensor)].names.append(name)
     return list(found.values())
 

@@ -7,6 +7,7 @@ are memory files, so staging costs one copy. `CheckpointFiles` uploads it later,
 from __future__ import annotations
 
 import contextlib
+import logging
 import shutil
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -34,9 +35,11 @@ from trial_core.rank.rank_state import (
 )
 from trial_core.rank.restore_on_other_ranks import RankRemap, read_remapped_state
 from trial_core.rank.state_files.built_settings import BuiltSettings, changes_of_data, read_settings
-from trial_core.rank.state_files.late_copies import LateCopies, finish_copies
+from trial_core.rank.state_files.late_copies import LateCopies, finish_copies, why_not_late
 from trial_core.rank.state_files.safe_load import Reader
 from trial_core.rank.trial.trial_adapter import TrialAdapter
+
+logger = logging.getLogger(__name__)
 
 
 class Snapshots:
@@ -67,7 +70,7 @@ class Snapshots:
         self._memory: MemoryFiles | None = None
         self._late = LateCopies()
         self.require_complete = self._late.require_complete
-        self._is_rehearsed = False
+        self._is_rehearsed = self._has_told = False
         files.complete = self.require_complete
 
     def rehearse(self) -> None:
@@ -233,13 +236,23 @@ class Snapshots:
     def _copied_late(self, memory: MemoryFiles) -> AbstractContextManager[None]:
         """Inside the block, what a step changes is copied while training continues, if it may be.
 
-        Not if the driver reads the files, or this rank or the trial as soon as they are staged.
+        A first snapshot that is loaded back at once is not.
         """
         adapter = self._adapter
-        is_read_at_once = self._verifies or self._files.store.is_process_local
-        if self._settings.snapshot == "eager" or is_read_at_once or not adapter.saves_plainly:
+        if self._settings.snapshot == "eager" or self._verifies:
             return contextlib.nullcontext()
-        return self._late.collected(memory, adapter.optimizers, adapter.modules)
+        if self._files.store.is_process_local:
+            why = "the storage is in the memory of the driver, which reads the files at once"
+        elif not adapter.saves_plainly:
+            why = "the trial overrides save, and may read the files"
+        else:
+            why = why_not_late(adapter.optimizers)
+        if not why:
+            return self._late.collected(memory, adapter.optimizers, adapter.modules)
+        if not self._has_told and self._distributed.get_rank() == 0:
+            logger.warning("checkpointing.snapshot: lazy has no effect, because %s", why)
+        self._has_told = True
+        return contextlib.nullcontext()
 
     def _memory_files(self) -> MemoryFiles:
         # Not created before training: only then is known how much memory it leaves free.

@@ -139,6 +139,7 @@ def _end_epochs(
     if epoch is None:
         return
     for ended in range(epoch.epochs_completed(batch_idx), epoch.epochs_completed(batch_idx + 1)):
+        finish_copies()
         for callback in callbacks.values():
             callback.on_training_epoch_end(ended)
 

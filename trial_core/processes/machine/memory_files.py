@@ -56,7 +56,7 @@ class MemoryFiles:
         self._granted_bytes = 0
         self._files: dict[str, MemoryFile] = {}
         self._written: set[str] = set()
-        self._reserved: list[Callable[[], None]] = []
+        self._reserved: dict[str, list[Callable[[], None]]] = {}
         self._is_rehearsal = False
 
     def begin(self, is_rehearsal: bool = False) -> None:
@@ -76,8 +76,8 @@ class MemoryFiles:
 
     def take_reserved(self) -> list[Callable[[], None]]:
         """What fills the room that this snapshot's files have reserved: see `SpillingFile`."""
-        taken, self._reserved = self._reserved, []
-        return taken
+        taken, self._reserved = self._reserved, {}
+        return [fill for of_file in taken.values() for fill in of_file]
 
     def close(self) -> None:
         self._written.clear()
@@ -88,6 +88,7 @@ class MemoryFiles:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
+        self._reserved.pop(name, None)
         on_disk = Path(os.devnull) if self._is_rehearsal else path
         if self._limit_bytes == 0:
             with open(on_disk, "wb") as file:
@@ -110,7 +111,7 @@ class MemoryFiles:
         else:
             memory_file.end()
             self._written.add(name)
-            self._reserved += spilling.reserved
+            self._reserved[name] = spilling.reserved
             path.symlink_to(memory_file.path)
 
     def _has_room(self, more_bytes: int) -> bool:
@@ -177,7 +178,8 @@ class SpillingFile:
 
     def reserve(self, size_bytes: int, fill: Callable[[memoryview], None]) -> bool:
         """Leave room for what `fill` writes later; without room in memory, return False."""
-        if self._file is not None or (start := self._memory_file.skip(size_bytes)) is None:
+        start = None if self._file is not None else self._memory_file.reserve(size_bytes)
+        if start is None:
             return False
         self.reserved.append(partial(self._memory_file.fill, start, size_bytes, fill))
         return True
@@ -219,6 +221,19 @@ class MemoryFile:
             return False
         self._map[start : self.size_bytes] = view
         return True
+
+    def reserve(self, size_bytes: int) -> int | None:
+        """As `skip`, and take the memory now, so that it no longer counts as free."""
+        kept_bytes = self.kept_bytes
+        if (start := self.skip(size_bytes)) is None or self.size_bytes <= kept_bytes:
+            return start
+        begin = max(start, kept_bytes)
+        try:
+            os.posix_fallocate(self._fd, begin, self.size_bytes - begin)
+        except OSError:  # no memory is left
+            self.size_bytes, self.kept_bytes = start, kept_bytes
+            return None
+        return start
 
     def skip(self, size_bytes: int) -> int | None:
         """Leave room for so many bytes; return where it begins, or None if there is none."""

@@ -2,15 +2,16 @@
 
 Nothing changes weights and an optimizer's state between two of its steps. So a save only reserves
 room for them in its memory files; a thread copies them while the next batch computes, and the first
-step of an optimizer waits for the rest. What else writes to them calls `finish` before. A trial may
-write to them in a way that cannot be seen: samples of each tensor, taken at the save, tell.
+step of an optimizer waits for the rest. What else writes to them calls `finish_copies` before. A
+trial may write to them unseen: versions of the tensors tell, and samples of what has none.
 """
 
 from __future__ import annotations
 
-import logging
+import ctypes
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -24,8 +25,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from trial_core.common.text_format import first_few
 from trial_core.errors import CheckpointRefused
 from trial_core.processes.machine.memory_files import MemoryFiles
-
-logger = logging.getLogger(__name__)
+from trial_core.rank.collectives.accelerator import has_accelerator
+from trial_core.rank.trial.optimizer_modes import with_modes
 
 _SAMPLES = 32
 _PIECE_BYTES = 32 * 2**20
@@ -33,6 +34,35 @@ _PIECE_BYTES = 32 * 2**20
 
 class _Changed(Exception):
     """A tensor was written to between the save and the copy."""
+
+
+class _Watched:
+    """A storage on the CPU that must not change, and the tensors that are known to be in it."""
+
+    def __init__(self, storage: torch.UntypedStorage, tensors: Sequence[torch.Tensor]) -> None:
+        self._storage = storage  # stays alive
+        # Not by `Tensor.numpy`, which makes a storage impossible to resize.
+        memory = (ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())
+        self.content = np.frombuffer(memory, np.uint8)
+        count = min(_SAMPLES, len(self.content))
+        self._places = np.linspace(0, len(self.content) - 1, count).astype(np.int64)
+        self._samples = self.content[self._places]
+        self._versions = [(each, each._version) for each in tensors]
+
+    def copy(self, room: memoryview) -> None:
+        """Copy the content. Raises `_Changed` if a sample has changed."""
+        target = np.frombuffer(room, np.uint8)
+        for begin in range(0, len(target), _PIECE_BYTES):
+            piece = slice(begin, begin + _PIECE_BYTES)
+            np.copyto(target[piece], self.content[piece])  # lets other threads run
+        if not np.array_equal(target[self._places], self._samples):
+            raise _Changed
+
+    def check(self) -> None:
+        """Raises `_Changed` if it was written to since."""
+        is_same = np.array_equal(self.content[self._places], self._samples)
+        if not is_same or any(each._version != version for each, version in self._versions):
+            raise _Changed
 
 
 class LateCopies:
@@ -44,11 +74,11 @@ class LateCopies:
 
     def __init__(self) -> None:
         self.waited_seconds = 0.0
-        self._unchanged: set[int] = set()
+        self._unchanged: dict[int, list[torch.Tensor]] = {}
+        self._watched: dict[int, _Watched] = {}
         self._later: list[Callable[[], None]] = []
         self._thread: threading.Thread | None = None
-        self._failure: Exception | None = None
-        self._is_eager = False
+        self._failure = ""
 
     @contextmanager
     def collected(
@@ -56,40 +86,41 @@ class LateCopies:
     ) -> Iterator[None]:
         """Inside the block, `write_tensors` leaves the copy of tensors to a thread where it can.
 
-        These are the parameters of `modules`, and what `optimizers` change, if every step of each
-        of them can be seen.
+        These are what `optimizers` change: parameters of `modules` that are trained, and states.
         """
-        self._failure = None
-        silent = {type(each).__name__ for each in optimizers if not _tells_its_steps(each)}
-        if silent and not self._is_eager:
-            logger.warning(
-                "weights are copied before training continues, as with checkpointing.snapshot: "
-                "eager: torch does not tell when %s steps; derive it from torch.optim.Optimizer",
-                first_few(sorted(silent)),
-            )
-        self._is_eager |= bool(silent)
-        if self._is_eager or not optimizers:
-            yield
-            return
+        self._failure = ""
         _finish_before_steps()
-        self._unchanged = {_memory(each) for each in _changed_by_steps(optimizers, modules)} - {0}
+        self._unchanged = defaultdict(list)
+        for each in _changed_by_steps(optimizers, modules):
+            if place := _memory(each):
+                self._unchanged[place].append(each)
         _collecting.append(self)
         try:
             yield
             work = [*memory.take_reserved(), *self._later]
+            watched = [*self._watched.values()]
         finally:
             _collecting.remove(self)
-            self._unchanged, self._later = set(), []
-        self._thread = threading.Thread(target=self._do, args=[work], name="snapshot", daemon=True)
+            self._unchanged, self._watched, self._later = {}, {}, []
+        thread = threading.Thread(
+            target=self._do, args=[work, watched], name="snapshot", daemon=True
+        )
+        thread.start()
+        self._thread = thread
         _pending.append(self)
-        self._thread.start()
 
     def takes(self, storage: torch.UntypedStorage) -> bool:
         """Return whether a storage's copy can be left to the thread."""
         return storage.device.type == "cpu" and storage.data_ptr() in self._unchanged
 
-    def later(self, work: Callable[[], None]) -> None:
-        """Have the thread do some more, which reads weights."""
+    def copy_of(self, storage: torch.UntypedStorage) -> Callable[[memoryview], None]:
+        """What copies a storage that `takes` has accepted."""
+        return self._watch(storage).copy
+
+    def later(self, work: Callable[[], None], tensors: Iterable[torch.Tensor]) -> None:
+        """Have the thread do some more, which reads `tensors`."""
+        for each in tensors:
+            self._watch(each.untyped_storage())
         self._later.append(work)
 
     def finish(self) -> None:
@@ -100,22 +131,28 @@ class LateCopies:
     def require_complete(self) -> None:
         """Wait until all is copied. Raises CheckpointRefused if the copies are not of the save."""
         self.finish()
-        if self._failure is not None:
-            raise CheckpointRefused(str(self._failure))
+        if self._failure:
+            raise CheckpointRefused(self._failure)
 
-    def _do(self, work: Sequence[Callable[[], None]]) -> None:
+    def _watch(self, storage: torch.UntypedStorage) -> _Watched:
+        place = storage.data_ptr()
+        if place not in self._watched:
+            self._watched[place] = _Watched(storage, self._unchanged.get(place, []))
+        return self._watched[place]
+
+    def _do(self, work: Sequence[Callable[[], None]], watched: Sequence[_Watched]) -> None:
         try:
             for each in work:
                 each()
+            for storage in watched:
+                storage.check()
         except _Changed:
-            self._is_eager = True
-            self._failure = CheckpointRefused(
+            self._failure = (
                 "the trial has changed weights after the save and before the next step of an "
-                "optimizer, while they were copied; the next checkpoints are copied before "
-                "training continues, as with checkpointing.snapshot: eager"
+                "optimizer, while they were copied: set checkpointing.snapshot: eager, and resume"
             )
         except Exception as error:  # noqa: BLE001  # told by `require_complete`
-            self._failure = error
+            self._failure = f"{type(error).__name__}: {error}"
 
 
 _collecting: list[LateCopies] = []
@@ -137,21 +174,23 @@ def finish_copies(*_: object) -> None:
             _pending.remove(late)
 
 
-def late_copy(storage: torch.UntypedStorage) -> Callable[[memoryview], None]:
-    """Note samples of a storage; returns what copies it. That raises if they have changed."""
-    source: Any = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
-    places = np.linspace(0, len(source) - 1, min(_SAMPLES, len(source))).astype(np.int64)
-    saved = source[places]
-
-    def copy(room: memoryview) -> None:
-        target = np.frombuffer(room, np.uint8)
-        for begin in range(0, len(target), _PIECE_BYTES):
-            piece = slice(begin, begin + _PIECE_BYTES)
-            np.copyto(target[piece], source[piece])  # lets other threads run
-        if not (target[places] == saved).all() or not (source[places] == saved).all():
-            raise _Changed
-
-    return copy
+def why_not_late(optimizers: Sequence[Any]) -> str:
+    """Why copies cannot be made late; empty if they can."""
+    if has_accelerator():
+        return "the ranks compute on accelerators"
+    if not optimizers:
+        return "the trial has no optimizer"
+    silent = {type(each).__name__ for each in optimizers if not _tells_its_steps(each)}
+    if silent:
+        return (
+            f"torch does not tell when {first_few(sorted(silent))} steps, which is not derived "
+            "from torch.optim.Optimizer"
+        )
+    if switching := with_modes(optimizers):
+        return f"{type(switching[0]).__name__} exchanges weights for a validation and a save"
+    if any("muon" in type(each).__name__.lower() for each in optimizers):
+        return "DeepSpeed changes the state of Muon before its step"
+    return ""
 
 
 @cache
@@ -169,9 +208,10 @@ def _changed_by_steps(
 ) -> Iterator[torch.Tensor]:
     for module in modules:
         for parameter in module.parameters():
-            yield parameter
-            if (part := getattr(parameter, "ds_tensor", None)) is not None:  # of ZeRO 3
-                yield part
+            if parameter.requires_grad:
+                yield parameter
+                if (part := getattr(parameter, "ds_tensor", None)) is not None:  # of ZeRO 3
+                    yield part
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             yield from group["params"]

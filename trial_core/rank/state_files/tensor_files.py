@@ -20,7 +20,7 @@ from torch.utils.serialization import config as serialization
 
 from trial_core.errors import CheckpointError
 from trial_core.rank.collectives.accelerator import has_accelerator, host_buffer, is_on_accelerator
-from trial_core.rank.state_files.late_copies import collecting, late_copy
+from trial_core.rank.state_files.late_copies import collecting
 
 
 def write_tensors(state: Any, file: IO[bytes]) -> None:
@@ -62,15 +62,17 @@ class _FilledFile:
                 f"torch {torch.__version__} left room for {skipped_bytes} bytes of a tensor, and "
                 f"the next one has {found_bytes}; install a torch that trialflow supports"
             )
-        late = collecting()
-        if late is not None and late.takes(storage) and self._reserve(storage):
+        if self._is_reserved(storage):
             return
         for piece in _pieces(storage):
             self._file.write(piece)
 
-    def _reserve(self, storage: torch.UntypedStorage) -> bool:
-        reserve = getattr(self._file, "reserve", None)  # files on disk have none
-        return reserve is not None and bool(reserve(storage.nbytes(), late_copy(storage)))
+    def _is_reserved(self, storage: torch.UntypedStorage) -> bool:
+        """Leave room for the storage if it may be copied later, and the file is in memory."""
+        late, reserve = collecting(), getattr(self._file, "reserve", None)
+        if late is None or reserve is None or not late.takes(storage):
+            return False
+        return bool(reserve(storage.nbytes(), late.copy_of(storage)))
 
 
 def _pieces(storage: torch.UntypedStorage) -> Iterator[memoryview]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ from torch.utils.serialization import config as serialization
 
 from trial_core.errors import CheckpointRefused
 from trial_core.processes.machine.memory_files import MemoryFiles
-from trial_core.rank.state_files.late_copies import LateCopies, finish_copies
+from trial_core.rank.state_files.late_copies import LateCopies, finish_copies, why_not_late
 from trial_core.rank.state_files.tensor_files import write_tensors
 
 
@@ -49,15 +52,21 @@ class Training:
             torch.save(self.state(), file)
         return file.getvalue()
 
-    def save(self) -> None:
+    @contextmanager
+    def saving(self) -> Iterator[LateCopies]:
+        """In the block, the file was written, and the thread has not begun."""
         finish_copies()
         self.memory.begin()
         with self.late.collected(self.memory, [self.optimizer], [self.model]):
             self.memory.write(
                 self.file.parent, self.file.name, lambda file: write_tensors(self.state(), file)
             )
-            self.seen = self.file.read_bytes()
+            yield self.late
         self.memory.end()
+
+    def save(self) -> None:
+        with self.saving():
+            self.seen = self.file.read_bytes()
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
@@ -94,35 +103,36 @@ def test_a_step_waits_for_the_copies(training: Training) -> None:
         stepped.wait(0.5)  # is over before if the step does not wait
         seen.append(bytes_of(training.model.weight))
 
-    finish_copies()
-    with training.late.collected(training.memory, [training.optimizer], [training.model]):
-        training.late.later(look)
+    with training.saving() as late:
+        late.later(look, [])
     training.step()
     stepped.set()
     assert seen == [weight]
     assert training.late.waited_seconds > 0
 
 
-def test_weights_that_are_changed_unseen_refuse_the_checkpoint(training: Training) -> None:
-    """Not by an optimizer's step. The next snapshot is copied at once."""
+@pytest.mark.parametrize("how", ["a view", "data", "rows"])
+def test_weights_that_are_changed_unseen_refuse_the_checkpoint(
+    training: Training, how: str
+) -> None:
+    """Not by an optimizer's step. A write to some rows is known by the tensor's version."""
     weight = training.model.weight
-    finish_copies()
-    training.memory.begin()
-    with training.late.collected(training.memory, [training.optimizer], [training.model]):
-        training.memory.write(
-            training.file.parent, "first.pt", lambda file: write_tensors({"w": torch.ones(2)}, file)
-        )
-        training.memory.write(
-            training.file.parent, "state.pt", lambda file: write_tensors(training.state(), file)
-        )
-        weight.data.mul_(2)
-    training.memory.end()
+
+    def change() -> None:
+        with torch.no_grad():
+            if how == "a view":
+                weight.view(-1)[7] += 1
+            elif how == "data":
+                weight.data.mul_(2)
+            else:
+                weight[3:5] = 0
+
+    with training.saving() as late:
+        late.later(change, [])
     with pytest.raises(CheckpointRefused, match=r"snapshot: eager"):
-        training.late.require_complete()
-    whole = training.whole()
+        late.require_complete()
     training.save()
-    assert training.seen == whole
-    training.late.require_complete()
+    late.require_complete()
 
 
 def test_what_does_not_fit_into_memory_is_copied_at_once(tmp_path: Path) -> None:
@@ -135,21 +145,33 @@ def test_what_does_not_fit_into_memory_is_copied_at_once(tmp_path: Path) -> None
     assert not training.file.is_symlink()
 
 
-def test_an_optimizer_whose_steps_are_unseen(
-    training: Training, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Own:
-        param_groups = training.optimizer.param_groups
-        state = training.optimizer.state
-        state_dict = training.optimizer.state_dict
+def test_room_counts_as_taken_before_it_is_filled(tmp_path: Path) -> None:
+    """Else ranks would reserve more than the machine has."""
+    training = Training(tmp_path)
+    size = len(training.whole())
+    before = free_bytes_of(training)
+    with training.saving():
+        assert before - free_bytes_of(training) >= size
 
-        def step(self) -> None:
-            """Steps by itself."""
 
-    training.optimizer = Own()
-    whole = training.whole()
-    training.save()
-    training.save()
-    assert training.seen == whole
-    (told,) = [each.message for each in caplog.records if "Own" in each.message]
-    assert "before training continues" in told
+def free_bytes_of(training: Training) -> int:
+    """Less the memory that the files of its snapshot take."""
+    files = training.memory._files.values()
+    return -sum(os.stat(file.path).st_blocks * 512 for file in files)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({}, ""),
+        ({"step": lambda self: None}, "does not tell when Other steps"),
+        ({"train": lambda self: None, "eval": lambda self: None}, "Other exchanges weights"),
+    ],
+)
+def test_optimizers_whose_states_are_copied_at_once(changes: dict[str, Any], why: str) -> None:
+    kind = type("Other", (torch.optim.SGD,), changes)
+    weight = torch.nn.Parameter(torch.ones(2))
+    other = kind([weight]) if "step" not in changes else kind.__new__(kind)
+    assert why in why_not_late([other])
+    assert bool(why_not_late([other])) == bool(why)
+    assert "no optimizer" in why_not_late([])
