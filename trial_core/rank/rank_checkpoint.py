@@ -37,6 +37,7 @@ from trial_core.rank.restore_on_other_ranks import RankRemap, read_remapped_stat
 from trial_core.rank.state_files.built_settings import BuiltSettings, changes_of_data, read_settings
 from trial_core.rank.state_files.late_copies import LateCopies, finish_copies, why_not_late
 from trial_core.rank.state_files.safe_load import Reader
+from trial_core.rank.trial.optimizer_modes import with_modes
 from trial_core.rank.trial.trial_adapter import TrialAdapter
 
 logger = logging.getLogger(__name__)
@@ -246,7 +247,7 @@ class Snapshots:
         elif not adapter.saves_plainly:
             why = "the trial overrides save, and may read the files"
         else:
-            why = why_not_late(adapter.optimizers)
+            why = why_not_late(adapter.optimizers, with_modes(adapter.optimizers))
         if not why:
             return self._late.collected(memory, adapter.optimizers, adapter.modules)
         if not self._has_told and self._distributed.get_rank() == 0:

@@ -26,7 +26,6 @@ from trial_core.common.text_format import first_few
 from trial_core.errors import CheckpointRefused
 from trial_core.processes.machine.memory_files import MemoryFiles
 from trial_core.rank.collectives.accelerator import has_accelerator
-from trial_core.rank.trial.optimizer_modes import with_modes
 
 _SAMPLES = 32
 _PIECE_BYTES = 32 * 2**20
@@ -174,8 +173,12 @@ def finish_copies(*_: object) -> None:
             _pending.remove(late)
 
 
-def why_not_late(optimizers: Sequence[Any]) -> str:
-    """Why copies cannot be made late; empty if they can."""
+def why_not_late(optimizers: Sequence[Any], with_modes: Sequence[Any]) -> str:
+    """Why copies cannot be made late; empty if they can.
+
+    Args:
+        with_modes: those of the optimizers that have modes for training and evaluation.
+    """
     if has_accelerator():
         return "the ranks compute on accelerators"
     if not optimizers:
@@ -186,8 +189,8 @@ def why_not_late(optimizers: Sequence[Any]) -> str:
             f"torch does not tell when {first_few(sorted(silent))} steps, which is not derived "
             "from torch.optim.Optimizer"
         )
-    if switching := with_modes(optimizers):
-        return f"{type(switching[0]).__name__} exchanges weights for a validation and a save"
+    if with_modes:
+        return f"{type(with_modes[0]).__name__} exchanges weights for a validation and a save"
     if any("muon" in type(each).__name__.lower() for each in optimizers):
         return "DeepSpeed changes the state of Muon before its step"
     return ""

@@ -18,6 +18,7 @@ from trial_core.errors import CheckpointRefused
 from trial_core.processes.machine.memory_files import MemoryFiles
 from trial_core.rank.state_files.late_copies import LateCopies, finish_copies, why_not_late
 from trial_core.rank.state_files.tensor_files import write_tensors
+from trial_core.rank.trial.optimizer_modes import with_modes
 
 
 class Training:
@@ -172,6 +173,7 @@ def test_optimizers_whose_states_are_copied_at_once(changes: dict[str, Any], why
     kind = type("Other", (torch.optim.SGD,), changes)
     weight = torch.nn.Parameter(torch.ones(2))
     other = kind([weight]) if "step" not in changes else kind.__new__(kind)
-    assert why in why_not_late([other])
-    assert bool(why_not_late([other])) == bool(why)
-    assert "no optimizer" in why_not_late([])
+    found = why_not_late([other], with_modes([other]))
+    assert why in found
+    assert bool(found) == bool(why)
+    assert "no optimizer" in why_not_late([], [])
