@@ -120,9 +120,9 @@ class SaveMethods:
         """trialflow: the snapshot blocks; the upload remains."""
         return self._snapshot("fast")
 
-    def ours_eager(self) -> Remaining:
-        """As `ours`, with checkpointing.snapshot: eager."""
-        return self._snapshot("fast", "eager")
+    def ours_lazy(self) -> Remaining:
+        """As `ours`, with checkpointing.snapshot: lazy."""
+        return self._snapshot("fast", "lazy")
 
     def copy(self) -> Remaining:
         """A bare copy of the same tensors in memory."""
@@ -180,11 +180,11 @@ class SaveMethods:
         dist.barrier()
         return lambda: None
 
-    def _snapshot(self, store: str, snapshot: str = "lazy") -> Remaining:
+    def _snapshot(self, store: str, snapshot: str = "eager") -> Remaining:
         files, checkpoint = self._files[store], self._uuid()
         ours = self._ours[store, snapshot]
         ours.stage(checkpoint, 1, None)
-        files.complete = ours.require_complete
+        files.complete = ours.require_complete  # the other kind has set its own
         persisted = self._threads.submit(files.persist, checkpoint)
 
         def finish() -> None:

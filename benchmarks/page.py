@@ -45,7 +45,8 @@ ROWS: dict[str, dict[str, tuple[str, str]]] = {
         "blocked_ratio_deepspeed_boto3": (
             "… relative to DeepSpeed's `save_checkpoint` and boto3", "",
         ),
-        "blocked_ratio_ours_eager": ("… relative to a copy before training continues", ""),
+        "lazy_ratio": ("… with `snapshot: lazy`, relative to the default", ""),
+        "lazy_ratio_deepspeed_boto3": ("… relative to `save_checkpoint` and boto3", ""),
         "blocked_ratio_slow_store": ("… on a slow store, relative to a fast one", ""),
         "blocked_s_torch_dcp_async": ("… of torch DCP's `async_save`", "s"),
         "state_mib": ("… the size of the checkpoint", "MiB"),
