@@ -93,6 +93,7 @@ def blocked(server: S3Server, state_mib: int, turns: int) -> dict[str, float]:
             "bucket": server.new_bucket(),
             "stores": {"fast": server.options, "slow": proxy.server().options},
         }
+        methods = ["ours", "ours_lazy", "fingerprints", *PEERS]
         lines = in_ranks(
             Path(folder),
             {**job, "methods": methods, "turns": turns},
