@@ -297,10 +297,16 @@ class Report(Observer):
     def _in_context(self, work: Callable[[], None]) -> threading.Thread:
         return threading.Thread(target=lambda: self._context.run(work), name="report", daemon=True)
 
-    def write(self) -> None:
-        """Write the report's present state: its files and its history."""
+    def write(self, unless_over: bool = False) -> None:
+        """Write the report's present state: its files and its history.
+
+        Args:
+            unless_over: not if the run has ended: its last state is written, and may be stored now.
+        """
         with self._writing:
             with self._lock:
+                if unless_over and self._facts.is_over:
+                    return
                 asked = None if self._stopping is None else self._stopping.request
                 if asked is not None and not self._facts.is_over:
                     self._facts.status = f"stopping: {asked}"
@@ -331,7 +337,7 @@ class Report(Observer):
             self._has_changed.clear()
             if self._has_ended.is_set():
                 break
-            self.write()
+            self.write(unless_over=True)
             self._publish_text()
             if self._logs_are_due:
                 self._logs_are_due = False
