@@ -198,7 +198,8 @@ def execute(run: UUID) -> Any:
     return run_flow(flow, flow_run=flow_run)
 
 
-@pytest.mark.parametrize("how", ["--resume", pytest.param("Resume", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["--resume", "Resume"])
 def test_a_search_that_is_suspended_continues_where_it_was(
     prefect_server: PrefectServer, here: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:

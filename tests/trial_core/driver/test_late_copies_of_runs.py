@@ -33,7 +33,7 @@ def of_stage(stage: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "slots"),
     [
-        pytest.param(BUFFERS, 2, id="zero 1"),
+        pytest.param(BUFFERS, 2, id="zero 1", marks=LONG),
         pytest.param(PYTORCH, 1, id="pytorch"),
         pytest.param(of_stage(0), 1, id="zero 0", marks=LONG),
         pytest.param(of_stage(2), 2, id="zero 2", marks=LONG),

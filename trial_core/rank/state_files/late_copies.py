@@ -41,7 +41,7 @@ class _Watched:
     def __init__(self, storage: torch.UntypedStorage, tensors: Sequence[torch.Tensor]) -> None:
         self._storage = storage  # stays alive
         # Not by `Tensor.numpy`, which makes a storage impossible to resize.
-        memory = (ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())
+        memory: Any = (ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())
         self.content = np.frombuffer(memory, np.uint8)
         count = min(_SAMPLES, len(self.content))
         self._places = np.linspace(0, len(self.content) - 1, count).astype(np.int64)
