@@ -221,8 +221,9 @@ def measure(methods: SaveMethods, names: list[str], turns: int) -> Iterator[dict
                 methods.train()
                 waiting = time.perf_counter()
                 finish_copies()
-                dist.barrier()
-                blocked += time.perf_counter() - waiting
+                waited = torch.tensor(time.perf_counter() - waiting)
+                dist.all_reduce(waited, op=dist.ReduceOp.MAX)
+                blocked += float(waited)
             finish()
             dist.barrier()
             whole = time.perf_counter() - start
