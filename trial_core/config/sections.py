@@ -289,8 +289,8 @@ class CheckpointingConfig(Section):
         default="eager",
         title="When weights are copied",
         description="When a save copies weights and optimizer state. eager: before training "
-        "continues. lazy: while the next batch computes, until its optimizer steps; for CPU ranks, "
-        "whose trial changes weights by torch's optimizers alone.",
+        "continues. lazy: while the next batch computes, until its optimizer steps; for trials on "
+        "CPU ranks that change weights by torch's optimizers alone, not for Core API scripts.",
     )
     when_busy: Literal["wait", "postpone"] = Field(
         default="wait",

@@ -81,8 +81,9 @@ class _Tensor:
     names: list[str] = field(default_factory=list)
     is_trained: bool = False
 
-    def fingerprint(self, bits: int = 0) -> Fingerprint:
-        return Fingerprint(str(self.own[0].dtype), self.elements, bits)
+    def fingerprint(self) -> Fingerprint:
+        """Without its bits."""
+        return Fingerprint(str(self.own[0].dtype), self.elements, 0)
 
     def fixed(self) -> _Tensor:
         """With the fp32 weights of now, which are then read without DeepSpeed."""
@@ -111,29 +112,28 @@ def record_fingerprints(
     A rank's file has the sums over the elements that it holds; `fingerprints_of` adds them up.
     """
     late = collecting()
-    parts = [
-        (engine.checkpoint_mp_rank, _tensors(engine, excludes))
-        for engine, excludes in zip(engines, excludes_frozen, strict=True)
-    ]
-    if not any(tensors for _, tensors in parts):
+    parts: list[tuple[int, list[tuple[list[str], Callable[[], list[Any]]]]]] = []
+    read_later: list[torch.Tensor] = []
+    for engine, excludes in zip(engines, excludes_frozen, strict=True):
+        summing: list[tuple[list[str], Callable[[], list[Any]]]] = []
+        for each in _tensors(engine, excludes):
+            if not each.own[0].numel():
+                continue
+            if late is not None and each.is_trained:
+                read_later.append(each.own[0])
+                summing.append((each.names, each.fixed().recorded))
+            else:  # the next forward pass may change it
+                summing.append((each.names, partial(list, each.recorded())))
+        parts.append((engine.checkpoint_mp_rank, summing))
+    if not any(summing for _, summing in parts):
         return
-    # The next forward pass may change the others.
-    trained = [each for _, tensors in parts for each in tensors if each.is_trained and late]
-    summing = {id(each): each.fixed().recorded for each in trained}
-    summing |= {
-        id(each): partial(list, each.recorded())
-        for _, tensors in parts
-        for each in tensors
-        if id(each) not in summing
-    }
     path = folder / f"{FILE_PREFIX}{rank:05d}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
 
     def write() -> None:
         recorded = []
-        for model_rank, tensors in parts:
-            held = (each for each in tensors if each.own[0].numel())
-            summed = ((each.names, summing[id(each)]()) for each in held)
+        for model_rank, summing in parts:
+            summed = ((names, sum_up()) for names, sum_up in summing)
             own = {name: values for names, values in summed for name in names}
             recorded.append({"model_rank": model_rank, "tensors": own})
         path.write_text(json.dumps({"version": _VERSION, "engines": recorded}))
@@ -141,7 +141,7 @@ def record_fingerprints(
     if late is None:
         write()
     else:
-        late.later(write, [each.own[0] for each in trained if each.own[0].numel()])
+        late.later(write, read_later)
 
 
 def check_loaded(

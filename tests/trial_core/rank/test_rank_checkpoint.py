@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.slots import Driven, drive, toy_config
 from trial_core.checkpoint.store import CheckpointStore
@@ -25,7 +26,9 @@ from trial_core.rank.collectives.distributed import DistributedContext
 from trial_core.rank.rank_checkpoint import Snapshots
 from trial_core.rank.rank_state import write_rank_state
 from trial_core.rank.state_files.built_settings import BuiltSettings
+from trial_core.rank.state_files.late_copies import collecting
 from trial_core.rank.state_files.safe_load import Reader
+from trial_core.rank.state_files.tensor_files import write_tensors
 
 Warm = Callable[[int], SlotGroup]
 
@@ -136,6 +139,30 @@ def snapshots(folder: Path, rank: int = 0, ranks: int = 1, **settings: Any) -> S
     found = Snapshots(adapter, files, one_of(rank, ranks), CheckpointingConfig(**settings))
     found.built = BuiltSettings(())
     return found
+
+
+def test_an_upload_waits_for_late_copies(tmp_path: Path) -> None:
+    """Of weights that were changed before they were all copied, nothing is stored."""
+    settings: Any = {"snapshot": "lazy", "verify_first": False}
+    files = files_of(tmp_path, **settings)
+    model = torch.nn.Linear(3, 2)
+
+    def save(folder: Path, memory: MemoryFiles, *others: Any) -> None:
+        memory.write(folder, "shard", lambda file: write_tensors(model.state_dict(), file))
+        late = collecting()
+        assert late is not None
+        late.later(lambda: model.weight.data.mul_(2), [])
+
+    adapter: Any = SimpleNamespace(
+        checkpoint_classes=(), save=save, hook_state=dict, callbacks={}, saves_plainly=True,
+        optimizers=[torch.optim.SGD(model.parameters())], modules=[model],
+    )  # fmt: skip
+    ours = Snapshots(adapter, files, one_of(0, 1), CheckpointingConfig(**settings))
+    ours.stage("new", 1, None)
+    with pytest.raises(CheckpointError, match=r"snapshot: eager"):
+        files.persist("new")
+    assert not [*tmp_path.glob("store/**/shard*")]
+    files.close()
 
 
 @pytest.mark.parametrize("rehearses", [True, False])
