@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,36 @@ def test_a_killed_worker_is_started_again(
     # A run's last line says that SIGTERM has reached it.
     assert log.read_text().count(psutil.STATUS_SLEEPING) == (2 if victim == "getpid" else 0)
     assert psutil.wait_procs(runs, 10.0)[1] == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has subreapers")
+def test_a_worker_with_a_limit_waits_for_the_runs_that_it_would_not_count(
+    tmp_path: Path, fake: Callable[[str], None]
+) -> None:
+    """Else more runs than it allows would share the machine, whose memory may have been short."""
+    log = tmp_path / "worker.log"
+    fake(KILLED_WORKER.replace("VICTIM", "getpid"))
+    lived: list[bool] = []
+    ended = threading.Event()
+
+    def end_run() -> None:
+        ended.wait(2)  # time for another worker to begin; none does
+        run, *others = re.findall(r"run (\d+)", log.read_text())
+        lived.append(psutil.pid_exists(int(run)) and not others)
+        psutil.Process(int(run)).terminate()
+
+    def note(how: str) -> None:
+        if lived:
+            raise KeyboardInterrupt
+        threading.Thread(target=end_run).start()
+
+    with (
+        environment(isolated(tmp_path)),
+        LocalWorker("pool", log, ("--limit", "1")) as worker,
+        pytest.raises(KeyboardInterrupt),
+    ):
+        worker.serve(note)
+    assert lived == [True]
 
 
 def test_a_worker_that_cannot_start(tmp_path: Path, fake: Callable[[str], None]) -> None:
