@@ -287,7 +287,7 @@ def superseded() -> None:
     [
         pytest.param(
             {"validated_at": 2, "batches_trained": 2, "stop_reason": None, "stopped_early": False},
-            r"by itself after 2 batches \(validated at 2\), before its validation at 3 batches",
+            r"by itself, after 2 batches \(validated at 2\), before its validation at 3 batches",
             id="script", marks=pytest.mark.long,
         ),
         pytest.param(
@@ -296,7 +296,7 @@ def superseded() -> None:
             id="stop",
         ),
         pytest.param(
-            {"validated_at": None}, r"by itself after 3 batches \(no validation\)",
+            {"validated_at": None}, r"by itself, after 3 batches \(no validation\)",
             id="unvalidated", marks=pytest.mark.long,
         ),
     ],
