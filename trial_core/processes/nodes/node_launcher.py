@@ -39,7 +39,7 @@ from trial_core.processes.slots.launcher import (
     MachineShare,
     RankConnections,
 )
-from trial_core.processes.slots.rank_handle import LaunchedRank, RankHandle
+from trial_core.processes.slots.rank_handle import RankHandle
 
 PREPARE_SECONDS = 120.0
 """How long a node may take to unpack the code and to check the storage."""
@@ -49,7 +49,7 @@ POLL_SECONDS = 0.2
 _LAUNCHES = itertools.count(1)
 
 
-class RemoteRank(LaunchedRank):
+class RemoteRank(RankHandle):
     """A rank of another machine. Its log is also written here, as its agent sends it."""
 
     def __init__(

@@ -30,7 +30,7 @@ from trial_core.processes.slots.fork_and_reap_ranks import (
     StartRank,
     kill_sessions,
 )
-from trial_core.processes.slots.rank_handle import LaunchedRank
+from trial_core.processes.slots.rank_handle import RankHandle
 
 PRELOADED_KINDS = ("cpu", "cuda")
 """Accelerators that a forked process can use if its parent has not used one."""
@@ -38,11 +38,10 @@ PRELOADED_KINDS = ("cpu", "cuda")
 logger = logging.getLogger(__name__)
 
 
-class RankProcess(LaunchedRank):
-    """A rank that the fork server starts and watches.
+class RankProcess(RankHandle):
+    """A rank that the fork server starts and watches. `number` is the rank's number in the server.
 
-    The process itself is watched, since its forked children hold copies of its connection. `number`
-    is the rank's number in the server.
+    The process itself is watched, since its forked children hold copies of its connection.
     """
 
     def __init__(
@@ -55,14 +54,10 @@ class RankProcess(LaunchedRank):
     ) -> None:
         super().__init__(rank, socket.gethostname(), log_path, on_exit)
         self._server = server
-        self._number = number
-
-    def start(self, variables: Mapping[str, str], folder: Path, descriptors: Sequence[int]) -> None:
-        """Have it forked, with the fields of `StartRank`. Returns at once."""
-        self._server.start(self._number, variables, folder, descriptors)
+        self.number = number
 
     def signal(self, number: int) -> None:
-        self._server.signal(self._number, number)
+        self._server.signal(self.number, number)
 
     def written_bytes(self) -> int:
         return disk_bytes(self.pid) + self.log_size()
@@ -186,15 +181,20 @@ class ServerProcess:
         return process
 
     def start(
-        self, number: int, variables: Mapping[str, str], folder: Path, descriptors: Sequence[int]
+        self,
+        rank: RankProcess,
+        variables: Mapping[str, str],
+        folder: Path,
+        descriptors: Sequence[int],
     ) -> None:
+        """Have a rank forked, with the fields of `StartRank`. Returns at once."""
         given = {**self._set_late, **variables}
-        command = StartRank(number=number, variables=given, folder=str(folder))
+        command = StartRank(number=rank.number, variables=given, folder=str(folder))
         self._send(command, descriptors)
         with self._lock:
             code = self._code
         if code is not None:  # `_listen` may have seen this rank, or not
-            self._ranks[number].ended(code)
+            rank.ended(code)
 
     def signal(self, number: int, signal_number: int) -> None:
         """Send a rank a signal; SIGKILL also ends its children."""

@@ -162,7 +162,7 @@ def launch_here(
                     pipe.write(channel.secret)
                 descriptors = [stdin.fileno(), log.fileno(), *locks, *stores]
                 ranks.append(process)
-                process.start(variables, launch.working_dir, descriptors)
+                server.start(process, variables, launch.working_dir, descriptors)
     except OSError as error:
         channel.close()
         raise LaunchError(f"cannot start the ranks in {launch.working_dir}: {error}") from error

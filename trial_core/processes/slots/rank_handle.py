@@ -20,22 +20,38 @@ class RankHandle(ABC):
         host: the name of its machine.
         pid: the id of its process, and so of its session, on its machine; None until it was forked.
         log_path: its log, on this machine.
+
+    Args:
+        on_exit: called with rank and return code when the process and all its children have ended,
+            in the thread that learns of it; not for a rank that the run has not started.
     """
 
     is_launched = True
     """True if the run has started it. Then it ends with the run, which will know its return code,
     and its log is the run's. False if another program has started it; then it leaves by itself."""
 
-    def __init__(self, rank: int, host: str, log_path: Path) -> None:
+    def __init__(
+        self,
+        rank: int,
+        host: str,
+        log_path: Path,
+        on_exit: Callable[[int, int], None] = lambda rank, code: None,
+    ) -> None:
         self.rank = rank
         self.host = host
         self.pid: int | None = None
         self.log_path = log_path
+        self._on_exit = on_exit
         self._ended = threading.Event()
 
     def wait(self, timeout_seconds: float) -> bool:
         """Wait until the rank and its children have ended. Return whether they have."""
         return self._ended.wait(timeout_seconds)
+
+    def ended(self, code: int) -> None:
+        if not self._ended.is_set():
+            self._ended.set()
+            self._on_exit(self.rank, code)
 
     def kill(self) -> None:
         """SIGKILL the rank and its children (data loader workers, compilers)."""
@@ -68,26 +84,6 @@ class RankHandle(ABC):
     def log_tail(self) -> str:
         end = self.log_from(max(0, self.log_size() - TAIL_BYTES))
         return "\n".join(end.splitlines()[-TAIL_LINES:])
-
-
-class LaunchedRank(RankHandle):
-    """A rank that the run has started.
-
-    Args:
-        on_exit: called with rank and return code when the process and all its children have ended,
-            in the thread that learns of it.
-    """
-
-    def __init__(
-        self, rank: int, host: str, log_path: Path, on_exit: Callable[[int, int], None]
-    ) -> None:
-        super().__init__(rank, host, log_path)
-        self._on_exit = on_exit
-
-    def ended(self, code: int) -> None:
-        if not self._ended.is_set():
-            self._ended.set()
-            self._on_exit(self.rank, code)
 
 
 def wait_for_end(ranks: Iterable[RankHandle], timeout_seconds: float) -> list[RankHandle]:

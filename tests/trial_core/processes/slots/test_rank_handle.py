@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from trial_core.processes.slots.rank_handle import LaunchedRank, wait_for_end
+from trial_core.processes.slots.rank_handle import RankHandle, wait_for_end
 
 
-class SilentRank(LaunchedRank):
+class SilentRank(RankHandle):
     """A rank that no signal reaches."""
 
     def signal(self, number: int) -> None:
