@@ -270,7 +270,7 @@ class Driver:
     ) -> None:
         self._run = run
         self._placement = placement
-        self._policy = FailurePolicy(placement, 0 if run.test_mode else run.config.max_restarts)
+        self._policy = FailurePolicy(placement.pool, 0 if run.test_mode else run.config.max_restarts)
         self._last_checkpoint = last_checkpoint
         self._story: deque[str] = deque(maxlen=STORY)
         self._stored_code: TrialCode | None = None
@@ -360,8 +360,8 @@ class Driver:
                 raise
             finally:
                 self._policy.launch_ended(launch)
-                if launch.status.has_trained:
-                    self._placement.has_trained()
+                if launch.status.has_trained and self._placement.pool is not None:
+                    self._placement.pool.has_trained()
 
     def _after_training(self, state: Completed) -> RunState:
         launch, result = state.launch, state.result
@@ -395,12 +395,13 @@ class Driver:
         decision, why = state.decision, str(state.failure)
         if decision.micro_batch_samples is not None:
             self._run.micro_batch_samples = decision.micro_batch_samples
-        if decision.leaves_out is not None:
-            self._placement.leave_out(decision.leaves_out)
-        if decision.retreats:
-            self._placement.retreat(why)
-        if decision.leaves is not None:
-            self._placement.leave(decision.leaves, why)
+        if (pool := self._placement.pool) is not None:
+            if decision.leaves_out is not None:
+                pool.leave_out(decision.leaves_out)
+            if decision.retreats:
+                pool.retreat(why)
+            if decision.leaves is not None:
+                pool.leave(decision.leaves, why)
         clear_rank_files(self._run.run_dir)
         if self._run.stopping.wait(decision.pause_seconds):
             raise Stopped(f"no ranks ran{self._last_checkpoint()}") from state.failure

@@ -12,9 +12,9 @@ import re
 from dataclasses import dataclass
 
 from trial_core.common.text_format import plural
-from trial_core.driver.placement import Placement
 from trial_core.driver.run import Launch
 from trial_core.errors import LaunchError, RankFailed, Stalled, TopologyMismatch
+from trial_core.processes.nodes.node_pool import NodePool
 
 MAX_PAUSE_SECONDS = 60
 FIRST_BATCHES = 10
@@ -52,8 +52,8 @@ class Relaunch:
 class FailurePolicy:
     """Decides whether and how failed ranks of a run are launched again. Changes nothing itself."""
 
-    def __init__(self, placement: Placement, limit: int) -> None:
-        self._placement = placement
+    def __init__(self, pool: NodePool | None, limit: int) -> None:
+        self._pool = pool
         self._restarts = Restarts(limit)
         self._trained_slots: set[int] = set()
         self._last_refusal = ""
@@ -122,7 +122,8 @@ class FailurePolicy:
     def _has_fewer(self, failure: Failure, launch: Launch) -> bool:
         """Return whether the trial refuses the number of ranks, and another one is possible."""
         slots = launch.world_size
-        if not self._is_refusal(failure, launch) or not self._placement.can_leave_out(slots):
+        is_refusal = self._is_refusal(failure, launch)
+        if not is_refusal or self._pool is None or not self._pool.can_leave_out(slots):
             return False
         what = f"the trial refuses {slots} slots, so it gets fewer: {failure}"
         launch.run.logger.warning("%s", what)
@@ -150,7 +151,7 @@ class FailurePolicy:
 
     def _goes_back(self, failure: Failure, launch: Launch) -> bool:
         """Return whether there are nodes that have not trained, and enough without them."""
-        if not self._placement.can_retreat():
+        if self._pool is None or not self._pool.can_retreat():
             return False
         _log(failure, launch)
         launch.run.observer.moving(f"back to the nodes that have trained, because {failure}")

@@ -49,13 +49,15 @@ _importing: ContextVar[AbstractContextManager[ForkServer] | None] = ContextVar(
 
 
 class Placement(ABC):
-    """Decides where the ranks of all launches of a run start. The defaults suit one machine.
+    """Decides where the ranks of all launches of a run start.
 
     Attributes:
         sends_code: True if the code has to be packed and sent to the ranks' machines.
+        pool: the run's nodes; None if its ranks are on one machine, or were started by others.
     """
 
     sends_code = False
+    pool: NodePool | None = None
 
     @abstractmethod
     def prepare(self, launch: Launch) -> tuple[int, Launcher]:
@@ -64,29 +66,6 @@ class Placement(ABC):
         Raises:
             LaunchError: this machine, or the present nodes, have too few slots.
             Stopped: the run was asked to stop while it waited for nodes.
-        """
-
-    def can_leave_out(self, slots: int) -> bool:
-        """Return whether ranks can be launched in another number than `slots`."""
-        return False
-
-    def leave_out(self, slots: int) -> None:  # noqa: B027 - one machine has one number
-        """Never again launch this number of ranks, with which the trial cannot be trained."""
-
-    def has_trained(self) -> None:  # noqa: B027 - one machine has nothing to note
-        """Note that the ranks of the last launch have trained a batch."""
-
-    def can_retreat(self) -> bool:
-        """Return whether there are nodes that `retreat` would leave, and enough without them."""
-        return False
-
-    def retreat(self, why: str) -> None:  # noqa: B027 - one machine has no others
-        """Leave the nodes that were taken after the last launch that has trained."""
-
-    def leave(self, node: str, why: str) -> None:  # noqa: B027 - one machine has no other
-        """Leave a node if it was taken after the last launch that has trained.
-
-        Another node may take its place.
         """
 
     def watching(self, launch: Launch) -> AbstractContextManager[None]:
@@ -113,6 +92,8 @@ class OnNodes(Placement):
         sends_code: if False, every node has the folder under its path.
     """
 
+    pool: NodePool
+
     def __init__(self, pool: NodePool, wanted: str, sends_code: bool) -> None:
         self.pool = pool
         self.sends_code = sends_code
@@ -137,24 +118,6 @@ class OnNodes(Placement):
         code = NodeCode(launch.code.archive if self.sends_code else None, launch.code.folder)
         launcher = NodeLauncher(agents, code, run.store.spec, _stored_object(run))
         return self.pool.slots_of(agents), launcher
-
-    def can_leave_out(self, slots: int) -> bool:
-        return self.pool.can_leave_out(slots)
-
-    def leave_out(self, slots: int) -> None:
-        self.pool.leave_out(slots)
-
-    def has_trained(self) -> None:
-        self.pool.has_trained()
-
-    def can_retreat(self) -> bool:
-        return self.pool.can_retreat()
-
-    def retreat(self, why: str) -> None:
-        self.pool.retreat(why)
-
-    def leave(self, node: str, why: str) -> None:
-        self.pool.leave(node, why)
 
     def watching(self, launch: Launch) -> AbstractContextManager[None]:
         return self.pool.watching(launch.move_now, launch.move_at_checkpoint)

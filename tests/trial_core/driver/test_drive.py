@@ -6,7 +6,8 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from types import SimpleNamespace
+from typing import Any, NoReturn, cast
 
 import pytest
 
@@ -38,6 +39,7 @@ from trial_core.errors import (
 )
 from trial_core.observe.events.observers import Observer
 from trial_core.processes.machine.run_dirs import KEPT, RANK_FILE_FOLDERS
+from trial_core.processes.nodes.node_pool import NodePool
 from trial_core.schedule.stop_requests import StopHandler
 
 NEWEST = "; the last checkpoint is at batch 60"
@@ -365,8 +367,9 @@ def test_a_run_that_fails_and_moves_ends_with_its_last_launch(driver: DriverWith
 def test_a_decision_is_carried_out_before_the_next_launch(driver: DriverWithoutRanks) -> None:
     """The size of micro-batches stays for later launches; nodes and numbers are left."""
     sizes, told = list[int | None](), list[object]()
+    driver.placement.pool = pool = cast("NodePool", SimpleNamespace())
     for name in ("leave_out", "retreat", "leave"):
-        setattr(driver.placement, name, lambda *given, name=name: told.append((name, *given)))
+        setattr(pool, name, lambda *given, name=name: told.append((name, *given)))
 
     def train(launch: Launch) -> TrialResult:
         sizes.append(launch.micro_batch_samples)

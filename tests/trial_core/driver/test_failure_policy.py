@@ -79,7 +79,7 @@ def test_the_pause_before_a_restart_grows() -> None:
     assert not restarts.grant(Stalled("no batch has ended"), 8, True)
 
 
-class FakePlacement:
+class FakePool:
     """Nodes of which fewer may be used.
 
     Args:
@@ -89,8 +89,6 @@ class FakePlacement:
     Attributes:
         asked: the numbers of ranks that it was asked to do without.
     """
-
-    sends_code = False
 
     def __init__(self, has_fewer: bool = False, has_new: bool = False) -> None:
         self._has_fewer, self._has_new = has_fewer, has_new
@@ -107,11 +105,11 @@ class FakePlacement:
 class Launches:
     """Launches of a run with at most 32 ranks, and what is granted when they fail."""
 
-    def __init__(self, limit: int = 5, **placement: bool) -> None:
-        self.placement = FakePlacement(**placement)
+    def __init__(self, limit: int = 5, **nodes: bool) -> None:
+        self.pool = FakePool(**nodes)
         self.told: list[str] = []
         self.restarts: list[str] = []
-        self.policy = FailurePolicy(self.placement, limit)  # type: ignore[arg-type]
+        self.policy = FailurePolicy(self.pool, limit)  # type: ignore[arg-type]
 
     def fail(
         self,
@@ -171,7 +169,7 @@ def test_fewer_ranks_are_tried_if_the_trial_refuses_their_number(
     launches = Launches(has_fewer=True)
     granted = launches.fail(failure, slots)
     assert granted == (Relaunch(leaves_out=slots) if is_refusal else None)
-    assert launches.placement.asked == ([slots] if is_refusal else [])
+    assert launches.pool.asked == ([slots] if is_refusal else [])
     assert launches.told == [
         f"the trial refuses {slots} slots, so it gets fewer: {failure}"
     ] * is_refusal  # fmt: skip
@@ -311,7 +309,7 @@ def out_of_memory(batches_trained: int) -> RankFailed:
 def test_a_restart_keeps_the_size_of_micro_batches(tmp_path: Path) -> None:
     """That of the last launch, if no smaller one is possible: the configured one would not fit."""
     run = Run(toy_config(tmp_path), "toy-0a", tmp_path, CheckpointStore(f"file://{tmp_path}"))
-    policy, sizes = FailurePolicy(FakePlacement(), 5), []  # type: ignore[arg-type]
+    policy, sizes = FailurePolicy(FakePool(), 5), []  # type: ignore[arg-type]
     for batches, size in ((2, 2), (3, 1)):
         launch = Launch(run)
         launch.status.has_trained = launch.answers.loads_micro_batches = True

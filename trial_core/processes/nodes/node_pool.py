@@ -155,12 +155,15 @@ class NodePool:
         return bool(self._suitable(self._members, {*self._unsuitable, slots}))
 
     def leave_out(self, slots: int) -> None:
+        """Never again offer this number of ranks, with which the trial cannot be trained."""
         self._unsuitable.add(slots)
 
     def has_trained(self) -> None:
+        """Note that the ranks of the last launch have trained a batch."""
         self._trained_on = list(self._chosen)
 
     def can_retreat(self) -> bool:
+        """Return whether there are nodes that `retreat` would leave, and enough without them."""
         return bool(self._new()) and bool(self._proven())
 
     def retreat(self, why: str) -> None:
