@@ -26,7 +26,6 @@ from trial_core.messages import (
     decode_from_driver,
     encode,
 )
-from trial_core.processes.nodes.agent_connection import join
 from trial_core.processes.nodes.node_messages import (
     ALIVE_SECONDS,
     AgentHello,
@@ -47,6 +46,7 @@ from trial_core.processes.nodes.node_messages import (
     own_versions,
 )
 from trial_core.processes.slots.addresses import LOOPBACK_ADDRESS
+from trial_core.processes.slots.connection import join
 from trial_core.processes.slots.framing import HEADER, frame, frame_length
 
 READY = "ready"

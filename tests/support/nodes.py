@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 
 from trial_core.messages import Message, encode
-from trial_core.processes.nodes.agent_connection import connect
 from trial_core.processes.nodes.hub import Hub
 from trial_core.processes.nodes.join_token import new_token
 from trial_core.processes.nodes.node_messages import (
@@ -33,6 +32,7 @@ from trial_core.processes.nodes.node_messages import (
 )
 from trial_core.processes.nodes.node_provider import AGENT_MODULE
 from trial_core.processes.slots.addresses import ListenAddress, parse_driver_address
+from trial_core.processes.slots.connection import connect
 from trial_core.processes.slots.framing import HEADER, frame, frame_length
 
 LOOPBACK = "127.0.0.1"

@@ -270,7 +270,9 @@ class Driver:
     ) -> None:
         self._run = run
         self._placement = placement
-        self._policy = FailurePolicy(placement.pool, 0 if run.test_mode else run.config.max_restarts)
+        self._policy = FailurePolicy(
+            placement.pool, 0 if run.test_mode else run.config.max_restarts
+        )
         self._last_checkpoint = last_checkpoint
         self._story: deque[str] = deque(maxlen=STORY)
         self._stored_code: TrialCode | None = None

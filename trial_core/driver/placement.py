@@ -187,7 +187,7 @@ def importing_ahead(config: ExperimentConfig, late: Sequence[str] = ()) -> Itera
             _importing.reset(token)
 
 
-class ForkServers:
+class ForkServers(AbstractContextManager["ForkServers"]):
     """Fork servers for many runs, some of them side by side. A context manager.
 
     Each serves one run at a time. It stays for the next one, whose ranks then begin without
@@ -199,9 +199,6 @@ class ForkServers:
         ahead = _importing.get()
         self._idle = [] if ahead is None else [ahead.__enter__()]
         self._is_closed = False
-
-    def __enter__(self) -> ForkServers:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self._is_closed = True  # the server of a run that has not ended closes with it
@@ -261,21 +258,20 @@ def on_nodes(
         ConfigError: the experiment cannot run on several machines.
         LaunchError: the driver cannot listen for nodes.
     """
-    request = _request(config, provider)
-    token = _join_token(config, run_dir) if provider.name == JoinProvider.name else new_token()
-    resources = config.resources
+    request, resources = _request(config, provider), config.resources
     channel = resources.channel
-    hub = Hub(
-        ListenAddress(channel.bind, channel.port_range, channel.advertise),
-        token,
-        slots_per_node=request.slots_per_node,
-        environment=config.rank_variables,
-        network=resources.network,
-        same_versions=same_versions,
-    )
+    of_file = provider.name == JoinProvider.name
+    tokens = _join_token(config, run_dir) if of_file else nullcontext((new_token(), None))
     with (
-        _deleted_at_end(config, provider, run_dir),
-        hub,
+        tokens as (token, path),
+        Hub(
+            ListenAddress(channel.bind, channel.port_range, channel.advertise),
+            token,
+            slots_per_node=request.slots_per_node,
+            environment=config.rank_variables,
+            network=resources.network,
+            same_versions=same_versions,
+        ) as hub,
         NodePool(
             provider,
             hub,
@@ -286,8 +282,8 @@ def on_nodes(
             ("--preload", preload),
         ) as pool,
     ):
-        if provider.name == JoinProvider.name:
-            command = f"--driver {hub.address} --token-file {_token_path(config, run_dir)}"
+        if path is not None:
+            command = f"--driver {hub.address} --token-file {path}"
             announce(f"run this on each node: trialflow join {command}")
         least = f"{request.min_slots} to " if request.min_slots < request.slots else ""
         sends_code = config.environment.code != "shared"
@@ -357,25 +353,14 @@ def _request(config: ExperimentConfig, provider: NodeProvider) -> NodeRequest:
     )
 
 
-def _token_path(config: ExperimentConfig, run_dir: Path) -> Path:
-    given = config.resources.channel.token_file
-    return (given.expanduser() if given is not None else run_dir / JOIN_TOKEN).absolute()
-
-
 @contextmanager
-def _deleted_at_end(
-    config: ExperimentConfig, provider: NodeProvider, run_dir: Path
-) -> Iterator[None]:
-    """Delete the token in the run's folder when the run has ended."""
+def _join_token(config: ExperimentConfig, run_dir: Path) -> Iterator[tuple[str, Path | None]]:
+    """Yield the run's token and its file, which is deleted at the end if it is in `run_dir`."""
+    given = config.resources.channel.token_file
+    path = (given.expanduser() if given is not None else run_dir / JOIN_TOKEN).absolute()
     try:
-        yield
+        is_kept = given is not None and path.exists()
+        yield token_of_file(path) if is_kept else write_token(path), path
     finally:
-        if provider.name == JoinProvider.name and config.resources.channel.token_file is None:
-            _token_path(config, run_dir).unlink(missing_ok=True)
-
-
-def _join_token(config: ExperimentConfig, run_dir: Path) -> str:
-    path = _token_path(config, run_dir)
-    if config.resources.channel.token_file is not None and path.exists():
-        return token_of_file(path)
-    return write_token(path)
+        if given is None:
+            path.unlink(missing_ok=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import TracebackType
+from contextlib import AbstractContextManager
 
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.transfer.staging import StagedCheckpoint
@@ -15,7 +15,7 @@ from trial_core.driver.stages.declared_stage import Running
 from trial_core.messages import Done, ReleaseStaging
 
 
-class Uploads:
+class Uploads(AbstractContextManager["Uploads"]):
     """The upload in progress, if any, and the newest committed checkpoint.
 
     The end of the block waits for background work, also after an error.
@@ -28,15 +28,7 @@ class Uploads:
         self.own = OwnStages(launch)
         self.newest: Manifest | None = None
 
-    def __enter__(self) -> Uploads:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if self._upload is not None:
             self._upload.ended.wait()
         self.pruning.wait()

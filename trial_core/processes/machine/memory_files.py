@@ -13,6 +13,7 @@ import mmap
 import os
 import re
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import IO
@@ -137,7 +138,7 @@ class MemoryFiles:
         )
 
 
-class SpillingFile:
+class SpillingFile(AbstractContextManager["SpillingFile"]):
     """A file in memory that moves to disk when it no longer fits.
 
     A write that does not fit must not raise: `torch.save` would end its archive and raise another
@@ -152,9 +153,6 @@ class SpillingFile:
         self._path = path
         self._file: IO[bytes] | None = None
         self.reserved: list[Callable[[], None]] = []
-
-    def __enter__(self) -> SpillingFile:
-        return self
 
     def __exit__(self, *error: object) -> None:
         if self._file is not None:

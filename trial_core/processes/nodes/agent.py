@@ -36,7 +36,6 @@ from trial_core.errors import LaunchError, TrialflowError
 from trial_core.messages import FromRank, Message, Peer, encode
 from trial_core.processes.machine.accelerators import resolve_slot_count
 from trial_core.processes.machine.run_dirs import RUN_DIR_VARIABLE, clear_rank_files
-from trial_core.processes.nodes.agent_connection import join
 from trial_core.processes.nodes.examination import Examination, check_storage
 from trial_core.processes.nodes.node_messages import (
     ALIVE_SECONDS,
@@ -69,6 +68,7 @@ from trial_core.processes.nodes.node_messages import (
 )
 from trial_core.processes.slots.addresses import addresses_in
 from trial_core.processes.slots.channel import Channel, Listener
+from trial_core.processes.slots.connection import join
 from trial_core.processes.slots.fork_server import ForkServer, disk_bytes
 from trial_core.processes.slots.framing import ProtocolError, frame, read_frame
 from trial_core.processes.slots.launcher import (
@@ -165,7 +165,7 @@ class Agent:
             for task in self._tasks:
                 task.cancel()
             self._orders.put(None)
-            with contextlib.suppress(asyncio.TimeoutError):
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._has_ended.wait(), END_SECONDS)
             self._examination.close()
             self._writer.close()

@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import msgspec
@@ -99,7 +100,7 @@ class ConnectedAgent:
             self._disconnect()
 
 
-class Hub:
+class Hub(AbstractContextManager["Hub"]):
     """Listens for agents. A context manager: at its end, all agents end.
 
     Args:
@@ -142,9 +143,6 @@ class Hub:
             lambda data, _: decode_agent_hello(data), self._talk,
         )  # fmt: skip
         self._acceptor.listen(listening, tls)
-
-    def __enter__(self) -> Hub:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

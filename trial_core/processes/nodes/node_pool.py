@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
 from trial_core.common.text_format import plural
@@ -42,7 +42,7 @@ MAX_OFFER_SECONDS = 3600.0
 _logger = logging.getLogger(__name__)
 
 
-class NodePool:
+class NodePool(AbstractContextManager["NodePool"]):
     """Keeps as many nodes as a run needs. A context manager: its end gives them back.
 
     One thread uses it, and the thread of `watching`.
@@ -81,9 +81,6 @@ class NodePool:
         self._last_problem = ""
         self._takes_offers_from = 0.0
         self._offer_seconds = OFFER_SECONDS
-
-    def __enter__(self) -> NodePool:
-        return self
 
     def __exit__(self, *error: object) -> None:
         try:

@@ -135,7 +135,7 @@ class Acceptor(Generic[PeerT]):
         try:
             reader, writer = await _open_streams(connection, tls)
             peer = await asyncio.wait_for(self._admit(reader, writer, tls), HANDSHAKE_SECONDS)
-        except (ProtocolError, OSError, EOFError, asyncio.TimeoutError, msgspec.MsgspecError) as e:
+        except (ProtocolError, OSError, EOFError, msgspec.MsgspecError) as e:
             self._unproven -= 1
             self._refuse(origin, e)
         except asyncio.CancelledError:
@@ -210,6 +210,6 @@ class _ReadToTheEnd(asyncio.StreamReaderProtocol):
 async def _close(writer: asyncio.StreamWriter) -> None:
     """Close a connection. Written bytes are sent before, unless the peer does not read them."""
     writer.close()
-    with contextlib.suppress(OSError, asyncio.TimeoutError):
+    with contextlib.suppress(OSError):
         await asyncio.wait_for(writer.wait_closed(), HANDSHAKE_SECONDS)
     writer.transport.abort()

@@ -1,7 +1,9 @@
-"""A rank's end of the channel: blocking, and without torch."""
+"""The other end of the driver's connections: a rank's, which is blocking, and an agent's."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 import socket
 import threading
@@ -22,11 +24,14 @@ from trial_core.processes.slots.framing import (
     new_nonce,
     proof,
 )
-from trial_core.processes.slots.tls import TlsSocket
+from trial_core.processes.slots.tls import TlsSocket, client_context, digest_of
 
 SILENCE_SECONDS = 20
 """A machine is lost if its kernel does not answer for this long."""
 PROBE_SECONDS = 5
+RETRY_SECONDS = 1.0
+
+logger = logging.getLogger(__name__)
 
 
 class RankConnection:
@@ -124,11 +129,65 @@ def notice_silence(connection: socket.socket) -> None:
     Messages would not do: a rank that is alive may hold the interpreter lock, and then sends none.
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (
-        ("TCP_KEEPIDLE", PROBE_SECONDS),
-        ("TCP_KEEPINTVL", PROBE_SECONDS),
-        ("TCP_KEEPCNT", SILENCE_SECONDS // PROBE_SECONDS - 1),
-        ("TCP_USER_TIMEOUT", SILENCE_SECONDS * 1000),  # milliseconds, for sent bytes
+    for option, value in (
+        (socket.TCP_KEEPIDLE, PROBE_SECONDS),
+        (socket.TCP_KEEPINTVL, PROBE_SECONDS),
+        (socket.TCP_KEEPCNT, SILENCE_SECONDS // PROBE_SECONDS - 1),
+        (socket.TCP_USER_TIMEOUT, SILENCE_SECONDS * 1000),  # milliseconds, for sent bytes
     ):
-        if hasattr(socket, name):  # Linux
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+async def join(
+    driver: str, token: bytes, wait_seconds: float
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connect to the first of the driver's addresses that answers.
+
+    Raises:
+        LaunchError: none answers in time, or the driver does not know the token.
+    """
+    addresses = parse_driver_address(driver)
+    deadline = asyncio.get_running_loop().time() + wait_seconds
+    has_told = False
+    while True:
+        problems = []
+        for host, port in addresses:
+            try:
+                return await asyncio.wait_for(connect(host, port, token), HANDSHAKE_SECONDS)
+            except ProtocolError as error:
+                raise LaunchError(f"the driver at {host}:{port} is another one: {error}") from None
+            except (OSError, EOFError) as error:
+                problems.append(f"{host}:{port}: {str(error) or type(error).__name__}")
+        why = "; ".join(problems)
+        if asyncio.get_running_loop().time() > deadline:
+            raise LaunchError(
+                f"no driver answered within {wait_seconds:g} s ({why}): check that "
+                "it runs, that its address can be reached from here, and that the token is that "
+                "of its run"
+            )
+        if not has_told:
+            logger.info("waiting up to %g s for the driver: %s", wait_seconds, why)
+            has_told = True
+        await asyncio.sleep(RETRY_SECONDS)
+
+
+async def connect(
+    host: str, port: int, token: bytes
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connect to a driver. Both ends prove the token.
+
+    Raises:
+        ProtocolError: the driver does not know the token, or a relay is between.
+        EOFError: the driver has closed the connection: its token is another.
+    """
+    reader, writer = await asyncio.open_connection(host, port, ssl=client_context())
+    try:
+        secured = writer.get_extra_info("ssl_object")
+        certificate = digest_of(secured.getpeercert(binary_form=True))
+        theirs, nonce = await reader.readexactly(NONCE_BYTES), new_nonce()
+        writer.write(proof(token, "agent", theirs, certificate) + nonce)
+        check_proof(token, "driver", nonce, await reader.readexactly(PROOF_BYTES), certificate)
+    except BaseException:
+        writer.close()
+        raise
+    return reader, writer

@@ -76,7 +76,7 @@ def disk_bytes(pid: int | None) -> int:
     return int(counted.partition(":")[2])
 
 
-class ForkServer:
+class ForkServer(contextlib.AbstractContextManager["ForkServer"]):
     """Starts ranks on this machine, for one slot group at a time. A context manager.
 
     Its process starts before the first rank, and stays for the ranks of later slot groups that have
@@ -93,9 +93,6 @@ class ForkServer:
         self._preload = tuple(preload)
         self._late = tuple(late)
         self._process: ServerProcess | None = None
-
-    def __enter__(self) -> ForkServer:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

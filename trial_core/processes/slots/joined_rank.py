@@ -26,7 +26,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
 from trial_core.errors import RankFailed, SlotsError, TrialflowError
 from trial_core.messages import (
@@ -119,12 +118,7 @@ class JoinedRank:
         threading.Thread(target=self._watch, name="rank-watch", daemon=True).start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None and not self._has_reported and not self._is_over:
             self.send(Answer(number=0, error=to_rank_error(error)))
         with self._lock:

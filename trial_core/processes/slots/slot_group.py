@@ -21,9 +21,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, TimeoutError as FutureTimeout
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import TypeVar
 
 from trial_core.errors import LaunchError, RankFailed, SlotsError, Stopped
@@ -79,7 +79,7 @@ POLL_SECONDS = 0.2
 R = TypeVar("R", bound=Result)
 
 
-class SlotGroup(Listener):
+class SlotGroup(Listener, AbstractContextManager["SlotGroup"]):
     """The driver's handle on a trial's ranks. A context manager: no process outlives the block.
 
     Args:
@@ -158,15 +158,7 @@ class SlotGroup(Listener):
             self.kill()
             raise
 
-    def __enter__(self) -> SlotGroup:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None:
             self._abort_joined(error)
         self.close()
@@ -255,7 +247,7 @@ class SlotGroup(Listener):
             wait_seconds = self._progress.next_check_seconds(pending.request, stall_seconds)
             try:
                 return pending.future.result(wait_seconds)
-            except FutureTimeout:
+            except TimeoutError:
                 pass
             if self._progress.seconds_without_progress(pending.request) >= stall_seconds:
                 raise self._end_with(self._failures.stalled(pending, stall_seconds))

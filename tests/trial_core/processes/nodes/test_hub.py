@@ -20,7 +20,6 @@ from trial_core.errors import LaunchError
 from trial_core.messages import encode
 from trial_core.processes.nodes import hub as hub_module
 from trial_core.processes.nodes.agent import Agent
-from trial_core.processes.nodes.agent_connection import connect
 from trial_core.processes.nodes.hub import Hub
 from trial_core.processes.nodes.join_token import new_token, read_token, token_of_file, write_token
 from trial_core.processes.nodes.node_messages import (
@@ -39,6 +38,7 @@ from trial_core.processes.slots.addresses import (
     own_addresses,
     parse_driver_address,
 )
+from trial_core.processes.slots.connection import connect
 from trial_core.processes.slots.fork_server import ForkServer
 from trial_core.processes.slots.framing import (
     HEADER,
