@@ -21,8 +21,8 @@ from trial_core.checkpoint.resume_point import ResumePoint
 from trial_core.checkpoint.transfer.staging import StagedCheckpoint
 from trial_core.config.lengths import OPEN_END
 from trial_core.driver.fetch_resume_point import fetch, fetch_first_intact
-from trial_core.driver.loop import Loop, wind_up
-from trial_core.driver.result import TrialResult, describe_pause
+from trial_core.driver.loop import Loop, result_of, wind_up
+from trial_core.driver.result import TrialResult
 from trial_core.driver.run import Launch, Run
 from trial_core.driver.stages.build import attach_trial, tell_changes
 from trial_core.driver.stages.script import RunningScript, ScriptReports, UploadEnded, run_script
@@ -123,22 +123,11 @@ def follow_script(launch: Launch, uploads: Uploads) -> TrialResult:
     if fitted is not None:
         stopped_early = was_preempted or fitted.stopped_early
         waits = fitted.stop_reason is not None
-    wind_up(launch, uploads, reached, stopped_early, None, pause if waits else None)
+    pause = pause if waits else None
+    wind_up(launch, uploads, reached, stopped_early, None, pause)
     if fitted is not None:
         return replace(fitted, stopped_early=stopped_early)
-    return TrialResult(
-        trial=run.trial,
-        batches_trained=launch.status.batches_trained,
-        stopped_early=stopped_early,
-        stop_reason=describe_pause(pause if waits else None),
-        training_metrics=progress.metrics.get("training", {}),
-        validation_metrics=progress.metrics.get("validation", {}),
-        validated_at=progress.progress.validated_at,
-        checkpoint_uuid=stored.uuid,
-        checkpoint_at=launch.status.saved_at,
-        checkpoint_url=run.store.files_url(stored.uuid) if stored.uuid else None,
-        changes=launch.answers.changes,
-    )
+    return result_of(launch, reached, progress.progress, stored.uuid, stopped_early, pause)
 
 
 class _Newest:

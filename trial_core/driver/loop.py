@@ -142,23 +142,12 @@ class Loop:
         stopped_early: bool,
         pause: TrainUnit | None = None,
     ) -> TrialResult:
-        metrics, newest = self._launch.answers.metrics, self._uploads.newest
+        newest = self._uploads.newest
         uuid = newest.uuid if newest else None
         if uuid is None and start.restore == "everything":
             uuid = start.uuid
-        return TrialResult(
-            trial=self._run.trial,
-            batches_trained=progress.batches_trained,
-            stopped_early=stopped_early,
-            stop_reason=describe_pause(pause),
-            training_metrics=metrics.get("training", {}),
-            validation_metrics=metrics.get("validation", {}),
-            validated_at=progress.validated_at,
-            checkpoint_uuid=uuid,
-            checkpoint_at=self._launch.status.saved_at,
-            checkpoint_url=self._run.store.files_url(uuid) if uuid else None,
-            changes=self._launch.answers.changes,
-        )
+        trained = progress.batches_trained
+        return result_of(self._launch, trained, progress, uuid, stopped_early, pause)
 
     # ------------------------------------------------------------------------- before training
 
@@ -304,6 +293,31 @@ class Loop:
         launch = self._launch
         is_stopped = launch.should_stop and not launch.answers.stop_requested
         return is_stopped or batches_trained >= launch.status.end
+
+
+def result_of(
+    launch: Launch,
+    batches_trained: int,
+    progress: Progress,
+    uuid: str | None,
+    stopped_early: bool,
+    pause: TrainUnit | None,
+) -> TrialResult:
+    """The result of a launch that has ended; `uuid` is the newest checkpoint's."""
+    metrics = launch.answers.metrics
+    return TrialResult(
+        trial=launch.run.trial,
+        batches_trained=batches_trained,
+        stopped_early=stopped_early,
+        stop_reason=describe_pause(pause),
+        training_metrics=metrics.get("training", {}),
+        validation_metrics=metrics.get("validation", {}),
+        validated_at=progress.validated_at,
+        checkpoint_uuid=uuid,
+        checkpoint_at=launch.status.saved_at,
+        checkpoint_url=launch.run.store.files_url(uuid) if uuid else None,
+        changes=launch.answers.changes,
+    )
 
 
 def wind_up(

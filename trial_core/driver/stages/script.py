@@ -7,8 +7,9 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from trial_core.common.text_format import metrics_line
-from trial_core.driver.rank_reports import RankReports
+import msgspec
+
+from trial_core.common.text_format import metrics_line, shortened
 from trial_core.driver.run import Launch, Run
 from trial_core.driver.stages.declared_stage import stage
 from trial_core.errors import SlotsError, TrialError
@@ -24,6 +25,12 @@ from trial_core.messages import (
 from trial_core.schedule.sequencer import Progress, searcher_metric
 from trial_core.schedule.units import Batch
 
+REMEMBERED = 1000
+"""The reports of which another rank's copy is noticed: ranks may be some steps behind others."""
+
+Values = dict[str, int]
+"""The hash of each metric's value: values may be large."""
+
 
 @dataclass
 class ScriptReports:
@@ -37,14 +44,36 @@ class ScriptReports:
     smaller_is_better: bool
     progress: Progress = field(default_factory=Progress)
     metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
-    _ranks: RankReports = field(default_factory=RankReports)
+    _first: dict[tuple[str, str, int], tuple[int, Values]] = field(default_factory=dict)
     _metrics_at: dict[str, int] = field(default_factory=dict)
     _stored_at: int = -1
     _warned: set[str] = field(default_factory=set)
 
     def counts(self, report: MetricsReported) -> bool:
-        """Return whether a report is the first of its step. Raises as `RankReports.counts`."""
-        return self._ranks.counts(report)
+        """Note a report. Return False if another rank has reported the same of this step.
+
+        A rank may report a step again, and replaces its metrics.
+
+        Raises:
+            TrialError: another rank has reported something else. Which one comes first is chance.
+        """
+        step = report.kind, report.group, report.steps_completed
+        values = {name: hash(msgspec.msgpack.encode(it)) for name, it in report.metrics.items()}
+        rank, known = self._first.get(step, (report.rank, values))
+        if rank == report.rank:
+            self._first[step] = rank, values
+            if len(self._first) > REMEMBERED:
+                del self._first[next(iter(self._first))]
+            return True
+        if values == known:
+            return False
+        name = next(name for name in {**values, **known} if values.get(name) != known.get(name))
+        here = shortened(repr(report.metrics[name]), 80) if name in values else "missing"
+        raise TrialError(
+            f"rank {rank} and rank {report.rank} have both reported {report.title}, and not the "
+            f'same: "{name}" is {here} on rank {report.rank}; reduce the metrics over the ranks, '
+            "and report them on one rank (if context.distributed.rank == 0)"
+        )
 
     def reported(self, report: MetricsReported) -> list[str]:
         """Note a report. Return warnings, each once."""

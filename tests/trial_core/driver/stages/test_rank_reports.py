@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from trial_core.driver import rank_reports
-from trial_core.driver.rank_reports import RankReports
+from trial_core.driver.stages import script
+from trial_core.driver.stages.script import ScriptReports
 from trial_core.errors import TrialError
 from trial_core.messages import MetricsReported
 
@@ -22,7 +22,7 @@ def report(steps: int, rank: int, group: str = "", **metrics: Any) -> MetricsRep
 
 def test_equal_reports_count_once() -> None:
     """For each step and group, whichever rank comes first; NaN is equal to NaN."""
-    ranks = RankReports()
+    ranks = ScriptReports(None, smaller_is_better=True)
     given = [(1, 0), (1, 1), (2, 1), (2, 0), (2, 3), (3, 2)]
     counts = [ranks.counts(report(*each)) for each in given]
     assert counts == [True, False, True, False, False, True]
@@ -31,7 +31,7 @@ def test_equal_reports_count_once() -> None:
 
 def test_different_reports_are_refused() -> None:
     """Which of them counts would be chance. The error names a metric and the ranks."""
-    ranks = RankReports()
+    ranks = ScriptReports(None, smaller_is_better=True)
     ranks.counts(report(10, 0))
     with pytest.raises(TrialError) as refused:
         ranks.counts(report(10, 2, **METRICS | {"loss": 0.5}))
@@ -46,7 +46,7 @@ def test_different_reports_are_refused() -> None:
 
 def test_a_rank_may_report_a_step_again() -> None:
     """Its later metrics are those that another rank's are compared with."""
-    ranks = RankReports()
+    ranks = ScriptReports(None, smaller_is_better=True)
     assert ranks.counts(report(1, 0))
     assert ranks.counts(report(1, 0, loss=0.5))
     assert not ranks.counts(report(1, 1, loss=0.5))
@@ -54,7 +54,7 @@ def test_a_rank_may_report_a_step_again() -> None:
 
 def test_old_reports_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run of a million steps needs no more memory than a short one."""
-    monkeypatch.setattr(rank_reports, "REMEMBERED", 2)
-    ranks = RankReports()
+    monkeypatch.setattr(script, "REMEMBERED", 2)
+    ranks = ScriptReports(None, smaller_is_better=True)
     assert all(ranks.counts(report(step, 0)) for step in range(5))
     assert [ranks.counts(report(step, 1)) for step in (3, 4, 2)] == [False, False, True]
