@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from trial_core.config import ExperimentConfig
 from trial_core.messages import BuildLoadersAndRestore, BuildTrial, ReadyToTrain, TrialBuilt
 from trial_core.processes.machine.accelerators import resolve_slot_count
 from trial_core.processes.slots.fork_server import ForkServer
-from trial_core.processes.slots.launcher import LocalLauncher
+from trial_core.processes.slots.launcher import launch_locally
 from trial_core.processes.slots.slot_group import SlotGroup
 
 ROOT = Path(__file__).parents[1]
@@ -68,7 +69,7 @@ def launched(world_size: int, fork_server: ForkServer | None = None) -> Iterator
             working_dir=ROOT,
             log_dir=Path(folder),
             environment=ENVIRONMENT,
-            launcher=None if fork_server is None else LocalLauncher(fork_server),
+            launcher=None if fork_server is None else partial(launch_locally, fork_server),
         ) as slots,
     ):
         yield slots

@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -32,7 +33,7 @@ from trial_core.errors import RankFailed
 from trial_core.messages import Done, Ping, TrainBatches
 from trial_core.processes.nodes.hub import ConnectedAgent, Hub
 from trial_core.processes.nodes.join_token import new_token
-from trial_core.processes.nodes.node_launcher import NodeCode, NodeLauncher
+from trial_core.processes.nodes.node_launcher import NodeCode, launch_on_nodes
 from trial_core.processes.nodes.node_pool import NodePool
 from trial_core.processes.nodes.node_provider import JoinProvider, NodeRequest
 from trial_core.processes.slots.addresses import LOOPBACK_ADDRESS, ListenAddress
@@ -174,7 +175,9 @@ class Watch:
 def launched(scale: Scale, agents: list[ConnectedAgent], folder: Path) -> SlotGroup:
     """Launch a slot group. Returns once all ranks have joined."""
     store = CheckpointStore(f"file://{folder}/checkpoints")
-    launcher = NodeLauncher(agents, NodeCode(None, folder), store.spec, "claims/scale.json")
+    launcher = partial(
+        launch_on_nodes, agents, NodeCode(None, folder), store.spec, "claims/scale.json"
+    )
     return SlotGroup(scale.ranks, working_dir=folder, log_dir=folder / "logs", launcher=launcher)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from tests.support.slots import Driven, drive
 from tests.support.snippets import SNIPPETS
 from trial_core.config import ExperimentConfig
 from trial_core.processes.slots.fork_server import ForkServer
-from trial_core.processes.slots.launcher import LocalLauncher
+from trial_core.processes.slots.launcher import launch_locally
 from trial_core.processes.slots.slot_group import SlotGroup
 from trialflow.deployments.cli.init import template_files
 
@@ -45,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ranks(folder: Path) -> Iterator[SlotGroup]:
     """Two ranks, which import what is in the folder."""
     server = ForkServer(["trial_core.pytorch"])
-    group = SlotGroup(2, working_dir=folder, launcher=LocalLauncher(server))
+    group = SlotGroup(2, working_dir=folder, launcher=partial(launch_locally, server))
     yield group
     group.close()
     server.close()

@@ -20,7 +20,7 @@ import msgspec
 from tests.support.ranks import ROOT
 from trial_core.messages import Invitation
 from trial_core.processes.slots.addresses import LOOPBACK_ADDRESS, ListenAddress
-from trial_core.processes.slots.joined_launcher import JoinedLauncher
+from trial_core.processes.slots.joined_launcher import joining
 from trial_core.processes.slots.slot_group import SlotGroup
 
 END_SECONDS = 30.0
@@ -254,7 +254,7 @@ def group_of(
         group: arguments of the group.
     """
     with tempfile.TemporaryDirectory() as folder:
-        launcher = JoinedLauncher(
+        launcher = joining(
             lambda invitation: ranks.invite(invitation, remote),
             listen if remote else None,
         )

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -51,7 +52,7 @@ from trial_core.messages import (
 )
 from trial_core.processes.machine.accelerators import count_accelerators
 from trial_core.processes.slots.fork_server import ForkServer
-from trial_core.processes.slots.launcher import LocalLauncher
+from trial_core.processes.slots.launcher import launch_locally
 from trial_core.processes.slots.rank_main import TRIAL_MODULES
 from trial_core.processes.slots.slot_group import SlotGroup
 from trial_core.processes.slots.stacks import STACK_SIGNAL, current_stacks
@@ -365,7 +366,7 @@ def warm_slots() -> Iterator[Callable[[int], SlotGroup]]:
             servers[world_size] = ForkServer(TRIAL_MODULES)
         if world_size not in groups:
             groups[world_size] = WarmSlots(
-                world_size, working_dir=TOY, launcher=LocalLauncher(servers[world_size])
+                world_size, working_dir=TOY, launcher=partial(launch_locally, servers[world_size])
             )
         return groups[world_size]
 

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 
 from trial_core.checkpoint import layout
@@ -24,14 +25,14 @@ from trial_core.observe.events.observers import Observer
 from trial_core.processes.machine.accelerators import has_cpu_alone, resolve_slot_count
 from trial_core.processes.nodes.hub import Hub
 from trial_core.processes.nodes.join_token import new_token, token_of_file, write_token
-from trial_core.processes.nodes.node_launcher import NodeCode, NodeLauncher
+from trial_core.processes.nodes.node_launcher import NodeCode, launch_on_nodes
 from trial_core.processes.nodes.node_pool import NodePool
 from trial_core.processes.nodes.node_provider import JoinProvider, NodeProvider, NodeRequest
 from trial_core.processes.nodes.ray_provider import RayProvider
 from trial_core.processes.nodes.slurm_provider import SlurmProvider, in_allocation
 from trial_core.processes.slots.addresses import ListenAddress
 from trial_core.processes.slots.fork_server import ForkServer
-from trial_core.processes.slots.launcher import Launcher, LocalLauncher, rank_environment
+from trial_core.processes.slots.launcher import Launcher, launch_locally, rank_environment
 from trial_core.processes.slots.rank_main import SCRIPT_MODULES, TRIAL_MODULES
 
 JOIN_TOKEN = "join-token"
@@ -81,7 +82,8 @@ class ThisMachine(Placement):
         """Return this machine's number of ranks, and a launcher on the fork server."""
         config = launch.run.config
         variables = {**os.environ, **config.rank_variables, **launch.run.devices}
-        return _slots_here(config, variables), LocalLauncher(self._fork_server, launch.run.devices)
+        launcher = partial(launch_locally, self._fork_server, devices=launch.run.devices)
+        return _slots_here(config, variables), launcher
 
 
 class OnNodes(Placement):
@@ -116,7 +118,7 @@ class OnNodes(Placement):
                 "shared)"
             )
         code = NodeCode(launch.code.archive if self.sends_code else None, launch.code.folder)
-        launcher = NodeLauncher(agents, code, run.store.spec, _stored_object(run))
+        launcher = partial(launch_on_nodes, agents, code, run.store.spec, _stored_object(run))
         return self.pool.slots_of(agents), launcher
 
     def watching(self, launch: Launch) -> AbstractContextManager[None]:

@@ -41,7 +41,7 @@ from trial_core.messages import Abort, Invitation, Logged, encode
 from trial_core.observe.report.live_report import REPORT
 from trial_core.processes.machine.run_dirs import run_dir_of
 from trial_core.processes.slots.addresses import ListenAddress
-from trial_core.processes.slots.joined_launcher import JoinedLauncher
+from trial_core.processes.slots.joined_launcher import joining
 from trial_core.processes.slots.launcher import Launcher
 from trial_core.processes.slots.rank_main import show_title
 from trial_core.schedule.stop_requests import StopHandler
@@ -74,7 +74,7 @@ class JoiningRanks(Placement):
     def prepare(self, launch: Launch) -> tuple[int, Launcher]:
         """Return the number of ranks of the order, and a launcher that lets them join."""
         listen = self._listen if self._order.has_other_machines else None
-        return self._order.world_size, JoinedLauncher(_answer, listen)
+        return self._order.world_size, joining(_answer, listen)
 
     def watching(self, launch: Launch) -> AbstractContextManager[None]:
         """Send the driver's log to the ranks during the block."""

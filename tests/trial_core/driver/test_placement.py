@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,6 @@ from trial_core.driver.placement import OnNodes
 from trial_core.driver.run import Launch, Run
 from trial_core.errors import LaunchError, StorageError
 from trial_core.processes.nodes.examination import check_storage
-from trial_core.processes.nodes.node_launcher import NodeLauncher
 
 TRIAL = "toy-0a"
 
@@ -37,8 +37,9 @@ def key_for_nodes(run: Run) -> str | None:
     """The object that the nodes of a run must see in its storage."""
     pool: Any = SimpleNamespace(slots_left=0, slots_of=lambda agents: 4, gather=lambda *_, **__: [])
     _, launcher = OnNodes(pool, "4 slots", sends_code=False).prepare(Launch(run))
-    assert isinstance(launcher, NodeLauncher)
-    return launcher._storage_key
+    assert isinstance(launcher, partial)
+    key: str | None = launcher.args[-1]
+    return key
 
 
 def test_a_node_sees_the_storage_of_a_run_whose_claim_was_not_written(

@@ -34,7 +34,6 @@ from trial_core.processes.nodes.node_messages import (
     ToRanks,
 )
 from trial_core.processes.slots.launcher import (
-    Launcher,
     LaunchRequest,
     MachineShare,
     RankConnections,
@@ -89,37 +88,30 @@ class NodeCode:
     folder: Path
 
 
-class NodeLauncher(Launcher):
-    """Starts the ranks of one slot group on nodes that have joined.
+def launch_on_nodes(
+    agents: Sequence[ConnectedAgent],
+    code: NodeCode,
+    storage: StorageSpec,
+    storage_key: str | None,
+    launch: LaunchRequest,
+    ranks: list[RankHandle],
+) -> NodeConnections:
+    """Start ranks on nodes that have joined, as a `Launcher` does.
 
     Args:
         agents: the nodes' agents; ranks are numbered in this order.
         storage_key: an object in the storage that every node must see; None: nodes are not asked.
     """
-
-    def __init__(
-        self,
-        agents: Sequence[ConnectedAgent],
-        code: NodeCode,
-        storage: StorageSpec,
-        storage_key: str | None,
-    ) -> None:
-        self._agents = agents
-        self._code = code
-        self._storage = storage
-        self._storage_key = storage_key
-
-    def launch(self, launch: LaunchRequest, ranks: list[RankHandle]) -> NodeConnections:
-        shares = shares_of(launch.world_size, [agent.slots for agent in self._agents])
-        connections = NodeConnections(launch, list(zip(self._agents, shares, strict=True)))
-        try:
-            connections.prepare(self._code, self._storage, self._storage_key)
-            connections.start(ranks)
-        except BaseException:
-            connections.close()
-            connections.give_up()
-            raise
-        return connections
+    shares = shares_of(launch.world_size, [agent.slots for agent in agents])
+    connections = NodeConnections(launch, list(zip(agents, shares, strict=True)))
+    try:
+        connections.prepare(code, storage, storage_key)
+        connections.start(ranks)
+    except BaseException:
+        connections.close()
+        connections.give_up()
+        raise
+    return connections
 
 
 def shares_of(world_size: int, slots: Sequence[int]) -> list[range]:

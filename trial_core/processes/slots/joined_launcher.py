@@ -42,36 +42,33 @@ LAST_WORDS_SECONDS = 1.0
 """How long a dead rank's last messages are still read."""
 
 
-class JoinedLauncher(Launcher):
-    """Starts no ranks: the ranks of one slot group join.
+def joining(invite: Callable[[Invitation], None], listen: ListenAddress | None = None) -> Launcher:
+    """Return a launcher that starts no ranks: the ranks of one slot group join.
 
     Args:
         invite: called with the invitation for each rank, once ranks can join.
         listen: see `Channel`.
     """
+    has_launched = False
 
-    def __init__(
-        self, invite: Callable[[Invitation], None], listen: ListenAddress | None = None
-    ) -> None:
-        self._invite = invite
-        self._listen = listen
-        self._has_launched = False
-
-    def launch(self, launch: LaunchRequest, ranks: list[RankHandle]) -> JoinedConnections:
-        if self._has_launched:
+    def launch(request: LaunchRequest, ranks: list[RankHandle]) -> JoinedConnections:
+        nonlocal has_launched
+        if has_launched:
             raise LaunchError(
                 "the ranks cannot be started again: another program has started them (torchrun, "
                 "deepspeed, srun, python); start that again"
             )
-        self._has_launched = True
-        connections = JoinedConnections(launch, self._listen)
+        has_launched = True
+        connections = JoinedConnections(request, listen)
         ranks.extend(connections.ranks)
         try:
-            self._invite(connections.invitation)
+            invite(connections.invitation)
         except BaseException:
             connections.close()
             raise
         return connections
+
+    return launch
 
 
 class JoinedConnections(RankConnections, Listener):

@@ -62,43 +62,34 @@ class RankConnections(Protocol):
         """Close them, after the ranks were killed. Ranks that still run then exit."""
 
 
-class Launcher(Protocol):
-    """Starts the ranks of slot groups, one group at a time."""
+Launcher = Callable[[LaunchRequest, list[RankHandle]], RankConnections]
+"""Starts the ranks of a slot group, one group at a time; they join later.
 
-    def launch(self, launch: LaunchRequest, ranks: list[RankHandle]) -> RankConnections:
-        """Start the ranks; they join later.
-
-        Args:
-            ranks: each rank is added here, in order, before it is started; after an error, the
-                caller ends them.
-
-        Raises:
-            LaunchError: the ranks cannot be started.
-            RankFailed: a machine was lost meanwhile.
-            Stopped: `should_abort` returned True.
-        """
+Each rank is added to the list, in order, before it is started; after an error, the caller ends
+them. Raises LaunchError if the ranks cannot be started, RankFailed if a machine was lost meanwhile,
+and Stopped if `should_abort` returned True.
+"""
 
 
-class LocalLauncher(Launcher):
-    """Starts ranks on this machine.
+def launch_locally(
+    fork_server: ForkServer,
+    launch: LaunchRequest,
+    ranks: list[RankHandle],
+    devices: Mapping[str, str] | None = None,
+) -> Channel:
+    """Start ranks on this machine, as a `Launcher` does.
 
     Args:
         devices: variables that give the ranks the run's reserved accelerators, with their locks.
     """
-
-    def __init__(self, fork_server: ForkServer, devices: Mapping[str, str] | None = None) -> None:
-        self._fork_server = fork_server
-        self._devices = devices
-
-    def launch(self, launch: LaunchRequest, ranks: list[RankHandle]) -> RankConnections:
-        # Bound here, so that no other process can take the port, and other machines cannot connect.
-        try:
-            store = socket.create_server((LOOPBACK_ADDRESS, 0))
-        except OSError as error:
-            raise LaunchError(f"cannot listen on {LOOPBACK_ADDRESS}: {error}") from error
-        with store:
-            share = MachineShare(0, launch.world_size, launch.world_size, store.getsockname())
-            return launch_here(launch, share, self._fork_server, store, ranks, self._devices)
+    # Bound here, so that no other process can take the port, and other machines cannot connect.
+    try:
+        store = socket.create_server((LOOPBACK_ADDRESS, 0))
+    except OSError as error:
+        raise LaunchError(f"cannot listen on {LOOPBACK_ADDRESS}: {error}") from error
+    with store:
+        share = MachineShare(0, launch.world_size, launch.world_size, store.getsockname())
+        return launch_here(launch, share, fork_server, store, ranks, devices)
 
 
 class MachineShare(msgspec.Struct, frozen=True):
@@ -131,11 +122,11 @@ def launch_here(
     ranks: list[RankHandle],
     devices: Mapping[str, str] | None = None,
 ) -> Channel:
-    """Start a launch's ranks on this machine, added to `ranks` as in `Launcher.launch`.
+    """Start a launch's ranks on this machine, added to `ranks` as by a `Launcher`.
 
     Args:
         store: the bound socket on which rank 0 hosts the store, if rank 0 is among them.
-        devices: see `LocalLauncher`. The fork server does not get them: it stays for other runs,
+        devices: see `launch_locally`. The fork server does not get them: it stays for other runs,
             which have other devices.
 
     Raises:

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -59,8 +60,8 @@ from trial_core.processes.slots.group_state import GroupState, Pause
 from trial_core.processes.slots.launcher import (
     Launcher,
     LaunchRequest,
-    LocalLauncher,
     RankConnections,
+    launch_locally,
 )
 from trial_core.processes.slots.pending_requests import PendingRequest, PendingRequests
 from trial_core.processes.slots.rank_handle import RankHandle, wait_for_end
@@ -150,8 +151,8 @@ class SlotGroup(Listener, AbstractContextManager["SlotGroup"]):
                 world_size, working_dir, self.log_dir, environment or {}, self, self._rank_exited,
                 should_abort,
             )  # fmt: skip
-            launcher = launcher or LocalLauncher(self._fork_server)
-            self._connections = launcher.launch(launch, self._ranks)
+            launcher = launcher or partial(launch_locally, self._fork_server)
+            self._connections = launcher(launch, self._ranks)
             self._wait_until_joined(JOIN_SECONDS, should_abort)
         except BaseException as error:
             self._abort_joined(error)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from trial_core.errors import LaunchError, RankFailed
 from trial_core.messages import Done, Ping
 from trial_core.processes.nodes.hub import ConnectedAgent, Hub
 from trial_core.processes.nodes.join_token import new_token
-from trial_core.processes.nodes.node_launcher import NodeCode, NodeLauncher, shares_of
+from trial_core.processes.nodes.node_launcher import NodeCode, launch_on_nodes, shares_of
 from trial_core.processes.nodes.node_messages import RankJoined, RankLeft, RankLogged
 from trial_core.processes.nodes.node_pool import NodePool
 from trial_core.processes.nodes.node_provider import JoinProvider, NodeRequest
@@ -55,8 +56,8 @@ class Nodes:
         self, code: NodeCode | None = None, storage: StorageSpec | None = None, **more: Any
     ) -> SlotGroup:
         """Launch two ranks, one on each node."""
-        launcher = NodeLauncher(
-            self.connected(), code or self.code, storage or self.store.spec, KEY
+        launcher = partial(
+            launch_on_nodes, self.connected(), code or self.code, storage or self.store.spec, KEY
         )
         return SlotGroup(
             2, working_dir=self._folder, log_dir=self._folder / "logs", launcher=launcher, **more
@@ -135,7 +136,7 @@ def test_a_node_has_the_process_that_forks_its_ranks_before_they_are_launched(
             (waiting,) = agent.children()
             store = CheckpointStore(f"file://{tmp_path}/store")
             store.storage.write(KEY, b"{}")
-            launcher = NodeLauncher([joined], NodeCode(None, tmp_path), store.spec, KEY)
+            launcher = partial(launch_on_nodes, [joined], NodeCode(None, tmp_path), store.spec, KEY)
             with SlotGroup(1, working_dir=tmp_path, launcher=launcher) as slots:
                 (rank,) = map(psutil.Process, slots.pids)
                 assert rank.parent() == waiting

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from trial_core.checkpoint.store import StorageSpec
 from trial_core.errors import RankFailed, Stopped
 from trial_core.processes.nodes.hub import Hub
 from trial_core.processes.nodes.join_token import new_token
-from trial_core.processes.nodes.node_launcher import NodeCode, NodeLauncher
+from trial_core.processes.nodes.node_launcher import NodeCode, launch_on_nodes
 from trial_core.processes.nodes.node_messages import (
     EndRanks,
     PrepareRanks,
@@ -38,7 +39,7 @@ def launch(driver: Hub, folder: Path, **more: Any) -> SlotGroup:
         assert driver.changed.wait_for(lambda: len(driver.agents) == 2, 60)
     agents = [driver.agents[name] for name in ("first", "second")]
     storage = StorageSpec(url="file:///nowhere", options={})
-    launcher = NodeLauncher(agents, NodeCode(None, folder), storage, "key")
+    launcher = partial(launch_on_nodes, agents, NodeCode(None, folder), storage, "key")
     return SlotGroup(2, working_dir=folder, log_dir=folder / "logs", launcher=launcher, **more)
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -21,7 +22,7 @@ from trial_core.processes.slots.device_locks import (
     reserve_devices,
 )
 from trial_core.processes.slots.fork_server import ForkServer, ServerProcess
-from trial_core.processes.slots.launcher import LocalLauncher
+from trial_core.processes.slots.launcher import launch_locally
 from trial_core.processes.slots.slot_group import SlotGroup
 
 RESERVE_ONE = """
@@ -146,7 +147,7 @@ def test_a_slot_groups_ranks_keep_the_lock(
         for wanted in (0, 1):
             with reserve_devices(1, os.environ, lambda: None) as variables:
                 assert variables["CUDA_VISIBLE_DEVICES"] == str(wanted)
-                launcher = LocalLauncher(server, variables)
+                launcher = partial(launch_locally, server, devices=variables)
                 slots = SlotGroup(1, working_dir=tmp_path, log_dir=tmp_path, launcher=launcher)
             with slots:
                 assert _lock(uuid(wanted)) is None

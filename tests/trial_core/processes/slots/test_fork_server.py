@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -22,7 +23,7 @@ from trial_core.messages import Done, Ping
 from trial_core.processes.slots import fork_and_reap_ranks
 from trial_core.processes.slots.fork_and_reap_ranks import StartRank, kill_sessions
 from trial_core.processes.slots.fork_server import ForkServer
-from trial_core.processes.slots.launcher import LocalLauncher
+from trial_core.processes.slots.launcher import launch_locally
 from trial_core.processes.slots.slot_group import SlotGroup
 
 DEADLINE_SECONDS = 20
@@ -50,7 +51,7 @@ def interpreters_in(folder: Path) -> list[int]:
 def launched(folder: Path, server: ForkServer, variables: Mapping[str, str]) -> list[int]:
     """Launch two ranks, which answer; returns their process ids and that of their parent."""
     with SlotGroup(
-        2, working_dir=folder, launcher=LocalLauncher(server), environment=variables
+        2, working_dir=folder, launcher=partial(launch_locally, server), environment=variables
     ) as slots:
         assert slots.request(Ping(), Done) == [Done(), Done()]
         (parent,) = {psutil.Process(pid).ppid() for pid in slots.pids}
@@ -73,7 +74,7 @@ def test_ranks_are_forked_also_by_a_later_group(
 def test_a_rank_forks_its_persister(tmp_path: Path, interpreters: dict[str, str]) -> None:
     """It has what the fork server has imported, and ends with its rank, also one that is killed."""
     with ForkServer(["trial_core.checkpoint.transfer.persister"]) as server:
-        launcher = LocalLauncher(server)
+        launcher = partial(launch_locally, server)
         slots = SlotGroup(2, working_dir=tmp_path, launcher=launcher, environment=interpreters)
         with slots:
             slots.request(Ping(), Done)
@@ -129,14 +130,17 @@ def test_a_stop_does_not_wait_for_imports(tmp_path: Path) -> None:
     (tmp_path / "imported.py").write_text("import time; time.sleep(60)")
     with ForkServer(["imported"]) as server, pytest.raises(Stopped, match="were starting"):
         SlotGroup(
-            1, working_dir=tmp_path, launcher=LocalLauncher(server), should_abort=lambda: True
+            1,
+            working_dir=tmp_path,
+            launcher=partial(launch_locally, server),
+            should_abort=lambda: True,
         )
 
 
 def test_ranks_end_with_their_fork_server(tmp_path: Path) -> None:
     """The failure is that of killed ranks, and the next launch has another fork server."""
     with ForkServer() as server:
-        with SlotGroup(2, working_dir=tmp_path, launcher=LocalLauncher(server)) as slots:
+        with SlotGroup(2, working_dir=tmp_path, launcher=partial(launch_locally, server)) as slots:
             ranks = slots.pids
             for rank in ranks:
                 os.kill(rank, signal.SIGSTOP)  # so none answers before it ends

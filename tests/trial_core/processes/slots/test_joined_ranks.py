@@ -32,7 +32,7 @@ from trial_core.messages import (
 from trial_core.processes.slots import joined_launcher, slot_group
 from trial_core.processes.slots.addresses import ListenAddress
 from trial_core.processes.slots.connection import SILENCE_SECONDS
-from trial_core.processes.slots.joined_launcher import JoinedLauncher
+from trial_core.processes.slots.joined_launcher import joining
 from trial_core.processes.slots.joined_rank import SAME_CTRL_C_SECONDS
 from trial_core.processes.slots.slot_group import SlotGroup
 
@@ -164,7 +164,7 @@ def test_ranks_that_do_not_join_are_named(monkeypatch: pytest.MonkeyPatch) -> No
     """By the driver, and to those that have joined."""
     monkeypatch.setattr(slot_group, "JOIN_SECONDS", 4.0)
     with joined_ranks(1) as ranks:
-        launcher = JoinedLauncher(ranks.invite)
+        launcher = joining(ranks.invite)
         with pytest.raises(LaunchError, match=r"^rank 1 did not join within 4 s$"):
             SlotGroup(2, working_dir=Path(), launcher=launcher)
         assert ranks[0].ended()[:2] == ("LaunchError", "rank 1 did not join within 4 s")
@@ -254,7 +254,7 @@ from pathlib import Path
 import msgspec
 from trial_core.messages import RunHook
 from trial_core.processes.slots.connection import SILENCE_SECONDS
-from trial_core.processes.slots.joined_launcher import JoinedLauncher
+from trial_core.processes.slots.joined_launcher import joining
 from trial_core.processes.slots.joined_rank import SAME_CTRL_C_SECONDS
 from trial_core.processes.slots.addresses import ListenAddress
 from trial_core.processes.slots.addresses import ListenAddress
@@ -263,7 +263,7 @@ from trial_core.processes.slots.slot_group import SlotGroup
 def invite(invitation):
     print(msgspec.msgpack.encode(invitation).hex(), flush=True)
 
-launcher = JoinedLauncher(invite, ListenAddress("127.0.0.1"))
+launcher = joining(invite, ListenAddress("127.0.0.1"))
 with SlotGroup(int(sys.argv[1]), working_dir=Path(), launcher=launcher) as slots:
     slots.submit(RunHook(hook=sys.argv[2])).result()
 """

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tests.support.processes import wait_until_gone
 from tests.support.slots import TOY, Driven, drive, toy_config
 from tests.support.waiting import until
 from trial_core.processes.slots.fork_server import ForkServer
-from trial_core.processes.slots.launcher import LocalLauncher
+from trial_core.processes.slots.launcher import launch_locally
 from trial_core.processes.slots.rank_main import TRIAL_MODULES
 from trial_core.processes.slots.slot_group import SlotGroup
 
@@ -36,7 +37,7 @@ def fork_server() -> Iterator[ForkServer]:
 @contextmanager
 def ranks(server: ForkServer) -> Iterator[tuple[SlotGroup, psutil.Process]]:
     """Two ranks, and the process of their fork server. The ranks are killed in the end."""
-    with SlotGroup(2, working_dir=TOY, launcher=LocalLauncher(server)) as slots:
+    with SlotGroup(2, working_dir=TOY, launcher=partial(launch_locally, server)) as slots:
         parent = psutil.Process(slots.pids[0]).parent()
         assert parent is not None
         yield slots, parent
