@@ -24,8 +24,7 @@ KEPT = ("optimizer", "scheduler", "scaler", "engine")
 def check_keep(keep: Sequence[str]) -> None:
     """Check the names of settings to keep: ``optimizer``, or one of its settings: ``optimizer.lr``.
 
-    Raises:
-        ConfigError: one is not of that form.
+    Raises ConfigError if one is not of that form.
     """
     for each in keep:
         part, _, setting_of_it = each.partition(".")

@@ -17,13 +17,9 @@ def resume_points(
 ) -> list[ResumePoint]:
     """Return the possible resume points of a run of `trial`, best first; at least one.
 
-    They are the trial's checkpoints; without any, the source checkpoint, or a start from nothing.
-
-    Args:
-        trial: the trial's id; None for a new trial.
-
-    Raises:
-        CheckpointNotFound: the storage does not have the source checkpoint, or the source trial.
+    They are the trial's checkpoints; without any, or for a new trial (None), the source checkpoint,
+    or a start from nothing. Raises CheckpointNotFound if the storage does not have the source
+    checkpoint, or the source trial.
     """
     own = [] if trial is None else store.resume_candidates(trial)
     if own:
@@ -61,8 +57,7 @@ def _sources(store: CheckpointStore, config: ExperimentConfig) -> list[Manifest]
 def find_trial(store: CheckpointStore, wanted: int | str) -> str:
     """Return the id of the trial that has this id or number, and checkpoints.
 
-    Raises:
-        CheckpointNotFound: no such trial has checkpoints, or several have.
+    Raises CheckpointNotFound if no such trial has checkpoints, or several have.
     """
     trials = store.trials()
     found = [trial for trial in trials if wanted in (trial, trial_number(trial))]

@@ -259,11 +259,7 @@ def follow_run(launch: Launch, uploads: Uploads) -> TrialResult:
 
 
 class Driver:
-    """Takes a run from state to state.
-
-    Args:
-        last_checkpoint: names the newest checkpoint, to be appended to a sentence.
-    """
+    """Takes a run from state to state. `last_checkpoint` ends a sentence with the newest one."""
 
     def __init__(
         self, run: Run, placement: Placement, last_checkpoint: Callable[[], str] = str

@@ -207,9 +207,7 @@ class Restarts:
     ) -> bool:
         """Decide whether to launch the ranks again after `failure`. Counts a granted restart.
 
-        Args:
-            batches_trained: where the last workload ended.
-            works: True if such ranks have trained a batch.
+        The last workload ended at `batches_trained`. It `works` if such ranks have trained a batch.
         """
         cause = _cause(failure, batches_trained)
         if self.count == self.limit or cause == self._last_cause:

@@ -49,11 +49,7 @@ def fetch_first_intact(
 
 
 def require_convertible(launch: Launch, point: ResumePoint) -> None:
-    """Check that the ranks can restore a resume point's checkpoint.
-
-    Raises:
-        TopologyMismatch: they cannot.
-    """
+    """Raise TopologyMismatch if the ranks cannot restore a resume point's checkpoint."""
     if launch.answers.topology is not None:
         point.require_convertible(launch.answers.topology)
 
@@ -61,8 +57,7 @@ def require_convertible(launch: Launch, point: ResumePoint) -> None:
 def fetch(launch: Launch, point: ResumePoint) -> str | None:
     """Fetch a resume point's checkpoint to the ranks. Describe the damage; None if intact.
 
-    Raises:
-        StorageError: the storage failed.
+    Raises StorageError if the storage failed.
     """
     if point.checkpoint is None:
         return None

@@ -131,11 +131,7 @@ def follow_script(launch: Launch, uploads: Uploads) -> TrialResult:
 
 
 class _Newest:
-    """A script's newest checkpoint: the one in upload, unless that is refused.
-
-    Attributes:
-        uuid: None if there is none yet.
-    """
+    """A script's newest checkpoint, or None: the one in upload, unless that is refused."""
 
     def __init__(self, launch: Launch, uuid: str | None) -> None:
         self._launch = launch
@@ -149,8 +145,7 @@ class _Newest:
     def settle(self, finish: Callable[[], None]) -> bool:
         """Finish the upload. False if it is refused: the script gets the error, and may go on.
 
-        Raises:
-            CheckpointError: the upload failed for another reason.
+        Raises CheckpointError if the upload failed for another reason.
         """
         try:
             finish()
@@ -167,8 +162,7 @@ def follow_fit(
 ) -> TrialResult:
     """Train as a script's `Trainer.fit` asks, and let it return.
 
-    Args:
-        start: the resume point, if its files are fetched already; None to choose one.
+    It starts at `start` if its files are fetched already; else the run chooses.
     """
     answers = launch.answers
     answers.stop_requested, answers.stop_reason = False, None  # from an earlier fit

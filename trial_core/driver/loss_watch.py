@@ -101,17 +101,15 @@ class LossWatch:
     def withholds_checkpoint(self, is_last: bool) -> bool:
         """Return whether the trial could not continue from a checkpoint saved now.
 
-        Args:
-            is_last: True if training ends here, so that a loss may be excused once.
+        If training ends here (`is_last`), a loss may be excused once.
         """
         return self.is_on and self.since is not None and not (is_last and self._is_short)
 
     def failure(self, is_last: bool, saved_at: int | None) -> TrialError | None:
         """Return the error, if the run must end because of its losses.
 
-        Args:
-            is_last: True if training ends here in any case.
-            saved_at: batches trained at the last checkpoint; None before the first.
+        `is_last`: training ends here in any case. `saved_at`: batches trained at the last
+        checkpoint.
         """
         if not self.is_on or self.since is None or self._is_short:
             return None

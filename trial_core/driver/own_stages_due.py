@@ -24,11 +24,7 @@ if TYPE_CHECKING:
 
 
 class OwnStages:
-    """The own stages of one launch. The end of the block waits for running stages.
-
-    Attributes:
-        mistake: the failure of a stage that ends the run, or None.
-    """
+    """The own stages of one launch; `mistake` is the failure of one that ends the run, or None."""
 
     def __init__(self, launch: Launch) -> None:
         run = launch.run
@@ -44,11 +40,7 @@ class OwnStages:
         self.mistake: TrialError | None = None
 
     def check(self) -> None:
-        """Wait for the import of each function, which began with the launch.
-
-        Raises:
-            ConfigError: a function cannot be imported.
-        """
+        """Wait for the import of each function, which began with the launch. Raises ConfigError."""
         while self._checks:
             number, imported = self._checks.pop()
             try:

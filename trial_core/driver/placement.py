@@ -87,12 +87,7 @@ class ThisMachine(Placement):
 
 
 class OnNodes(Placement):
-    """Starts the ranks on the nodes of a pool.
-
-    Args:
-        wanted: the slots that the run needs, for people.
-        sends_code: if False, every node has the folder under its path.
-    """
+    """Starts the ranks on the nodes of a pool. `wanted` tells people how many slots the run needs."""
 
     pool: NodePool
 
@@ -166,10 +161,7 @@ def importing_ahead(config: ExperimentConfig, late: Sequence[str] = ()) -> Itera
     """Import PyTorch and DeepSpeed for the ranks of the block's run, while it prepares the rest.
 
     Only on a machine without accelerators: a run gets those later, and counting them may take
-    seconds. Does nothing within another such block.
-
-    Args:
-        late: see `ForkServer`.
+    seconds. Does nothing within another such block. `late` as for `ForkServer`.
     """
     if _importing.get() is not None:
         yield
@@ -307,8 +299,7 @@ def choose_provider(
 ) -> NodeProvider | None:
     """Return the provider of the run's nodes; None if the ranks start on this machine.
 
-    Raises:
-        ConfigError: the environment names an unknown engine.
+    Raises ConfigError if the environment names an unknown engine.
     """
     name: str = config.resources.engine
     if name == "auto":  # it depends on the place more than on the experiment

@@ -284,11 +284,7 @@ class Launch:
         return self._is_asked_to_stop or self.status.moves is not None
 
     def moves_after(self, stopped_early: bool) -> bool:
-        """Return whether the run continues on other nodes, once these ranks have ended.
-
-        Args:
-            stopped_early: see `TrialResult`.
-        """
+        """Return whether the run continues on other nodes, once these ranks have ended."""
         moves = self.status.moves is not None
         return moves and stopped_early and not self._is_asked_to_stop
 
@@ -353,10 +349,8 @@ class Launch:
             self.move_now(why)
 
     def note_batches(self, batches: int, total: int = 0) -> None:
-        """Note that training has reached `batches`. Also called in the channel's thread.
-
-        Args:
-            total: see `BatchesTrained`.
+        """Note that training has reached `batches`, of `total` as in `BatchesTrained`. For any
+        thread.
         """
         if total not in (0, self.status.end):
             self.status.end = total
@@ -386,11 +380,7 @@ class Launch:
 
     @contextmanager
     def stage(self, name: str, detail: str) -> Iterator[None]:
-        """Report a stage's start and end to the observer, and count its time.
-
-        Args:
-            detail: a hook's stage begins it with the hook's name.
-        """
+        """Report a stage to the observer, and count its time; a hook's by its name in `detail`."""
         observer = self.run.observer
         observer.stage_started(name, detail)
         began = time.monotonic()

@@ -148,11 +148,7 @@ def main() -> None:
 
 
 def carry_out(order: Order, log: ForwardedLog) -> None:
-    """Drive a script's ranks.
-
-    Raises:
-        TrialflowError: the run has failed, or could not begin.
-    """
+    """Drive a script's ranks. Raises TrialflowError if the run fails, or cannot begin."""
     # The ranks cannot be launched again.
     config = ExperimentConfig.from_mapping(order.experiment)
     config = config.model_copy(update={"max_restarts": 0})

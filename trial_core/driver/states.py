@@ -21,11 +21,7 @@ from trial_core.errors import Stopped
 
 @dataclass(frozen=True)
 class Launching:
-    """The ranks are launched next.
-
-    Attributes:
-        saved: the result of the ranks before them, which saved to continue on other nodes.
-    """
+    """The ranks are launched next; those before them may have `saved`, to move to other nodes."""
 
     saved: TrialResult | None = None
 
@@ -65,11 +61,7 @@ class Restarting:
 
 @dataclass(frozen=True)
 class Moving:
-    """The ranks are launched on other nodes next.
-
-    Attributes:
-        what: tells people if the ranks have saved, and why they move.
-    """
+    """The ranks are launched on other nodes next. `what` tells people if they saved, and why."""
 
     what: str
     saved: TrialResult | None = None

@@ -63,8 +63,7 @@ class Uploads(AbstractContextManager["Uploads"]):
     def finish(self) -> None:
         """Wait for the upload, if there is one; then run its hook and own stages, and prune.
 
-        Raises:
-            CheckpointError: the upload failed.
+        Raises CheckpointError if the upload failed.
         """
         if self._upload is None:
             return

@@ -82,13 +82,9 @@ def _warn_of_another_batch_size(hyperparameters: Mapping[str, Any], built: Trial
 def fetch_checkpoint(
     launch: Launch, manifest: Manifest, restore: Restore = "everything"
 ) -> str | None:
-    """Fetch and verify a checkpoint. Describe the damage; None if it is intact.
+    """Fetch and verify a checkpoint, or the part to restore. Describe the damage; None if intact.
 
-    Args:
-        restore: the part of it that will be restored.
-
-    Raises:
-        StorageError: the storage failed. A retry fetches only the missing files.
+    Raises StorageError if the storage failed. A retry fetches only the missing files.
     """
     damage = _fetch(launch, manifest, restore)
     if damage:

@@ -11,13 +11,10 @@ from trial_core.messages import HookDone, RunHook
 
 @stage("callbacks", "{hook} @{batches_trained}")
 def callbacks(launch: Launch, hook: str, batches_trained: int, arguments: dict[str, Any]) -> None:
-    """Call one hook of every callback, on every rank. `call_hook` knows whether there are any.
+    """Call one hook of every callback, on every rank, with the arguments that the driver knows.
 
-    After on_validation_end, `RankAnswers.validated` has the metrics as the callbacks have left
-    them.
-
-    Args:
-        arguments: the hook's arguments that the driver knows; the ranks add the others.
+    `call_hook` knows whether there are any. After on_validation_end, `RankAnswers.validated` has
+    the metrics as the callbacks have left them.
     """
     results = launch.ask(RunHook(hook=hook, arguments=arguments), HookDone)
     launch.note_stop_requests(results)

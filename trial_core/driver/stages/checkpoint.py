@@ -37,10 +37,8 @@ from trial_core.schedule.sequencer import Progress
 def sweep_leftovers(store: CheckpointStore, trial: str, fence: Fence, logger: AnyLogger) -> None:
     """Delete the uncommitted files of dead attempts at the trial.
 
-    A storage failure is a warning: the next run tries again.
-
-    Raises:
-        Superseded: another run has taken the trial over.
+    A storage failure is a warning: the next run tries again. Raises Superseded if another run has
+    taken the trial over.
     """
     try:
         for swept in store.sweep(trial, fence):

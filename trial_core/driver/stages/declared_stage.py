@@ -95,8 +95,7 @@ def stage(
 ) -> Callable[[Callable[Concatenate[Launch, P], T]], DeclaredStage[P, T]]:
     """Declare a function as a stage, see `DeclaredStage`.
 
-    Args:
-        is_timed: False if the function itself times a part of its work.
+    `is_timed` is False if the function itself times a part of its work.
     """
 
     def declare(work: Callable[Concatenate[Launch, P], T]) -> DeclaredStage[P, T]:

@@ -22,10 +22,7 @@ def own_stage(launch: Launch, stage: StageConfig, argument: Mapping[str, Any]) -
     """Call the function, and again if it fails, as the experiment says. Return its result.
 
     A stop request, or the end of the ranks, kills it and ends the pause between two calls.
-    Prefect's retries would not.
-
-    Raises:
-        OwnStageFailed: the function raised, took too long, or was killed.
+    Prefect's retries would not. Raises OwnStageFailed if it raised, took too long, or was killed.
     """
     for _ in range(stage.retries):
         try:

@@ -52,10 +52,8 @@ class ScriptReports:
     def counts(self, report: MetricsReported) -> bool:
         """Note a report. Return False if another rank has reported the same of this step.
 
-        A rank may report a step again, and replaces its metrics.
-
-        Raises:
-            TrialError: another rank has reported something else. Which one comes first is chance.
+        A rank may report a step again, and replaces its metrics. Raises TrialError if another rank
+        has reported something else: which one comes first is chance.
         """
         step = report.kind, report.group, report.steps_completed
         values = {name: hash(msgspec.msgpack.encode(it)) for name, it in report.metrics.items()}

@@ -19,8 +19,7 @@ from trial_core.schedule.work import samples_of
 def train_workload(launch: Launch, begin: int, until: int) -> int:
     """Train from batch `begin` to `until`, or less far if the run is asked to stop.
 
-    Returns:
-        The number of batches that are then trained in all.
+    Returns the number of batches that are then trained in all.
     """
     run, answers = launch.run, launch.answers
     with train_workload.timed(launch, begin, until):

@@ -13,8 +13,7 @@ from trial_core.messages import FinishRunFiles, RunFilesStored
 def upload_run_files(launch: Launch, batches_trained: int) -> str:
     """Upload the files that no checkpoint upload has stored. Return the URL of all of them.
 
-    Raises:
-        StorageError: the files cannot be stored. They stay in the run's folder.
+    Raises StorageError if they cannot be stored. They stay in the run's folder.
     """
     run = launch.run
     folder, scratch = run.run_dir / TENSORBOARD, run.run_dir / "staging"

@@ -39,11 +39,8 @@ def validate(launch: Launch, batches_trained: int) -> bool:
 def report_validation(launch: Launch, batches_trained: int) -> float | None:
     """Report the metrics of a finished validation, once its hooks have run.
 
-    Returns:
-        The searcher metric; None if the run has none.
-
-    Raises:
-        TrialError: the trial does not report the searcher metric.
+    Returns the searcher metric; None if the run has none. Raises TrialError if the trial does not
+    report it.
     """
     run, answers = launch.run, launch.answers
     metrics = answers.validated

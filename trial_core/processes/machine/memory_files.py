@@ -187,11 +187,7 @@ class SpillingFile(AbstractContextManager["SpillingFile"]):
 
 
 class MemoryFile:
-    """An append-only file in memory.
-
-    Args:
-        has_room: returns whether so many additional bytes may be allocated.
-    """
+    """An append-only file in memory; `has_room` says if so many more bytes may be allocated."""
 
     def __init__(self, name: str, has_room: Callable[[int], bool]) -> None:
         self._has_room = has_room

@@ -137,11 +137,7 @@ def try_storage(question: TryStorage, folder: Path) -> StorageTried:
 
 
 def check_storage(spec: StorageSpec, key: str) -> None:
-    """Check that this node sees an object of the driver's storage.
-
-    Raises:
-        LaunchError, StorageError: it does not, or cannot reach the storage.
-    """
+    """Raise LaunchError or StorageError unless this node sees an object of the driver's storage."""
     try:
         store = CheckpointStore.from_spec(spec)
         is_there = store.storage.exists(key)

@@ -78,11 +78,7 @@ class RemoteRank(RankHandle):
 
 @dataclass(frozen=True)
 class NodeCode:
-    """The code that the ranks start in.
-
-    Attributes:
-        archive: sent to the nodes; None if every node has the folder under its path.
-    """
+    """The code that the ranks start in; `archive` is None if every node has the folder."""
 
     archive: bytes | None
     folder: Path
@@ -117,8 +113,7 @@ def launch_on_nodes(
 def shares_of(world_size: int, slots: Sequence[int]) -> list[range]:
     """The ranks of each node: one per slot, in the order of the nodes.
 
-    Raises:
-        LaunchError: the nodes have too few slots, or one would get no rank.
+    Raises LaunchError if the nodes have too few slots, or one would get no rank.
     """
     shares, first = [], 0
     for offered in slots:

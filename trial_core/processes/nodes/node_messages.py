@@ -138,8 +138,7 @@ class PrepareRanks(OfLaunch):
 class RanksPrepared(OfLaunch):
     """The node can start its ranks, unless there is a problem.
 
-    Attributes:
-        store_port: where rank 0 will host torch.distributed's store, if it is on this node.
+    Rank 0, if it is on this node, will host torch.distributed's store at `store_port`.
     """
 
     store_port: int = 0

@@ -278,8 +278,7 @@ class NodePool(AbstractContextManager["NodePool"]):
     def _follow_provider(self, gang: Gang) -> list[str]:
         """Give lost and draining nodes back, and take the provider's offers in their place.
 
-        Returns:
-            The nodes that have not joined, and why.
+        Returns why nodes have not joined.
         """
         problems = self._give_up_rejected(gang)
         for event in gang.events():

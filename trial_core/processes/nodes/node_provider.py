@@ -40,8 +40,7 @@ class NodeRequest:
 class Node:
     """A machine, or a part of one, that a provider has given to a run.
 
-    Attributes:
-        name: unique among all the run's nodes, replacements included; contains a host name.
+    The name contains a host's, and is unique among all the run's nodes, replacements included.
     """
 
     name: str
@@ -61,11 +60,7 @@ class AgentEnded:
 
 @dataclass(frozen=True)
 class NodeDraining:
-    """A node will be taken away. Its agent still runs.
-
-    Attributes:
-        can_stay: True if the provider waits until the run leaves the node.
-    """
+    """A node will be taken away. Its agent still runs, until the run leaves it if it `can_stay`."""
 
     node: str
     why: str

@@ -86,8 +86,7 @@ def check_admission(
 ) -> None:
     """Connect as this process will, and as a stranger without a token.
 
-    Raises:
-        LaunchError: the cluster does not admit this process, or admits the stranger.
+    Raises LaunchError if the cluster does not admit this process, or admits the stranger.
     """
     stranger = {name: value for name, value in os.environ.items() if name not in _TOKEN_VARIABLES}
     stranger["RAY_AUTH_MODE"] = "disabled"
@@ -146,11 +145,7 @@ class Connection:
         self._is_ours = False
 
     def enter(self, address: str) -> None:
-        """Connect, unless this process is connected.
-
-        Raises:
-            LaunchError: Ray refuses, for example because versions differ.
-        """
+        """Connect, unless this process is connected. Raises LaunchError if Ray refuses."""
         ray = import_ray()
         with self._lock:
             if not ray.is_initialized():

@@ -142,8 +142,7 @@ class RayGang(Gang):
     def occupy(self, seconds: float, should_abort: Callable[[], bool]) -> None:
         """Wait for the places of the nodes that the run needs, and put an actor on each.
 
-        Raises:
-            LaunchError: as in `NodeProvider.acquire`; the caller releases the gang.
+        Raises as `NodeProvider.acquire`; the caller releases the gang.
         """
         ray = import_ray()
         deadline = Deadline(seconds, should_abort)
@@ -370,8 +369,7 @@ Bundles = list[dict[str, float]]
 def divide(request: NodeRequest, machines: Sequence[Machine]) -> tuple[Bundles, Bundles]:
     """The resources of each needed node, and of each further node that the run would use.
 
-    Raises:
-        LaunchError: the machines never have that much, whatever else runs on them.
+    Raises LaunchError if the machines never have that much, whatever else runs on them.
     """
     gpus = 0 if request.on_cpu else max((each.gpus for each in machines), default=0)
     size = min(request.slots, request.slots_per_node or gpus or CPU_SLOTS)

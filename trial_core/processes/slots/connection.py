@@ -143,8 +143,7 @@ async def join(
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Connect to the first of the driver's addresses that answers.
 
-    Raises:
-        LaunchError: none answers in time, or the driver does not know the token.
+    Raises LaunchError if none answers in time, or the driver does not know the token.
     """
     addresses = parse_driver_address(driver)
     deadline = asyncio.get_running_loop().time() + wait_seconds

@@ -79,8 +79,7 @@ def launch_locally(
 ) -> Channel:
     """Start ranks on this machine, as a `Launcher` does.
 
-    Args:
-        devices: variables that give the ranks the run's reserved accelerators, with their locks.
+    `devices` are variables that give them the run's reserved accelerators, with their locks.
     """
     # Bound here, so that no other process can take the port, and other machines cannot connect.
     try:
