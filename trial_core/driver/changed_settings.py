@@ -48,9 +48,7 @@ def changes_since_checkpoint(
 ) -> list[str]:
     """Return sentences that tell all that has changed since the checkpoint; none without a change.
 
-    Args:
-        versions: those of this run's software; empty if they are not known.
-        settings: from rank 0.
+    The versions are those of this run's software, empty if they are not known.
     """
     saved = point.checkpoint
     if saved is None or point.restore == "weights":

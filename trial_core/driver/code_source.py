@@ -23,10 +23,8 @@ from trial_core.processes.machine.run_dirs import CODE
 def refuse_missing_code(config: ExperimentConfig) -> None:
     """Check the code folder and the entrypoint, before the run waits for accelerators.
 
-    Raises:
-        LaunchError: this machine does not have the folder.
-        ConfigError: the folder has to be sent to nodes, and holds much besides code; or the
-            entrypoint is missing.
+    Raises LaunchError if this machine does not have the folder; ConfigError if it has to be sent to
+    nodes and holds much besides code, or the entrypoint is missing.
     """
     if config.environment.code == "from_checkpoint":
         return
@@ -51,9 +49,8 @@ def stored_trial_code(
 ) -> TrialCode | None:
     """Return the code of the run's first checkpoint; None if the run uses the code folder.
 
-    Raises:
-        ConfigError: ``environment.code`` is ``from_checkpoint``, and the run begins with nothing.
-        CheckpointError: the checkpoint has no code, or its code is damaged.
+    Raises ConfigError if the run begins with nothing, and CheckpointError if the checkpoint has no
+    code, or its code is damaged.
     """
     if config.environment.code != "from_checkpoint":
         return None

@@ -165,13 +165,10 @@ def try_trial(
     """Train a batch of a trial, validate one, save, restore, and train one more.
 
     Nothing is kept, claimed or reported. Ranks that have joined save without an upload, and restore
-    nothing. A script with its own loop is asked to end at its first report.
+    nothing. A script with its own loop is asked to end at its first report. In the mode
+    ``compare``, it restores the resume point that `given` chooses, and ends then.
 
-    Args:
-        test_mode: ``compare`` to restore the resume point that `given` chooses, and to end then.
-
-    Raises:
-        RankFailed, Stalled, CheckpointError, TrialError: the trial failed.
+    Raises RankFailed, Stalled, CheckpointError or TrialError if the trial failed.
     """
     store = CheckpointStore(config.checkpoint_storage.url, config.checkpoint_storage.options)
     with (

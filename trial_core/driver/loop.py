@@ -80,10 +80,9 @@ class Loop:
     def run(self) -> TrialResult:
         """Train until the run ends, is stopped, or moves to other nodes.
 
-        Raises:
-            TrialError: the trial does not report the searcher metric, its losses stay non-finite,
-                or a stage of the user's own has failed. The run saves first, unless the losses are
-                not finite.
+        Raises TrialError if the trial does not report the searcher metric, its losses stay
+        non-finite, or a stage of the user's own has failed. The run saves first, unless the losses
+        are not finite.
         """
         launch, uploads, metrics = self._launch, self._uploads, self._launch.answers.metrics
         uploads.own.check()

@@ -49,9 +49,8 @@ class LossWatch:
     ) -> list[str]:
         """Note training metrics. Returns a warning for each that is not finite for the first time.
 
-        Args:
-            metrics: averaged over batches and ranks, or as a script has reported them.
-            ranks: where each rank's metrics were not finite; by default `metrics` decide.
+        They are averaged over batches and ranks, or as a script has reported them. `ranks` says
+        where each rank's were not finite; by default the metrics decide.
         """
         last, self.begin, self.reached = self.reached, begin, reached
         bad = {name: self._found(name, ranks) for name in _non_finite(metrics)}

@@ -64,9 +64,8 @@ class Placement(ABC):
     def prepare(self, launch: Launch) -> tuple[int, Launcher]:
         """Return the number of ranks to launch now, and their launcher.
 
-        Raises:
-            LaunchError: this machine, or the present nodes, have too few slots.
-            Stopped: the run was asked to stop while it waited for nodes.
+        Raises LaunchError if this machine, or the present nodes, have too few slots; and Stopped if
+        the run was asked to stop while it waited for nodes.
         """
 
     def watching(self, launch: Launch) -> AbstractContextManager[None]:
@@ -87,7 +86,7 @@ class ThisMachine(Placement):
 
 
 class OnNodes(Placement):
-    """Starts the ranks on the nodes of a pool. `wanted` tells people how many slots the run needs."""
+    """Starts the ranks on the nodes of a pool. `wanted` tells people how many slots it needs."""
 
     pool: NodePool
 

@@ -142,9 +142,8 @@ class Run(Given):
     def resume_points(self) -> list[ResumePoint]:
         """Return the present resume points of the run, best first; at least one.
 
-        Raises:
-            Superseded: another run has taken over the trial.
-            StorageError: this is not the storage that the run began with: it may be empty.
+        Raises Superseded if another run has taken over the trial; StorageError if this is not the
+        storage that the run began with: it may be empty.
         """
         if self.choose_resume_points is not None:
             points = self.choose_resume_points(self.store, self.fence)

@@ -212,9 +212,8 @@ def first_points(
 ) -> list[ResumePoint]:
     """Return the resume points of a run that has not taken over its trial yet; at least one.
 
-    Raises:
-        CheckpointNotFound: the storage has no such checkpoint.
-        StorageError: the storage has none, and has been replaced or is not mounted.
+    Raises CheckpointNotFound if the storage has no such checkpoint; StorageError if it has none at
+    all, and has been replaced or is not mounted.
     """
     if latest_checkpoint is not None and latest_checkpoint != LATEST:
         of_place = is_place(latest_checkpoint)

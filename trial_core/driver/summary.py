@@ -71,11 +71,8 @@ def next_step(
 ) -> str | None:
     """The command that uses the best checkpoint of a completed run, or else its last.
 
-    None without a checkpoint, and if the run was stopped, which is to be continued.
-
-    Args:
-        place: options that name the storage, as the command takes them; may be empty.
-        is_script: True if a script has written the checkpoint's files, which no export reads.
+    None without a checkpoint, and if the run was stopped, which is to be continued. `place` is the
+    option that names the storage, or empty. No export reads the files of a script.
     """
     if result.checkpoint_uuid is None or result.stop_reason is not None:
         return None

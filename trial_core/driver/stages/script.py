@@ -151,9 +151,8 @@ class RunningScript:
     def next_event(self) -> ScriptEvent | UploadEnded | list[ScriptEnded]:
         """Wait for the script's next event: a report, or the end of all ranks.
 
-        Raises:
-            RankFailed: the script raised, or exited with another code than 0.
-            Stalled, Stopped: as for any request.
+        Raises RankFailed if the script raised, or exited with another code than 0; and as any
+        request.
         """
         event: ScriptEvent | UploadEnded | list[ScriptEnded] | SlotsError = self._happened.get()
         if isinstance(event, SlotsError):

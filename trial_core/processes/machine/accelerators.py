@@ -176,9 +176,8 @@ def try_accelerators(
 ) -> tuple[str | None, str | None]:
     """Have a process claim the accelerators as ranks do. Takes some seconds.
 
-    Returns:
-        Why ranks cannot use them, or None; why ranks cannot compile DeepSpeed's operators for them,
-        or None, also if that was not tried.
+    Returns why ranks cannot use them, or None; and why ranks cannot compile DeepSpeed's operators
+    for them, or None, also if that was not tried.
     """
     if (problem := torch_problem()) is not None:
         return problem, None

@@ -139,8 +139,8 @@ class Child:
     def kill_only(self) -> None:
         """SIGKILL it, and its group if it has one; the caller reaps it. From any thread.
 
-        Does nothing if it is reaped: its id may be another process's. Nor in a forked process,
-        which may unwind through its parent's blocks.
+        Not if it is reaped: its id may be another process's. Nor in a forked process, which may
+        unwind through its parent's blocks.
         """
         if self.exit_code is None and os.getpid() == self._parent:
             with suppress(ProcessLookupError, PermissionError):

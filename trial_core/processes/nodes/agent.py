@@ -106,9 +106,7 @@ class RanksHere:  # of one launch
 class Agent:
     """Serves a driver until it or the run ends. All methods run in the event loop's thread.
 
-    Args:
-        folder: an empty folder for this agent alone.
-        name, slots: as in `AgentHello`.
+    It has an empty folder for itself alone. `name` and `slots` are as in `AgentHello`.
     """
 
     def __init__(
@@ -132,12 +130,8 @@ class Agent:
     async def serve(self, driver: str, token: str, wait_seconds: float) -> signal.Signals | None:
         """Join the driver, and serve it until the run ends or this node may leave it.
 
-        Returns:
-            The signal that has asked this node to leave, or None.
-
-        Raises:
-            LaunchError: the driver cannot be reached, refuses this node, or is gone; or a second
-                signal came.
+        Returns the signal that has asked this node to leave, or None. Raises LaunchError if the
+        driver cannot be reached, refuses this node, or is gone; or a second signal came.
         """
         self._loop = asyncio.get_running_loop()
         reader, self._writer = await join(driver, token.encode(), wait_seconds)

@@ -94,9 +94,8 @@ def launch_on_nodes(
 ) -> NodeConnections:
     """Start ranks on nodes that have joined, as a `Launcher` does.
 
-    Args:
-        agents: the nodes' agents; ranks are numbered in this order.
-        storage_key: an object in the storage that every node must see; None: nodes are not asked.
+    They are numbered in the order of the agents. Every node must see the object `storage_key` in
+    the storage; None: nodes are not asked.
     """
     shares = shares_of(launch.world_size, [agent.slots for agent in agents])
     connections = NodeConnections(launch, list(zip(agents, shares, strict=True)))

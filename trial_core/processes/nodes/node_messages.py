@@ -87,9 +87,7 @@ class Refused(Message):
 class NodeReady(Message):
     """The node is ready, or it cannot train because of a problem.
 
-    Attributes:
-        slots: how many ranks it has room for.
-        address: its address on the ranks' network.
+    It has room for so many ranks, and this address on their network.
     """
 
     slots: int = 0

@@ -100,9 +100,8 @@ class NodePool(AbstractContextManager["NodePool"]):
         node that does not join ends the wait if there are too few others: the next would probably
         fare the same. Later, when the others may have trained for days, the run waits for another.
 
-        Raises:
-            LaunchError: too few nodes came in time; or, at first, one cannot join.
-            Stopped: `should_abort` returned True.
+        Raises LaunchError if too few nodes came in time, or at first one cannot join; and Stopped
+        if `should_abort` returned True.
         """
         began = time.monotonic()
         # Not for nodes that have just been there, all of them, or for a number that was left out.
@@ -205,10 +204,8 @@ class NodePool(AbstractContextManager["NodePool"]):
     ) -> Iterator[None]:
         """Follow the nodes during the block, in which ranks train.
 
-        Args:
-            on_draining: called once, in another thread, when a node will be taken away: the ranks
-                should save and end.
-            on_offer: called likewise, when there are nodes for more ranks.
+        Calls `on_draining` once, in another thread, when a node will be taken away and the ranks
+        should save and end; and likewise `on_offer`, when there are nodes for more ranks.
         """
         if self._gang is None:
             raise LaunchError("the nodes are watched before they were gathered")

@@ -175,9 +175,8 @@ async def connect(
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Connect to a driver. Both ends prove the token.
 
-    Raises:
-        ProtocolError: the driver does not know the token, or a relay is between.
-        EOFError: the driver has closed the connection: its token is another.
+    Raises EOFError if the driver has closed the connection, as its token is another; ProtocolError
+    if the driver does not know the token, or a relay is between.
     """
     reader, writer = await asyncio.open_connection(host, port, ssl=client_context())
     try:

@@ -27,11 +27,9 @@ DISCONNECTED_SECONDS = 5.0
 
 
 class FirstCause:
-    """Collects the failures of a group's ranks, and reports the first cause once.
+    """Collects the failures of a group's ranks, and reports the first cause once, in a new thread.
 
-    Args:
-        ranks, peers, pending: the group's own objects; it adds ranks and peers while they start.
-        on_first_cause: called in its own thread.
+    Ranks, peers and requests are the group's own objects; it adds to them meanwhile.
     """
 
     def __init__(

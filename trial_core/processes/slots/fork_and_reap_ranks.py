@@ -223,9 +223,7 @@ def become_rank(
 ) -> None:
     """Become a rank, in a process that was just forked.
 
-    Args:
-        descriptors: the ones that came with `given`.
-        keeper: the descriptor of its socket to the keeper of memory files.
+    The descriptors came with the command; `keeper` is its socket to the keeper of memory files.
     """
     locks = len(lock_descriptors(given.variables))
     stdin, log, *store = *descriptors[:2], *descriptors[2 + locks :]

@@ -82,11 +82,8 @@ class ForkServer(contextlib.AbstractContextManager["ForkServer"]):
     Its process starts before the first rank, and stays for the ranks of later slot groups that have
     the same environment. When this process ends, also by SIGKILL, it ends the ranks.
 
-    Args:
-        preload: the modules that it imports before it forks ranks, for the CPU and for CUDA
-            devices.
-        late: prefixes of variables that may be set after its process has started, because none of
-            the modules reads them.
+    It imports the `preload` modules before it forks ranks, for the CPU and for CUDA devices. They
+    read no variable whose name begins as `late` says, so such may be set later.
     """
 
     def __init__(self, preload: Sequence[str] = (), late: Sequence[str] = ()) -> None:

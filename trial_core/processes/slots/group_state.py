@@ -19,9 +19,7 @@ class Pause(Enum):
 class GroupState:
     """The state of a slot group: events in, instructions out. The group calls it under its lock.
 
-    Attributes:
-        failure: the first failure of the group; it ends the ranks.
-        is_closing: True once the group ends its ranks: from then on an exit is not a failure.
+    Its first failure ends the ranks. Once `is_closing`, an exit is not a failure.
     """
 
     def __init__(self) -> None:

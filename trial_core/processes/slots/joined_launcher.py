@@ -45,9 +45,7 @@ LAST_WORDS_SECONDS = 1.0
 def joining(invite: Callable[[Invitation], None], listen: ListenAddress | None = None) -> Launcher:
     """Return a launcher that starts no ranks: the ranks of one slot group join.
 
-    Args:
-        invite: called with the invitation for each rank, once ranks can join.
-        listen: see `Channel`.
+    Once they can, `invite` is called with the invitation for each rank. `listen`: see `Channel`.
     """
     has_launched = False
 

@@ -101,11 +101,8 @@ def connect_keeper() -> None:
 def keep_in_memory(folder: Path, files: Mapping[str, str]) -> None:
     """Have memory files of this rank kept, in place of those of other checkpoints.
 
+    They are given by their POSIX paths below `folder`, see `Keep`; these paths' folders exist.
     Without a keeper, as under torchrun, nothing is kept.
-
-    Args:
-        folder: see `Keep`.
-        files: the memory files by their POSIX paths below `folder`; these paths' folders exist.
     """
     remaining = iter(files.items())
     while True:

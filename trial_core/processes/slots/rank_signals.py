@@ -23,10 +23,8 @@ class RankSignals:
     """Handles SIGTERM and SIGINT within the block, unless this process ignores them.
 
     Only the main thread may handle signals: in another thread, the block does nothing. In processes
-    that are forked within the block, signals have the same effect as before the block.
-
-    Args:
-        handle: also called for each signal, in the main thread between two instructions of Python.
+    that are forked within the block, signals have the same effect as before the block. `handle` is
+    also called for each signal, in the main thread between two instructions of Python.
     """
 
     _current: ClassVar[RankSignals | None] = None

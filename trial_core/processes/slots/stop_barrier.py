@@ -93,9 +93,8 @@ class StopBarrier:
     def resume_until(self, end: Position, is_break: bool = False) -> None:
         """Continue to `end`: all ranks are paused.
 
-        Args:
-            is_break: True if later workloads begin, and only one with breaks ends at `end`. After a
-                stop, nothing begins.
+        At a break, later workloads begin, and only one with breaks ends at `end`; after a stop,
+        nothing begins.
         """
         with self._changed:
             self._end, self._is_break = end, is_break

@@ -83,13 +83,9 @@ class TlsSocket:
     """A connected socket with TLS, which one thread may read while another writes.
 
     `ssl` does not promise that, and may let a writer wait for a reader. So both try under a lock,
-    without waiting, and wait for the plain socket without the lock.
-
-    Args:
-        plain: taken over by this object; its timeout holds for the TLS handshake.
-
-    Raises:
-        OSError: the other end does not speak TLS, or is gone. Every method raises it.
+    without waiting, and wait for the plain socket without the lock. That is taken over; its timeout
+    holds for the TLS handshake. Every method raises OSError if the other end does not speak TLS, or
+    is gone.
     """
 
     def __init__(self, plain: socket.socket) -> None:
