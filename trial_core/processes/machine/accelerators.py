@@ -16,7 +16,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -182,11 +182,8 @@ def try_accelerators(
     if (problem := torch_problem()) is not None:
         return problem, None
     try:
-        done = subprocess.run(
-            [*ACCELERATOR_CHECK, str(len(visible.devices))],
-            env={**environment, KIND_VARIABLE: visible.kind},
-            capture_output=True, text=True, timeout=PROBE_TIMEOUT_SECONDS, check=False,
-        )  # fmt: skip
+        command = [*ACCELERATOR_CHECK, str(len(visible.devices))]
+        done = _run(command, PROBE_TIMEOUT_SECONDS, {**environment, KIND_VARIABLE: visible.kind})
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error), None
     lines = done.stdout.splitlines()
@@ -205,9 +202,8 @@ def described(visible: Accelerators) -> str:
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         query.append(f"--id={','.join(device_uuids(visible).values())}")
-        done = subprocess.run(
-            query, capture_output=True, text=True, timeout=TOOL_TIMEOUT_SECONDS, check=True
-        )
+        done = _run(query)
+        done.check_returncode()
     except (OSError, subprocess.SubprocessError, LaunchError):
         return counted
     models = {line.replace(", ", ", driver "): None for line in done.stdout.splitlines()}
@@ -226,6 +222,16 @@ def device_uuids(accelerators: Accelerators) -> dict[str, str]:
     """
     gpus = _nvidia_gpus() if accelerators.kind == NVIDIA else {}
     return _uuids(accelerators.devices, gpus)
+
+
+def _run(
+    command: Sequence[str],
+    seconds: float = TOOL_TIMEOUT_SECONDS,
+    environment: Mapping[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=seconds, check=False
+    )
 
 
 def _torch_build() -> str:
@@ -247,11 +253,7 @@ def _needs_probe() -> bool:
 def _probe(environment: tuple[tuple[str, str], ...]) -> Accelerators:
     """DeepSpeed's accelerators, found in a separate process. Takes some seconds."""
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", PROBE],
-            env=dict(environment),
-            capture_output=True, text=True, timeout=PROBE_TIMEOUT_SECONDS, check=False,
-        )  # fmt: skip
+        done = _run([sys.executable, "-c", PROBE], PROBE_TIMEOUT_SECONDS, dict(environment))
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(f"DeepSpeed cannot count the accelerators: {error}; {ADVICE}") from error
     answers = [line.split() for line in done.stdout.splitlines() if line.startswith("found ")]
@@ -279,10 +281,7 @@ def _nvidia_gpus() -> dict[str, list[str]]:
             return {}
         raise LaunchError(_uncountable("nvidia-smi is not on PATH"))
     try:
-        done = subprocess.run(
-            ["nvidia-smi", "--list-gpus"],
-            capture_output=True, text=True, timeout=TOOL_TIMEOUT_SECONDS, check=False,
-        )  # fmt: skip
+        done = _run(["nvidia-smi", "--list-gpus"])
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(_uncountable(str(error))) from error
     if done.returncode != 0:

@@ -208,10 +208,14 @@ def describe_exit(exit_code: int) -> str:
     """The text that follows "the process": "ended with exit code 3", "was ended by SIGKILL"."""
     if exit_code >= 0:
         return f"ended with exit code {exit_code}"
+    return f"was ended by {signal_name(-exit_code)}"
+
+
+def signal_name(number: int) -> str:
     try:
-        return f"was ended by {signal.Signals(-exit_code).name}"
+        return signal.Signals(number).name
     except ValueError:  # real-time signals have no names
-        return f"was ended by signal {-exit_code}"
+        return f"signal {number}"
 
 
 def log_tail(log_path: Path) -> str:

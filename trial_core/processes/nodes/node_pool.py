@@ -207,45 +207,39 @@ class NodePool(AbstractContextManager["NodePool"]):
         Calls `on_draining` once, in another thread, when a node will be taken away and the ranks
         should save and end; and likewise `on_offer`, when there are nodes for more ranks.
         """
-        if self._gang is None:
+        if (gang := self._gang) is None:
             raise LaunchError("the nodes are watched before they were gathered")
         has_ended = threading.Event()
-        arguments = (self._gang, has_ended, on_draining, on_offer)
-        watch = threading.Thread(target=self._watch, args=arguments, name="node-pool")
-        watch.start()
+
+        def watch() -> None:
+            is_offered = is_leaving = has_failed = False
+            while not has_ended.wait(WATCH_SECONDS):
+                try:
+                    self._note_problems(self._follow_provider(gang))
+                except Exception:
+                    # Of the provider's library. Training continues, and agents are still heard.
+                    if not has_failed:
+                        _logger.exception("%s cannot be asked about its nodes", self._provider.name)
+                    has_failed = True
+                for agent in self._chosen:
+                    if agent.name in self._gone:
+                        agent.give_up(self._gone[agent.name])
+                leaving = [f"{a.name} ({a.draining})" for a in self._chosen if a.draining]
+                if leaving and not is_leaving:
+                    is_leaving = True
+                    on_draining(f"node {', '.join(leaving)} will be taken away")
+                more = self._slots_offered()
+                if more > self.slots_of(self._chosen) and not is_offered:
+                    is_offered = True
+                    on_offer(f"there are nodes for {plural(more, 'slot')}")
+
+        thread = threading.Thread(target=watch, name="node-pool")
+        thread.start()
         try:
             yield
         finally:
             has_ended.set()
-            watch.join()
-
-    def _watch(
-        self,
-        gang: Gang,
-        has_ended: threading.Event,
-        on_draining: Callable[[str], None],
-        on_offer: Callable[[str], None],
-    ) -> None:
-        is_offered = is_leaving = has_failed = False
-        while not has_ended.wait(WATCH_SECONDS):
-            try:
-                self._note_problems(self._follow_provider(gang))
-            except Exception:
-                # Of the provider's library. Training continues, and agents are still heard.
-                if not has_failed:
-                    _logger.exception("%s cannot be asked about its nodes", self._provider.name)
-                has_failed = True
-            for agent in self._chosen:
-                if agent.name in self._gone:
-                    agent.give_up(self._gone[agent.name])
-            leaving = [f"{a.name} ({a.draining})" for a in self._chosen if a.draining]
-            if leaving and not is_leaving:
-                is_leaving = True
-                on_draining(f"node {', '.join(leaving)} will be taken away")
-            more = self._slots_offered()
-            if more > self.slots_of(self._chosen) and not is_offered:
-                is_offered = True
-                on_offer(f"there are nodes for {plural(more, 'slot')}")
+            thread.join()
 
     def _slots_offered(self) -> int:
         """How many ranks the next launch may have, if no more nodes come."""
@@ -291,7 +285,7 @@ class NodePool(AbstractContextManager["NodePool"]):
             if (why := self._gone.get(node.name)) is None:
                 continue
             if agent is not None and agent in self._chosen and agent.lost is None:
-                continue  # its ranks still run: see `_watch` and `_let_leave`
+                continue  # its ranks still run: see `watching` and `_let_leave`
             if agent is not None:
                 agent.send(Leave())  # it may live, where the provider takes the node back
             gang.give_up(node)

@@ -6,7 +6,6 @@ arrive before its own. So failures are collected for a moment before one is repo
 
 from __future__ import annotations
 
-import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from trial_core.errors import RankFailed, Stalled
 from trial_core.messages import Peer, RankError, RunScript
+from trial_core.processes.machine.child import signal_name
 from trial_core.processes.slots.pending_requests import PendingRequest, PendingRequests
 from trial_core.processes.slots.rank_handle import RankHandle
 from trial_core.processes.slots.stacks import log_stacks
@@ -56,12 +56,8 @@ class FirstCause:
         """Note that a rank's process has ended; `code` is as in `subprocess`."""
         if code >= 0:
             self._note(rank, exit_code=code)
-            return
-        try:
-            name = signal.Signals(-code).name
-        except ValueError:
-            name = f"signal {-code}"  # real-time signals have no names
-        self._note(rank, signal_name=name)
+        else:
+            self._note(rank, signal_name=signal_name(-code))
 
     def note_raised(self, rank: int, number: int, error: RankError) -> None:
         """Note that a rank has answered request `number` with an error."""
