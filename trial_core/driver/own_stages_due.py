@@ -8,8 +8,9 @@ for all of them; a stop kills them.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from trial_core.checkpoint.manifest import Manifest
 from trial_core.common.text_format import clean, is_number, one_line
 from trial_core.config.stages_section import After, StageConfig
 from trial_core.driver.run import Launch
@@ -18,9 +19,6 @@ from trial_core.driver.stages.own_stage import call, own_stage
 from trial_core.errors import ConfigError, TrialError
 from trial_core.processes.machine.background import in_background
 from trial_core.schedule.units import EpochLength
-
-if TYPE_CHECKING:
-    from trial_core.checkpoint.manifest import Manifest
 
 
 class OwnStages:

@@ -141,13 +141,10 @@ def place_ranks(
     """
     provider = choose_provider(config)
     if provider is None:
-        importing = _importing.get()
-        token = _importing.set(None)  # a run of one of its stages gets another
-        try:
-            with importing or ForkServer(_modules(config)) as fork_server:
-                yield ThisMachine(fork_server)
-        finally:
-            _importing.reset(token)
+        ahead = _importing.get()
+        # A run of one of its stages gets another.
+        with _next_takes(None), ahead or ForkServer(_modules(config)) as fork_server:
+            yield ThisMachine(fork_server)
         return
     preload = config.resources.preload
     what = ("script" if config.is_script else "trial") if preload else "none"
@@ -173,11 +170,18 @@ def importing_ahead(config: ExperimentConfig, late: Sequence[str] = ()) -> Itera
                 slots = _slots_here(config, variables)
                 environment = rank_environment(slots, config.rank_variables)
                 fork_server.prepare(environment, config.code, Path(os.devnull))
-        token = _importing.set(fork_server)
-        try:
+        with _next_takes(fork_server):
             yield
-        finally:
-            _importing.reset(token)
+
+
+@contextmanager
+def _next_takes(fork_server: AbstractContextManager[ForkServer] | None) -> Iterator[None]:
+    """Have the next run in the block take this fork server; None: start one."""
+    token = _importing.set(fork_server)
+    try:
+        yield
+    finally:
+        _importing.reset(token)
 
 
 class ForkServers(AbstractContextManager["ForkServers"]):
@@ -205,11 +209,10 @@ class ForkServers(AbstractContextManager["ForkServers"]):
             server = self._idle.pop()
         except IndexError:
             server = ForkServer(_modules(config))
-        token = _importing.set(nullcontext(server))
         try:
-            yield
+            with _next_takes(nullcontext(server)):
+                yield
         finally:
-            _importing.reset(token)
             server.free_memory()
             self._idle.append(server)
             if self._is_closed:
@@ -247,9 +250,7 @@ def on_nodes(
         preload: the agents' imports before ranks are forked, a key of `agent_main.PRELOADS`.
         same_versions: see `Hub`.
 
-    Raises:
-        ConfigError: the experiment cannot run on several machines.
-        LaunchError: the driver cannot listen for nodes.
+    Raises as `place_ranks`.
     """
     request, resources = _request(config, provider), config.resources
     channel = resources.channel

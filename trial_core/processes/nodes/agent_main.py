@@ -1,4 +1,4 @@
-"""The process of a node's agent, started by `trialflow join` or as ``python -m`` a module."""
+"""The process of a node's agent: `trialflow join`, or this module with the token on its stdin."""
 
 from __future__ import annotations
 
@@ -109,8 +109,6 @@ def main() -> None:
     parser.add_argument("--node", default="")
     parser.add_argument("--slots", type=int)
     parser.add_argument("--preload", choices=sorted(PRELOADS), default="trial")
-    parser.add_argument("--token-file", type=Path)
-    parser.add_argument("--wait-seconds", type=float, default=WAIT_SECONDS)
     given = parser.parse_args()
     logging.basicConfig(
         level=logging.INFO,
@@ -118,15 +116,7 @@ def main() -> None:
         stream=sys.stderr,
     )
     try:
-        code = run_agent(
-            given.driver,
-            read_token(given.token_file),
-            node=given.node,
-            slots=given.slots,
-            preload=given.preload,
-            wait_seconds=given.wait_seconds,
-        )
-        sys.exit(code)
+        sys.exit(run_agent(token=read_token(None), **vars(given)))
     except TrialflowError as error:
         sys.exit(f"this node ends: {error}")
 
