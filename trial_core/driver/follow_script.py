@@ -76,7 +76,6 @@ def follow_script(launch: Launch, uploads: Uploads) -> TrialResult:
         pause_at=_plain(pause),
     )  # fmt: skip
     script = RunningScript(launch, ask)
-    script.start()
     fitted: TrialResult | None = None
     stored = _Newest(launch, start.uuid if start.restore == "everything" else None)
     launch.status.saved_at = begin if stored.uuid else None

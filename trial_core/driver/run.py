@@ -60,7 +60,6 @@ class Given:
         stopping: stop requests to this run.
         find_logger: returns the log of the calling thread's stage, else of the run.
         execute: returns what a call of a stage (`DeclaredStage`) does; None for `plain`.
-        observer: gets the run's events.
         publish: shows the text of the report; None if the report is only a file.
         publish_errors: the errors that `publish` may raise, besides trialflow's own.
         links: the run's pages elsewhere, by their names, for the report.
@@ -177,7 +176,6 @@ class RankAnswers:
         validated: the metrics of the last validation, which may not be reported yet.
         stop_requested, stop_reason: by the trial, which need not give a reason.
         writes_run_files: True if a rank writes files for TensorBoard.
-        keep: settings that stay as in the checkpoint.
         earlier_changes: those that the checkpoint tells, see `Manifest.changes`.
         changes: what has changed since the checkpoint, as sentences.
     """
@@ -213,7 +211,6 @@ class LaunchStatus:
     Attributes:
         can_save: True once training has begun. A stop request before that aborts the ranks.
         end: the batch at which training ends, once it is known; 0: unknown.
-        began_at: the batch at which this launch began.
         batches_trained: the batch at which the last train-workload ended, or this launch began.
         saved_at: batches trained at the last checkpoint that the trial can continue from.
         moves: why the ranks save and end now, to be launched on other nodes; else None.

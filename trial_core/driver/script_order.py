@@ -13,10 +13,7 @@ class Order(msgspec.Struct, kw_only=True):
     """The run that rank 0 of a script has its driver drive.
 
     Attributes:
-        experiment: the script's experiment, as plain data.
         new_trial: the trial's id, if the run begins a new one.
-        world_size: the number of ranks that join.
-        has_other_machines: True if ranks of other machines join.
         fit: the arguments of `Trainer.fit`; None for a Core API script.
         latest_checkpoint: the checkpoint to resume from: its uuid or the beginning of it, a folder
             or URL, or ``latest``. None for a new trial.

@@ -138,15 +138,13 @@ _NOT_TRAINED = (FitBegun, SettingsRestored, UploadEnded)
 
 
 class RunningScript:
+    """A script that begins with this object, and its events."""
+
     def __init__(self, launch: Launch, request: RunScript) -> None:
         self._launch = launch
         self._request = request
         self._happened = launch.script_events
-        self._thread = threading.Thread(target=self._wait, name="run-script", daemon=True)
-
-    def start(self) -> None:
-        """Start the script. Returns at once."""
-        self._thread.start()
+        threading.Thread(target=self._wait, name="run-script", daemon=True).start()
 
     def next_event(self) -> ScriptEvent | UploadEnded | list[ScriptEnded]:
         """Wait for the script's next event: a report, or the end of all ranks.
