@@ -345,7 +345,7 @@ class Launch:
             self.move_now(why)
 
     def note_batches(self, batches: int, total: int = 0) -> None:
-        """Note that training has reached `batches`, of `total` as in `BatchesTrained`. For any
+        """Note how far training is, of `total` as in `BatchesTrained`. Also in the channel's
         thread.
         """
         if total not in (0, self.status.end):
