@@ -60,7 +60,7 @@ class AgentEnded:
 
 @dataclass(frozen=True)
 class NodeDraining:
-    """A node will be taken away; if it `can_stay`, once the run has left it. Its agent still runs."""
+    """A node will be taken away; if it `can_stay`, once the run has left it. Its agent runs on."""
 
     node: str
     why: str
