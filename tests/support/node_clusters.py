@@ -22,7 +22,6 @@ from trial_core.processes.nodes.hub import ConnectedAgent
 from trial_core.processes.nodes.join_token import new_token
 from trial_core.processes.nodes.node_pool import NodePool
 from trial_core.processes.nodes.node_provider import (
-    AGENT_MODULE,
     Gang,
     JoinProvider,
     NodeProvider,
@@ -35,7 +34,7 @@ from trial_core.processes.nodes.slurm_provider import SlurmProvider
 SECONDS = 120.0
 ROOT = Path(__file__).parents[2]
 DRIVER = ROOT / "tests" / "support" / "scripts" / "provider_driver.py"
-STAND_IN = "tests.support.stand_in_agent"
+STAND_IN = ("-m", "tests.support.stand_in_agent")
 """What starts in place of an agent where no driver is needed."""
 NO_PRELOAD = ("--preload", "none")
 
@@ -55,7 +54,7 @@ class NodeCluster(Protocol):
     refusal: str
     machines: tuple[str, ...]
 
-    def provider(self, agent_module: str = AGENT_MODULE) -> NodeProvider:
+    def provider(self) -> NodeProvider:
         """The provider that finds its nodes."""
 
     def expect(self, driver: str, token: str) -> None:
@@ -97,8 +96,8 @@ class OfRay:
         self.machines = tuple(machines)
         self._harmed: list[str] = []
 
-    def provider(self, agent_module: str = AGENT_MODULE) -> NodeProvider:
-        return RayProvider(self._cluster.address, agent_module=agent_module)
+    def provider(self) -> NodeProvider:
+        return RayProvider(self._cluster.address)
 
     def expect(self, driver: str, token: str) -> None:
         pass
@@ -156,8 +155,8 @@ class OfSlurm:
         self._environment = environment
         slurm.drain_node("node3")
 
-    def provider(self, agent_module: str = AGENT_MODULE) -> NodeProvider:
-        return SlurmProvider(self._environment, agent_module)
+    def provider(self) -> NodeProvider:
+        return SlurmProvider(self._environment)
 
     def expect(self, driver: str, token: str) -> None:
         pass
@@ -198,7 +197,7 @@ class OfJoin:
         self._agents = agents
         self._driver = ("", "")
 
-    def provider(self, agent_module: str = AGENT_MODULE) -> NodeProvider:
+    def provider(self) -> NodeProvider:
         return JoinProvider()
 
     def expect(self, driver: str, token: str) -> None:
@@ -297,7 +296,7 @@ def starting_cluster(request: pytest.FixtureRequest) -> Iterator[NodeCluster]:
 
 def placed(cluster: NodeCluster, request: NodeRequest) -> Gang:
     """The nodes of a run whose agents are stand-ins."""
-    return cluster.provider(STAND_IN).acquire(request, SECONDS, lambda: False)
+    return cluster.provider().acquire(request, SECONDS, lambda: False)
 
 
 def told(path: Path, gang: Gang | None = None) -> dict[str, Any]:

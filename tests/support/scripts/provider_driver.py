@@ -14,13 +14,13 @@ from trial_core.processes.nodes.node_provider import NodeProvider, NodeRequest
 from trial_core.processes.nodes.ray_provider import RayProvider
 from trial_core.processes.nodes.slurm_provider import SlurmProvider
 
-STAND_IN = "tests.support.stand_in_agent"
+STAND_IN = ("-m", "tests.support.stand_in_agent")
 
 folder, *ray = sys.argv[1:]
-provider: NodeProvider = SlurmProvider(agent_module=STAND_IN)
+provider: NodeProvider = SlurmProvider()
 if ray:
-    provider = RayProvider(ray[0], bool(ray[1:]), STAND_IN)
+    provider = RayProvider(ray[0], bool(ray[1:]))
 gang = provider.acquire(NodeRequest(4, 4, on_cpu=True), 120, lambda: False)
 for number, node in enumerate(gang.nodes):
-    gang.start(node, [str(Path(folder) / f"agent-{number}")], "a token")
+    gang.start(node, [*STAND_IN, str(Path(folder) / f"agent-{number}")], "a token")
 time.sleep(3600)

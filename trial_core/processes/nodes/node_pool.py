@@ -19,6 +19,7 @@ from trial_core.errors import LaunchError, Stopped
 from trial_core.processes.nodes.hub import ConnectedAgent, Hub
 from trial_core.processes.nodes.node_messages import Leave
 from trial_core.processes.nodes.node_provider import (
+    AGENT_MODULE,
     Gang,
     Node,
     NodeDraining,
@@ -261,8 +262,8 @@ class NodePool(AbstractContextManager["NodePool"]):
 
     def _start(self, gang: Gang, node: Node) -> None:
         arguments = (
-            "--driver", self._hub.address, "--node", node.name, "--slots", str(node.slots),
-            *self._agent_arguments,
+            "-m", AGENT_MODULE, "--driver", self._hub.address,
+            "--node", node.name, "--slots", str(node.slots), *self._agent_arguments,
         )  # fmt: skip
         gang.start(node, arguments, self._token)
 

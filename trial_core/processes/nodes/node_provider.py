@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 AGENT_MODULE = "trial_core.processes.nodes.agent_main"
-"""The module that a provider starts with ``python -m``, with the node's own Python."""
+"""The module of the agent."""
 
 NODE_SECONDS = 60.0
 """How long a provider may take to say that it cannot start an agent."""
@@ -81,7 +81,7 @@ class Gang(Protocol):
         """Start the agent of a node. Returns at once; `events` reports the outcome.
 
         Args:
-            arguments: of `AGENT_MODULE`.
+            arguments: of the node's own Python.
             token: written to the agent's standard input, which is then closed. No other user of the
                 node may see it.
         """

@@ -25,7 +25,6 @@ from trial_core.errors import LaunchError
 from trial_core.processes.machine.accelerators import CPU_SLOTS
 from trial_core.processes.machine.child import describe_exit
 from trial_core.processes.nodes.node_provider import (
-    AGENT_MODULE,
     NODE_SECONDS,
     AgentEnded,
     Gang,
@@ -70,12 +69,9 @@ class RayProvider(NodeProvider):
 
     name = "ray"
 
-    def __init__(
-        self, address: str = "auto", is_insecure: bool = False, agent_module: str = AGENT_MODULE
-    ) -> None:
+    def __init__(self, address: str = "auto", is_insecure: bool = False) -> None:
         self._address = address
         self._is_insecure = is_insecure
-        self._agent_module = agent_module
 
     def acquire(
         self, request: NodeRequest, seconds: float, should_abort: Callable[[], bool]
@@ -91,7 +87,7 @@ class RayProvider(NodeProvider):
         gang = None
         try:
             needed, more = divide(request, _machines())
-            gang = RayGang(needed, more, self._agent_module)
+            gang = RayGang(needed, more)
             gang.occupy(seconds, should_abort)
         except BaseException:
             if gang is None:
@@ -114,12 +110,8 @@ class RayGang(Gang):
     """
 
     def __init__(
-        self,
-        needed: Sequence[Mapping[str, float]],
-        more: Sequence[Mapping[str, float]],
-        agent_module: str,
+        self, needed: Sequence[Mapping[str, float]], more: Sequence[Mapping[str, float]]
     ) -> None:
-        self._agent_module = agent_module
         self._hosted: dict[Node, _Bundle] = {}
         self._count = 0
         self._is_released = False
@@ -168,7 +160,7 @@ class RayGang(Gang):
 
     def start(self, node: Node, arguments: Sequence[str], token: str) -> None:
         bundle = self._hosted[node]
-        bundle.end = bundle.actor.run.remote(self._agent_module, [*arguments], token, node.slots)
+        bundle.end = bundle.actor.run.remote([*arguments], token, node.slots)
 
     def events(self) -> Sequence[GangEvent]:
         ray = import_ray()
@@ -270,7 +262,7 @@ class AgentHost:
 
         return socket.gethostname(), ray.get_runtime_context().get_node_id()
 
-    def run(self, module: str, arguments: Sequence[str], token: str, cores: int) -> str:
+    def run(self, arguments: Sequence[str], token: str, cores: int) -> str:
         """Run an agent until it ends; return its exit code and last lines, for people."""
         environment = dict(os.environ)
         # Ray sets it to the bundle's cores, as if there were one rank.
@@ -279,7 +271,7 @@ class AgentHost:
         read_end, write_end = os.pipe()
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _TIED_TO_PARENT, str(os.getpid()),
-             sys.executable, "-m", module, *arguments],
+             sys.executable, *arguments],
             env=environment, stdin=read_end, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             encoding="utf-8", errors="replace",
         )  # fmt: skip

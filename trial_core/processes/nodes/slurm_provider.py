@@ -24,7 +24,6 @@ from trial_core.errors import LaunchError
 from trial_core.processes.machine.accelerators import CPU_SLOTS
 from trial_core.processes.machine.background import in_background
 from trial_core.processes.nodes.node_provider import (
-    AGENT_MODULE,
     AgentEnded,
     Gang,
     GangEvent,
@@ -122,11 +121,8 @@ class SlurmProvider(NodeProvider):
 
     name = "slurm"
 
-    def __init__(
-        self, environment: Mapping[str, str] = os.environ, agent_module: str = AGENT_MODULE
-    ) -> None:
+    def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
         self._environment = environment
-        self._agent_module = agent_module
 
     def acquire(
         self, request: NodeRequest, seconds: float, should_abort: Callable[[], bool]
@@ -168,7 +164,7 @@ class SlurmProvider(NodeProvider):
                 f"{slurm.job} have {found} ({', '.join(map(describe, hosts))}); ask sbatch "
                 "or salloc for more nodes or GPUs, or reduce resources.slots_per_trial"
             )
-        return _SlurmGang(slurm, request, on_cpu, chosen, self._agent_module)
+        return _SlurmGang(slurm, request, on_cpu, chosen)
 
 
 class _NoAnswerError(Exception):
@@ -300,17 +296,11 @@ class _SlurmGang(Gang):
     """Nodes of the allocation."""
 
     def __init__(
-        self,
-        slurm: _Slurm,
-        request: NodeRequest,
-        on_cpu: bool,
-        chosen: Mapping[Node, _Host],
-        agent_module: str,
+        self, slurm: _Slurm, request: NodeRequest, on_cpu: bool, chosen: Mapping[Node, _Host]
     ) -> None:
         self._slurm = slurm
         self._request = request
         self._on_cpu = on_cpu
-        self._agent_module = agent_module
         self._hosts = dict(chosen)
         self._steps: dict[Node, _Step] = {}
         self._told: set[Node] = set()
@@ -332,7 +322,7 @@ class _SlurmGang(Gang):
         gpus = "--gres=none" if self._on_cpu else f"--gpus={host.gpus}"
         command = (
             "srun", f"--jobid={self._slurm.job}", f"--nodelist={host.name}", gpus, *STEP_OPTIONS,
-            sys.executable, "-m", self._agent_module, *arguments,
+            sys.executable, *arguments,
         )  # fmt: skip
         self._steps[node] = _Step(command, self._slurm.environment, token)
 

@@ -17,6 +17,7 @@ from tests.support.node_clusters import (
     DRIVER,
     ROOT,
     SECONDS,
+    STAND_IN,
     NodeCluster,
     nodes_of_a_run,
     placed,
@@ -122,8 +123,8 @@ def test_an_end_is_told_once(starting_cluster: NodeCluster, tmp_path: Path) -> N
     gang = placed(starting_cluster, NodeRequest(4, 4, on_cpu=True))
     try:
         first, second = gang.nodes
-        gang.start(first, [str(tmp_path / "first")], "a token")
-        gang.start(second, [str(tmp_path / "second"), "exit", "7"], "a token")
+        gang.start(first, [*STAND_IN, str(tmp_path / "first")], "a token")
+        gang.start(second, [*STAND_IN, str(tmp_path / "second"), "exit", "7"], "a token")
         (end,) = until(gang.events, "the agent's end", SECONDS)
         assert isinstance(end, AgentEnded)
         assert end.node == second.name
@@ -135,7 +136,7 @@ def test_an_end_is_told_once(starting_cluster: NodeCluster, tmp_path: Path) -> N
         assert other.slots == second.slots
         assert other.name not in {first.name, second.name}
         assert list(gang.nodes) == [first, other]
-        gang.start(other, [str(tmp_path / "other")], "a token")
+        gang.start(other, [*STAND_IN, str(tmp_path / "other")], "a token")
         pids = [told(tmp_path / name, gang)["pid"] for name in ("first", "other")]
         assert gang.offer() is None
     finally:

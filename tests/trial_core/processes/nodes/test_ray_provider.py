@@ -29,7 +29,7 @@ def never() -> bool:
 
 
 def acquire(cluster: RayCluster, request: NodeRequest, seconds: float = SECONDS) -> RayGang:
-    return RayProvider(cluster.address, agent_module=STAND_IN).acquire(request, seconds, never)
+    return RayProvider(cluster.address).acquire(request, seconds, never)
 
 
 def test_agents_run_on_different_nodes_and_end_with_the_gang(
@@ -42,7 +42,7 @@ def test_agents_run_on_different_nodes_and_end_with_the_gang(
         assert [node.slots for node in gang.nodes] == [2, 1]
         assert len({node.name for node in gang.nodes}) == 2
         for node in gang.nodes:
-            gang.start(node, [str(tmp_path / node.name)], "the token of the run")
+            gang.start(node, [*STAND_IN, str(tmp_path / node.name)], "the token of the run")
         agents = [told(tmp_path / node.name, gang) for node in gang.nodes]
         assert {each["token"] for each in agents} == {"the token of the run"}
         _, *raylets = ray_cluster.raylets.values()  # the head has no cores
@@ -91,7 +91,7 @@ def test_a_killed_actor_is_told_and_leaves_no_agent(
     """As by the kernel, when memory is out. The raylet, which would end the agent, stands still."""
     gang = acquire(ray_cluster, NodeRequest(2, 2))
     try:
-        gang.start(gang.nodes[0], [str(tmp_path / "agent")], "a token")
+        gang.start(gang.nodes[0], [*STAND_IN, str(tmp_path / "agent")], "a token")
         agent = told(tmp_path / "agent", gang)
         raylet = int(agent["raylet"])
         os.kill(raylet, signal.SIGSTOP)
@@ -185,7 +185,7 @@ def test_a_draining_machine_has_a_stand_in_until_it_is_dead(
 
 def raylet_of(node: Node, gang: RayGang, folder: Path, cluster: RayCluster) -> str:
     """Ray's id of the machine on which the agent of a node is started."""
-    gang.start(node, [str(folder / node.name)], "a token")
+    gang.start(node, [*STAND_IN, str(folder / node.name)], "a token")
     raylet = int(told(folder / node.name, gang)["raylet"])
     return next(each for each, pid in cluster.raylets.items() if pid == raylet)
 
@@ -236,16 +236,16 @@ def test_a_driver_outside_of_the_cluster(tmp_path: Path) -> None:
     ):
         for name, value in cluster.environment.items():
             patch.setenv(name, value)
-        provider = RayProvider(f"ray://127.0.0.1:{port}", agent_module=STAND_IN)
+        provider = RayProvider(f"ray://127.0.0.1:{port}")
         gang = provider.acquire(NodeRequest(2, 2), SECONDS, never)
         try:
             (node,) = gang.nodes
-            gang.start(node, [str(tmp_path / "first"), "exit", "3"], "a token")
+            gang.start(node, [*STAND_IN, str(tmp_path / "first"), "exit", "3"], "a token")
             (end,) = until(gang.events, "the agent's end")
             assert "exit code 3" in end.why
             gang.give_up(node)
             other = until(gang.offer, "a node is offered")
-            gang.start(other, [str(tmp_path / "second")], "a token")
+            gang.start(other, [*STAND_IN, str(tmp_path / "second")], "a token")
             pids = [told(tmp_path / "second", gang)["pid"]]
         finally:
             gang.release()

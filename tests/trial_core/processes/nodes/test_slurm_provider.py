@@ -43,7 +43,7 @@ def never() -> bool:
 
 
 def acquire(environment: dict[str, str], request: NodeRequest) -> Gang:
-    return SlurmProvider(environment, STAND_IN).acquire(request, SECONDS, never)
+    return SlurmProvider(environment).acquire(request, SECONDS, never)
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_agents_get_arguments_and_token_and_release_ends_them(
     gang = acquire(allocation, NodeRequest(4, 4, on_cpu=True))
     assert [(node.name, node.slots) for node in gang.nodes] == [("node1", 2), ("node2", 2)]
     for node in gang.nodes:
-        gang.start(node, [str(tmp_path / node.name), "--an", "a b"], "s3cret-t0ken")
+        gang.start(node, [*STAND_IN, str(tmp_path / node.name), "--an", "a b"], "s3cret-t0ken")
     agents = [told(tmp_path / node.name, gang) for node in gang.nodes]
     for agent, node in zip(agents, gang.nodes, strict=True):
         assert agent["node"] == node.name
@@ -99,7 +99,7 @@ def test_a_slurmctld_that_does_not_answer_ends_no_agent(
     gang = acquire(environment, NodeRequest(4, 4, on_cpu=True))
     try:
         for node in gang.nodes:
-            gang.start(node, [str(tmp_path / node.name)], "token")
+            gang.start(node, [*STAND_IN, str(tmp_path / node.name)], "token")
             told(tmp_path / node.name, gang)
         monkeypatch.setattr(slurm_provider, "ANSWER_SECONDS", 0.1)
         scontrol, asked = tmp_path / "scontrol", tmp_path / "asked"
@@ -114,7 +114,7 @@ def test_a_slurmctld_that_does_not_answer_ends_no_agent(
         gang.give_up(gang.nodes[1])
         assert offered(gang) is None
         with pytest.raises(LaunchError, match="slurm_load_node error"):
-            SlurmProvider(environment, STAND_IN).acquire(NodeRequest(4, 4), 0.0, never)
+            SlurmProvider(environment).acquire(NodeRequest(4, 4), 0.0, never)
     finally:
         gang.release()
 
@@ -156,7 +156,7 @@ def slow_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gang
     environment = {"SLURM_JOB_ID": "7", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     gang = acquire(environment, NodeRequest(4, 4, on_cpu=True))
     for node in gang.nodes:
-        gang.start(node, [], "token")
+        gang.start(node, STAND_IN, "token")
     until(lambda: len(steps(tmp_path)) == 2, "the steps have started")
     yield gang
     (tmp_path / "slow").unlink(missing_ok=True)
@@ -248,7 +248,7 @@ def test_unequal_nodes_give_as_many_slots_as_gpus(slurm: Slurm, tmp_path: Path) 
         try:
             assert sorted(node.slots for node in gang.nodes) == [1, 2]
             for node in gang.nodes:
-                gang.start(node, [str(tmp_path / node.name)], "token")
+                gang.start(node, [*STAND_IN, str(tmp_path / node.name)], "token")
                 assert told(tmp_path / node.name, gang)["gpus"] == str(node.slots)
         finally:
             gang.release()
@@ -266,7 +266,7 @@ def test_a_node_whose_slurmd_dies_is_told_and_not_taken_again(
     gang = acquire(allocation, NodeRequest(6, 6, on_cpu=True))
     try:
         for node in gang.nodes:
-            gang.start(node, [str(tmp_path / node.name)], "token")
+            gang.start(node, [*STAND_IN, str(tmp_path / node.name)], "token")
             told(tmp_path / node.name, gang)
         slurm.kill_node("node2")
         (ended,) = until(gang.events, "the node's end")
