@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -64,12 +64,13 @@ def launched(world_size: int, fork_server: ForkServer | None = None) -> Iterator
     """
     with (
         tempfile.TemporaryDirectory(prefix="benchmark-") as folder,
+        nullcontext(fork_server) if fork_server else ForkServer() as server,
         SlotGroup(
             resolve_slot_count(world_size),
             working_dir=ROOT,
             log_dir=Path(folder),
             environment=ENVIRONMENT,
-            launcher=None if fork_server is None else partial(launch_locally, fork_server),
+            launcher=partial(launch_locally, server),
         ) as slots,
     ):
         yield slots

@@ -12,7 +12,7 @@ import torch
 import yaml
 from safetensors.torch import save_file
 
-from tests.support.slots import Driven, drive
+from tests.support.slots import Driven, OwnSlots, drive
 from tests.support.snippets import SNIPPETS
 from trial_core.config import ExperimentConfig
 from trial_core.processes.slots.fork_server import ForkServer
@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ranks(folder: Path) -> Iterator[SlotGroup]:
     """Two ranks, which import what is in the folder."""
     server = ForkServer(["trial_core.pytorch"])
-    group = SlotGroup(2, working_dir=folder, launcher=partial(launch_locally, server))
+    group = OwnSlots(2, working_dir=folder, launcher=partial(launch_locally, server))
     yield group
     group.close()
     server.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -52,7 +53,7 @@ from trial_core.messages import (
 )
 from trial_core.processes.machine.accelerators import count_accelerators
 from trial_core.processes.slots.fork_server import ForkServer
-from trial_core.processes.slots.launcher import launch_locally
+from trial_core.processes.slots.launcher import Launcher, launch_locally
 from trial_core.processes.slots.rank_main import TRIAL_MODULES
 from trial_core.processes.slots.slot_group import SlotGroup
 from trial_core.processes.slots.stacks import STACK_SIGNAL, current_stacks
@@ -179,7 +180,30 @@ def drive(
     return driver.run
 
 
-class WarmSlots(SlotGroup):
+class OwnSlots(SlotGroup):
+    """A group with a fork server and a folder for logs of its own, unless they are given."""
+
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        log_dir: Path | None = None,
+        launcher: Launcher | None = None,
+        **more: Any,
+    ) -> None:
+        self._server = ForkServer()
+        self._logs = tempfile.TemporaryDirectory(prefix="trialflow-logs-")
+        launcher = launcher or partial(launch_locally, self._server)
+        log_dir = log_dir or Path(self._logs.name)
+        super().__init__(world_size, log_dir=log_dir, launcher=launcher, **more)
+
+    def kill(self) -> None:
+        """As a group's; then its fork server ends."""
+        super().kill()
+        self._server.close()
+
+
+class WarmSlots(OwnSlots):
     """A group of which a request that takes minutes fails, with the stacks of all its processes.
 
     Else each later test of the group would wait until its own time is over, and none says why.

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.slots import TOY, drive, lines, toy_config
+from tests.support.slots import TOY, OwnSlots, drive, lines, toy_config
 from trial_core.errors import RankFailed, TrialError
-from trial_core.processes.slots.slot_group import SlotGroup
 from trial_core.trainer.entrypoint import load_trial_class
 
 BESIDE = ", ".join(sorted(path.stem for path in TOY.glob("*.py")))
@@ -77,7 +76,7 @@ def test_a_trial_that_breaks_a_rule(tmp_path: Path) -> None:
     config = toy_config(
         tmp_path, 2, entrypoint="bad_trials:StepsOnce", hyperparameters={"accumulation": 2}
     )
-    with SlotGroup(1, working_dir=TOY) as slots, pytest.raises(RankFailed) as failure:
+    with OwnSlots(1, working_dir=TOY) as slots, pytest.raises(RankFailed) as failure:
         drive(slots, config, tmp_path)
     assert failure.value.is_trial_mistake
     assert str(failure.value.error_message).startswith(
@@ -91,7 +90,7 @@ def test_a_trial_that_breaks_a_rule(tmp_path: Path) -> None:
 def test_a_state_that_no_run_would_read_is_refused_when_it_is_saved(tmp_path: Path) -> None:
     """As the trial's mistake: a restart would fail again."""
     config = toy_config(tmp_path, 1, entrypoint="state_trials:UnreadableState")
-    with SlotGroup(1, working_dir=TOY) as slots, pytest.raises(RankFailed) as failure:
+    with OwnSlots(1, working_dir=TOY) as slots, pytest.raises(RankFailed) as failure:
         drive(slots, config, tmp_path)
     assert failure.value.is_trial_mistake
     assert failure.value.during == "checkpoint-save"
@@ -107,7 +106,7 @@ def test_a_trials_exception_shows_the_trials_code(tmp_path: Path) -> None:
         tmp_path, 1, entrypoint="bad_trials:RaisesInEvaluation",
         hyperparameters={"record": str(tmp_path)},
     )  # fmt: skip
-    with SlotGroup(1, working_dir=TOY) as slots, pytest.raises(RankFailed) as failure:
+    with OwnSlots(1, working_dir=TOY) as slots, pytest.raises(RankFailed) as failure:
         drive(slots, config, tmp_path)
     assert not failure.value.is_trial_mistake
     assert (failure.value.error_type, failure.value.during) == ("KeyError", "validate")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.processes import listening_beyond_loopback
-from tests.support.slots import ONE_TWO_FOUR, TOY, Driven, drive, lines, toy_config
+from tests.support.slots import ONE_TWO_FOUR, TOY, Driven, OwnSlots, drive, lines, toy_config
 from trial_core.processes.slots.slot_group import SlotGroup
 from trial_core.trainer.entrypoint import initialises_torch_distributed
 
@@ -129,7 +129,7 @@ def test_a_trial_may_initialise_torch_distributed(
     tmp_path: Path, variable: str, world_size: int
 ) -> None:
     """It is not initialised before, and everything works afterwards."""
-    with SlotGroup(world_size, working_dir=TOY, environment={variable: "1"}) as group:
+    with OwnSlots(world_size, working_dir=TOY, environment={variable: "1"}) as group:
         run: Driven = drive(group, config(tmp_path, 2, "InitialisesDistributed"), tmp_path)
         assert listening_beyond_loopback(group.pids) == []
     assert run.progress.batches_trained == 2

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.slots import TOY, build, drive, lines, toy_config
+from tests.support.slots import TOY, OwnSlots, build, drive, lines, toy_config
 from tests.support.tensors import differing, tensors
 from trial_core.errors import Stalled
 from trial_core.messages import BuildLoadersAndRestore, ReadyToTrain, TrainBatches, Trained
@@ -145,7 +145,7 @@ def test_hung_ranks_are_detected_with_their_stacks(tmp_path: Path) -> None:
     """After the stall timeout the group ends; the error and the logs have each rank's stack."""
     hparams = {"at_batch": 1, "do": "sleep", "do_rank": 1}
     config = toy_config(tmp_path, hyperparameters=hparams)
-    with SlotGroup(2, working_dir=TOY, log_dir=tmp_path / "logs") as slots:
+    with OwnSlots(2, working_dir=TOY, log_dir=tmp_path / "logs") as slots:
         build(slots, config, tmp_path)
         slots.request(BuildLoadersAndRestore(batches_trained=0, checkpoint=None), ReadyToTrain)
         slots.request(TrainBatches(until=1), Trained, stall_seconds=TIMEOUT_SECONDS)

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from tests.support.fitting import fit_toys
-from tests.support.slots import TOY, drive, lines, toy_config
+from tests.support.slots import TOY, OwnSlots, drive, lines, toy_config
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import RankFailed
 from trial_core.messages import RunHook
-from trial_core.processes.slots.slot_group import SlotGroup
 from trial_core.pytorch import PyTorchCallback
 from trial_core.rank.collectives.distributed import DistributedContext
 from trial_core.rank.controller import Controller
@@ -96,7 +95,7 @@ def test_all_ranks_shut_down_after_a_failure(tmp_path: Path, do: str) -> None:
     """The rank that raised, and the one whose collective then fails; not a rank that was killed."""
     hparams = {"record": str(tmp_path), "at_batch": 1, "do": do, "do_rank": 1}
     config = toy_config(tmp_path, 2, hyperparameters=hparams)
-    with SlotGroup(2, working_dir=TOY) as slots, pytest.raises(RankFailed) as failure:
+    with OwnSlots(2, working_dir=TOY) as slots, pytest.raises(RankFailed) as failure:
         drive(slots, config, tmp_path)
     assert failure.value.rank == 1
     for rank in (0, 1) if do == "raise" else (0,):

@@ -16,14 +16,11 @@ The route of a stop: see `trial_core/schedule/stop_requests.py`.
 from __future__ import annotations
 
 import logging
-import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -55,13 +52,11 @@ from trial_core.messages import (
 from trial_core.processes.slots.announcer import AnnouncementTimer
 from trial_core.processes.slots.channel import Listener
 from trial_core.processes.slots.first_cause import FirstCause
-from trial_core.processes.slots.fork_server import ForkServer
 from trial_core.processes.slots.group_state import GroupState, Pause
 from trial_core.processes.slots.launcher import (
     Launcher,
     LaunchRequest,
     RankConnections,
-    launch_locally,
 )
 from trial_core.processes.slots.pending_requests import PendingRequest, PendingRequests
 from trial_core.processes.slots.rank_handle import RankHandle, wait_for_end
@@ -85,8 +80,8 @@ class SlotGroup(Listener, AbstractContextManager["SlotGroup"]):
 
     Args:
         working_dir: the folder of the user's code.
-        log_dir: the folder of the ``rank-N.log`` files; None for a temporary folder.
-        launcher: starts the ranks; None starts them here, with a fork server for this group alone.
+        log_dir: the folder of the ``rank-N.log`` files.
+        launcher: starts the ranks.
         on_batches: called with the fields of `BatchesTrained`, a few times a second.
         on_log: called with new lines of a rank's log, which the rank rate-limits.
         on_activity: called with rank 0's activity, if that takes long.
@@ -107,9 +102,9 @@ class SlotGroup(Listener, AbstractContextManager["SlotGroup"]):
         world_size: int,
         *,
         working_dir: Path,
-        log_dir: Path | None = None,
+        log_dir: Path,
+        launcher: Launcher,
         environment: Mapping[str, str] | None = None,
-        launcher: Launcher | None = None,
         on_batches: Callable[[int, int], None] = lambda batches, total: None,
         on_log: Callable[[int, str], None] = lambda rank, line: None,
         on_activity: Callable[[str], None] = lambda text: None,
@@ -129,9 +124,7 @@ class SlotGroup(Listener, AbstractContextManager["SlotGroup"]):
         self._pending = PendingRequests(world_size)
         self._state = GroupState()
         self._has_shutdown_hook = False
-        self._has_temporary_log_dir = log_dir is None
-        self.log_dir = log_dir or Path(tempfile.mkdtemp(prefix="trialflow-logs-"))
-        self._fork_server = ForkServer()
+        self.log_dir = log_dir
         self._connections: RankConnections | None = None
         self._stop_coordinator = StopCoordinator(
             world_size,
@@ -151,7 +144,6 @@ class SlotGroup(Listener, AbstractContextManager["SlotGroup"]):
                 world_size, working_dir, self.log_dir, environment or {}, self, self._rank_exited,
                 should_abort,
             )  # fmt: skip
-            launcher = launcher or partial(launch_locally, self._fork_server)
             self._connections = launcher(launch, self._ranks)
             self._wait_until_joined(JOIN_SECONDS, should_abort)
         except BaseException as error:
@@ -311,11 +303,8 @@ class SlotGroup(Listener, AbstractContextManager["SlotGroup"]):
             )  # fmt: skip
         if (refusal := self._state.refusal) is not None:
             self._pending.fail(refusal)
-        self._fork_server.close()
         if self._connections is not None:
             self._connections.close()
-        if self._has_temporary_log_dir:
-            shutil.rmtree(self.log_dir, ignore_errors=True)
 
     def _shut_down(self) -> None:
         with self._lock:

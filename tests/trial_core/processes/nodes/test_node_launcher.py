@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from tests.support.nodes import DEADLINE_SECONDS, Agents, hub
+from tests.support.slots import OwnSlots
 from trial_core.checkpoint.store import CheckpointStore, StorageSpec
 from trial_core.checkpoint.transfer.code_folder import pack_code
 from trial_core.errors import LaunchError, RankFailed
@@ -137,7 +138,7 @@ def test_a_node_has_the_process_that_forks_its_ranks_before_they_are_launched(
             store = CheckpointStore(f"file://{tmp_path}/store")
             store.storage.write(KEY, b"{}")
             launcher = partial(launch_on_nodes, [joined], NodeCode(None, tmp_path), store.spec, KEY)
-            with SlotGroup(1, working_dir=tmp_path, launcher=launcher) as slots:
+            with OwnSlots(1, working_dir=tmp_path, launcher=launcher) as slots:
                 (rank,) = map(psutil.Process, slots.pids)
                 assert rank.parent() == waiting
                 assert rank.cwd() == str(tmp_path)

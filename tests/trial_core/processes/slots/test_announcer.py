@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.slots import TOY, build, toy_config
+from tests.support.slots import TOY, OwnSlots, build, toy_config
 from trial_core.messages import Activity
 from trial_core.processes.slots import announcer
 from trial_core.processes.slots.announcer import AnnouncementTimer, Announcer
-from trial_core.processes.slots.slot_group import SlotGroup
 
 COMPILING = "compiling cpu_adam"
 
@@ -56,7 +55,7 @@ def test_only_rank_0_announces(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_driver_learns_which_operator_is_compiled(tmp_path: Path) -> None:
     """A real build of DeepSpeed's, in an empty folder. It takes minutes."""
     texts: list[str] = []
-    with SlotGroup(
+    with OwnSlots(
         1, working_dir=TOY, log_dir=tmp_path / "logs", on_activity=texts.append,
         environment={"TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")},
     ) as slots:  # fmt: skip

@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from tests.support.gpus import fake_gpus, uuid
+from tests.support.slots import OwnSlots
 from trial_core.errors import LaunchError
 from trial_core.processes.slots.device_locks import (
     LOCKS_VARIABLE,
@@ -23,7 +24,6 @@ from trial_core.processes.slots.device_locks import (
 )
 from trial_core.processes.slots.fork_server import ForkServer, ServerProcess
 from trial_core.processes.slots.launcher import launch_locally
-from trial_core.processes.slots.slot_group import SlotGroup
 
 RESERVE_ONE = """
 import os, sys
@@ -148,7 +148,7 @@ def test_a_slot_groups_ranks_keep_the_lock(
             with reserve_devices(1, os.environ, lambda: None) as variables:
                 assert variables["CUDA_VISIBLE_DEVICES"] == str(wanted)
                 launcher = partial(launch_locally, server, devices=variables)
-                slots = SlotGroup(1, working_dir=tmp_path, log_dir=tmp_path, launcher=launcher)
+                slots = OwnSlots(1, working_dir=tmp_path, log_dir=tmp_path, launcher=launcher)
             with slots:
                 assert _lock(uuid(wanted)) is None
                 rank = psutil.Process(slots.pids[0])

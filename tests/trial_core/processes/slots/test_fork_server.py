@@ -17,6 +17,7 @@ import pytest
 
 from tests.support.processes import descendants, kill, wait_until_gone
 from tests.support.ranks import ROOT
+from tests.support.slots import OwnSlots
 from tests.support.waiting import until
 from trial_core.errors import RankFailed, Stopped
 from trial_core.messages import Done, Ping
@@ -24,7 +25,6 @@ from trial_core.processes.slots import fork_and_reap_ranks
 from trial_core.processes.slots.fork_and_reap_ranks import StartRank, kill_sessions
 from trial_core.processes.slots.fork_server import ForkServer
 from trial_core.processes.slots.launcher import launch_locally
-from trial_core.processes.slots.slot_group import SlotGroup
 
 DEADLINE_SECONDS = 20
 
@@ -50,7 +50,7 @@ def interpreters_in(folder: Path) -> list[int]:
 
 def launched(folder: Path, server: ForkServer, variables: Mapping[str, str]) -> list[int]:
     """Launch two ranks, which answer; returns their process ids and that of their parent."""
-    with SlotGroup(
+    with OwnSlots(
         2, working_dir=folder, launcher=partial(launch_locally, server), environment=variables
     ) as slots:
         assert slots.request(Ping(), Done) == [Done(), Done()]
@@ -75,7 +75,7 @@ def test_a_rank_forks_its_persister(tmp_path: Path, interpreters: dict[str, str]
     """It has what the fork server has imported, and ends with its rank, also one that is killed."""
     with ForkServer(["trial_core.checkpoint.transfer.persister"]) as server:
         launcher = partial(launch_locally, server)
-        slots = SlotGroup(2, working_dir=tmp_path, launcher=launcher, environment=interpreters)
+        slots = OwnSlots(2, working_dir=tmp_path, launcher=launcher, environment=interpreters)
         with slots:
             slots.request(Ping(), Done)
             persisters = [
@@ -129,7 +129,7 @@ def test_a_stop_does_not_wait_for_imports(tmp_path: Path) -> None:
     """The import takes a minute; the ranks are forked after it."""
     (tmp_path / "imported.py").write_text("import time; time.sleep(60)")
     with ForkServer(["imported"]) as server, pytest.raises(Stopped, match="were starting"):
-        SlotGroup(
+        OwnSlots(
             1,
             working_dir=tmp_path,
             launcher=partial(launch_locally, server),
@@ -140,7 +140,7 @@ def test_a_stop_does_not_wait_for_imports(tmp_path: Path) -> None:
 def test_ranks_end_with_their_fork_server(tmp_path: Path) -> None:
     """The failure is that of killed ranks, and the next launch has another fork server."""
     with ForkServer() as server:
-        with SlotGroup(2, working_dir=tmp_path, launcher=partial(launch_locally, server)) as slots:
+        with OwnSlots(2, working_dir=tmp_path, launcher=partial(launch_locally, server)) as slots:
             ranks = slots.pids
             for rank in ranks:
                 os.kill(rank, signal.SIGSTOP)  # so none answers before it ends

@@ -17,7 +17,7 @@ from tests.support.hosts import DRIVER as DRIVER_ADDRESS, new_hosts
 from tests.support.joined_ranks import JoinedRanks, group_of, joined_group, joined_ranks
 from tests.support.processes import alive
 from tests.support.ranks import ROOT
-from tests.support.slots import ONE_TWO_FOUR
+from tests.support.slots import ONE_TWO_FOUR, OwnSlots
 from trial_core.errors import CheckpointError, LaunchError, RankFailed, Stalled, Stopped
 from trial_core.messages import (
     Done,
@@ -34,7 +34,6 @@ from trial_core.processes.slots.addresses import ListenAddress
 from trial_core.processes.slots.connection import SILENCE_SECONDS
 from trial_core.processes.slots.joined_launcher import joining
 from trial_core.processes.slots.joined_rank import SAME_CTRL_C_SECONDS
-from trial_core.processes.slots.slot_group import SlotGroup
 
 PLACES = pytest.mark.parametrize(
     "remote",
@@ -166,10 +165,10 @@ def test_ranks_that_do_not_join_are_named(monkeypatch: pytest.MonkeyPatch) -> No
     with joined_ranks(1) as ranks:
         launcher = joining(ranks.invite)
         with pytest.raises(LaunchError, match=r"^rank 1 did not join within 4 s$"):
-            SlotGroup(2, working_dir=Path(), launcher=launcher)
+            OwnSlots(2, working_dir=Path(), launcher=launcher)
         assert ranks[0].ended()[:2] == ("LaunchError", "rank 1 did not join within 4 s")
         with pytest.raises(LaunchError, match="cannot be started again: another program"):
-            SlotGroup(2, working_dir=Path(), launcher=launcher)
+            OwnSlots(2, working_dir=Path(), launcher=launcher)
 
 
 def test_a_death_is_noticed_although_a_forked_child_has_the_connection() -> None:
@@ -250,6 +249,7 @@ def test_what_a_rank_writes_is_progress(tmp_path: Path) -> None:
 
 DRIVER = """
 import sys
+import tempfile
 from pathlib import Path
 import msgspec
 from trial_core.messages import RunHook
@@ -264,7 +264,9 @@ def invite(invitation):
     print(msgspec.msgpack.encode(invitation).hex(), flush=True)
 
 launcher = joining(invite, ListenAddress("127.0.0.1"))
-with SlotGroup(int(sys.argv[1]), working_dir=Path(), launcher=launcher) as slots:
+logs = Path(tempfile.mkdtemp())
+ranks = int(sys.argv[1])
+with SlotGroup(ranks, working_dir=Path(), log_dir=logs, launcher=launcher) as slots:
     slots.submit(RunHook(hook=sys.argv[2])).result()
 """
 

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.support.processes import wait_until_gone
-from tests.support.slots import TOY, Driven, drive, toy_config
+from tests.support.slots import TOY, Driven, OwnSlots, drive, toy_config
 from tests.support.waiting import until
 from trial_core.processes.slots.fork_server import ForkServer
 from trial_core.processes.slots.launcher import launch_locally
@@ -37,7 +37,7 @@ def fork_server() -> Iterator[ForkServer]:
 @contextmanager
 def ranks(server: ForkServer) -> Iterator[tuple[SlotGroup, psutil.Process]]:
     """Two ranks, and the process of their fork server. The ranks are killed in the end."""
-    with SlotGroup(2, working_dir=TOY, launcher=partial(launch_locally, server)) as slots:
+    with OwnSlots(2, working_dir=TOY, launcher=partial(launch_locally, server)) as slots:
         parent = psutil.Process(slots.pids[0]).parent()
         assert parent is not None
         yield slots, parent

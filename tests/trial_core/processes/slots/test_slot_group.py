@@ -16,10 +16,9 @@ import pytest
 
 from tests.support.processes import alive, descendants, kill, wait_until_gone
 from tests.support.ranks import ROOT
-from tests.support.slots import ONE_TWO_FOUR, TOY, build, toy_config
+from tests.support.slots import ONE_TWO_FOUR, TOY, OwnSlots, build, toy_config
 from trial_core.errors import LaunchError, RankFailed, SlotsError
 from trial_core.messages import BuildLoadersAndRestore, Done, Ping, ReadyToTrain
-from trial_core.processes.slots.slot_group import SlotGroup
 
 pytestmark = pytest.mark.slots
 
@@ -28,7 +27,7 @@ pytestmark = pytest.mark.slots
 def test_every_rank_answers(tmp_path: Path, world_size: int) -> None:
     """Each rank is a process. No process is left after the block, the fork server included."""
     before = set(descendants(os.getpid()))
-    with SlotGroup(world_size, working_dir=tmp_path) as slots:
+    with OwnSlots(world_size, working_dir=tmp_path) as slots:
         assert slots.request(Ping(), Done) == [Done()] * world_size
         pids = set(descendants(os.getpid())) - before
         assert len(pids) == world_size + 1
@@ -44,7 +43,7 @@ def test_a_ranks_environment_does_not_hold_the_secret(
     monkeypatch.setattr(
         "trial_core.processes.slots.channel.secrets.token_bytes", lambda count: secret
     )
-    with SlotGroup(1, working_dir=tmp_path) as slots:
+    with OwnSlots(1, working_dir=tmp_path) as slots:
         assert slots.request(Ping(), Done) == [Done()]
         (rank,) = slots.pids
         seen = Path(f"/proc/{rank}/environ").read_bytes()
@@ -56,7 +55,7 @@ def test_a_ranks_environment_does_not_hold_the_secret(
 
 def test_ranks_ignore_sigterm_and_sigint(tmp_path: Path) -> None:
     """The driver decides when ranks end: they may have to save first."""
-    with SlotGroup(1, working_dir=tmp_path) as slots:
+    with OwnSlots(1, working_dir=tmp_path) as slots:
         slots.request(Ping(), Done)
         for number in (signal.SIGTERM, signal.SIGINT):
             os.kill(slots.pids[0], number)
@@ -65,7 +64,7 @@ def test_ranks_ignore_sigterm_and_sigint(tmp_path: Path) -> None:
 
 def test_a_killed_rank_is_named_and_the_others_end(tmp_path: Path) -> None:
     """The request fails with the rank and the signal; a later request fails the same way."""
-    with SlotGroup(2, working_dir=tmp_path) as slots:
+    with OwnSlots(2, working_dir=tmp_path) as slots:
         os.kill(slots.pids[0], signal.SIGSTOP)  # rank 0 will never answer
         waiting = slots.submit(Ping())
         os.kill(slots.pids[1], signal.SIGKILL)
@@ -82,7 +81,7 @@ def test_a_rank_that_dies_while_starting_fails_the_launch(tmp_path: Path) -> Non
     """The error has its exit code and its log."""
     (tmp_path / "msgspec.py").write_text("raise SystemExit('cannot start')\n")
     with pytest.raises(RankFailed) as failure:
-        SlotGroup(
+        OwnSlots(
             2, working_dir=tmp_path, log_dir=tmp_path, environment={"PYTHONPATH": str(tmp_path)}
         )
     assert failure.value.exit_code == 1
@@ -93,13 +92,13 @@ def test_a_rank_that_dies_while_starting_fails_the_launch(tmp_path: Path) -> Non
 def test_a_missing_working_directory_is_a_launch_error(tmp_path: Path) -> None:
     """The message has the folder."""
     with pytest.raises(LaunchError, match=r"cannot start the ranks in .*nowhere"):
-        SlotGroup(1, working_dir=tmp_path / "nowhere")
+        OwnSlots(1, working_dir=tmp_path / "nowhere")
 
 
 def test_a_result_of_the_wrong_type_is_refused(tmp_path: Path) -> None:
     """`request` raises, instead of a later caller."""
     with (
-        SlotGroup(1, working_dir=tmp_path) as slots,
+        OwnSlots(1, working_dir=tmp_path) as slots,
         pytest.raises(SlotsError, match="check of the channel: expected ReadyToTrain"),
     ):
         slots.request(Ping(), ReadyToTrain)
@@ -108,7 +107,7 @@ def test_a_result_of_the_wrong_type_is_refused(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_request_out_of_order_is_refused(tmp_path: Path) -> None:
     """Loaders cannot be built before the trial; the rank's message reaches the driver."""
-    with SlotGroup(1, working_dir=tmp_path) as slots, pytest.raises(RankFailed) as failure:
+    with OwnSlots(1, working_dir=tmp_path) as slots, pytest.raises(RankFailed) as failure:
         slots.request(BuildLoadersAndRestore(batches_trained=0, checkpoint=None), ReadyToTrain)
     assert failure.value.error_type == "SlotsError"
     assert "must come after build-trial" in str(failure.value)
@@ -118,10 +117,17 @@ DRIVER = """
 import os
 import signal
 import sys
+import tempfile
+from functools import partial
 from pathlib import Path
+from trial_core.processes.slots.fork_server import ForkServer
+from trial_core.processes.slots.launcher import launch_locally
 from trial_core.processes.slots.slot_group import SlotGroup
 
-slots = SlotGroup(2, working_dir=Path(sys.argv[1]))
+launcher = partial(launch_locally, ForkServer())
+slots = SlotGroup(
+    2, working_dir=Path(sys.argv[1]), log_dir=Path(tempfile.mkdtemp()), launcher=launcher
+)
 children = [os.fork()] if sys.argv[2:] == ["fork"] else []
 if children == [0]:
     os.closerange(0, 3)
@@ -206,7 +212,7 @@ def test_ranks_end_although_a_forked_child_of_their_driver_lives(tmp_path: Path)
 
 def test_a_death_is_noticed_although_a_forked_child_lives(tmp_path: Path) -> None:
     """The child has a copy of the connection, so the driver watches the process, too."""
-    with SlotGroup(1, working_dir=TOY) as slots:
+    with OwnSlots(1, working_dir=TOY) as slots:
         build(slots, toy_config(tmp_path, entrypoint="bad_trials:Forks"), tmp_path)
         (rank,) = slots.pids
         (child,) = descendants(rank)
@@ -224,7 +230,7 @@ def test_a_callback_that_raises_does_not_end_the_group(tmp_path: Path) -> None:
         was_called.set()
         raise RuntimeError("no room on the screen")
 
-    with SlotGroup(1, working_dir=tmp_path, log_dir=tmp_path, on_log=failing) as slots:
+    with OwnSlots(1, working_dir=tmp_path, log_dir=tmp_path, on_log=failing) as slots:
         slots.request(Ping(), Done)  # from here on, the rank forwards new lines
         with (tmp_path / "rank-0.log").open("a") as log:
             log.write("a line\n")
@@ -234,7 +240,7 @@ def test_a_callback_that_raises_does_not_end_the_group(tmp_path: Path) -> None:
 
 def test_an_interrupt_while_closing_leaves_no_process(tmp_path: Path) -> None:
     """Ctrl-C during the shutdown kills the ranks."""
-    slots = SlotGroup(1, working_dir=tmp_path)
+    slots = OwnSlots(1, working_dir=tmp_path)
     os.kill(slots.pids[0], signal.SIGSTOP)  # so it does not shut down
 
     def interrupt(number: int, frame: object) -> None:
@@ -254,7 +260,7 @@ def test_an_interrupt_while_closing_leaves_no_process(tmp_path: Path) -> None:
 def test_an_invalid_message_is_the_first_cause(tmp_path: Path) -> None:
     """Not the rank's exit, which follows it."""
     config = toy_config(tmp_path, entrypoint="bad_trials:TalksNonsense")
-    with SlotGroup(1, working_dir=TOY) as slots, pytest.raises(RankFailed) as failure:
+    with OwnSlots(1, working_dir=TOY) as slots, pytest.raises(RankFailed) as failure:
         build(slots, config, tmp_path)
     assert failure.value.error_type == "ProtocolError"
     assert "sent an invalid message" in str(failure.value)
@@ -265,5 +271,5 @@ def test_a_long_temporary_folder_works(tmp_path: Path, monkeypatch: pytest.Monke
     long = tmp_path / ("x" * 100)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
-    with SlotGroup(1, working_dir=tmp_path, log_dir=tmp_path) as slots:
+    with OwnSlots(1, working_dir=tmp_path, log_dir=tmp_path) as slots:
         assert slots.request(Ping(), Done) == [Done()]

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
+from tests.support.slots import OwnSlots
 from trial_core.errors import Stalled
 from trial_core.messages import AnyRequest, Done, Ping, RunValidation, TrainBatches
 from trial_core.processes.slots import stall_clock
 from trial_core.processes.slots.fork_server import RankProcess
-from trial_core.processes.slots.slot_group import SlotGroup
 from trial_core.processes.slots.stall_clock import StallClock
 
 
@@ -112,7 +112,7 @@ def test_a_hung_rank_is_detected_after_its_last_write(tmp_path: Path) -> None:
                 written.append(time.monotonic())
                 time.sleep(0.05)
 
-    with SlotGroup(1, working_dir=tmp_path, log_dir=tmp_path) as slots:
+    with OwnSlots(1, working_dir=tmp_path, log_dir=tmp_path) as slots:
         os.kill(slots.pids[0], signal.SIGSTOP)  # it will never answer
         writing = threading.Thread(target=write, args=(tmp_path / "rank-0.log",))
         writing.start()
@@ -126,7 +126,7 @@ def test_a_hung_rank_is_detected_after_its_last_write(tmp_path: Path) -> None:
 @pytest.mark.slots
 def test_a_hung_rank_whose_log_was_deleted_is_detected(tmp_path: Path) -> None:
     """Only its stack is missing."""
-    with SlotGroup(1, working_dir=tmp_path, log_dir=tmp_path) as slots:
+    with OwnSlots(1, working_dir=tmp_path, log_dir=tmp_path) as slots:
         os.kill(slots.pids[0], signal.SIGSTOP)
         (tmp_path / "rank-0.log").unlink()
         with pytest.raises(Stalled) as stalled:
