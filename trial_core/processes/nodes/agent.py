@@ -23,7 +23,7 @@ import queue
 import signal
 import socket
 import threading
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -409,7 +409,7 @@ class Agent:
 
 
 class _Relay(Listener):
-    """Passes on the ranks' messages; no node is lost within a machine."""
+    """Passes on the ranks' messages. Called in the thread of their channel."""
 
     def __init__(self, agent: Agent, launch: int) -> None:
         self._agent = agent
@@ -423,3 +423,6 @@ class _Relay(Listener):
 
     def rank_disconnected(self, rank: int, protocol_error: str | None) -> None:
         self._agent._send(RankLeft(launch=self._launch, rank=rank, protocol_error=protocol_error))
+
+    def node_lost(self, ranks: Sequence[int], why: str) -> None:
+        """Never called by a channel within a machine."""
