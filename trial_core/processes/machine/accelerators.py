@@ -202,7 +202,7 @@ def described(visible: Accelerators) -> str:
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         query.append(f"--id={','.join(device_uuids(visible).values())}")
-        done = _run(query)
+        done = _run(query, TOOL_TIMEOUT_SECONDS)
         done.check_returncode()
     except (OSError, subprocess.SubprocessError, LaunchError):
         return counted
@@ -225,9 +225,7 @@ def device_uuids(accelerators: Accelerators) -> dict[str, str]:
 
 
 def _run(
-    command: Sequence[str],
-    seconds: float = TOOL_TIMEOUT_SECONDS,
-    environment: Mapping[str, str] | None = None,
+    command: Sequence[str], seconds: float, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=seconds, check=False
@@ -281,7 +279,7 @@ def _nvidia_gpus() -> dict[str, list[str]]:
             return {}
         raise LaunchError(_uncountable("nvidia-smi is not on PATH"))
     try:
-        done = _run(["nvidia-smi", "--list-gpus"])
+        done = _run(["nvidia-smi", "--list-gpus"], TOOL_TIMEOUT_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(_uncountable(str(error))) from error
     if done.returncode != 0:
