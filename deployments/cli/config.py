@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated
-
-from cyclopts import Parameter
+from typing import TYPE_CHECKING
 
 from trial_core.common.text_format import size
 from trialflow.deployments.cli import console
@@ -29,14 +27,7 @@ def config(
     *,
     set_: Overrides = None,
     storage: StorageOption = None,
-    code: Annotated[
-        bool,
-        Parameter(
-            negative=(),
-            help="Print which files of the code folder checkpoints and other machines get, and "
-            "which not and why, in place of the experiment.",
-        ),
-    ] = False,
+    code: bool = False,
     json_: AsJson = False,
 ) -> None:
     """Check an experiment and print it as JSON parameters for a deployment.
@@ -44,6 +35,10 @@ def config(
     For example: prefect deployment run train/train --params "$(trialflow config experiment.yaml)".
     The output includes any credentials in the experiment. With --json it also names its schema, and
     is no parameters.
+
+    Args:
+        code: Print which files of the code folder checkpoints and other machines get, and which not
+            and why, in place of the experiment.
     """
     experiment = read_any_experiment(config, set_ or [], storage)
     if code:

@@ -66,8 +66,8 @@ def deploy(
     timezone: str | None = None,
     flow: Literal["train", "evaluate", "search"] | None = None,
     target: Target | None = None,
-    remove: Annotated[bool, Parameter(help="Remove what this command has created.")] = False,
-    dry_run: Annotated[bool, Parameter(help="Print the changes without making them.")] = False,
+    remove: bool = False,
+    dry_run: bool = False,
     json_: AsJson = False,
 ) -> None:
     """Set up the Prefect server at PREFECT_API_URL for trialflow, or undo it.
@@ -85,17 +85,15 @@ def deploy(
     runs when data arrives. Pass a changed file again to update them. With --remove and files, only
     the objects of these files are removed.
 
-    Parameters
-    ----------
-    files
-        Experiment files (YAML); without --schedule each needs a `retraining` section. Default:
-        none.
-    schedule
-        When to run the files' experiments, as a cron line: "0 2 * * *". Default: no schedule.
-    timezone
-        The time zone of --schedule, such as Europe/Berlin. Default: UTC.
-    flow
-        What --schedule runs. Default: search for an experiment that searches, else train.
+    Args:
+        files: Experiment files (YAML); without --schedule each needs a `retraining` section.
+            Default: none.
+        schedule: When to run the files' experiments, as a cron line: "0 2 * * *". Default: no
+            schedule.
+        timezone: The time zone of --schedule, such as Europe/Berlin. Default: UTC.
+        flow: What --schedule runs. Default: search for an experiment that searches, else train.
+        remove: Remove what this command has created.
+        dry_run: Print the changes without making them.
     """
     from trialflow.flows.server.prefect_settings import prepare_prefect
 

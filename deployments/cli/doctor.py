@@ -11,9 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
-
-from cyclopts import Parameter
+from typing import Literal
 
 from trial_core.common import text_format
 from trial_core.common.dependency_bounds import dependencies, out_of_bounds
@@ -43,13 +41,7 @@ def doctor(
     config: ConfigFile = None,
     set_: Overrides = None,
     storage: StorageOption = None,
-    engine: Annotated[
-        Literal["auto", "local", "join", "ray", "slurm"] | None,
-        Parameter(
-            help="Also check each node that the experiment would train on with this engine; as "
-            "resources.engine. Default: this machine alone."
-        ),
-    ] = None,
+    engine: Literal["auto", "local", "join", "ray", "slurm"] | None = None,
     json_: AsJson = False,
 ) -> int:
     """Check packages, compiler, accelerators, storage and Prefect server, here or on all nodes.
@@ -57,6 +49,10 @@ def doctor(
     With --engine, also versions, clocks, memory, disks, and the nodes' network and storage.
 
     The exit code is 1 if a check fails, so that training is impossible, else 0.
+
+    Args:
+        engine: Also check each node that the experiment would train on with this engine; as
+            resources.engine. Default: this machine alone.
     """
     if engine is None and set_ and chosen_experiment(config, storage) is None:
         raise ConfigError("--set changes an experiment: name it with --config")

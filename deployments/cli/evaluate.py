@@ -40,12 +40,15 @@ def evaluate(
     set_: Overrides = None,
     storage: StorageOption = None,
     engine: Engine = None,
-    quiet: Annotated[bool, Parameter(help="Print only the metrics, or the error.")] = False,
+    quiet: bool = False,
     json_: AsJson = False,
 ) -> int:
     """Validate a committed checkpoint of an experiment, on this machine or on several.
 
     Uses as many slots as the experiment names, whatever number saved the checkpoint.
+
+    Args:
+        quiet: Print only the metrics, or the error.
     """
     experiment = read_experiment(config, with_engine(set_, engine), storage)
     refuse_what_cannot_run(experiment)

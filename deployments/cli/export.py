@@ -35,54 +35,15 @@ def export(
     ] = None,
     /,
     *,
-    to: Annotated[
-        Path,
-        Parameter(
-            help="The file to write: .safetensors, .pt or .bin; or the folder of the format."
-        ),
-    ],
-    format_: Annotated[
-        Format,
-        Parameter(
-            name="--format",
-            help="safetensors: one file. hf: a folder that AutoModel's from_pretrained opens; LoRA "
-            "is merged. adapter: a folder that peft's PeftModel.from_pretrained opens. deepspeed: "
-            "the whole state of an engine, as save_checkpoint writes it. universal: that, "
-            "converted by DeepSpeed for load_universal.",
-        ),
-    ] = "safetensors",
-    trial: Annotated[
-        str | None,
-        Parameter(
-            help="Without a checkpoint: export the latest one of this trial, which its first "
-            "characters may name; with best: its best. Default: none."
-        ),
-    ] = None,
-    engine: Annotated[
-        int,
-        Parameter(
-            help="Index of the trial's engine, or of a PyTorchTrial's model; the first is 0."
-        ),
-    ] = 0,
-    dtype: Annotated[
-        ExportPrecision,
-        Parameter(
-            help="fp32: the optimizer's weights. 16bit: the weights the model computes with."
-        ),
-    ] = "fp32",
-    max_shard_size: Annotated[str, Parameter(help="hf: the size of its largest file.")] = "2GB",
-    push_to: Annotated[
-        str | None,
-        Parameter(
-            help="hf, adapter: upload the folder to this repository of a hub (HF_ENDPOINT, "
-            "HF_TOKEN). A new one is private. Default: none."
-        ),
-    ] = None,
-    force: Annotated[bool, Parameter(help="Replace an existing file or exported folder.")] = False,
-    trusted: Annotated[
-        bool,
-        Parameter(help="Allow objects of any class, which can run code (checkpointing.trusted)."),
-    ] = False,
+    to: Path,
+    format_: Annotated[Format, Parameter(name="--format")] = "safetensors",
+    trial: str | None = None,
+    engine: int = 0,
+    dtype: ExportPrecision = "fp32",
+    max_shard_size: str = "2GB",
+    push_to: str | None = None,
+    force: bool = False,
+    trusted: bool = False,
     config: ConfigFile = None,
     storage: StorageOption = None,
     json_: AsJson = False,
@@ -95,6 +56,22 @@ def export(
     part of the checkpoint that is read, and for the result.
 
     For example: trialflow export best --to model.safetensors
+
+    Args:
+        to: The file to write: .safetensors, .pt or .bin; or the folder of the format.
+        format_: safetensors: one file. hf: a folder that AutoModel's from_pretrained opens; LoRA is
+            merged. adapter: a folder that peft's PeftModel.from_pretrained opens. deepspeed: the
+            whole state of an engine, as save_checkpoint writes it. universal: that, converted by
+            DeepSpeed for load_universal.
+        trial: Without a checkpoint: export the latest one of this trial, which its first characters
+            may name; with best: its best. Default: none.
+        engine: Index of the trial's engine, or of a PyTorchTrial's model; the first is 0.
+        dtype: fp32: the optimizer's weights. 16bit: the weights the model computes with.
+        max_shard_size: hf: the size of its largest file.
+        push_to: hf, adapter: upload the folder to this repository of a hub (HF_ENDPOINT, HF_TOKEN).
+            A new one is private. Default: none.
+        force: Replace an existing file or exported folder.
+        trusted: Allow objects of any class, which can run code (checkpointing.trusted).
     """
     from trial_core.models.checkpoint_reference import open_checkpoint
 

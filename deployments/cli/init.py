@@ -6,9 +6,7 @@ import importlib.util
 import shlex
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Literal
-
-from cyclopts import Parameter
+from typing import Literal
 
 from trial_core.errors import ConfigError
 from trialflow.deployments.cli.json_output import AsJson, print_json
@@ -21,14 +19,8 @@ NEEDS = {"hf": "transformers"}
 
 
 def init(
-    template: Annotated[
-        Template,
-        Parameter(
-            help="pytorch: a small network. deepspeed: the same with DeepSpeed. hf: a small "
-            "language model of Hugging Face's transformers, with DeepSpeed."
-        ),
-    ] = "pytorch",
-    folder: Annotated[Path, Parameter(help="Where to write it; made if it is missing.")] = Path(),
+    template: Template = "pytorch",
+    folder: Path = Path(),
     /,
     *,
     json_: AsJson = False,
@@ -37,6 +29,11 @@ def init(
 
     Writes the trial, its experiment and, with DeepSpeed, DeepSpeed's config; and a .gitignore for
     the files of runs, unless there is one. No file is ever overwritten.
+
+    Args:
+        template: pytorch: a small network. deepspeed: the same with DeepSpeed. hf: a small language
+            model of Hugging Face's transformers, with DeepSpeed.
+        folder: Where to write it; made if it is missing.
     """
     from trial_core.checkpoint.storage.storage_errors import ErrorTranslator
 

@@ -41,14 +41,18 @@ def jobset(
     config: Experiment = DEFAULT_EXPERIMENT,
     /,
     *,
-    nodes: Annotated[int, Parameter(help="How many nodes train.", validator=Number(gte=1))],
-    image: Annotated[str, Parameter(help="The image of all pods.")] = DEFAULT_IMAGE,
+    nodes: Annotated[int, Parameter(validator=Number(gte=1))],
+    image: str = DEFAULT_IMAGE,
     json_: AsJson = False,
 ) -> None:
     """Print a JobSet that trains an experiment on Kubernetes nodes, for `kubectl create -f -`.
 
     Its pods read the experiment under its path here, in the image's working folder. Changes nothing
     on a server.
+
+    Args:
+        nodes: How many nodes train.
+        image: The image of all pods.
     """
     import yaml
 

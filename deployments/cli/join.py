@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
-
-from cyclopts import Parameter
 
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.json_output import AsJson, print_json, stdout_for_json
@@ -13,30 +10,10 @@ from trialflow.deployments.cli.json_output import AsJson, print_json, stdout_for
 
 def join(
     *,
-    driver: Annotated[
-        str,
-        Parameter(
-            help="Where the run's driver listens, as it shows it: tls://HOST:PORT. Several "
-            "addresses are tried in their order: tls://HOST:PORT,HOST:PORT."
-        ),
-    ],
-    token_file: Annotated[
-        Path | None,
-        Parameter(
-            help="A file with the run's token, as the driver has it. Default: the token is read "
-            "from standard input."
-        ),
-    ] = None,
-    slots: Annotated[
-        int | None,
-        Parameter(
-            help="How many ranks to start here. Default: as the experiment says, else one per "
-            "accelerator, or two on the CPU."
-        ),
-    ] = None,
-    wait_seconds: Annotated[
-        float, Parameter(help="How long to try while the driver cannot be reached.")
-    ] = 300.0,
+    driver: str,
+    token_file: Path | None = None,
+    slots: int | None = None,
+    wait_seconds: float = 300.0,
     json_: AsJson = False,
 ) -> int:
     """Train on this machine for a run that was started elsewhere with resources.engine: join.
@@ -45,6 +22,15 @@ def join(
     on each machine by hand, ssh, mpirun, torchrun or a Kubernetes job. At SIGTERM or Ctrl-C, or
     when its terminal is closed, the run saves and continues without this machine; at the second
     such signal, this machine leaves at once.
+
+    Args:
+        driver: Where the run's driver listens, as it shows it: tls://HOST:PORT. Several addresses
+            are tried in their order: tls://HOST:PORT,HOST:PORT.
+        token_file: A file with the run's token, as the driver has it. Default: the token is read
+            from standard input.
+        slots: How many ranks to start here. Default: as the experiment says, else one per
+            accelerator, or two on the CPU.
+        wait_seconds: How long to try while the driver cannot be reached.
     """
     from trial_core.processes.nodes.agent_main import run_agent
     from trial_core.processes.nodes.join_token import read_token

@@ -38,18 +38,18 @@ def logs(
     trial: TrialId,
     /,
     *,
-    rank: Annotated[int, Parameter(help="The rank's number.")] = 0,
-    follow: Annotated[
-        bool,
-        Parameter(
-            name=["--follow", "-f"], help="Print what is added, until the run on this machine ends."
-        ),
-    ] = False,
+    rank: int = 0,
+    follow: Annotated[bool, Parameter(name=["--follow", "-f"])] = False,
     config: ConfigFile = None,
     storage: StorageOption = None,
     json_: AsJson = False,
 ) -> None:
-    """Print the complete log of a rank: from the run's folder, else from the storage."""
+    """Print the complete log of a rank: from the run's folder, else from the storage.
+
+    Args:
+        rank: The rank's number.
+        follow: Print what is added, until the run on this machine ends.
+    """
     from trial_core.processes.machine.run_dirs import holder_of, home_folder
 
     if follow and json_:

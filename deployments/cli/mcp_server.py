@@ -8,9 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-from cyclopts import Parameter
+from typing import TYPE_CHECKING, Any, Literal
 
 from trial_core.common import text_format
 from trial_core.errors import ConfigError, TrialflowError
@@ -39,14 +37,7 @@ STARTABLE = ("hyperparameters.", "searcher.max_length.", "reproducibility.", "na
 
 def mcp(
     *,
-    allow_writes: Annotated[
-        bool,
-        Parameter(
-            negative=(),
-            help="Also offer the tools that change something: start, suspend, resume, cancel and "
-            "promote.",
-        ),
-    ] = False,
+    allow_writes: bool = False,
     config: ConfigFile = None,
     storage: StorageOption = None,
 ) -> None:
@@ -54,6 +45,10 @@ def mcp(
 
     The tools list, show, compare and logs read one storage, that of --config or --storage, and
     return what the commands print with --json. Needs the package mcp: pip install 'trialflow[mcp]'.
+
+    Args:
+        allow_writes: Also offer the tools that change something: start, suspend, resume, cancel and
+            promote.
     """
     try:
         from mcp.server import MCPServer

@@ -9,9 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-from cyclopts import Parameter
+from typing import TYPE_CHECKING, Any
 
 from trial_core.common.text_format import plural
 from trial_core.errors import ConfigError
@@ -29,12 +27,10 @@ _NO_HOOK = "trialflow does not run it: install packages and fetch data before a 
 
 
 def migrate(
-    folder: Annotated[Path, Parameter(help="A folder with all that is below it, or a file.")],
+    folder: Path,
     /,
     *,
-    diff: Annotated[
-        bool, Parameter(negative=(), help="Print the changes, and do not make them.")
-    ] = False,
+    diff: bool = False,
     json_: AsJson = False,
 ) -> None:
     """Move trials and scripts from Determined.
@@ -43,6 +39,10 @@ def migrate(
     files; all other text, comments included, stays as it is. Lists the rest: names without a
     counterpart and their replacements, fields without an effect, and files that it cannot read.
     Notebooks are not changed. A second call lists the remaining findings.
+
+    Args:
+        folder: A folder with all that is below it, or a file.
+        diff: Print the changes, and do not make them.
     """
     if importlib.util.find_spec("libcst") is None:
         raise ConfigError("migrate needs libcst: pip install 'trialflow[migrate]'")

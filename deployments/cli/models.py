@@ -68,10 +68,8 @@ def show(
 ) -> None:
     """Show the versions of a model, and how its champion has changed.
 
-    Parameters
-    ----------
-    model
-        The model's name.
+    Args:
+        model: The model's name.
     """
     registry = _registry(config, storage)
     with waiting(f"reading {registry.store.url}"):
@@ -89,21 +87,8 @@ def promote(
     version: int | None = None,
     /,
     *,
-    checkpoint: Annotated[
-        str | None,
-        Parameter(
-            help="Instead of a version: uuid of a checkpoint, its first characters, or a version "
-            "of another model, for example champion:gpt. A checkpoint that is no version of this "
-            "model yet is registered first. Default: none."
-        ),
-    ] = None,
-    search: Annotated[
-        str | None,
-        Parameter(
-            help="Instead of a version: a search, as `trialflow search list` names it, or its "
-            "first characters. The checkpoint of its best result is registered. Default: none."
-        ),
-    ] = None,
+    checkpoint: str | None = None,
+    search: str | None = None,
     why: Why = "",
     config: ConfigFile = None,
     storage: StorageOption = None,
@@ -111,12 +96,14 @@ def promote(
 ) -> None:
     """Make a version the champion, after verifying every byte of its checkpoint.
 
-    Parameters
-    ----------
-    model
-        The model's name.
-    version
-        The version's number. Required unless --checkpoint or --search is given.
+    Args:
+        model: The model's name.
+        version: The version's number. Required unless --checkpoint or --search is given.
+        checkpoint: Instead of a version: uuid of a checkpoint, its first characters, or a version
+            of another model, for example champion:gpt. A checkpoint that is no version of this
+            model yet is registered first. Default: none.
+        search: Instead of a version: a search, as `trialflow search list` names it, or its first
+            characters. The checkpoint of its best result is registered. Default: none.
     """
     registry = _registry(config, storage)
     is_one_given = [version, checkpoint, search].count(None) == 2
@@ -156,10 +143,8 @@ def rollback(
 ) -> None:
     """Make the previous champion the champion again.
 
-    Parameters
-    ----------
-    model
-        The model's name.
+    Args:
+        model: The model's name.
     """
     registry = _registry(config, storage)
     with waiting(f"verifying the previous champion of model {model}"):

@@ -37,24 +37,21 @@ def retrain(
     /,
     *,
     set_: Overrides = None,
-    data: Annotated[
-        list[str] | None,
-        Parameter(
-            name="--data",
-            negative=(),
-            help="Set a field of the experiment's data for this run: --data path=s3://bucket/new. "
-            "The value is YAML, and is not rendered. May be given several times. Default: the "
-            "experiment's data.",
-        ),
-    ] = None,
+    data: Annotated[list[str] | None, Parameter(name="--data")] = None,
     storage: StorageOption = None,
-    quiet: Annotated[bool, Parameter(help="Print only the outcome or the error.")] = False,
+    quiet: bool = False,
     json_: AsJson = False,
 ) -> int:
     """Train a challenger on this machine, and promote it if it is better than the champion.
 
     The champion is first validated on the same data. Templates in the experiment's data are
     rendered for the present time.
+
+    Args:
+        data: Set a field of the experiment's data for this run: --data path=s3://bucket/new. The
+            value is YAML, and is not rendered. May be given several times. Default: the
+            experiment's data.
+        quiet: Print only the outcome or the error.
     """
     from trial_core.models.data_templates import parse_data, render_data
 
@@ -144,16 +141,7 @@ def data_arrived(
     model: str,
     /,
     *,
-    data: Annotated[
-        list[str] | None,
-        Parameter(
-            name="--data",
-            negative=(),
-            help="Where the new data are, as FIELD=VALUE: sets a field of the experiment's `data` "
-            "for this retraining only. The value is YAML. May be given several times. Default: the "
-            "experiment's `data`.",
-        ),
-    ] = None,
+    data: Annotated[list[str] | None, Parameter(name="--data")] = None,
     json_: AsJson = False,
 ) -> None:
     """Tell the Prefect server that a model has new data, so that a worker retrains it.
@@ -167,10 +155,11 @@ def data_arrived(
     `on_data_arrived: true` and was deployed with `trialflow deploy` or `trialflow up`. To retrain
     on this machine instead: `trialflow retrain`.
 
-    Parameters
-    ----------
-    model
-        The model's name, as in `retraining.model`.
+    Args:
+        model: The model's name, as in `retraining.model`.
+        data: Where the new data are, as FIELD=VALUE: sets a field of the experiment's `data` for
+            this retraining only. The value is YAML. May be given several times. Default: the
+            experiment's `data`.
     """
     from trialflow.flows.server.prefect_settings import prepare_prefect
 

@@ -112,25 +112,19 @@ def _told_apart(trials: Sequence[StoredTrial]) -> list[dict[str, Any]]:
 
 @app.command
 def compare(
-    *trials: Annotated[
-        str,
-        Parameter(
-            required=True,
-            help="Ids of trials, or the first characters of them: see `trialflow runs list`.",
-        ),
-    ],
-    html: Annotated[
-        Path | None,
-        Parameter(
-            help="Also write a page that needs no network: with curves over batches, the lines of "
-            "code that differ, and from ten trials on parallel coordinates. Default: no."
-        ),
-    ] = None,
+    *trials: Annotated[str, Parameter(required=True)],
+    html: Path | None = None,
     config: ConfigFile = None,
     storage: StorageOption = None,
     json_: AsJson = False,
 ) -> None:
-    """Compare trials: the fields of their experiments that differ, their code and results."""
+    """Compare trials: the fields of their experiments that differ, their code and results.
+
+    Args:
+        trials: Ids of trials, or the first characters of them: see `trialflow runs list`.
+        html: Also write a page that needs no network: with curves over batches, the lines of code
+            that differ, and from ten trials on parallel coordinates. Default: no.
+    """
     from trial_core.observe.report.stored_trial import read_trial
 
     store = open_store(config, storage)
@@ -177,7 +171,7 @@ def sync(
     trial: TrialId,
     /,
     *,
-    wait_seconds: Annotated[float, Parameter(help="How long a tracker may take.")] = 60.0,
+    wait_seconds: float = 60.0,
     config: ConfigFile = None,
     storage: StorageOption = None,
     json_: AsJson = False,
@@ -185,6 +179,9 @@ def sync(
     """Send a trial's missing records to trackers that could not be reached.
 
     The trial's next run does the same.
+
+    Args:
+        wait_seconds: How long a tracker may take.
     """
     from logging import getLogger
 
@@ -293,10 +290,8 @@ def _row(run: RunTime, ledger: TimeLedger) -> tuple[str, ...]:
 @app.command
 def clean(
     *,
-    older_than: Annotated[
-        float, Parameter(help="Remove folders in which nothing was written for N days.")
-    ] = 7.0,
-    yes: Annotated[bool, Parameter(name=["--yes", "-y"], help="Remove without asking.")] = False,
+    older_than: float = 7.0,
+    yes: Annotated[bool, Parameter(name=["--yes", "-y"])] = False,
     config: ConfigFile = None,
     storage: StorageOption = None,
     json_: AsJson = False,
@@ -305,6 +300,10 @@ def clean(
 
     Reports, logs and TensorBoard files stay in the storage, and `--resume` continues the trials as
     before. Folders of live runs are kept, and folders with a file that the storage does not have.
+
+    Args:
+        older_than: Remove folders in which nothing was written for N days.
+        yes: Remove without asking.
     """
     from trial_core.processes.machine.run_dirs import LOCK, home_folder
 

@@ -64,19 +64,9 @@ def show(
     /,
     *,
     json_: AsJson = False,
-    csv_: Annotated[
-        bool, Parameter(name="--csv", negative=(), help="Print a row of CSV for each result.")
-    ] = False,
-    html: Annotated[
-        Path | None, Parameter(help="Write a page with figures to this file. Default: no.")
-    ] = None,
-    optuna: Annotated[
-        str | None,
-        Parameter(
-            help="Store it as an Optuna study in this database, for example sqlite:///study.db, "
-            "which Optuna's dashboard opens. Default: no."
-        ),
-    ] = None,
+    csv_: Annotated[bool, Parameter(name="--csv")] = False,
+    html: Path | None = None,
+    optuna: str | None = None,
     config: ConfigFile = None,
     storage: StorageOption = None,
 ) -> int:
@@ -84,10 +74,12 @@ def show(
 
     `--json` has all trials with their results. The rows of `--csv` are curves for `--simulate`.
 
-    Parameters
-    ----------
-    name
-        The search's id, or the first characters of it.
+    Args:
+        name: The search's id, or the first characters of it.
+        csv_: Print a row of CSV for each result.
+        html: Write a page with figures to this file. Default: no.
+        optuna: Store it as an Optuna study in this database, for example sqlite:///study.db, which
+            Optuna's dashboard opens. Default: no.
     """
     if json_ + csv_ + (html is not None) + (optuna is not None) > 1:
         raise ConfigError("give one of --json, --csv, --html and --optuna")

@@ -42,42 +42,28 @@ def search(
     set_: Overrides = None,
     storage: StorageOption = None,
     engine: Engine = None,
-    resume: Annotated[
-        bool,
-        Parameter(
-            help="Continue a search where it was; by default the experiment's newest. "
-            "searcher.max_trials and max_length may be greater than before."
-        ),
-    ] = False,
-    named: Annotated[
-        str | None,
-        Parameter(
-            name="--search",
-            help="With --resume: the search to continue, as `trialflow search list` names it. "
-            "Default: the experiment's newest.",
-        ),
-    ] = None,
-    take_over: Annotated[
-        bool,
-        Parameter(
-            help="With --resume: continue the search even if another run may be at it, for example "
-            "on a machine that was lost. A run that still lives ends."
-        ),
-    ] = False,
-    simulate: Annotated[
-        Path | None,
-        Parameter(
-            help="Train nothing: print what the search would do with the curves in this CSV file, "
-            "with the columns trial, length and metric. Default: train."
-        ),
-    ] = None,
-    quiet: Annotated[bool, Parameter(help="Print only the outcome or the error.")] = False,
+    resume: bool = False,
+    named: Annotated[str | None, Parameter(name="--search")] = None,
+    take_over: bool = False,
+    simulate: Path | None = None,
+    quiet: bool = False,
     json_: AsJson = False,
 ) -> int:
     """Search for hyperparameters: train many trials, and the better ones further.
 
     The experiment's searcher says how, and hyperparameters have ranges. Ctrl-C saves what is being
     trained; --resume continues.
+
+    Args:
+        resume: Continue a search where it was; by default the experiment's newest.
+            searcher.max_trials and max_length may be greater than before.
+        named: With --resume: the search to continue, as `trialflow search list` names it. Default:
+            the experiment's newest.
+        take_over: With --resume: continue the search even if another run may be at it, for example
+            on a machine that was lost. A run that still lives ends.
+        simulate: Train nothing: print what the search would do with the curves in this CSV file,
+            with the columns trial, length and metric. Default: train.
+        quiet: Print only the outcome or the error.
     """
     from trial_core.search.settings import SearchExperiment
 

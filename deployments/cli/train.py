@@ -99,49 +99,28 @@ def train(
     set_: Overrides = None,
     storage: StorageOption = None,
     engine: Engine = None,
-    start_from: Annotated[
-        str | None,
-        Parameter(
-            help="Begin with the checkpoint of another program: the path or URL of a folder of "
-            "DeepSpeed's save_checkpoint or Hugging Face's save_pretrained, or of a state_dict "
-            "(searcher.source_checkpoint). Default: none."
-        ),
-    ] = None,
+    start_from: str | None = None,
     continuation: Continuation | None = None,
-    follow: Annotated[
-        bool,
-        Parameter(
-            name=["--follow", "-f"],
-            help="Print what rank 0 prints, and warnings of other ranks: up to 20 lines a second.",
-        ),
-    ] = False,
-    test: Annotated[
-        bool,
-        Parameter(
-            help="Try the trial, without a Prefect server: train one batch, validate one, save, "
-            "restore that and train one more. Keeps nothing. A script with its own loop is told to "
-            "save and end when it first reports metrics, and once more after the restore."
-        ),
-    ] = False,
-    quiet: Annotated[
-        bool,
-        Parameter(
-            help="Print only the summary, or the error; with --resume also which trial continues."
-        ),
-    ] = False,
-    json_: Annotated[
-        bool,
-        Parameter(
-            name="--json",
-            negative=(),
-            help="Print the result to stdout as one line of JSON, everything else to stderr.",
-        ),
-    ] = False,
+    follow: Annotated[bool, Parameter(name=["--follow", "-f"])] = False,
+    test: bool = False,
+    quiet: bool = False,
+    json_: Annotated[bool, Parameter(name="--json")] = False,
 ) -> int:
     """Train an experiment's trial, on this machine or on several.
 
     Uses the Prefect server at PREFECT_API_URL; if that is not set, the one of a running `trialflow
     up`; else starts one for this run.
+
+    Args:
+        start_from: Begin with the checkpoint of another program: the path or URL of a folder of
+            DeepSpeed's save_checkpoint or Hugging Face's save_pretrained, or of a state_dict
+            (searcher.source_checkpoint). Default: none.
+        follow: Print what rank 0 prints, and warnings of other ranks: up to 20 lines a second.
+        test: Try the trial, without a Prefect server: train one batch, validate one, save, restore
+            that and train one more. Keeps nothing. A script with its own loop is told to save and
+            end when it first reports metrics, and once more after the restore.
+        quiet: Print only the summary, or the error; with --resume also which trial continues.
+        json_: Print the result to stdout as one line of JSON, everything else to stderr.
     """
     began = time.monotonic()
     continuation = continuation or Continuation()

@@ -48,20 +48,8 @@ RUNS_SAVE = "waiting for the runs, which save and end"
 
 def up(
     *files: Path,
-    port: Annotated[
-        int,
-        Parameter(
-            help="The port of the UI and the API; any free port if it is taken.",
-            validator=Number(gte=0, lte=65535),
-        ),
-    ] = DEFAULT_PORT,
-    pool: Annotated[
-        str | None,
-        Parameter(
-            help="The work pool, of type process, to move the deployments to. Default: the pool "
-            "of the existing deployments, or local."
-        ),
-    ] = None,
+    port: Annotated[int, Parameter(validator=Number(gte=0, lte=65535))] = DEFAULT_PORT,
+    pool: str | None = None,
     json_: AsJson = False,
 ) -> int:
     """Run a Prefect server, a worker and trialflow's deployments on this machine.
@@ -73,10 +61,11 @@ def up(
     For each file with a `retraining` section, its model is retrained by its schedule or when data
     arrives. The next `trialflow up` keeps these deployments; the files need not be passed again.
 
-    Parameters
-    ----------
-    files
-        Experiment files (YAML) with a `retraining` section. Default: none.
+    Args:
+        files: Experiment files (YAML) with a `retraining` section. Default: none.
+        port: The port of the UI and the API; any free port if it is taken.
+        pool: The work pool, of type process, to move the deployments to. Default: the pool of the
+            existing deployments, or local.
     """
     from trialflow.flows.server.prefect_settings import prepare_prefect
 
@@ -264,7 +253,7 @@ def _instructions(server: PrefectServerProcess, port: int, worker_log: Path) -> 
 
 def worker(
     *options: Annotated[str, Parameter(allow_leading_hyphen=True)],
-    pool: Annotated[str, Parameter(help="The work pool, of type process.")] = DEFAULT_POOL,
+    pool: str = DEFAULT_POOL,
     json_: AsJson = False,
 ) -> int:
     """Run a Prefect worker on this machine that saves its runs when it is stopped.
@@ -272,11 +261,10 @@ def worker(
     `prefect worker start` would kill them. Each saved run goes back into its queue, and the next
     worker resumes it. For systemd: KillMode=mixed, TimeoutStopSec=90.
 
-    Parameters
-    ----------
-    options
-        More options of `prefect worker start`: --limit 1, --name mine, --work-queue urgent.
-        Default: none.
+    Args:
+        options: More options of `prefect worker start`: --limit 1, --name mine, --work-queue
+            urgent. Default: none.
+        pool: The work pool, of type process.
     """
     from prefect.settings import get_current_settings
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from cyclopts import App, Parameter
+from cyclopts import App
 
 from trial_core.common import text_format
 from trialflow.deployments.cli import console
@@ -41,15 +41,16 @@ app.command(prune.prune)
 @app.command(name="list")
 def list_(
     *,
-    trial: Annotated[
-        str | None,
-        Parameter(help="List only this trial, which its first characters may name. Default: all."),
-    ] = None,
+    trial: str | None = None,
     config: ConfigFile = None,
     storage: StorageOption = None,
     json_: AsJson = False,
 ) -> None:
-    """List checkpoints, oldest first. A trial's best one, by its searcher.metric, is marked."""
+    """List checkpoints, oldest first. A trial's best one, by its searcher.metric, is marked.
+
+    Args:
+        trial: List only this trial, which its first characters may name. Default: all.
+    """
     from trial_core.checkpoint.retention.protections import pins
     from trial_core.models.registry import Registry
 
@@ -110,14 +111,16 @@ def download(
     checkpoint: CheckpointOption,
     /,
     *,
-    to: Annotated[
-        Path, Parameter(help="A new or empty folder, or one with an incomplete download.")
-    ],
+    to: Path,
     config: ConfigFile = None,
     storage: StorageOption = None,
     json_: AsJson = False,
 ) -> None:
-    """Download a checkpoint's files and manifest, and verify every file."""
+    """Download a checkpoint's files and manifest, and verify every file.
+
+    Args:
+        to: A new or empty folder, or one with an incomplete download.
+    """
     from trial_core.checkpoint.transfer.fetch import download as fetch
     from trial_core.models.checkpoint_reference import referenced_uuid
 
@@ -136,14 +139,16 @@ def download(
 @app.command
 def pin(
     *checkpoints: Checkpoints,
-    reason: Annotated[
-        str, Parameter(help="Why the checkpoints are pinned; shown with the pin. Default: none.")
-    ] = "",
+    reason: str = "",
     config: ConfigFile = None,
     storage: StorageOption = None,
     json_: AsJson = False,
 ) -> None:
-    """Protect checkpoints from pruning until they are unpinned."""
+    """Protect checkpoints from pruning until they are unpinned.
+
+    Args:
+        reason: Why the checkpoints are pinned; shown with the pin. Default: none.
+    """
     from trial_core.checkpoint.retention import protections
 
     store, uuids = _named(checkpoints, config, storage)

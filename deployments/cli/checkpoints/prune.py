@@ -102,28 +102,14 @@ class Rules:
 
 def prune(
     *,
-    experiment: Annotated[
-        str | None, Parameter(help="Prune this experiment. Default: that of --config, else all.")
-    ] = None,
-    trial: Annotated[
-        str | None, Parameter(help="Prune only this trial. Default: all trials.")
-    ] = None,
+    experiment: str | None = None,
+    trial: str | None = None,
     rules: Rules | None = None,
-    dry_run: Annotated[bool, Parameter(help="Show what would be deleted; delete nothing.")] = False,
-    yes: Annotated[bool, Parameter(name=["--yes", "-y"], help="Delete without asking.")] = False,
-    leftovers_only: Annotated[
-        bool, Parameter(negative=(), help="Delete only leftovers of killed runs. Needs no rules.")
-    ] = False,
-    leftovers_after_days: Annotated[
-        float, Parameter(help="Delete leftovers of trials that have been inactive for N days.")
-    ] = LEFTOVERS_AFTER_DAYS,
-    config: Annotated[
-        Path | None,
-        Parameter(
-            help="Experiment file; its checkpoint_storage and its rules are used. Default: none; "
-            "where there is an experiment.yaml, give --config or --storage."
-        ),
-    ] = None,
+    dry_run: bool = False,
+    yes: Annotated[bool, Parameter(name=["--yes", "-y"])] = False,
+    leftovers_only: bool = False,
+    leftovers_after_days: float = LEFTOVERS_AFTER_DAYS,
+    config: Path | None = None,
     set_: Overrides = None,
     storage: StorageOption = None,
     json_: AsJson = False,
@@ -135,6 +121,16 @@ def prune(
     running trial needs are never deleted.
 
     Also deletes leftovers: files that killed runs uploaded and never committed.
+
+    Args:
+        experiment: Prune this experiment. Default: that of --config, else all.
+        trial: Prune only this trial. Default: all trials.
+        dry_run: Show what would be deleted; delete nothing.
+        yes: Delete without asking.
+        leftovers_only: Delete only leftovers of killed runs. Needs no rules.
+        leftovers_after_days: Delete leftovers of trials that have been inactive for N days.
+        config: Experiment file; its checkpoint_storage and its rules are used. Default: none; where
+            there is an experiment.yaml, give --config or --storage.
     """
     from trial_core.checkpoint.retention.leftovers import find_leftovers
 

@@ -54,24 +54,9 @@ def verify(
     *checkpoints: Annotated[
         str, Parameter(help=f"{CHECKPOINT} Required unless --trial or --all is given.")
     ],
-    trial: Annotated[
-        str | None,
-        Parameter(
-            help="Verify all checkpoints of this trial, which its first characters may name. "
-            "Default: of all trials, with --all."
-        ),
-    ] = None,
-    all_: Annotated[
-        bool, Parameter(name="--all", help="Verify all checkpoints, or all of --trial.")
-    ] = False,
-    repair: Annotated[
-        bool,
-        Parameter(
-            negative="",
-            help="Store each damaged or missing file again, from an intact copy that another "
-            "checkpoint of the trial lists.",
-        ),
-    ] = False,
+    trial: str | None = None,
+    all_: Annotated[bool, Parameter(name="--all")] = False,
+    repair: bool = False,
     config: ConfigFile = None,
     storage: StorageOption = None,
     json_: AsJson = False,
@@ -82,6 +67,13 @@ def verify(
     that is deleted meanwhile is not damaged; if it was named, the exit code is 2.
 
     Give either checkpoints, or --trial or --all.
+
+    Args:
+        trial: Verify all checkpoints of this trial, which its first characters may name. Default:
+            of all trials, with --all.
+        all_: Verify all checkpoints, or all of --trial.
+        repair: Store each damaged or missing file again, from an intact copy that another
+            checkpoint of the trial lists.
     """
     if bool(checkpoints) == (all_ or trial is not None):
         raise ConfigError("give either checkpoints, or --trial or --all")
