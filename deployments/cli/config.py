@@ -9,9 +9,9 @@ from trial_core.common.text_format import size
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.experiment_options import (
     DEFAULT_EXPERIMENT,
+    UNCHANGED,
+    Changes,
     Experiment,
-    Overrides,
-    StorageOption,
     open_store_of,
     read_any_experiment,
 )
@@ -25,8 +25,7 @@ def config(
     config: Experiment = DEFAULT_EXPERIMENT,
     /,
     *,
-    set_: Overrides = None,
-    storage: StorageOption = None,
+    changes: Changes = UNCHANGED,
     code: bool = False,
     json_: AsJson = False,
 ) -> None:
@@ -40,7 +39,7 @@ def config(
         code: Print which files of the code folder checkpoints and other machines get, and which not
             and why, in place of the experiment.
     """
-    experiment = read_any_experiment(config, set_ or [], storage)
+    experiment = read_any_experiment(config, changes)
     if code:
         _print_code(experiment, json_)
         return

@@ -17,9 +17,9 @@ from trialflow.deployments.cli import console
 from trialflow.deployments.cli.deploy import configured_client
 from trialflow.deployments.cli.experiment_options import (
     DEFAULT_EXPERIMENT,
+    UNCHANGED,
+    Changes,
     Experiment,
-    Overrides,
-    StorageOption,
     TrialId,
     named_trial,
     read_any_experiment,
@@ -42,8 +42,7 @@ def start(
     config: Experiment = DEFAULT_EXPERIMENT,
     /,
     *,
-    set_: Overrides = None,
-    storage: StorageOption = None,
+    changes: Changes = UNCHANGED,
     json_: AsJson = False,
 ) -> None:
     """Have a worker of the Prefect server run an experiment, and return at once.
@@ -59,7 +58,7 @@ def start(
     from trial_core.processes.machine.run_dirs import trial_id
     from trial_core.search.settings import SearchExperiment
 
-    experiment = read_any_experiment(config, set_ or [], storage)
+    experiment = read_any_experiment(config, changes)
     flow, name = "train", experiment.name
     if isinstance(experiment, SearchExperiment):
         flow, name = "search", f"{name} search"

@@ -112,7 +112,7 @@ def deploy(
     target = target or Target()
     schedules: list[FileSchedule] = []
     if remove or schedule is not None:
-        experiments = {path: read_any_experiment(path, []) for path in files}
+        experiments = {path: read_any_experiment(path) for path in files}
         schedules = file_schedules(experiments, schedule, timezone or "UTC", flow)
         retrained = {path: each for path, each in experiments.items() if remove and each.retraining}
         retrainings = retraining_requests(retrained)
@@ -223,7 +223,7 @@ def read_retrainings(files: Sequence[Path]) -> list[RetrainingRequest]:
     """
     from trialflow.deployments.retraining.retraining_requests import retraining_requests
 
-    return retraining_requests({path: read_retraining(path, []) for path in files})
+    return retraining_requests({path: read_retraining(path) for path in files})
 
 
 def file_schedules(

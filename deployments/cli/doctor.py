@@ -7,11 +7,10 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Literal
 
 from trial_core.common import text_format
 from trial_core.common.dependency_bounds import dependencies, out_of_bounds
@@ -20,11 +19,11 @@ from trialflow.deployments.cli import console
 from trialflow.deployments.cli.check import Check, CheckStatus
 from trialflow.deployments.cli.experiment_options import (
     DEFAULT_EXPERIMENT,
-    ConfigFile,
+    HERE,
+    Changes,
+    Engine,
     Overrides,
-    StorageOption,
-    chosen_experiment,
-    open_store,
+    StoragePlace,
     read_any_experiment,
     with_engine,
 )
@@ -38,10 +37,9 @@ FOR_OPERATORS = "for optimizers that DeepSpeed compiles: all but those of torch 
 
 def doctor(
     *,
-    config: ConfigFile = None,
+    place: StoragePlace = HERE,
     set_: Overrides = None,
-    storage: StorageOption = None,
-    engine: Literal["auto", "local", "join", "ray", "slurm"] | None = None,
+    engine: Engine | None = None,
     json_: AsJson = False,
 ) -> int:
     """Check packages, compiler, accelerators, storage and Prefect server, here or on all nodes.
@@ -54,12 +52,13 @@ def doctor(
         engine: Also check each node that the experiment would train on with this engine; as
             resources.engine. Default: this machine alone.
     """
-    if engine is None and set_ and chosen_experiment(config, storage) is None:
+    if engine is None and set_ and place.experiment is None:
         raise ConfigError("--set changes an experiment: name it with --config")
-    if engine is not None and config is None:
-        config = DEFAULT_EXPERIMENT  # also with --storage: the experiment names the slots
+    if engine is not None and place.config is None:
+        # also with --storage: the experiment names the slots
+        place = replace(place, config=DEFAULT_EXPERIMENT)
     checks = []
-    for check in examine(config, storage, set_ or [], engine):
+    for check in examine(place, set_ or [], engine):
         checks.append(check)
         if not json_:
             print(text_format.clean(str(check)), flush=True)
@@ -69,7 +68,7 @@ def doctor(
 
 
 def examine(
-    config: Path | None, storage: str | None, overrides: Sequence[str], engine: str | None = None
+    place: StoragePlace, overrides: list[str], engine: str | None = None
 ) -> Iterator[Check]:
     """Run all checks, one after the other.
 
@@ -84,19 +83,20 @@ def examine(
     yield compiler()
     yield ninja()
     yield from accelerators()
-    yield from stored(config, storage, overrides)
-    yield from deepspeed_configs(config, overrides)
+    yield from stored(place, overrides)
+    yield from deepspeed_configs(place.config, overrides)
     yield prefect_server()
     if engine is not None:
-        yield from nodes(config or DEFAULT_EXPERIMENT, storage, with_engine([*overrides], engine))
+        changes = Changes(with_engine(overrides, engine), place.storage)
+        yield from nodes(place.config or DEFAULT_EXPERIMENT, changes)
 
 
-def nodes(config: Path, storage: str | None, overrides: Sequence[str]) -> Iterator[Check]:
+def nodes(config: Path, changes: Changes) -> Iterator[Check]:
     """Check the nodes that the experiment would train on."""
     from trialflow.deployments.cli.node_checks import check_nodes
 
     try:
-        experiment = read_any_experiment(config, [*overrides], storage)
+        experiment = read_any_experiment(config, changes)
     except ConfigError as error:
         advice = "--config names the experiment whose nodes are meant"
         yield Check("nodes", "fail", str(error), advice)
@@ -180,12 +180,10 @@ def accelerators() -> Iterator[Check]:
         yield Check("nvcc", "ok", "of the same CUDA as torch")
 
 
-def stored(
-    config: Path | None, storage: str | None, overrides: Sequence[str] = ()
-) -> Iterator[Check]:
+def stored(place: StoragePlace, overrides: list[str] | None = None) -> Iterator[Check]:
     """Check that runs can use the storage."""
     try:
-        store = open_store(config, storage, overrides)
+        store = place.open_store(overrides)
         with waiting(f"writing to {store.url}"):
             store.check_writable()
         yield Check("storage", "ok", f"{store.url} is writable, and its writes can be create-only")
@@ -193,15 +191,15 @@ def stored(
         yield Check("storage", "fail", str(error))
 
 
-def deepspeed_configs(config: Path | None, overrides: Sequence[str] = ()) -> Iterator[Check]:
+def deepspeed_configs(config: Path | None, overrides: list[str] | None = None) -> Iterator[Check]:
     """Check the DeepSpeed configs that the experiment's hyperparameters name for obsolete keys."""
     from trial_core.deepspeed.config_check import refusals, removals
     from trial_core.deepspeed.ds_config import overwrite_deepspeed_config
 
-    if (file := chosen_experiment(config, None)) is None:
+    if (file := StoragePlace(config).experiment) is None:
         return
     with suppress(ConfigError):  # `stored` has reported it
-        experiment = read_any_experiment(file, [*overrides])
+        experiment = read_any_experiment(file, Changes(overrides))
         for value in experiment.hyperparameters.values():
             path = experiment.code / str(value)
             if not str(value).endswith(".json") or not path.is_file():

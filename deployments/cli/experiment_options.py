@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import re
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -27,6 +28,8 @@ DEFAULT_EXPERIMENT = Path("experiment.yaml")
 STORAGE_SECONDS = 15.0
 """How long a command looks at its storage before it starts anything."""
 
+Engine = Literal["auto", "local", "join", "ray", "slurm"]
+
 CHECKPOINT = (
     "The checkpoint: its uuid or the first characters of it; best (by searcher.metric) or latest "
     "of the experiment's newest trial, best:TRIAL or latest:TRIAL of another; or a version in the "
@@ -38,30 +41,8 @@ Overrides = Annotated[
     list[str] | None,
     Parameter(
         name="--set",
-        negative=(),
         help="Set a field of the experiment, for example --set searcher.max_length.batches=20. "
         "The value is YAML. May be repeated. Default: the file as it is.",
-    ),
-]
-StorageOption = Annotated[
-    str | None,
-    Parameter(
-        help="Where checkpoints are stored: a folder, or a URL such as s3://bucket/prefix. "
-        "Default: checkpoint_storage of the experiment, else ./trialflow-runs/checkpoints."
-    ),
-]
-Engine = Annotated[
-    Literal["auto", "local", "join", "ray", "slurm"] | None,
-    Parameter(
-        help="What finds the machines that train; as resources.engine. Default: the experiment's."
-    ),
-]
-ConfigFile = Annotated[
-    Path | None,
-    Parameter(
-        name="--config",
-        help="Experiment file; its checkpoint_storage is used. Default: ./experiment.yaml, if "
-        "there is one and --storage is not given.",
     ),
 ]
 TrialId = Annotated[str, Parameter(help="The trial's id, or the first characters of it.")]
@@ -69,48 +50,139 @@ CheckpointOption = Annotated[str, Parameter(help=CHECKPOINT)]
 Checkpoints = Annotated[str, Parameter(help=CHECKPOINT, required=True)]
 
 
-def read_experiment(
-    path: Path, overrides: list[str], storage: str | None = None
-) -> ExperimentConfig:
+@Parameter(name="*")
+@dataclass(frozen=True)
+class Changes:
+    """What a command changes in the experiment that it reads.
+
+    Attributes:
+        storage: Where checkpoints are stored: a folder, or a URL such as s3://bucket/prefix.
+            Default: checkpoint_storage of the experiment, else ./trialflow-runs/checkpoints.
+    """
+
+    set_: Overrides = None
+    storage: str | None = None
+
+    @property
+    def overrides(self) -> list[str]:
+        return [*(self.set_ or [])]
+
+
+@dataclass(frozen=True)
+class RunChanges(Changes):
+    """What a command changes in the experiment that it runs.
+
+    Attributes:
+        engine: What finds the machines that train; as resources.engine. Default: the experiment's.
+    """
+
+    engine: Engine | None = None
+
+    @property
+    def overrides(self) -> list[str]:
+        return with_engine(super().overrides, self.engine)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class StoragePlace:
+    """The storage that a command reads.
+
+    Attributes:
+        config: Experiment file; its checkpoint_storage is used. Default: ./experiment.yaml, if
+            there is one and --storage is not given.
+        storage: Where checkpoints are stored: a folder, or a URL such as s3://bucket/prefix.
+            Default: checkpoint_storage of the experiment, else ./trialflow-runs/checkpoints.
+    """
+
+    config: Path | None = None
+    storage: str | None = None
+
+    @property
+    def experiment(self) -> Path | None:
+        """`--config`; without it and without `--storage`, ./experiment.yaml if there is one."""
+        if self.config is None and self.storage is None and DEFAULT_EXPERIMENT.exists():
+            return DEFAULT_EXPERIMENT
+        return self.config
+
+    def trackers(self) -> dict[str, dict[str, Any]]:
+        """The trackers of the experiment, with their options."""
+        from trial_core.observe.trackers.tracking import trackers_of
+
+        if (file := self.experiment) is None:
+            return {}
+        return trackers_of(read_any_experiment(file, Changes(storage=self.storage)))
+
+    def open_store(self, overrides: list[str] | None = None) -> CheckpointStore:
+        """Open the storage of the experiment, of `--storage`, or the default storage.
+
+        Args:
+            overrides: overrides of the experiment's fields.
+
+        Raises:
+            ConfigError: the experiment or the storage's URL is wrong.
+        """
+        from trial_core.checkpoint.store import CheckpointStore
+        from trial_core.config import StorageConfig
+
+        if (file := self.experiment) is not None:
+            try:
+                return open_store_of(read_any_experiment(file, Changes(overrides, self.storage)))
+            except ConfigError as error:
+                if self.config is None:
+                    why = f"{file} is read because neither --config nor --storage is given"
+                    raise ConfigError(f"{error}\n{why}") from None
+                raise
+        place = StorageConfig() if self.storage is None else moved(StorageConfig(), self.storage)
+        store = CheckpointStore(place.url, place.options)
+        if self.storage is None and (others := _experiment_files()):
+            console.note(
+                f"there is no {DEFAULT_EXPERIMENT} here, so the storage is {store.url}; to use "
+                f"another experiment's, give --config, for example --config {others[0]}"
+            )
+        return store
+
+
+UNCHANGED = Changes()
+UNCHANGED_RUN = RunChanges()
+HERE = StoragePlace()
+
+
+def read_experiment(path: Path, changes: Changes = UNCHANGED) -> ExperimentConfig:
     """Read an experiment file, with warnings on stderr. Raises ConfigError, one mistake a line."""
     from trial_core.config import ExperimentConfig
 
-    return read_as(ExperimentConfig, path, overrides, storage)
+    return read_as(ExperimentConfig, path, changes)
 
 
-def read_any_experiment(
-    path: Path, overrides: list[str], storage: str | None = None
-) -> ExperimentConfig:
+def read_any_experiment(path: Path, changes: Changes = UNCHANGED) -> ExperimentConfig:
     """As `read_experiment`, but the experiment may be a search."""
-    from trial_core.config import ExperimentConfig
     from trial_core.config.parsing import override, read_mapping
     from trial_core.search.settings import SearchExperiment, searches
 
     with contextlib.suppress(ConfigError):  # it is told below
-        if searches(override(read_mapping(path), overrides)):
-            return read_as(SearchExperiment, path, overrides, storage)
-    return read_as(ExperimentConfig, path, overrides, storage)
+        if searches(override(read_mapping(path), changes.overrides)):
+            return read_as(SearchExperiment, path, changes)
+    return read_experiment(path, changes)
 
 
-def read_retraining(
-    path: Path, overrides: list[str], storage: str | None = None
-) -> ExperimentConfig:
+def read_retraining(path: Path, changes: Changes = UNCHANGED) -> ExperimentConfig:
     """As `read_experiment`; the experiment may be a search, if `retraining.search` says so."""
     from trial_core.search.settings import check_retraining
 
-    experiment = read_any_experiment(path, overrides, storage)
+    experiment = read_any_experiment(path, changes)
     check_retraining(experiment, str(path))
     return experiment
 
 
-def read_as(kind: type[E], path: Path, overrides: list[str], storage: str | None = None) -> E:
+def read_as(kind: type[E], path: Path, changes: Changes) -> E:
     """Read an experiment file as an experiment of this kind. Raises as `read_experiment`."""
     from trial_core.config import ExperimentWarning, load_config
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ExperimentWarning)
         try:
-            experiment = load_config(path, overrides, kind)
+            experiment = load_config(path, changes.overrides, kind)
         except ConfigError as error:
             if path == DEFAULT_EXPERIMENT and not path.exists():
                 hint = "name the experiment's file: trialflow COMMAND FILE"
@@ -119,9 +191,9 @@ def read_as(kind: type[E], path: Path, overrides: list[str], storage: str | None
         finally:
             for each in caught:
                 console.warning(f"{path}: {each.message}")
-    if storage is None:
+    if changes.storage is None:
         return experiment
-    place = moved(experiment.checkpoint_storage, storage)
+    place = moved(experiment.checkpoint_storage, changes.storage)
     return experiment.model_copy(update={"checkpoint_storage": place})
 
 
@@ -148,9 +220,9 @@ def refuse_what_cannot_run(
             in_background(store.check_writable, "storage-check").result(STORAGE_SECONDS)
 
 
-def with_engine(overrides: list[str] | None, engine: str | None) -> list[str]:
+def with_engine(overrides: list[str], engine: str | None) -> list[str]:
     """Return the overrides, with `--engine` as one of them if it is given."""
-    return [*(overrides or []), *([f"resources.engine={engine}"] if engine is not None else [])]
+    return overrides if engine is None else [*overrides, f"resources.engine={engine}"]
 
 
 def named_trial(named: str, trials: Iterable[str], kind: str = "trial") -> str | None:
@@ -168,53 +240,6 @@ def named_trial(named: str, trials: Iterable[str], kind: str = "trial") -> str |
     if len(found) > 1 and named not in found:
         raise ConfigError(f"{named} is not one {kind}, but {len(found)}: {', '.join(found)}")
     return named if named in found else next(iter(found), None)
-
-
-def chosen_experiment(config_file: Path | None, storage: str | None) -> Path | None:
-    """`--config`; without it and without `--storage`, ./experiment.yaml if there is one."""
-    if config_file is None and storage is None and DEFAULT_EXPERIMENT.exists():
-        return DEFAULT_EXPERIMENT
-    return config_file
-
-
-def own_trackers(config_file: Path | None, storage: str | None) -> dict[str, dict[str, Any]]:
-    """The trackers of `chosen_experiment`, with their options."""
-    experiment = chosen_experiment(config_file, storage)
-    from trial_core.observe.trackers.tracking import trackers_of
-
-    return trackers_of(read_any_experiment(experiment, [], storage)) if experiment else {}
-
-
-def open_store(
-    config_file: Path | None, storage: str | None, overrides: Sequence[str] = ()
-) -> CheckpointStore:
-    """Open the storage of `chosen_experiment`, of `--storage`, or the default storage.
-
-    Args:
-        overrides: overrides of the experiment's fields.
-
-    Raises:
-        ConfigError: the experiment or the storage's URL is wrong.
-    """
-    from trial_core.checkpoint.store import CheckpointStore
-    from trial_core.config import StorageConfig
-
-    if (experiment := chosen_experiment(config_file, storage)) is not None:
-        try:
-            return open_store_of(read_any_experiment(experiment, [*overrides], storage))
-        except ConfigError as error:
-            if config_file is None:
-                why = f"{experiment} is read because neither --config nor --storage is given"
-                raise ConfigError(f"{error}\n{why}") from None
-            raise
-    place = StorageConfig() if storage is None else moved(StorageConfig(), storage)
-    store = CheckpointStore(place.url, place.options)
-    if storage is None and (others := _experiment_files()):
-        console.note(
-            f"there is no {DEFAULT_EXPERIMENT} here, so the storage is {store.url}; to use another "
-            f"experiment's, give --config, for example --config {others[0]}"
-        )
-    return store
 
 
 def _experiment_files() -> list[Path]:

@@ -21,9 +21,8 @@ from trial_core.export.export_checkpoint import (
 )
 from trialflow.deployments.cli.experiment_options import (
     CHECKPOINT,
-    ConfigFile,
-    StorageOption,
-    open_store,
+    HERE,
+    StoragePlace,
 )
 from trialflow.deployments.cli.json_output import AsJson, print_json
 from trialflow.deployments.cli.waiting import waiting
@@ -44,8 +43,7 @@ def export(
     push_to: str | None = None,
     force: bool = False,
     trusted: bool = False,
-    config: ConfigFile = None,
-    storage: StorageOption = None,
+    place: StoragePlace = HERE,
     json_: AsJson = False,
 ) -> None:
     """Write the weights of a checkpoint to one file, or to a folder of another library.
@@ -79,10 +77,10 @@ def export(
         raise ConfigError("--push-to uploads a folder; add --format hf, or adapter")
     check_target(to, format_, force)
     reference = _reference(checkpoint, trial)
-    store = open_store(config, storage)
+    store = place.open_store()
     with waiting(f"reading {store.url}"):
         manifest = open_checkpoint(store, reference)
-    is_trusted = trusted or _is_trusted(config)
+    is_trusted = trusted or _is_trusted(place.config)
     request = ExportRequest(manifest, engine, dtype, is_trusted, format_, max_shard_size)
     with waiting(f"exporting {manifest.uuid} to {to}") as wait:
         done = export_checkpoint(store, request, to, force, wait.bytes_read)

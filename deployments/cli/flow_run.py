@@ -17,6 +17,8 @@ from trialflow.deployments.cli.run_display import Display
 from trialflow.deployments.cli.signals import Terminated, stoppable
 
 if TYPE_CHECKING:
+    from prefect.client.schemas.objects import State
+
     from trial_core.config import ExperimentConfig
     from trialflow.flows.server.embedded_server import PrefectApi
 
@@ -52,11 +54,12 @@ class FlowRun(Generic[Result]):
         self._experiment = experiment
         self._is_on_terminal = sys.stdout.isatty()
 
-    def run(self, call: Callable[[StateHook], Result], has_server: bool = True) -> int:
+    def run(self, call: Callable[[StateHook], Result | State[Any]], has_server: bool = True) -> int:
         """Run the flow; report its failure on stderr; return the exit code.
 
         Args:
-            call: imports the flow and calls it with the given ``on_running`` hook.
+            call: imports the flow and calls it with the given ``on_running`` hook. If it returns a
+                state, or None, the run has ended without a result.
             has_server: True if the flow needs a Prefect server. If not, the hook does nothing.
         """
         try:
@@ -101,12 +104,13 @@ class FlowRun(Generic[Result]):
                     f"trialflow runs sync {trial} --config {shlex.quote(str(config))}{place}"
                 )
 
-    def _run_alone(self, call: Callable[[StateHook], Result]) -> Result:
+    def _run_alone(self, call: Callable[[StateHook], Any]) -> Result:
         with self._display, contextlib.redirect_stdout(sys.stderr):
             self._display.waiting_for("starting the ranks")
-            return call(lambda *_: None)
+            result: Result = call(lambda *_: None)
+            return result
 
-    def _run_on_server(self, call: Callable[[StateHook], Result]) -> Result:
+    def _run_on_server(self, call: Callable[[StateHook], Result | State[Any]]) -> Result:
         # Output of libraries goes to stderr: stdout is for the display and the result.
         away = contextlib.redirect_stdout(sys.stderr)
         waiting_for = self._display.waiting_for
@@ -120,6 +124,7 @@ class FlowRun(Generic[Result]):
             api = until_the_end.enter_context(prefect_api(waiting_for=waiting_for))
             until_the_end.enter_context(away)
             import httpx
+            from prefect.client.schemas.objects import State
             from prefect.exceptions import Abort, CancelledRun, Pause
 
             from trial_core.observe.events.observers import observing
@@ -127,7 +132,10 @@ class FlowRun(Generic[Result]):
             self._display.waiting_for("starting the ranks")
             try:
                 with observing(self._display):
-                    return call(self._announcing(api))
+                    result = call(self._announcing(api))
+                if result is None or isinstance(result, State):
+                    raise Stopped(f"the run ended without a result: {result}")
+                return result
             except KeyboardInterrupt:  # also as an Abort
                 raise
             except (Abort, CancelledRun, Pause) as stop:

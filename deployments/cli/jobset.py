@@ -56,7 +56,7 @@ def jobset(
     """
     import yaml
 
-    experiment = read_experiment(config, [])
+    experiment = read_experiment(config)
     if experiment.checkpoint_storage.url.startswith("file://"):
         console.warning(
             f"checkpoint_storage is {experiment.checkpoint_storage.url}: all pods must see it. "

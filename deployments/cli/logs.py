@@ -9,7 +9,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any
 
@@ -18,11 +17,10 @@ from cyclopts import Parameter
 from trial_core.common import text_format
 from trial_core.errors import ConfigError
 from trialflow.deployments.cli.experiment_options import (
-    ConfigFile,
-    StorageOption,
+    HERE,
+    StoragePlace,
     TrialId,
     named_trial,
-    open_store,
 )
 from trialflow.deployments.cli.json_output import AsJson, print_json
 from trialflow.deployments.cli.waiting import waiting
@@ -40,8 +38,7 @@ def logs(
     *,
     rank: int = 0,
     follow: Annotated[bool, Parameter(name=["--follow", "-f"])] = False,
-    config: ConfigFile = None,
-    storage: StorageOption = None,
+    place: StoragePlace = HERE,
     json_: AsJson = False,
 ) -> None:
     """Print the complete log of a rank: from the run's folder, else from the storage.
@@ -56,7 +53,7 @@ def logs(
         raise ConfigError("--json prints a whole log: leave out --follow")
     name = f"rank-{rank}.log"
     here = {path.parents[1].name: path for path in home_folder().glob(f"*/logs/{name}")}
-    with _opened(trial, name, here, partial(open_store, config, storage)) as (found, file):
+    with _opened(trial, name, here, place.open_store) as (found, file):
         while follow and found in here and holder_of(here[found].parents[1]) is not None:
             _print(file)
             time.sleep(FOLLOW_SECONDS)
@@ -66,14 +63,12 @@ def logs(
             _print(file)
 
 
-def end_of_log(
-    trial: str, rank: int, lines: int, config: ConfigFile, storage: StorageOption
-) -> dict[str, Any]:
+def end_of_log(trial: str, rank: int, lines: int, place: StoragePlace) -> dict[str, Any]:
     """The last lines of a rank's log, for programs: of a trial that the storage knows."""
     from trial_core.checkpoint import layout
     from trial_core.processes.machine.run_dirs import home_folder
 
-    name, store = f"rank-{rank}.log", open_store(config, storage)
+    name, store = f"rank-{rank}.log", place.open_store()
     local = {path.parents[1].name: path for path in home_folder().glob(f"*/logs/{name}")}
     named, known = [each for each in local if each.startswith(trial)], store.trials()
     # One that has saved nothing yet has an attempt.

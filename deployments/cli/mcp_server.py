@@ -7,7 +7,6 @@ import json
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from trial_core.common import text_format
@@ -16,8 +15,9 @@ from trialflow.deployments.cli import console, control, logs, models, runs, sear
 from trialflow.deployments.cli.checkpoints import commands as checkpoints
 from trialflow.deployments.cli.experiment_options import (
     DEFAULT_EXPERIMENT,
-    ConfigFile,
-    StorageOption,
+    HERE,
+    Changes,
+    StoragePlace,
 )
 from trialflow.deployments.cli.json_output import print_json, taking_results
 
@@ -35,12 +35,7 @@ STARTABLE = ("hyperparameters.", "searcher.max_length.", "reproducibility.", "na
 """Fields of the experiment that `start` may set. None of them chooses code or a storage."""
 
 
-def mcp(
-    *,
-    allow_writes: bool = False,
-    config: ConfigFile = None,
-    storage: StorageOption = None,
-) -> None:
+def mcp(*, allow_writes: bool = False, place: StoragePlace = HERE) -> None:
     """Serve tools for programs that act for people (Model Context Protocol, on stdin and stdout).
 
     The tools list, show, compare and logs read one storage, that of --config or --storage, and
@@ -59,7 +54,7 @@ def mcp(
     server = MCPServer(
         "trialflow", instructions=INSTRUCTIONS, version=importlib.metadata.version("trialflow")
     )
-    _offer(server, _Tools(config, storage), allow_writes)
+    _offer(server, _Tools(place), allow_writes)
     server.run("stdio")  # during which `print` writes to stderr
 
 
@@ -90,8 +85,7 @@ _one_at_a_time = threading.Lock()
 class _Tools:
     """The tools, by their names; a docstring is what the program reads of its tool."""
 
-    config: Path | None
-    storage: str | None
+    place: StoragePlace
 
     def list(
         self, what: Literal["trials", "checkpoints", "models", "searches"] = "trials"
@@ -123,10 +117,10 @@ class _Tools:
     def logs(self, trial: str, rank: int = 0, lines: int = 200) -> ToolResult:
         """The end of what a rank of a trial has printed: so many lines of its log."""
 
-        def end_of_log(**place: Any) -> None:
-            print_json("logs", logs.end_of_log(trial, rank, max(lines, 1), **place))
+        def end_of_log() -> None:
+            print_json("logs", logs.end_of_log(trial, rank, max(lines, 1), self.place))
 
-        return self._taken(end_of_log, config=self.config, storage=self.storage)
+        return self._taken(end_of_log)
 
     def start(self, settings: dict[str, Any] | None = None) -> ToolResult:
         """Have a worker run the server's experiment; returns its trial's id at once.
@@ -145,10 +139,9 @@ class _Tools:
             f"{field}={json.dumps(value, ensure_ascii=False)}"
             for field, value in (settings or {}).items()
         ]
-        experiment = self.config or DEFAULT_EXPERIMENT
-        return self._taken(
-            control.start, experiment, set_=changed, storage=self.storage, json_=True
-        )
+        experiment = self.place.config or DEFAULT_EXPERIMENT
+        changes = Changes(changed, self.place.storage)
+        return self._taken(control.start, experiment, changes=changes, json_=True)
 
     def suspend(self, trial: str) -> ToolResult:
         """Have a trial's run save, end and free its slots, until resume."""
@@ -173,8 +166,7 @@ class _Tools:
         self, command: Callable[..., object], *words: object, **options: object
     ) -> ToolResult:
         """What a command that reads the storage prints as JSON."""
-        place = {"config": self.config, "storage": self.storage, "json_": True}
-        return self._taken(command, *words, **options, **place)
+        return self._taken(command, *words, **options, place=self.place, json_=True)
 
     def _taken(
         self, command: Callable[..., object], *words: object, **options: object

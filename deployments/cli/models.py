@@ -11,11 +11,8 @@ from trial_core.errors import ConfigError, TrialflowError
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.deploy import configured_client
 from trialflow.deployments.cli.experiment_options import (
-    ConfigFile,
-    StorageOption,
-    chosen_experiment,
-    open_store,
-    own_trackers,
+    HERE,
+    StoragePlace,
     read_any_experiment,
 )
 from trialflow.deployments.cli.json_output import AsJson, print_json
@@ -25,8 +22,6 @@ from trialflow.deployments.cli.tables import print_table
 from trialflow.deployments.cli.waiting import waiting
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from trial_core.models.records import Move, Version
     from trial_core.models.registry import Registry
     from trial_core.search.view import SearchView
@@ -42,11 +37,9 @@ Why = Annotated[str, Parameter(help="Reason, shown in the model's history. Defau
 
 
 @app.command(name="list")
-def list_(
-    *, config: ConfigFile = None, storage: StorageOption = None, json_: AsJson = False
-) -> None:
+def list_(*, place: StoragePlace = HERE, json_: AsJson = False) -> None:
     """List models and their champions."""
-    registry = _registry(config, storage)
+    registry = _registry(place)
     with waiting(f"reading {registry.store.url}"):
         models = [listed(registry, name) for name in registry.models()]
     if json_:
@@ -58,20 +51,13 @@ def list_(
 
 
 @app.command
-def show(
-    model: str,
-    /,
-    *,
-    config: ConfigFile = None,
-    storage: StorageOption = None,
-    json_: AsJson = False,
-) -> None:
+def show(model: str, /, *, place: StoragePlace = HERE, json_: AsJson = False) -> None:
     """Show the versions of a model, and how its champion has changed.
 
     Args:
         model: The model's name.
     """
-    registry = _registry(config, storage)
+    registry = _registry(place)
     with waiting(f"reading {registry.store.url}"):
         registry.check_exists(model)
         view = ModelView(registry, model)
@@ -90,8 +76,7 @@ def promote(
     checkpoint: str | None = None,
     search: str | None = None,
     why: Why = "",
-    config: ConfigFile = None,
-    storage: StorageOption = None,
+    place: StoragePlace = HERE,
     json_: AsJson = False,
 ) -> None:
     """Make a version the champion, after verifying every byte of its checkpoint.
@@ -105,7 +90,7 @@ def promote(
         search: Instead of a version: a search, as `trialflow search list` names it, or its first
             characters. The checkpoint of its best result is registered. Default: none.
     """
-    registry = _registry(config, storage)
+    registry = _registry(place)
     is_one_given = [version, checkpoint, search].count(None) == 2
     metric: tuple[str | None, bool] | None = None
     if search is not None and is_one_given:
@@ -113,7 +98,7 @@ def promote(
         why = why or best
     if checkpoint is not None and is_one_given:
         with waiting(f"registering {checkpoint}"):
-            metric = metric or _metric(registry, model, config, storage)
+            metric = metric or _metric(registry, model, place)
             number = _register(registry, model, checkpoint, *metric).number
     elif version is not None and is_one_given:
         number = version
@@ -127,8 +112,8 @@ def promote(
         move = registry.promote(model, number, why=why)
     is_new = before is None or move.number > before.number
     if is_new:
-        _tell_server(registry, move, own_trackers(config, storage))
-    _print_move("models promote", move, is_new, json_, _storage_options(config, storage))
+        _tell_server(registry, move, place.trackers())
+    _print_move("models promote", move, is_new, json_, _storage_options(place))
 
 
 @app.command
@@ -137,8 +122,7 @@ def rollback(
     /,
     *,
     why: Why = "",
-    config: ConfigFile = None,
-    storage: StorageOption = None,
+    place: StoragePlace = HERE,
     json_: AsJson = False,
 ) -> None:
     """Make the previous champion the champion again.
@@ -146,25 +130,25 @@ def rollback(
     Args:
         model: The model's name.
     """
-    registry = _registry(config, storage)
+    registry = _registry(place)
     with waiting(f"verifying the previous champion of model {model}"):
         move = registry.rollback(model, why=why)
-    _tell_server(registry, move, own_trackers(config, storage))
-    _print_move("models rollback", move, True, json_, _storage_options(config, storage))
+    _tell_server(registry, move, place.trackers())
+    _print_move("models rollback", move, True, json_, _storage_options(place))
 
 
-def _storage_options(config: Path | None, storage: str | None) -> str:
+def _storage_options(place: StoragePlace) -> str:
     """The options that name the storage, for a command that the user can copy."""
-    given = {"--config": config, "--storage": storage}
+    given = {"--config": place.config, "--storage": place.storage}
     return "".join(
         f" {option} {shlex.quote(str(value))}" for option, value in given.items() if value
     )
 
 
-def _registry(config: Path | None, storage: str | None) -> Registry:
+def _registry(place: StoragePlace) -> Registry:
     from trial_core.models.registry import Registry
 
-    return Registry(open_store(config, storage))
+    return Registry(place.open_store())
 
 
 def _best_of(view: SearchView) -> tuple[str, tuple[str, bool], str]:
@@ -180,15 +164,13 @@ def _best_of(view: SearchView) -> tuple[str, tuple[str, bool], str]:
     return uuid, (view.metric, view.sign > 0), why
 
 
-def _metric(
-    registry: Registry, model: str, config: Path | None, storage: str | None
-) -> tuple[str | None, bool]:
+def _metric(registry: Registry, model: str, place: StoragePlace) -> tuple[str | None, bool]:
     """The metric of --config, of the model, or of ./experiment.yaml; is smaller better?"""
     versions = registry.versions(model)
-    if config is None and versions:
+    if place.config is None and versions:
         return versions[-1].metric, versions[-1].smaller_is_better
-    if (experiment := chosen_experiment(config, storage)) is not None:
-        searcher = read_any_experiment(experiment, []).searcher
+    if (experiment := place.experiment) is not None:
+        searcher = read_any_experiment(experiment).searcher
         return searcher.metric, searcher.smaller_is_better
     return None, True
 

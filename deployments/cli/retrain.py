@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from trial_core.common import text_format
-from trial_core.errors import Stopped
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.deploy import configured_client
 from trialflow.deployments.cli.experiment_options import (
     DEFAULT_EXPERIMENT,
+    UNCHANGED,
+    Changes,
     Experiment,
-    Overrides,
-    StorageOption,
     open_store_of,
     read_retraining,
     refuse_what_cannot_run,
@@ -24,10 +23,12 @@ from trialflow.deployments.cli.experiment_options import (
 from trialflow.deployments.cli.flow_run import FlowRun, StateHook
 from trialflow.deployments.cli.json_output import AsJson, print_json
 from trialflow.deployments.cli.run_display import display_for_stdout
+from trialflow.deployments.cli.tables import fact_lines
 from trialflow.deployments.cli.waiting import waiting
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
+    from prefect.client.schemas.objects import State
 
     from trialflow.flows.retraining.outcome import RetrainResult
 
@@ -36,9 +37,8 @@ def retrain(
     config: Experiment = DEFAULT_EXPERIMENT,
     /,
     *,
-    set_: Overrides = None,
+    changes: Changes = UNCHANGED,
     data: Annotated[list[str] | None, Parameter(name="--data")] = None,
-    storage: StorageOption = None,
     quiet: bool = False,
     json_: AsJson = False,
 ) -> int:
@@ -55,15 +55,15 @@ def retrain(
     """
     from trial_core.models.data_templates import parse_data, render_data
 
-    experiment = read_retraining(config, set_ or [], storage)
+    experiment = read_retraining(config, changes)
     run_data = parse_data(data or [])
     render_data(experiment.data, datetime.now(timezone.utc))  # report errors before the start
     refuse_what_cannot_run(experiment, open_store_of(experiment))
-    skipped: list[str] = []
 
-    def call(on_running: StateHook) -> RetrainResult | None:
+    def call(on_running: StateHook) -> RetrainResult | str | State[Any]:
         from trialflow.flows.retrain import SKIPPED, retrain as retrain_flow
-        from trialflow.flows.retraining.outcome import RetrainResult
+
+        skipped: list[str] = []
 
         def on_completion(flow: Any, flow_run: Any, state: Any) -> None:
             if state.name == SKIPPED:
@@ -71,35 +71,24 @@ def retrain(
 
         flow = retrain_flow.with_options(on_running=[on_running], on_completion=[on_completion])
         result = flow(experiment, data=run_data or None)
-        if isinstance(result, RetrainResult):
-            return result
-        if not skipped:
-            raise Stopped(f"the run ended without a result: {result}")
-        return None
+        return skipped[0] if skipped else result
 
     display = display_for_stdout(quiet or json_, (experiment.searcher.metric, "loss"))
-    run: FlowRun[RetrainResult | None] = FlowRun(display, experiment)
+    run: FlowRun[RetrainResult | str] = FlowRun(display, experiment)
     exit_code = run.run(call)
-    if exit_code == 0:
+    if run.result is not None:
         if json_:
-            print_json("retrain", _as_data(run.result, skipped))
+            print_json("retrain", _as_data(run.result))
         else:
-            print("\n".join(_summary_lines(run.result, skipped, run.later_ui)))
-    run.note_unsent(config, storage)
+            print("\n".join(_summary_lines(run.result, run.later_ui)))
+    run.note_unsent(config, changes.storage)
     return exit_code
 
 
-def _summary_lines(
-    result: RetrainResult | None, skipped: list[str], later_ui: str | None
-) -> list[str]:
-    """The outcome for people.
-
-    Args:
-        skipped: why the run was skipped, if it was.
-        later_ui: where the run's page is from now on.
-    """
-    if result is None:
-        return skipped
+def _summary_lines(result: RetrainResult | str, later_ui: str | None) -> list[str]:
+    """The outcome for people; a text is why the run was skipped."""
+    if isinstance(result, str):
+        return [result]
     if result.stop_reason:
         headline = f"model {result.model}: nothing was decided"
     elif result.promoted:
@@ -115,18 +104,14 @@ def _summary_lines(
         ("report", result.report_path),
         ("UI", later_ui),
     ]
-    width = max(len(name) for name, _ in facts)
-    lines = [f"  {name:<{width}}  {text_format.one_line(fact)}" for name, fact in facts if fact]
-    return [headline, *lines]
+    shown = ((name, text_format.one_line(fact)) for name, fact in facts if fact)
+    return [headline, *fact_lines(shown)]
 
 
-def _as_data(result: RetrainResult | None, skipped: list[str]) -> dict[str, Any]:
-    """The outcome for programs: the result's fields, and ``status``.
-
-    The status is ``promoted``, ``kept``, ``stopped`` or ``skipped``.
-    """
-    if result is None:
-        return {"status": "skipped", "why": skipped[0]}
+def _as_data(result: RetrainResult | str) -> dict[str, Any]:
+    """The outcome for programs: the result's fields, and ``status``."""
+    if isinstance(result, str):
+        return {"status": "skipped", "why": result}
     kept = "stopped" if result.stop_reason else "kept"
     return {"status": "promoted" if result.promoted else kept, **result.as_json_data()}
 

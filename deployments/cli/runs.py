@@ -17,11 +17,9 @@ from trial_core.common import text_format
 from trial_core.errors import CheckpointDamaged, CheckpointNotFound, ConfigError
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.experiment_options import (
-    ConfigFile,
-    StorageOption,
+    HERE,
+    StoragePlace,
     TrialId,
-    open_store,
-    own_trackers,
 )
 from trialflow.deployments.cli.json_output import AsJson, print_json, stdout_for_json
 from trialflow.deployments.cli.tables import local_time, print_table
@@ -44,16 +42,14 @@ DAY_SECONDS = 86400.0
 
 
 @app.command(name="list")
-def list_(
-    *, config: ConfigFile = None, storage: StorageOption = None, json_: AsJson = False
-) -> None:
+def list_(*, place: StoragePlace = HERE, json_: AsJson = False) -> None:
     """List the trials that have saved, the newest last, with their best searcher metric.
 
     And with the hyperparameters that tell the trials of one experiment apart.
     """
     from trial_core.observe.report.stored_trial import read_trial
 
-    store = open_store(config, storage)
+    store = place.open_store()
     found = []
     with waiting(f"reading {store.url}"):
         for trial in store.trials():
@@ -114,8 +110,7 @@ def _told_apart(trials: Sequence[StoredTrial]) -> list[dict[str, Any]]:
 def compare(
     *trials: Annotated[str, Parameter(required=True)],
     html: Path | None = None,
-    config: ConfigFile = None,
-    storage: StorageOption = None,
+    place: StoragePlace = HERE,
     json_: AsJson = False,
 ) -> None:
     """Compare trials: the fields of their experiments that differ, their code and results.
@@ -127,7 +122,7 @@ def compare(
     """
     from trial_core.observe.report.stored_trial import read_trial
 
-    store = open_store(config, storage)
+    store = place.open_store()
     with waiting(f"reading {store.url}"):
         found = [read_trial(store, store.trial(trial)) for trial in trials]
     ids = [each.trial for each in found]
@@ -172,8 +167,7 @@ def sync(
     /,
     *,
     wait_seconds: float = 60.0,
-    config: ConfigFile = None,
-    storage: StorageOption = None,
+    place: StoragePlace = HERE,
     json_: AsJson = False,
 ) -> int:
     """Send a trial's missing records to trackers that could not be reached.
@@ -188,7 +182,7 @@ def sync(
     from trial_core.observe.trackers.stored_journal import sync_trackers
     from trial_core.processes.machine.run_dirs import locked_run_dir
 
-    store = open_store(config, storage)
+    store = place.open_store()
     trial = store.trial(trial)
     with locked_run_dir(trial) as run_dir:
         before, after = sync_trackers(
@@ -198,7 +192,7 @@ def sync(
             wait_seconds,
             console.note if json_ else print,
             getLogger(__name__),
-            own_trackers(config, storage),
+            place.trackers(),
         )
     if json_:
         sent = {name: count - after.get(name, 0) for name, count in before.items()}
@@ -214,14 +208,7 @@ def sync(
 
 
 @app.command
-def show(
-    trial: TrialId,
-    /,
-    *,
-    config: ConfigFile = None,
-    storage: StorageOption = None,
-    json_: AsJson = False,
-) -> None:
+def show(trial: TrialId, /, *, place: StoragePlace = HERE, json_: AsJson = False) -> None:
     """Show a trial: its results, its hyperparameters, and its ledger of time.
 
     The ledger has the use of its slots in all runs, goodput and cost.
@@ -231,7 +218,7 @@ def show(
     from trial_core.observe.report.stored_trial import read_trial
     from trial_core.observe.trackers.stored_journal import lacking
 
-    store = open_store(config, storage)
+    store = place.open_store()
     with waiting(f"reading {store.url}"):
         trial = store.trial(trial)
         ledger, unsent = read_ledger(store, trial), lacking(store, trial)
@@ -292,8 +279,7 @@ def clean(
     *,
     older_than: float = 7.0,
     yes: Annotated[bool, Parameter(name=["--yes", "-y"])] = False,
-    config: ConfigFile = None,
-    storage: StorageOption = None,
+    place: StoragePlace = HERE,
     json_: AsJson = False,
 ) -> None:
     """Remove the local folders of ended runs that are wholly stored. Shows them and asks first.
@@ -309,7 +295,7 @@ def clean(
 
     if json_ and not yes:
         raise ConfigError("--json cannot ask for confirmation: give --yes as well")
-    store, home = open_store(config, storage), home_folder()
+    store, home = place.open_store(), home_folder()
     with waiting(f"comparing {home} with {store.url}"):
         folders = {lock.parent: _size(lock.parent) for lock in sorted(home.glob(f"*/{LOCK}"))}
         kept = {path: _why_kept(path, store, older_than) for path in folders}

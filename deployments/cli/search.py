@@ -13,10 +13,9 @@ from trial_core.common import text_format
 from trial_core.errors import ConfigError, SearchError
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.experiment_options import (
-    ConfigFile,
-    StorageOption,
+    HERE,
+    StoragePlace,
     named_trial,
-    open_store,
 )
 from trialflow.deployments.cli.json_output import AsJson, print_json
 from trialflow.deployments.cli.tables import local_time, print_table
@@ -32,14 +31,12 @@ _COLUMNS = ("search", "experiment", "searcher", "trials", "best", "progress", "l
 
 
 @app.command(name="list")
-def list_(
-    *, config: ConfigFile = None, storage: StorageOption = None, json_: AsJson = False
-) -> int:
+def list_(*, place: StoragePlace = HERE, json_: AsJson = False) -> int:
     """List the searches of a storage, with their best result; the last one to record is last."""
     from trial_core.search.log import searches
     from trial_core.search.view import stored_view
 
-    store = open_store(config, storage)
+    store = place.open_store()
     found: list[dict[str, Any]] = []
     with waiting(f"reading {store.url}"):
         for name in searches(store.storage):
@@ -67,8 +64,7 @@ def show(
     csv_: Annotated[bool, Parameter(name="--csv")] = False,
     html: Path | None = None,
     optuna: str | None = None,
-    config: ConfigFile = None,
-    storage: StorageOption = None,
+    place: StoragePlace = HERE,
 ) -> int:
     """Show a search: the best result, its rungs, its trials, who was promoted, and failures.
 
@@ -83,7 +79,7 @@ def show(
     """
     if json_ + csv_ + (html is not None) + (optuna is not None) > 1:
         raise ConfigError("give one of --json, --csv, --html and --optuna")
-    view = named_view(open_store(config, storage), name)
+    view = named_view(place.open_store(), name)
     if json_:
         print_json("search show", view.details())
     elif csv_:

@@ -10,26 +10,27 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from trial_core.common import text_format
-from trial_core.errors import ConfigError, SearchError, Stopped
+from trial_core.errors import ConfigError, SearchError
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.experiment_options import (
     DEFAULT_EXPERIMENT,
-    Engine,
+    UNCHANGED_RUN,
     Experiment,
-    Overrides,
-    StorageOption,
+    RunChanges,
     named_trial,
     open_store_of,
     read_as,
     refuse_what_cannot_run,
-    with_engine,
 )
 from trialflow.deployments.cli.flow_run import FlowRun, StateHook
 from trialflow.deployments.cli.json_output import AsJson, print_json
 from trialflow.deployments.cli.run_display import display_for_stdout
 from trialflow.deployments.cli.search import print_search
+from trialflow.deployments.cli.tables import fact_lines
 
 if TYPE_CHECKING:
+    from prefect.client.schemas.objects import State
+
     from trial_core.checkpoint.store import CheckpointStore
     from trial_core.search.settings import SearchExperiment
     from trialflow.flows.search import SearchResult
@@ -39,9 +40,7 @@ def search(
     config: Experiment = DEFAULT_EXPERIMENT,
     /,
     *,
-    set_: Overrides = None,
-    storage: StorageOption = None,
-    engine: Engine = None,
+    changes: RunChanges = UNCHANGED_RUN,
     resume: bool = False,
     named: Annotated[str | None, Parameter(name="--search")] = None,
     take_over: bool = False,
@@ -70,7 +69,7 @@ def search(
     for option, value in (("--search", named), ("--take-over", take_over)):
         if value and not resume:
             raise ConfigError(f"{option} continues a search: give --resume as well")
-    experiment = read_as(SearchExperiment, config, with_engine(set_, engine), storage)
+    experiment = read_as(SearchExperiment, config, changes)
     if simulate is not None:
         return _simulate(experiment, simulate, json_)
     store = open_store_of(experiment)
@@ -78,14 +77,11 @@ def search(
     display = display_for_stdout(quiet or json_, (experiment.searcher.metric, "loss"))
     continued = _to_resume(store, experiment, named, display.say) if resume else None
 
-    def call(on_running: StateHook) -> SearchResult:
-        from trialflow.flows.search import SearchResult, search as search_flow
+    def call(on_running: StateHook) -> SearchResult | State[Any]:
+        from trialflow.flows.search import search as search_flow
 
         flow = search_flow.with_options(on_running=[on_running])
-        result = flow(experiment, search=continued, take_over=take_over)
-        if not isinstance(result, SearchResult):
-            raise Stopped(f"the run ended without a result: {result}")
-        return result
+        return flow(experiment, search=continued, take_over=take_over)
 
     run: FlowRun[SearchResult] = FlowRun(display, experiment)
     exit_code = run.run(call)
@@ -96,7 +92,7 @@ def search(
             print("\n".join(_summary(run.result, experiment, run.later_ui)))
     elif run.stopped_by is not None:
         console.note("to continue the search, repeat the command with --resume")
-    run.note_unsent(config, storage)
+    run.note_unsent(config, changes.storage)
     return exit_code
 
 
@@ -174,7 +170,5 @@ def _summary(result: SearchResult, experiment: SearchExperiment, later_ui: str |
         ("HTML report", result.report_path),
         ("UI", later_ui),
     ]
-    shown = [(name, fact) for name, fact in facts if fact is not None]
-    width = max(len(name) for name, _ in shown)
     headline = f"{result.search} {how} ({text_format.plural(result.trials, 'trial')})"
-    return [headline, *(f"  {name:<{width}}  {fact}" for name, fact in shown)]
+    return [headline, *fact_lines(facts)]

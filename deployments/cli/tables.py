@@ -30,6 +30,13 @@ def shortest_unique(uuids: Sequence[str]) -> int:
     return length
 
 
+def fact_lines(facts: Iterable[tuple[str, str | None]]) -> list[str]:
+    """Lines with the names and the values of facts, in columns; without facts that are missing."""
+    shown = [(name, fact) for name, fact in facts if fact is not None]
+    width = max((len(name) for name, _ in shown), default=0)
+    return [f"  {name:<{width}}  {fact}" for name, fact in shown]
+
+
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Print a table to stdout. The last column may wrap; the others are never cut."""
     from rich import box

@@ -17,19 +17,17 @@ from uuid import uuid4
 from cyclopts import Parameter
 
 from trial_core.common import text_format
-from trial_core.errors import CheckpointError, ConfigError, Stopped, TrialError, TrialflowError
+from trial_core.errors import CheckpointError, ConfigError, TrialError, TrialflowError
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.experiment_options import (
     DEFAULT_EXPERIMENT,
-    Engine,
+    UNCHANGED_RUN,
     Experiment,
-    Overrides,
-    StorageOption,
+    RunChanges,
     open_store_of,
     read_experiment,
     refuse_what_cannot_run,
     with_block,
-    with_engine,
 )
 from trialflow.deployments.cli.flow_run import FlowRun, StateHook
 from trialflow.deployments.cli.json_result import JsonResult
@@ -37,6 +35,8 @@ from trialflow.deployments.cli.run_display import Display, PlainLines, display_f
 from trialflow.deployments.cli.waiting import waiting
 
 if TYPE_CHECKING:
+    from prefect.client.schemas.objects import State
+
     from trial_core.checkpoint.manifest import Manifest
     from trial_core.checkpoint.store import CheckpointStore
     from trial_core.config import ExperimentConfig
@@ -96,9 +96,7 @@ def train(
     config: Experiment = DEFAULT_EXPERIMENT,
     /,
     *,
-    set_: Overrides = None,
-    storage: StorageOption = None,
-    engine: Engine = None,
+    changes: RunChanges = UNCHANGED_RUN,
     start_from: str | None = None,
     continuation: Continuation | None = None,
     follow: Annotated[bool, Parameter(name=["--follow", "-f"])] = False,
@@ -130,10 +128,10 @@ def train(
     if test and continuation.resume:
         raise ConfigError("--test tries a new trial: leave out --resume")
     with JsonResult(is_printed=json_) as outcome:
-        overrides = with_engine(set_, engine)
         if start_from is not None:
-            overrides = [*overrides, f"searcher.source_checkpoint={json.dumps(start_from)}"]
-        experiment = read_experiment(config, overrides, storage)
+            start = f"searcher.source_checkpoint={json.dumps(start_from)}"
+            changes = replace(changes, set_=[*(changes.set_ or []), start])
+        experiment = read_experiment(config, changes)
         store = outcome.store = open_store_of(experiment)
         refuse_what_cannot_run(experiment, store)
         display = outcome.run_status = _display(quiet, json_, (experiment.searcher.metric, "loss"))
@@ -159,13 +157,13 @@ def train(
                 next_step=_next_step(
                     run.result, best, experiment, store,
                     f"--config {shlex.quote(str(config))}" * (config != DEFAULT_EXPERIMENT),
-                    has_own_storage=storage is not None or any(
-                        each.startswith("checkpoint_storage") for each in overrides or ()
+                    has_own_storage=changes.storage is not None or any(
+                        each.startswith("checkpoint_storage") for each in changes.overrides
                     ),
                 ),
             )  # fmt: skip
             print("\n".join(summary), file=outcome.stream, flush=True)
-            run.note_unsent(config, storage)
+            run.note_unsent(config, changes.storage)
             return exit_code
         if run.failure is not None:
             outcome.failed(run.failure, exit_code)
@@ -175,7 +173,7 @@ def train(
             trial_run.note_what_is_left(
                 display.committed_at, run.stopped_by is not None, _is_mistake(run.failure)
             )
-            run.note_unsent(config, storage)
+            run.note_unsent(config, changes.storage)
         return exit_code
 
 
@@ -193,14 +191,13 @@ class _TrialRun:
     earlier_page: int | None = None
     """The time when the continued trial's earlier run wrote its page."""
 
-    def run(self, on_running: StateHook) -> TrialResult:
+    def run(self, on_running: StateHook) -> TrialResult | State[Any]:
         """Find the trial to continue, and run the flow.
 
         Raises:
             ConfigError: the trial that was named has no checkpoint.
-            Stopped: the flow ended without a result.
         """
-        from trialflow.flows.train import TrialResult, train as train_flow
+        from trialflow.flows.train import train as train_flow
 
         wanted, name = self.continuation, self.experiment.name
         if wanted.resume:
@@ -208,12 +205,9 @@ class _TrialRun:
         if self.continued is not None:
             self.earlier_page = _page_written_at(self.continued)
         flow = train_flow.with_options(on_running=[self._note_ids, on_running])
-        result = flow(
+        return flow(
             self.experiment, trial=self.continued, take_over=wanted.take_over, keep=wanted.keep
         )
-        if not isinstance(result, TrialResult):
-            raise Stopped(f"the run ended without a result: {result}")
-        return result
 
     def test(self, on_running: StateHook) -> TrialResult:
         """Try the trial; delete the written files if nothing failed. Raises as `try_trial`."""

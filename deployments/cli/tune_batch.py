@@ -9,14 +9,12 @@ from trial_core.common.text_format import plural
 from trial_core.errors import ConfigError
 from trialflow.deployments.cli.experiment_options import (
     DEFAULT_EXPERIMENT,
-    Engine,
+    UNCHANGED_RUN,
     Experiment,
-    Overrides,
-    StorageOption,
+    RunChanges,
     open_store_of,
     read_experiment,
     refuse_what_cannot_run,
-    with_engine,
 )
 from trialflow.deployments.cli.flow_run import FlowRun
 from trialflow.deployments.cli.json_output import AsJson, print_json
@@ -31,9 +29,7 @@ def tune_batch(
     config: Experiment = DEFAULT_EXPERIMENT,
     /,
     *,
-    set_: Overrides = None,
-    storage: StorageOption = None,
-    engine: Engine = None,
+    changes: RunChanges = UNCHANGED_RUN,
     json_: AsJson = False,
 ) -> int:
     """Find the largest micro-batch of a DeepSpeedTrial that fits into memory.
@@ -41,7 +37,7 @@ def tune_batch(
     Tries the trial as `trialflow train --test` does, first with one micro-batch a batch, then with
     smaller ones, until none runs out of memory. The batch itself stays the same. Keeps nothing.
     """
-    experiment = read_experiment(config, with_engine(set_, engine), storage)
+    experiment = read_experiment(config, changes)
     if experiment.is_script:
         raise ConfigError(
             f"the script {experiment.entrypoint} builds its engines itself: name its trial's class "

@@ -13,11 +13,10 @@ from trial_core.common import text_format
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.checkpoints import prune, verify
 from trialflow.deployments.cli.experiment_options import (
+    HERE,
     CheckpointOption,
     Checkpoints,
-    ConfigFile,
-    StorageOption,
-    open_store,
+    StoragePlace,
 )
 from trialflow.deployments.cli.json_output import AsJson, print_json
 from trialflow.deployments.cli.tables import local_time, print_table, shortest_unique
@@ -39,13 +38,7 @@ app.command(prune.prune)
 
 
 @app.command(name="list")
-def list_(
-    *,
-    trial: str | None = None,
-    config: ConfigFile = None,
-    storage: StorageOption = None,
-    json_: AsJson = False,
-) -> None:
+def list_(*, trial: str | None = None, place: StoragePlace = HERE, json_: AsJson = False) -> None:
     """List checkpoints, oldest first. A trial's best one, by its searcher.metric, is marked.
 
     Args:
@@ -54,7 +47,7 @@ def list_(
     from trial_core.checkpoint.retention.protections import pins
     from trial_core.models.registry import Registry
 
-    store = open_store(config, storage)
+    store = place.open_store()
     with waiting(f"reading {store.url}"):
         manifests = store.list(None if trial is None else store.trial(trial))
         pinned, held = pins(store), Registry(store).held()
@@ -85,8 +78,7 @@ def show(
     checkpoint: CheckpointOption,
     /,
     *,
-    config: ConfigFile = None,
-    storage: StorageOption = None,
+    place: StoragePlace = HERE,
     json_: AsJson = False,
 ) -> None:
     """Show a checkpoint in full; with --json, its manifest."""
@@ -94,7 +86,7 @@ def show(
     from trial_core.models.checkpoint_reference import open_checkpoint
     from trial_core.models.registry import Registry
 
-    store = open_store(config, storage)
+    store = place.open_store()
     with waiting(f"reading {store.url}"):
         manifest = open_checkpoint(store, checkpoint)
         pinned = protections(store, manifest.uuid, "pin").get(manifest.uuid, [])
@@ -112,8 +104,7 @@ def download(
     /,
     *,
     to: Path,
-    config: ConfigFile = None,
-    storage: StorageOption = None,
+    place: StoragePlace = HERE,
     json_: AsJson = False,
 ) -> None:
     """Download a checkpoint's files and manifest, and verify every file.
@@ -124,7 +115,7 @@ def download(
     from trial_core.checkpoint.transfer.fetch import download as fetch
     from trial_core.models.checkpoint_reference import referenced_uuid
 
-    store = open_store(config, storage)
+    store = place.open_store()
     with waiting(f"downloading {checkpoint}") as wait:
         manifest = fetch(store, referenced_uuid(store, checkpoint), to, wait.bytes_read)
     if json_:
@@ -140,8 +131,7 @@ def download(
 def pin(
     *checkpoints: Checkpoints,
     reason: str = "",
-    config: ConfigFile = None,
-    storage: StorageOption = None,
+    place: StoragePlace = HERE,
     json_: AsJson = False,
 ) -> None:
     """Protect checkpoints from pruning until they are unpinned.
@@ -151,23 +141,18 @@ def pin(
     """
     from trial_core.checkpoint.retention import protections
 
-    store, uuids = _named(checkpoints, config, storage)
+    store, uuids = _named(checkpoints, place)
     with waiting(f"writing to {store.url}"):
         pinned = [protections.pin(store, uuid, reason) for uuid in uuids]
     _say_pins(pinned, "pin", json_)
 
 
 @app.command
-def unpin(
-    *checkpoints: Checkpoints,
-    config: ConfigFile = None,
-    storage: StorageOption = None,
-    json_: AsJson = False,
-) -> None:
+def unpin(*checkpoints: Checkpoints, place: StoragePlace = HERE, json_: AsJson = False) -> None:
     """Remove the pins of checkpoints. Checkpoints held by the registry stay protected."""
     from trial_core.checkpoint.retention import protections
 
-    store, uuids = _named(checkpoints, config, storage)
+    store, uuids = _named(checkpoints, place)
     released = protections.WHEN_RELEASED
     with waiting(f"writing to {store.url}"):
         gone = [protections.unpin(store, uuid) for uuid in uuids]
@@ -177,13 +162,11 @@ def unpin(
             console.note(f"{each.uuid} is still kept, {text_format.one_line(why)}: {released}")
 
 
-def _named(
-    checkpoints: tuple[str, ...], config: Path | None, storage: str | None
-) -> tuple[CheckpointStore, list[str]]:
+def _named(checkpoints: tuple[str, ...], place: StoragePlace) -> tuple[CheckpointStore, list[str]]:
     """Return the storage, and the uuids of the checkpoints that begin as given."""
     from trial_core.models.checkpoint_reference import referenced_uuid
 
-    store = open_store(config, storage)
+    store = place.open_store()
     with waiting(f"reading {store.url}"):
         return store, [referenced_uuid(store, checkpoint) for checkpoint in checkpoints]
 

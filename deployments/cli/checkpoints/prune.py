@@ -13,9 +13,9 @@ from trial_core.errors import CheckpointNotFound, ConfigError
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.experiment_options import (
     DEFAULT_EXPERIMENT,
-    Overrides,
-    StorageOption,
-    open_store,
+    UNCHANGED,
+    Changes,
+    StoragePlace,
     open_store_of,
     read_any_experiment,
 )
@@ -110,8 +110,7 @@ def prune(
     leftovers_only: bool = False,
     leftovers_after_days: float = LEFTOVERS_AFTER_DAYS,
     config: Path | None = None,
-    set_: Overrides = None,
-    storage: StorageOption = None,
+    changes: Changes = UNCHANGED,
     json_: AsJson = False,
 ) -> None:
     """Delete the checkpoints that no rule keeps. Shows them and asks first.
@@ -136,15 +135,16 @@ def prune(
 
     if json_ and not (dry_run or yes):
         raise ConfigError("--json cannot ask for confirmation: give --dry-run or --yes as well")
-    if config is None and storage is None and DEFAULT_EXPERIMENT.exists():
+    if config is None and changes.storage is None and DEFAULT_EXPERIMENT.exists():
         raise ConfigError(
             "say which storage to prune: --config experiment.yaml (its storage, by its rules) or "
             "--storage; nothing is deleted by a file that was not named"
         )
-    if set_ and config is None:
+    if changes.set_ and config is None:
         raise ConfigError("--set changes a field of --config: give --config as well")
-    of_config = None if config is None else read_any_experiment(config, set_ or [], storage)
-    store = open_store(None, storage) if of_config is None else open_store_of(of_config)
+    of_config = None if config is None else read_any_experiment(config, changes)
+    place = StoragePlace(storage=changes.storage)
+    store = place.open_store() if of_config is None else open_store_of(of_config)
     policy = (rules or Rules()).policy(of_config)
     if policy is None and not leftovers_only:
         raise ConfigError(

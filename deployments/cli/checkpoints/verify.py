@@ -13,9 +13,8 @@ from trial_core.errors import CheckpointError, CheckpointNotFound, ConfigError, 
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.experiment_options import (
     CHECKPOINT,
-    ConfigFile,
-    StorageOption,
-    open_store,
+    HERE,
+    StoragePlace,
 )
 from trialflow.deployments.cli.json_output import AsJson, print_json
 from trialflow.deployments.cli.tables import print_table, shortest_unique
@@ -57,8 +56,7 @@ def verify(
     trial: str | None = None,
     all_: Annotated[bool, Parameter(name="--all")] = False,
     repair: bool = False,
-    config: ConfigFile = None,
-    storage: StorageOption = None,
+    place: StoragePlace = HERE,
     json_: AsJson = False,
 ) -> int:
     """Read every file of checkpoints; compare sizes and digests with the manifest.
@@ -79,7 +77,7 @@ def verify(
         raise ConfigError("give either checkpoints, or --trial or --all")
     from trial_core.models.checkpoint_reference import open_checkpoint
 
-    store = open_store(config, storage)
+    store = place.open_store()
     with waiting(f"reading {store.url}"):
         if checkpoints:
             names = [*dict.fromkeys(open_checkpoint(store, each).name for each in checkpoints)]

@@ -20,6 +20,7 @@ from tests.support.versions import set_version
 from trial_core.processes.machine import accelerators
 from trialflow.deployments.cli import doctor
 from trialflow.deployments.cli.check import Check, CheckStatus
+from trialflow.deployments.cli.experiment_options import StoragePlace
 from trialflow.flows.server.prefect_settings import environment
 
 
@@ -59,7 +60,7 @@ def test_a_storage_without_conditional_writes(tmp_path: Path, moto_s3: S3Server)
         server = endpoint.server()
         place = {"url": server.new_bucket(), "options": server.options}
         config = write_experiment(tmp_path, checkpoint_storage=place)
-        found = {check.subject: check for check in doctor.stored(config, None)}
+        found = {check.subject: check for check in doctor.stored(StoragePlace(config))}
     assert found["storage"].status == "fail"
     assert "ignores the condition of a write" in found["storage"].found
 
@@ -116,7 +117,7 @@ def test_versions_out_of_bounds(
 ) -> None:
     """Too old a version of any dependency fails, one newer than what was tried is a warning."""
     set_version(monkeypatch, package, version, bounds)
-    found = takewhile(lambda check: check.subject != "compiler", doctor.examine(None, None, []))
+    found = takewhile(lambda check: check.subject != "compiler", doctor.examine(StoragePlace(), []))
     assert [check for check in found if check.status != "ok"] == [
         Check(
             package, status,

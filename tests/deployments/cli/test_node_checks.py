@@ -37,7 +37,7 @@ from trial_core.processes.nodes.node_messages import (
     own_versions,
 )
 from trialflow.deployments.cli.doctor import nodes
-from trialflow.deployments.cli.experiment_options import with_engine
+from trialflow.deployments.cli.experiment_options import RunChanges
 from trialflow.deployments.cli.node_checks import (
     ANSWER_SECONDS,
     ask,
@@ -120,7 +120,7 @@ def test_what_differs_is_named(
     token = write_token(tmp_path / "token")
     agents.start(address, token, "--node", "good", "--preload", "none")
     with ThreadPoolExecutor(1) as thread:
-        found = thread.submit(lambda: [*nodes(path, None, with_engine([], "join"))])
+        found = thread.submit(lambda: [*nodes(path, RunChanges(engine="join"))])
         other = joined(address, token, node="bad", versions={**own_versions(), "torch": "1.0"})
         try:
             port = answer_wrongly(other)
@@ -205,7 +205,7 @@ def test_a_node_that_cannot_be_examined(
     path, address = experiment_on_nodes(tmp_path)
     token = write_token(tmp_path / "token")
     with ThreadPoolExecutor(1) as thread:
-        found = thread.submit(lambda: [*nodes(path, None, with_engine([], "join"))])
+        found = thread.submit(lambda: [*nodes(path, RunChanges(engine="join"))])
         agent = joined(address, token, node="bad", **hello)
         try:
             if isinstance(agent.next(), Welcome):
