@@ -13,6 +13,7 @@ import yaml
 
 from trial_core.errors import ConfigError
 
+RETRAIN_ENTRYPOINT = "trialflow.flows.retrain.retrain"
 PoolType = Literal["process", "docker", "kubernetes"]
 
 # Prefect refuses these characters in names.
@@ -85,3 +86,15 @@ def deployments() -> list[DesiredDeployment]:
         )
         for each in described["deployments"]
     ]
+
+
+def base_deployment(model: str) -> DesiredDeployment:
+    """The deployment of a model's retraining, without the experiment."""
+    (general,) = (each for each in deployments() if each.entrypoint == RETRAIN_ENTRYPOINT)
+    return DesiredDeployment(
+        name=model,
+        entrypoint=RETRAIN_ENTRYPOINT,
+        description=f"Retrains the model {model} and promotes a better version.",
+        tags=general.tags,
+        environment=general.environment,
+    )

@@ -7,16 +7,21 @@ from typing import Any
 
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import DeploymentUpdate
-from prefect.client.schemas.filters import FlowFilter, FlowFilterName
+from prefect.client.schemas.filters import FlowFilter
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.exceptions import ObjectNotFound
 from prefect.flows import Flow
 
 from trial_core.common.text_format import plural
 from trial_core.errors import ConfigError
-from trialflow.deployments.desired_state import DeploymentTarget, DesiredDeployment, deployments
+from trialflow.deployments.desired_state import (
+    RETRAIN_ENTRYPOINT,
+    DeploymentTarget,
+    DesiredDeployment,
+    base_deployment,
+    deployments,
+)
 from trialflow.deployments.resources import Resource
-from trialflow.deployments.retraining.retraining_requests import ENTRYPOINT, FLOW, base_deployment
 
 WORKING_FOLDER = "prefect.deployments.steps.set_working_directory"
 A_PAGE = 200
@@ -131,11 +136,11 @@ def found_deployments(client: SyncPrefectClient) -> list[DeploymentResponse]:
 def models_on_server(client: SyncPrefectClient) -> list[str]:
     """The models that have a deployment of `retrain`."""
     general = {each.name for each in deployments()}
-    named = FlowFilter(name=FlowFilterName(any_=[FLOW]))
+    named = FlowFilter.model_validate({"name": {"any_": ["retrain"]}})
     found: list[DeploymentResponse] = []
     while page := client.read_deployments(flow_filter=named, limit=A_PAGE, offset=len(found)):
         found += page
-    ours = [each.name for each in found if each.entrypoint == ENTRYPOINT]
+    ours = [each.name for each in found if each.entrypoint == RETRAIN_ENTRYPOINT]
     return sorted(name for name in ours if name not in general)
 
 

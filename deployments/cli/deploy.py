@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
     from trial_core.config import ExperimentConfig
     from trialflow.deployments.desired_state import PoolType
-    from trialflow.deployments.file_schedule import FileSchedule
     from trialflow.deployments.resources import Change, Resource
-    from trialflow.deployments.retraining.retraining_requests import RetrainingRequest
+    from trialflow.deployments.retraining import RetrainingRequest
+    from trialflow.deployments.schedules import FileSchedule
 
 
 DEFAULT_POOL = "local"
@@ -100,8 +100,7 @@ def deploy(
     prepare_prefect()
     from trialflow.deployments.flow_deployment import models_on_server
     from trialflow.deployments.resources import lease_problem, set_up, take_down
-    from trialflow.deployments.retraining.model_resources import all_resources
-    from trialflow.deployments.retraining.retraining_requests import retraining_requests
+    from trialflow.deployments.retraining import all_resources, retraining_requests
 
     if remove and schedule is not None:
         raise ConfigError("--remove removes schedules as well: leave out --schedule")
@@ -194,11 +193,10 @@ def wanted_resources(
         models: models with a deployment on the server, which their files need not request again.
     """
     from trialflow.deployments.automations import automations
-    from trialflow.deployments.desired_state import DeploymentTarget, deployments
+    from trialflow.deployments.desired_state import DeploymentTarget, base_deployment, deployments
     from trialflow.deployments.flow_deployment import FlowDeployment
     from trialflow.deployments.resources import GpuLimit, Pool, fixed_automation
-    from trialflow.deployments.retraining.model_resources import all_resources, requested_resources
-    from trialflow.deployments.retraining.retraining_requests import base_deployment
+    from trialflow.deployments.retraining import all_resources, requested_resources
 
     folder = directory or (Path.cwd() if pool_type == "process" else None)
     where = str(folder.absolute()) if folder else None
@@ -221,7 +219,7 @@ def read_retrainings(files: Sequence[Path]) -> list[RetrainingRequest]:
     Raises:
         ConfigError: a file is invalid, or has no such section.
     """
-    from trialflow.deployments.retraining.retraining_requests import retraining_requests
+    from trialflow.deployments.retraining import retraining_requests
 
     return retraining_requests({path: read_retraining(path) for path in files})
 
@@ -237,8 +235,7 @@ def file_schedules(
     """
     from trial_core.common.text_format import unique_slug
     from trial_core.search.settings import SearchExperiment
-    from trialflow.deployments.file_schedule import FileSchedule
-    from trialflow.deployments.schedules import cron_schedule
+    from trialflow.deployments.schedules import FileSchedule, cron_schedule
 
     times = None if cron is None else cron_schedule(cron, zone, "--schedule: ")
     if times is not None and not experiments:
@@ -263,7 +260,7 @@ def remove_withdrawn(
 ) -> Iterator[Change]:
     """Remove resources that the files requested earlier and no longer request."""
     from trialflow.deployments.resources import take_down
-    from trialflow.deployments.retraining.model_resources import unrequested_resources
+    from trialflow.deployments.retraining import unrequested_resources
 
     removed = take_down(unrequested_resources(retrainings), client, dry_run)
     return (change for change in removed if change.verb != "not found")

@@ -33,7 +33,6 @@ from trialflow.deployments.cli import (
     retrain,
     runs,
     search,
-    search_command,
     train,
     tune_batch,
     up,
@@ -72,7 +71,6 @@ app.command(retrain.retrain)
 app.command(config.config)
 app.command(commands.app)
 app.command(runs.app)
-search.app.default(search_command.search)
 app.command(search.app)
 app.command(models.app)
 app.command(export.export)

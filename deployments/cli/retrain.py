@@ -170,7 +170,7 @@ def data_arrived(
 
 def _automation_problem(client: SyncPrefectClient, model: str) -> str | None:
     """Return why no automation reacts to the event, or None if one does."""
-    from trialflow.deployments.retraining.retraining_requests import automation_name
+    from trialflow.deployments.retraining import automation_name
 
     found = client.read_automations_by_name(automation_name(model))
     if not found:

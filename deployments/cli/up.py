@@ -39,7 +39,7 @@ from trialflow.deployments.cli.waiting import (
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
 
-    from trialflow.deployments.retraining.retraining_requests import RetrainingRequest
+    from trialflow.deployments.retraining import RetrainingRequest
     from trialflow.flows.server.prefect_server import PrefectServerProcess
 
 DEFAULT_PORT = 4200

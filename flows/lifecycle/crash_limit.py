@@ -12,10 +12,11 @@ from uuid import UUID
 
 from prefect import runtime
 from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import FlowRunFilter, TaskRunFilter
 from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.states import Crashed
 
 from trial_core.errors import TrialflowError
-from trialflow.flows.lifecycle.killed_attempts import settle_killed_attempts
 
 TAG = "trialflow"
 """The tag of runs that are restarted after a crash."""
@@ -69,3 +70,26 @@ def check_crash_limit(max_restarts: int) -> None:
             "logs of its attempts show the cause. Once that is removed, retry the run: it resumes "
             "from its last committed checkpoint"
         )
+
+
+def settle_killed_attempts(client: SyncPrefectClient, flow_run_id: UUID) -> None:
+    """Set what earlier attempts at a flow run left running to Crashed: nothing else would say it.
+
+    Call it before this attempt starts a task or a subflow. Runs of deployments have processes that
+    live on. Raises as Prefect's client.
+    """
+    ended = Crashed(message="The process was killed; another attempt at the run has begun")
+    begun = {"state": {"type": {"any_": ["PENDING", "RUNNING"]}}}
+    of_run = {"any_": [flow_run_id]}
+    children = FlowRunFilter.model_validate({"parent_flow_run_id": of_run, **begun})
+    for child in client.read_flow_runs(flow_run_filter=children):
+        if child.deployment_id is None:
+            settle_killed_attempts(client, child.id)
+            client.set_flow_run_state(child.id, ended, force=True)
+    tasks = client.read_task_runs(
+        flow_run_filter=FlowRunFilter.model_validate({"id": of_run}),
+        task_run_filter=TaskRunFilter.model_validate(begun),
+    )
+    for each in tasks:
+        if each.state is None or each.state.state_details.child_flow_run_id is None:
+            client.set_task_run_state(each.id, ended, force=True)

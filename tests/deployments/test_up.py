@@ -31,7 +31,7 @@ from trial_core.checkpoint.store import CheckpointStore
 from trialflow.deployments import process_reaper
 from trialflow.deployments.cli import up as up_command
 from trialflow.deployments.resources import lease_problem
-from trialflow.deployments.retraining.retraining_requests import RetrainingRequest
+from trialflow.deployments.retraining import RetrainingRequest
 from trialflow.flows.server import prefect_server
 from trialflow.flows.server.prefect_server import SCRIPT
 from trialflow.flows.server.server_login import ServerLogin

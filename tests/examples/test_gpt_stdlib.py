@@ -14,7 +14,7 @@ from prefect.client.schemas.schedules import CronSchedule
 
 from trial_core.config import load_config
 from trial_core.models.data_templates import render_data
-from trialflow.deployments.retraining.retraining_requests import retraining_requests
+from trialflow.deployments.retraining import retraining_requests
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt_stdlib"
 sys.path.insert(0, str(EXAMPLE))  # as a rank does with the folder of its trial

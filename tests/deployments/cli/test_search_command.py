@@ -11,7 +11,7 @@ from tests.support.searches import RANGES, search_experiment, searched
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import ConfigError, SearchError
 from trial_core.search.simulate import simulate
-from trialflow.deployments.cli import search_command as command
+from trialflow.deployments.cli import search as command
 from trialflow.deployments.cli.main import main
 
 

@@ -22,9 +22,10 @@ from tests.support.waiting import until
 from trialflow.deployments.cli.deploy import remove_withdrawn, wanted_resources
 from trialflow.deployments.flow_deployment import models_on_server
 from trialflow.deployments.resources import set_up, take_down
-from trialflow.deployments.retraining.model_resources import SLUG, all_resources
-from trialflow.deployments.retraining.retraining_requests import (
+from trialflow.deployments.retraining import (
+    SLUG,
     RetrainingRequest,
+    all_resources,
     automation_name,
     retraining_requests,
 )

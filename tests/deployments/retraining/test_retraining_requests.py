@@ -17,7 +17,7 @@ from tests.support.slots import toy_config
 from trial_core.errors import ConfigError
 from trial_core.search.settings import SearchExperiment
 from trialflow.deployments.cli.deploy import read_retrainings
-from trialflow.deployments.retraining.retraining_requests import retraining_requests
+from trialflow.deployments.retraining import retraining_requests
 from trialflow.flows.retrain import retrain
 
 FILE = Path("toy.yaml")

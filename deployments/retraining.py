@@ -1,33 +1,48 @@
-"""Requested deployments: the requests of experiments' `retraining` sections to a Prefect server.
+"""What experiments' `retraining` sections request of a Prefect server, and its resources there.
 
 Each section requests a deployment of the flow `retrain`, and may request a schedule and an
-automation that runs it when data arrives. Nothing here talks to a server; `model_resources` does.
+automation that runs it when data arrives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
+from prefect.client.orchestration import SyncPrefectClient
 from prefect.events.actions import RunDeployment
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
 
 from trial_core.errors import ConfigError
 from trial_core.models.data_templates import render_data
-from trialflow.deployments.desired_state import DesiredDeployment, deployments
-from trialflow.deployments.schedules import RunSchedule, cron_schedule, interval_schedule
+from trialflow.deployments.desired_state import (
+    RETRAIN_ENTRYPOINT,
+    DeploymentTarget,
+    DesiredDeployment,
+    base_deployment,
+    deployments,
+)
+from trialflow.deployments.flow_deployment import FlowDeployment, deployment_named
+from trialflow.deployments.resources import AutomationResource, Resource
+from trialflow.deployments.schedules import (
+    FileSchedule,
+    RunSchedule,
+    cron_schedule,
+    interval_schedule,
+)
 from trialflow.tasks.events import DATA_ARRIVED, resource_id
 
 if TYPE_CHECKING:
     from trial_core.config import ExperimentConfig, RetrainingConfig
 
-ENTRYPOINT = "trialflow.flows.retrain.retrain"
 FLOW = "retrain"
+# Distinguishes the schedule of the experiment file from schedules that people created.
+SLUG = "trialflow"
 
 
 @dataclass(frozen=True)
@@ -65,18 +80,6 @@ def retraining_requests(experiments: Mapping[Path, ExperimentConfig]) -> list[Re
     return [request for _, request in found.values()]
 
 
-def base_deployment(model: str) -> DesiredDeployment:
-    """The deployment of a model's retraining, without the experiment."""
-    (general,) = (each for each in deployments() if each.entrypoint == ENTRYPOINT)
-    return DesiredDeployment(
-        name=model,
-        entrypoint=ENTRYPOINT,
-        description=f"Retrains the model {model} and promotes a better version.",
-        tags=general.tags,
-        environment=general.environment,
-    )
-
-
 def _request(path: Path, config: ExperimentConfig) -> RetrainingRequest:
     section = config.retraining
     if section is None:
@@ -85,7 +88,8 @@ def _request(path: Path, config: ExperimentConfig) -> RetrainingRequest:
             "deploy; the shortest one is `retraining: {}`. To train once: `prefect deployment run "
             f'train/train --params "$(trialflow config {path})"`'
         )
-    if any(section.model == each.name for each in deployments() if each.entrypoint == ENTRYPOINT):
+    general = [each.name for each in deployments() if each.entrypoint == RETRAIN_ENTRYPOINT]
+    if section.model in general:
         raise ConfigError(
             f"{path}: retraining.model: {section.model!r} is the name of the deployment that "
             "retrains any model: choose another name"
@@ -152,3 +156,39 @@ def data_arrived_automation(model: str, deployment: UUID) -> AutomationCore:
             )
         ],
     )
+
+
+def requested_resources(
+    requests: Iterable[RetrainingRequest], target: DeploymentTarget
+) -> Iterator[Resource]:
+    """The resources that experiment files request."""
+    for each in requests:
+        yield FlowDeployment(each.deployment, target)
+        if each.schedule is not None:
+            yield FileSchedule(f"{FLOW}/{each.model}", SLUG, each.schedule)
+        if each.on_data_arrived:
+            yield _data_arrived(each.model)
+
+
+def unrequested_resources(requests: Iterable[RetrainingRequest]) -> Iterator[Resource]:
+    """The resources that experiment files do not request, and may have requested earlier."""
+    for each in requests:
+        if each.schedule is None:
+            yield FileSchedule(f"{FLOW}/{each.model}", SLUG, None)
+        if not each.on_data_arrived:
+            yield _data_arrived(each.model)
+
+
+def all_resources(models: Iterable[str]) -> Iterator[Resource]:
+    """All resources of models, for removal. Schedules are removed with their deployments."""
+    for model in models:
+        yield FlowDeployment(base_deployment(model), DeploymentTarget("", None))
+        yield _data_arrived(model)
+
+
+def _data_arrived(model: str) -> AutomationResource:
+    def wanted(client: SyncPrefectClient) -> AutomationCore | None:
+        deployment = deployment_named(client, f"{FLOW}/{model}")
+        return None if deployment is None else data_arrived_automation(model, deployment.id)
+
+    return AutomationResource(automation_name(model), wanted)

@@ -1,1 +1,0 @@
-"""Deployments and schedules that retrain a model."""
