@@ -90,35 +90,19 @@ def prune(
         plan = plan_prune(store, policy, config.name, trial)
     leftovers = plan_sweep(store, leftovers_after_days, config.name, trial)
     _create_artifact(config.name, plan, leftovers, dry_run)
+    kept = _uuids(plan.kept if plan is not None else ())
+    deleted = _uuids(plan.deletions if plan is not None else ())
+    swept = tuple(each.uuid for each in leftovers if not each.keep)
     if dry_run:
-        return _planned(plan, leftovers)
-    return _carry_out(store, plan, leftovers, leftovers_after_days)
-
-
-def _planned(plan: PruningPlan | None, leftovers: list[Leftover]) -> PruneResult:
-    return PruneResult(
-        kept=_uuids(plan.kept if plan is not None else ()),
-        deleted=_uuids(plan.deletions if plan is not None else ()),
-        swept=tuple(each.uuid for each in leftovers if not each.keep),
-        freed_bytes=_freed_bytes(plan, leftovers),
-        is_dry_run=True,
-    )
-
-
-def _carry_out(
-    store: CheckpointStore, plan: PruningPlan | None, leftovers: list[Leftover], after_days: float
-) -> PruneResult:
-    kept: tuple[str, ...] = ()
-    deleted: tuple[str, ...] = ()
-    swept: tuple[str, ...] = ()
+        return PruneResult(kept, deleted, swept, _freed_bytes(plan, leftovers), is_dry_run=True)
     freed_bytes = 0
     if plan is not None:
         pruned = delete_checkpoints(store, plan)
-        kept = _uuids(plan.kept) + _uuids(pruned.spared)
+        kept += _uuids(pruned.spared)
         deleted = tuple(manifest.uuid for manifest in pruned.deleted)
         freed_bytes += pruned.freed_bytes
-    if any(not each.keep for each in leftovers):
-        done = sweep(store, leftovers, after_days)
+    if swept:
+        done = sweep(store, leftovers, leftovers_after_days)
         swept = tuple(each.uuid for each in done.swept if each.uuid is not None)
         freed_bytes += done.freed_bytes
     return PruneResult(kept, deleted, swept, freed_bytes, is_dry_run=False)

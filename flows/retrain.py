@@ -136,12 +136,14 @@ def retrain(
         devices = gpus.enter_context(gpu_slots(config))
         stopping = stack.enter_context(StopHandler(config.stopping.grace_seconds))
         watch = stack.enter_context(StopMonitor(stopping, config.stopping))
-        return watch.run(
-            lambda: retrain_model(
-                retraining, plan, stopping, devices, watch.await_server, gpus.close
-            ),
-            describe_decision,
-        )
+
+        def work() -> RetrainResult:
+            number, version = plan.champion, retraining.registry.version
+            champion = None if number is None else version(retraining.model, number)
+            attempt = RetrainingAttempt(retraining, plan, champion, stopping, devices, gpus.close)
+            return retrain_model(attempt, watch.await_server)
+
+        return watch.run(work, describe_decision)
 
 
 def describe_lateness(retraining: RetrainingRun, scheduled_time: datetime) -> str | None:
@@ -176,28 +178,18 @@ class RetrainingAttempt:
     began: float = field(default_factory=time.monotonic)
 
 
-def retrain_model(
-    retraining: RetrainingRun,
-    plan: RetrainingPlan,
-    stopping: StopHandler,
-    devices: Mapping[str, str],
-    await_server: Callable[[], None],
-    give_back_gpus: Callable[[], None],
-) -> RetrainResult:
+def retrain_model(attempt: RetrainingAttempt, await_server: Callable[[], None]) -> RetrainResult:
     """Validate the champion, train the challenger, compare, promote, report, notify.
 
-    devices: environment variables that assign accelerators to the ranks.
-    await_server: waits while the Prefect server, which receives the event, is away.
-    give_back_gpus: lets other runs have the accelerators.
+    Args:
+        await_server: waits while the Prefect server, which receives the event, is away.
     """
-    model, champion = retraining.model, None
-    if plan.champion is not None:
-        champion = retraining.registry.version(model, plan.champion)
-    attempt = RetrainingAttempt(retraining, plan, champion, stopping, devices, give_back_gpus)
+    retraining, plan, stopping = attempt.retraining, attempt.plan, attempt.stopping
+    champion = attempt.champion
     is_search = isinstance(retraining.config, SearchExperiment)
     own_report = page_of(plan.trial) if is_search else ReportArtifact(plan.trial)
     facts = RetrainingFacts(
-        model, retraining.settings.start, retraining.rule, plan, champion,
+        retraining.model, retraining.settings.start, retraining.rule, plan, champion,
         places={
             "the challenger's own report": f"artifact {own_report.key}",
             "runs on this machine": str(retraining.folder),
@@ -212,7 +204,10 @@ def retrain_model(
         report_failure(facts, retraining, stopping),
     ):
         with ending_at_time_budget(stopping):
-            facts.champion_result = validated_champion(attempt)
+            if champion is not None:
+                facts.champion_result = retraining.journal.read_or_compute(
+                    plan.champion_record, Champion, lambda: validate_champion(attempt, champion)
+                )
             facts.challenger = trained_challenger(attempt)
             if facts.challenger is not None:
                 claim_challenger(claim, retraining, facts.challenger)
@@ -225,15 +220,6 @@ def retrain_model(
             await_server()
             notify(retraining, facts, result, stopping)
     return result
-
-
-def validated_champion(attempt: RetrainingAttempt) -> Champion | None:
-    """Return the champion's metrics on the run's data, or None if the model has no champion."""
-    if (champion := attempt.champion) is None:
-        return None
-    return attempt.retraining.journal.read_or_compute(
-        attempt.plan.champion_record, Champion, lambda: validate_champion(attempt, champion)
-    )
 
 
 def validate_champion(attempt: RetrainingAttempt, champion: Version) -> Champion:

@@ -8,11 +8,7 @@ from uuid import UUID
 from prefect import runtime
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
-from prefect.client.schemas.filters import (
-    ArtifactFilter,
-    ArtifactFilterFlowRunId,
-    ArtifactFilterKey,
-)
+from prefect.client.schemas.filters import ArtifactFilter
 
 from trial_core.common.text_format import unique_slug
 from trialflow.tasks.client_retries import client_retries
@@ -76,28 +72,21 @@ class MarkdownArtifact:
             if self._id is not None:
                 client.update_artifact(self._id, ArtifactUpdate(data=text))
                 return
-            created = client.create_artifact(
-                ArtifactCreate(
-                    key=self.key,
-                    type="markdown",
-                    description=self._description,
-                    data=text,
-                    flow_run_id=self._flow_run_id,
-                )
+            artifact = ArtifactCreate(
+                key=self.key,
+                type="markdown",
+                description=self._description,
+                data=text,
+                flow_run_id=self._flow_run_id,
             )
-            self._id = created.id
+            self._id = client.create_artifact(artifact).id
 
     def _existing(self, client: Any) -> UUID | None:
         """Return the id of the artifact that an earlier attempt of this flow run created."""
         if self._flow_run_id is None:
             return None
-        found = client.read_artifacts(
-            artifact_filter=ArtifactFilter(
-                key=ArtifactFilterKey(any_=[self.key]),
-                flow_run_id=ArtifactFilterFlowRunId(any_=[self._flow_run_id]),
-            ),
-            limit=1,
-        )
+        ours = {"key": {"any_": [self.key]}, "flow_run_id": {"any_": [self._flow_run_id]}}
+        found = client.read_artifacts(artifact_filter=ArtifactFilter.model_validate(ours), limit=1)
         return found[0].id if found else None
 
 

@@ -67,6 +67,12 @@ class Changes:
     def overrides(self) -> list[str]:
         return [*(self.set_ or [])]
 
+    @property
+    def moves_storage(self) -> bool:
+        """True if the experiment's storage is not that of its file."""
+        is_set = any(each.startswith("checkpoint_storage") for each in self.overrides)
+        return is_set or self.storage is not None
+
 
 @dataclass(frozen=True)
 class RunChanges(Changes):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from contextlib import suppress
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from trial_core.common import text_format
 from trial_core.errors import CheckpointError, Stopped, TrialflowError
@@ -80,13 +80,14 @@ class JsonResult:
     def line(self) -> str:
         """Everything known, as one line of JSON."""
         error_type, error = self._error or (None, None)
-        fields = self._known_fields() if self.result is None else asdict(self.result)
-        fields.pop("config", None)
+        fields = asdict(self.result or self._known_result())
+        del fields["config"]
         line = {"status": self.status, **fields, "error_type": error_type, "error": error}
         return json_text(json_document("train", line))
 
-    def _known_fields(self) -> dict[str, Any]:
-        """Return the known fields of a `TrialResult` that the flow did not return."""
+    def _known_result(self) -> TrialResult:
+        """What is known of the result of a flow that did not return it."""
+        from trial_core.driver.result import TrialResult
         from trial_core.observe.ledger.stored_ledger import read_ledger
         from trial_core.processes.machine.run_dirs import run_dir_of
 
@@ -99,23 +100,20 @@ class JsonResult:
             with suppress(CheckpointError):
                 ledger = read_ledger(self.store, self.trial)
         uuid = newest.uuid if newest else None
-        return {
-            "trial": self.trial,
-            "batches_trained": self.run_status.batches,
-            "stopped_early": self.status == "stopped",
-            "stop_reason": self.stop_reason,
-            "trial_stop_reason": None,
-            "training_metrics": dict(self.run_status.training),
-            "validation_metrics": dict(self.run_status.validation),
-            "validated_at": self.run_status.validated_at,
-            "checkpoint_uuid": uuid,
-            "checkpoint_at": newest.progress.batches_trained if newest else None,
-            "checkpoint_url": self.store.files_url(uuid) if self.store and uuid else None,
-            "tensorboard_url": None,
-            "report_path": str(report) if report and report.exists() else None,
-            "run_dir": str(run_dir) if run_dir and run_dir.exists() else None,
-            "flow_run_id": self.flow_run_id,
-            "throughput": self.run_status.run_throughput.to_json(),
-            "changes": [],
-            "ledger": ledger.to_json() if ledger and ledger.runs else None,
-        }
+        return TrialResult(
+            trial=self.trial,  # type: ignore[arg-type]  # unknown before the flow runs
+            batches_trained=self.run_status.batches,
+            stopped_early=self.status == "stopped",
+            stop_reason=self.stop_reason,
+            training_metrics=dict(self.run_status.training),
+            validation_metrics=dict(self.run_status.validation),
+            validated_at=self.run_status.validated_at,
+            checkpoint_uuid=uuid,
+            checkpoint_at=newest.progress.batches_trained if newest else None,
+            checkpoint_url=self.store.files_url(uuid) if self.store and uuid else None,
+            report_path=str(report) if report and report.exists() else None,
+            run_dir=str(run_dir) if run_dir and run_dir.exists() else None,
+            flow_run_id=self.flow_run_id,
+            throughput=self.run_status.run_throughput.to_json(),
+            ledger=ledger.to_json() if ledger and ledger.runs else None,
+        )

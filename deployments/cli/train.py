@@ -17,7 +17,7 @@ from uuid import uuid4
 from cyclopts import Parameter
 
 from trial_core.common import text_format
-from trial_core.errors import CheckpointError, ConfigError, TrialError, TrialflowError
+from trial_core.errors import CheckpointError, ConfigError, RankFailed, TrialError
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.experiment_options import (
     DEFAULT_EXPERIMENT,
@@ -66,9 +66,9 @@ class Continuation:
 
     resume: bool = False
     trial: str | None = None
-    take_over: Annotated[bool, Parameter(negative=())] = False
-    keep: Annotated[list[str] | None, Parameter(negative=())] = None
-    dry_run: Annotated[bool, Parameter(negative=())] = False
+    take_over: bool = False
+    keep: list[str] | None = None
+    dry_run: bool = False
 
     def check(self) -> None:
         """Refuse options that need ``--resume`` if it is missing.
@@ -149,18 +149,18 @@ def train(
                 said = _compared(run.result) if dry else f"{_tested(run.result)} ({took})"
                 print(said, file=outcome.stream, flush=True)
                 return exit_code
+            from trial_core.driver.summary import next_step, storage_option
+
             best = _best(store, run.result)
+            place = f"--config {shlex.quote(str(config))}" * (config != DEFAULT_EXPERIMENT)
+            if changes.moves_storage:
+                place = storage_option(store.url)
             summary = _summary(
                 run.result, time.monotonic() - began, run.later_ui, continuation.option,
                 best=best,
                 end=None if display.had_batches_left else display.total_batches,
-                next_step=_next_step(
-                    run.result, best, experiment, store,
-                    f"--config {shlex.quote(str(config))}" * (config != DEFAULT_EXPERIMENT),
-                    has_own_storage=changes.storage is not None or any(
-                        each.startswith("checkpoint_storage") for each in changes.overrides
-                    ),
-                ),
+                next_step=None if store.is_process_local
+                else next_step(run.result, best, place, experiment.is_script),
             )  # fmt: skip
             print("\n".join(summary), file=outcome.stream, flush=True)
             run.note_unsent(config, changes.storage)
@@ -170,9 +170,7 @@ def train(
         elif run.stopped_by is not None:
             outcome.stopped(run.stopped_by)
         if not test and not dry:
-            trial_run.note_what_is_left(
-                display.committed_at, run.stopped_by is not None, _is_mistake(run.failure)
-            )
+            trial_run.note_what_is_left(run)
             run.note_unsent(config, changes.storage)
         return exit_code
 
@@ -186,7 +184,7 @@ class _TrialRun:
     store: CheckpointStore
     outcome: JsonResult
     say: Callable[[str], None]
-    observer: Observer
+    display: Display
     continued: str | None = None
     earlier_page: int | None = None
     """The time when the continued trial's earlier run wrote its page."""
@@ -203,7 +201,7 @@ class _TrialRun:
         if wanted.resume:
             self.continued = _trial_to_resume(self.store, name, wanted.trial, self.say)
         if self.continued is not None:
-            self.earlier_page = _page_written_at(self.continued)
+            _, self.earlier_page = _report_page(self.continued)
         flow = train_flow.with_options(on_running=[self._note_ids, on_running])
         return flow(
             self.experiment, trial=self.continued, take_over=wanted.take_over, keep=wanted.keep
@@ -211,7 +209,7 @@ class _TrialRun:
 
     def test(self, on_running: StateHook) -> TrialResult:
         """Try the trial; delete the written files if nothing failed. Raises as `try_trial`."""
-        return replace(tried(self.experiment, self.observer).result, checkpoint_url=None)
+        return replace(tried(self.experiment, self.display).result, checkpoint_url=None)
 
     def compare(self, on_running: StateHook) -> TrialResult:
         """Restore the checkpoint to tell what has changed. Raises as `run` and `try_trial`."""
@@ -227,22 +225,21 @@ class _TrialRun:
                 f"--dry-run: there is nothing to resume: no checkpoint of experiment {name} is in "
                 f"{self.store.url}"
             )
-        ended = tried(self.experiment, self.observer, continued=continued, keep=wanted.keep)
+        ended = tried(self.experiment, self.display, continued=continued, keep=wanted.keep)
         return replace(ended.result, trial=continued, checkpoint_at=ended.result.batches_trained)
 
-    def note_what_is_left(
-        self, committed_at: int | None, was_interrupted: bool, is_mistake: bool
-    ) -> None:
-        """After a run without a result, print where its page is, and the effect of --resume.
-
-        Args:
-            committed_at: batches at the run's last committed checkpoint, or None if it has none.
-            was_interrupted: True if a signal has ended the run.
-            is_mistake: True if the run would fail again without a change.
-        """
+    def note_what_is_left(self, run: FlowRun[TrialResult]) -> None:
+        """After a run without a result, print where its page is, and the effect of --resume."""
         trial, option = self.outcome.trial, self.continuation.option
-        if trial is not None and _page_written_at(trial) != self.earlier_page:
-            console.note(f"HTML report: {_report_page(trial)}")
+        committed_at, was_interrupted = self.display.committed_at, run.stopped_by is not None
+        # The user's trial is the cause: a repeated run would fail again.
+        is_mistake = isinstance(run.failure, TrialError) or (
+            isinstance(run.failure, RankFailed) and run.failure.is_trial_mistake
+        )
+        if trial is not None:
+            page, written_at = _report_page(trial)
+            if written_at != self.earlier_page:
+                console.note(f"HTML report: {page}")
         if committed_at is not None:
             console.note(
                 f"the last checkpoint of trial {trial} is at batch {committed_at}; "
@@ -311,11 +308,6 @@ def _tested(result: TrialResult) -> str:
     return f"the test has passed: {trained} trained ({metrics or 'no metrics'}), {saved}"
 
 
-def _is_mistake(failure: TrialflowError | None) -> bool:
-    """Return whether the user's trial is the cause, so that a repeated run would fail again."""
-    return isinstance(failure, TrialError) or getattr(failure, "is_trial_mistake", False)
-
-
 def _display(is_quiet: bool, as_json: bool, preferred: tuple[str, ...]) -> Display:
     if as_json and not is_quiet:  # stdout is for the JSON line alone
         return PlainLines(sys.stderr, preferred=preferred)
@@ -353,17 +345,12 @@ def _trial_to_resume(
     return trial
 
 
-def _report_page(trial: str) -> Path:
-    """Where the trial's HTML report is on this machine, once there is one."""
+def _report_page(trial: str) -> tuple[Path, int | None]:
+    """The trial's HTML report on this machine, and when it was written; None if it was not."""
     from trial_core.processes.machine.run_dirs import run_dir_of
 
-    return run_dir_of(trial) / "report.html"
-
-
-def _page_written_at(trial: str) -> int | None:
-    """Return when the trial's HTML report was written, or None if it was not."""
-    page = _report_page(trial)
-    return page.stat().st_mtime_ns if page.exists() else None
+    page = run_dir_of(trial) / "report.html"
+    return page, page.stat().st_mtime_ns if page.exists() else None
 
 
 def _best(store: CheckpointStore, result: TrialResult) -> Manifest | None:
@@ -376,28 +363,6 @@ def _best(store: CheckpointStore, result: TrialResult) -> Manifest | None:
     except CheckpointError as error:  # the run has ended well: its summary must appear
         console.warning(f"the best checkpoint is not known: {error}")
         return None
-
-
-def _next_step(
-    result: TrialResult,
-    best: Manifest | None,
-    experiment: ExperimentConfig,
-    store: CheckpointStore,
-    place: str,
-    has_own_storage: bool,
-) -> str | None:
-    """Return the command that uses a completed run's result.
-
-    Args:
-        place: the option that names the experiment's file.
-        has_own_storage: True if the storage is not that of the file.
-    """
-    from trial_core.driver.summary import next_step, storage_option
-
-    if store.is_process_local:
-        return None
-    place = storage_option(store.url) if has_own_storage else place
-    return next_step(result, best, place, experiment.is_script)
 
 
 def _summary(

@@ -27,14 +27,8 @@ from uuid import UUID
 
 import httpx
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.filters import (
-    FlowFilter,
-    FlowFilterName,
-    FlowRunFilter,
-    FlowRunFilterState,
-    FlowRunFilterStateType,
-)
-from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.client.schemas.filters import FlowFilter, FlowRunFilter
+from prefect.client.schemas.objects import FlowRun
 from prefect.logging import get_run_logger
 
 from trial_core.errors import TrialflowError
@@ -102,8 +96,7 @@ class _ModelLock:
         while True:
             # Before every look: other runs ignore an announcement without a recent heartbeat.
             self._announce(REQUESTING)
-            others = self._other_runs()
-            if not others:
+            if not (others := self._other_runs()):
                 self._announce(HOLDING)
                 return
             if not any(self._has_priority(run) for run in others):
@@ -162,26 +155,18 @@ class _ModelLock:
             )  # fmt: skip
 
     def _announce(self, phase: str) -> None:
-        self._update_labels(
-            {
-                MODEL_LABEL: self._model,
-                HEARTBEAT_LABEL: _now(),
-                PHASE_LABEL: phase,
-                OWNER_LABEL: self._owner,
-            }
-        )
+        mine = {MODEL_LABEL: self._model, PHASE_LABEL: phase, OWNER_LABEL: self._owner}
+        self._update_labels({**mine, HEARTBEAT_LABEL: _now()})
 
     def _update_labels(self, labels: dict[str, str]) -> None:
         self._client.update_flow_run_labels(self._run_id, dict(labels))
 
     def _other_runs(self) -> list[FlowRun]:
         """Other live runs that request or hold the lock, and had a heartbeat not long ago."""
-        states = [StateType.RUNNING, StateType.CANCELLING]
+        lives = {"state": {"type": {"any_": ["RUNNING", "CANCELLING"]}}}
         live = self._client.read_flow_runs(
-            flow_filter=FlowFilter(name=FlowFilterName(any_=[FLOW])),
-            flow_run_filter=FlowRunFilter(
-                state=FlowRunFilterState(type=FlowRunFilterStateType(any_=states))
-            ),
+            flow_filter=FlowFilter.model_validate({"name": {"any_": [FLOW]}}),
+            flow_run_filter=FlowRunFilter.model_validate(lives),
         )
         return [
             run
