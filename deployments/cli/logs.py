@@ -7,7 +7,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any
@@ -47,14 +47,12 @@ def logs(
         rank: The rank's number.
         follow: Print what is added, until the run on this machine ends.
     """
-    from trial_core.processes.machine.run_dirs import holder_of, home_folder
+    from trial_core.processes.machine.run_dirs import holder_of
 
     if follow and json_:
         raise ConfigError("--json prints a whole log: leave out --follow")
-    name = f"rank-{rank}.log"
-    here = {path.parents[1].name: path for path in home_folder().glob(f"*/logs/{name}")}
-    with _opened(trial, name, here, place.open_store) as (found, file):
-        while follow and found in here and holder_of(here[found].parents[1]) is not None:
+    with _opened(trial, rank, place.open_store) as (found, file, folder):
+        while follow and folder is not None and holder_of(folder) is not None:
             _print(file)
             time.sleep(FOLLOW_SECONDS)
         if json_:
@@ -66,33 +64,45 @@ def logs(
 def end_of_log(trial: str, rank: int, lines: int, place: StoragePlace) -> dict[str, Any]:
     """The last lines of a rank's log, for programs: of a trial that the storage knows."""
     from trial_core.checkpoint import layout
-    from trial_core.processes.machine.run_dirs import home_folder
 
-    name, store = f"rank-{rank}.log", place.open_store()
-    local = {path.parents[1].name: path for path in home_folder().glob(f"*/logs/{name}")}
-    named, known = [each for each in local if each.startswith(trial)], store.trials()
-    # One that has saved nothing yet has an attempt.
-    begun = (each for each in named if store.storage.sizes(layout.attempts_folder(each)))
-    here = {each: local[each] for each in {*begun, *(set(named) & set(known))}}
-    with _opened(trial, name, here, lambda: store) as (found, file):
+    store = place.open_store()
+    saved = store.trials()
+
+    def is_known(trial: str) -> bool:  # one that has saved nothing yet has an attempt
+        return trial in saved or bool(store.storage.sizes(layout.attempts_folder(trial)))
+
+    with _opened(trial, rank, lambda: store, is_known) as (found, file, _):
         return {"trial": found, "rank": rank, "text": "".join(deque(file, maxlen=lines))}
 
 
 @contextmanager
 def _opened(
-    trial: str, name: str, here: Mapping[str, Path], find_store: Callable[[], CheckpointStore]
-) -> Iterator[tuple[str, IO[str]]]:
-    """The id of a trial, and its log: one of those on this machine, else fetched."""
+    trial: str,
+    rank: int,
+    find_store: Callable[[], CheckpointStore],
+    is_shown: Callable[[str], bool] = lambda trial: True,
+) -> Iterator[tuple[str, IO[str], Path | None]]:
+    """The id of a trial, its log, and its run's folder; None if this machine has fetched the log.
+
+    Args:
+        is_shown: False for trials whose logs on this machine are left out.
+    """
+    from trial_core.processes.machine.run_dirs import home_folder
+
+    name = f"rank-{rank}.log"
+    folders = {log.parents[1].name: log.parents[1] for log in home_folder().glob(f"*/logs/{name}")}
+    here = [each for each in folders if each.startswith(trial) and is_shown(each)]
     with ExitStack() as opened:
         if (found := named_trial(trial, here)) is not None:
-            yield found, opened.enter_context(here[found].open(encoding="utf-8", errors="replace"))
+            log = (folders[found] / "logs" / name).open(encoding="utf-8", errors="replace")
+            yield found, opened.enter_context(log), folders[found]
             return
         fetched = opened.enter_context(tempfile.TemporaryFile())
         store = find_store()
         with waiting(f"reading {store.url}"):
             found = _fetch(store, trial, name, fetched)
         fetched.seek(0)
-        yield found, io.TextIOWrapper(fetched, encoding="utf-8", errors="replace")
+        yield found, io.TextIOWrapper(fetched, encoding="utf-8", errors="replace"), None
 
 
 def _print(file: IO[str]) -> None:

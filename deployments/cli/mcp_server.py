@@ -61,20 +61,11 @@ def mcp(*, allow_writes: bool = False, place: StoragePlace = HERE) -> None:
 def _offer(server: MCPServer[Any], tools: _Tools, allow_writes: bool) -> None:
     from mcp_types import ToolAnnotations
 
-    def offer(tool: Callable[..., ToolResult], only_reads: bool, ends: bool = False) -> None:
-        hints = ToolAnnotations(read_only_hint=only_reads, destructive_hint=ends)
+    reads = (tools.list, tools.show, tools.compare, tools.logs)
+    writes = (tools.start, tools.suspend, tools.resume, tools.cancel, tools.promote)
+    for tool in (*reads, *(writes if allow_writes else ())):
+        hints = ToolAnnotations(read_only_hint=tool in reads, destructive_hint=tool == tools.cancel)
         server.tool(annotations=hints)(tool)
-
-    offer(tools.list, only_reads=True)
-    offer(tools.show, only_reads=True)
-    offer(tools.compare, only_reads=True)
-    offer(tools.logs, only_reads=True)
-    if allow_writes:
-        offer(tools.start, only_reads=False)
-        offer(tools.suspend, only_reads=False)
-        offer(tools.resume, only_reads=False)
-        offer(tools.cancel, only_reads=False, ends=True)
-        offer(tools.promote, only_reads=False)
 
 
 _one_at_a_time = threading.Lock()
@@ -130,9 +121,7 @@ class _Tools:
         """
         for field in settings or {}:
             if not field.startswith(STARTABLE) or "=" in field:
-                from mcp.server.mcpserver.exceptions import ToolError
-
-                raise ToolError(
+                raise _tool_error(
                     f"{field} cannot be set here, only fields of {', '.join(STARTABLE)}"
                 )
         changed = [

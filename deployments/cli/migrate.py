@@ -26,13 +26,7 @@ _STARTUP_HOOK = "startup-hook.sh"
 _NO_HOOK = "trialflow does not run it: install packages and fetch data before a run"
 
 
-def migrate(
-    folder: Path,
-    /,
-    *,
-    diff: bool = False,
-    json_: AsJson = False,
-) -> None:
+def migrate(folder: Path, /, *, diff: bool = False, json_: AsJson = False) -> None:
     """Move trials and scripts from Determined.
 
     Changes the imports of Python files, and entrypoints with a launcher of Determined in experiment

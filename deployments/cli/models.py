@@ -39,6 +39,7 @@ _VERSION_COLUMNS = (
 )  # fmt: skip
 _MOVE_COLUMNS = ("move", "when", "what", "champion", "previous", "by", "why")
 
+ModelName = Annotated[str, Parameter(help="The model's name.")]
 Why = Annotated[str, Parameter(help="Reason, shown in the model's history. Default: none.")]
 
 
@@ -57,12 +58,8 @@ def list_(*, place: StoragePlace = HERE, json_: AsJson = False) -> None:
 
 
 @app.command
-def show(model: str, /, *, place: StoragePlace = HERE, json_: AsJson = False) -> None:
-    """Show the versions of a model, and how its champion has changed.
-
-    Args:
-        model: The model's name.
-    """
+def show(model: ModelName, /, *, place: StoragePlace = HERE, json_: AsJson = False) -> None:
+    """Show the versions of a model, and how its champion has changed."""
     registry = _registry(place)
     with waiting(f"reading {registry.store.url}"):
         registry.check_exists(model)
@@ -75,7 +72,7 @@ def show(model: str, /, *, place: StoragePlace = HERE, json_: AsJson = False) ->
 
 @app.command
 def promote(
-    model: str,
+    model: ModelName,
     version: int | None = None,
     /,
     *,
@@ -88,7 +85,6 @@ def promote(
     """Make a version the champion, after verifying every byte of its checkpoint.
 
     Args:
-        model: The model's name.
         version: The version's number. Required unless --checkpoint or --search is given.
         checkpoint: Instead of a version: uuid of a checkpoint, its first characters, or a version
             of another model, for example champion:gpt. A checkpoint that is no version of this
@@ -119,36 +115,19 @@ def promote(
     is_new = before is None or move.number > before.number
     if is_new:
         _tell_server(registry, move, place.trackers())
-    _print_move("models promote", move, is_new, json_, _storage_options(place))
+    _print_move("models promote", move, is_new, json_, place)
 
 
 @app.command
 def rollback(
-    model: str,
-    /,
-    *,
-    why: Why = "",
-    place: StoragePlace = HERE,
-    json_: AsJson = False,
+    model: ModelName, /, *, why: Why = "", place: StoragePlace = HERE, json_: AsJson = False
 ) -> None:
-    """Make the previous champion the champion again.
-
-    Args:
-        model: The model's name.
-    """
+    """Make the previous champion the champion again."""
     registry = _registry(place)
     with waiting(f"verifying the previous champion of model {model}"):
         move = registry.rollback(model, why=why)
     _tell_server(registry, move, place.trackers())
-    _print_move("models rollback", move, True, json_, _storage_options(place))
-
-
-def _storage_options(place: StoragePlace) -> str:
-    """The options that name the storage, for a command that the user can copy."""
-    given = {"--config": place.config, "--storage": place.storage}
-    return "".join(
-        f" {option} {shlex.quote(str(value))}" for option, value in given.items() if value
-    )
+    _print_move("models rollback", move, True, json_, place)
 
 
 def _registry(place: StoragePlace) -> Registry:
@@ -217,9 +196,7 @@ def _tell_server(registry: Registry, move: Move, trackers: dict[str, dict[str, A
         console.warning(f"the champion has changed, and no event tells of it: {error}")
 
 
-def _print_move(
-    command: str, move: Move, is_new: bool, as_json: bool, storage_options: str
-) -> None:
+def _print_move(command: str, move: Move, is_new: bool, as_json: bool, place: StoragePlace) -> None:
     if as_json:
         from msgspec import to_builtins
 
@@ -229,7 +206,9 @@ def _print_move(
     already = "" if is_new else " already"
     print(f"version {move.champion} is champion of model {move.model}{already}{before}")
     if is_new and move.previous is not None:
-        console.note(f"to roll back: trialflow models rollback {move.model}{storage_options}")
+        given = {"--config": place.config, "--storage": place.storage}
+        options = [f" {name} {shlex.quote(str(value))}" for name, value in given.items() if value]
+        console.note(f"to roll back: trialflow models rollback {move.model}{''.join(options)}")
 
 
 class ModelView:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,10 +25,9 @@ from trialflow.deployments.cli.tables import local_time, print_table, shortest_u
 from trialflow.deployments.cli.waiting import print_above_the_wait, waiting
 
 if TYPE_CHECKING:
-    from trial_core.checkpoint.intents import SweptUpload
     from trial_core.checkpoint.retention.leftovers import Leftover, SweptLeftovers
     from trial_core.checkpoint.retention.pruning import Pruned, PruningPlan
-    from trial_core.checkpoint.retention_policy import RetentionDecision, RetentionPolicy
+    from trial_core.checkpoint.retention_policy import RetentionPolicy
     from trial_core.checkpoint.store import CheckpointStore
     from trial_core.config import ExperimentConfig
 
@@ -166,8 +166,9 @@ def prune(
     pruned, swept = None, None
     if not dry_run and (yes or _is_confirmed(plans, leftovers)):
         with waiting(f"deleting in {store.url}"):
-            pruned = _delete(store, plans, is_silent=json_)
-            swept = _sweep(store, leftovers, leftovers_after_days, is_silent=json_)
+            say = (lambda text: None) if json_ else print_above_the_wait
+            pruned = _delete(store, plans, say)
+            swept = _sweep(store, leftovers, leftovers_after_days, say)
     if json_:
         print_json("checkpoints prune", _as_json(policy, plans, leftovers, pruned, swept))
 
@@ -278,32 +279,34 @@ def _is_confirmed(plans: list[PruningPlan], leftovers: list[Leftover]) -> bool:
     return console.is_confirmed(f"delete {shown}", "deleted", "; or --dry-run to see the plan")
 
 
-def _delete(store: CheckpointStore, plans: list[PruningPlan], is_silent: bool) -> list[Pruned]:
+def _delete(
+    store: CheckpointStore, plans: list[PruningPlan], say: Callable[[str], None]
+) -> list[Pruned]:
     from trial_core.checkpoint.retention.deletion_markers import finish_deletions
     from trial_core.checkpoint.retention.pruning import prune as carry_out
 
-    def say(decision: RetentionDecision) -> None:
-        if not is_silent:
-            print_above_the_wait(f"deleted {decision.manifest.uuid}")
-
     if not plans:  # else the first one's prune does it
         finish_deletions(store)
-    pruned = [carry_out(store, plan, say) for plan in plans]
+    pruned = [
+        carry_out(store, plan, lambda decision: say(f"deleted {decision.manifest.uuid}"))
+        for plan in plans
+    ]
     for decision in (decision for each in pruned for decision in each.spared):
         console.warning(f"{decision.manifest.uuid} was not deleted: {decision.why}")
     return pruned
 
 
 def _sweep(
-    store: CheckpointStore, leftovers: list[Leftover], after_days: float, is_silent: bool
+    store: CheckpointStore,
+    leftovers: list[Leftover],
+    after_days: float,
+    say: Callable[[str], None],
 ) -> SweptLeftovers:
     from trial_core.checkpoint.retention.leftovers import sweep_leftovers
 
-    def say(swept: SweptUpload) -> None:
-        if not is_silent:
-            print_above_the_wait(f"deleted {swept}")
-
-    swept = sweep_leftovers(store, leftovers, after_days=after_days, on_swept=say)
+    swept = sweep_leftovers(
+        store, leftovers, after_days=after_days, on_swept=lambda each: say(f"deleted {each}")
+    )
     for trial, why in swept.spared.items():
         console.warning(f"leftovers of trial {trial} were not deleted: {why}")
     return swept
