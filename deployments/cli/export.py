@@ -19,11 +19,7 @@ from trial_core.export.export_checkpoint import (
     check_target,
     export_checkpoint,
 )
-from trialflow.deployments.cli.experiment_options import (
-    CHECKPOINT,
-    HERE,
-    StoragePlace,
-)
+from trialflow.deployments.cli.experiment_options import CHECKPOINT, HERE, StoragePlace
 from trialflow.deployments.cli.json_output import AsJson, print_json
 from trialflow.deployments.cli.waiting import waiting
 

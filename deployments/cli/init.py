@@ -19,11 +19,7 @@ NEEDS = {"hf": "transformers"}
 
 
 def init(
-    template: Template = "pytorch",
-    folder: Path = Path(),
-    /,
-    *,
-    json_: AsJson = False,
+    template: Template = "pytorch", folder: Path = Path(), /, *, json_: AsJson = False
 ) -> None:
     """Write a small working trial, to begin from.
 

@@ -16,12 +16,7 @@ from cyclopts import Parameter
 
 from trial_core.common import text_format
 from trial_core.errors import ConfigError
-from trialflow.deployments.cli.experiment_options import (
-    HERE,
-    StoragePlace,
-    TrialId,
-    named_trial,
-)
+from trialflow.deployments.cli.experiment_options import HERE, StoragePlace, TrialId, named_trial
 from trialflow.deployments.cli.json_output import AsJson, print_json
 from trialflow.deployments.cli.waiting import waiting
 

@@ -11,11 +11,7 @@ from trial_core.common import text_format
 from trial_core.errors import ConfigError, RegistryError, TrialflowError
 from trialflow.deployments.cli import console
 from trialflow.deployments.cli.deploy import configured_client
-from trialflow.deployments.cli.experiment_options import (
-    HERE,
-    StoragePlace,
-    read_any_experiment,
-)
+from trialflow.deployments.cli.experiment_options import HERE, StoragePlace, read_any_experiment
 from trialflow.deployments.cli.json_output import AsJson, print_json
 from trialflow.deployments.cli.search import named_view
 from trialflow.deployments.cli.tables import local_time, print_table, shortest_unique

@@ -16,11 +16,7 @@ from cyclopts import App, Parameter
 from trial_core.common import text_format
 from trial_core.errors import CheckpointDamaged, CheckpointNotFound, ConfigError
 from trialflow.deployments.cli import console
-from trialflow.deployments.cli.experiment_options import (
-    HERE,
-    StoragePlace,
-    TrialId,
-)
+from trialflow.deployments.cli.experiment_options import HERE, StoragePlace, TrialId
 from trialflow.deployments.cli.json_output import AsJson, print_json, stdout_for_json
 from trialflow.deployments.cli.tables import local_time, print_table
 from trialflow.deployments.cli.waiting import waiting

@@ -30,11 +30,7 @@ from trialflow.deployments.cli.deploy import (
 )
 from trialflow.deployments.cli.json_output import AsJson, print_json, stdout_for_json
 from trialflow.deployments.cli.signals import Terminated, stoppable
-from trialflow.deployments.cli.waiting import (
-    print_above_the_wait,
-    waiting,
-    waiting_at_end,
-)
+from trialflow.deployments.cli.waiting import print_above_the_wait, waiting, waiting_at_end
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient

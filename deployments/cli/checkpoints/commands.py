@@ -75,11 +75,7 @@ def list_(*, trial: str | None = None, place: StoragePlace = HERE, json_: AsJson
 
 @app.command
 def show(
-    checkpoint: CheckpointOption,
-    /,
-    *,
-    place: StoragePlace = HERE,
-    json_: AsJson = False,
+    checkpoint: CheckpointOption, /, *, place: StoragePlace = HERE, json_: AsJson = False
 ) -> None:
     """Show a checkpoint in full; with --json, its manifest."""
     from trial_core.checkpoint.retention.protections import protections
@@ -100,12 +96,7 @@ def show(
 
 @app.command
 def download(
-    checkpoint: CheckpointOption,
-    /,
-    *,
-    to: Path,
-    place: StoragePlace = HERE,
-    json_: AsJson = False,
+    checkpoint: CheckpointOption, /, *, to: Path, place: StoragePlace = HERE, json_: AsJson = False
 ) -> None:
     """Download a checkpoint's files and manifest, and verify every file.
 
@@ -129,10 +120,7 @@ def download(
 
 @app.command
 def pin(
-    *checkpoints: Checkpoints,
-    reason: str = "",
-    place: StoragePlace = HERE,
-    json_: AsJson = False,
+    *checkpoints: Checkpoints, reason: str = "", place: StoragePlace = HERE, json_: AsJson = False
 ) -> None:
     """Protect checkpoints from pruning until they are unpinned.
 

@@ -297,10 +297,7 @@ def _delete(
 
 
 def _sweep(
-    store: CheckpointStore,
-    leftovers: list[Leftover],
-    after_days: float,
-    say: Callable[[str], None],
+    store: CheckpointStore, leftovers: list[Leftover], after_days: float, say: Callable[[str], None]
 ) -> SweptLeftovers:
     from trial_core.checkpoint.retention.leftovers import sweep_leftovers
 

@@ -11,11 +11,7 @@ from cyclopts import Parameter
 from trial_core.common import text_format
 from trial_core.errors import CheckpointError, CheckpointNotFound, ConfigError, StorageError
 from trialflow.deployments.cli import console
-from trialflow.deployments.cli.experiment_options import (
-    CHECKPOINT,
-    HERE,
-    StoragePlace,
-)
+from trialflow.deployments.cli.experiment_options import CHECKPOINT, HERE, StoragePlace
 from trialflow.deployments.cli.json_output import AsJson, print_json
 from trialflow.deployments.cli.tables import print_table, shortest_unique
 from trialflow.deployments.cli.waiting import waiting
