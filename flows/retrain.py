@@ -24,6 +24,7 @@ from trial_core.checkpoint.storage_mark import marked
 from trial_core.common import text_format
 from trial_core.config import ExperimentConfig
 from trial_core.driver.code_source import refuse_missing_code
+from trial_core.driver.run import Given
 from trial_core.errors import (
     CheckpointDamaged,
     CheckpointNotFound,
@@ -65,7 +66,7 @@ from trialflow.flows.retraining.outcome import (
     retrain_result,
 )
 from trialflow.flows.search import SearchRun, page_of
-from trialflow.flows.train import train_trial
+from trialflow.flows.train import takeover_wait_seconds, train_trial
 from trialflow.tasks.artifact import ReportArtifact
 from trialflow.tasks.required_experiment import GIVEN, MISSING, experiment_form
 from trialflow.tasks.retrain import (
@@ -287,10 +288,12 @@ def trained_challenger(attempt: RetrainingAttempt) -> Challenger | None:
     if isinstance(config, SearchExperiment):
         found = searched_challenger(attempt, config)
         return None if found is None else journal.write("challenger", found)
+    given = Given(
+        attempt=retraining.run_id, stopping=attempt.stopping, devices=attempt.devices,
+        is_new=True, takeover_wait_seconds=takeover_wait_seconds(config),
+    )  # fmt: skip
     with about("challenger"):
-        result = train_trial(
-            config, plan.trial, attempt.stopping, attempt.devices, retraining.run_id
-        )
+        result = train_trial(config, plan.trial, given)
     # A trial may also end its training early by itself.
     if result.stopped_early and attempt.stopping.request is not None:
         return None

@@ -7,7 +7,6 @@ them. A Core API script, or one with a `Trainer`, is run by `run-script` in plac
 
 import os
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -128,22 +127,18 @@ def train(
         StopMonitor(stopping, settings) as watch,
         importing_ahead(opened),
     ):
-        waited_seconds = time.monotonic() - began
-        result = watch.run(
-            lambda: train_trial(
-                opened,
-                trial,
-                stopping,
-                devices,
-                attempt,
-                is_new,
-                take_over,
-                waited_seconds,
-                keep,
-                part,
-            ),
-            describe_saved,
+        given = Given(
+            attempt=attempt,
+            stopping=stopping,
+            devices=devices,
+            is_new=is_new if part is None else None,
+            pause_at=None if part is None else part.until,
+            take_over=take_over,
+            keep=keep or (),
+            takeover_wait_seconds=takeover_wait_seconds(config, is_part=part is not None),
+            waited_seconds=time.monotonic() - began,
         )
+        result = watch.run(lambda: train_trial(opened, trial, given), describe_saved)
     if isinstance(result, State):
         return result
     result = replace(result, flow_run_id=str(runtime.flow_run.id), config=config)
@@ -151,52 +146,24 @@ def train(
     return Completed(message=status_of(result), data=result) if result.stopped_early else result
 
 
-def train_trial(
-    config: ExperimentConfig,
-    trial: str,
-    stopping: StopHandler,
-    devices: Mapping[str, str],
-    attempt: str,
-    is_new: bool = True,
-    take_over: bool = False,
-    waited_seconds: float = 0.0,
-    keep: Sequence[str] | None = None,
-    part: PartOfTraining | None = None,
-) -> TrialResult:
-    """Train a trial with the stages as tasks of this flow run. Raises as `drive_trial`.
-
-    Args:
-        devices: environment variables that give the ranks this run's accelerators.
-        attempt: the run that the trial belongs to, see `identity_of_run`.
-        is_new: True if the trial's id comes from `attempt`.
-        take_over: True to take the trial from another run that may be live.
-        waited_seconds: how long the run has waited for its devices.
-        keep, part: as of `train`.
-    """
+def train_trial(config: ExperimentConfig, trial: str, given: Given) -> TrialResult:
+    """Train a trial with the stages as tasks of this flow run. Raises as `drive_trial`."""
     label, page = StorageLabel(), ReportArtifact(trial)
 
     def publish(text: str) -> None:
         page.write(text)
         label.send()
 
-    given = Given(
-        attempt=attempt,
-        stopping=stopping,
+    given = replace(
+        given,
         find_logger=logger_finder(),
         execute=as_prefect_task,
         observer=Observers(current_observer(), RunEvents(config, trial)),
         publish=publish,
         publish_errors=NO_ANSWER,
         links=page.links,
-        devices=devices,
-        is_new=is_new if part is None else None,
-        pause_at=None if part is None else part.until,
-        storage=storage_of_run(config.stopping.server_outage_seconds, stopping),
+        storage=storage_of_run(config.stopping.server_outage_seconds, given.stopping),
         begun=label.note,
-        take_over=take_over,
-        keep=keep or (),
-        takeover_wait_seconds=takeover_wait_seconds(config, is_part=part is not None),
-        waited_seconds=waited_seconds,
     )
     return drive_trial(config, trial, given)
 

@@ -22,6 +22,7 @@ from tests.support.slots import TOY
 from tests.support.wire import Wire
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.driver.result import TrialResult, describe_pause
+from trial_core.driver.run import Given
 from trial_core.errors import (
     CommitConflict,
     ConfigError,
@@ -60,19 +61,16 @@ class Trainings:
             lambda number, stopping, result: None
         )
 
-    def train_trial(
-        self, config: Any, trial: str, stopping: StopHandler, devices: Any, attempt: str,
-        is_new: Any, take_over: Any, waited: Any, keep: Any, part: Any,
-    ) -> TrialResult:  # fmt: skip
+    def train_trial(self, config: Any, trial: str, given: Given) -> TrialResult:
         """The stand-in for `trialflow.flows.train.train_trial`."""
         self.count += 1
-        number = int(attempt.rpartition("/")[2])
-        length = (part.until or config.searcher.max_length).value
+        number = int(given.attempt.rpartition("/")[2])
+        length = (given.pause_at or config.searcher.max_length).value
         result = TrialResult(
-            trial, length, part.until is not None, describe_pause(part.until),
+            trial, length, given.pause_at is not None, describe_pause(given.pause_at),
             validation_metrics={"loss": number}, validated_at=length,
         )  # fmt: skip
-        return self.act(number, stopping, result) or result
+        return self.act(number, given.stopping, result) or result
 
     def config(self, **searcher: Any) -> SearchExperiment:
         """A search of three trials, two of which are due at a time: rungs at 3 and 6 batches."""

@@ -20,6 +20,7 @@ import trialflow.flows.lifecycle.stop_monitor
 import trialflow.flows.train
 from tests.support.prefect import PrefectServer
 from tests.support.slots import toy_config
+from trial_core.driver.run import Given
 from trial_core.schedule.stop_requests import StopHandler
 from trialflow.flows.server.embedded_server import flush
 from trialflow.flows.train import TrialResult
@@ -58,12 +59,10 @@ class Stage:
         self.training: UUID | None = None
         self.act: Callable[[UUID, StopHandler], None] = lambda flow_run, stopping: None
 
-    def train_trial(
-        self, config: Any, trial: str, stopping: StopHandler, *options: Any
-    ) -> TrialResult:
+    def train_trial(self, config: Any, trial: str, given: Given) -> TrialResult:
         """The stand-in for `trialflow.flows.train.train_trial`."""
         self.training = UUID(str(runtime.flow_run.id))
-        self.act(self.training, stopping)
+        self.act(self.training, given.stopping)
         return TrialResult(
             trial,
             batches_trained=10,
