@@ -19,10 +19,8 @@ def storage_failed(task: Any, task_run: Any, state: Any) -> bool:
 
     Other errors would happen again. A retry must also begin before a stopping run has to end.
     """
-    return isinstance(state.data, StorageError) and _has_time_to_retry()
-
-
-def _has_time_to_retry() -> bool:
+    if not isinstance(state.data, StorageError):
+        return False
     context = TaskRunContext.get()
     launch = context.parameters.get("launch") if context else None
     if not isinstance(launch, Launch):

@@ -185,7 +185,7 @@ def _summary(result: SearchResult, experiment: SearchExperiment, later_ui: str |
 
 
 @app.command(name="list")
-def list_(*, place: StoragePlace = HERE, json_: AsJson = False) -> int:
+def list_(*, place: StoragePlace = HERE, json_: AsJson = False) -> None:
     """List the searches of a storage, with their best result; the last one to record is last."""
     from trial_core.search.log import searches
     from trial_core.search.view import stored_view
@@ -206,7 +206,6 @@ def list_(*, place: StoragePlace = HERE, json_: AsJson = False) -> int:
         print(f"no searches in {store.url}")
     else:
         print_table(_COLUMNS, map(_row, found))
-    return 0
 
 
 @app.command
@@ -219,7 +218,7 @@ def show(
     html: Path | None = None,
     optuna: str | None = None,
     place: StoragePlace = HERE,
-) -> int:
+) -> None:
     """Show a search: the best result, its rungs, its trials, who was promoted, and failures.
 
     `--json` has all trials with their results. The rows of `--csv` are curves for `--simulate`.
@@ -255,7 +254,6 @@ def show(
         print(f"stored as the Optuna study {view.id}")
     else:
         print_search(view)
-    return 0
 
 
 def named_view(store: CheckpointStore, name: str) -> SearchView:

@@ -91,12 +91,8 @@ class Rules:
         """The rules that are set, as fields of `checkpoint_storage`."""
         units = {"batches": self.keep_every_batches, "epochs": self.keep_every_epochs}
         every = {unit: number for unit, number in units.items() if number is not None}
-        fields = {
-            "save_trial_best": self.save_trial_best,
-            "save_trial_latest": self.save_trial_latest,
-            "save_experiment_best": self.save_experiment_best,
-            "keep_every": every or None,
-        }
+        same = ("save_trial_best", "save_trial_latest", "save_experiment_best")
+        fields = {**{name: getattr(self, name) for name in same}, "keep_every": every or None}
         return {name: value for name, value in fields.items() if value is not None}
 
 
