@@ -31,7 +31,6 @@ from trialflow.deployments.cli.json_output import AsJson, print_json
 from trialflow.deployments.cli.waiting import waiting
 
 NEEDED = ("trialflow", "torch", "deepspeed", "prefect", "fsspec")
-OLDEST_PYTHON = (3, 11)
 FOR_OPERATORS = "for optimizers that DeepSpeed compiles: all but those of torch (torch_adam: true)"
 
 CheckStatus = Literal["ok", "warn", "fail"]
@@ -99,7 +98,7 @@ def examine(
     Args:
         engine: finds the experiment's nodes, which are checked, too; None to check no nodes.
     """
-    yield python()
+    yield Check("python", "ok", f"{platform.python_version()} ({sys.executable})")
     for package in NEEDED:
         yield installed(package)
     yield installed("s3fs", or_else="warn", advice="pip install s3fs, for s3:// storage")
@@ -126,13 +125,6 @@ def nodes(config: Path, changes: Changes) -> Iterator[Check]:
         yield Check("nodes", "fail", str(error), advice)
         return
     yield from check_nodes(experiment)
-
-
-def python() -> Check:
-    if sys.version_info < OLDEST_PYTHON:
-        needed = ".".join(map(str, OLDEST_PYTHON))
-        return Check("python", "fail", platform.python_version(), f"use Python {needed} or newer")
-    return Check("python", "ok", f"{platform.python_version()} ({sys.executable})")
 
 
 def installed(package: str, or_else: CheckStatus = "fail", advice: str = "") -> Check:

@@ -67,10 +67,10 @@ def evaluate(
         print_json("evaluate", shown)
     else:
         batches = text_format.plural(result.batches_trained, "batch")
-        print(f"checkpoint {result.checkpoint_uuid} of {result.trial}, after {batches}")
+        headline = f"checkpoint {result.checkpoint_uuid} of {result.trial}, after {batches}"
         metrics = (
             (text_format.clean(name), text_format.one_line(text_format.number(value)))
             for name, value in result.metrics.items()
         )
-        print(*fact_lines(metrics), sep="\n")
+        print("\n".join([headline, *fact_lines(metrics)]))
     return exit_code
