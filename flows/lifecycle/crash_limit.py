@@ -13,7 +13,7 @@ from uuid import UUID
 from prefect import runtime
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import FlowRunFilter, TaskRunFilter
-from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.states import Crashed
 
 from trial_core.errors import TrialflowError
@@ -78,7 +78,9 @@ def settle_killed_attempts(client: SyncPrefectClient, flow_run_id: UUID) -> None
     Call it before this attempt starts a task or a subflow. Runs of deployments have processes that
     live on. Raises as Prefect's client.
     """
-    ended = Crashed(message="The process was killed; another attempt at the run has begun")
+    ended: State[None] = Crashed(
+        message="The process was killed; another attempt at the run has begun"
+    )
     begun = {"state": {"type": {"any_": ["PENDING", "RUNNING"]}}}
     of_run = {"any_": [flow_run_id]}
     children = FlowRunFilter.model_validate({"parent_flow_run_id": of_run, **begun})
