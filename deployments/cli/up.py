@@ -34,7 +34,6 @@ from trialflow.deployments.cli.waiting import print_above_the_wait, waiting, wai
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
-    from prefect.settings import Settings
 
     from trialflow.deployments.retraining import RetrainingRequest
     from trialflow.flows.server.prefect_server import PrefectServerProcess
@@ -84,7 +83,8 @@ def up(
         )
     try:
         with stoppable(announce_stop):
-            _serve(port, pool, retrainings, settings, json_)
+            timeout_seconds = settings.server.ephemeral.startup_timeout_seconds
+            _serve(port, pool, retrainings, settings.home, timeout_seconds, json_)
     except KeyboardInterrupt:
         return console.INTERRUPTED
     except Terminated:
@@ -104,7 +104,8 @@ def _serve(
     port: int,
     pool: str | None,
     retrainings: Sequence[RetrainingRequest],
-    settings: Settings,
+    home: Path,
+    start_timeout_seconds: float,
     as_json: bool,
 ) -> None:
     """Start the server and the worker, and keep them until a signal comes.
@@ -121,14 +122,13 @@ def _serve(
 
     say = console.note if as_json else partial(print, flush=True)
     say("starting Prefect…")
-    home, timeout_seconds = settings.home, settings.server.ephemeral.startup_timeout_seconds
     server_log, worker_log = home / "trialflow-server.log", home / "trialflow-worker.log"
     with ExitStack() as until_the_end:
         store_address = until_the_end.enter_context(single_instance(home))
         with waiting("starting the Prefect server"):
             server = until_the_end.enter_context(
                 waiting_at_end(
-                    local_server(port, server_log, timeout_seconds),
+                    local_server(port, server_log, start_timeout_seconds),
                     "waiting for the Prefect server, which stores its records and ends",
                 )
             )
