@@ -23,9 +23,9 @@ from trialflow.deployments.cli.experiment_options import (
     Changes,
     Engine,
     Overrides,
+    RunChanges,
     StoragePlace,
     read_any_experiment,
-    with_engine,
 )
 from trialflow.deployments.cli.json_output import AsJson, print_json
 from trialflow.deployments.cli.waiting import waiting
@@ -91,7 +91,7 @@ def doctor(
 
 
 def examine(
-    place: StoragePlace, overrides: list[str], engine: str | None = None
+    place: StoragePlace, overrides: list[str], engine: Engine | None = None
 ) -> Iterator[Check]:
     """Run all checks, one after the other.
 
@@ -110,7 +110,7 @@ def examine(
     yield from deepspeed_configs(place.config, overrides)
     yield prefect_server()
     if engine is not None:
-        changes = Changes(with_engine(overrides, engine), place.storage)
+        changes = RunChanges(overrides, place.storage, engine)
         yield from nodes(place.config or DEFAULT_EXPERIMENT, changes)
 
 

@@ -86,7 +86,8 @@ class RunChanges(Changes):
 
     @property
     def overrides(self) -> list[str]:
-        return with_engine(super().overrides, self.engine)
+        chosen = [] if self.engine is None else [f"resources.engine={self.engine}"]
+        return [*super().overrides, *chosen]
 
 
 @Parameter(name="*")
@@ -224,11 +225,6 @@ def refuse_what_cannot_run(
         # the run waits longer
         with contextlib.suppress(StillRunning), waiting(f"trying the storage {store.url}"):
             in_background(store.check_writable, "storage-check").result(STORAGE_SECONDS)
-
-
-def with_engine(overrides: list[str], engine: str | None) -> list[str]:
-    """Return the overrides, with `--engine` as one of them if it is given."""
-    return overrides if engine is None else [*overrides, f"resources.engine={engine}"]
 
 
 def named_trial(named: str, trials: Iterable[str], kind: str = "trial") -> str | None:
