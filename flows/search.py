@@ -306,7 +306,10 @@ class SearchRun:
             objects = [leg, owner, observer, self._fork_servers]
             given: list[Any] = [name, *map(quote, objects)]  # quote: not looked into
             future = train_trial_to_rung.submit(*given)
-            future.add_done_callback(lambda future, leg=leg: self._ended.put((leg, future)))
+            future.add_done_callback(partial(self._note_end, leg))
+
+    def _note_end(self, leg: Leg, future: PrefectFuture[LegOutcome]) -> None:
+        self._ended.put((leg, future))
 
     def _within_time_budget(self, leg: Leg) -> Leg:
         """The leg, whose run has only what is left of the search's time budget."""
