@@ -9,14 +9,14 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Literal
 
 from trial_core.common import text_format
 from trial_core.common.dependency_bounds import dependencies, out_of_bounds
 from trial_core.errors import ConfigError, TrialflowError
 from trialflow.deployments.cli import console
+from trialflow.deployments.cli.check import Check, CheckStatus
 from trialflow.deployments.cli.experiment_options import (
     DEFAULT_EXPERIMENT,
     HERE,
@@ -32,30 +32,6 @@ from trialflow.deployments.cli.waiting import waiting
 
 NEEDED = ("trialflow", "torch", "deepspeed", "prefect", "fsspec")
 FOR_OPERATORS = "for optimizers that DeepSpeed compiles: all but those of torch (torch_adam: true)"
-
-CheckStatus = Literal["ok", "warn", "fail"]
-
-
-@dataclass(frozen=True)
-class Check:
-    """The result of one check.
-
-    Attributes:
-        status: ``fail``: training is impossible; ``warn``: a part of it is limited.
-        advice: the action to take; empty if none is needed.
-        node: the node that was checked; empty for this machine, or for all nodes together.
-    """
-
-    subject: str
-    status: CheckStatus
-    found: str
-    advice: str = ""
-    node: str = ""
-
-    def __str__(self) -> str:
-        node = f"{self.node}: " if self.node else ""
-        advice = f": {self.advice}" if self.advice else ""
-        return f"{self.status:<4}  {self.subject:<12} {node}{self.found}{advice}"
 
 
 def doctor(

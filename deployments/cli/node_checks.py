@@ -39,7 +39,7 @@ from trial_core.processes.nodes.node_messages import (
     TryStorage,
 )
 from trialflow.deployments.cli import console
-from trialflow.deployments.cli.doctor import Check
+from trialflow.deployments.cli.check import Check
 from trialflow.deployments.cli.experiment_options import open_store_of
 from trialflow.deployments.cli.waiting import waiting
 

@@ -17,7 +17,7 @@ from trial_core.models.registry import HeldVersion
 from trial_core.search.halving import Advance
 from trial_core.search.plan import BracketPlan
 from trial_core.search.state import SearchTrial
-from trialflow.deployments.cli.doctor import Check
+from trialflow.deployments.cli.check import Check
 from trialflow.deployments.cli.json_result import JsonStatus
 from trialflow.deployments.resources import Change
 

@@ -19,7 +19,7 @@ from tests.support.s3 import S3Server
 from tests.support.versions import set_version
 from trial_core.processes.machine import accelerators
 from trialflow.deployments.cli import doctor
-from trialflow.deployments.cli.doctor import Check, CheckStatus
+from trialflow.deployments.cli.check import Check, CheckStatus
 from trialflow.deployments.cli.experiment_options import StoragePlace
 from trialflow.flows.server.prefect_settings import environment
 
