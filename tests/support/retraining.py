@@ -26,6 +26,7 @@ from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.transfer.upload import upload_files
 from trial_core.config import ExperimentConfig
+from trial_core.driver.run import Given
 from trial_core.models.records import Move
 from trial_core.models.registry import Registry
 from trial_core.schedule.sequencer import Progress
@@ -77,9 +78,8 @@ class RetrainHarness:
         monkeypatch.setattr(trialflow.flows.retrain, "train_trial", self._train)
         monkeypatch.setattr(trialflow.flows.retrain, "evaluate_checkpoint", self._evaluate)
 
-    def _train(
-        self, config: Any, trial: str, stopping: StopHandler, devices: Any, attempt: str
-    ) -> TrialResult:
+    def _train(self, config: Any, trial: str, given: Given) -> TrialResult:
+        stopping = given.stopping
         self.trained.append(config)
         if not self.store.list(trial):
             self.save_checkpoint(trial, self.challenger_loss)
