@@ -13,16 +13,11 @@ PACKAGE = "trialflow"
 
 @dataclass(frozen=True)
 class OutOfBounds:
-    """A package whose installed version trialflow's own metadata does not allow.
-
-    Attributes:
-        is_older: True if it is too old for trialflow; else it is newer than the versions tried.
-        expected: in pip's form: ``deepspeed<0.20,>=0.19.8``.
-    """
+    """A package whose installed version trialflow's own metadata does not allow."""
 
     installed: str
-    expected: str
-    is_older: bool
+    expected: str  # in pip's form: ``deepspeed<0.20,>=0.19.8``
+    is_older: bool  # True if it is too old for trialflow; else it is newer than the versions tried
 
     def __str__(self) -> str:
         name = Requirement(self.expected).name

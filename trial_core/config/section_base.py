@@ -28,19 +28,14 @@ from trial_core.config.error_text import (
 
 
 class Section(BaseModel):
-    """A part of the experiment file; refuses unknown fields.
-
-    Attributes:
-        yaml_path: the section's path in the file.
-        ignored: fields of Determined that have no effect here, each with the reason.
-        holds_secrets: True if its errors must not show values.
-    """
+    """A part of the experiment file; refuses unknown fields."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
-    yaml_path: ClassVar[str] = ""
+    yaml_path: ClassVar[str] = ""  # the section's path in the file
+    # Fields of Determined that have no effect here, each with the reason.
     ignored: ClassVar[Mapping[str, str]] = {}
-    holds_secrets: ClassVar[bool] = False
+    holds_secrets: ClassVar[bool] = False  # True if its errors must not show values
 
     @model_validator(mode="wrap")
     @classmethod

@@ -20,18 +20,13 @@ MetricsKind = Literal["training", "validation"]
 
 
 class Invitation(Message):
-    """The data by which a rank joins a driver that has not started it.
+    """The data by which a rank joins a driver that has not started it."""
 
-    Attributes:
-        path: the channel's Unix socket, for ranks on the driver's machine.
-        address: for ranks on other machines, ``tls://HOST:PORT,…``; None if they cannot join.
-        log_dir: the folder where ranks on the driver's machine write their threads' stacks.
-    """
-
-    path: str
+    path: str  # the channel's Unix socket, for ranks on the driver's machine
+    # For ranks on other machines, ``tls://HOST:PORT,…``; None if they cannot join.
     address: str | None
     secret: bytes
-    log_dir: str
+    log_dir: str  # the folder where ranks on the driver's machine write their threads' stacks
 
 
 class Hello(Message):
@@ -52,19 +47,13 @@ class Envelope(Message):
 
 
 class RankError(Message):
-    """An exception that a workload raised on a rank.
+    """An exception that a workload raised on a rank."""
 
-    Attributes:
-        error_type: the name of its class.
-        is_ours: True if it is a `TrialflowError`; a user's class may have the same name.
-        batches_trained: None before the trial was built.
-    """
-
-    error_type: str
-    is_ours: bool
+    error_type: str  # the name of its class
+    is_ours: bool  # True if it is a `TrialflowError`; a user's class may have the same name
     message: str
     traceback: str
-    batches_trained: int | None = None
+    batches_trained: int | None = None  # None before the trial was built
 
 
 class Answer(Message):
@@ -76,14 +65,10 @@ class Answer(Message):
 
 
 class BatchesTrained(Message):
-    """Rank 0's progress in training; sent at most a few times a second.
-
-    Attributes:
-        total: batches when training ends, if a script decides that; 0 if it does not.
-    """
+    """Rank 0's progress in training; sent at most a few times a second."""
 
     batches: int
-    total: int = 0
+    total: int = 0  # batches when training ends, if a script decides that; 0 if it does not
 
 
 class BatchesValidated(Message):

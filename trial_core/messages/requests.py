@@ -46,15 +46,11 @@ class MayStop(Result):
 
 
 class NonFinite(msgspec.Struct, frozen=True):
-    """Where a metric of a train-workload was NaN or infinite on a rank.
+    """Where a metric of a train-workload was NaN or infinite on a rank."""
 
-    Attributes:
-        first: index of the first such batch.
-        since: index of the batch from which it was so until the workload's end; None if the last
-            batch's value was finite.
-    """
-
-    first: int
+    first: int  # index of the first such batch
+    # Index of the batch from which it was so until the workload's end; None if the last batch's
+    # value was finite.
     since: int | None
 
 
@@ -69,134 +65,93 @@ class Ping(Request):
 
 
 class BuildTrial(Request):
-    """Import the entrypoint, initialise torch.distributed, and construct the user's trial.
-
-    Attributes:
-        experiment: the validated experiment configuration, as plain data.
-        run_dir: the run's folder on the driver's machine: logs, staging, restored files.
-        micro_batch_samples: of the engines; 0: as many as in a rank's batch; None: as configured.
-    """
+    """Import the entrypoint, initialise torch.distributed, and construct the user's trial."""
 
     stage: ClassVar[str] = "build-trial"
     trial: str
-    experiment: dict[str, Any]
-    run_dir: str
+    experiment: dict[str, Any]  # the validated experiment configuration, as plain data
+    run_dir: str  # the run's folder on the driver's machine: logs, staging, restored files
     storage: StorageSpec
+    # Of the engines; 0: as many as in a rank's batch; None: as configured.
     micro_batch_samples: int | None = None
 
 
 class TrialBuilt(Result):
-    """The trial exists.
+    """The trial exists."""
 
-    Attributes:
-        hooks: the callback hooks that some callback of the trial overrides.
-        batch_samples: samples in one batch on all ranks (`train_batch_size`).
-        versions: of the libraries that the rank uses.
-    """
-
-    hooks: list[str]
+    hooks: list[str]  # the callback hooks that some callback of the trial overrides
     topology: Topology
-    batch_samples: int
-    versions: dict[str, str]
+    batch_samples: int  # samples in one batch on all ranks (`train_batch_size`)
+    versions: dict[str, str]  # of the libraries that the rank uses
 
 
 class FetchCheckpoint(Request):
-    """Download and verify a checkpoint's files; the ranks of a machine share them.
-
-    Attributes:
-        files: all files of the checkpoint.
-        saved_by: the topology that saved it; only files that this machine's ranks need are
-            downloaded. None: all files.
-    """
+    """Download and verify a checkpoint's files; the ranks of a machine share them."""
 
     lane: ClassVar[Lane] = "io"
     stage: ClassVar[str] = "fetch-checkpoint"
     uuid: str
-    files: list[FileEntry]
+    files: list[FileEntry]  # all files of the checkpoint
+    # The topology that saved it; only files that this machine's ranks need are downloaded. None:
+    # all files.
     saved_by: Topology | None = None
     restore: Restore = "everything"
 
 
 class Fetched(Result):
-    """The files are on this machine, unless `damage` or `problem` is set.
+    """The files are on this machine, unless `damage` or `problem` is set."""
 
-    Attributes:
-        damage: how the files differ from the manifest.
-        problem: how the storage failed; a retry may succeed.
-    """
-
-    damage: str | None = None
-    problem: str | None = None
+    damage: str | None = None  # how the files differ from the manifest
+    problem: str | None = None  # how the storage failed; a retry may succeed
 
 
 class BuildLoadersAndRestore(Request):
-    """Build the data loaders, and restore `checkpoint` if there is one.
-
-    Attributes:
-        batches_trained: where training begins or continues.
-        checkpoint: uuid of a checkpoint that has been fetched.
-        saved_by: the topology that saved it; None for the present one.
-        epoch: the length of its epochs; None if that is not known.
-        validation_limit: maximum `evaluate_batch` calls per validation; None for no limit.
-        keep: settings that stay as in the checkpoint: ``optimizer``, ``optimizer.lr``.
-        compares: False if neither the experiment nor the code has changed since the checkpoint.
-    """
+    """Build the data loaders, and restore `checkpoint` if there is one."""
 
     stage: ClassVar[str] = "build-loaders"
-    batches_trained: int
-    checkpoint: str | None
+    batches_trained: int  # where training begins or continues
+    checkpoint: str | None  # uuid of a checkpoint that has been fetched
     restore: Restore = "everything"
-    saved_by: Topology | None = None
-    epoch: EpochLength | None = None
+    saved_by: Topology | None = None  # the topology that saved it; None for the present one
+    epoch: EpochLength | None = None  # the length of its epochs; None if that is not known
+    # Maximum `evaluate_batch` calls per validation; None for no limit.
     validation_limit: int | None = None
-    keep: list[str] = []
+    keep: list[str] = []  # settings that stay as in the checkpoint: ``optimizer``, ``optimizer.lr``
+    # False if neither the experiment nor the code has changed since the checkpoint.
     compares: bool = True
 
 
 class RestoredSettings(msgspec.Struct, frozen=True):
-    """The settings of optimizers and the like that were built otherwise for the checkpoint.
+    """The settings of optimizers and the like that were built otherwise for the checkpoint."""
 
-    Attributes:
-        new: those whose new values count, for people: ``optimizer 0 (AdamW): lr 0.001 -> 0.0001``.
-        kept: those that stay as in the checkpoint, with the reason.
-        is_known: False if the checkpoint has no record of its settings: all of its values stay.
-        not_kept: settings that were to stay as in the checkpoint, and do not, with the reason.
-    """
-
+    # Those whose new values count, for people: ``optimizer 0 (AdamW): lr 0.001 -> 0.0001``.
     new: list[str] = []
-    kept: list[str] = []
+    kept: list[str] = []  # those that stay as in the checkpoint, with the reason
+    # False if the checkpoint has no record of its settings: all of its values stay.
     is_known: bool = True
+    # Settings that were to stay as in the checkpoint, and do not, with the reason.
     not_kept: list[str] = []
 
 
 class ReadyToTrain(Result):
-    """The loaders are built, the checkpoint is restored: the rank is ready to train.
+    """The loaders are built, the checkpoint is restored: the rank is ready to train."""
 
-    Attributes:
-        epoch: None if the training loader has no length.
-        loads_micro_batches: True if the training loader has the engine's micro-batch size, which
-            may then be changed; None on a rank that needs no data.
-        settings: the settings that have changed since the checkpoint.
-        warnings: about the data, for people.
-    """
-
-    epoch: EpochLength | None
+    epoch: EpochLength | None  # None if the training loader has no length
     restore_seconds: float = 0.0
+    # True if the training loader has the engine's micro-batch size, which may then be changed; None
+    # on a rank that needs no data.
     loads_micro_batches: bool | None = None
+    # The settings that have changed since the checkpoint.
     settings: RestoredSettings = RestoredSettings()
-    warnings: list[str] = []
+    warnings: list[str] = []  # about the data, for people
 
 
 class TrainBatches(Request):
-    """Train until batch `until` of the trial.
-
-    Attributes:
-        watches_weights: True to warn of weights that are not trained.
-    """
+    """Train until batch `until` of the trial."""
 
     stage: ClassVar[str] = "train-workload"
     until: int
-    watches_weights: bool = False
+    watches_weights: bool = False  # True to warn of weights that are not trained
 
 
 class WeightsSeen(msgspec.Struct, frozen=True):
@@ -269,15 +224,11 @@ class RunValidation(Request):
 
 
 class Validated(MayStop, kw_only=True):
-    """A validation has ended.
+    """A validation has ended."""
 
-    Attributes:
-        metrics: reduced over all ranks, the same on every rank.
-        is_broken_off: True if it ended early, without metrics, because of a stop request.
-    """
-
-    metrics: dict[str, Any]
+    metrics: dict[str, Any]  # reduced over all ranks, the same on every rank
     seconds: float
+    # True if it ended early, without metrics, because of a stop request.
     is_broken_off: bool = False
 
 
@@ -308,29 +259,23 @@ class PersistCheckpoint(Request):
 
 
 class Persisted(Result):
-    """The rank's files are stored, unless `problem` or `mistake` is set.
-
-    Attributes:
-        problem: how the storage failed; a retry may succeed, since the staged files still exist.
-        mistake: why the files cannot be part of a checkpoint; a retry would fail the same way.
-    """
+    """The rank's files are stored, unless `problem` or `mistake` is set."""
 
     files: list[FileEntry]
     seconds: float
+    # How the storage failed; a retry may succeed, since the staged files still exist.
     problem: str | None = None
+    # Why the files cannot be part of a checkpoint; a retry would fail the same way.
     mistake: str | None = None
 
 
 class ReleaseStaging(Request):
-    """Delete the staged files of checkpoint `uuid`, which is committed, or was refused.
-
-    Attributes:
-        refusal: why it cannot be committed, for the script that has stored it; empty if it is.
-    """
+    """Delete the staged files of checkpoint `uuid`, which is committed, or was refused."""
 
     lane: ClassVar[Lane] = "io"
     stage: ClassVar[str] = "checkpoint-upload"
     uuid: str
+    # Why it cannot be committed, for the script that has stored it; empty if it is.
     refusal: str = ""
 
 

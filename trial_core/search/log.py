@@ -30,17 +30,13 @@ class SearchRecord(NumberedEntry, frozen=True, kw_only=True, tag_field="event"):
 
 
 class Opened(SearchRecord, frozen=True, kw_only=True, tag="opened"):
-    """The search has begun, with these settings: the experiment's sections as plain data.
-
-    Attributes:
-        data: None if it is not known, as of earlier releases.
-    """
+    """The search has begun, with these settings: the experiment's sections as plain data."""
 
     experiment: str
     searcher: dict[str, Any]
     hyperparameters: dict[str, Any]
     seed: int
-    data: dict[str, Any] | None = None
+    data: dict[str, Any] | None = None  # None if it is not known, as of earlier releases
 
 
 class Changed(SearchRecord, frozen=True, kw_only=True, tag="changed"):

@@ -27,16 +27,12 @@ _STATUSES = {
 
 @dataclass(frozen=True)
 class ViewTable:
-    """A table for people, whose texts are not escaped.
-
-    Attributes:
-        note: says what it leaves out.
-    """
+    """A table for people, whose texts are not escaped."""
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
-    note: str = ""
+    note: str = ""  # says what it leaves out
 
 
 def tables(view: SearchView) -> list[ViewTable]:

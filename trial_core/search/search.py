@@ -31,18 +31,12 @@ from trial_core.search.state import SearchState, SearchTrial, described, last_se
 
 @dataclass(frozen=True)
 class Leg:
-    """A part of a trial's training: from where it is to a rung.
-
-    Attributes:
-        config: the trial's experiment.
-        until: where it waits.
-        is_last: True if training ends there.
-    """
+    """A part of a trial's training: from where it is to a rung."""
 
     trial: SearchTrial
-    config: ExperimentConfig
-    until: TrainUnit
-    is_last: bool
+    config: ExperimentConfig  # the trial's experiment
+    until: TrainUnit  # where it waits
+    is_last: bool  # True if training ends there
 
 
 class Search:

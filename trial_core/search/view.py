@@ -24,16 +24,11 @@ _SHOWN_CHARACTERS = 60
 
 @dataclass(frozen=True)
 class SearchedName:
-    """A hyperparameter that is searched for.
-
-    Attributes:
-        short: the end of its path that no other one has: ``lr`` for ``optimizer.lr``.
-        kind: the type of its range: ``log``, ``int``, ``double`` or ``categorical``.
-    """
+    """A hyperparameter that is searched for."""
 
     path: tuple[str | int, ...]
-    short: str
-    kind: str
+    short: str  # the end of its path that no other one has: ``lr`` for ``optimizer.lr``
+    kind: str  # the type of its range: ``log``, ``int``, ``double`` or ``categorical``
 
     @property
     def dotted(self) -> str:
@@ -62,17 +57,13 @@ class SearchedName:
 
 @dataclass(frozen=True)
 class SearchView:
-    """A search: settings, state and records.
-
-    Attributes:
-        url: the URL of its storage; empty if it is simulated.
-    """
+    """A search: settings, state and records."""
 
     id: str
     experiment: SearchExperiment
     state: SearchState
     events: Sequence[SearchEvent]
-    url: str = ""
+    url: str = ""  # the URL of its storage; empty if it is simulated
 
     @property
     def metric(self) -> str:

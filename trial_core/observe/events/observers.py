@@ -21,21 +21,15 @@ if TYPE_CHECKING:  # it imports storages, which would delay the command line's h
 
 @dataclass(frozen=True)
 class WorkloadTimes:
-    """The time of a train-workload, in seconds.
+    """The time of a train-workload, in seconds."""
 
-    Attributes:
-        reached: batches trained after it.
-        data_seconds: how long each rank waited for data, by rank; empty if unknown. Ranks train
-            in step, so the others wait for the rank that waits longest.
-        forward_seconds: of a forward pass, by rank; empty or 0 if unknown.
-        samples: trained in it on all ranks; 0 if unknown.
-    """
-
-    reached: int
+    reached: int  # batches trained after it
     seconds: float
+    # How long each rank waited for data, by rank; empty if unknown. Ranks train in step, so the
+    # others wait for the rank that waits longest.
     data_seconds: Sequence[float]
-    forward_seconds: Sequence[float] = ()
-    samples: int = 0
+    forward_seconds: Sequence[float] = ()  # of a forward pass, by rank; empty or 0 if unknown
+    samples: int = 0  # trained in it on all ranks; 0 if unknown
 
 
 class Observer:

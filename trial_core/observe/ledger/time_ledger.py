@@ -20,27 +20,17 @@ SHOWN_OF_A_RUN = ("number", "by", "began_at", "until", "is_over", "slots", "per_
 
 
 class RunTime(msgspec.Struct, frozen=True, kw_only=True):
-    """The time of one run, as it is stored.
+    """The time of one run, as it is stored."""
 
-    Attributes:
-        number: of the run's attempt; later runs have greater ones.
-        by: the driver's user and machine: ``user@host``.
-        until: the time up to which it is counted.
-        is_over: True if the run ended then. If not, the run lives, or it was killed.
-        slots: of its last launch.
-        trained_to: how many batches it and earlier runs have trained, saved or not.
-        per_slot_hour: the price of an hour of one slot; None if the experiment has none.
-        slot_milliseconds: by bucket. A later version may have further buckets.
-    """
-
-    number: int
-    by: str
+    number: int  # of the run's attempt; later runs have greater ones
+    by: str  # the driver's user and machine: ``user@host``
     began_at: Timestamp
-    until: Timestamp
-    is_over: bool
-    slots: _Natural
-    trained_to: _Natural
-    slot_milliseconds: dict[str, _Natural]
+    until: Timestamp  # the time up to which it is counted
+    is_over: bool  # True if the run ended then. If not, the run lives, or it was killed.
+    slots: _Natural  # of its last launch
+    trained_to: _Natural  # how many batches it and earlier runs have trained, saved or not
+    slot_milliseconds: dict[str, _Natural]  # by bucket. A later version may have further buckets.
+    # The price of an hour of one slot; None if the experiment has none.
     per_slot_hour: Annotated[float, msgspec.Meta(ge=0, le=MAX_PRICE)] | None = None
 
 

@@ -41,30 +41,21 @@ CHARACTER_WIDTH, SPACE = 7, 8
 
 @dataclass(frozen=True)
 class MeasuredLine:
-    """A line of a figure.
-
-    Attributes:
-        name: ``training``, ``validation``, a trial, or empty if one line needs no name.
-        points: (batches, value), at least one, in the order of batches; finite.
-        colour: for drawing; empty for the one of its place in the figure.
-    """
+    """A line of a figure."""
 
     metric: str
-    name: str
+    name: str  # ``training``, ``validation``, a trial, or empty if one line needs no name
+    # (batches, value), at least one, in the order of batches; finite.
     points: Sequence[tuple[int, float]]
-    colour: str = ""
+    colour: str = ""  # for drawing; empty for the one of its place in the figure
 
 
 @dataclass(frozen=True)
 class CurveFigure:
-    """Lines over batches.
-
-    Attributes:
-        is_percent: True for an axis from 0 to 100.
-    """
+    """Lines over batches."""
 
     lines: Sequence[MeasuredLine]
-    is_percent: bool = False
+    is_percent: bool = False  # True for an axis from 0 to 100
 
     @property
     def title(self) -> str:

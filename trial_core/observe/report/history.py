@@ -32,20 +32,15 @@ class Point(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SavedCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """A committed checkpoint, as the report lists it.
-
-    Attributes:
-        metric: the searcher metric, if this state was validated before the commit.
-        blocked_seconds: how long training waited for the snapshot.
-        upload_seconds: from the start of the upload to the commit.
-    """
+    """A committed checkpoint, as the report lists it."""
 
     uuid: str
     batches: int
     total_bytes: int
+    # The searcher metric, if this state was validated before the commit.
     metric: float | None = None
-    blocked_seconds: float | None = None
-    upload_seconds: float | None = None
+    blocked_seconds: float | None = None  # how long training waited for the snapshot
+    upload_seconds: float | None = None  # from the start of the upload to the commit
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):

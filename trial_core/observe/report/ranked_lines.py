@@ -30,19 +30,13 @@ _Point = tuple[float | None, float | None, str]
 
 @dataclass(frozen=True)
 class RankedTrial:
-    """A trial among others.
+    """A trial among others."""
 
-    Attributes:
-        name: shown at its lines.
-        values: of the hyperparameters, in their order; None for one that it does not have.
-        metric: its best value of the metric by which trials are ranked.
-        points: (length, metric) of its curve.
-    """
-
-    name: str
+    name: str  # shown at its lines
+    # Of the hyperparameters, in their order; None for one that it does not have.
     values: Sequence[Any]
-    metric: float
-    points: Sequence[tuple[int, float]] = ()
+    metric: float  # its best value of the metric by which trials are ranked
+    points: Sequence[tuple[int, float]] = ()  # (length, metric) of its curve
 
 
 def curves_by_rank(trials: Sequence[RankedTrial], unit: str) -> dict[str, Any]:

@@ -38,26 +38,19 @@ class ComparedMetric(NamedTuple):
 
 @dataclass
 class RetrainingFacts:
-    """The contents of the report, filled in as the run proceeds.
-
-    Attributes:
-        champion_result: the champion's validation on the run's data.
-        ended: how the run ended without an outcome, or failed after one.
-        failed_callbacks: the failures, by callback.
-        places: related objects, by their names.
-    """
+    """The contents of the report, filled in as the run proceeds."""
 
     model: str
     start: str
     rule: PromotionRule
     plan: RetrainingPlan
     champion: Version | None = None
-    champion_result: Champion | None = None
+    champion_result: Champion | None = None  # the champion's validation on the run's data
     challenger: Challenger | None = None
     outcome: PromotionDecision | None = None
-    ended: str = ""
-    failed_callbacks: Mapping[str, str] = field(default_factory=dict)
-    places: Mapping[str, str] = field(default_factory=dict)
+    ended: str = ""  # how the run ended without an outcome, or failed after one
+    failed_callbacks: Mapping[str, str] = field(default_factory=dict)  # the failures, by callback
+    places: Mapping[str, str] = field(default_factory=dict)  # related objects, by their names
 
     def render(self) -> str:
         start = STARTS[self.start]

@@ -21,19 +21,13 @@ _OF_HYPERPARAMETERS = "hyperparameters."
 
 @dataclass(frozen=True)
 class StoredTrial:
-    """A trial in a storage.
-
-    Attributes:
-        newest: its newest checkpoint.
-        best: its best value of the searcher metric; None without one.
-        settings: its experiment's fields by their paths, and the digest of its `code`.
-    """
+    """A trial in a storage."""
 
     trial: str
-    newest: Manifest
+    newest: Manifest  # its newest checkpoint
     metric: str
-    best: float | None
-    settings: dict[str, Any]
+    best: float | None  # its best value of the searcher metric; None without one
+    settings: dict[str, Any]  # its experiment's fields by their paths, and the digest of its `code`
     results: dict[str, Any]
     history: ReportHistory
 

@@ -43,27 +43,17 @@ _EARLIER = b'{"type":"Earlier",'
 
 
 class State(msgspec.Struct, kw_only=True):
-    """The progress of one tracker.
+    """The progress of one tracker."""
 
-    Attributes:
-        run: the tracker's id of the trial's run; empty before it is made.
-        sent: how many of the journal's records it has.
-    """
-
-    run: str = ""
-    sent: int = 0
+    run: str = ""  # the tracker's id of the trial's run; empty before it is made
+    sent: int = 0  # how many of the journal's records it has
 
 
 class Segment(msgspec.Struct, frozen=True, array_like=True):
-    """A part of the journal that is complete.
+    """A part of the journal that is complete."""
 
-    Attributes:
-        digest: the SHA-256 of its file.
-        records: their number in it.
-    """
-
-    digest: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
-    records: Annotated[int, msgspec.Meta(ge=1)]
+    digest: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]  # the SHA-256 of its file
+    records: Annotated[int, msgspec.Meta(ge=1)]  # their number in it
 
     @property
     def name(self) -> str:
@@ -74,15 +64,10 @@ class Segment(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Earlier(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """The first line of a journal with segments.
+    """The first line of a journal with segments."""
 
-    Attributes:
-        run: the number of the last run that began in them.
-        segments: from the first to the last.
-    """
-
-    run: int = 0
-    segments: list[Segment] = []
+    run: int = 0  # the number of the last run that began in them
+    segments: list[Segment] = []  # from the first to the last
 
     @property
     def records(self) -> int:

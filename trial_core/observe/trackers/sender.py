@@ -36,21 +36,15 @@ SYSTEM_SECONDS = 30.0
 
 
 class SenderOrder(msgspec.Struct, kw_only=True):
-    """The task of the sender.
-
-    Attributes:
-        patience_seconds: how long it sends after the run has ended.
-        measures: True if it also sends the machine's metrics.
-        is_adopted: True if it comes from the trial's storage, which others may write to.
-    """
+    """The task of the sender."""
 
     trial: str
     experiment: str
     run_dir: str
     trackers: dict[str, dict[str, Any]]
-    patience_seconds: float
-    measures: bool = True
-    is_adopted: bool = False
+    patience_seconds: float  # how long it sends after the run has ended
+    measures: bool = True  # True if it also sends the machine's metrics
+    is_adopted: bool = False  # True if it comes from the trial's storage, which others may write to
 
 
 class SenderProcess:
