@@ -168,27 +168,20 @@ class LogLines(Message):
 
 
 class MetricsReported(Message):
-    """Metrics that a Core API script has reported on a rank.
-
-    Attributes:
-        group: the script's own, to which training metrics belong; empty without one.
-        receipt: the id of the `ReportTaken` that the rank waits for; empty if it does not wait.
-        steps, seconds: the steps since its last report, validation or checkpoint, and their
-            duration. Both are 0 unless these are training metrics of a script that states its work.
-        work: of a step, on all ranks.
-        device: the accelerator's name; empty for the CPU.
-    """
+    """Metrics that a Core API script has reported on a rank."""
 
     kind: MetricsKind
     steps_completed: int
     metrics: dict[str, Any]
-    group: str = ""
+    group: str = ""  # the script's own, to which training metrics belong; empty without one
     rank: int = 0
-    receipt: str = ""
+    receipt: str = ""  # the id of the `ReportTaken` that it waits for; empty if it does not wait
+    # Since its last report, validation or checkpoint, and their duration. Both are 0 unless these
+    # are training metrics of a script that states its work.
     steps: int = 0
     seconds: float = 0.0
-    work: Work = Work()
-    device: str = ""
+    work: Work = Work()  # of a step, on all ranks
+    device: str = ""  # the accelerator's name; empty for the CPU
 
     @property
     def title(self) -> str:

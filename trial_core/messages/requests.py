@@ -155,52 +155,33 @@ class TrainBatches(Request):
 
 
 class WeightsSeen(msgspec.Struct, frozen=True):
-    """What became of a rank's parameters with ``requires_grad`` in a workload.
-
-    Attributes:
-        with_gradient, without_gradient: their names.
-        has_changed: False if none of them has changed, although an optimizer was to step.
-    """
+    """What became of a rank's parameters with ``requires_grad`` in a workload, by their names."""
 
     with_gradient: list[str]
     without_gradient: list[str]
-    has_changed: bool
+    has_changed: bool  # False if none of them has changed, although an optimizer was to step
 
 
 class Trained(MayStop, kw_only=True):
-    """A train-workload has ended.
+    """A train-workload has ended. What it says of a rank's time and data is of this rank alone."""
 
-    Attributes:
-        batches_trained: the trial's; fewer than `until` if a stop was requested.
-        metrics: averaged over the workload's batches and all ranks; the same on every rank.
-        data_seconds: how long this rank waited for data.
-        forward_seconds: how long a forward pass of this rank took; 0 if unknown.
-        copy_seconds: how long this rank waited for the copies of a snapshot.
-        learning_rates: the next batch's, one per optimizer; None for an engine that has none.
-        non_finite: this rank's metrics that were NaN or infinite in some batch.
-        scaled_steps, skipped_steps: optimizer steps with a loss scaler, and how many it skipped.
-        samples: see `trial_core.schedule.work.samples_of`.
-        work: in one sample, as far as this rank knows it.
-        device: the accelerator's name; empty for the CPU.
-        peak_memory_bytes: since the rank was started.
-        weights: what became of this rank's weights, if that was asked for.
-    """
-
-    batches_trained: int
+    batches_trained: int  # the trial's; fewer than `until` if a stop was requested
+    # Averaged over the workload's batches and all ranks; the same on every rank.
     metrics: dict[str, Any]
     seconds: float
-    data_seconds: float = 0.0
-    forward_seconds: float = 0.0
-    copy_seconds: float = 0.0
+    data_seconds: float = 0.0  # waited for data
+    forward_seconds: float = 0.0  # of a forward pass; 0 if unknown
+    copy_seconds: float = 0.0  # waited for the copies of a snapshot
+    # The next batch's, one per optimizer; None for an engine that has none.
     learning_rates: list[float | None] = []
-    non_finite: dict[str, NonFinite] = {}
-    scaled_steps: int = 0
-    skipped_steps: int = 0
-    samples: int = 0
-    work: Work = Work()
-    device: str = ""
-    peak_memory_bytes: int = 0
-    weights: WeightsSeen | None = None
+    non_finite: dict[str, NonFinite] = {}  # metrics that were NaN or infinite in some batch
+    scaled_steps: int = 0  # optimizer steps with a loss scaler
+    skipped_steps: int = 0  # those that it skipped
+    samples: int = 0  # see `trial_core.schedule.work.samples_of`
+    work: Work = Work()  # in one sample, as far as this rank knows it
+    device: str = ""  # the accelerator's name; empty for the CPU
+    peak_memory_bytes: int = 0  # since the rank was started
+    weights: WeightsSeen | None = None  # if that was asked for
 
 
 class NameMetrics(Request):

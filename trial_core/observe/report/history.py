@@ -52,25 +52,16 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReportHistory(msgspec.Struct, kw_only=True):
-    """A trial's curves, checkpoints and restarts.
+    """A trial's curves, checkpoints and restarts."""
 
-    Attributes:
-        written_at: when it was last stored.
-        ended: how the trial's last run ended; empty while it runs, and if it was killed.
-        curves: points by kind, in the order of batches.
-        checkpoints: existing checkpoints, oldest first; of many only the newest and the best.
-        unlisted, deleted: how many more exist, and how many the retention policy has deleted.
-        events: oldest first; `forgotten_events` earlier ones are left out.
-    """
-
-    written_at: str = ""
-    ended: str = ""
-    curves: dict[Curve, list[Point]] = {}
-    checkpoints: list[SavedCheckpoint] = []
-    unlisted: int = 0
-    deleted: int = 0
-    events: list[Event] = []
-    forgotten_events: int = 0
+    written_at: str = ""  # when it was last stored
+    ended: str = ""  # how the last run ended; empty while it runs, and if it was killed
+    curves: dict[Curve, list[Point]] = {}  # in the order of batches
+    checkpoints: list[SavedCheckpoint] = []  # oldest first; of many only the newest and the best
+    unlisted: int = 0  # checkpoints that exist, too
+    deleted: int = 0  # checkpoints that the retention policy has deleted
+    events: list[Event] = []  # oldest first
+    forgotten_events: int = 0  # earlier ones, which are left out
 
     def add_point(self, curve: Curve, batches: int, values: Mapping[str, Any]) -> None:
         """Add the finite numbers among `values`; thin the curve where points are densest."""

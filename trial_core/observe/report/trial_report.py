@@ -50,49 +50,37 @@ class SlowCompute(NamedTuple):
 
 @dataclass
 class TrialFacts:
-    """The contents of a report.
-
-    Attributes:
-        locations: other objects of the run, and their places: ``("Logs", "s3://…")``.
-        hyperparameters: by their paths.
-        topology: the ranks, and how they divide the work; empty until the trial is built.
-        versions: of the ranks' libraries.
-        code: the digest of the trial's code; empty if none is stored.
-        placed: the node of each rank, if they are on several nodes.
-        status: ``running``, ``completed``, or how else the run ended.
-        last: the last metrics of each kind, with their batch.
-        waits: of the last train-workloads: seconds, and how many of them each rank waited for its
-            data.
-        forward_seconds: of a forward pass in the last train-workload, by rank; 0 if unknown.
-        ledger: reads the trial's ledger of time, whose last run is this one; None if it has none.
-        lacking: how many records each tracker lacks after the run's end, for those that lack some.
-        has_metric: True if the user has named the searcher metric, by which a checkpoint is best.
-    """
+    """The contents of a report."""
 
     name: str
     trial: str
     searcher_metric: str
     smaller_is_better: bool
     checkpoints_url: str
-    locations: dict[str, str] = field(default_factory=dict)
+    locations: dict[str, str] = field(default_factory=dict)  # places: ``("Logs", "s3://…")``
     entrypoint: str = ""
-    hyperparameters: Mapping[str, Any] = field(default_factory=dict)
-    topology: str = ""
-    versions: Mapping[str, str] = field(default_factory=dict)
-    code: str = ""
-    placed: str = ""
-    status: str = "running"
+    hyperparameters: Mapping[str, Any] = field(default_factory=dict)  # by their paths
+    topology: str = ""  # the ranks, and how they divide the work; empty until the trial is built
+    versions: Mapping[str, str] = field(default_factory=dict)  # of the ranks' libraries
+    code: str = ""  # the digest of the trial's code; empty if none is stored
+    placed: str = ""  # the node of each rank, if they are on several nodes
+    status: str = "running"  # or ``completed``, or how else the run ended
     is_over: bool = False
     run_status: RunStatus = field(default_factory=RunStatus)
     history: ReportHistory = field(default_factory=ReportHistory)
+    # The last metrics of each kind, with their batch.
     last: dict[MetricsKind, tuple[int, Mapping[str, Any]]] = field(default_factory=dict)
+    # Of the last train-workloads: seconds, and how many of them each rank waited for its data.
     waits: deque[tuple[float, Sequence[float]]] = field(
         default_factory=lambda: deque(maxlen=WAIT_WORKLOADS)
     )
+    # Of a forward pass in the last train-workload, by rank; 0 if unknown.
     forward_seconds: Sequence[float] = ()
+    # Reads the trial's ledger of time, whose last run is this one; None if it has none.
     ledger: Callable[[], TimeLedger] | None = None
+    # How many records each tracker lacks after the run's end, for those that lack some.
     lacking: Mapping[str, int] = field(default_factory=dict)
-    has_metric: bool = True
+    has_metric: bool = True  # the user has named the searcher metric, by which a checkpoint is best
 
     def render(self) -> str:
         """The report as Markdown, with curves as Mermaid charts, which Prefect's UI draws."""
