@@ -91,7 +91,6 @@ class StorageConfig(Section):
     )
     options: PlainMapping = Field(
         default={},
-        title="Options",
         description="Options of the fsspec file system; for S3, endpoint_url, key and secret.",
     )
 

@@ -133,7 +133,6 @@ class ExperimentConfig(Section):
     ignored: ClassVar[Mapping[str, str]] = determined.IGNORED
 
     entrypoint: Annotated[str, BeforeValidator(determined.entrypoint)] = Field(
-        title="Entrypoint",
         description="The trial class, as module:Class; or the command of a script, with Trainer or "
         "the Core API: python train.py [arguments].",
         examples=["model_def:MyTrial"],
@@ -147,13 +146,11 @@ class ExperimentConfig(Section):
     )
     hyperparameters: Annotated[dict[str, Any], BeforeValidator(determined.hyperparameters)] = Field(
         default={},
-        title="Hyperparameters",
         description="The trial reads them from its context. Of a search range, as in Determined, "
         "it gets one value, which reproducibility.experiment_seed draws.",
     )
     data: PlainMapping = Field(
         default={},
-        title="Data",
         description="Where the trial's data is; the trial reads it from its context.",
     )
     searcher: SearcherConfig = Field(title="Length and metric")
@@ -175,11 +172,10 @@ class ExperimentConfig(Section):
     )
     name: Annotated[str, Strict()] = Field(
         default="",
-        title="Name",
         description="Runs and checkpoints are named after it. Default: the code folder's name.",
     )
-    description: str = Field(default="", title="Description", description="Free text.")
-    labels: list[Text] = Field(default=[], title="Labels", description="For finding runs.")
+    description: str = Field(default="", description="Free text.")
+    labels: list[Text] = Field(default=[], description="For finding runs.")
     max_restarts: Count = Field(
         default=5,
         title="Restarts",
@@ -209,7 +205,6 @@ class ExperimentConfig(Section):
     )
     trackers: Annotated[list[dict[str, dict[str, Any]]], BeforeValidator(tracker_list)] = Field(
         default=[],
-        title="Trackers",
         description="Programs that show what runs do: mlflow, wandb, tensorboard, trackio, or one "
         "of another package, each with its options. Keys and passwords come from the environment.",
         examples=[[{"mlflow": {"tracking_uri": "http://127.0.0.1:5000"}}]],

@@ -119,7 +119,6 @@ class ChannelConfig(Section):
     )
     ports: Annotated[str, PlainValidator(_ports), WithJsonSchema({"type": "string"})] = Field(
         default="0",
-        title="Ports",
         description="The port that the driver listens on, or a range to choose from, such as "
         '"7600-7650". 0: any free port.',
     )
@@ -150,13 +149,11 @@ class RayConfig(Section):
 
     address: Text = Field(
         default="auto",
-        title="Address",
         description='The cluster: "auto" (the one of this machine, or of RAY_ADDRESS), host:port, '
         "or ray://host:port.",
     )
     insecure: Flag = Field(
         default=False,
-        title="Insecure",
         description="Also use a cluster without token authentication, on which everyone who "
         "reaches it can run programs.",
     )
@@ -183,13 +180,11 @@ class ResourcesConfig(Section):
     )
     accelerator: Literal["auto", "cpu"] = Field(
         default="auto",
-        title="Accelerator",
         description='"auto": ranks compute on accelerators, or on the CPU if the machine has none. '
         '"cpu": they compute on the CPU.',
     )
     engine: Literal["auto", "local", "join", "ray", "slurm"] = Field(
         default="auto",
-        title="Engine",
         description='What finds the machines. "local": ranks run on this machine. "join": on '
         'machines that run `trialflow join`. "ray": on a Ray cluster. "slurm": in the Slurm '
         'allocation that the run was started in. "auto": what '
@@ -212,13 +207,11 @@ class ResourcesConfig(Section):
     )
     preload: bool = Field(
         default=True,
-        title="Preload",
         description="Fork the ranks from a process that has imported PyTorch and DeepSpeed. They "
         "start faster, also after a crash, and share memory. False: each rank imports them.",
     )
     network: Text | None = Field(
         default=None,
-        title="Network",
         description="With several machines, where the ranks talk to each other: a network such as "
         "10.0.0.0/16, or an interface such as eth1. Default: that on which a node reaches the "
         "driver.",

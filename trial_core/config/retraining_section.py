@@ -41,7 +41,6 @@ class ScheduleConfig(Section):
 
     cron: Text | None = Field(
         default=None,
-        title="Cron",
         description="Minute, hour, day of the month, month and day of the week.",
         examples=["0 3 * * *"],
     )
@@ -77,20 +76,17 @@ class RetrainingConfig(Section):
     model: Annotated[str, BeforeValidator(_model)] = Field(
         default="",
         strict=True,
-        title="Model",
         description="The model's name in the registry. Default: the experiment's name, if it is "
         "of lower case letters, digits and dashes.",
     )
     start: Start = Field(
         default="scratch",
-        title="Start",
         description="What a challenger starts from: nothing (scratch), the champion's weights "
         "(warm), or its weights, optimizer, schedules and callbacks (continue). Batches always "
         "count from 0.",
     )
     search: Flag = Field(
         default=False,
-        title="Search",
         description="Whether the challenger is the best trial of a search: the experiment has "
         "ranges, and searcher.name is not single.",
     )
@@ -98,7 +94,6 @@ class RetrainingConfig(Section):
         default=0.0,
         ge=0,
         allow_inf_nan=False,
-        title="Margin",
         description="A challenger is promoted if searcher.metric is better than the champion's by "
         "more than this.",
     )
@@ -110,7 +105,6 @@ class RetrainingConfig(Section):
     )
     callbacks: list[Annotated[str, BeforeValidator(function_name)]] = Field(
         default=[],
-        title="Callbacks",
         description="Functions in the code folder, as module:function, that are called with the "
         "outcome. Each runs in a separate process.",
     )

@@ -28,7 +28,7 @@ from trial_core.config.error_text import (
 
 
 class Section(BaseModel):
-    """A part of the experiment file; refuses unknown fields."""
+    """A part of the experiment file; refuses unknown fields. A title that a field lacks is its name."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 

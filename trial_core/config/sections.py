@@ -78,7 +78,6 @@ class SearcherConfig(Section):
         examples=[{"batches": 1000}],
     )
     metric: Text = Field(
-        title="Metric",
         description="The validation metric that decides which checkpoint is best.",
         examples=["validation_loss"],
     )
@@ -189,7 +188,6 @@ class OptimizationsConfig(Section):
     )
     sharding: Literal["none", "fsdp2"] = Field(
         default="none",
-        title="Sharding",
         description='"none": every rank has the whole models. "fsdp2": models and optimizer state '
         "are divided among the ranks.",
     )
@@ -241,7 +239,6 @@ class EnvironmentConfig(Section):
     )
     code: Literal["folder", "from_checkpoint", "shared"] = Field(
         default="folder",
-        title="Code",
         description='Where the trial\'s code comes from. "folder": the code folder; other machines '
         'get a copy. "shared": the code folder, which all machines see under the same path. '
         '"from_checkpoint": what the checkpoint that the run continues, starts from or evaluates '

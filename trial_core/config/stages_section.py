@@ -27,25 +27,21 @@ class StageConfig(Section):
         examples=["samples:write"],
     )
     after: After = Field(
-        title="After",
         description="After each validation, after each commit of a checkpoint, or once at the end "
         "of training.",
         examples=["validate"],
     )
     every: Period = Field(
         default=None,
-        title="Every",
         description="How often, of those occasions: the first one after each so many batches or "
         "epochs. Default: at all of them.",
     )
     blocking: Flag = Field(
         default=False,
-        title="Blocking",
         description="Whether training waits for it. If not, it runs beside training.",
     )
     metrics: list[Text] = Field(
         default=[],
-        title="Metrics",
         description="Names of numbers that it returns. If training waits for it after a "
         "validation, they are validation metrics, of which searcher.metric may be one.",
     )
@@ -54,7 +50,7 @@ class StageConfig(Section):
         title="If it fails",
         description="Whether its failure is a warning, or ends the run, which saves first.",
     )
-    retries: Count = Field(default=0, title="Retries", description="How often to call it again.")
+    retries: Count = Field(default=0, description="How often to call it again.")
     retry_delay_seconds: Seconds = Field(
         default=10.0, title="Pause", description="Seconds before it is called again."
     )

@@ -110,7 +110,6 @@ class SearchSettings(SearcherConfig):
     )
     divisor: Annotated[float, BeforeValidator(_divisor)] = Field(
         default=4.0,
-        title="Divisor",
         description="Of the trials at a rung, one in so many continues, so many times as far.",
     )
     num_rungs: Rungs | None = Field(
@@ -123,7 +122,6 @@ class SearchSettings(SearcherConfig):
     )
     mode: Mode = Field(
         default="standard",
-        title="Mode",
         description="adaptive_asha: how early trials are stopped. aggressive: one bracket with all "
         "rungs; standard: half as many brackets as rungs; conservative: as many.",
     )
@@ -145,7 +143,6 @@ class SearchSettings(SearcherConfig):
     )
     sampler: Text | None = Field(
         default=None,
-        title="Sampler",
         description="custom: a class, as module:Class, which chooses the hyperparameters: one of "
         "Optuna's samplers, or one with ask and tell.",
         examples=["optuna.samplers:TPESampler"],
@@ -371,7 +368,7 @@ def _either(value: Any, validate: ValidatorFunctionWrapHandler) -> ExperimentCon
 class EitherSchema(ExperimentConfig):
     """The JSON schema of `EitherExperiment`: a server names a wrong field, not the experiment."""
 
-    searcher: SearcherConfig | SearchSettings = Field(title="Searcher")
+    searcher: SearcherConfig | SearchSettings
 
 
 EitherExperiment = Annotated[
