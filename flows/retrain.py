@@ -45,7 +45,7 @@ from trial_core.models.records import Version
 from trial_core.observe.report.retraining_report import RetrainingFacts
 from trial_core.schedule.sequencer import searcher_metric
 from trial_core.schedule.stop_requests import StopHandler
-from trial_core.search.samplers import sampler_of
+from trial_core.search.search import sampler_of
 from trial_core.search.settings import EitherExperiment, SearchExperiment, check_retraining
 from trialflow.flows.evaluate import EvaluateResult, evaluate_checkpoint
 from trialflow.flows.lifecycle.crash_limit import check_crash_limit

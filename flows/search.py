@@ -53,8 +53,7 @@ from trial_core.schedule.units import Batch
 from trial_core.search.figures import html
 from trial_core.search.log import SearchLog
 from trial_core.search.page import glance, markdown
-from trial_core.search.samplers import Sampler, sampler_of
-from trial_core.search.search import Leg, Search
+from trial_core.search.search import Leg, Sampler, Search, sampler_of
 from trial_core.search.settings import SearchExperiment
 from trial_core.search.view import view_of
 from trialflow.flows.lifecycle.crash_limit import check_crash_limit

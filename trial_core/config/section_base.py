@@ -28,7 +28,7 @@ from trial_core.config.error_text import (
 
 
 class Section(BaseModel):
-    """A part of the experiment file; refuses unknown fields. A title that a field lacks is its name."""
+    """A part of an experiment file; refuses unknown fields. A field's name is its default title."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 

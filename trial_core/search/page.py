@@ -5,21 +5,26 @@ Its tables are also those of the terminal. They stay small for any number of tri
 
 from __future__ import annotations
 
-from collections import Counter
+import math
+from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
 
 from trial_core.checkpoint import layout
-from trial_core.common.text_format import number, plural, shortened
+from trial_core.common.text_format import is_finite_number, number, plural, setting, shortened
 from trial_core.observe.report.curves import CurveFigure, MeasuredLine, charts
 from trial_core.observe.report.markdown import code, escaped
 from trial_core.observe.report.trial_report import BAR_CELLS
-from trial_core.search.importance import importance
 from trial_core.search.state import described, in_unit
-from trial_core.search.view import SearchView
+from trial_core.search.view import SearchedName, SearchView
 
 SHOWN_ROWS, SHOWN_OTHERS, SHOWN_NAMES, SHOWN_LENGTHS = 50, 200, 10, 8
 _CHARACTERS = 120
+ENOUGH, GROUPS = 20, 4
+"""Of results to compare, and of numbers in `importance`."""
 _STATUSES = {
     "due": "due", "waits": "waiting", "ended": "ended", "failed": "failed", "invalid": "invalid"
 }  # fmt: skip
@@ -115,6 +120,54 @@ def _importance(view: SearchView) -> ViewTable:
     rows = [(_name(name.short), f"{share:.0%}") for name, share in shares]
     title = f"Importance of hyperparameters at {in_unit(length, view.unit)}"
     return _table(title, ("hyperparameter", "explains of the differences"), rows)
+
+
+def importance(view: SearchView) -> tuple[int, list[tuple[SearchedName, float]]] | None:
+    """The share of the differences between trials that each hyperparameter explains, from 0 to 1.
+
+    Trials are compared by their ranks at one length, the one that most have reached. They are put
+    in groups by a hyperparameter: by its choice, or numbers in four groups of equal size. The share
+    is the ranks' variance between the groups (epsilon squared), less what chance gives on average.
+    What two hyperparameters do together is not seen.
+
+    Returns:
+        The length, and the shares, the largest first; None of fewer than 20 results.
+    """
+    counts = Counter(each.length for trial in view.state.trials for each in trial.reached)
+    length, count = max(counts.items(), key=lambda each: (each[1], -each[0]), default=(0, 0))
+    if count < ENOUGH:
+        return None
+    there = {
+        trial.number: (trial, math.inf if each.metric is None else view.sign * each.metric)
+        for trial in view.state.trials
+        for each in trial.reached
+        if each.length == length
+    }
+    ranks = _ranks([value for _, value in there.values()])
+    values = {name: [name.of(trial) for trial, _ in there.values()] for name in view.names}
+    shares = [(name, _share(each, ranks)) for name, each in values.items()]
+    return length, sorted(shares, key=lambda each: -each[1])
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    """The values' ranks; equal values have their mean rank."""
+    ordered = sorted(values)
+    return [(bisect_left(ordered, each) + bisect_right(ordered, each)) / 2 for each in values]
+
+
+def _share(values: Sequence[Any], ranks: Sequence[float]) -> float:
+    groups: Sequence[Any] = [setting(value) for value in values]
+    if all(map(is_finite_number, values)) and len(set(values)) > GROUPS:
+        groups = [min(int(GROUPS * rank / len(values)), GROUPS - 1) for rank in _ranks(values)]
+    inside: dict[Any, list[float]] = defaultdict(list)
+    for group, rank in zip(groups, ranks, strict=True):
+        inside[group].append(rank)
+    total = sum((rank - fmean(ranks)) ** 2 for rank in ranks)
+    if not total or len(inside) in (1, len(ranks)):
+        return 0.0
+    between = sum(len(each) * (fmean(each) - fmean(ranks)) ** 2 for each in inside.values())
+    by_chance = (len(ranks) - 1) / (len(ranks) - len(inside))
+    return max(0.0, 1 - (1 - between / total) * by_chance)
 
 
 def _failures(view: SearchView) -> ViewTable:

@@ -2,26 +2,4 @@
 
 from __future__ import annotations
 
-from trial_core.observe.trackers.records import (
-    AnyRecord,
-    Began,
-    Committed,
-    Deleted,
-    Described,
-    Metrics,
-    Noted,
-    Record,
-    RunEnded,
-)
-
-__all__ = [
-    "AnyRecord",
-    "Began",
-    "Committed",
-    "Deleted",
-    "Described",
-    "Metrics",
-    "Noted",
-    "Record",
-    "RunEnded",
-]
+from trial_core.observe.trackers.records import *  # noqa: F403 - every record is passed on

@@ -15,8 +15,7 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import ConfigError, SearchError, StorageError
 from trial_core.search.log import Exited, NoMore, RungReached, SearchLog
 from trial_core.search.optuna_sampler import distributions, params_of, store_study
-from trial_core.search.samplers import sampler_of
-from trial_core.search.search import Leg, Search
+from trial_core.search.search import Leg, Search, sampler_of
 from trial_core.search.settings import SearchExperiment
 from trial_core.search.view import stored_view
 

@@ -19,9 +19,8 @@ from trial_core.checkpoint.storage.open_storage import open_storage
 from trial_core.common.text_format import number
 from trial_core.errors import SearchError
 from trial_core.search.figures import figures, html
-from trial_core.search.importance import importance
 from trial_core.search.log import SearchLog, searches
-from trial_core.search.page import markdown, tables
+from trial_core.search.page import importance, markdown, tables
 from trial_core.search.search import Search
 from trial_core.search.simulate import simulate
 from trial_core.search.view import SearchView, stored_view, view_of

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from trial_core.errors import ConfigError
-from trial_core.observe.trackers.mlflow_database import create_database
 from trial_core.observe.trackers.records import (
     AnyRecord,
     Began,
@@ -86,7 +88,7 @@ class MlflowTracker(Tracker):
 
     @cached_property
     def _client(self) -> MlflowClient:
-        create_database(place_of(self.options), self.run.trial)
+        _create_database(place_of(self.options), self.run.trial)
         return quiet_client(self.options)
 
     def open(self, known: str) -> str:
@@ -251,6 +253,37 @@ class MlflowTracker(Tracker):
             text = json.dumps(self._checkpoints, indent=1)
             with self.best_effort("the list of checkpoints"):
                 self._client.log_text(self._id, text, "checkpoints.json")
+
+
+def _create_database(place: str, trial: str) -> None:
+    """Create MLflow's database at `place` if that is a SQLite file that does not exist.
+
+    It exists with all its tables, or not at all. MLflow creates its tables in the database's own
+    file, which takes many seconds on a slow machine. If its process ends meanwhile, nothing can
+    open the file any more, not even ``mlflow db upgrade``. Until then the file is named after the
+    trial, which has one sender at a time.
+    """
+    if not place.startswith("sqlite"):
+        return
+    from mlflow.tracking import MlflowClient
+    from sqlalchemy.engine import make_url
+
+    name = make_url(place).database
+    # None for a database in memory, and for SQLite's own kind of URL.
+    if not name or name == ":memory:" or name.startswith("file:") or (path := Path(name)).exists():
+        return
+    new = path.with_name(f".{path.name}.{trial}.part")
+    for left in new.parent.glob(f"{glob.escape(new.name)}*"):  # by a process that has ended
+        left.unlink()
+    whole = make_url(place).set(database=str(new))
+    MlflowClient(whole.render_as_string(hide_password=False)).search_experiments(max_results=1)
+    try:
+        with suppress(FileExistsError):  # another trial's sender was faster
+            os.link(new, path)
+    except OSError:  # a file system without hard links
+        if not path.exists():
+            os.rename(new, path)
+    new.unlink(missing_ok=True)
 
 
 def quiet_client(options: Mapping[str, Any]) -> MlflowClient:
