@@ -18,11 +18,8 @@ _decoders: dict[Any, msgspec.json.Decoder[Any]] = {}
 
 
 def decode(data: bytes, kind: type[T]) -> T:
-    """The value of type `kind` in a JSON document.
-
-    Raises:
-        msgspec.MsgspecError: it is not, or it is nested too deeply.
-    """
+    """The value of type `kind` in a JSON document; MsgspecError if it is not, or is nested too
+    deeply."""
     try:
         value: T = decoder(kind).decode(data)
     except (UnicodeDecodeError, RecursionError) as error:
@@ -31,11 +28,8 @@ def decode(data: bytes, kind: type[T]) -> T:
 
 
 def convert(fields: Any, kind: type[T]) -> T:
-    """The value of type `kind` with these fields: numbers, strings, lists, dictionaries.
-
-    Raises:
-        msgspec.MsgspecError, RecursionError: they are not.
-    """
+    """The value of type `kind` with these plain fields; MsgspecError or RecursionError if they are
+    not."""
     decoder(kind)
     return msgspec.convert(fields, kind)
 

@@ -21,12 +21,8 @@ _importing: list[str] = []
 def lazy_names(
     package: str, names: Sequence[str], homes: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """A package's ``__getattr__`` and ``__dir__``.
-
-    Args:
-        homes: for each name its module, or ``module:name`` if it has another name there. Names
-            without a home are the package's own modules.
-    """
+    """A package's ``__getattr__`` and ``__dir__``. `homes` has a name's module, or ``module:name``
+    if it has another name there. Names without a home are the package's own modules."""
 
     def get(name: str) -> Any:
         if name not in names:

@@ -77,11 +77,8 @@ def _absolute(folder: str | Path) -> Path:
 
 
 def _default_model(experiment: str) -> str:
-    """The model of an experiment that names none: the experiment's own name.
-
-    Raises:
-        ConfigError: the name would be changed, and other names would become the same model.
-    """
+    """The model of an experiment that names none: the experiment's own name. ConfigError if it
+    would be changed, because other names would become the same model."""
     stored = slug(experiment)
     if stored == experiment:
         return stored

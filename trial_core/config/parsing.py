@@ -54,11 +54,8 @@ class _Loader(yaml.SafeLoader):
 
 
 def _measure(node: Node, measured: dict[int, tuple[int, int]]) -> tuple[int, int]:
-    """The number of values in `node`, and of its levels, with its aliases written out.
-
-    Args:
-        measured: the nodes that are measured already. An alias is the node that it stands for.
-    """
+    """The number of values in `node`, and of its levels, with its aliases written out. An alias is
+    the node that it stands for, which `measured` may have."""
     if id(node) in measured:
         return measured[id(node)]
     if isinstance(node, ScalarNode) and not is_unicode(node.value):
@@ -134,11 +131,8 @@ for _name, _construct in _CONSTRUCTORS.items():
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """The plain data in `text`.
-
-    Raises:
-        ConfigError: not valid YAML, or too much; the message has `source`, line and column.
-    """
+    """The plain data in `text`. ConfigError if that is not valid YAML, or too much; the message has
+    `source`, line and column."""
     if len(text) > MAX_CHARACTERS:
         raise ConfigError(
             f"{source}: more than {MAX_CHARACTERS} characters; put large data into a file of its "
@@ -165,11 +159,8 @@ def _yaml_error_message(error: yaml.MarkedYAMLError) -> str:
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file.
-
-    Raises:
-        ConfigError: the file does not exist, cannot be read, or is not a YAML mapping.
-    """
+    """The mapping in a YAML file. ConfigError if the file cannot be read, or is not a YAML
+    mapping."""
     try:
         with path.open(encoding="utf-8-sig") as file:
             text = file.read(MAX_CHARACTERS + 1)
@@ -237,12 +228,8 @@ def override(
 
 
 def override_values(mapping: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """`mapping` with each ``{"a.b.c": value}`` applied in turn, as `override` does.
-
-    Raises:
-        ConfigError: a key is not a path, or its path leads through a non-mapping; a text cannot be
-            encoded.
-    """
+    """`mapping` with each ``{"a.b.c": value}`` applied in turn, as `override` does. ConfigError
+    also if a text cannot be encoded."""
     result = dict(mapping)
     for name, value in values.items():
         path = tuple(part.strip() for part in name.split(".")) if isinstance(name, str) else ()
@@ -270,11 +257,8 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
 
 
 def warn_of_new_hyperparameters(mapping: Mapping[str, Any], overrides: Iterable[str]) -> None:
-    """Warn of every hyperparameter that an override adds to the file's.
-
-    Args:
-        mapping: the file, without the overrides, which must be well-formed.
-    """
+    """Warn of every hyperparameter that an override adds to `mapping`, the file without them. The
+    overrides must be well-formed."""
     for text in overrides:
         path = text.partition("=")[0].strip().split(".")
         section: Any = mapping.get(path[0]) if path[0] == "hyperparameters" else None

@@ -60,11 +60,8 @@ def draw(values: Mapping[str, Any], seed: int) -> dict[str, Any]:
 
 
 def sample(values: Mapping[str, Any], random_of: Callable[[str], Random]) -> dict[str, Any]:
-    """Hyperparameters of one trial of a search.
-
-    Args:
-        random_of: returns the generator for a range, from its place.
-    """
+    """Hyperparameters of one trial of a search, each drawn by the generator that `random_of` gives
+    for the place of its range."""
     drawn: dict[str, Any] = _checked_resolved(
         values, lambda each, place: _draw_from(each, random_of(place))
     )

@@ -283,11 +283,8 @@ decode_invitation: Callable[[bytes], Invitation | Abort | Logged] = decoding(
 
 
 def check_integer(value: int, place: str) -> None:
-    """Refuse a metric that messages cannot hold: MessagePack's integers have 64 bits.
-
-    Raises:
-        TrialError: `value` is below -2**63, or not below 2**64.
-    """
+    """Refuse a metric that messages cannot hold: MessagePack's integers have 64 bits. TrialError if
+    `value` is below -2**63, or not below 2**64."""
     if not -(2**63) <= value < 2**64:
         raise errors.TrialError(
             f"{place} is or holds an integer of {value.bit_length()} bits, expected one from "

@@ -125,19 +125,13 @@ class Bracket:
         return [Advance(trial, 0, "new")]
 
     def reached(self, trial: int, value: float) -> list[Action]:
-        """A trial has reached the rung that it was trained to.
-
-        Args:
-            value: its metric there: the smaller, the better. One that is not finite is the worst.
-        """
+        """A trial has reached the rung that it was trained to, with this metric: the smaller, the
+        better. One that is not finite is the worst."""
         return self._decide(trial, value if math.isfinite(value) else WORST)
 
     def exited(self, trial: int, is_invalid: bool = False) -> list[Action]:
         """A trial has failed or has ended itself: it is the worst of the rung it was trained to.
-
-        Args:
-            is_invalid: True if its hyperparameters are invalid: it is taken out of the search.
-        """
+        One whose hyperparameters are invalid is taken out of the search."""
         self._exited.add(trial)
         self._ended.add(trial)
         if not is_invalid:
@@ -309,11 +303,7 @@ class ProgressiveBracket(Bracket):
 
 
 def brackets(plans: Sequence[BracketPlan], kind: str, stops_once: bool = False) -> list[Bracket]:
-    """The brackets of a search.
-
-    Args:
-        kind: the searcher's name.
-        stops_once: see `StoppingBracket`.
-    """
+    """The brackets of a search whose searcher is named `kind`; for `stops_once` see
+    `StoppingBracket`."""
     bracket = ProgressiveBracket if kind == "pasha" else StoppingBracket if stops_once else Bracket
     return [bracket(i, plan, kind) for i, plan in enumerate(plans)]

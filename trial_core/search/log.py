@@ -93,11 +93,8 @@ SearchEvent = Opened | Changed | Begun | RungReached | Exited | NoMore
 
 
 class SearchLog:
-    """The records of one search. Every method may raise `StorageError` and `SearchError`.
-
-    Attributes:
-        events: all records so far, in order.
-    """
+    """All records of one search so far, in order. Every method may raise StorageError and
+    SearchError."""
 
     def __init__(self, storage: Storage, search: str) -> None:
         self._search = search
@@ -109,10 +106,7 @@ class SearchLog:
 
     def append(self, kind: type[SearchEvent], **fields: Any) -> None:
         """Store the next record. One that an error has left unsure is stored first; it may be this.
-
-        Raises:
-            Superseded: another driver has written a record meanwhile.
-        """
+        Raises Superseded if another driver has written a record meanwhile."""
         if (unsure := self._unsure) is not None:
             self.settle()
             if type(unsure) is kind and all(getattr(unsure, n) == fields[n] for n in fields):

@@ -113,11 +113,8 @@ def store_study(
 
 
 def frozen(experiment: SearchExperiment, trial: SearchTrial, unfinished: TrialState) -> FrozenTrial:
-    """A trial as Optuna has it.
-
-    Args:
-        unfinished: its state if it was not trained to `max_length`, and has not failed.
-    """
+    """A trial as Optuna has it; `unfinished` if it was not trained to `max_length`, and has not
+    failed."""
     values = {each.length: each.metric for each in trial.reached if each.metric is not None}
     last = trial.reached[-1] if trial.reached else None
     state = unfinished
@@ -143,11 +140,8 @@ def frozen(experiment: SearchExperiment, trial: SearchTrial, unfinished: TrialSt
 
 
 def distributions(experiment: SearchExperiment) -> dict[str, Distribution]:
-    """The distributions of all ranges, by place; those within choices, too.
-
-    Raises:
-        ConfigError: Optuna does not take a range.
-    """
+    """The distributions of all ranges, by place; those within choices, too. ConfigError if Optuna
+    does not take a range."""
     found: dict[str, Distribution] = {}
 
     def note(value: Any, start: Location) -> None:
@@ -177,11 +171,7 @@ def distribution(search_range: Mapping[str, Any], name: str) -> Distribution:
 
 
 def params_of(experiment: SearchExperiment, hyperparameters: Mapping[str, Any]) -> Params:
-    """The parameters that give these hyperparameters.
-
-    Raises:
-        ValueError: the ranges do not give them.
-    """
+    """The parameters that give these hyperparameters; ValueError if the ranges do not give them."""
     params = _params_of(experiment.hyperparameters, hyperparameters, ())
     if params is None:
         raise ValueError(f"the ranges do not give {dict(hyperparameters)}")

@@ -211,12 +211,8 @@ def best_lines(view: SearchView) -> tuple[str, Sequence[str]]:
 
 
 def markdown(view: SearchView, status: str = "", places: Sequence[str] | None = None) -> str:
-    """The page as Markdown; names and messages are not read as markup.
-
-    Args:
-        status: of the run that has the search, such as ``running``.
-        places: lines in place of the chart.
-    """
+    """The page as Markdown; names and messages are not read as markup. `status` is that of the run
+    that has the search, such as ``running``; `places` are lines in place of the chart."""
     share = min(view.state.progress, 1.0)
     filled, at = round(share * BAR_CELLS), view.events[-1].at[:19].replace("T", " ")
     state = status or ("over" if view.state.is_over else "not over")

@@ -69,12 +69,8 @@ def rungs(count: int, divisor: float, max_length: int) -> tuple[int, ...]:
 def asha(
     count: int, divisor: float, max_length: int, max_trials: int, concurrent: int
 ) -> BracketPlan:
-    """One bracket.
-
-    Args:
-        count: number of rungs.
-        concurrent: trials side by side; 0 for as many as bring one to the last rung.
-    """
+    """One bracket of `count` rungs, with so many trials side by side; 0 for as many as bring one to
+    the last rung."""
     if concurrent == 0:
         concurrent = max(min(int(divisor ** (count - 1)), max_trials), 1)
     return BracketPlan(
@@ -88,11 +84,8 @@ def asha(
 def extended(
     plans: Sequence[BracketPlan], divisor: float, max_length: int, max_trials: int, concurrent: int
 ) -> list[BracketPlan]:
-    """The brackets of a search that continues with greater maxima.
-
-    Args:
-        concurrent: trials side by side; 0 for as many as before.
-    """
+    """The brackets of a search that continues with greater maxima, and as many trials side by side;
+    0 for as many as before."""
     trials = trials_of_brackets([len(each.rungs) for each in plans], divisor, max_trials)
     trials = [max(each.max_trials, trials[i]) for i, each in enumerate(plans)]
     for i in reversed(range(len(plans))):

@@ -64,10 +64,7 @@ class _Asked:
 
 def sampler_of(experiment: SearchExperiment) -> Sampler | None:
     """The sampler that a search names; None if its ranges, or the points of its grid, decide.
-
-    Raises:
-        ConfigError: the class that it names cannot be imported or created, or is no sampler.
-    """
+    ConfigError if the class cannot be imported or created, or is no sampler."""
     settings = experiment.searcher
     if settings.sampler is None:
         return None

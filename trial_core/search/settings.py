@@ -404,11 +404,8 @@ def searches(experiment: Mapping[str, Any]) -> bool:
 def as_recorded(
     kind: type[_Recorded], fields: Mapping[str, Any], what: str = "the search"
 ) -> _Recorded:
-    """Settings of a log, of which the driver that wrote them has warned.
-
-    Raises:
-        SearchError: they were altered.
-    """
+    """Settings of a log, of which the driver that wrote them has warned; SearchError if they were
+    altered."""
     try:
         with warnings.catch_warnings(action="ignore"):
             return kind.model_validate(dict(fields))

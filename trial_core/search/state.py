@@ -134,11 +134,8 @@ class SearchState:
         return self._brackets[trial.bracket].rank(trial.number, trial.rung)
 
     def apply(self, event: SearchEvent) -> Sequence[Action]:
-        """Take the next record, and return what follows from it.
-
-        Raises:
-            SearchError: it does not follow from the records before it, so the log was altered.
-        """
+        """Take the next record, and return what follows from it. SearchError if it does not follow
+        from the records before it, so that the log was altered."""
         self.applied += 1
         if event.number != self.applied or isinstance(event, Opened) != (event.number == 1):
             raise self._altered(event)
@@ -228,11 +225,7 @@ class SearchState:
 
 
 def described(state: SearchState, trial: SearchTrial, unit: str) -> str:
-    """A trial's status, for people: ``waits: 2nd of 9 at 100 batches``.
-
-    Args:
-        unit: of lengths: ``batches`` or ``epochs``.
-    """
+    """A trial's status, for people: ``waits: 2nd of 9 at 100 batches``; lengths are in `unit`."""
     if trial.status in ("failed", "invalid"):
         return f"{trial.status}: {trial.why}"
     at = f" at {in_unit(trial.reached[-1].length, unit)}" if trial.reached else ""

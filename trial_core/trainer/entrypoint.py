@@ -38,11 +38,7 @@ MANUAL_INIT_VARIABLES = ("TRIALFLOW_MANUAL_INIT_DISTRIBUTED", "DET_MANUAL_INIT_D
 
 
 def load_trial_class(entrypoint: str) -> type[AnyTrial]:
-    """The class that `entrypoint` names.
-
-    Raises:
-        TrialError: the module or class does not exist, or the class is not a trial.
-    """
+    """The class that `entrypoint` names; TrialError if it does not exist, or is not a trial."""
     module_name, _, class_name = entrypoint.partition(":")
     module = _import(module_name, entrypoint)
     found: Any = module
@@ -73,11 +69,8 @@ _SILENT = Announcer(lambda message: None, is_silent=True)
 def build_adapter(
     info: RunInfo, distributed: DistributedContext, announcer: Announcer = _SILENT
 ) -> TrialAdapter:
-    """Construct the trial that the experiment names. Collective: every rank calls this.
-
-    Raises:
-        TrialError: the entrypoint is not a trial, or DeepSpeed rejects the trial's configuration.
-    """
+    """Construct the trial that the experiment names. Collective. TrialError if the entrypoint is
+    not a trial, or DeepSpeed rejects the trial's configuration."""
     host_store()
     with announcer.activity(
         "waiting for a build of an operator that was killed, or runs on another machine"
@@ -111,11 +104,8 @@ def build_adapter(
 
 
 def adapter_of(trial: AnyTrial, context: Any, seed: int) -> TrialAdapter:
-    """The adapter of a constructed trial. Collective: every rank calls this.
-
-    Raises:
-        TrialError: the trial wrapped nothing to train, or its callbacks have the wrong type.
-    """
+    """The adapter of a constructed trial. Collective. TrialError if the trial wrapped nothing to
+    train, or its callbacks have the wrong type."""
     context.distributed.connect()
     adapter: TrialAdapter
     if isinstance(trial, DeepSpeedTrial):

@@ -60,31 +60,20 @@ class Observer:
     def search_shown(
         self, lines: Sequence[str], rungs: Sequence[Sequence[str]], progress: float
     ) -> None:
-        """What a search has, now that it has begun, a training has begun, or one has ended.
-
-        Args:
-            lines: for people.
-            rungs: a table; its first row has the names of its columns.
-            progress: 0 to 1.
-        """
+        """What a search has, now that it has begun, a training has begun, or one has ended: lines
+        for people; the table of rungs, columns first; the progress from 0 to 1."""
 
     def samples_trained(self, samples: int) -> None:
         """Just before `run_started`: so many samples have been trained by then; 0 if unknown."""
 
     def trial_owned(self, attempt: int, earlier: Sequence[RunTime] = ()) -> None:
-        """The run has taken its trial, as the first or a later attempt at it. Called once a run.
-
-        Args:
-            earlier: the ledger's records of earlier attempts, oldest first.
-        """
+        """The run has taken its trial, as the first or a later attempt at it; once a run.
+        `earlier`: the ledger's records of earlier attempts, oldest first."""
 
     def trial_built(self, topology: Topology, versions: Mapping[str, str], code: str) -> None:
-        """The trial exists on all ranks. Called again after a restart, and in each `Trainer.fit`.
-
-        Args:
-            versions: the versions of the ranks' libraries.
-            code: the digest of the trial's code; empty if none is stored.
-        """
+        """The trial exists on all ranks; again after a restart, and in each `Trainer.fit`.
+        `versions` are those of the ranks' libraries; `code` is the digest of the trial's code,
+        empty if none is stored."""
 
     def ranks_placed(self, nodes: Sequence[str]) -> None:
         """All ranks have joined, on these nodes. Called again after a restart."""
@@ -115,13 +104,8 @@ class Observer:
         """A train-workload has ended."""
 
     def throughput_measured(self, batches: int, now: Throughput, whole_run: Throughput) -> None:
-        """The speed of a train-workload, or of a script's training since its last report.
-
-        Args:
-            batches: batches trained by then.
-            now: of the workload.
-            whole_run: of all train-workloads of this run so far.
-        """
+        """The speed of a train-workload, or of a script's training since its last report: of that
+        one, and of all of this run so far, which has trained `batches` by then."""
 
     def learning_rates_read(self, batches: int, learning_rates: Sequence[float | None]) -> None:
         """The learning rates after `batches` batches, by optimizer; None if an engine has none."""
@@ -132,12 +116,8 @@ class Observer:
     def checkpoint_committed(
         self, uuid: str, batches: int, total_bytes: int, digest: str = ""
     ) -> None:
-        """A checkpoint has been committed.
-
-        Args:
-            total_bytes: of all its files.
-            digest: of its manifest.
-        """
+        """A checkpoint has been committed, with so many bytes in all its files; `digest` is its
+        manifest's."""
 
     def checkpoint_deleted(self, uuid: str) -> None:
         """The retention policy has deleted a checkpoint."""
@@ -149,11 +129,8 @@ class Observer:
         """The run was asked to stop, and saves. Called in a signal handler, in the main thread."""
 
     def moving(self, what: str) -> None:
-        """The ranks have ended, and are launched again on other nodes, or fewer of them.
-
-        Args:
-            what: whether the ranks have saved, where they continue, and why.
-        """
+        """The ranks have ended, and are launched again on other nodes, or fewer of them. `what`
+        says whether they have saved, where they continue, and why."""
 
     def stalled(self, during: str, seconds: float, reason: str) -> None:
         """The ranks have hung for `seconds` in the stage `during`, and were ended."""

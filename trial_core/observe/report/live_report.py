@@ -298,11 +298,8 @@ class Report(Observer):
         return threading.Thread(target=lambda: self._context.run(work), name="report", daemon=True)
 
     def write(self, unless_over: bool = False) -> None:
-        """Write the report's present state: its files and its history.
-
-        Args:
-            unless_over: not if the run has ended: its last state is written, and may be stored now.
-        """
+        """Write the report's present state: its files and its history. `unless_over`: not if the
+        run has ended, whose last state is written, and may be stored now."""
         with self._writing:
             with self._lock:
                 if unless_over and self._facts.is_over:

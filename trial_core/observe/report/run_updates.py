@@ -61,12 +61,8 @@ class RunUpdate(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Place:
-    """A recipient of the progress.
-
-    Attributes:
-        name: for people: "its file".
-        tell: sends it; may take long, and may raise OSError, HTTPException or ValueError.
-    """
+    """A recipient of the progress, with its name for people. `tell` may take long, and may raise
+    OSError, HTTPException or ValueError."""
 
     name: str
     tell: Callable[[RunUpdate], None]

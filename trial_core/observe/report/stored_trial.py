@@ -51,12 +51,8 @@ class StoredTrial:
 
 
 def read_trial(store: CheckpointStore, trial: str) -> StoredTrial:
-    """Read a stored trial; a manifest that cannot be read is a warning.
-
-    Raises:
-        CheckpointNotFound: it has no checkpoint.
-        CheckpointDamaged: none of its manifests can be read.
-    """
+    """Read a stored trial. A manifest that cannot be read is a warning; without any that can,
+    CheckpointDamaged is raised, and CheckpointNotFound without any checkpoint."""
     saved = store.resume_candidates(trial)
     if not saved:
         there = ", ".join(store.trials()) or "none"

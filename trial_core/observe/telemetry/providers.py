@@ -40,11 +40,8 @@ _pulled: dict[str, MeterProvider] = {}
 def providers(
     traces: list[str], metrics_: list[str], logger: AnyLogger, ending: Ending
 ) -> Iterator[tuple[trace.TracerProvider, list[metrics.MeterProvider]]]:
-    """Yield the provider of traces and the providers of metrics.
-
-    Args:
-        traces, metrics_: names of exporters; if empty, the signal is off.
-    """
+    """Yield the provider of traces and the providers of metrics, for these names of exporters. A
+    signal without names is off."""
     own: list[OwnProvider] = []
     try:
         try:
@@ -93,12 +90,8 @@ class FirstFailure(logging.Filter):
 
 
 class OwnProvider:
-    """A provider of our own, for one run.
-
-    Args:
-        finish: exports the rest; may take long, or raise.
-        exporters: to be cut short if that takes too long.
-    """
+    """A provider of our own, for one run. `finish` exports the rest, and may take long or raise;
+    the exporters are cut short if it takes too long."""
 
     def __init__(
         self, finish: Callable[[], object], exporters: list[Any], signal: str, logger: AnyLogger

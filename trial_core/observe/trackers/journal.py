@@ -93,12 +93,8 @@ class JournalWriter:
         self._file.close()
 
     def append(self, record: AnyRecord) -> None:
-        """Append a record, which readers see at once.
-
-        Raises:
-            OSError: for example, the disk is full. No part of the record is written.
-            ValueError: it has a text that is not Unicode.
-        """
+        """Append a record, which readers see at once. Raises OSError, for example of a full disk,
+        and has written no part of it; or ValueError if it has a text that is not Unicode."""
         line = _encoder.encode(record) + b"\n"
         with self._lock:
             before = self._file.tell()
@@ -140,11 +136,8 @@ class JournalReader:
         self._first = self._offset = 0  # the file that was read last: its first record; and bytes
 
     def read(self, most: int) -> list[AnyRecord]:
-        """The next records, at most `most`; none if the journal does not exist.
-
-        Raises:
-            msgspec.MsgspecError: the next line is damaged or missing, or from a later version.
-        """
+        """The next records, at most `most`; none if the journal does not exist. Raises MsgspecError
+        if the next line is damaged or missing, or from a later version."""
         records: list[AnyRecord] = []
         if not self.path.exists():
             return records
@@ -216,13 +209,8 @@ def write_state(path: Path, state: State) -> None:
 
 
 def age(data: bytes) -> tuple[int, int]:
-    """The key to order copies of a journal: its last run, and its length. The newest is greatest.
-
-    Nothing from a damaged line on is counted.
-
-    Args:
-        data: the file with the newest records.
-    """
+    """The key to order copies of a journal, by their file with the newest records: its last run,
+    and its length. The newest is greatest. Nothing from a damaged line on is counted."""
     run = count = 0
     with suppress(msgspec.MsgspecError):
         earlier, begin = first_line(data)
@@ -236,10 +224,7 @@ def age(data: bytes) -> tuple[int, int]:
 
 def first_line(data: bytes) -> tuple[Earlier, int]:
     """What a journal's first line says of its segments, and the line's length; 0 if it has none.
-
-    Raises:
-        msgspec.MsgspecError: the line is damaged.
-    """
+    Raises MsgspecError if the line is damaged."""
     line, end, _ = data.partition(b"\n")
     if not end or not line.startswith(_EARLIER):
         return Earlier(), 0

@@ -154,10 +154,7 @@ def _store(store: CheckpointStore, trial: str, run_dir: Path, is_end: bool) -> N
 
 def lacking(store: CheckpointStore, trial: str) -> dict[str, int]:
     """The number of records that each tracker lacks, as the trial's storage shows; without zeros.
-
-    Raises:
-        StorageError: the storage failed.
-    """
+    Raises StorageError."""
 
     def read(name: str) -> bytes:
         return store.storage.read(layout.run_file_key(trial, f"{FOLDER}/{name}")) or b""

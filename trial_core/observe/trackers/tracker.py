@@ -185,11 +185,8 @@ class Tracker:
 
 
 def find_tracker(name: str) -> type[Tracker]:
-    """The class of a tracker.
-
-    Raises:
-        ConfigError: no tracker has that name, or its package is not installed or fails.
-    """
+    """The class of a tracker. ConfigError if no tracker has that name, or its package is not
+    installed or fails."""
     if (target := BUILT_IN.get(name)) is not None:
         if importlib.util.find_spec(name) is None:
             raise ConfigError(
@@ -233,11 +230,8 @@ EXPECTED = {str: "text", bool: "true or false", dict: "a mapping", list: "a list
 def check_options(
     name: str, options: Mapping[str, Any], known: Mapping[str, tuple[type, ...]]
 ) -> None:
-    """Refuse options that a tracker does not have, and values of another type: ConfigError.
-
-    Args:
-        known: its options, each with its allowed types, which are in `EXPECTED`.
-    """
+    """Refuse options that a tracker does not have, and values of other types than `known` has for
+    them, which are in `EXPECTED`: ConfigError."""
     for option, value in options.items():
         if option not in known:
             raise ConfigError(
