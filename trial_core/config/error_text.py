@@ -55,21 +55,20 @@ def format_value(value: object) -> str:
     return type_name(value)
 
 
+_TYPE_NAMES: Sequence[tuple[type | tuple[type, ...], str]] = (
+    (type(None), "nothing"),
+    (bool, "true or false"),
+    ((int, float), "a number"),
+    (str, "text"),
+    (Mapping, "a mapping"),
+    ((list, tuple), "a list"),
+)
+
+
 def type_name(value: object) -> str:
     """The type of a value, for messages that must not show the value."""
-    if value is None:
-        return "nothing"
-    if isinstance(value, bool):
-        return "true or false"
-    if isinstance(value, (int, float)):
-        return "a number"
-    if isinstance(value, str):
-        return "text"
-    if isinstance(value, Mapping):
-        return "a mapping"
-    if isinstance(value, (list, tuple)):
-        return "a list"
-    return f"a {type(value).__name__}"
+    named = (name for kind, name in _TYPE_NAMES if isinstance(value, kind))
+    return next(named, f"a {type(value).__name__}")
 
 
 def validation_error(message: str, *path: str | int) -> ValidationError:
@@ -102,28 +101,27 @@ def error_lines(error: ValidationError) -> list[str]:
     return lines
 
 
+_MESSAGES = {
+    "missing": "missing",
+    "extra_forbidden": "unknown field",
+    "string_type": "expected text, got {seen}{hint}",
+    "string_too_short": "expected text, got nothing",
+    "path_type": "expected the path of a folder, got {seen}",
+    "bool_type": "expected true or false, got {seen}",
+    "list_type": "expected a list, got {seen}",
+    "dict_type": "expected a mapping, got {seen}",
+    "literal_error": "expected {expected}, got {seen}",
+}
+
+
 def error_message(details: ErrorDetails, show: Callable[[object], str] = format_value) -> str:
     """The plain message for pydantic's error; a section's own message is kept."""
-    seen = show(details["input"])
-    messages: dict[str, Callable[[], str]] = {
-        "missing": lambda: "missing",
-        "extra_forbidden": lambda: "unknown field",
-        "string_type": lambda: f"expected text, got {seen}{_quotes_hint(details['input'])}",
-        "string_too_short": lambda: "expected text, got nothing",
-        "path_type": lambda: f"expected the path of a folder, got {seen}",
-        "bool_type": lambda: f"expected true or false, got {seen}",
-        "list_type": lambda: f"expected a list, got {seen}",
-        "dict_type": lambda: f"expected a mapping, got {seen}",
-        "literal_error": lambda: (
-            f"expected {details['ctx']['expected'].replace(chr(39), chr(34))}, got {seen}"
-        ),
-    }
-    message = messages.get(details["type"])
-    return message() if message else details["msg"]
-
-
-def _quotes_hint(value: object) -> str:
-    return " (text needs quotes here)" if isinstance(value, (bool, int, float)) else ""
+    value = details["input"]
+    hint = " (text needs quotes here)" if isinstance(value, (bool, int, float)) else ""
+    expected = str(details.get("ctx", {}).get("expected")).replace("'", '"')
+    if (message := _MESSAGES.get(details["type"])) is None:
+        return details["msg"]
+    return message.format(seen=show(value), hint=hint, expected=expected)
 
 
 def did_you_mean(name: str, names: Sequence[str]) -> str:

@@ -14,7 +14,6 @@ import msgspec
 
 from trial_core.checkpoint.manifest import utc_now
 from trial_core.common import text_format
-from trial_core.common.decoding import decode
 
 MAX_POINTS = 400
 MAX_METRICS = 24
@@ -112,8 +111,3 @@ class ReportHistory(msgspec.Struct, kw_only=True):
         """The stored form, with `written_at` set to now."""
         self.written_at = utc_now()
         return msgspec.json.encode(self)
-
-    @classmethod
-    def from_json(cls, data: bytes) -> ReportHistory:
-        """Read the stored form. Raises msgspec.MsgspecError."""
-        return decode(data, cls)

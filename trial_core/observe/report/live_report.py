@@ -20,6 +20,7 @@ from trial_core.checkpoint.storage.local_files import replace_file
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.common import text_format
 from trial_core.common.any_logger import AnyLogger
+from trial_core.common.decoding import decode
 from trial_core.config import ExperimentConfig
 from trial_core.errors import Superseded, TrialflowError
 from trial_core.messages import MetricsKind
@@ -283,9 +284,8 @@ class Report(Observer):
         self._end_updates()
         self._log_dropped_lines()
         if not isinstance(error, Superseded):  # else the newer run stores its report
-            storing = threading.Thread(
-                target=self._attempt, args=["stored", self._logs.store_final], daemon=True
-            )
+            store = partial(self._logs.store, is_final=True)
+            storing = threading.Thread(target=self._attempt, args=["stored", store], daemon=True)
             storing.start()
             if not self._ending.join(storing):
                 self._logs.cut_short()
@@ -338,7 +338,7 @@ class Report(Observer):
             self._publish_text()
             if self._logs_are_due:
                 self._logs_are_due = False
-                self._attempt("stored", self._logs.store_changed)
+                self._attempt("stored", self._logs.store)
                 self._attempt("complete", self._add_tensorboard)
             self._has_ended.wait(UPDATE_SECONDS)
         self._publish_text()
@@ -392,7 +392,7 @@ class Report(Observer):
         def read(source: Callable[[], bytes | None]) -> None:
             try:
                 if data := source():
-                    found.append(ReportHistory.from_json(data))
+                    found.append(decode(data, ReportHistory))
             except msgspec.MsgspecError as error:
                 self._logger.warning("the history of an earlier report cannot be read: %s", error)
 

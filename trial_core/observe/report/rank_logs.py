@@ -125,25 +125,18 @@ class StoredLogs:
         has_files = bool(self._store.storage.sizes(folder))
         return tensorboard_url(self._store, self._trial) if has_files else None
 
-    def store_changed(self) -> None:
-        """Upload the files that have changed enough.
+    def cut_short(self) -> None:
+        """Make running calls of `store` return soon."""
+        stop, self._stop = self._stop, CancelSignal()
+        stop.set()
+
+    def store(self, is_final: bool = False) -> None:
+        """Upload the files that have changed enough; all of them, once the ranks have ended.
 
         Raises:
             StorageError: the storage failed. The next call tries again.
             OSError: a log cannot be copied.
         """
-        self._store_all(is_final=False)
-
-    def cut_short(self) -> None:
-        """Make running calls of `store_changed` and `store_final` return soon."""
-        stop, self._stop = self._stop, CancelSignal()
-        stop.set()
-
-    def store_final(self) -> None:
-        """Upload everything, once the ranks have ended. Raises as `store_changed`."""
-        self._store_all(is_final=True)
-
-    def _store_all(self, is_final: bool) -> None:
         stop = self._stop  # the present one: `cut_short` may be called while this waits
         if self._store.is_process_local:
             return

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import msgspec
 
@@ -125,7 +125,10 @@ class RunUpdates(RunStatus):
             total_batches=total or None,
             seconds_left=0 if has_completed else None if left is None else math.ceil(left),
             stage="" if self._end else str(self.stage),
-            metrics={kind: _finite_numbers(each) for kind, each in metrics.items()},
+            metrics={
+                kind: {name: v for name, v in each.items() if text_format.is_finite_number(v)}
+                for kind, each in metrics.items()
+            },
             updated_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         )
 
@@ -156,7 +159,3 @@ class RunUpdates(RunStatus):
                 has_warned = True
             # Whatever happens meanwhile: `updated_at` also tells that the driver lives.
             self._has_ended.wait(UPDATE_SECONDS)
-
-
-def _finite_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    return {name: each for name, each in metrics.items() if text_format.is_finite_number(each)}

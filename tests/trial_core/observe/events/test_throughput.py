@@ -11,6 +11,7 @@ import pytest
 from tests.support.driving import TRIAL, drive
 from tests.support.slots import toy_config
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.common.decoding import decode
 from trial_core.config import ExperimentConfig
 from trial_core.driver.result import TrialResult
 from trial_core.errors import ConfigError, RankFailed
@@ -159,9 +160,8 @@ def test_result_report_and_json_agree(here: Path, capsys: pytest.CaptureFixture[
         assert shown in report
     assert "tokens/s" in run.speed
     assert "MFU" in run.speed
-    points = ReportHistory.from_json(
-        Path(_known(result.report_path)).with_name("report.json").read_bytes()
-    ).curves["speed"]
+    stored = Path(_known(result.report_path)).with_name("report.json").read_bytes()
+    points = decode(stored, ReportHistory).curves["speed"]
     assert [(each.batches, each.values["tokens/s"]) for each in points] == [
         (batches, now.tokens_per_second) for batches, now, _ in observer.seen
     ]

@@ -89,7 +89,7 @@ def test_rank_0s_output_does_not_crowd_out_its_warnings() -> None:
 def test_logs_and_report_are_stored(store: CheckpointStore, tmp_path: Path) -> None:
     """Every rank's log is stored where the report says, and the report beside it."""
     logs = logs_of(store, tmp_path / "run", **{"rank-0": "one\n", "rank-1": "two, three\n"})
-    logs.store_changed()
+    logs.store()
     place = logs.locations("Report", "report.md")["Logs"].removeprefix(f"{store.url}/runs/{TRIAL}/")
     assert stored(store) == {f"{place}/rank-0.log": 4, f"{place}/rank-1.log": 11, "report.md": 8}
     assert logs.stored("report.md") == b"# report"
@@ -106,25 +106,25 @@ def test_a_large_log_is_not_uploaded_after_every_checkpoint(
     def grow(count: int) -> int:
         with (run_dir / "logs" / "rank-0.log").open("a") as log:
             log.write("x" * count)
-        logs.store_changed()
+        logs.store()
         return next(size for key, size in stored(store).items() if key.endswith("rank-0.log"))
 
     assert grow(0) == 2 * SMALL_BYTES
     assert grow(SMALL_BYTES // 2) == 2 * SMALL_BYTES
     assert grow(SMALL_BYTES // 2) == 3 * SMALL_BYTES
     assert grow(10) == 3 * SMALL_BYTES
-    logs.store_final()
+    logs.store(is_final=True)
     assert grow(0) == 3 * SMALL_BYTES + 10
 
 
 def test_machines_do_not_overwrite_each_others_logs(store: CheckpointStore, tmp_path: Path) -> None:
     """The logs of a trial that moved to another machine are both stored."""
-    logs_of(store, tmp_path / "here", **{"rank-0": "here\n"}).store_changed()
+    logs_of(store, tmp_path / "here", **{"rank-0": "here\n"}).store()
     place = (tmp_path / "here" / "logs-place").read_text()
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "logs-place").write_text(f"{place}-elsewhere")
-    logs_of(store, elsewhere, **{"rank-0": "elsewhere\n"}).store_changed()
+    logs_of(store, elsewhere, **{"rank-0": "elsewhere\n"}).store()
     sizes = {size for key, size in stored(store).items() if key.startswith("logs/")}
     assert sizes == {5, 10}
 
@@ -133,8 +133,8 @@ def test_successive_runs_on_a_machine_share_a_stored_log(
     store: CheckpointStore, tmp_path: Path
 ) -> None:
     """The log of one folder is one object, whichever run wrote it."""
-    logs_of(store, tmp_path / "run", **{"rank-0": "one\n"}).store_changed()
-    logs_of(store, tmp_path / "run", **{"rank-0": "one\ntwo\n"}).store_changed()
+    logs_of(store, tmp_path / "run", **{"rank-0": "one\n"}).store()
+    logs_of(store, tmp_path / "run", **{"rank-0": "one\ntwo\n"}).store()
     (log,) = [size for key, size in stored(store).items() if key.startswith("logs/")]
     assert log == 8
 
@@ -145,7 +145,7 @@ def test_a_disk_that_was_full_does_not_hide_the_logs(
     """The file with the name of their folder may be empty then."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "logs-place").touch()
-    logs_of(store, tmp_path / "run", **{"rank-0": "one\n"}).store_changed()
+    logs_of(store, tmp_path / "run", **{"rank-0": "one\n"}).store()
     (log,) = [key for key in stored(store) if key.startswith("logs/")]
     assert log == f"{(tmp_path / 'run' / 'logs-place').read_text()}/rank-0.log"
 
@@ -163,7 +163,7 @@ def test_the_final_upload_can_be_cut_short(
         return copy(source, to)
 
     monkeypatch.setattr(shutil, "copyfile", copy_until_the_deadline)
-    logs.store_final()
+    logs.store(is_final=True)
     assert stored(store) == {"report.md": 8}
 
 
@@ -171,7 +171,7 @@ def test_a_memory_storage_receives_no_logs(tmp_path: Path) -> None:
     """It ends with this process. The report names the local folder."""
     store = CheckpointStore("memory://logs-of-a-test")
     logs = logs_of(store, tmp_path / "run", **{"rank-0": "one\n"})
-    logs.store_final()
+    logs.store(is_final=True)
     assert stored(store) == {}
     run = tmp_path / "run"
     places = logs.locations("Report", "report.md").values()
