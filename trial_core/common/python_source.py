@@ -9,12 +9,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """Within it, `ast.parse` (also the one in `inspect.getsource` of a class) can be relied on.
-
-    In Python 3.11.7, a garbage collection in the middle of it that runs Python code, which calls
-    it once more in this thread or lets another one, ends it with a SystemError ("AST constructor
-    recursion depth mismatch", gh-106905).
-    """
+    """Within it, `ast.parse` (also in `inspect.getsource` of a class) can be relied on. In Python
+    3.11.7, a garbage collection that runs Python code meanwhile, and so calls it again, ends it
+    with a SystemError ("AST constructor recursion depth mismatch", gh-106905)."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -235,11 +235,9 @@ _DEVICES = ("cpu", "rocm", "gpu", "cuda")
 
 
 def environment_variables(value: Any) -> Any:
-    """Names and values from a mapping, a list of ``NAME=VALUE``, or such lists by device.
-
-    Lists by device are merged, because the device is not known yet. If they differ, the
-    accelerator's value overrides the CPU's, with a warning.
-    """
+    """Names and values from a mapping, a list of ``NAME=VALUE``, or such lists by device. Those are
+    merged, because the device is not known yet; if they differ, the accelerator's value overrides
+    the CPU's, with a warning."""
     if isinstance(value, list):
         return _assignments(value, ())
     if not isinstance(value, Mapping):

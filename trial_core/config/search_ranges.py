@@ -79,11 +79,8 @@ def ranges_of(value: Any, path: Location = ()) -> Iterator[tuple[Location, Mappi
 
 
 def grid(values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """All points of the grid: those of Determined's, in its order.
-
-    The ranges are in the order of their names, and the last one varies fastest. A range of numbers
-    has `count` values at equal distances, its ends included.
-    """
+    """All points of the grid: those of Determined's, in its order: by the names of ranges, the last
+    one varies fastest. A range of numbers has `count` values at equal distances, with its ends."""
     return [dict(point) for point in _points(values)]
 
 

@@ -372,10 +372,8 @@ class StoppingConfig(Section):
 
     @property
     def idle_timeout_seconds(self) -> float | None:
-        """How long ranks may write nothing in a stage without batches; None for no limit.
-
-        At least half an hour: the timeout is chosen by the length of a batch, which says nothing
-        about a build that downloads, or a callback.
-        """
+        """How long ranks may write nothing in a stage without batches; None for no limit. At least
+        half an hour: the timeout is chosen by the length of a batch, which says nothing about a
+        build that downloads, or a callback."""
         stall = self.stall_timeout_seconds
         return None if stall is None else max(stall, MIN_IDLE_TIMEOUT_SECONDS)

@@ -15,11 +15,8 @@ _MAY_HAVE_A_SECRET = re.compile(r"://([^/\s]*@|.*\?.)")
 
 
 def tracker_list(data: Any) -> Any:
-    """Names without options become entries with none; refuses secrets, which would be stored.
-
-    ``[mlflow, {wandb: {project: gpt}}]`` is ``[{mlflow: {}}, {wandb: {project: gpt}}]``. An option
-    that is null has its default.
-    """
+    """The list with all names as entries with options: ``[mlflow]`` is ``[{mlflow: {}}]``; an
+    option that is null has its default. Refuses secrets, which would be stored."""
     if not isinstance(data, (list, tuple)):
         raise validation_error(f"expected a list of trackers, got {format_value(data)}")
     entries = [_entry(number, each) for number, each in enumerate(data)]

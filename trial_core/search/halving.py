@@ -100,10 +100,8 @@ class Bracket:
         return [Begin(self.number)] * count
 
     def extend(self, plan: BracketPlan) -> list[Action]:
-        """Continue with more trials, or with rungs above the last one.
-
-        The best of those that have reached the last rung continue; no earlier decision changes.
-        """
+        """Continue with more trials, or with rungs above the last one: the best of those that have
+        reached that continue. No earlier decision changes."""
         last, is_longer = len(self._rungs) - 1, len(plan.rungs) > len(self._rungs)
         self.plan = plan
         self._rungs += [_Rung() for _ in plan.rungs[last + 1 :]]
@@ -175,10 +173,8 @@ class Bracket:
         return [*actions, *self.fill(), *self._end_who_cannot_continue()]
 
     def _promoted(self, index: int, trial: int, value: float) -> int | None:
-        """Insert a trial into a rung, and return who is promoted because of that, if any.
-
-        Either the trial itself, or one that was too many before: there is room for one more.
-        """
+        """Insert a trial into a rung, and return who is promoted because of that, if any: the trial
+        itself, or one that was too many before, for which there is room now."""
         rung = self._rungs[index]
         before = int(len(rung.places) / self._divisor)
         after = int((len(rung.places) + 1) / self._divisor)
@@ -264,11 +260,8 @@ class StoppingBracket(Bracket):
 
 
 class ProgressiveBracket(Bracket):
-    """PASHA: the last rung is the second at first, and grows while the order there changes.
-
-    The order changes if the trials of the last rung are not in the order in which they were at the
-    rung below it.
-    """
+    """PASHA: the last rung is the second at first, and grows while the order there changes, which
+    is when its trials are in another order than at the rung below it."""
 
     def __init__(self, number: int, plan: BracketPlan, kind: str = "pasha") -> None:
         super().__init__(number, plan, kind)

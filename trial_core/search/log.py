@@ -133,10 +133,8 @@ class SearchLog:
 
 
 def searches(storage: Storage) -> list[str]:
-    """The searches in a storage that have records, sorted. Warns of foreign objects.
-
-    Raises StorageError.
-    """
+    """The searches in a storage that have records, sorted. Warns of foreign objects. Raises
+    StorageError."""
     names: set[str] = set()
     for key in sorted(storage.sizes(layout.SEARCHES)):
         name, _, path = key.removeprefix(f"{layout.SEARCHES}/").partition("/")

@@ -104,13 +104,9 @@ def adaptive_asha(
     mode: Mode,
     bracket_rungs: Sequence[int] = (),
 ) -> list[BracketPlan]:
-    """Brackets of different numbers of rungs, those with most rungs first.
-
-    Each gets about the same number of batches. `concurrent` is divided among them.
-
-    Args:
-        bracket_rungs: the number of rungs of each bracket, in place of `mode` and `max_rungs`.
-    """
+    """Brackets of different numbers of rungs, those with most rungs first, each of about as many
+    batches, and with its part of `concurrent`. `bracket_rungs` has their numbers of rungs, in place
+    of `mode` and `max_rungs`."""
     counts = list(bracket_rungs)
     if not counts:
         most = min(

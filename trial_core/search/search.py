@@ -104,15 +104,10 @@ class Leg:
 
 
 class Search:
-    """One search, in the driver that has it.
+    """One search, in the driver that has it, which alone appends to its log.
 
-    Args:
-        log: its records, to which this driver alone appends; empty for a new search.
-        sampler: that of the experiment, if it has been made.
-
-    Raises:
-        ConfigError: the experiment is not the one that the search began with.
-        SearchError: the log was altered, or the sampler cannot be used.
+    Raises ConfigError if the experiment is not the one that the search began with; SearchError if
+    the log was altered, or the sampler cannot be used.
     """
 
     def __init__(
@@ -180,15 +175,9 @@ class Search:
     def reached(
         self, leg: Leg, batches: int, metrics: Mapping[str, Any], checkpoint: str | None
     ) -> None:
-        """Record that a trial has been trained to its rung.
-
-        Args:
-            metrics: of its validation there.
-
-        Raises:
-            SearchError: they lack the searcher metric.
-            Superseded: another driver has the search.
-        """
+        """Record that a trial has been trained to its rung, with the metrics of its validation
+        there. SearchError if they lack the searcher metric; Superseded if another driver has the
+        search."""
         name = self.experiment.searcher.metric
         if not is_number(metrics.get(name)):
             raise SearchError(

@@ -259,20 +259,13 @@ class SearchExperiment(ExperimentConfig):
         return self
 
     def plan(self, began: Mapping[str, Any] | None = None) -> list[BracketPlan]:
-        """The brackets of the search, as it begins.
-
-        Args:
-            began: the section `searcher` with which it began, if it continues.
-        """
+        """The brackets of the search, as it begins; of one that continues, `began` is the section
+        `searcher` with which it began."""
         settings = self.searcher if began is None else as_recorded(SearchSettings, began)
         return settings.plan(len(self.points))
 
     def extended_plan(self, plans: Sequence[BracketPlan]) -> list[BracketPlan]:
-        """The brackets of a search that continues with this experiment.
-
-        Args:
-            plans: those that it has.
-        """
+        """The brackets of a search that has these, and continues with this experiment."""
         settings = self.searcher
         most = settings.max_trials or 0
         if settings.name == "grid":
@@ -294,11 +287,8 @@ class SearchExperiment(ExperimentConfig):
         return sample(self.hyperparameters, lambda place: Random(f"{seed} {trial} {place}"))
 
     def of_trial(self, hyperparameters: Mapping[str, Any], search: str) -> ExperimentConfig:
-        """The experiment of one trial, as `train` takes it. Trackers show it below the search's id.
-
-        Raises:
-            ConfigError: the hyperparameters cannot be stored.
-        """
+        """The experiment of one trial, as `train` takes it; ConfigError if its hyperparameters
+        cannot be stored. Trackers show it below the search's id."""
         searcher = {name: getattr(self.searcher, name) for name in SearcherConfig.model_fields}
         fields = {name: getattr(self, name) for name in ExperimentConfig.model_fields}
         return ExperimentConfig.from_mapping(
@@ -317,15 +307,11 @@ class SearchExperiment(ExperimentConfig):
         )
 
     def check_continues(self, began: Mapping[str, Any], last: Mapping[str, Any]) -> None:
-        """Check that a search may continue with this experiment.
+        """Check that a search may continue with this experiment. It began with `began`, and
+        continued last with the section `searcher` that is `last`.
 
-        Args:
-            began: the experiment with which it began, as `recorded`.
-            last: the section `searcher` with which it last continued.
-
-        Raises:
-            ConfigError: the data, or another field than those of `MAY_CHANGE`, has changed, or a
-                maximum is smaller.
+        Raises ConfigError if the data, or another field than those of `MAY_CHANGE`, has changed, or
+        a maximum is smaller.
         """
         now = self.recorded()
         searcher, before = now.pop("searcher"), began["searcher"]
@@ -378,14 +364,8 @@ EitherExperiment = Annotated[
 
 
 def check_retraining(experiment: ExperimentConfig, source: str = "") -> None:
-    """Check that an experiment with a searcher of several trials asks to be retrained by a search.
-
-    Args:
-        source: the file; the error begins with it.
-
-    Raises:
-        ConfigError: it does not.
-    """
+    """Refuse an experiment with a searcher of several trials that does not ask to be retrained by a
+    search: ConfigError, which begins with `source`, its file."""
     section = experiment.retraining
     if isinstance(experiment, SearchExperiment) and not (section and section.search):
         raise ConfigError(

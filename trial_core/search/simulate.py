@@ -39,12 +39,8 @@ def in_memory(experiment: SearchExperiment) -> Search:
 
 def read_curves(path: Path) -> list[LearningCurve]:
     """The curves in a CSV file with the columns trial, length and metric; a row a validation.
-
     Trials that are numbers have their places; of one that is left out the curve is empty.
-
-    Raises:
-        ConfigError: it cannot be read, or has other columns.
-    """
+    ConfigError if the file cannot be read, or has other columns."""
     curves: dict[str, list[tuple[int, float]]] = defaultdict(list)
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
@@ -69,10 +65,8 @@ def read_curves(path: Path) -> list[LearningCurve]:
 
 
 def simulate(experiment: SearchExperiment, curves: Sequence[LearningCurve]) -> Search:
-    """Run a search to its end, a trial at a time. Trial *n* has curve *n*; then they repeat.
-
-    At a length, a curve has the value of the last validation until then, else of the first.
-    """
+    """Run a search to its end, a trial at a time. Trial *n* has curve *n*; then they repeat. A
+    curve has at a length the value of the last validation until then, else of the first."""
     search = in_memory(experiment)
     while (leg := search.next(())) is not None:
         length = int(leg.until.value)  # type: ignore[arg-type]

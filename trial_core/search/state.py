@@ -101,10 +101,8 @@ class SearchState:
 
     @property
     def ranked(self) -> Sequence[tuple[SearchTrial, RungReached, float]]:
-        """The trials that have a result, the best one first; each with its best, and its metric.
-
-        Of equals, the first is better.
-        """
+        """The trials that have a result, the best one first; each with its best, and its metric. Of
+        equals, the first is better."""
         results = sorted(
             (self._value(each), each.number, each.metric, each)
             for trial in self.trials

@@ -158,13 +158,8 @@ def view_of(search: Search, url: str = "") -> SearchView:
 
 
 def stored_view(storage: Storage, search: str) -> SearchView:
-    """The view of a stored search. Its experiment has only what the log has of it.
-
-    Nothing that the log names is imported: neither the entrypoint nor a sampler.
-
-    Raises:
-        SearchError: there is no such search, or its log was altered.
-    """
+    """The view of a stored search, whose experiment has only what the log has of it; nothing that
+    the log names is imported. SearchError if there is no such search, or its log was altered."""
     events = SearchLog(storage, search).events if layout.is_name(search) else []
     if not events:
         there = text_format.first_few(searches(storage), 10) or "none"

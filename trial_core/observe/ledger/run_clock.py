@@ -71,12 +71,8 @@ def bucket_of(stage: str, hook: str = "") -> Bucket | None:
 
 
 class RunClock:
-    """Measures one run. The run's own thread changes buckets; any thread may report and read.
-
-    Args:
-        waited_seconds: how long the run has already waited for its devices.
-        now: seconds that never go back.
-    """
+    """Measures one run, from so many seconds before now, in which it has waited for its devices.
+    The run's own thread changes buckets; any thread may report and read."""
 
     def __init__(
         self, waited_seconds: float = 0.0, now: Callable[[], float] = time.monotonic
@@ -111,10 +107,8 @@ class RunClock:
 
     @contextmanager
     def spending(self, bucket: Bucket) -> Iterator[None]:
-        """Be in `bucket` during the block, and then in the previous one; blocks may be nested.
-
-        If training fails, the time after the last finished batch is idle.
-        """
+        """Be in `bucket` during the block, and then in the previous one; blocks may be nested. If
+        training fails, the time after the last finished batch is idle."""
         before = self.switch(bucket)
         try:
             yield

@@ -30,12 +30,8 @@ _logger = logging.getLogger(__name__)
 
 
 def read_ledger(store: CheckpointStore, trial: str) -> TimeLedger:
-    """The stored ledger of a trial. Unreadable records cause a warning, and are left out.
-
-    Raises:
-        CheckpointError: no trial may have this id.
-        StorageError: the storage cannot be read.
-    """
+    """The stored ledger of a trial. Unreadable records cause a warning, and are left out. Raises
+    CheckpointError if no trial may have this id; StorageError."""
     folder = layout.ledger_folder(trial)
     found = named_keys(store.storage, folder, lambda key: layout.parse_numbered_key(folder, key))
 

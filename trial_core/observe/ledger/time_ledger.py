@@ -77,10 +77,8 @@ class TimeLedger:
 
     @property
     def cost(self) -> float | None:
-        """The cost of the slots; None if no run has a price.
-
-        Runs without a price count nothing, nor does time in the queue, where no slot is held.
-        """
+        """The cost of the slots; None if no run has a price. Runs without a price count nothing,
+        nor does time in the queue, where no slot is held."""
         prices = [
             sum(ms for bucket, ms in run.slot_milliseconds.items() if bucket != "queue")
             * run.per_slot_hour

@@ -122,10 +122,8 @@ def _range_of_a_constant(figure: CurveFigure) -> dict[str, Any]:
 
 
 def _heights_of_last_values(figure: CurveFigure) -> Sequence[str]:
-    """The position of each line's last value: next to its point, or above and below.
-
-    Empty in a figure of more lines than two, whose values are read with the pointer.
-    """
+    """The position of each line's last value: next to its point, or above and below; empty in a
+    figure of more lines than two, whose values are read with the pointer."""
     if len(figure.lines) != 2:
         return ["middle" if len(figure.lines) == 1 else ""] * len(figure.lines)
 

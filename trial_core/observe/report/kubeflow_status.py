@@ -40,11 +40,8 @@ def kubeflow_status() -> Place | None:
 
 
 def trainer_status(progress: RunUpdate) -> dict[str, Any]:
-    """The body of a request, without unknown values.
-
-    The percentage is 100 only for a completed run, because a TrainJob's status has no other field
-    for that.
-    """
+    """The body of a request, without unknown values. The percentage is 100 only for a completed
+    run, because a TrainJob's status has no other field for that."""
     known: dict[str, Any] = {"lastUpdatedTime": progress.updated_at}
     if progress.percent is not None:
         most = 100 if progress.status == "completed" else 99

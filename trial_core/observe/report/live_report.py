@@ -377,10 +377,8 @@ class Report(Observer):
 
     @contextmanager
     def _update(self) -> Iterator[TrialFacts]:
-        """Lock the facts for the block, and have the report written afterwards.
-
-        The channel, the uploads and the flow each call the observer in their own thread.
-        """
+        """Lock the facts for the block, and have the report written afterwards. The channel, the
+        uploads and the flow each call the observer in their own thread."""
         with self._lock:
             yield self._facts
         self._has_changed.set()

@@ -61,10 +61,8 @@ class LogLimit:
 
 
 class LogLimits:
-    """Separate limits for rank 0's output, its warnings, and the other ranks' warnings.
-
-    None of them uses up another's budget. The other ranks send only warnings.
-    """
+    """Separate limits for rank 0's output, its warnings, and the other ranks' warnings, which alone
+    they send. None of them uses up another's budget."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._output, self._warnings, self._others = (LogLimit(clock) for _ in range(3))
@@ -162,10 +160,8 @@ class StoredLogs:
 
 
 def stored_name(run_dir: Path, file: Path) -> str | None:
-    """The key of a file of a run's folder, below the run's folder in the storage.
-
-    None if it is not stored: only this machine needs it.
-    """
+    """The key of a file of a run's folder, below the run's folder in the storage; None if it is not
+    stored, because only this machine needs it."""
     if file.parts[0] != "logs":
         return None if file.name in (PLACE, PROGRESS) else file.as_posix()
     place = run_dir / PLACE

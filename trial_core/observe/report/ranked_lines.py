@@ -55,11 +55,8 @@ def curves_by_rank(trials: Sequence[RankedTrial], unit: str) -> dict[str, Any]:
 def parallel_coordinates(
     trials: Sequence[RankedTrial], names: Sequence[str], is_log: Sequence[bool], metric: str
 ) -> dict[str, Any]:
-    """An axis for each hyperparameter and for the metric; a line for each trial, the best first.
-
-    Args:
-        is_log: whether the hyperparameter's axis is logarithmic where that is possible.
-    """
+    """An axis for each hyperparameter, logarithmic where that is asked for and possible, and for
+    the metric; a line for each trial, the best first."""
     metrics = [trial.metric for trial in trials]
     axes = [_axis([trial.values[i] for trial in trials], log) for i, log in enumerate(is_log)]
     axes += [_axis(metrics, scale(metrics) == "log")]
@@ -94,9 +91,7 @@ def _axis(
     values: Sequence[Any], is_log: bool
 ) -> tuple[Sequence[float | None], Sequence[str], Mapping[str, float | None]]:
     """An axis of parallel coordinates: each value's height from 0 to 1, its text, and labels.
-
-    Numbers have a scale. Other values are at equal distances, in the order of their texts.
-    """
+    Numbers have a scale; other values are at equal distances, in the order of their texts."""
     there = [value for value in values if value is not None]
     is_numeric = all(map(is_finite_number, there))
     is_log = is_log and is_numeric and min(there, default=0) > 0

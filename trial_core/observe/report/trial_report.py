@@ -30,10 +30,8 @@ MIN_SLOWNESS = 1.2
 
 
 class SlowestRank(NamedTuple):
-    """The rank that waits longest for its data, and so delays the others: its share of the time.
-
-    `others_median` is the median share of the other ranks; None without other ranks.
-    """
+    """The rank that waits longest for its data, and so delays the others: its share of the time,
+    and the median share of the other ranks, if there are any."""
 
     rank: int
     share: float

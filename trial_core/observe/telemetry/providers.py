@@ -214,10 +214,8 @@ def _made(
 
 
 def _entry_point(signal: str, name: str) -> str:
-    """The exporter's name. Without a protocol, ``otlp`` is HTTP, as OpenTelemetry advises.
-
-    The SDK's own configuration would take gRPC, which `trialflow[otel]` does not install.
-    """
+    """The exporter's name. Without a protocol, ``otlp`` is HTTP, as OpenTelemetry advises; the
+    SDK's own configuration would take gRPC, which `trialflow[otel]` does not install."""
     if name != "otlp":
         return name
     variables = (f"OTEL_EXPORTER_OTLP_{signal.upper()}_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")

@@ -39,11 +39,8 @@ def run_telemetry(
     ending: Ending,
     logger: AnyLogger,
 ) -> Iterator[Observer]:
-    """Yield an observer that reports the run, or one that does nothing, for the block.
-
-    The end of the block exports the rest. A failing backend causes a warning, and does not end the
-    run.
-    """
+    """Yield an observer that reports the run, or one that does nothing, for the block, whose end
+    exports the rest. A failing backend is a warning, and does not end the run."""
     traces, metrics = exporter_names("traces"), exporter_names("metrics")
     if not (traces or metrics):
         yield Observer()

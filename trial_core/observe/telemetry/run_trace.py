@@ -179,10 +179,8 @@ class RunTrace(Observer):
         self._launch_again(_failed(reason))
 
     def _send_killed(self, first: RunTime) -> None:
-        """Send the span of a first attempt whose driver was killed, as far as it is known.
-
-        A driver that only seemed dead sends its own later, with the same id.
-        """
+        """Send the span of a first attempt whose driver was killed, as far as it is known. A driver
+        that only seemed dead sends its own later, with the same id."""
         began, until = (_nanoseconds(each) for each in (first.began_at, first.until))
         root = self._tracer.start_span(
             ATTEMPT,

@@ -75,10 +75,8 @@ class Earlier(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class JournalWriter:
-    """Appends to the journal. Several threads may append.
-
-    A last line that is incomplete, because its writer was killed, is removed.
-    """
+    """Appends to the journal, from several threads. A last line that is incomplete, because its
+    writer was killed, is removed."""
 
     def __init__(self, path: Path) -> None:
         self._lock = threading.Lock()

@@ -48,14 +48,8 @@ class SenderOrder(msgspec.Struct, kw_only=True):
 
 
 class SenderProcess:
-    """The sender, as the driver sees it. Its trackers' output is in ``logs/trackers.log``.
-
-    Args:
-        hear: called in a thread with news for people.
-
-    Raises:
-        OSError: it cannot be started.
-    """
+    """The sender, as the driver sees it. Its trackers' output is in ``logs/trackers.log``; `hear`
+    is called in a thread with news for people. Raises OSError if it cannot be started."""
 
     def __init__(
         self, order: SenderOrder, variables: Mapping[str, str], hear: Callable[[str], None]
@@ -75,13 +69,8 @@ class SenderProcess:
         return self._child.lives()
 
     def end(self, wait: Callable[[Callable[[float], bool]], bool]) -> None:
-        """Tell it that no more records come, and wait for its end; then kill it.
-
-        Its child processes end, too.
-
-        Args:
-            wait: waits for its end, like `Ending.wait`.
-        """
+        """Tell it that no more records come; `wait` for its end, like `Ending.wait`; then kill it
+        with its child processes."""
         self._child.wake(END)
         self._child.close_input()
         wait(self._child.wait)

@@ -33,10 +33,8 @@ from trial_core.observe.trackers.tracker import find_tracker
 
 
 def adopt_stored(store: CheckpointStore, trial: str, run_dir: Path, logger: AnyLogger) -> None:
-    """Take the stored journal and states, if the trial was on another machine since.
-
-    A damaged journal, here or there, is set aside.
-    """
+    """Take the stored journal and states, if the trial was on another machine since. A damaged
+    journal, here or there, is set aside."""
     folder = run_dir / FOLDER
     try:
         _set_damaged_aside(folder, logger)
@@ -115,10 +113,8 @@ def _adopted(file: Path, stored: SenderOrder) -> bytes:
 def keep(
     store: CheckpointStore, trial: str, run_dir: Path, logger: AnyLogger, is_end: bool = True
 ) -> None:
-    """Store states and journal.
-
-    At a run's end, nothing is stored if another run, superseding this one, stored a newer journal.
-    """
+    """Store states and journal; at a run's end not if another run, superseding this one, has stored
+    a newer journal."""
     if store.is_process_local:
         return
     try:
