@@ -43,9 +43,9 @@ from trial_core.config.sections import (
     ProfilingConfig,
     ReproducibilityConfig,
     SearcherConfig,
+    StageConfig,
     StoppingConfig,
 )
-from trial_core.config.stages_section import StageConfig
 from trial_core.config.tracker_list import tracker_list
 from trial_core.config.values import MAX_COUNT, Count, Flag, PlainMapping, PositiveOrAuto, Text
 from trial_core.errors import ConfigError

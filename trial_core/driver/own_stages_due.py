@@ -12,7 +12,7 @@ from typing import Any
 
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.common.text_format import clean, is_number, one_line
-from trial_core.config.stages_section import After, StageConfig
+from trial_core.config.sections import After, StageConfig
 from trial_core.driver.run import Launch
 from trial_core.driver.stages.declared_stage import OwnStageFailed, Running
 from trial_core.driver.stages.own_stage import call, own_stage

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trial_core.config.stages_section import StageConfig
+from trial_core.config.sections import StageConfig
 from trial_core.driver.run import Launch
 from trial_core.driver.stages.declared_stage import OwnStageFailed, parallel_stage
 from trial_core.processes.machine.callback_process import call_function, log_lines
