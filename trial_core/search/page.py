@@ -16,7 +16,7 @@ from typing import Any
 from trial_core.checkpoint import layout
 from trial_core.common.text_format import is_finite_number, number, plural, setting, shortened
 from trial_core.observe.report.curves import CurveFigure, MeasuredLine, charts
-from trial_core.observe.report.markdown import code, escaped
+from trial_core.observe.report.markdown import code, escaped, table
 from trial_core.observe.report.trial_report import BAR_CELLS
 from trial_core.search.state import described, in_unit
 from trial_core.search.view import SearchedName, SearchView
@@ -43,7 +43,7 @@ class ViewTable:
 def tables(view: SearchView) -> list[ViewTable]:
     """Rungs, trials, promotions, importance of hyperparameters, failures: those that have rows."""
     found = (_rungs(view), _trials(view), _promotions(view), _importance(view), _failures(view))
-    return [table for table in found if table.rows]
+    return [each for each in found if each.rows]
 
 
 def glance(view: SearchView) -> tuple[list[str], list[Sequence[str]]]:
@@ -230,10 +230,8 @@ def markdown(view: SearchView, status: str = "", places: Sequence[str] | None = 
         parts += [f"- its hyperparameters: {' · '.join(map(escaped, values))}"]
     parts += [f"- {escaped(settings_line(view))}"]
     parts += ["\n".join(_chart(view) if places is None else places)]
-    for table in tables(view):
-        rows = [list(map(escaped, row)) for row in (table.columns, *table.rows)]
-        lines = [f"| {' | '.join(row)} |" for row in [rows[0], ["---"] * len(rows[0]), *rows[1:]]]
-        parts += [f"## {escaped(table.title)}", "\n".join(lines), escaped(table.note)]
+    for each in tables(view):
+        parts += [f"## {escaped(each.title)}", table(each.columns, each.rows), escaped(each.note)]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 

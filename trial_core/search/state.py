@@ -49,20 +49,7 @@ class SearchTrial:
 
 
 class SearchState:
-    """What a search has done, and what is due.
-
-    Args:
-        plans: the search's brackets; see `brackets` for the other arguments.
-
-    Attributes:
-        trials: by number.
-        work: what is due, in the order in which it came due: new trials, and trials to be trained.
-        promotions: who was to be trained further, to which rung and why, in order.
-        failed: how many trials have failed, without those that are `invalid` or not counted.
-        invalid: how many have had invalid hyperparameters.
-        applied: the number of the last record.
-        has_no_more: True if the sampler had no more hyperparameters, and nothing came after that.
-    """
+    """What a search with these brackets has done, and what is due."""
 
     def __init__(
         self,
@@ -71,12 +58,13 @@ class SearchState:
         stops_once: bool = False,
         smaller_is_better: bool = True,
     ) -> None:
-        self.trials: list[SearchTrial] = []
-        self.work: list[Begin | Advance] = []
-        self.promotions: list[Advance] = []
-        self.failed = self.invalid = 0
-        self.has_no_more = False
-        self.applied = 0
+        self.trials: list[SearchTrial] = []  # by number
+        self.work: list[Begin | Advance] = []  # what is due, in the order in which it came due
+        self.promotions: list[Advance] = []  # who was to be trained further, and why, in order
+        self.invalid = 0  # trials that had invalid hyperparameters
+        self.failed = 0  # trials that have failed, without those, and without uncounted ones
+        self.has_no_more = False  # the sampler had none, and nothing came after that
+        self.applied = 0  # the number of the last record
         self._smaller_is_better = smaller_is_better
         self._brackets: list[Bracket] = brackets(plans, kind, stops_once)
         for bracket in self._brackets:

@@ -35,32 +35,22 @@ class Stage:
 
 
 class RunStatus(Observer):
-    """Keeps the reported events. An overriding method calls the one of this class first.
-
-    Attributes:
-        batches, total_batches: batches trained so far, and at the end.
-        batch_samples: samples in one batch; 0 if unknown.
-        training, validation: the last reported metrics.
-        committed_at: batches trained at the last committed checkpoint; None before any.
-        activity: the present stage's activity, if it takes long; else empty.
-        last_throughput: the last train-workload's.
-        run_throughput: that of all train-workloads of this run.
-    """
+    """Keeps the reported events. An overriding method calls the one of this class first."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self.trial: str | None = None
-        self.batches = 0
-        self.total_batches = 0
-        self.batch_samples = 0
-        self.training: Mapping[str, Any] = {}
-        self.validation: Mapping[str, Any] = {}
+        self.batches = 0  # trained so far
+        self.total_batches = 0  # at the end
+        self.batch_samples = 0  # samples in one batch; 0 if unknown
+        self.training: Mapping[str, Any] = {}  # the last reported metrics
+        self.validation: Mapping[str, Any] = {}  # likewise
         self.validated_at: int | None = None
-        self.committed_at: int | None = None
+        self.committed_at: int | None = None  # batches at the last commit; None before any
         self.has_trained = False
-        self.activity = ""
-        self.last_throughput = Throughput()
-        self.run_throughput = Throughput()
+        self.activity = ""  # of the present stage, if it takes long; else empty
+        self.last_throughput = Throughput()  # the last train-workload's
+        self.run_throughput = Throughput()  # that of all train-workloads of this run
         self._begins_at = 0
         self._began = clock()
         self._running: dict[tuple[str, str], Stage] = {}

@@ -58,14 +58,7 @@ def read_ledger(store: CheckpointStore, trial: str) -> TimeLedger:
 class KeptLedger:
     """The ledger of a trial, with the run in progress; a context manager for that run's driver.
 
-    In a script, rank 0 keeps it.
-
-    Args:
-        clock: measures the run. The block tells it what earlier runs have trained.
-        per_slot_hour: the price of an hour of one slot; None if unknown.
-
-    Attributes:
-        earlier: the trial's earlier runs, oldest first; empty before the block.
+    The block tells `clock`, which measures the run, what earlier runs have trained.
     """
 
     def __init__(
@@ -75,7 +68,7 @@ class KeptLedger:
         number: int,
         clock: RunClock,
         ending: Ending,
-        per_slot_hour: float | None = None,
+        per_slot_hour: float | None = None,  # the price of an hour of one slot
         logger: AnyLogger = _logger,
     ) -> None:
         self._store = store
@@ -87,7 +80,7 @@ class KeptLedger:
         self._logger = logger
         self._has_warned = False
         self._final: RunTime | None = None
-        self.earlier: Sequence[RunTime] = ()
+        self.earlier: Sequence[RunTime] = ()  # oldest first; empty before the block
         began = datetime.now(timezone.utc) - timedelta(seconds=clock.seconds)
         self._began_at = began.strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         self._by = user_at_host()

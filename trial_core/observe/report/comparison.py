@@ -26,7 +26,7 @@ from trial_core.errors import CheckpointError
 from trial_core.observe.report.curves import PALETTE, CurveFigure, MeasuredLine, curves
 from trial_core.observe.report.history import Curve
 from trial_core.observe.report.html_report import page, place, plotly_figure
-from trial_core.observe.report.markdown import code as as_code, escaped
+from trial_core.observe.report.markdown import code as as_code, escaped, table
 from trial_core.observe.report.ranked_lines import (
     RankedTrial,
     curves_by_rank,
@@ -45,6 +45,7 @@ _KINDS: Mapping[Curve, str] = {
     "learning_rate": "", "machine": "machine of the driver",
 }  # fmt: skip
 
+_RIGHT = "---:"  # the page breaks no cell that is aligned so: a phone scrolls the table
 _Figures = dict[str, dict[str, Any]]
 
 
@@ -78,7 +79,7 @@ def _tables(trials: Sequence[StoredTrial]) -> list[str]:
          *(_number(each.results.get(name)) for name in results)]
         for each, own in zip(trials, values, strict=True)
     ]  # fmt: skip
-    parts = ["## Hyperparameters and results", _table(["trial", *names, *results], rows)]
+    parts = ["## Hyperparameters and results", table(["trial", *names, *results], rows, _RIGHT)]
     if more:
         parts.append(f"{plural(len(more), 'more hyperparameter')} differ: {_listed(more)}")
     if same := [f"{name} {_value(values[0][name])}" for name in values[0] if name not in differ]:
@@ -89,7 +90,7 @@ def _tables(trials: Sequence[StoredTrial]) -> list[str]:
             [each.trial, *(_value(own.get(name)) for name in names)]
             for each, own in zip(trials, others, strict=True)
         ]
-        parts += ["## Other settings that differ", _table(["trial", *names], rows)]
+        parts += ["## Other settings that differ", table(["trial", *names], rows, _RIGHT)]
     return parts
 
 
@@ -230,13 +231,6 @@ def _changes(name: str, old: Sequence[str], new: Sequence[str]) -> list[str]:
 def _moved(header: str, by: int) -> str:
     """The header of a hunk, with other numbers of lines."""
     return re.sub(r"([-+])(\d+)", lambda found: f"{found[1]}{int(found[2]) + by}", header)
-
-
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    shown = [list(map(escaped, row)) for row in (columns, *rows)]
-    # The page breaks no cell that is aligned to the right: a phone scrolls the table.
-    lines = [shown[0], ["---:"] * len(columns), *shown[1:]]
-    return "\n".join(f"| {' | '.join(row)} |" for row in lines)
 
 
 def _listed(texts: Sequence[str], between: str = ", ") -> str:

@@ -52,20 +52,8 @@ class Report(Observer):
 
     A context manager. Inside the block a thread writes the report after changes, at most every 5 s.
     After a commit it also stores the report and the ranks' logs. A report that cannot be written is
-    only a warning: it neither ends training nor hides why training ended.
-
-    Args:
-        store: by default in the experiment's storage.
-        ledger: reads the trial's ledger of time; None leaves it out.
-        logger: gets warnings, and a limited number of lines from the ranks.
-        publish: shows the report's Markdown elsewhere too. One thread calls it, in the context in
-            which the report was created.
-        publish_errors: the errors of a failing `publish`, in addition to OSError and
-            TrialflowError.
-        links: the run's pages elsewhere, by their names.
-
-    Attributes:
-        path: the report's file. The page is next to it.
+    only a warning: it neither ends training nor hides why training ended. `publish` shows its
+    Markdown elsewhere, too: one thread calls it, in the context in which the report was created.
     """
 
     def __init__(
@@ -73,20 +61,20 @@ class Report(Observer):
         config: ExperimentConfig,
         trial: str,
         run_dir: Path,
-        store: CheckpointStore | None = None,
+        store: CheckpointStore | None = None,  # by default in the experiment's storage
         stopping: StopHandler | None = None,
-        ledger: Callable[[], TimeLedger] | None = None,
+        ledger: Callable[[], TimeLedger] | None = None,  # reads the trial's; None leaves it out
         ending: Ending | None = None,
         *,
-        logger: AnyLogger,
+        logger: AnyLogger,  # also gets a limited number of lines from the ranks
         publish: Callable[[str], None] | None = None,
-        publish_errors: tuple[type[Exception], ...] = (),
+        publish_errors: tuple[type[Exception], ...] = (),  # besides OSError and TrialflowError
         has_metric: bool = True,
-        links: Mapping[str, str] = MappingProxyType({}),
+        links: Mapping[str, str] = MappingProxyType({}),  # the run's pages elsewhere, by name
     ) -> None:
         place = config.checkpoint_storage
         store = store or CheckpointStore(place.url, place.options)
-        self.path = run_dir / REPORT
+        self.path = run_dir / REPORT  # the page is next to it
         self._history_path = run_dir / HISTORY
         self._page_path = run_dir / PAGE
         self._page_is_due_at = 0.0

@@ -6,7 +6,7 @@ Such text (names of metrics, messages, paths) is not read as markup, in Markdown
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,13 @@ def shortened(text: str) -> str:
 def escaped(text: str) -> str:
     """The text's first line, shortened, with Markdown's special characters escaped."""
     return _SPECIAL.sub(r"\\\g<0>", shortened(text)).replace("<", "&lt;")
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]], rule: str = "---") -> str:
+    """A table of texts, which are escaped; `rule` aligns its columns."""
+    shown = [list(map(escaped, row)) for row in (columns, *rows)]
+    lines = [shown[0], [rule] * len(columns), *shown[1:]]
+    return "\n".join(f"| {' | '.join(row)} |" for row in lines)
 
 
 def code(text: str) -> str:
