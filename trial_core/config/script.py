@@ -39,18 +39,11 @@ logger = logging.getLogger(__name__)
 
 def script_config(
     exp_conf: Mapping[str, Any] | None,
-    hparams: Mapping[str, Any] | None = None,
-    trial_class: type | None = None,
-    max_length: TrainUnit | Mapping[str, int] | int | None = None,
+    hparams: Mapping[str, Any] | None = None,  # replace the ones of `exp_conf`
+    trial_class: type | None = None,  # if known
+    max_length: TrainUnit | Mapping[str, int] | int | None = None,  # if known
 ) -> ExperimentConfig:
-    """The experiment of this script.
-
-    Args:
-        exp_conf: any fields. A script uses the ones in `_USED`, `_USED_OF_SEARCHER` and
-            `_USED_OF_STOPPING`.
-        hparams: hyperparameters, which replace the ones of `exp_conf`.
-        trial_class: the trial, if known.
-        max_length: the length of training, if known, also as in an experiment file.
+    """The experiment of this script. `exp_conf` may have any fields; see `_USED`.
 
     Raises:
         ConfigError: one line per mistake.

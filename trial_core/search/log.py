@@ -72,16 +72,12 @@ class RungReached(SearchRecord, frozen=True, kw_only=True, tag="reached"):
 
 
 class Exited(SearchRecord, frozen=True, kw_only=True, tag="exited"):
-    """A trial has failed, or has ended itself.
-
-    Attributes:
-        is_invalid: because its hyperparameters cannot be trained with.
-        is_counted: False if it says nothing of the other trials: it has ended itself, or diverged.
-    """
+    """A trial has failed, or has ended itself."""
 
     trial: int
     why: str
-    is_invalid: bool = False
+    is_invalid: bool = False  # its hyperparameters cannot be trained with
+    # False if it says nothing of the other trials: it has ended itself, or diverged.
     is_counted: bool = True
 
 

@@ -191,11 +191,7 @@ class Search:
         )  # fmt: skip
 
     def failed(self, leg: Leg, why: str, is_invalid: bool = False, is_counted: bool = True) -> None:
-        """Record that a trial has failed, or has ended itself.
-
-        Args:
-            is_invalid: True if it cannot be trained with its hyperparameters (`InvalidHP`).
-            is_counted: see `Exited`.
+        """Record that a trial has failed, or has ended itself; see `Exited`.
 
         Raises:
             SearchError: more trials have failed than `max_failed_trials`, or more are invalid than

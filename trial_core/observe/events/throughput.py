@@ -119,17 +119,11 @@ class ThroughputMeter:
         self,
         batches: int,
         seconds: float,
-        done: Work,
-        devices: Sequence[str],
-        peak_memory_bytes: Sequence[int] = (),
+        done: Work,  # in all its batches
+        devices: Sequence[str],  # of the ranks, by name; empty for a rank on the CPU
+        peak_memory_bytes: Sequence[int] = (),  # of each rank; empty if unknown
     ) -> tuple[Throughput, Throughput]:
-        """Add a train-workload; return its throughput, and that of all.
-
-        Args:
-            done: the work in all its batches.
-            devices: the ranks' devices by name; empty for a rank on the CPU.
-            peak_memory_bytes: of each rank; empty if unknown.
-        """
+        """Add a train-workload; return its throughput, and that of all."""
         peaks = [self.peak_flops or peak_flops(each, done.number_type) for each in devices]
         alone = ThroughputMeter()
         for meter in (alone, self):
