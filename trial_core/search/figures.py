@@ -20,12 +20,12 @@ from trial_core.search.view import SearchView
 _TICKS = 20
 
 
-def html(view: SearchView, status: str = "") -> str:
-    """The page. For `status` see `markdown`."""
+def html(view: SearchView) -> str:
+    """The page."""
     drawn = figures(view)
     places = [line for i, title in enumerate(drawn) for line in place(i, title)]
     title = f"{shortened(view.experiment.name)} · {view.id}"
-    return page(title, markdown(view, status, places), list(drawn.values()))
+    return page(title, markdown(view, places=places), list(drawn.values()))
 
 
 def figures(view: SearchView) -> Mapping[str, dict[str, Any]]:

@@ -89,8 +89,8 @@ SearchEvent = Opened | Changed | Begun | RungReached | Exited | NoMore
 
 
 class SearchLog:
-    """All records of one search so far, in order. Every method may raise StorageError and
-    SearchError."""
+    """The records of one search: `events` has all so far, in order. Every method may raise
+    StorageError and SearchError."""
 
     def __init__(self, storage: Storage, search: str) -> None:
         self._search = search

@@ -113,8 +113,8 @@ def store_study(
 
 
 def frozen(experiment: SearchExperiment, trial: SearchTrial, unfinished: TrialState) -> FrozenTrial:
-    """A trial as Optuna has it; `unfinished` if it was not trained to `max_length`, and has not
-    failed."""
+    """A trial as Optuna has it; in the state `unfinished` if it was not trained to `max_length`,
+    and has not failed."""
     values = {each.length: each.metric for each in trial.reached if each.metric is not None}
     last = trial.reached[-1] if trial.reached else None
     state = unfinished

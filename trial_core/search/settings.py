@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from random import Random
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import (
     AfterValidator,
@@ -36,8 +36,8 @@ from trial_core.errors import ConfigError, SearchError
 from trial_core.observe.trackers.tracker import WITH_GROUPS
 from trial_core.search.plan import MAX_TRIALS, BracketPlan, Mode, adaptive_asha, asha, extended
 
-NAMES = ("random", "grid", "asha", "adaptive_asha", "pasha", "custom")
 Name = Literal["random", "grid", "asha", "adaptive_asha", "pasha", "custom"]
+NAMES = get_args(Name)
 MAX_RUNGS = 32
 MAY_CHANGE = ("max_trials", "max_length", "max_concurrent_trials", "max_failed_trials")
 """What a search that continues may have other values of."""

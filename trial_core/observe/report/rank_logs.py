@@ -61,8 +61,8 @@ class LogLimit:
 
 
 class LogLimits:
-    """Separate limits for rank 0's output, its warnings, and the other ranks' warnings, which alone
-    they send. None of them uses up another's budget."""
+    """Separate limits for rank 0's output, its warnings, and the warnings of the other ranks, which
+    send nothing else. None of them uses up another's budget."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._output, self._warnings, self._others = (LogLimit(clock) for _ in range(3))

@@ -91,8 +91,8 @@ class JournalWriter:
         self._file.close()
 
     def append(self, record: AnyRecord) -> None:
-        """Append a record, which readers see at once. Raises OSError, for example of a full disk,
-        and has written no part of it; or ValueError if it has a text that is not Unicode."""
+        """Append a record, which readers see at once. After an OSError, as of a full disk, no part
+        of it is there. ValueError if a text in it is not Unicode."""
         line = _encoder.encode(record) + b"\n"
         with self._lock:
             before = self._file.tell()
