@@ -20,6 +20,7 @@ from trial_core.checkpoint.retention_policy import best_of_trial
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.transfer.fetch import download
 from trial_core.cluster_info import trial_number
+from trial_core.common.decoding import decode
 from trial_core.common.lazy_names import lazy_names
 from trial_core.common.unknown_names import SaysWhatToUse
 from trial_core.config import StorageConfig
@@ -102,7 +103,7 @@ class Trial(SaysWhatToUse):
         key = layout.run_file_key(self.name, "report.json")
         stored = self.store.storage.read(key)
         try:
-            curves: Mapping[Any, Any] = ReportHistory.from_json(stored).curves if stored else {}
+            curves: Mapping[Any, Any] = decode(stored, ReportHistory).curves if stored else {}
         except msgspec.MsgspecError as error:
             url = f"{self.store.url}/{key}"
             raise CheckpointDamaged(f"{url} is not a readable report: {error}") from None

@@ -25,20 +25,15 @@ from trial_core.observe.trackers.records import (
     RunEnded,
 )
 from trial_core.observe.trackers.tracker import (
+    BuiltInTracker,
     RecordRefused,
     TrackedRun,
-    Tracker,
-    check_options,
     without_user,
 )
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
-OPTIONS: dict[str, tuple[type, ...]] = {
-    "tracking_uri": (str,), "experiment": (str,), "run_name": (str,), "tags": (dict,),
-    "artifacts": (bool,), "registered_model": (bool, str), "group": (str,),
-}  # fmt: skip
 VARIABLE = "MLFLOW_TRACKING_URI"
 TRIAL_TAG, GROUP_TAG = "trialflow.trial", "trialflow.group"
 LONGEST_PARAMETER, LONGEST_TAG = 6000, 5000
@@ -54,7 +49,7 @@ _NOT_IN_NAMES = re.compile(r"[^\w\-. :/]")
 _REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "INVALID_STATE", "MALFORMED_REQUEST")
 
 
-class MlflowTracker(Tracker):
+class MlflowTracker(BuiltInTracker):
     """One run of MLflow.
 
     Points that are trained again are logged again at their step if their values differ; MLflow
@@ -65,6 +60,11 @@ class MlflowTracker(Tracker):
     ``registered_model``: see `trial_core.observe.trackers.model_registry`.
     """
 
+    name: ClassVar[str] = "mlflow"
+    option_types: ClassVar[Mapping[str, tuple[type, ...]]] = {
+        "tracking_uri": (str,), "experiment": (str,), "run_name": (str,), "tags": (dict,),
+        "artifacts": (bool,), "registered_model": (bool, str), "group": (str,),
+    }  # fmt: skip
     place_variables: ClassVar[Mapping[str, str]] = {"tracking_uri": VARIABLE}
 
     def __init__(self, options: Mapping[str, Any], run: TrackedRun) -> None:
@@ -74,10 +74,6 @@ class MlflowTracker(Tracker):
         self._known: dict[str, dict[int, float]] = {}
         self._is_continued = False
         self._checkpoints: dict[str, dict[str, Any]] = {}
-
-    @classmethod
-    def check(cls, options: Mapping[str, Any]) -> None:
-        check_options("mlflow", options, OPTIONS)
 
     @classmethod
     def without_paths(cls, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,8 +113,7 @@ class MlflowTracker(Tracker):
 
         try:
             self._log_metrics(each for each in records if isinstance(each, Metrics))
-            for record in records:
-                self._log(record)
+            super().send(records)
         except MlflowException as error:
             if error.error_code not in _REFUSALS:
                 raise
@@ -204,7 +199,7 @@ class MlflowTracker(Tracker):
         there = self._known[key].get(step)
         return there == value or (there is not None and math.isnan(there) and math.isnan(value))
 
-    def _log(self, record: AnyRecord) -> None:
+    def show(self, record: AnyRecord) -> None:
         from mlflow.entities import Param, RunTag
 
         if isinstance(record, Described):

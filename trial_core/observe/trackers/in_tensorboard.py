@@ -14,23 +14,21 @@ from trial_core.observe.trackers.records import (
     Metrics,
     Noted,
 )
-from trial_core.observe.trackers.tracker import Tracker, check_options
+from trial_core.observe.trackers.tracker import BuiltInTracker
 
 
-class TensorBoardTracker(Tracker):
+class TensorBoardTracker(BuiltInTracker):
     """Writes scalars and texts. A point that is trained again replaces the earlier one.
 
     Option: ``logdir``, a folder of this machine. By default the files are in the trial's folder,
     and are stored with its checkpoints.
     """
 
+    name: ClassVar[str] = "tensorboard"
+    option_types: ClassVar[Mapping[str, tuple[type, ...]]] = {"logdir": (str,)}
     replaces_points: ClassVar[bool] = True
 
     _writer: Any = None
-
-    @classmethod
-    def check(cls, options: Mapping[str, Any]) -> None:
-        check_options("tensorboard", options, {"logdir": (str,)})
 
     @classmethod
     def without_paths(cls, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -44,14 +42,13 @@ class TensorBoardTracker(Tracker):
         return folder
 
     def send(self, records: Sequence[AnyRecord]) -> None:
-        for record in records:
-            self._write(record)
+        super().send(records)
         self._writer.flush()
 
     def close(self) -> None:
         self._writer.close()
 
-    def _write(self, record: AnyRecord) -> None:
+    def show(self, record: AnyRecord) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.plugins.text.summary_v2 import text_pb

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
@@ -17,12 +17,10 @@ from trial_core.observe.trackers.records import (
     Noted,
     RunEnded,
 )
-from trial_core.observe.trackers.tracker import Tracker, check_options
-
-TEXTS = ("project", "entity", "group", "job_type", "mode", "name", "notes", "base_url")
+from trial_core.observe.trackers.tracker import BuiltInTracker
 
 
-class WandbTracker(Tracker):
+class WandbTracker(BuiltInTracker):
     """One run of W&B, whose id is the trial's.
 
     A point that is trained again with another value is a second one, with a greater ``attempt``.
@@ -31,6 +29,10 @@ class WandbTracker(Tracker):
     ``base_url``, a server's address. The key comes from WANDB_API_KEY, or from `wandb login`.
     """
 
+    name: ClassVar[str] = "wandb"
+    option_types: ClassVar[Mapping[str, tuple[type, ...]]] = dict.fromkeys(
+        ("project", "entity", "group", "job_type", "mode", "name", "notes", "base_url"), (str,)
+    ) | {"tags": (list,)}
     measures_the_system: ClassVar[bool] = True
     place_variables: ClassVar[Mapping[str, str]] = {
         "base_url": "WANDB_BASE_URL", "mode": "WANDB_MODE", "entity": "WANDB_ENTITY",
@@ -38,10 +40,6 @@ class WandbTracker(Tracker):
 
     _run: Any = None
     _exit_code = 0
-
-    @classmethod
-    def check(cls, options: Mapping[str, Any]) -> None:
-        check_options("wandb", options, {**dict.fromkeys(TEXTS, (str,)), "tags": (list,)})
 
     def open(self, known: str) -> str:
         import wandb
@@ -57,14 +55,10 @@ class WandbTracker(Tracker):
         self._run.define_metric("*", step_metric="batches")
         return str(self._run.id)
 
-    def send(self, records: Sequence[AnyRecord]) -> None:
-        for record in records:
-            self._log(record)
-
     def close(self) -> None:
         self._run.finish(exit_code=self._exit_code)
 
-    def _log(self, record: AnyRecord) -> None:
+    def show(self, record: AnyRecord) -> None:
         import wandb
 
         run = self._run

@@ -227,19 +227,31 @@ EXPECTED = {str: "text", bool: "true or false", dict: "a mapping", list: "a list
 """The types that options of trackers may have, in words."""
 
 
-def check_options(
-    name: str, options: Mapping[str, Any], known: Mapping[str, tuple[type, ...]]
-) -> None:
-    """Refuse options that a tracker does not have, and values of other types than `known` has for
-    them, which are in `EXPECTED`: ConfigError."""
-    for option, value in options.items():
-        if option not in known:
-            raise ConfigError(
-                f"trackers.{name}: unknown field {option!r}{did_you_mean(option, list(known))}; it "
-                f"has {', '.join(known)}"
-            )
-        if not isinstance(value, known[option]):
-            expected = " or ".join(EXPECTED[kind] for kind in known[option])
-            raise ConfigError(
-                f"trackers.{name}.{option}: expected {expected}, got {format_value(value)}"
-            )
+class BuiltInTracker(Tracker):
+    """A tracker of trialflow's own, which shows one record after the other."""
+
+    name: ClassVar[str]
+    option_types: ClassVar[Mapping[str, tuple[type, ...]]]
+
+    @classmethod
+    def check(cls, options: Mapping[str, Any]) -> None:
+        for option, value in options.items():
+            if option not in cls.option_types:
+                known = list(cls.option_types)
+                raise ConfigError(
+                    f"trackers.{cls.name}: unknown field {option!r}{did_you_mean(option, known)}; "
+                    f"it has {', '.join(known)}"
+                )
+            if not isinstance(value, cls.option_types[option]):
+                expected = " or ".join(EXPECTED[kind] for kind in cls.option_types[option])
+                raise ConfigError(
+                    f"trackers.{cls.name}.{option}: expected {expected}, got {format_value(value)}"
+                )
+
+    def send(self, records: Sequence[AnyRecord]) -> None:
+        for record in records:
+            self.show(record)
+
+    def show(self, record: AnyRecord) -> None:
+        """Show one record."""
+        raise NotImplementedError
