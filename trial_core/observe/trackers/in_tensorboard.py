@@ -5,15 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from trial_core.observe.trackers import records
 from trial_core.observe.trackers.journal import DRIVER_EVENTS
-from trial_core.observe.trackers.records import (
-    AnyRecord,
-    Began,
-    Committed,
-    Described,
-    Metrics,
-    Noted,
-)
 from trial_core.observe.trackers.tracker import BuiltInTracker
 
 
@@ -41,36 +34,36 @@ class TensorBoardTracker(BuiltInTracker):
         self._writer = EventFileWriter(folder)
         return folder
 
-    def send(self, records: Sequence[AnyRecord]) -> None:
+    def send(self, records: Sequence[records.AnyRecord]) -> None:
         super().send(records)
         self._writer.flush()
 
     def close(self) -> None:
         self._writer.close()
 
-    def show(self, record: AnyRecord) -> None:
+    def show(self, record: records.AnyRecord) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.plugins.text.summary_v2 import text_pb
 
-        if isinstance(record, Began):
+        if isinstance(record, records.Began):
             # Readers forget the values at this step and after it.
             start = SessionLog(status=SessionLog.START)
             event = Event(step=record.batches + 1, session_log=start)
-        elif isinstance(record, Metrics):
+        elif isinstance(record, records.Metrics):
             values = [
                 Summary.Value(tag=name, simple_value=value)
                 for name, value in record.numbers.items()
             ]
             event = Event(step=record.batches, summary=Summary(value=values))
-        elif isinstance(record, Described):
+        elif isinstance(record, records.Described):
             facts = (*record.parameters.items(), *record.tags.items())
             lines = "\n".join(f"    {name}: {value}" for name, value in facts)
             event = Event(step=0, summary=text_pb("trial", lines))
-        elif isinstance(record, Committed):
+        elif isinstance(record, records.Committed):
             text = text_pb("checkpoint", f"{record.url} {record.digest}")
             event = Event(step=record.batches, summary=text)
-        elif isinstance(record, Noted):
+        elif isinstance(record, records.Noted):
             event = Event(step=record.batches, summary=text_pb("notice", record.text))
         else:
             return

@@ -8,15 +8,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
-from trial_core.observe.trackers.records import (
-    AnyRecord,
-    Began,
-    Committed,
-    Described,
-    Metrics,
-    Noted,
-    RunEnded,
-)
+from trial_core.observe.trackers import records
 from trial_core.observe.trackers.tracker import BuiltInTracker
 
 
@@ -58,20 +50,20 @@ class WandbTracker(BuiltInTracker):
     def close(self) -> None:
         self._run.finish(exit_code=self._exit_code)
 
-    def show(self, record: AnyRecord) -> None:
+    def show(self, record: records.AnyRecord) -> None:
         import wandb
 
         run = self._run
-        if isinstance(record, Metrics):
+        if isinstance(record, records.Metrics):
             place = {
                 "batches": record.batches, "samples": record.samples, "attempt": record.attempt,
             }  # fmt: skip
             run.log({**record.numbers, **place, "_timestamp": record.at})
-        elif isinstance(record, Described):
+        elif isinstance(record, records.Described):
             run.config.update({**record.parameters, "tags": record.tags}, allow_val_change=True)
-        elif isinstance(record, Began):
+        elif isinstance(record, records.Began):
             run.summary["attempt"] = record.attempt
-        elif isinstance(record, Committed):
+        elif isinstance(record, records.Committed):
             facts = {"digest": record.digest, "batches": record.batches, "bytes": record.size_bytes}
             run.summary["checkpoint"] = {"url": record.url, **facts}
             with self.best_effort("the artifact of a checkpoint"):  # s3:// needs boto3
@@ -83,9 +75,9 @@ class WandbTracker(BuiltInTracker):
                 else:
                     artifact.add_reference(record.url, checksum=False)
                 run.log_artifact(artifact, aliases=["latest", f"batch-{record.batches}"])
-        elif isinstance(record, Noted):
+        elif isinstance(record, records.Noted):
             run.alert(title=f"batch {record.batches}", text=record.text)
-        elif isinstance(record, RunEnded):
+        elif isinstance(record, records.RunEnded):
             run.summary["ended"] = record.why or record.outcome
             self._exit_code = int(record.outcome == "failed")
             with self.best_effort("the report"):

@@ -23,17 +23,8 @@ from trial_core.messages import MetricsKind
 from trial_core.observe.events.observers import Observer, WorkloadTimes
 from trial_core.observe.events.throughput import Throughput
 from trial_core.observe.ledger.time_ledger import TimeLedger
+from trial_core.observe.trackers import records
 from trial_core.observe.trackers.journal import FOLDER, JOURNAL, ORDER, JournalWriter
-from trial_core.observe.trackers.records import (
-    AnyRecord,
-    Began,
-    Committed,
-    Deleted,
-    Described,
-    Metrics,
-    Noted,
-    RunEnded,
-)
 from trial_core.observe.trackers.sender import SenderOrder, SenderProcess, unsent
 from trial_core.observe.trackers.stored_journal import adopt_stored, keep
 from trial_core.observe.trackers.tracker import find_tracker, without_user
@@ -127,7 +118,7 @@ class Tracking(Observer):
             status = self._status or ("completed" if error is None else f"failed: {error}")
             outcome, why = outcome_of(status)
             why = text_format.shortened(why)
-            self._append(RunEnded(at=time.time(), outcome=outcome, why=why))
+            self._append(records.RunEnded(at=time.time(), outcome=outcome, why=why))
         if self._journal is not None:
             self._journal.close()
             self._journal = None
@@ -163,7 +154,9 @@ class Tracking(Observer):
             **divided, **{f"version.{name}": text for name, text in versions.items()},
         }  # fmt: skip
         given = {name: text for name, text in tags.items() if text}
-        self._append(Described(at=time.time(), parameters=parameters(self._config), tags=given))
+        self._append(
+            records.Described(at=time.time(), parameters=parameters(self._config), tags=given)
+        )
 
     def samples_trained(self, samples: int) -> None:
         self._samples = samples
@@ -172,7 +165,7 @@ class Tracking(Observer):
         self, trial: str, total_batches: int, begins_at: int, batch_samples: int
     ) -> None:
         self._batches = begins_at
-        self._append(Began(at=time.time(), batches=begins_at, attempt=self._attempt))
+        self._append(records.Began(at=time.time(), batches=begins_at, attempt=self._attempt))
 
     def metrics_reported(self, kind: MetricsKind, batches: int, metrics: Mapping[str, Any]) -> None:
         self._batches = batches
@@ -210,7 +203,7 @@ class Tracking(Observer):
     def checkpoint_committed(
         self, uuid: str, batches: int, total_bytes: int, digest: str = ""
     ) -> None:
-        self._append(Committed(
+        self._append(records.Committed(
             at=time.time(), batches=batches, uuid=uuid, url=self._store.files_url(uuid),
             size_bytes=total_bytes, digest=digest,
         ))  # fmt: skip
@@ -226,11 +219,11 @@ class Tracking(Observer):
                 self._keeping.release()
 
     def checkpoint_deleted(self, uuid: str) -> None:
-        self._append(Deleted(at=time.time(), uuid=uuid))
+        self._append(records.Deleted(at=time.time(), uuid=uuid))
 
     def notice(self, text: str) -> None:
         short = text_format.shortened(text)
-        self._append(Noted(at=time.time(), batches=self._batches, text=short))
+        self._append(records.Noted(at=time.time(), batches=self._batches, text=short))
 
     def moving(self, what: str) -> None:
         self.notice(what)
@@ -253,7 +246,7 @@ class Tracking(Observer):
 
     def _measured(self, batches: int, values: Mapping[str, Any]) -> None:
         if numbers := text_format.finite_numbers(values):
-            self._append(Metrics(
+            self._append(records.Metrics(
                 at=time.time(), batches=batches, samples=self._samples,
                 attempt=self._attempt, values=numbers,
             ))  # fmt: skip
@@ -283,7 +276,7 @@ class Tracking(Observer):
             self._sender = None
         self._start_sender()
 
-    def _append(self, record: AnyRecord) -> None:
+    def _append(self, record: records.AnyRecord) -> None:
         if self._journal is None:
             return
         with self._warning("its trackers lack a part of this run"):
