@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.storage.credentials import without_credentials
-from trial_core.checkpoint.transfer.staging import StagedCheckpoint
+from trial_core.checkpoint.transfer.upload import StagedCheckpoint
 from trial_core.driver.run import Launch, Run
 from trial_core.driver.stages.callbacks import callbacks
 from trial_core.driver.stages.declared_stage import DeclaredStage

@@ -17,7 +17,7 @@ from tests.support.faults.withdrawn import BATCHES, FIRST, NAMESPACES, run_twice
 from tests.support.s3 import S3Server
 from tests.support.s3_user import s3_user
 from tests.support.slots import toy_config
-from trial_core.checkpoint.storage import retrying
+from trial_core.checkpoint.storage import storage_errors
 
 pytestmark = [pytest.mark.slots, pytest.mark.long]
 
@@ -45,7 +45,7 @@ def test_a_storage_that_takes_nothing_more(tmp_path: Path, fault: str, says: str
     outcome, log = withdrawn(fault, tmp_path)
     assert outcome.error.startswith("StorageError: cannot ")
     assert says in outcome.error
-    assert log.count("the storage failed (try ") == retrying.TRIES - 1
+    assert log.count("the storage failed (try ") == storage_errors.TRIES - 1
     assert (outcome.committed, outcome.checkpoints) == ([FIRST], ALL)
 
 
@@ -89,7 +89,7 @@ def test_a_gateway_that_refuses(
 ) -> None:  # fmt: skip
     """As a file system: the reason, and no more checkpoints until it is mended."""
     monkeypatch.setenv("TRIALFLOW_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(retrying, "PAUSE_SECONDS", 0.1)
+    monkeypatch.setattr(storage_errors, "PAUSE_SECONDS", 0.1)
     uid = f"--uid={tmp_path.name}"
 
     def administer(commands: list[tuple[str, ...]]) -> None:

@@ -17,7 +17,7 @@ from tests.support.slots import toy_config
 from tests.support.stages import beside, faking
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.checkpoint.transfer.staging import StagedCheckpoint
+from trial_core.checkpoint.transfer.upload import StagedCheckpoint
 from trial_core.driver.run import Launch, Run
 from trial_core.driver.uploads import Uploads
 from trial_core.errors import SlotsError

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 
 from trial_core.checkpoint.resume_point import ResumePoint
-from trial_core.checkpoint.transfer.staging import StagedCheckpoint
+from trial_core.checkpoint.transfer.upload import StagedCheckpoint
 from trial_core.config.lengths import OPEN_END
 from trial_core.driver.fetch_resume_point import fetch, fetch_first_intact
 from trial_core.driver.loop import Loop, result_of, wind_up

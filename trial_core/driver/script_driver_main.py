@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from trial_core.checkpoint.fencing import Fence
 from trial_core.checkpoint.resume_point import ResumePoint
 from trial_core.checkpoint.retention.known_storages import refuse_other_storage
-from trial_core.checkpoint.storage.retrying import retry_storage
+from trial_core.checkpoint.storage.storage_errors import retry_storage
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.transfer.checkpoint_source import copy_into, is_place, resume_manifest
 from trial_core.common.decoding import decode

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from trial_core.checkpoint.manifest import Manifest
-from trial_core.checkpoint.transfer.staging import StagedCheckpoint
+from trial_core.checkpoint.transfer.upload import StagedCheckpoint
 from trial_core.driver.own_stages_due import OwnStages
 from trial_core.driver.run import Launch
 from trial_core.driver.stages.callbacks import call_hook

@@ -13,8 +13,7 @@ from trial_core.checkpoint.manifest import FileEntry
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.transfer.fetch import fetch_files, take_local
 from trial_core.checkpoint.transfer.persister import Persister
-from trial_core.checkpoint.transfer.staging import staged_files
-from trial_core.checkpoint.transfer.upload import upload_files
+from trial_core.checkpoint.transfer.upload import staged_files, upload_files
 from trial_core.config.sections import CheckpointingConfig
 from trial_core.errors import CheckpointDamaged, CheckpointError, StorageError
 from trial_core.messages import Fetched, Persisted

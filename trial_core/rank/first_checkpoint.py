@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 
 from trial_core.checkpoint.layout import StoredPath
 from trial_core.checkpoint.manifest import FileEntry
-from trial_core.checkpoint.transfer.staging import StagedFile, staged_files
+from trial_core.checkpoint.transfer.upload import StagedFile, staged_files
 from trial_core.common.text_format import first_few
 from trial_core.config.sections import CheckpointingConfig
 from trial_core.errors import CheckpointError, CheckpointUnrestorable, SlotsError, TrialflowError

@@ -135,7 +135,7 @@ def _all(store: CheckpointStore, trial: str | None) -> list[ManifestName]:
 def _verify(
     store: CheckpointStore, names: list[ManifestName], is_repaired: bool
 ) -> Iterator[Verified]:
-    from trial_core.checkpoint.retention.repair import repair
+    from trial_core.checkpoint.retention.shared_files import repair
 
     for count, name in enumerate(names, start=1):
         try:

@@ -22,7 +22,7 @@ import psutil
 
 from tests.support.driving import TRIAL, drive
 from tests.support.slots import toy_config
-from trial_core.checkpoint.storage import retrying
+from trial_core.checkpoint.storage import storage_errors
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import TrialflowError
 from trial_core.observe.events.observers import Observer
@@ -180,7 +180,7 @@ def run_twice(
 def main(fault: str, folder: Path) -> None:
     """The run and its continuation, in the namespaces."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
-    retrying.PAUSE_SECONDS = 0.1
+    storage_errors.PAUSE_SECONDS = 0.1
     machine = Machine(folder)
     machine.prepare(fault)
     trial = "loader_trials:LargeSamples" if fault == "shared memory" else "toy_trial:ToyTrial"

@@ -67,7 +67,7 @@ shown, compared, or given to the trial."""
 
 SENT = {
     "trial_core.checkpoint.storage.base", "trial_core.checkpoint.transfer.persister_process",
-    "trial_core.checkpoint.transfer.staging", "trial_core.driver.script_order",
+    "trial_core.checkpoint.transfer.upload", "trial_core.driver.script_order",
     "trial_core.messages.envelopes", "trial_core.messages.requests",
     "trial_core.observe.report.run_updates", "trial_core.processes.nodes.node_messages",
     "trial_core.processes.slots.fork_and_reap_ranks", "trial_core.processes.slots.kept_memory",

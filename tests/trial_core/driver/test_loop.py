@@ -17,7 +17,7 @@ from tests.support.slots import toy_config
 from tests.support.stages import all_stages, faking
 from trial_core.checkpoint.resume_point import ResumePoint
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.checkpoint.transfer.staging import StagedCheckpoint
+from trial_core.checkpoint.transfer.upload import StagedCheckpoint
 from trial_core.driver.loop import Loop
 from trial_core.driver.result import TrialResult
 from trial_core.driver.run import Launch, Run

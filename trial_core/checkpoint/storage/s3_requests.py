@@ -2,20 +2,29 @@
 
 The client signs them, finds credentials and retries, as for its own requests. All methods are
 coroutines for fsspec's event loop: see `s3_storage.run_on_loop`.
+
+botocore renews credentials that say when they end (a role, SSO, ``credential_process``). Those of a
+file or of environment variables it reads once, though a program may rewrite ``~/.aws/credentials``
+every hour. So they are read again when the storage refuses them.
 """
 
 from __future__ import annotations
 
 import errno
+import logging
 from collections.abc import AsyncIterator
 from datetime import datetime
 from typing import Any
 
+from aiobotocore.session import AioSession
+from botocore.credentials import RefreshableCredentials
+from botocore.exceptions import BotoCoreError, ClientError
 from s3fs.core import _error_wrapper
 
 from trial_core.checkpoint.storage.base import RangeRead
-from trial_core.checkpoint.storage.s3_credentials import credentials_of, has_other_credentials
-from trial_core.checkpoint.storage.storage_errors import is_foreign_404, service_code
+from trial_core.checkpoint.storage.storage_errors import is_foreign_404, service_code, statuses
+
+_logger = logging.getLogger(__name__)
 
 _STEP_BYTES = 256 * 2**10
 _ABORT_ATTEMPTS = 3
@@ -23,6 +32,12 @@ _FOREIGN_404_TRIES = 5
 _FIRST_PAUSE_SECONDS = 0.2
 VERSION, ETAG = "version ", "etag "
 """Prefixes of a `RangeRead`'s version: a version id, or an ETag where the bucket keeps none."""
+_ENDED = frozenset(
+    {"ExpiredToken", "ExpiredTokenException", "InvalidAccessKeyId", "InvalidClientTokenId"}
+    | {"InvalidToken", "SignatureDoesNotMatch", "TokenRefreshRequired", "UserSuspended"}
+)
+_FORBIDDEN = (401, 403)
+"""Ceph answers an ended session token with AccessDenied, as it does a missing right."""
 
 
 class Body:
@@ -76,11 +91,11 @@ class S3Requests:
         events = client.meta.events
         events.register_last("before-call.s3", _remove_expect, unique_id="trialflow-remove-expect")
         events.register("needs-retry.s3", _pause_after_404, unique_id="trialflow-foreign-404")
-        credentials = credentials_of(client)
+        credentials = client._request_signer._credentials
         try:
             return await self._send(method, **arguments)
         except OSError as error:
-            if not await has_other_credentials(self._fs, client, credentials, error):
+            if not await _has_other_credentials(self._fs, client, credentials, error):
                 raise
         return await self._send(method, **arguments)
 
@@ -206,6 +221,46 @@ class S3Requests:
                 raise
             return 0
         return 1
+
+
+async def _has_other_credentials(fs: Any, client: Any, refused: Any, error: OSError) -> bool:
+    """Look for credentials where the client's came from; if there are others, let it use them.
+
+    Args:
+        refused: the client's credentials before its request.
+        error: the failure of the request.
+
+    Returns:
+        Whether the request should be sent again.
+    """
+    code = service_code(error)
+    if refused is None or refused.method == "explicit":  # of the options: they do not change
+        return False
+    if code not in _ENDED:
+        # What is renewed by its end was refused for its rights: do not ask its source each time.
+        is_forbidden = any(status in _FORBIDDEN for status in statuses(error))
+        if not is_forbidden or isinstance(refused, RefreshableCredentials):
+            return False
+    if client._request_signer._credentials is not refused:
+        return True  # another request has found them
+    try:
+        found = await AioSession(**fs.kwargs).get_credentials()
+    except (BotoCoreError, ClientError, OSError):
+        return False  # the file is being written; the caller has `error`
+    if found is None or _are_equal(found, refused):
+        return False
+    client._request_signer._credentials = found
+    _logger.info(
+        "the storage refused the credentials (%s); new ones of %s count", code, found.method
+    )
+    return True
+
+
+def _are_equal(found: Any, refused: Any) -> bool:
+    if isinstance(found, RefreshableCredentials) or isinstance(refused, RefreshableCredentials):
+        return False  # to compare them would ask their source
+    names = ("access_key", "secret_key", "token")
+    return all(getattr(found, name) == getattr(refused, name) for name in names)
 
 
 def _remove_expect(params: dict[str, Any], **_: Any) -> None:

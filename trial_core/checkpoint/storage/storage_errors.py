@@ -1,20 +1,30 @@
 """Translates the errors of all storages into `StorageError`, with the cause and a remedy.
 
 Messages and tracebacks hold no credentials, though a URL, an option or a server's reply may.
+`retry_storage` repeats work after such an error.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import sys
+import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from trial_core.checkpoint.storage.credentials import secrets_in, without_credentials
 from trial_core.errors import StorageError
+
+T = TypeVar("T")
+
+_logger = logging.getLogger(__name__)
+
+TRIES = 3
+PAUSE_SECONDS = 5.0
 
 _FOREIGN_ERRORS = (
     ("aiohttp", "ClientError"),
@@ -218,6 +228,20 @@ class ErrorTranslator:
             raise StorageError(f"cannot {doing} {self.url}: {_diagnosis(error)} [{shown}]") from (
                 error if self.redact(trace) == trace else None
             )
+
+
+def retry_storage(work: Callable[[], T]) -> T:
+    """Do `work`, and repeat it after a pause if the storage fails: where no Prefect task does."""
+    for number in range(1, TRIES):
+        try:
+            return work()
+        except StorageError as error:
+            _logger.warning(
+                "the storage failed (try %d of %d), next try in %g s: %s",
+                number, TRIES, PAUSE_SECONDS, error,
+            )  # fmt: skip
+            time.sleep(PAUSE_SECONDS)
+    return work()
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

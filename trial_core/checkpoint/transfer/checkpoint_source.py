@@ -19,8 +19,7 @@ from trial_core.checkpoint.storage.credentials import without_credentials
 from trial_core.checkpoint.storage.storage_errors import ErrorTranslator
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.transfer.fetch import check_downloaded, fetch_files
-from trial_core.checkpoint.transfer.staging import StagedFile
-from trial_core.checkpoint.transfer.upload import upload_staged
+from trial_core.checkpoint.transfer.upload import StagedFile, upload_staged
 from trial_core.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, ConfigError
 
 _FILE = "file://"

@@ -30,8 +30,7 @@ from trial_core.checkpoint.manifest import FileEntry
 from trial_core.checkpoint.storage.base import StorageSpec
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.transfer.fetch import fetch_files
-from trial_core.checkpoint.transfer.staging import StagedFile
-from trial_core.checkpoint.transfer.upload import upload_staged
+from trial_core.checkpoint.transfer.upload import StagedFile, upload_staged
 from trial_core.common.decoding import decoder
 from trial_core.errors import CheckpointDamaged, CheckpointError, StorageError
 

@@ -15,9 +15,13 @@ from trial_core.checkpoint.retention.pruning import prune_trial
 from trial_core.checkpoint.retention.shared_files import announce_shared_upload
 from trial_core.checkpoint.retention_policy import RetentionPolicy
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.checkpoint.transfer.staging import StagedCheckpoint
 from trial_core.checkpoint.transfer.trial_code import upload_code
-from trial_core.checkpoint.transfer.upload import merge_entries, prefix_rank, upload_files
+from trial_core.checkpoint.transfer.upload import (
+    StagedCheckpoint,
+    merge_entries,
+    prefix_rank,
+    upload_files,
+)
 from trial_core.common.any_logger import AnyLogger
 from trial_core.common.text_format import plural, size
 from trial_core.driver.run import Launch

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
 
-from trial_core.checkpoint.storage.retrying import retry_storage
+from trial_core.checkpoint.storage.storage_errors import retry_storage
 from trial_core.driver.run import Launch
 from trial_core.errors import CheckpointNotFound, CheckpointRefused, TrialflowError
 from trial_core.processes.machine.background import in_background

@@ -23,8 +23,7 @@ from trial_core.checkpoint.retention.deletion_markers import mark_deletion
 from trial_core.checkpoint.retention.leftovers import find_orphaned_files, sweep_orphaned_files
 from trial_core.checkpoint.retention.protections import pins
 from trial_core.checkpoint.retention.pruning import delete_checkpoint, plan_pruning, prune
-from trial_core.checkpoint.retention.repair import repair
-from trial_core.checkpoint.retention.shared_files import announce_shared_upload
+from trial_core.checkpoint.retention.shared_files import announce_shared_upload, repair
 from trial_core.checkpoint.retention_policy import RetentionDecision, RetentionPolicy
 from trial_core.checkpoint.storage.base import Storage
 from trial_core.checkpoint.store import CheckpointStore

@@ -3,7 +3,7 @@ from __future__ import annotations
 import socket
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from botocore.exceptions import ClientError
@@ -11,8 +11,9 @@ from s3fs import S3FileSystem
 
 from tests.support.manifests import stage
 from tests.support.s3 import S3Server
+from trial_core.checkpoint.storage import storage_errors
 from trial_core.checkpoint.storage.open_storage import open_storage
-from trial_core.checkpoint.storage.storage_errors import ErrorTranslator, is_refusal
+from trial_core.checkpoint.storage.storage_errors import ErrorTranslator, is_refusal, retry_storage
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.transfer.upload import upload_files
 from trial_core.errors import StorageError
@@ -141,3 +142,23 @@ def test_a_busy_server_has_not_refused(status: int, expected: bool) -> None:
     will."""
     reply = {"Error": {"Code": "Failed"}, "ResponseMetadata": {"HTTPStatusCode": status}}
     assert is_refusal(ClientError(reply, "PutObject")) == expected
+
+
+def fails() -> NoReturn:
+    raise StorageError("the disk is full")
+
+
+def test_a_storage_failure_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few times, with pauses; then the error is raised."""
+    monkeypatch.setattr(storage_errors, "PAUSE_SECONDS", 0.0)
+    tries: list[int] = []
+
+    def persist() -> NoReturn:
+        tries.append(1)
+        fails()
+
+    with pytest.raises(StorageError, match="the disk is full"):
+        retry_storage(persist)
+    assert len(tries) == storage_errors.TRIES
+    remaining = iter([fails, lambda: "stored"])
+    assert retry_storage(lambda: next(remaining)()) == "stored"

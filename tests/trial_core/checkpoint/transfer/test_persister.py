@@ -22,7 +22,7 @@ from trial_core.checkpoint.storage.base import StorageSpec
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.transfer.persister import PROCESS, Persister
 from trial_core.checkpoint.transfer.persister_process import UploadRequest
-from trial_core.checkpoint.transfer.staging import StagedFile
+from trial_core.checkpoint.transfer.upload import StagedFile
 from trial_core.errors import CheckpointDamaged, CheckpointError, StorageError
 from trial_core.processes.machine.memory_files import MemoryFiles
 
@@ -205,7 +205,7 @@ import psutil
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import StorageError
 from trial_core.checkpoint.transfer import persister, persister_process
-from trial_core.checkpoint.transfer.staging import StagedFile
+from trial_core.checkpoint.transfer.upload import StagedFile
 
 def handle(request, stream):
     changed = os.environb.get(b"SET_LATE"), os.environ.get("REMOVED")
@@ -258,7 +258,7 @@ RANK_THAT_UPLOADS = """
 import sys, time, uuid
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.transfer.persister import Persister
-from trial_core.checkpoint.transfer.staging import StagedFile
+from trial_core.checkpoint.transfer.upload import StagedFile
 store = CheckpointStore(sys.argv[1])
 Persister().upload(store.spec, str(uuid.uuid4()), 0, [StagedFile("me", __file__, 1)])
 print("uploaded", flush=True)

@@ -15,14 +15,14 @@ import pytest
 from tests.support.manifests import entry, stage
 from tests.trial_core.checkpoint.transfer.test_persister import persister_processes
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.checkpoint.transfer import persister_watch
-from trial_core.checkpoint.transfer.persister import Persister
-from trial_core.checkpoint.transfer.persister_watch import (
+from trial_core.checkpoint.transfer import persister
+from trial_core.checkpoint.transfer.persister import (
     MIN_PROGRESS_BYTES,
     POLLS_PER_TIMEOUT,
+    Persister,
     StallWatch,
 )
-from trial_core.checkpoint.transfer.staging import StagedFile
+from trial_core.checkpoint.transfer.upload import StagedFile
 from trial_core.errors import StorageError
 
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
@@ -152,7 +152,7 @@ def test_a_long_transfer_logs_its_progress(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The rank logs nothing else meanwhile, and would count as hung."""
-    monkeypatch.setattr(persister_watch, "PROGRESS_LOG_SECONDS", 0.0)
+    monkeypatch.setattr(persister, "PROGRESS_LOG_SECONDS", 0.0)
     moved, is_over = iter([0, 3 * 2**30]), threading.Event()
 
     def moved_bytes(watch: StallWatch) -> int | None:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.slots import toy_config
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.checkpoint.transfer.staging import StagedCheckpoint
+from trial_core.checkpoint.transfer.upload import StagedCheckpoint
 from trial_core.driver.run import Launch, Run
 from trial_core.driver.stages.checkpoint import _upload
 from trial_core.messages import Persisted

@@ -10,7 +10,7 @@ from typing import IO
 import psutil
 import pytest
 
-from trial_core.checkpoint.transfer.staging import staged_files
+from trial_core.checkpoint.transfer.upload import staged_files
 from trial_core.processes.machine import memory_files
 from trial_core.processes.machine.memory_files import (
     GROWTH_BYTES,
